@@ -38,6 +38,7 @@ from serving.bundle.memory import compile_bundle
 from serving.engine.backend import Limits, Part
 from serving.engine.model_backend import ModelBackend
 from serving.language_backend import info
+from serving.language_bundle import contract
 from spmd.cli.flags import Parser, Switch, positive, words
 
 WARM_UP = 2
@@ -126,6 +127,7 @@ def bench(given: argparse.Namespace, config: LlamaConfig, quantize: str, batch: 
         primary=primary,
         options=spmd.Options(compiler_options=dict(option.split("=", 1) for option in given.xla)),
         symbols={decode.PAGES: pages},
+        contract=contract(LlamaRows(config), shape, dataclasses.asdict(config)),
     )
     compile_seconds = time.perf_counter() - start
     facts = info(bundle)

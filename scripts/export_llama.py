@@ -25,6 +25,7 @@ from models.llama.quantize import QUANTIZATIONS
 from models.llama.weights.files import WeightsError
 from models.llama.weights.sources import Source, checkpoint_source, fresh_source, hf_source
 from models.training.checkpoints.found import AUTO, CheckpointError
+from models.training.data.beginnings import as_trained, prompt_ids
 from models.training.data.tokenizer import BYTES, load_tokenizer
 from models.training.errors import DataError
 from scripts.flags.on_disk import on_disk
@@ -148,8 +149,15 @@ def default_rows(slots: int, longest: int) -> tuple[int, ...]:
     return tuple(sorted({*few, slots, *pieces}))
 
 
+def shipped_tokenizer(given: argparse.Namespace) -> contextlib.AbstractContextManager[Path]:
+    """The folder of --tokenizer; with a run, it begins texts as documents of training began."""
+    if not given.run_dir or not (given.tokenizer / "tokenizer.json").is_file():
+        return contextlib.nullcontext(given.tokenizer)
+    return as_trained(given.tokenizer, load_tokenizer(str(given.tokenizer)))
+
+
 def golden_prompts(source: Source, file: Path | None) -> list[list[int]]:
-    """The prompts of --golden_prompts as token ids, with the token that begins a text."""
+    """The prompts of --golden_prompts as token ids, with what the tokenizer puts before them."""
     if file is None:
         return []
     lines = file.read_text(encoding="utf-8").splitlines()
@@ -158,8 +166,7 @@ def golden_prompts(source: Source, file: Path | None) -> list[list[int]]:
         raise BundleError(f"--golden_prompts: {file} has no line with text")
     folder = source.tokenizer_from
     tokenizer = load_tokenizer(BYTES if folder is None else str(folder))
-    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    return [[*begin, *map(int, ids)] for ids in tokenizer.encode_batch(texts)]
+    return [prompt_ids(tokenizer, text)[0] for text in texts]
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
@@ -167,9 +174,10 @@ def run(given: argparse.Namespace, console: Console) -> None:
     unknown = sorted(set(given.platforms) - set(PLATFORMS))
     if unknown:
         raise BundleError(f"--platforms: {unknown[0]!r} is not among {', '.join(PLATFORMS)}")
-    with open_source(given) as source:
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(open_source(given))
         if given.tokenizer:
-            source = source.with_tokenizer(given.tokenizer)
+            source = source.with_tokenizer(stack.enter_context(shipped_tokenizer(given)))
         shape = make_shape(source, given)
         console.print(f"{source.about}: {source.config.parameter_count():,} parameters")
         split = f" in {shape.groups} groups" if shape.groups > 1 else ""

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from models.training.data.beginnings import prompt_ids
 from models.training.data.tokenizer import Tokenizer
 from scripts.flags import bundle as bundle_flags
 from scripts.flags.user_errors import ending_on_interrupt, one_message
@@ -109,10 +110,8 @@ def check(given: argparse.Namespace) -> None:
 
 
 def encode(text: str, tokenizer: Tokenizer, backend: Backend, most: int) -> list[int]:
-    """The tokens of a prompt, with the one that begins a text."""
-    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    # An empty text is the beginning of a document: what comes after the end of another.
-    ids = [*begin, *map(int, tokenizer.encode_batch([text])[0])] or [tokenizer.eos_id]
+    """The tokens of a prompt, with what the tokenizer puts before it."""
+    ids, _ = prompt_ids(tokenizer, text)
     longest = backend.limits.longest
     room = longest - most
     if not 1 <= len(ids) <= room:

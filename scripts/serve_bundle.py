@@ -20,7 +20,6 @@ import argparse
 import dataclasses
 import logging
 import os
-import sys
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -41,6 +40,7 @@ from serving.load import load_model
 from spmd import launch
 from spmd.cli.flags import Parser, words
 from spmd.errors import SpmdError
+from spmd.launch.peers import form_last_line
 
 _LOG = logging.getLogger("serving")
 
@@ -61,6 +61,7 @@ LIMITS = {
     "header_seconds": "that a client that connects may take to send a request's headers",
     "write_seconds": "after which an answer that nobody reads is cut off, its request cancelled",
     "connections": "at most; then 503",
+    "address_connections": "of one address at most, unless it is a trusted proxy; then 429",
     "stall_seconds": "after which a call of the model counts as hung",
     "drain_seconds": "that requests have to finish after SIGTERM",
 }
@@ -166,13 +167,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return load_model(bundle, given.bundle, given.name)
 
     with launch.stopping_peers(), ending_on_interrupt(), one_message(*USER_ERRORS):
-        reached, limits = http_options(given), options(given)
+        logs.set_up(given.log_level, given.log_format)
         try:
+            reached, limits = http_options(given), options(given)
             # Connections tell who dies; silence counts after a hung call has been seen in /health.
             spmd.initialize(heartbeat_timeout_s=max(60.0, 2 * limits.stall_seconds))
+            if not is_text:
+                form_last_line(logs.last_line)
             joined = group.join()
             if isinstance(joined, group.Follower):
-                logs.set_up(given.log_level, given.log_format)
                 joined.follow(bundle_flags.load(given, serves=True))
             serve(
                 lambda: load(joined),
@@ -188,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if is_text:
                 raise
             _LOG.critical("%s", error)  # the last line is an object, too
-            sys.exit(1)
+            raise SystemExit(1) from error
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 A tiny Llama with random weights is saved as Hugging Face has it, exported, and served. Then
 lm-evaluation-harness runs two tasks of its own making: one of multiple choice, by the
-log-probabilities of continuations (local-completions), and one of short answers to chats
-(local-chat-completions). It runs the same with its own backend for transformers, and every sample
-is compared.
+log-probabilities of continuations (local-completions, prompts sent as ids and as text), and one of
+short answers to chats (local-chat-completions). It runs the same with its own backend for
+transformers, and every sample is compared.
 
 It needs PyTorch, transformers and lm-eval, as in `pip install "lm-eval[api]"`.
 
@@ -139,23 +139,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.environ["HF_DATASETS_CACHE"] = str(folder / "datasets")
         server = Server(folder)
         try:
-            for task, (model, path) in zip(
-                tasks(folder, given.samples),
-                (("local-completions", "completions"),
-                 ("local-chat-completions", "chat/completions")),
-                strict=True,
-            ):  # fmt: skip
+            choices, answers = tasks(folder, given.samples)
+            for task, model, path, more in (
+                (choices, "local-completions", "completions", {}),
+                (choices, "local-completions", "completions", {"tokenized_requests": False}),
+                (answers, "local-chat-completions", "chat/completions", {}),
+            ):
                 local = {
                     "model": "tiny", "base_url": f"{server.url}/v1/{path}", "num_concurrent": 4,
                     "tokenizer": str(folder / "hf"),
-                    "max_length": 256,
+                    "max_length": 256, **more,
                 }  # fmt: skip
                 theirs = {"pretrained": str(folder / "hf"), "dtype": "float32", "device": "cpu",
                           "max_length": 256}  # fmt: skip
                 ours = evaluate(model, local, task)
                 differing, largest = differences(ours, evaluate("hf", theirs, task))
                 failed |= differing > 0
-                row = (task["task"], path, str(len(ours)), str(differing), f"{largest:.1e}")
+                shown = f"{path}, as text" if more else path
+                row = (task["task"], shown, str(len(ours)), str(differing), f"{largest:.1e}")
                 table.add_row(*row)
         finally:
             server.process.kill()

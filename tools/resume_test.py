@@ -18,6 +18,7 @@ Example:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
@@ -25,6 +26,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -205,7 +207,15 @@ def _train(words: Sequence[str], env: Mapping[str, str], cache: Path, log: Path)
     settings = {"jax_platforms": "cpu", "jax_compilation_cache_dir": str(cache), **CACHED}
     for name, value in settings.items():
         jax.config.update(name, value)
-    train_llama.main(words[1:])
+    try:
+        train_llama.main(words[1:])
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr, flush=True)
+        # A process that was forked ends without what is to run at an interpreter's end: there the
+        # first process of a job waits for the others.
+        atexit._run_exitfuncs()
+        sys.exit(1 if isinstance(end.code, str) else end.code)
 
 
 def _status(process: multiprocessing.process.BaseProcess) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 
 from models import sampling
 from models.decode.model import RowsModel
+from models.decode.packing import Shapes, row_shapes, width
 from models.decode.shape import ServingShape, symbolic_pages
 from models.decode.state import state_leaves
 from models.decode.steps import allow, begin, step
@@ -75,13 +76,14 @@ def functions(
     for length, rows in itertools.product(shape.lengths, shape.rows):
         kinds = [("step", False), *([("score", True)] if rows == shape.rows[-1] else [])]
         for kind, scores in kinds:
+            shapes = row_shapes(shape.slots_of_group, rows, length // shape.page, scores=scores)
             fn = functools.partial(
-                step, alternatives=shape.top_logprobs, scores=scores, model=model
+                step, shapes=shapes, alternatives=shape.top_logprobs, model=model
             )
             found.append(Function(
                 step_name(kind, rows, length),
                 fn,
-                (weights, state, _rows(shape, rows, length, scores)),
+                (weights, state, _inputs(shape, shapes)),
                 ("weights", "state", "inputs"),
                 ("weights", "state", "input"),
                 {"kind": kind, "rows": rows, "length": length},
@@ -110,20 +112,10 @@ def _specs(model: RowsModel, tree: Any) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def _rows(shape: ServingShape, rows: int, length: int, scores: bool) -> Any:
+def _inputs(shape: ServingShape, shapes: Shapes) -> Any:
     """The inputs of `steps.step`."""
-    groups, slots = shape.groups, shape.slots_of_group
-    shapes = {
-        "tokens": (rows,),
-        "slots": (rows,),
-        "positions": (rows,),
-        "first": (slots + 1,),
-        "table": (slots, length // shape.page),
-        "draws": (min(rows, slots),),
-        **({"targets": (rows,)} if scores else {}),
-    }
     return {
-        **{name: jax.ShapeDtypeStruct((groups, *dims), np.int32) for name, dims in shapes.items()},
+        "rows": jax.ShapeDtypeStruct((shape.groups, width(shapes)), np.int32),
         "alternatives": jax.ShapeDtypeStruct((), np.bool_),
     }
 

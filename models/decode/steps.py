@@ -17,12 +17,14 @@ XLA updates it in place. Shapes are in the names, as in `models.decode.model`, a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from models import sampling
+from models.decode import packing
 from models.decode.model import Rows, RowsModel
 from models.decode.state import State
 
@@ -80,38 +82,43 @@ def allow(state: State, request: Rows) -> tuple[State, dict[str, Any]]:
 def step(
     weights: Any,
     state: State,
-    rows: Rows,
+    inputs: Mapping[str, Any],
     *,
+    shapes: packing.Shapes,
     alternatives: int,
-    scores: bool,
     model: RowsModel,
-) -> tuple[State, dict[str, sampling.Report]]:
+) -> tuple[State, dict[str, Any]]:
     """Runs rows of slots through the model, and draws tokens behind some of them.
 
     Args:
         weights: the model's.
         state: as `state_leaves` says.
-        rows: the inputs, those of `models.decode.model.Rows` and
+        inputs:
 
+            - `alternatives` (): whether the likeliest tokens are wanted beside drawn ones.
+            - `rows` (A, W): `models.decode.model.Rows` and what follows, packed.
             - `tokens` (A, R): -1 is the latest drawn token of the row's slot.
             - `draws` (A, D): rows behind which a token is drawn, of each slot at most one; -1 is
               none. The token becomes the slot's latest one.
-            - `alternatives`: whether the likeliest tokens are wanted beside drawn ones.
-            - `targets` (A, R), with `scores` only: the token behind each row.
+            - `targets` (A, R), if they are among `shapes`: the token behind each row; their
+              log-probabilities are reported as well.
+        shapes: of what is packed in `rows`, as `packing.row_shapes` says.
         alternatives: P.
-        scores: whether to report the log-probabilities of `targets` as well.
         model: the model.
 
     Returns:
-        (state, {"drawn": report (A, D)}), with `scores` also {"scores": report (A, R)}.
+        (state, {"drawn": report (A, D)}), with targets also {"scores": report (A, R)}; reports are
+        packed.
     """
+    rows = packing.unpack_rows(inputs["rows"], shapes)
     x_ARH, state = _run(weights, state, rows, model)
-    drawn_AD, state = _draw(weights, state, x_ARH, rows, alternatives, model)
-    outputs = {"drawn": drawn_AD}
-    if scores:
+    wanted = inputs["alternatives"]
+    drawn_AD, state = _draw(weights, state, x_ARH, rows, (alternatives, wanted), model)
+    outputs = {"drawn": packing.pack_report(drawn_AD)}
+    if "targets" in rows:
         logits_XV = model.logits(weights, _flat(x_ARH))
         made = sampling.report(logits_XV, _flat(rows["targets"]), alternatives)
-        outputs["scores"] = _in_groups(made, rows["targets"].shape)
+        outputs["scores"] = packing.pack_report(_in_groups(made, rows["targets"].shape))
     return state, outputs
 
 
@@ -130,9 +137,17 @@ def _run(weights: Any, state: State, rows: Rows, model: RowsModel) -> tuple[Any,
 
 
 def _draw(
-    weights: Any, state: State, x_ARH: Any, rows: Rows, alternatives: int, model: RowsModel
+    weights: Any,
+    state: State,
+    x_ARH: Any,
+    rows: Rows,
+    alternatives: tuple[int, Any],
+    model: RowsModel,
 ) -> tuple[sampling.Report, State]:
-    """The tokens behind some rows, reported, and the state in which they are the latest ones."""
+    """The tokens behind some rows, reported, and the state in which they are the latest ones.
+
+    `alternatives` is how many likeliest ones are reported, and whether they are wanted.
+    """
     draws_AD = rows["draws"]
     slots_AD = _taken(rows["slots"], draws_AD)
     # The head is the largest product of all: only rows that need it go through it.
@@ -145,7 +160,7 @@ def _draw(
     fields = sampling.History._fields
     history = sampling.History(*(_flat(_taken(state[name], slots_AD)) for name in fields))
     ids_X = sampling.sample(logits_XV, params, history, positions_X)
-    made = sampling.report(logits_XV, ids_X, alternatives, rows["alternatives"])
+    made = sampling.report(logits_XV, ids_X, *alternatives)
     made = _in_groups(made, draws_AD.shape)
     slots_AD = jnp.where(draws_AD == NONE, NONE, slots_AD)
     return made, _advance(state, made.ids, slots_AD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -35,6 +36,8 @@ class LlamaProgram(Program):
         self.model: LlamaConfig = run.model
         table = sharding.table_named(run.sharding)
         points = sharding.activation_marks(mesh, self.model, table)
+        # Held-out losses are of texts alone.
+        evaluated = dataclasses.replace(self.model, router_aux_loss_coef=0.0)
         super().__init__(
             functools.partial(init, config=self.model),
             batch_loss(self.model, points, run.z_loss),
@@ -45,7 +48,7 @@ class LlamaProgram(Program):
             optimizer=run.optimizer,
             microbatches=run.microbatches,
             on_nonfinite=run.on_nonfinite,
-            eval_loss=batch_loss(self.model, points),
+            eval_loss=batch_loss(evaluated, points),
             cost=step_cost(run, mesh),
         )
 

@@ -69,6 +69,7 @@ def _make_model(given: argparse.Namespace, platform: str) -> LlamaConfig:
         weights.chosen_config(given),
         scan_layers=given.scan,
         attention=given.attention,
+        zigzag=given.zigzag,
         matmul=given.matmul,
         dtype=given.dtype or default_dtype,
         param_dtype=given.param_dtype,

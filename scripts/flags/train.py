@@ -52,6 +52,12 @@ def _model(add: Add) -> None:
         help="what computes attention; auto is the platform's fused kernel where it has one",
     )
     add(
+        "--zigzag",
+        type=positive,
+        default=1,
+        help="the size of the axis seq, so that all its devices have as much to attend to",
+    )
+    add(
         "--matmul",
         choices=MATMULS,
         default="dtype",

@@ -16,8 +16,17 @@ from models.llama.config import CONFIGS, DTYPES, ConfigError, LlamaConfig, named
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
 from models.llama.weights.load import WeightsError
-from models.training.data.tokenizer import BYTE_VOCABULARY, BYTES, Tokenizer, load_tokenizer
-from models.training.paths import AnyPath, as_path
+from models.llama.weights.save import local_tokenizer
+from models.training.data.beginnings import as_trained
+from models.training.data.tokenizer import (
+    BYTE_VOCABULARY,
+    BYTES,
+    FileTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    same_ids,
+)
+from models.training.paths import as_path
 from spmd.cli.flags import Add, words
 
 DEFAULT_MODEL = "quickstart"
@@ -134,7 +143,15 @@ def export_params(
     tokenizer: Tokenizer,
     console: Console,
 ) -> None:
-    """Write --export_hf, with the tokenizer that was trained with, if asked for."""
+    """Write --export_hf if asked for, with the tokenizer that was trained with.
+
+    Args:
+        given: the flags.
+        params: the parameters.
+        config: the model.
+        tokenizer: what made the tokens of training.
+        console: for the progress bar.
+    """
     if not given.export_hf:
         return
     with tokenizer_files(tokenizer, given.init_from) as folder:
@@ -152,7 +169,7 @@ def export_params(
 
 
 @contextlib.contextmanager
-def tokenizer_files(tokenizer: Tokenizer, init_from: str | None) -> Iterator[AnyPath | None]:
+def tokenizer_files(tokenizer: Tokenizer, init_from: str | None) -> Iterator[Path | None]:
     """A folder with the files of a tokenizer, as transformers has them; None for bytes.
 
     Args:
@@ -166,8 +183,9 @@ def tokenizer_files(tokenizer: Tokenizer, init_from: str | None) -> Iterator[Any
     for known in (init_from, as_path(tokenizer.name).parent):
         beside = as_path(known or "") / TOKENIZER
         is_whole = known is not None and (as_path(known) / TOKENIZER_CONFIG).is_file()
-        if is_whole and beside.is_file() and load_tokenizer(str(beside)).spec == tokenizer.spec:
-            yield beside.parent
+        if is_whole and beside.is_file() and same_ids(load_tokenizer(str(beside)), tokenizer):
+            with local_tokenizer(beside.parent) as here, as_trained(here, tokenizer) as folder:
+                yield folder
             return
     with tempfile.TemporaryDirectory() as made:
         write_tokenizer(tokenizer, Path(made))
@@ -175,12 +193,14 @@ def tokenizer_files(tokenizer: Tokenizer, init_from: str | None) -> Iterator[Any
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes a tokenizer and the names of its special tokens; nothing if ids are bytes."""
-    if tokenizer.spec is None:
+    """Writes a tokenizer, which begins texts as in training; nothing if ids are bytes."""
+    if not isinstance(tokenizer, FileTokenizer):
         return
     ids = {"eos_token": tokenizer.eos_id, "bos_token": tokenizer.bos_id}
     names = {kind: tokenizer.decode([one]) for kind, one in ids.items() if one is not None}
     about = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / TOKENIZER).write_text(tokenizer.spec, encoding="utf-8")
+    begins = () if tokenizer.bos_id is None else (tokenizer.bos_id,)
+    content = tokenizer.spec if tokenizer.begins == begins else tokenizer.beginning_with(begins)
+    (folder / TOKENIZER).write_text(content, encoding="utf-8")
     (folder / TOKENIZER_CONFIG).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

@@ -200,6 +200,7 @@ class _Call:
         self.shardings = [
             s for s, path in zip(program.arguments, self.held, strict=True) if path is None
         ]
+        self._truths: dict[tuple[bool, Sharding], jax.Array] = {}
 
     def checked(self, leaves: Sequence[Any]) -> list[Any]:
         """The inputs with the shapes and dtypes of the program."""
@@ -212,9 +213,18 @@ class _Call:
         return [as_leaf(x, leaf) for x, leaf in zip(leaves, self.inputs, strict=True)]
 
     def placed(self, arrays: Sequence[Any]) -> list[jax.Array]:
-        """The inputs on the mesh."""
+        """The inputs on the mesh; what is true or false stays there for later calls."""
         with x64_if(self.program.emitted.needs_x64):
-            return put(arrays, self.shardings)
+            known = [self._known(x, s) for x, s in zip(arrays, self.shardings, strict=True)]
+            return put(known, self.shardings)
+
+    def _known(self, x: Any, sharding: Sharding) -> Any:
+        if isinstance(x, jax.Array) or x.dtype != np.bool_ or x.shape:
+            return x
+        key = bool(x), sharding
+        if key not in self._truths:
+            (self._truths[key],) = put([x], [sharding])
+        return self._truths[key]
 
     def run(self, held: dict[str, jax.Array], given: Sequence[jax.Array]) -> list[jax.Array]:
         """Run with what is held, and hold the new state; returns the other results."""

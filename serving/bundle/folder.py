@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -96,13 +96,24 @@ def _walk(folder: Path, below: str = "") -> Iterator[tuple[str, int]]:
             raise BundleError(f"{entry.path} is a link or no file; a bundle holds plain files")
 
 
-def check_hashes(folder: str | Path, manifest: Manifest, console: Console | None = None) -> None:
-    """Read every file and compare its SHA-256; processes of one job share the files.
+def check_hashes(
+    folder: str | Path,
+    manifest: Manifest,
+    console: Console | None = None,
+    names: Iterable[str] | None = None,
+) -> None:
+    """Read files and compare their SHA-256; processes of one job share the files.
+
+    Args:
+      folder, manifest: the bundle.
+      console: a progress bar goes here.
+      names: of the files; None is all.
 
     Raises:
       BundleError: on every process, where a file does not hold what was written.
     """
-    names = sorted(manifest.files)[jax.process_index() :: jax.process_count()]
+    names = sorted(manifest.files if names is None else names)
+    names = names[jax.process_index() :: jax.process_count()]
     total = sum(manifest.files[name].size for name in names)
     with bytes_bar("checking", total, console) as advance:
         damage = _first_damage(Path(folder), {n: manifest.files[n] for n in names}, advance)

@@ -25,6 +25,7 @@ from serving.bundle.programs import (
     Placed,
     compile_functions,
     emitted_of,
+    heaviest,
     plan_functions,
     static_module,
     with_primary,
@@ -88,9 +89,9 @@ def compile_bundle(
         module = static_module(traced[name][1], entry, asked)
         return emitted_of(module, mesh.refined(), asked, options)
 
-    def plan(values: Mapping[str, Sizes]) -> Planned:
+    def plan(values: Mapping[str, Sizes], whole: bool) -> Planned:
         sized = manifest.sized(values)
-        names = with_primary(sized, traced)
+        names = with_primary(sized, traced if whole else heaviest(manifest, traced))
         return Planned(values, sized, *plan_functions(sized, names, mesh, lower, symbols=values))
 
     def put(placed: Placed) -> Mapping[str, jax.Array]:

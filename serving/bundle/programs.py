@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -140,6 +141,17 @@ def with_primary(manifest: Manifest, wanted: Iterable[str]) -> list[str]:
     """
     variants = [entry.name for name in wanted for entry in manifest.variants(name)]
     return list(dict.fromkeys([manifest.primary, *variants]))
+
+
+def heaviest(manifest: Manifest, wanted: Collection[str]) -> list[str]:
+    """Of some functions the one whose inputs and results are the largest, by their known dims."""
+
+    def size(name: str) -> int:
+        entry = manifest.functions[name]
+        shapes = [leaf.shape for leaf in (*entry.inputs, *entry.outputs)]
+        return sum(math.prod(dim for dim in shape if isinstance(dim, int)) for shape in shapes)
+
+    return [max(wanted, key=size)] if wanted else []
 
 
 def emitted_of(module: Any, mesh: Mesh, asked: Asked, options: Options) -> Emitted:

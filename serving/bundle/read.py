@@ -7,6 +7,7 @@ No code of the bundle runs, and nothing is written but the cache.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import logging
@@ -28,6 +29,7 @@ from serving.bundle.programs import (
     Placed,
     Say,
     compile_functions,
+    heaviest,
     nothing_split,
     plan_functions,
     with_primary,
@@ -94,10 +96,14 @@ def load_bundle(
     if manifest.weights:
         check_stored(folder / WEIGHTS, manifest.weights)
     wanted = _wanted(manifest, functions)
+    # Processes of one job share the checking, and say so to each other before anything else.
+    meanwhile = [name for name in manifest.files if name.startswith(f"{WEIGHTS}/")]
+    meanwhile = meanwhile if verify and jax.process_count() == 1 else []
     if verify:
-        size = sum(stored.size for stored in manifest.files.values())
-        _tell(console, f"checking {len(manifest.files)} files, {size / 1e9:.2f} GB")
-        check_hashes(folder, manifest, console)
+        names = sorted(manifest.files.keys() - set(meanwhile))
+        size = sum(manifest.files[name].size for name in names)
+        _tell(console, f"checking {len(names)} files, {size / 1e9:.2f} GB")
+        check_hashes(folder, manifest, console, names)
     cache = Cache(cache_dir) if cache_dir is not None else None
     with _fitting(folder), contextlib.ExitStack() as caching:
         if cache is not None:
@@ -107,9 +113,9 @@ def load_bundle(
         modules = Modules(folder, manifest, names, mesh.refined(), options, cache)
         with _status(console) as say:
 
-            def plan(values: Mapping[str, Sizes]) -> Planned:
+            def plan(values: Mapping[str, Sizes], whole: bool) -> Planned:
                 sized = manifest.sized(values)
-                names = with_primary(sized, wanted)
+                names = with_primary(sized, wanted if whole else heaviest(manifest, wanted))
                 return Planned(
                     values, sized, *plan_functions(sized, names, mesh, modules.lower, say, values)
                 )
@@ -120,8 +126,13 @@ def load_bundle(
         _tell(console, f"compiling {len(wanted)} functions, and reading weights meanwhile")
 
         def weights(placed: Placed) -> Mapping[str, jax.Array]:
-            arrays = read_weights(folder / WEIGHTS, manifest.weights, placed, console)
-            _tell(console, "the weights are read")
+            with contextlib.ExitStack() as checking:
+                if meanwhile:
+                    pool = checking.enter_context(concurrent.futures.ThreadPoolExecutor(1))
+                    checked = pool.submit(check_hashes, folder, manifest, None, meanwhile)
+                    checking.callback(checked.result)
+                arrays = read_weights(folder / WEIGHTS, manifest.weights, placed, console)
+            _tell(console, f"the weights are read{' and checked' if meanwhile else ''}")
             return arrays
 
         @contextlib.contextmanager

@@ -64,8 +64,9 @@ class Planned(NamedTuple):
     room: int | None = None
 
 
-Plan = Callable[[Mapping[str, Sizes]], Planned]
-"""Plans the functions for values of all symbols."""
+Plan = Callable[[Mapping[str, Sizes], bool], Planned]
+"""Plans the functions for values of all symbols: all of them or, if the second argument is not set,
+those that are likely to need the most memory."""
 
 
 def plan_sized(
@@ -85,7 +86,7 @@ def plan_sized(
       mesh: where it goes.
       options: of the compiler; the topology says how much memory there is.
       memory_share: of each device's memory, which all that the bundle has may take.
-      plan: plans the functions.
+      plan: plans functions.
 
     Raises:
       BundleError: a value that a symbol may not have, a symbol without one that memory says nothing
@@ -94,7 +95,7 @@ def plan_sized(
     known = _given(manifest, given or {})
     missing = [name for name in manifest.symbols if name not in known]
     if not missing:
-        return plan(known)
+        return plan(known, True)
     held = symbols_in({dim for leaf in manifest.state for dim in leaf.shape})
     if len(missing) > 1 or missing[0] not in held:
         name = next((name for name in missing if name not in held), missing[0])
@@ -155,7 +156,22 @@ class _Search:
             raise BundleError(f"no value of {name} is {self.symbol}, as this mesh needs it")
 
     def run(self) -> Planned:
-        """The plan for the largest value, or for one that is smaller by a percent or two."""
+        """The plan for the largest value, or for one that is smaller by a percent or two.
+
+        A few functions stand for all while the value is looked for, as planning one of a large
+        model takes seconds. Should another one need more memory, all are planned each time.
+        """
+        few = self._search(False)
+        everything = self.plan(few.symbols, True)
+        placed = placements(everything.manifest, everything.emitted, self.mesh)
+        value = everything.symbols[self.name]
+        assert isinstance(value, int)  # the state has it
+        units = value // self.symbol.multiple_of
+        if self._held(units, placed) + self._needed(everything, placed) <= self.room:
+            return everything._replace(room=self.room)
+        return self._search(True)
+
+    def _search(self, whole: bool) -> Planned:
         # Memory for 100, and 10 needed beside each value's own bytes at first (a line without a
         # slope):    64 -> needed 10, fits: 90 might   90 -> needed 14, does not fit: by the line
         # through both 87 might   87 -> needed 14, fits, and the line says that no more would.
@@ -166,7 +182,8 @@ class _Search:
         points: list[tuple[int, int]] = []
         for _ in range(ROUNDS):
             try:
-                planned = self.plan({**self.known, self.name: units * self.symbol.multiple_of})
+                value = units * self.symbol.multiple_of
+                planned = self.plan({**self.known, self.name: value}, whole)
             except ArgumentError as error:  # a kernel does not take an array of this size
                 refusal, high = error, units
                 units = (low + high) // 2
@@ -188,11 +205,9 @@ class _Search:
                 units = (low + high) // 2
         if best is None:
             raise refusal or self._too_small(placed, needed)
-        room = bytes_text(self.room)
-        value = f"{self.name}={best.symbols[self.name]}"
-        _LOG.info(
-            f"{value}: {room} of each device may be used, functions need {bytes_text(needed)}"
-        )
+        found = f"{self.name}={best.symbols[self.name]}"
+        room, most = bytes_text(self.room), bytes_text(needed)
+        _LOG.info(f"{found}: {room} of each device may be used, functions need {most}")
         return best._replace(room=self.room)
 
     def _needed(self, planned: Planned, placed: Placed) -> int:

@@ -25,10 +25,10 @@ from serving.engine.actions import Counts, Progress, Request, Step
 from serving.engine.backend import Backend, Tokens, Words
 from serving.engine.calls import Calls, Done
 from serving.engine.choice import Choice, Delta, Job, NotFinite, Token, read_scores
-from serving.engine.guide import Guide, Guides
+from serving.engine.guide import Guide, GuideError, Guides
 from serving.engine.records import Entry, Observer, State
 from serving.engine.scheduler import Scheduler
-from serving.engine.stream import SHUTTING_DOWN, Failed, Stopped, Stream, deliver
+from serving.engine.stream import Failed, Misguided, Stopped, Stream, deliver, shutting_down
 from serving.engine.text import Decode, Pieces
 
 _LOG = logging.getLogger("serving")
@@ -85,7 +85,7 @@ class Engine:
         # Whether the scheduler may have something to do that it had not when it was asked last.
         self._changed = False
         self._guides = Guides(self._take_mask)
-        self._stopped = SHUTTING_DOWN
+        self._stopped = shutting_down
         self._done: queue.Queue[tuple[Done, list[Progress]] | None] = queue.Queue(LAG)
         self._threads = [
             threading.Thread(target=self._run, name="engine", daemon=True),
@@ -201,17 +201,17 @@ class Engine:
         """Whether no thread runs."""
         return not any(thread.is_alive() for thread in self._threads)
 
-    def stop(self, timeout: float = 10.0, why: str = SHUTTING_DOWN) -> None:
+    def stop(self, timeout: float = 10.0, why: Callable[[], Stopped] = shutting_down) -> None:
         """Ends the threads after the step that is under way; unfinished requests fail.
 
         Args:
           timeout: seconds to wait for the threads.
-          why: what those requests are told.
+          why: makes what those requests fail with.
         """
         with self._wake:
             self._stopping, self._stopped = True, why
             self._tell()
-        self._fail_all(Stopped(why))
+        self._fail_all(why())
         end = time.monotonic() + timeout
         for thread in self._threads:
             if thread.ident is not None:
@@ -226,7 +226,7 @@ class Engine:
         if self.error is not None:
             raise Failed(self.error)
         if self._stopping:
-            raise Stopped(self._stopped)
+            raise self._stopped()
 
     # -----------------------------------------------------------------------------------------
     # The thread that calls the backend.
@@ -289,8 +289,10 @@ class Engine:
             self._scheduler.finish(key)
             self._tell()
         if entry is not None:
-            self._report([entry], "error", time.monotonic())
-            deliver([(entry.stream, Failed(f"its grammar failed: {mask}"))])
+            asked = isinstance(mask, GuideError)
+            self._report([entry], "grammar" if asked else "error", time.monotonic())
+            failure = Misguided(str(mask)) if asked else Failed(f"no mask could be made: {mask}")
+            deliver([(entry.stream, failure)])
 
     # -----------------------------------------------------------------------------------------
     # The thread that makes text.

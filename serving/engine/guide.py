@@ -18,6 +18,13 @@ from serving.engine.backend import Words
 _LOG = logging.getLogger("serving")
 
 
+class GuideError(ValueError):
+    """What a request asks for is at fault: no token may come next, or finding it out is too hard.
+
+    The message is one line for the client.
+    """
+
+
 class Guide(Protocol):
     """The automaton of one completion; it belongs to nobody else."""
 
@@ -25,11 +32,12 @@ class Guide(Protocol):
         """The tokens that may be drawn next: at least one.
 
         Raises:
-          Exception: it is broken; its request fails, and no other.
+          GuideError: there is none.
+          Exception: it is broken. In both cases its request fails, and no other.
         """
 
     def take(self, token: int) -> None:
-        """Goes on behind a token that was drawn."""
+        """Goes on behind a token that was drawn; raises what `allowed` does."""
 
 
 class Guides:
@@ -64,6 +72,9 @@ class Guides:
             try:
                 guide.take(token)
                 self._made(key, guide.allowed())
+            except GuideError as error:
+                _LOG.info("request %d: %s", key, error)
+                self._made(key, error)
             except Exception as error:  # of a thread that ends nobody would get a mask any more
                 _LOG.exception("request %d: no mask could be made", key)
                 self._made(key, error)

@@ -28,6 +28,13 @@ def words_of(ids: Iterable[int], vocabulary: int) -> Words:
     return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
+def all_words(vocabulary: int) -> Words:
+    """The set of all ids of a vocabulary of so many."""
+    bits = np.zeros(-(-vocabulary // WORD) * WORD, np.bool_)
+    bits[:vocabulary] = True
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
 def counted_masks(
     vocabulary: int, allowed: Iterable[int], stop_ids: Iterable[int], min_tokens: int
 ) -> Masks:
@@ -48,5 +55,5 @@ def counted_masks(
     stops = frozenset(stop_ids)
     if not min_tokens or not stops:
         return later
-    every = words_of(range(vocabulary), vocabulary) if base is None else base
+    every = all_words(vocabulary) if base is None else base
     return ((0, every & ~words_of(stops, vocabulary)), (min_tokens, base))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from models.decode.packing import pack_rows, row_shapes, unpack_report
 from models.sampling import ALL, FIELDS, words
 from serving.engine.backend import Backend, Limits, Part, Sampling, Stepped, Tokens, Words
 
@@ -110,15 +111,9 @@ class ModelBackend:
         limits = self.limits
         placed = _place(parts, limits)
         kind = "score" if any(part.targets is not None for part in parts) else "step"
-        rows, length = self._bucket(kind, placed.fullest, placed.longest)
-        inputs = _row_inputs(placed, rows, limits)
-        inputs["table"] = self._tables.filled(parts, length)
-        inputs["alternatives"] = np.bool_(alternatives and limits.top_logprobs > 0)
-        drawing, draws = _draws(placed, rows, limits)
-        inputs["draws"] = draws
-        if kind == "score":
-            inputs["targets"] = _targets(placed, rows, limits)
-        outputs = self._programs.run(self._names[kind, rows, length], inputs)
+        size = self._bucket(kind, placed.fullest, placed.longest)
+        inputs, drawing = self._inputs(kind, size, placed, alternatives)
+        outputs = self._programs.run(self._names[kind, *size], inputs)
         drawn = _copied(outputs["drawn"])
         scores = _copied(outputs["scores"]) if kind == "score" else None
 
@@ -152,19 +147,28 @@ class ModelBackend:
         tags = self._programs.functions[name].tags
         return tags.get("kind", ""), tags.get("rows", 0), tags.get("length", 0)
 
+    def _inputs(
+        self, kind: str, size: tuple[int, int], placed: _Placed, alternatives: bool
+    ) -> tuple[dict[str, Any], Any]:
+        """The inputs of a step, and where the tokens of the parts that draw will be."""
+        limits, (rows, length) = self.limits, size
+        fields = _row_inputs(placed, rows, limits)
+        fields["table"] = self._tables.filled(placed.parts, length)
+        drawing, fields["draws"] = _draws(placed, rows, limits)
+        is_scored = kind == "score"
+        if is_scored:
+            fields["targets"] = _targets(placed, rows, limits)
+        slots, table = limits.slots // limits.groups, length // limits.page
+        packed = pack_rows(fields, row_shapes(slots, rows, table, scores=is_scored))
+        wanted = np.bool_(alternatives and limits.top_logprobs > 0)
+        return {"rows": packed, "alternatives": wanted}, drawing
+
     def _try_out(self, name: str) -> None:
         """Calls a step on padding, which changes nothing."""
-        kind, rows, length = self._tags(name)
+        kind, *size = self._tags(name)
         if kind not in ("step", "score"):
             return
-        limits = self.limits
-        nothing = _place((), limits)
-        inputs = _row_inputs(nothing, rows, limits)
-        inputs["table"] = self._tables.filled((), length)
-        inputs["alternatives"] = np.bool_(False)
-        inputs["draws"] = _draws(nothing, rows, limits)[1]
-        if kind == "score":
-            inputs["targets"] = _targets(nothing, rows, limits)
+        inputs, _ = self._inputs(kind, (size[0], size[1]), _place((), self.limits), False)
         outputs = self._programs.run(name, inputs)
         _copied(outputs["drawn"])()
 
@@ -320,8 +324,7 @@ class _Tables:
                     raise ValueError(f"slot {part.slot}: there are pages 0 to {self._end - 1}")
                 by_slot[part.slot, : len(pages)] = pages
                 self._pages[part.slot] = pages
-        # The caller's arrays are read while the next call is prepared.
-        return self._table[:, :, : length // self._page].copy()
+        return self._table[:, :, : length // self._page]
 
 
 def _taken(tokens: Tokens, index: Any) -> Tokens:
@@ -332,9 +335,8 @@ def _taken(tokens: Tokens, index: Any) -> Tokens:
 
 def _copied(report: Any) -> Callable[[], Tokens]:
     """Starts to copy a report to the host; returns a function that waits for it."""
-    for x in report:
-        x.copy_to_host_async()
-    return lambda: Tokens(*(np.asarray(x) for x in report))
+    report.copy_to_host_async()
+    return lambda: Tokens(*unpack_report(np.asarray(report)))
 
 
 def generate(

@@ -14,7 +14,8 @@ class Finished(NamedTuple):
 
     Attributes:
       choice: the number of the completion, among those asked for together.
-      reason: `stop`, `length`, `error`, or `abort` if its reader went away.
+      reason: `stop`, `length`, `error`, `grammar` if what it asked for left no token to draw, or
+        `abort` if its reader went away.
       prompt_tokens: tokens of the prompt.
       generated: tokens that were drawn for it.
       queued: from its arrival until it got a slot, or until its end if it never got one.

@@ -45,7 +45,7 @@ class Statistics:
     def finished(self, record: Finished) -> None:
         """Notes the end of a request; one whose client has left counts as failed."""
         with self._lock:
-            if record.reason in ("abort", "error"):
+            if record.reason in ("abort", "grammar", "error"):
                 self.fail.add(record.total)
                 return
             self.success.add(record.total)

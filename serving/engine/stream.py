@@ -22,7 +22,20 @@ class Stopped(Failed):
     """The server ended before the request did; the message says why."""
 
 
+class Lost(Stopped):
+    """One of the processes that run the model together was lost, and with it all of them."""
+
+
+class Misguided(Failed):
+    """What a request asks for leaves no token to draw; the model is well."""
+
+
 SHUTTING_DOWN = "the server is shutting down"
+
+
+def shutting_down() -> Stopped:
+    """What those are told whose requests are not finished when the server is told to end."""
+    return Stopped(SHUTTING_DOWN)
 
 
 class Stream:

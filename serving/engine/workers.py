@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from serving.engine.fairness import FairQueue
 from serving.engine.records import Finished
-from serving.engine.stream import SHUTTING_DOWN, Stopped
+from serving.engine.stream import Stopped, shutting_down
 
 _LOG = logging.getLogger("serving")
 
@@ -99,7 +99,7 @@ class Workers:
     ) -> None:
         self._finished = finished
         self._heed = heed
-        self._stopped = SHUTTING_DOWN
+        self._stopped = shutting_down
         self._queue: FairQueue[_Call] = FairQueue()
         self._running: set[_Call] = set()
         self._stopping = False
@@ -133,7 +133,7 @@ class Workers:
         call = _Call(client, user, function, loop.create_future(), time.monotonic())
         with self._wake:
             if self._stopping:
-                raise Stopped(self._stopped)
+                raise self._stopped()
             self._queue.push(call)
             self._wake.notify()
         try:
@@ -163,12 +163,12 @@ class Workers:
         """Whether no thread runs."""
         return not any(thread.is_alive() for thread in self._threads)
 
-    def stop(self, timeout: float = 10.0, why: str = SHUTTING_DOWN) -> None:
+    def stop(self, timeout: float = 10.0, why: Callable[[], Stopped] = shutting_down) -> None:
         """Ends the threads after the calls that run; calls that wait fail.
 
         Args:
           timeout: seconds to wait for the threads.
-          why: what those who wait are told.
+          why: makes what those who wait get.
         """
         with self._wake:
             self._stopping, self._stopped = True, why
@@ -180,7 +180,7 @@ class Workers:
             open_calls = [*waiting, *self._running]
             self._wake.notify_all()
         for call in open_calls:
-            _answer(call, None, Stopped(why))
+            _answer(call, None, why())
         end = time.monotonic() + timeout
         for thread in self._threads:
             if thread.ident is not None:

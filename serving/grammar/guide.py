@@ -6,9 +6,10 @@ import llguidance
 import numpy as np
 
 from serving.engine.backend import Words
+from serving.engine.guide import GuideError
 
 
-class GrammarError(ValueError):
+class GrammarError(GuideError):
     """A grammar that cannot be used; the message is one line."""
 
     def __init__(self, message: str) -> None:

@@ -7,7 +7,9 @@ When all are taken the next request gets 429. No client can take them all.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import ipaddress
 from collections import Counter
 from collections.abc import Callable
 
@@ -18,6 +20,15 @@ RETRY_SECONDS = 1
 
 SPARE = 16
 """One in so many is left to others, whatever one client asks for."""
+
+
+def address_of(host: str) -> str:
+    """Who comes from a host: its address; of IPv6 the first half, of which one may have all."""
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host)
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
+            return str(ipaddress.ip_network((address, 64), strict=False))
+    return host
 
 
 class Budget:

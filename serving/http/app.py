@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from serving.errors import ApiError
 from serving.http import kserve, openai_routes, probes
 from serving.http.access import HEADER, Access
+from serving.http.connections import Refusing
 from serving.http.measured import Measured
 from serving.http.metrics import CONTENT_TYPE
 from serving.http.options import HttpOptions
@@ -62,7 +63,10 @@ def make_app(
     ]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Measured, service.traffic, routes)],
+        middleware=[
+            Middleware(Measured, service.traffic, routes),
+            Middleware(Refusing, service.options.address_connections),
+        ],
         exception_handlers={
             ApiError: _answer_api_error,
             HTTPException: _answer_http_error,

@@ -15,6 +15,9 @@ OPEN_ZERO = -0.0
 BIAS = 100
 """The largest of `logit_bias`, as with OpenAI."""
 
+BAD_WORDS = 256
+"""So many of them one request may have."""
+
 
 def parse_sampling(fields: Fields, bounds: Bounds) -> Sampling:
     """How tokens are drawn.
@@ -77,3 +80,25 @@ def parse_stops(value: Any, bounds: Bounds) -> tuple[str, ...]:
                 f"stop: strings have 1 to {bounds.stop_length} characters, not {len(stop)}", "stop"
             )
     return tuple(stops)
+
+
+def parse_bad_words(value: Any, bounds: Bounds) -> tuple[str, ...]:
+    """The texts of `bad_words`, without the blanks that they begin with.
+
+    Raises:
+      ApiError: it is no list of words, or too long.
+    """
+    name = "bad_words"
+    words = [] if value is None else value
+    if not isinstance(words, list) or len(words) > BAD_WORDS:
+        raise invalid(
+            f"{name}: a list of at most {BAD_WORDS} strings is needed, not {show(value)}", name
+        )
+    for i, word in enumerate(words):
+        if not check_text(word, f"{name}[{i}]").strip(" ") or len(word) > bounds.stop_length:
+            raise invalid(
+                f"{name}[{i}]: a word of at most {bounds.stop_length} characters is needed, "
+                f"not {show(word)}",
+                name,
+            )
+    return tuple(word.lstrip(" ") for word in words)

@@ -7,11 +7,12 @@ import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from models.training.data.beginnings import prompt_ids
 from serving.engine.choice import Job
 from serving.errors import ApiError, invalid
 from serving.grammar.compiler import Grammar
 from serving.http.protocol import Ask, ChatAsk, CompletionAsk, seeds
-from serving.http.restrictions import restricted
+from serving.http.restrictions import bad_words, restricted
 from serving.http.service import Language
 from serving.http.tools.formats import Format
 
@@ -22,8 +23,8 @@ class Prompt(NamedTuple):
     Attributes:
       ids: token ids, at least one.
       text: the prompt's text. If the request had token ids, their text.
-      added: how many ids at the beginning were added and are not of `text`: the token that begins
-        documents.
+      added: how many ids at the beginning were added and are not of `text`, such as the token that
+        begins documents.
     """
 
     ids: tuple[int, ...]
@@ -71,7 +72,7 @@ def chat_work(ask: ChatAsk, language: Language, grammar: Grammar | None = None) 
     tools = () if ask.tools is None else tuple(tool.given for tool in ask.tools.all)
     text = template.render(ask.messages, ask.generation_prompt, tools)
     _check_size(text, ask, language)
-    # Templates write the token that begins documents themselves, except the plain one.
+    # Templates write what the tokenizer puts before a text themselves, except the plain one.
     prompt = _prompt(text, language, special=template.is_default)
     stops = (*ask.stops, *template.stops)
     return _work(ask, language, [prompt], stops, False, grammar)._replace(format=format)
@@ -85,6 +86,7 @@ def _work(
     score: bool,
     grammar: Grammar | None,
 ) -> Work:
+    bad = bad_words(ask, language)
     stop_ids = ask.stop_ids | (frozenset() if ask.ignore_eos else language.stop_ids)
     jobs = []
     for prompt in prompts:
@@ -101,20 +103,16 @@ def _work(
                 ask.logprobs,
                 scores,
             )
-            jobs.append(restricted(job, ask, grammar, language))
+            jobs.append(restricted(job, ask, grammar, bad, language))
     notes = () if grammar is None else grammar.left_out
     return Work(tuple(prompts), tuple(jobs), notes)
 
 
 def _prompt(given: str | tuple[int, ...], language: Language, special: bool) -> Prompt:
-    tokenizer = language.tokenizer
     if not isinstance(given, str):
         return Prompt(given, language.decode(given), 0)
-    ids = tuple(tokenizer.encode_batch([given])[0].tolist())
-    if special and tokenizer.bos_id is not None:
-        return Prompt((tokenizer.bos_id, *ids), given, 1)
-    # The model needs a token to go on from. After the end of a document, the next one begins.
-    return Prompt(ids, given, 0) if ids else Prompt((tokenizer.eos_id,), given, 1)
+    ids, added = prompt_ids(language.tokenizer, given, special)
+    return Prompt(tuple(ids), given, added)
 
 
 def _check_size(text: str | tuple[int, ...], ask: Ask, language: Language) -> None:

@@ -35,6 +35,14 @@ def set_up(level: str, form: LogFormat = "text") -> None:
         logging.getLogger("uvicorn.error").addFilter(_is_a_problem)
 
 
+def last_line(text: str) -> str:
+    """The JSON line for `error: ...`, with which a program ends."""
+    text = text.removeprefix("error: ")
+    return JsonFormatter().format(
+        logging.LogRecord("serving", logging.CRITICAL, "", 0, text, None, None)
+    )
+
+
 def _is_a_problem(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.WARNING
 

@@ -13,8 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from serving.engine.choice import Delta
-from serving.engine.stream import Failed, Stopped, Stream
-from serving.errors import ApiError
+from serving.engine.stream import Failed, Stream
 from serving.grammar.compiler import Grammar
 from serving.http.admission import Visit
 from serving.http.asked_grammar import asks_for_grammar, compile_grammar
@@ -26,6 +25,7 @@ from serving.http.requests import (
     EventStream,
     check_key,
     dump,
+    failure,
     service_of,
     visiting,
 )
@@ -104,7 +104,7 @@ async def _complete(request: Request, parse: Parse, make_work: MakeWork) -> Resp
             else:
                 response = await _whole(stream, answer)
         except Failed as error:
-            raise _failure(error) from error
+            raise failure(error) from error
     for text in warnings(ask.ignored, work.notes):
         response.headers.append("Warning", text)
     return response
@@ -167,16 +167,6 @@ async def _whole(stream: Stream, answer: Answer) -> Response:
     return Response(text, media_type="application/json")
 
 
-def _failure(error: Failed) -> ApiError:
-    """The answer to a failure: 500 if the model failed, 503 if the server is shutting down.
-
-    With 503, clients and load balancers try another server.
-    """
-    if isinstance(error, Stopped):
-        return ApiError(503, str(error), code="draining", retry_after=5)
-    return ApiError(500, str(error), code="model_failed")
-
-
 async def _events(stream: Stream, answer: Answer) -> AsyncIterator[list[str]]:
     """The events of a stream, in batches; a failure is the last event before `[DONE]`."""
     try:
@@ -186,7 +176,7 @@ async def _events(stream: Stream, answer: Answer) -> AsyncIterator[list[str]]:
             else:
                 yield _write(batch, answer)
     except Failed as error:
-        yield [dump(_failure(error).body())]
+        yield [dump(failure(error).body())]
     else:
         last = answer.last_chunk()
         yield [] if last is None else [dump(last)]

@@ -13,7 +13,7 @@ from typing import Any
 from serving.engine.backend import Sampling
 from serving.errors import invalid
 from serving.http.bounds import Bounds
-from serving.http.drawing import parse_sampling, parse_stops
+from serving.http.drawing import parse_bad_words, parse_sampling, parse_stops
 from serving.http.fields import Fields, show
 from serving.http.messages import Message, parse_messages
 from serving.http.prompts import parse_ids, parse_prompts
@@ -26,7 +26,6 @@ COMPLETION_TOKENS = 16
 # Fields that are not supported -> values that change nothing, which clients may send all the same.
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
-    "bad_words": ([],),
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -65,6 +64,7 @@ class Ask:
       stop_ids: ids that end a completion, beside the model's own.
       ignore_eos: whether the model's own stop ids do not end it.
       allowed_ids: the ids that may be drawn; none are all.
+      bad_words: texts that must not come up.
       structure: what the text has to be; None for anything.
       logprobs: alternatives to report with each token; None for no log-probabilities.
       prompt_logprobs: alternatives to report with each token of the prompt; None for no
@@ -86,6 +86,7 @@ class Ask:
     stop_ids: frozenset[int]
     ignore_eos: bool
     allowed_ids: tuple[int, ...]
+    bad_words: tuple[str, ...]
     structure: Structure | None
     logprobs: int | None
     prompt_logprobs: int | None
@@ -103,7 +104,7 @@ class CompletionAsk(Ask):
     Attributes:
       prompts: texts or token ids.
       echo: whether the answer begins with the prompt.
-      special: whether the token that begins documents is put before a text, if the model has one.
+      special: whether what the tokenizer itself puts before a text is put there.
     """
 
     prompts: tuple[str | tuple[int, ...], ...]
@@ -228,6 +229,7 @@ def _common(fields: Fields, bounds: Bounds, prompts: int) -> dict[str, Any]:
         "ignore_eos": fields.flag("ignore_eos"),
         "min_tokens": fields.integer("min_tokens", 0, bounds.max_length) or 0,
         "allowed_ids": allowed,
+        "bad_words": parse_bad_words(fields.get("bad_words"), bounds),
         "structure": structure,
         "prompt_logprobs": prompt_logprobs,
         "stream": stream,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import ipaddress
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -14,9 +13,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from serving.errors import ApiError
-from serving.http.admission import Visit
-from serving.http.service import Options, Service
+from serving.engine.stream import Failed, Lost, Misguided, Stopped
+from serving.errors import ApiError, invalid
+from serving.http.admission import Visit, address_of
+from serving.http.service import PROCESS_LOST, Options, Service
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
@@ -133,17 +133,12 @@ def check_key(request: Request, options: Options) -> str:
 def client_of(request: Request, key: str, options: Options) -> str:
     """Names the client among which the server's time is shared: its key if there are several keys.
 
-    Else it is the address; of IPv6 the first half, as a single machine may use all that begin with
-    it. User names do not count here, since anybody can claim any number of them.
+    Else it is the address. User names do not count here, since anybody can claim any number of
+    them.
     """
     if len(options.api_keys) > 1:
         return f"key {key}"
-    host = request.client.host if request.client else ""
-    with contextlib.suppress(ValueError):
-        address = ipaddress.ip_address(host)
-        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
-            host = str(ipaddress.ip_network((address, 64), strict=False))
-    return f"address {host}"
+    return f"address {address_of(request.client.host if request.client else '')}"
 
 
 @contextlib.asynccontextmanager
@@ -217,6 +212,19 @@ async def _send_events(send: Send, texts: list[str]) -> None:
 def dump(value: Any) -> str:
     """JSON on one line, without spaces."""
     return _ENCODER.encode(value)
+
+
+def failure(error: Failed) -> ApiError:
+    """The answer to a failure: 500 if the model failed, 503 if the server ends.
+
+    With 503, clients and load balancers try another server; with 400 they do not try again.
+    """
+    if isinstance(error, Misguided):
+        return invalid(f"the text cannot go on: {error}", code="grammar_failed")
+    if isinstance(error, Stopped):
+        code = PROCESS_LOST if isinstance(error, Lost) else "draining"
+        return ApiError(503, str(error), code=code, retry_after=5)
+    return ApiError(500, str(error), code="model_failed")
 
 
 def error_response(request: Request, error: ApiError) -> JSONResponse:

@@ -20,11 +20,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from serving.errors import ServingError
 from serving.http import logs
 from serving.http.app import make_app
+from serving.http.connections import Addresses, Protocol
 from serving.http.options import HttpOptions
 from serving.http.others import Others
 from serving.http.service import Loaded, Options, Service
@@ -53,69 +53,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 HEADER_BYTES = 2**16
 
 
-class Protocol(H11Protocol):
-    """HTTP/1.1 that closes connections on which no request comes, or of which nothing is read.
-
-    Without it, clients that connect and send nothing would use up all connections, and answers that
-    nobody reads all memory.
-    """
-
-    options = Options()
-
-    _timer: asyncio.TimerHandle | None = None
-    _write_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Starts the timer."""
-        super().connection_made(transport)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stops the timer."""
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-        super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        """Starts a timer: more is to be sent than the client reads."""
-        super().pause_writing()
-        # Then the request is cancelled, as if the client had hung up.
-        seconds = self.options.write_seconds
-        self._write_timer = self.loop.call_later(seconds, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        """Stops the timer."""
-        super().resume_writing()
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-
-    def timeout_keep_alive_handler(self) -> None:
-        """Closes a connection that is not used, even if the last answer was not read."""
-        super().timeout_keep_alive_handler()
-        if self.transport.get_write_buffer_size():
-            self.transport.abort()
-
-    def _watch(self) -> None:
-        self._timer = self.loop.call_later(
-            self.options.header_seconds, self._check, self.cycle, self._stuck
-        )
-
-    def _check(self, cycle: Any, was_stuck: bool) -> None:
-        """Closes the connection if no request had come by the last check and none has since."""
-        if was_stuck and self._stuck and self.cycle is cycle:
-            self.transport.close()
-        else:
-            self._watch()
-
-    @property
-    def _stuck(self) -> bool:
-        """Whether a request is due but has not come; between requests uvicorn's own timer runs."""
-        is_idle = self.cycle is None or self.cycle.response_complete
-        return is_idle and self.timeout_keep_alive_task is None
-
-
 class Server(uvicorn.Server):
     """uvicorn's server, but the engine drains before the port closes.
 
@@ -135,7 +72,7 @@ class Server(uvicorn.Server):
         self._tracing = _tracing(http.otlp_endpoint)
         config = uvicorn.Config(
             make_app(service, http, self._tracing),
-            http=type("Protocol", (Protocol,), {"options": service.options}),
+            http=type("Protocol", (Protocol,), _settings(service, http)),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -218,6 +155,13 @@ class Server(uvicorn.Server):
         for connection in list(self.server_state.connections):
             if isinstance(connection, Protocol):
                 connection.transport.abort()
+
+
+def _settings(service: Service, http: HttpOptions) -> dict[str, Any]:
+    """What the connections of one server have in common."""
+    most = service.options.address_connections
+    addresses = Addresses(most, http.forwarded_allow_ips, service.traffic)
+    return {"options": service.options, "addresses": addresses}
 
 
 def _tracing(endpoint: str | None) -> Tracing | None:

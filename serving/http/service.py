@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +15,7 @@ from serving.engine.batches import Batches
 from serving.engine.engine import Engine
 from serving.engine.infer import Infer
 from serving.engine.statistics import Statistics
-from serving.engine.stream import SHUTTING_DOWN
+from serving.engine.stream import SHUTTING_DOWN, Lost
 from serving.engine.workers import Workers
 from serving.errors import ApiError, ServingError
 from serving.grammar.compiler import Grammars
@@ -29,6 +30,9 @@ from serving.http.traffic import RequestMetrics, Traffic
 
 STOP_SECONDS = 10.0
 """So long calls that are under way are waited for, when their requests have failed already."""
+
+PROCESS_LOST = "process_lost"
+"""The code of what fails since a process of those that run the model was lost."""
 
 Status = Literal["loading", "ready", "draining", "failed"]
 
@@ -83,6 +87,7 @@ class Options:
       header_seconds: a client that connects has to send a request's headers within this time.
       write_seconds: an answer of which nothing is read for so long is cut off.
       connections: how many there may be.
+      address_connections: how many of them may come from one address.
       stall_seconds: a call of the model that takes longer counts as hung: `/health` says 503.
       drain_seconds: how long requests may go on when the server is told to end.
 
@@ -104,6 +109,7 @@ class Options:
     header_seconds: float = 20.0
     write_seconds: float = 120.0
     connections: int = 4096
+    address_connections: int = 1024
     stall_seconds: float = 300.0
     drain_seconds: float = 30.0
 
@@ -111,8 +117,8 @@ class Options:
         least = {
             "max_waiting": 0, "token_budget": 1, "choices": 1, "stops": 0, "grammar_bytes": 1,
             "body_bytes": 1, "body_seconds": 0, "bodies_bytes": 1, "text_threads": 1,
-            "header_seconds": 0, "write_seconds": 0, "connections": 1, "stall_seconds": 0,
-            "drain_seconds": 0,
+            "header_seconds": 0, "write_seconds": 0, "connections": 1, "address_connections": 1,
+            "stall_seconds": 0, "drain_seconds": 0,
         }  # fmt: skip
         for name, low in least.items():
             value = getattr(self, name)
@@ -295,7 +301,8 @@ class Service:
         """
         if self.loaded is None or self.lost is not None or self.status == "draining":
             problem = self.problem()
-            raise ApiError(503, f"not now: {problem}", code=self.status, retry_after=5)
+            code = self.status if self.lost is None else PROCESS_LOST
+            raise ApiError(503, f"not now: {problem}", code=code, retry_after=5)
         self.check_name(self.loaded, model)
         return self.loaded
 
@@ -355,7 +362,7 @@ class Service:
         """
         self.lost, self.status = why, "failed"
         for part in self._parts:
-            part.stop(timeout=0, why=why)
+            part.stop(timeout=0, why=functools.partial(Lost, why))
 
     def stop(self) -> None:
         """Ends all threads; requests that are not finished fail at once."""

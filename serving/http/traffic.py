@@ -136,7 +136,7 @@ class RequestMetrics:
             registry=self.registry,
         )
         # A counter that is missing until its first event breaks rate() over that event.
-        for reason in ("stop", "length", "abort", "error"):
+        for reason in ("stop", "length", "abort", "grammar", "error"):
             self._success.labels(model, reason)
         self.registry.register(Now(self._now))
 

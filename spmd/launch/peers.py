@@ -66,6 +66,7 @@ class Peers:
         self.interval_s = min(5.0, max(0.2, timeout_s / 10))
         self.failed: int | None = None
         self.tell: Callable[[str], None] | None = None
+        self.form: Callable[[str], str] = str
         self.vote = StopVote(store, self.process, self.processes)
         self._coordinator = ""
         self._contact = time.monotonic()
@@ -169,9 +170,9 @@ class Peers:
             code = EXIT_PEER_LOST if self.failed is None else self.failed
             self._tell(verdict)
             _flush()
-            with contextlib.suppress(OSError):  # at once and unbuffered: this process ends
-                text = f"error: process {self.process} of {self.processes} stops: {verdict}\n"
-                os.write(2, text.encode())
+            with contextlib.suppress(Exception):  # at once and unbuffered: this process ends
+                text = f"error: process {self.process} of {self.processes} stops: {verdict}"
+                os.write(2, f"{self.form(text)}\n".encode())
             self._exit(code)
 
     def _tell(self, verdict: str) -> None:
@@ -256,6 +257,15 @@ def at_stop(tell: Callable[[str], None]) -> None:
         _peers.tell = tell
 
 
+def form_last_line(form: Callable[[str], str]) -> None:
+    """Makes the line that says why this process ends of `error: ...`: where logs have a form.
+
+    It runs on any thread. Does nothing where there is but one process.
+    """
+    if _peers is not None:
+        _peers.form = form
+
+
 def peer_lost(process: int, how: str) -> NoReturn:
     """Ends this process since another one was lost; if that has said why, with its words.
 
@@ -312,7 +322,10 @@ def stopping_peers() -> Iterator[None]:
     except SystemExit as error:
         code = error.code
         if code not in (None, 0, EXIT_PREEMPTED):  # a saved state is no failure: all end so
-            fail_peers(str(code), code if isinstance(code, int) else 1)
+            if isinstance(code, int):
+                fail_peers(str(error.__cause__ or code), code)
+            else:
+                fail_peers(str(code))
         raise
 
 

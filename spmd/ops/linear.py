@@ -7,7 +7,9 @@ Shapes are in the names:
 The composite `spmd.linear` stays whole in the compiler, and in exported programs. With few rows it
 is bound by reading weights. With one, GPUs take a multiplication and a sum, which XLA makes one
 kernel of, conversion and scale included; with up to 128 a kernel that reads all weights of a
-composite (`linear_triton`), if they are not quantized. Everywhere else it is matrix products.
+composite (`linear_triton`), if they are not quantized. With many rows it is bound by arithmetic,
+and GPUs multiply 8-bit floats with each other: rows are rounded to those, too, each with a scale of
+its own. Everywhere else it is matrix products of `x` as it is.
 """
 
 from __future__ import annotations
@@ -26,6 +28,15 @@ from spmd.lowering.register import register_composite
 from spmd.ops import linear_triton
 
 NAME = "spmd.linear"
+
+FP8 = jnp.float8_e4m3fn
+
+EIGHT_BIT_ROWS = 128
+"""From so many rows on, a GPU takes products of 8-bit floats where the weight is some.
+
+4096 x 22016 on an H200, rounding included: 256 rows take 49 us (94 with weights converted on their
+way, 71 in bfloat16), 64 rows 35 us (41), but those of a product with 4096 outputs 20 us (15).
+"""
 
 NIBBLES = 2
 """Values of 4 bits in a byte: the low ones are a group's first half, the high ones its second."""
@@ -142,13 +153,31 @@ def _product(x: Any, values: Any, scales: Any = None) -> Any:
 
 
 def _kernel(x: Any, *operands: Any) -> Any:
-    """Few rows on a GPU, or NotImplemented."""
+    """Few rows on a GPU, or many with 8-bit floats; or NotImplemented."""
     parts = list(_parts(operands))
     if x.shape[0] == 1:
         return tuple(_row(x, *part) for part in parts)
     if all(len(part) == 1 for part in parts):
         return linear_triton.products(x, [values for (values,) in parts])
+    if x.shape[0] >= EIGHT_BIT_ROWS and all(part[0].dtype == FP8 for part in parts):
+        return _eight_bits(x, parts)
     return NotImplemented
+
+
+def _eight_bits(x_BI: Any, parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+    """Products of 8-bit floats: each row is divided by a scale that makes its largest entry 448."""
+    x32_BI = x_BI.astype(jnp.float32)
+    largest_B1 = jnp.max(jnp.abs(x32_BI), axis=1, keepdims=True)
+    scales_B1 = jnp.where(largest_B1 > 0, largest_B1 / float(jnp.finfo(FP8).max), 1.0)
+    rounded_BI = (x32_BI / scales_B1).astype(FP8)
+    products = [
+        jnp.einsum("bi,oi->bo", rounded_BI, values, preferred_element_type=x_BI.dtype)
+        for values, _ in parts
+    ]
+    return tuple(
+        _scaled(out_BO.astype(jnp.float32) * scales_B1, scales).astype(x_BI.dtype)
+        for out_BO, (_, scales) in zip(products, parts, strict=True)
+    )
 
 
 def _row(x: Any, values: Any, scales: Any = None) -> Any:

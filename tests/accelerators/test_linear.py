@@ -40,6 +40,18 @@ def test_linear(kind: str, rows: int) -> None:
     compare(linear, x, weight)
 
 
+@pytest.mark.parametrize("rows", [128, 200, 512])
+def test_many_rows_of_8_bit_floats(rows: int) -> None:
+    """Rows are rounded to 8 bits: 3 bits of mantissa, so 6% of an entry at most."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((rows, 1024)), jnp.bfloat16)
+    whole = rng.standard_normal((2, 512, 1024)).astype(np.float32)
+    many = [jax.tree.map(jnp.asarray, quantize_weight(weight, "fp8")) for weight in whole]
+    both = lambda x, many: jnp.concatenate(linears(x, many), axis=1)  # noqa: E731
+    compiled = compare(both, x, many, tolerance=4e-2)
+    assert "f8E4M3FN" in compiled.as_text("emitted")
+
+
 @pytest.mark.parametrize("rows", [2, 16, 64, 100])
 def test_linears_of_few_rows(rows: int) -> None:
     rng = np.random.default_rng(0)

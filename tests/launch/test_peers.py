@@ -2,6 +2,7 @@
 
 import pytest
 
+from spmd.launch import peers
 from spmd.launch.peers import COLLECTIVE_FAILED
 from spmd.launch.signs import LEFT, Signs, describe_silent
 
@@ -56,3 +57,23 @@ def test_words():
 )
 def test_errors_of_collectives_are_known(error: str, is_one: bool):
     assert bool(COLLECTIVE_FAILED.search(error)) == is_one
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (SystemExit("error: no such file"), ("error: no such file", 1)),
+        (SystemExit(3), ("3", 3)),
+        (SystemExit(0), None),
+    ],
+)
+@pytest.mark.parametrize("cause", [None, ValueError("no such folder")])
+def test_others_are_told_why_a_program_ends(end, told, cause, monkeypatch):
+    """By the exit's own message, or by what an exit without one was raised from."""
+    heard = []
+    monkeypatch.setattr(peers, "fail_peers", lambda why, code=1: heard.append((why, code)))
+    with pytest.raises(SystemExit), peers.stopping_peers():
+        raise end from cause
+    if told == ("3", 3) and cause is not None:
+        told = (str(cause), 3)
+    assert heard == ([] if told is None else [told])

@@ -62,6 +62,23 @@ def test_linears_kernel_of_one_row(kind: str) -> None:
     assert LINEAR._kernel(jnp.concatenate([shaped, shaped]), *operands) is NotImplemented
 
 
+def test_linears_kernel_of_8_bit_floats() -> None:
+    """Many rows of any size are rounded to 8 bits, three of them mantissa."""
+    made = [weights("fp8", outputs) for outputs in (24, 8)]
+    x = np.random.default_rng(0).standard_normal((128, 512)).astype(np.float32)
+    x *= np.logspace(-20, 20, 128, dtype=np.float32)[:, None]
+    x[5] = 0
+    operands = [part for weight, _ in made for part in (weight["values"], weight["scales"])]
+    found = LINEAR._kernel(jnp.asarray(x), *operands)
+    for out, (_, whole) in zip(found, made, strict=True):
+        want = x @ whole.T
+        largest = np.abs(want).max(axis=1)
+        # Errors of an entry are 2^-4 at most, and independent: far less of their sum.
+        assert np.all(np.abs(out - want).max(axis=1) <= 0.1 * largest)
+        assert not np.any(out[5])
+    assert LINEAR._kernel(jnp.asarray(x[:127]), *operands) is NotImplemented
+
+
 @pytest.mark.parametrize("kind", ["none", "int8", "int4"])
 @pytest.mark.parametrize("outputs", [(8, 24), (24, 16)])
 def test_linears_are_linear_of_each(outputs: tuple[int, ...], kind: str) -> None:

@@ -13,7 +13,7 @@ import tokenizers
 from models.llama import model
 from models.llama.config import CONFIGS
 from models.llama.weights import load as weights
-from models.training.data.tokenizer import load_tokenizer
+from models.training.data.tokenizer import load_tokenizer, same_ids
 from scripts import train_llama
 
 TINY = CONFIGS["tiny"]
@@ -77,7 +77,7 @@ def test_fine_tuning_a_restart_and_an_export(trained, tmp_path, capsys):
     records = [json.loads(line) for line in lines]
     (largest,) = {max(r["learning_rate"] for r in records if "learning_rate" in r)}
     assert largest == pytest.approx(2e-5)
-    assert load_tokenizer(str(out)).spec == load_tokenizer(str(trained / "model")).spec
+    assert same_ids(load_tokenizer(str(out)), load_tokenizer(str(trained / "model")))
     assert load_tokenizer(str(tmp_path / "run/tokenizer")).eos_id == 1
     assert not (tmp_path / "run/tensorboard").exists()
     for _ in range(2):  # the first of them reads a checkpoint for the first time

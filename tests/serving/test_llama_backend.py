@@ -1,5 +1,6 @@
 """A Llama exported with scripts/export_llama and run from its bundle: transformers' tokens."""
 
+import argparse
 import json
 from types import SimpleNamespace
 
@@ -9,17 +10,22 @@ import pytest
 
 import spmd
 from models.decode import ServingShape
+from models.decode.packing import row_shapes, width
 from models.llama import quantize
 from models.llama.weights.sources import hf_source
+from models.training.data.tokenizer import load_tokenizer
 from scripts import export_llama as script
 from serving import language_backend as language
 from serving import llama_bundle
 from serving.bundle.function import BundleError
+from serving.bundle.manifest import Leaf
 from serving.bundle.read import load_bundle
+from serving.bundle.write import tokenizer_files
 from serving.engine.backend import Limits, Part, Sampling
 from serving.engine.model_backend import generate
 from tests.models.llama.inverse import dequantize
 from tests.models.llama.weights import checkpoints
+from tests.models.training.data.test_beginnings import byte_level, saved
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -79,6 +85,39 @@ def test_tokens_are_transformers(hf_folder, tmp_path, export, devices8):
     assert "tokenizer/tokenizer.json" in bundle.manifest.tokenizer
 
 
+@pytest.mark.parametrize(
+    ("variant", "part", "shape", "composite"),
+    [
+        ("qwen2", "self_attn/q_proj/bias", (8,), "spmd.paged_attention"),
+        ("mixtral", "mlp/experts/up_proj/weight", (4, 12, 32), "spmd.experts"),
+    ],
+)
+def test_a_relatives_tokens_are_transformers(
+    variant, part, shape, composite, tmp_path, export, devices8
+):
+    """Biases, windows of some layers and experts, in what is exported."""
+    hf, out = tmp_path / "hf", tmp_path / "bundle"
+    checkpoints.write(variant, hf)
+    (hf / "tokenizer.json").write_text("{}")
+    assert "exported: " in export("--init_from", hf, "--out", out)
+    bundle = load_bundle(
+        out, spmd.make_mesh(data=2, model=4, devices=devices8), functions=FUNCTIONS
+    )
+    weight = bundle.weights[f"weights/layers/1/{part}"]
+    assert weight.addressable_shards[0].data.shape == shape
+    assert composite in bundle.manifest.functions["step_r8_t48"].composites
+    expected = checkpoints.their_continuation(hf, PROMPT, 16)
+    assert generate(language.model_backend(bundle), PROMPT, 16)[0] == expected
+    assert bundle.manifest.contract["model"]["model_type"] == variant
+
+
+def test_experts_are_not_quantized(tmp_path, export):
+    checkpoints.write("mixtral", tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    found = export("--init_from", tmp_path / "hf", "--out", tmp_path / "out", "--quantize=int8")
+    assert "error: int8: weights of experts cannot be quantized; use none" in found
+
+
 def tokens_of_backend(bundle):
     """The same through what the engine calls: a slot of the second group."""
     backend = language.model_backend(bundle)
@@ -131,6 +170,13 @@ def test_a_step_that_decoding_waits_for(seconds, slots, rows):
     assert language.budget(seconds, slots) == rows
 
 
+def step_inputs(tags):
+    if tags["kind"] != "step":
+        return ()
+    wide = width(row_shapes(8, tags["rows"], tags["length"] // 8, scores=False))
+    return (Leaf("inputs/alternatives", (), "bool"), Leaf("inputs/rows", (1, wide), "int32"))
+
+
 def stand_in(platform, **shape):
     """What `model_backend` reads of a bundle; over long tables steps read 160 tokens, 4 seconds."""
     sizes = {"slots": 8, "max_length": 64, "rows": [8, 256, 1024], "groups": 1, "page": 8}
@@ -142,14 +188,15 @@ def stand_in(platform, **shape):
     taken = {8: 0.1, 256: 0.2, 1024: 0.8}
     tags = {f"step_r{n}_t{t}": {"kind": "step", "rows": n, "length": t}
             for n in taken for t in (16, 64)}  # fmt: skip
-    entries = {n: SimpleNamespace(tags=t) for n, t in {**tags, "begin": {"kind": "begin"}}.items()}
+    tags |= {name: {"kind": name} for name in ("begin", "allow")}
+    entries = {n: SimpleNamespace(name=n, tags=t, inputs=step_inputs(t)) for n, t in tags.items()}
     emitted = {
         name: SimpleNamespace(seconds=taken[entry.tags["rows"]] + (0 if "t16" in name else 4))
         for name, entry in entries.items()
-        if name != "begin"
+        if "rows" in entry.tags
     }
     return SimpleNamespace(
-        manifest=SimpleNamespace(contract=contract, name="x"),
+        manifest=SimpleNamespace(contract=contract, name="x", functions=dict(entries)),
         symbols={"pages": 20},
         functions=entries,
         programs=entries,
@@ -178,9 +225,17 @@ def test_contracts_that_are_broken(shape, message, monkeypatch):
     monkeypatch.setattr(language, "info", lambda bundle: {})
     with pytest.raises(BundleError, match=f"older than this program .*{message}.*: export the"):
         language.model_backend(stand_in("cpu", **shape))
-    without = stand_in("cpu")
-    del without.functions["begin"]
     with pytest.raises(BundleError, match="there is no function begin"):
+        without = stand_in("cpu")
+        del without.functions["begin"]
+        language.model_backend(without)
+    with pytest.raises(BundleError, match=r"takes other inputs than .*: export the model again"):
+        older = stand_in("cpu")
+        older.functions["step_r8_t16"].inputs = (Leaf("inputs/tokens", (1, 8), "int32"),)
+        language.model_backend(older)
+    with pytest.raises(BundleError, match=r"there is no function allow.*: export the model again"):
+        without = stand_in("cpu")
+        del without.manifest.functions["allow"]
         language.model_backend(without)
 
 
@@ -196,6 +251,18 @@ def test_goldens_and_random_weights(tmp_path, export, monkeypatch, devices8):
     assert len(made["tokens"]) == len(made["logprobs"]) == 8
     assert manifest["quantization"] == {"kind": "int4", "group": quantize.GROUP}
     assert len(set(manifest["functions"]["step_r8_t48"]["modules"])) == 1
+
+
+def test_bundles_of_runs_begin_texts_as_training_did(tmp_path):
+    folder = saved(byte_level(), tmp_path)
+
+    def shipped(run_dir):
+        given = argparse.Namespace(run_dir=run_dir, tokenizer=folder)
+        with script.shipped_tokenizer(given) as found:
+            assert set(tokenizer_files(found)) == {"tokenizer.json", "tokenizer_config.json"}
+            return load_tokenizer(str(found)).begins
+
+    assert (shipped(None), shipped("runs/a")) == ((), (0,))
 
 
 @pytest.mark.parametrize("kind", ["none", "int8", "fp8"])

@@ -6,17 +6,24 @@ import json
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import export
 
 from models.decode import ServingShape
 from models.llama.config import named_config
 from models.llama.weights.sources import fresh_source
 from models.training.data.tokenizer import ByteTokenizer
+from serving.bundle.function import Function
+from serving.bundle.write import write_bundle
 from serving.llama_bundle import write_llama_bundle
 from spmd.launch import EXIT_PREEMPTED
 from tests.serving.http.live import get, post
@@ -92,7 +99,9 @@ def test_all_end_together(start: Callable[..., Any], bundle: Path, processes: in
         stream, whole = told
         why = f"process {last} was lost"
         assert why in stream.text and stream.text.endswith("data: [DONE]\n\n")
+        assert '"code":"process_lost"' in stream.text
         assert whole.status_code == 503 and why in whole.text
+        assert whole.json()["error"]["code"] == "process_lost"
         assert int(whole.headers["Retry-After"]) > 0
 
         group.wait_for(" ready: ", 2)
@@ -124,11 +133,72 @@ def test_one_that_is_asked_to_end_drains_all(start: Callable[..., Any], bundle: 
         assert "Traceback" not in group.log
 
 
-def test_what_cannot_be_loaded_ends_all(bundle: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_what_cannot_be_loaded_ends_all(form: str, tmp_path: Path) -> None:
     """On any of the processes: with its message, once the others have heard of it."""
     damaged = tmp_path / "damaged"
     damaged.mkdir()
-    with Group(tmp_path, damaged, 2, MESH, tmp_path / "cache", 0) as group:
+    flags = ("--log_format", form)
+    with Group(tmp_path, damaged, 2, MESH, tmp_path / "cache", 0, flags) as group:
         assert group.process.wait() == 1
-        assert "error: " in group.log and "manifest.json" in group.log
+        log = group.log
+    assert "Traceback" not in log
+    if form == "text":
+        assert "error: " in log and "manifest.json" in log
+    else:
+        (message, *_) = last_words(log)
+        assert "manifest.json" in message
+
+
+def last_words(log: str) -> list[str]:
+    """The messages with which processes end, of lines that are objects."""
+    lines = [line.partition("] ")[2] for line in log.splitlines() if line[:1] == "["]
+    assert not any(line.startswith("error: ") for line in lines)
+    found = [json.loads(line) for line in lines if line[:1] == "{"]
+    return [line["message"] for line in found if line["level"] == "CRITICAL"]
+
+
+def test_a_model_of_tensors(tmp_path: Path) -> None:
+    """Rows of several clients in one call; who waits when a process is lost is told."""
+    (b,) = export.symbolic_shape("b")
+    k = np.random.default_rng(0).standard_normal((8, 4), np.float32)
+    layer = Function(
+        "layer", lambda w, x: {"y": jnp.tanh(x @ w["k"]), "most": x.argmax(-1)},
+        ({"k": jax.ShapeDtypeStruct((8, 4), "float32")}, jax.ShapeDtypeStruct((b, 8), "float32")),
+        ("w", "x"), ("weights", "input"),
+    )  # fmt: skip
+    specs = {"x": ("data",), "weights/k": (None, "model"), "outputs/y": ("data", "model")}
+    write_bundle(tmp_path / "layer", [layer], weights={"k": k}, specs=specs, platforms=["cpu"])
+    flags = ("--batch_sizes", "1,4,8", "--log_format", "json")
+    with Group(tmp_path, tmp_path / "layer", 2, MESH, tmp_path / "cache", 0, flags) as group:
+        group.wait_for('"ready: ')
+        url = f"{group.url}/v2/models/bundle"
+        assert get(f"{url}/config").json()["max_batch_size"] == 8
+
+        def infer(rows: int) -> httpx.Response:
+            x = np.random.default_rng(rows).standard_normal((rows, 8), np.float32)
+            body = {"name": "x", "datatype": "FP32", "shape": [rows, 8], "data": x.tolist()}
+            answer = post(f"{url}/infer", json={"inputs": [body]})
+            if answer.status_code == 200:
+                found = {one["name"]: one["data"] for one in answer.json()["outputs"]}
+                assert found["most"] == x.argmax(-1).tolist()
+                np.testing.assert_allclose(
+                    np.reshape(found["y"], (rows, 4)), np.tanh(x @ k), rtol=1e-5, atol=1e-6
+                )
+            return answer
+
+        with ThreadPoolExecutor(8) as threads:
+            answers = list(threads.map(infer, [1, 2, 3, 8, 1, 4] * 8))
+            assert {answer.status_code for answer in answers} == {200}
+            assert post(f"{url}/infer", json={"inputs": []}).status_code == 400
+            group.signal(1, signal.SIGSTOP)
+            waiting = [threads.submit(infer, 4) for _ in range(3)]
+            wait_until(lambda: "\nspmd:places_taken 3" in get(f"{group.url}/metrics").text)
+            group.signal(1, signal.SIGKILL)
+            for answer in [one.result() for one in waiting]:
+                assert answer.status_code == 503 and int(answer.headers["Retry-After"]) > 0
+                assert "process 1 was lost" in answer.json()["error"]
+        group.process.wait()
+        (message,) = last_words(group.log)
+        assert message.startswith("process 0 of 2 stops: process 1 was lost: ")
         assert "Traceback" not in group.log

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import json
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from models.llama.weights.config import read_config
 from models.llama.weights.files import Array, Index, WeightsError, open_folder
 from models.llama.weights.load import check_can_load
 from models.llama.weights.names import HEAD, Parameter, parameters
-from models.llama.weights.save import TOKENIZER_FILES
+from models.llama.weights.save import local_tokenizer
 from models.training.checkpoints.found import AUTO, find_saved
 from models.training.checkpoints.pieces import chunk_shape
 from models.training.paths import AnyPath, array_spec, as_path
@@ -102,7 +101,17 @@ class Source:
     def tree(self) -> Any:
         """The tensors as a tree like that of `model.init` with layers unrolled."""
         wanted, treedef = parameters(self.config)
-        return jax.tree.unflatten(treedef, [self.tensors[p.names[0]] for p in wanted])
+        return jax.tree.unflatten(treedef, [self._whole(p) for p in wanted])
+
+    def _whole(self, parameter: Parameter) -> Tensor:
+        """A parameter: its one tensor, or its experts' together."""
+        parts = [self.tensors[name] for name in parameter.names]
+        if not parameter.leading:
+            return parts[0]
+        return Tensor(
+            parameter.path, parameter.shape, parts[0].dtype,
+            lambda index: np.stack([part[index[1:]] for part in parts[index[0]]]),
+        )  # fmt: skip
 
 
 def unrolled(config: LlamaConfig) -> LlamaConfig:
@@ -112,7 +121,8 @@ def unrolled(config: LlamaConfig) -> LlamaConfig:
 
 def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of a model."""
-    return {p.names[0]: p.shape for p in parameters(unrolled(config))[0]}
+    wanted = parameters(unrolled(config))[0]
+    return {name: p.tensor_shape for p in wanted for name in p.names}
 
 
 def stamps(folder: AnyPath) -> tuple[str, ...]:
@@ -137,7 +147,7 @@ def hf_source(folder: str | AnyPath) -> Iterator[Source]:
     folder = as_path(folder)
     config = unrolled(read_config(folder))
     check_can_load(folder, config)
-    with open_folder(folder) as stored, _tokenizer_files(folder) as tokenizer:
+    with open_folder(folder) as stored, local_tokenizer(folder) as tokenizer:
         tensors = {
             name: Tensor(
                 name, shape, NUMPY_NAMES[stored.tensors[name].dtype],
@@ -148,19 +158,6 @@ def hf_source(folder: str | AnyPath) -> Iterator[Source]:
         if HEAD in stored.tensors and HEAD not in tensors:
             _check_tied(stored.read, tensors)
         yield Source(config, tensors, str(folder), tokenizer, stamps(folder))
-
-
-@contextlib.contextmanager
-def _tokenizer_files(folder: AnyPath) -> Iterator[Path]:
-    """A local folder with the tokenizer files of a folder."""
-    if isinstance(folder, Path):
-        yield folder
-        return
-    with tempfile.TemporaryDirectory() as made:
-        for name in TOKENIZER_FILES:
-            if (folder / name).is_file():
-                (Path(made) / name).write_bytes((folder / name).read_bytes())
-        yield Path(made)
 
 
 NUMPY_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -217,7 +214,7 @@ def checkpoint_source(run_dir: str | AnyPath, step: int | str = AUTO) -> Iterato
     ordered = {n: tensors[n] for n in tensor_shapes(config)} if is_free else tensors
     about = f"{run_dir}, step {found.step}"
     tokenizer = run / RunFolder.TOKENIZER
-    with _tokenizer_files(tokenizer) as files:
+    with local_tokenizer(tokenizer) as files:
         yield Source(
             unrolled(config),
             ordered,
@@ -238,20 +235,19 @@ def _checkpoint_tensors(state: AnyPath, parameter: Parameter, dtype: str) -> dic
     key = "params." + parameter.path.replace("/", ".")
     together = parameter.stacked and chunk_shape(_open_array(state, key))[0] > 1
 
-    def read(row: int, index: Index) -> Array:
+    def read(place: tuple[int, ...], index: Index) -> Array:
         if together:
-            stack: Array = _read_stack(state, key)[row]
+            stack: Array = _read_stack(state, key)[place]
             return stack[index]
-        place = (row, *index) if parameter.stacked else index
-        part: Array = _open_array(state, key)[place].read().result()
+        part: Array = _open_array(state, key)[(*place, *index)].read().result()
         return part
 
     return {
         name: Tensor(
-            name, parameter.tensor_shape, dtype, functools.partial(read, row),
+            name, parameter.tensor_shape, dtype, functools.partial(read, place),
             key if together else "",
         )
-        for row, name in enumerate(parameter.names)
+        for name, place in parameter.places.items()
     }  # fmt: skip
 
 
@@ -291,15 +287,17 @@ def fresh_source(config: LlamaConfig, seed: int) -> Iterator[Source]:
         flat, _ = jax.tree_util.tree_flatten_with_path(made)
         return {jax.tree_util.keystr(p, simple=True, separator="."): np.asarray(x) for p, x in flat}
 
-    def read(name: str, index: Index) -> Array:
-        local = name.removeprefix("model.")
+    def read(path: str, place: tuple[int, ...], index: Index) -> Array:
+        local = path.replace("/", ".")
         if not local.startswith("layers."):
             return part(-1)[local][index]
         _, layer, rest = local.split(".", 2)
-        return part(int(layer))[rest][index]
+        whole: Any = part(int(layer))[rest]
+        return np.asarray(whole[(*place, *index)])
 
     tensors = {
-        name: Tensor(name, shape, config.param_dtype, functools.partial(read, name))
-        for name, shape in tensor_shapes(config).items()
+        name: Tensor(name, p.tensor_shape, config.param_dtype, functools.partial(read, p.path, at))
+        for p in parameters(config)[0]
+        for name, at in p.places.items()
     }
     yield Source(config, tensors, f"fresh parameters, seed {seed}")

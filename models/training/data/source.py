@@ -37,6 +37,7 @@ from models.training.data.tokenizer import (
     encode,
     identity,
     load_tokenizer,
+    same_ids,
 )
 from models.training.errors import DataError
 from models.training.paths import AnyPath, as_path
@@ -211,7 +212,7 @@ def _check_tokenizer(folder: AnyPath, name: str) -> None:
     if name == BYTES:  # what is asked for where nothing is
         return
     made, wanted = folder_tokenizer(folder), load_tokenizer(name)
-    if made.spec != wanted.spec:
+    if not same_ids(made, wanted):
         theirs = "the bytes of the text" if made.name == BYTES else "those of another tokenizer"
         raise DataError(
             f"the tokens of {folder} are {theirs}, not of {wanted.name}: make them anew with "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -37,6 +38,8 @@ class Tokenizer(Protocol):
         vocab_size: number of ids; all are below it.
         eos_id: the id that ends a document.
         bos_id: the id that begins a document; None if the tokenizer has none.
+        begins: the ids that the tokenizer itself puts before a text, as transformers does: what
+            models expect before a prompt. GPT-2's names a `bos_id` and puts nothing there.
         longest: how many bytes of UTF-8 one token stands for at most; None if there is no bound.
     """
 
@@ -45,6 +48,7 @@ class Tokenizer(Protocol):
     vocab_size: int
     eos_id: int
     bos_id: int | None
+    begins: tuple[int, ...]
     longest: int | None
 
     @property
@@ -66,6 +70,7 @@ class ByteTokenizer:
     vocab_size = BYTE_VOCABULARY
     eos_id = DOCUMENT_END
     bos_id: int | None = None
+    begins: tuple[int, ...] = ()
     longest: int | None = 1
     spec: str | None = None
 
@@ -107,8 +112,10 @@ class FileTokenizer:
         self._tokenizer.no_padding()
         self.name = str(path)
         # Ids may have gaps, so counting the tokens would give too few.
-        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.eos_id, self.bos_id = eos_id, bos_id
+        self.begins = _begins(self._tokenizer, vocabulary)
         self.longest = longest_token(json.loads(self._tokenizer.to_str()))
         self.sha256 = hashlib.sha256(content + f" {eos_id} {bos_id}".encode()).hexdigest()
 
@@ -116,6 +123,18 @@ class FileTokenizer:
     def spec(self) -> str:
         """The content of the file, as the library writes it."""
         return str(self._tokenizer.to_str())
+
+    def beginning_with(self, ids: Sequence[int]) -> str:
+        """The content of a file that is the same, but puts these ids before a text."""
+        import tokenizers
+
+        changed = tokenizers.Tokenizer.from_str(self.spec)
+        tokens = [changed.id_to_token(i) for i in ids]
+        changed.post_processor = tokenizers.processors.TemplateProcessing(
+            single=["begin", "$A"] if ids else ["$A"],
+            special_tokens=[{"id": "begin", "ids": list(ids), "tokens": tokens}] if ids else [],
+        )
+        return str(changed.to_str(pretty=True))
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token; None if there is no such token."""
@@ -132,10 +151,39 @@ class FileTokenizer:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
 
 
+def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers make the same ids of texts, whatever files they are from."""
+    return _content(one) == _content(other)
+
+
 def identity(tokenizer: Tokenizer) -> str:
-    """A hash of what decides a tokenizer's ids; how its file is formatted does not count."""
-    parts = (tokenizer.spec or tokenizer.name, tokenizer.eos_id, tokenizer.bos_id)
+    """A hash of what decides the ids of training; how a file is formatted does not count."""
+    parts = (_content(tokenizer), tokenizer.eos_id, tokenizer.bos_id)
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _content(tokenizer: Tokenizer) -> str:
+    """What decides the ids of a text; not what is put before or behind it."""
+    if tokenizer.spec is None:
+        return tokenizer.name
+    content = json.loads(tokenizer.spec)
+    return json.dumps({**content, "post_processor": None}, sort_keys=True)
+
+
+def _begins(tokenizer: Any, vocabulary: Iterable[str]) -> tuple[int, ...]:
+    """What the post-processor of a `tokenizers.Tokenizer` puts before a text.
+
+    `add_bos_token` of `tokenizer_config.json` says nothing: transformers does not read it where
+    there is a `tokenizer.json`.
+    """
+    for text in itertools.chain("a", vocabulary):
+        if tokenizer.encode(text, add_special_tokens=False).ids:
+            whole = tokenizer.encode(text)
+            added = itertools.takewhile(
+                lambda pair: pair[1], zip(whole.ids, whole.special_tokens_mask, strict=True)
+            )
+            return tuple(token for token, _ in added)
+    return ()
 
 
 def _find_special(path: AnyPath, kind: str, given: str | None, usual: Sequence[str]) -> int | None:

@@ -21,7 +21,14 @@ from models.training.run.profile import ProfileRange
 from models.training.run.step import ON_NONFINITE, OnNonfinite
 
 FREE_TO_CHANGE = frozenset(
-    {"model.scan_layers", "model.remat", "model.remat_every", "model.dtype", "model.attention"}
+    {
+        "model.scan_layers",
+        "model.remat",
+        "model.remat_every",
+        "model.dtype",
+        "model.attention",
+        "model.zigzag",
+    }
 )
 """How a model is run, not what it computes: a resumed run may have other values."""
 
@@ -104,7 +111,7 @@ class RunConfig:
             )
 
     def _check_batch(self) -> None:
-        axes = ("replica", "data", "model") if self.sharding == "fsdp" else ("replica", "data")
+        axes = ("replica", "data", "expert", *(("model",) if self.sharding == "fsdp" else ()))
         split = [axis for axis in axes if self.mesh.get(axis, 1) > 1] or ["data"]
         ways = math.prod(self.mesh.get(axis, 1) for axis in split)
         unit = ways * self.microbatches

@@ -17,7 +17,7 @@ from serving.http.fields import Fields, parse_object, show
 from serving.http.kserve.encodings import check_encoding, pack, unpack, wanted_encoding
 from serving.http.kserve.models import VERSION, asked_model
 from serving.http.kserve.tensors import Binary, Output, parameters_of, read_tensor, write_tensor
-from serving.http.requests import dump, service_of, visiting
+from serving.http.requests import dump, failure, service_of, visiting
 from serving.http.service import Service
 
 LENGTH = "Inference-Header-Content-Length"
@@ -51,7 +51,7 @@ async def infer(request: Request) -> Response:
             encoding = wanted_encoding(request.headers.get("accept-encoding", ""))
             return await texts.run(lambda: _answer(loaded.name, asked, results, encoding), client)
         except Stopped as error:
-            raise ApiError(503, str(error), code="draining", retry_after=5) from error
+            raise failure(error) from error
 
 
 async def _run(service: Service, tensors: Tensors, client: str) -> Tensors:

@@ -50,7 +50,8 @@ def test_it_is_the_same_run_as_in_plain_jax(alone, tmp_path: Path):
     assert second.state.params["layers"][0]["w"].sharding.spec[0] == "up"
     there = {path.name for path in (tmp_path / "run").iterdir()}
     assert there >= {"checkpoints", "metrics.jsonl", "tensorboard", "report.html", "compiled"}
-    assert (jax.config.jax_compilation_cache_dir or "") != str(tmp_path / "run/compiled")
+    cache_dir = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    assert cache_dir != str(tmp_path / "run/compiled")
     with pytest.raises(RunError, match="holds a run that has come to step 6; go on from there"):
         make_trainer(spmd.make_mesh(across=2, up=4), steps=9, resume=None, **options).run()
 

@@ -17,9 +17,10 @@ from models.llama import model
 from models.llama.config import CONFIGS, ConfigError
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
-from models.training.data.tokenizer import load_tokenizer
+from models.training.data.tokenizer import ByteTokenizer, load_tokenizer, same_ids
 from scripts.flags import weights as weights_flags
 from scripts.flags.train import make_parser
+from tests.models.training.data.test_beginnings import byte_level, saved
 
 TINY = CONFIGS["tiny"]
 
@@ -72,8 +73,9 @@ def test_from_a_checkpoint_to_a_checkpoint(checkpoint, tmp_path):
     params = weights_flags.load_params(flags, config, None, console)
     tokenizer = load_tokenizer(weights_flags.chosen_tokenizer(flags, config))
     weights_flags.export_params(flags, params, config, tokenizer, console)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (out / name).read_text() == (checkpoint / name).read_text()
+    assert same_ids(load_tokenizer(str(out)), tokenizer)
+    config_file = "tokenizer_config.json"
+    assert (out / config_file).read_text() == (checkpoint / config_file).read_text()
     assert printed.getvalue() == f"weights: {checkpoint}\nexported: {out}\n"
     again = weights.load(out, dataclasses.replace(config, param_dtype="bfloat16"))
     jax.tree.map(
@@ -83,9 +85,25 @@ def test_from_a_checkpoint_to_a_checkpoint(checkpoint, tmp_path):
     )
 
 
+def test_texts_begin_as_in_training(checkpoint, tmp_path):
+    """The tokenizer of --init_from names a beginning; its own file does not put it there."""
+    folder, out = tmp_path / "from", tmp_path / "out"
+    shutil.copytree(checkpoint, folder)
+    trained = load_tokenizer(str(saved(byte_level(), folder)))
+    assert (trained.bos_id, trained.begins) == (0, ())
+    flags = given(f"--init_from={folder}", f"--export_hf={out}")
+    config = weights_flags.chosen_config(flags)
+    params = weights_flags.load_params(flags, config, None, Console(file=io.StringIO()))
+    weights_flags.export_params(flags, params, config, trained, Console(file=io.StringIO()))
+    assert load_tokenizer(str(out)).begins == (0,)
+    assert (out / "tokenizer_config.json").read_bytes() == (
+        folder / "tokenizer_config.json"
+    ).read_bytes()
+
+
 def test_without_flags_nothing_is_read_or_written():
     assert weights_flags.load_params(given(), TINY, None, Console()) is None
-    weights_flags.export_params(given(), None, TINY, load_tokenizer(), Console())
+    weights_flags.export_params(given(), None, TINY, ByteTokenizer(), Console())
 
 
 def test_the_tokenizer_is_that_of_the_weights(checkpoint, tmp_path):
@@ -114,7 +132,8 @@ def test_an_export_ships_the_tokenizer_that_was_trained_with(checkpoint, tokeniz
         to = given(*flags, f"--export_hf={out}")
         weights_flags.export_params(to, params, TINY, load_tokenizer(name), console)
     shipped = load_tokenizer(str(tmp_path / "out-tokenizer"))
-    assert shipped.spec == load_tokenizer(str(own)).spec
+    assert same_ids(shipped, load_tokenizer(str(own)))
+    assert shipped.begins == (0,)
     assert (shipped.eos_id, shipped.bos_id) == (1, 0)
     assert not list((tmp_path / "out-bytes").glob("tokenizer*"))
     assert "it has no tokenizer: the model was trained on bytes" in printed.getvalue()

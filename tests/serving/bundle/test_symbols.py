@@ -162,6 +162,29 @@ def test_memory_decides(load, mesh_of, share):
     same_as_jax(bundle, size)
 
 
+def sort_pool(weights, state, at_A):
+    """Needs as much as the pool has, although it takes and gives little."""
+    del weights
+    flat = jnp.sort(state["pool"].reshape(A, -1), axis=1)
+    return state, {"found": jnp.take_along_axis(flat, at_A[:, None], axis=1)}
+
+
+def test_a_function_that_needs_more_than_it_seems_to(mesh_of):
+    exported, state = functions(*CONSTRAINTS)
+    write, _ = exported
+    sort = Function(
+        "sort", sort_pool, (*write.args[:2], PLACE), ("weights", "state", "at"),
+        ("weights", "state", "input"),
+    )  # fmt: skip
+    bundle = compile_bundle(
+        [*exported, sort], mesh_of(2, 4), weights=WEIGHTS, specs=SPECS, state=state,
+        options=on_devices_of(1 << 20), memory_share=0.5,
+    )  # fmt: skip
+    peaks = {name: program.emitted.peak_bytes or 0 for name, program in bundle.programs.items()}
+    assert max(peaks, key=peaks.__getitem__) == "sort"
+    assert 0.9 * (1 << 19) < peaks["sort"] <= 1 << 19
+
+
 @pytest.mark.heavy
 def test_two_processes_take_what_both_have(folder):
     one, other = run_both(Path(__file__).with_name("two_sizes.py"), folder)

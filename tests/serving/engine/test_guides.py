@@ -12,8 +12,9 @@ import pytest
 from serving.engine.backend import Words
 from serving.engine.choice import Job
 from serving.engine.engine import Engine
-from serving.engine.masks import counted_masks, words_of
-from serving.engine.stream import Failed
+from serving.engine.guide import GuideError
+from serving.engine.masks import all_words, counted_masks, words_of
+from serving.engine.stream import Failed, Misguided
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.engine.test_engine import alone, ask, job, read, running, text_of
 from tests.serving.engine.test_scheduler import SMALL_POOL
@@ -105,11 +106,20 @@ def test_who_leaves_while_a_mask_is_made() -> None:
         assert text_of(ask(engine, spelled(b"next"))) == "next"
 
 
-def test_a_guide_that_fails_fails_alone() -> None:
+@pytest.mark.parametrize(
+    ("error", "failure", "message", "reason"),
+    [
+        (GuideError("it is too hard"), Misguided, "^it is too hard$", "grammar"),
+        (KeyError("oh"), Failed, "no mask could be made: 'oh'", "error"),
+    ],
+)
+def test_a_guide_that_fails_fails_alone(
+    error: Exception, failure: type[Failed], message: str, reason: str
+) -> None:
     class Broken(Spelled):
         def allowed(self) -> Words:
             if self.left == b"d":
-                raise ValueError("the grammar is too hard")
+                raise error
             return super().allowed()
 
     guide = Broken(b"bad")
@@ -117,8 +127,11 @@ def test_a_guide_that_fails_fails_alone() -> None:
 
     async def go(engine: Engine) -> None:
         good = engine.submit([job(max_tokens=50), spelled(b"good")])
-        with pytest.raises(Failed, match="its grammar failed: the grammar is too hard"):
-            await read(engine.submit([bad]))
+        stream = engine.submit([bad])
+        with pytest.raises(Failed, match=message) as failed:
+            await read(stream)
+        assert type(failed.value) is failure
+        assert [record.reason for record in stream.records] == [reason]
         deltas = await read(good)
         assert text_of(deltas, 0) == alone(b"hello", 50) and text_of(deltas, 1) == "good"
 
@@ -159,6 +172,8 @@ def test_masks_by_count() -> None:
 def test_masks_are_sets() -> None:
     words = words_of([0, 31, 32, 69], 70)
     assert words.dtype == np.uint32 and words.tolist() == [1 | 1 << 31, 1, 1 << 5]
+    for size in (1, 64, 70):
+        assert all_words(size).tolist() == words_of(range(size), size).tolist()
     assert counted_masks(70, (), (), 5) == ()
     assert counted_masks(70, (), (3,), 0) == ()
     (zero, mask), (five, after) = counted_masks(70, (1, 2), (2,), 5)

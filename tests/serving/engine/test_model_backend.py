@@ -7,10 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import hypothesis
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from models.decode.packing import pack_report, row_shapes, unpack_rows
+from models.sampling import Report
 from serving.engine.backend import Limits, Part, Sampling
 from serving.engine.model_backend import ModelBackend, generate
 
@@ -59,10 +62,15 @@ class Programs:
 
     def run(self, name: str, *inputs: Any) -> Any:
         self.calls.append(name)
-        self.inputs.append(inputs[0])
+        tags, given = self.functions[name].tags, inputs[0]
+        if name not in ("begin", "allow"):
+            table, scores = tags["length"] // LIMITS.page, tags["kind"] == "score"
+            given = unpack_rows(
+                given["rows"], row_shapes(SLOTS, tags["rows"], table, scores=scores)
+            )
+        self.inputs.append(given)
         if name in ("begin", "allow"):
             return {}
-        given = inputs[0]
         groups = np.arange(LIMITS.groups)[:, None]
         said = number(groups, given["slots"], given["positions"])
         outputs = {"drawn": self._report(said[groups, given["draws"]])}
@@ -70,11 +78,12 @@ class Programs:
             outputs["scores"] = self._report(given["targets"], said)
         return outputs
 
-    def _report(self, ids: Any, logprobs: Any = None) -> tuple[Computed, ...]:
+    def _report(self, ids: Any, logprobs: Any = None) -> Computed:
         shape = np.shape(ids)
-        logprobs = np.zeros(shape) if logprobs is None else logprobs
-        values = (ids, logprobs, np.zeros((*shape, 1), int), np.zeros((*shape, 1)))
-        return tuple(Computed(value, self.waited, len(self.calls)) for value in values)
+        logprobs = np.zeros(shape) if logprobs is None else np.asarray(logprobs, np.float32)
+        report = Report(ids, logprobs, np.zeros((*shape, 1), np.int32), np.zeros((*shape, 1)))
+        packed = pack_report(Report(*map(jnp.asarray, report)))
+        return Computed(packed, self.waited, len(self.calls))
 
 
 def number(group: Any, slot: Any, position: Any) -> Any:

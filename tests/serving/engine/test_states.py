@@ -113,6 +113,33 @@ def test_what_is_not_finished_at_the_end_may_be_asked_for_elsewhere() -> None:
     assert answers[0].headers["retry-after"] == "5"
 
 
+def test_when_a_process_of_several_is_lost() -> None:
+    """Who streams, who waits and who comes later learn that it is not the model, nor a drain."""
+    why = "process 1 was lost: its connection closed"
+    with serving() as live:
+        live.backend.gate.close(after=3)
+        body = {"prompt": "hello", "max_tokens": 50}
+        answers: list[httpx.Response] = []
+        with stream(live, {**body, "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            thread = threading.Thread(target=lambda: answers.append(post(live, body)))
+            thread.start()
+            wait_until(lambda: sum(live.service.language().engine.state()[:2]) == 2)
+            live.service.lose(why)
+            answers.append(post(live))
+            rest = list(lines)
+        thread.join()
+        live.backend.gate.open()
+    assert json.loads(rest[-4][6:])["error"] == {
+        "message": why, "type": "service_unavailable_error", "param": None, "code": "process_lost",
+    }  # fmt: skip
+    for answer in answers:
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        assert answer.json()["error"]["code"] == "process_lost"
+        assert answer.json()["error"]["message"].endswith(why)
+
+
 def test_a_model_that_fails() -> None:
     with serving(FakeBackend(fail_after=3)) as live:
         response = post(live, {"prompt": "hello", "max_tokens": 50})

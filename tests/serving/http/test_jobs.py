@@ -6,18 +6,22 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from models.training.data.tokenizer import ByteTokenizer
 from serving.errors import ApiError, ServingError
+from serving.http.bounds import Bounds
 from serving.http.jobs import Work, chat_work, completion_work
 from serving.http.protocol import parse_chat, parse_completion
+from serving.http.restrictions import bad_words
 from serving.http.service import Language, Loaded, Options, Service
 from serving.http.traffic import RequestMetrics
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
 from tests.serving.http.live import post, serving
 
 BOS = 1
+BOUNDS = Bounds(max_length=64, vocab_size=256, top_logprobs=5)
 CHAT: Any = [{"role": "user", "content": "hi"}]
 
 
@@ -25,6 +29,7 @@ class Beginner(ByteTokenizer):
     """Documents begin with the byte 1."""
 
     bos_id = BOS
+    begins: tuple[int, ...] = (BOS,)
 
 
 def language(**more: Any) -> Language:
@@ -51,6 +56,16 @@ def test_texts_get_a_beginning_and_ids_do_not(beginner: Language) -> None:
     assert complete(beginner, prompt="").jobs[0].prompt == (BOS,)
     plain = complete(beginner, prompt="ab", add_special_tokens=False)
     assert plain.jobs[0].prompt == (97, 98)
+
+
+def test_a_tokenizer_may_name_a_beginning_that_it_does_not_put_there() -> None:
+    class Namer(Beginner):
+        begins = ()
+
+    namer = language(tokenizer=Namer())
+    assert complete(namer, prompt="ab").jobs[0].prompt == (97, 98)
+    assert complete(namer, prompt="").jobs[0].prompt == (BOS,)
+    assert complete(language(tokenizer=ByteTokenizer()), prompt="").jobs[0].prompt == (0,)
 
 
 def test_chats_get_a_beginning_unless_their_template_writes_it(beginner: Language) -> None:
@@ -89,6 +104,24 @@ def test_room(beginner: Language) -> None:
         complete(beginner, prompt="a" * 59, max_tokens=5)
     with pytest.raises(ApiError, match="in the messages and 1 in the completion"):
         chat(beginner, messages=[{"role": "user", "content": "a" * 50}])
+
+
+def test_bad_words_are_tokens_with_a_blank_and_without() -> None:
+    class Words(ByteTokenizer):
+        """As those whose words begin with a blank."""
+
+        def encode_batch(self, texts: Any) -> Any:
+            known = {"bad": [1, 2], " bad": [3], "none": [], " none": [4]}
+            return [np.array(known[text], np.uint32) for text in texts]
+
+    words, ask = language(), parse_completion({"prompt": "a", "bad_words": ["  bad"]}, BOUNDS)
+    words.tokenizer = Words()
+    bad = bad_words(ask, words)
+    assert bad is not None
+    assert (bad.behind([1]), bad.behind([2]), bad.reach) == ([3, 2], [3], 1)
+    with pytest.raises(ApiError, match=r"bad_words\[1\]: the tokenizer makes no token of it"):
+        bad_words(dataclasses.replace(ask, bad_words=("bad", "none")), words)
+    assert bad_words(dataclasses.replace(ask, bad_words=()), words) is None
 
 
 def test_sampling(beginner: Language) -> None:

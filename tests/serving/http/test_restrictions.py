@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from serving.engine.masks import words_of
+from serving.grammar import compiler
 from tests.serving.engine.fake_backend import FakeBackend
-from tests.serving.http.live import Live, post, serving
+from tests.serving.engine.test_bad_words import brute_force
+from tests.serving.http.live import MODEL, TEXT, Live, get, post, serving
 from tests.waiting import PATIENCE, wait_until
 
 
@@ -43,6 +47,62 @@ def test_biases(live: Live) -> None:
     assert text(live, logit_bias={"97": 100}) == "a" * 40
     found = text(live, allowed_token_ids=[97, 98], logit_bias={"97": -100.0})
     assert found == "b" * 40
+
+
+WORDS = ["ab", " c", "bca", "aaa"]
+BAD = [*map(tuple, (b"ab", b" ab", b"c", b" c", b"bca", b" bca", b"aaa", b" aaa"))]
+
+
+@pytest.mark.parametrize(
+    ("words", "bad"), [(WORDS, BAD), (["a", "c"], [(97,), (99,)]), ([], [])]
+)  # fmt: skip
+def test_bad_words(live: Live, words: list[str], bad: list[tuple[int, ...]]) -> None:
+    """Each alone and behind a blank, beside all else that says which tokens may be drawn."""
+    ids = [*b"abc d"]
+
+    def expected(most: set[int], least: int = 0, end: int | None = None) -> str:
+        def allowed(drawn: list[int]) -> Any:
+            ends = {end} if len(drawn) < least else set()
+            return words_of(most - ends - brute_force(bad, drawn), 256)
+
+        return TEXT(live.backend.alone(b"hello", 40, 1, allowed))
+
+    assert text(live, bad_words=words, allowed_token_ids=ids) == expected(set(ids))
+    found = text(live, bad_words=words, allowed_token_ids=ids, stop_token_ids=[100], min_tokens=9)
+    whole = expected(set(ids), 9, 100)
+    assert found == whole.partition("d")[0]
+    found = text(live, bad_words=words, guided_regex="[abc d]{40}")
+    assert found == expected(set(ids)) and not any(word.strip() in found for word in words)
+    answer = complete(live, prompt="hello", bad_words=words, allowed_token_ids=ids, n=3)
+    assert answer["choices"][0]["text"] == expected(set(ids))
+    chat: Any = {"messages": [{"role": "user", "content": "hi"}], "allowed_token_ids": ids}
+    (choice,) = complete(live, "chat/completions", **chat, bad_words=words)["choices"]
+    assert not any(word.strip() in choice["message"]["content"] for word in words)
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "code"),
+    [
+        ({"bad_words": "ab"}, "bad_words: a list of at most 256 strings is needed", None),
+        ({"bad_words": ["a"] * 257}, "bad_words: a list of at most 256 strings", None),
+        ({"bad_words": ["a", " "]}, 'bad_words[1]: a word of at most 256 characters', None),
+        ({"bad_words": [7]}, "bad_words[0]: a string is needed, not 7", None),
+        ({"bad_words": ["a"], "allowed_token_ids": [97]}, "bad_words leave no token", None),
+        (
+            {"bad_words": ["aa"], "allowed_token_ids": [97]},
+            "the text cannot go on: bad_words leave no token", "grammar_failed",
+        ),
+        (
+            {"bad_words": ["yes"], "guided_choice": ["yes"]},
+            "the text cannot go on: bad_words leave no token", "grammar_failed",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_words_that_cannot_be(live: Live, body: Any, message: str, code: str | None) -> None:
+    answer = post(f"{live.url}/v1/completions", json={"prompt": "a", **body})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["message"].startswith(message) and error["code"] == code
 
 
 def test_least_tokens(live: Live) -> None:
@@ -83,6 +143,26 @@ def test_log_probabilities_of_prompts(live: Live) -> None:
     (choice,) = answer["choices"]
     assert choice["prompt_logprobs"] == [None, row("b", 0)]
     assert choice["logprobs"]["tokens"] == ["a", "b"]
+
+
+def test_a_grammar_that_becomes_too_hard_is_to_blame(monkeypatch: Any) -> None:
+    """It is ambiguous in ever more ways; who sends it is told so, and nobody else is harmed."""
+    monkeypatch.setitem(compiler.MOST_ITEMS, False, 40)
+    body = {"prompt": "hello", "max_tokens": 40, "min_tokens": 40, "seed": 1}
+    hard = {**body, "guided_grammar": 'start: s\ns: s s | "a" | "b"?'}
+    with serving(FakeBackend(letters=False)) as live:
+        whole = post(f"{live.url}/v1/completions", json=hard)
+        assert whole.status_code == 400
+        error = whole.json()["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "grammar_failed")
+        assert error["message"].startswith("the text cannot go on: Parser Error: Current row has")
+        events = post(f"{live.url}/v1/completions", json={**hard, "stream": True}).text
+        assert json.loads(events.split("data: ")[-2])["error"] == error
+        told = get(f"{live.url}/metrics").text
+        assert 'spmd:requests_refused_total{reason="grammar_failed"} 1.0' in told
+        assert f'finished_reason="grammar",model_name="{MODEL}"}} 2.0' in told
+        assert f'finished_reason="error",model_name="{MODEL}"}} 0.0' in told
+        assert len(text(live, allowed_token_ids=[97])) == 40
 
 
 def test_grammars_that_are_compiled_delay_nobody_else(live: Live) -> None:

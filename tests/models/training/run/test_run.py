@@ -1,5 +1,6 @@
 import ctypes
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -134,16 +135,16 @@ def test_sigterm_asks_to_stop(capfd):
 def test_sigterm_is_answered_while_the_main_thread_is_in_c(capfd):
     """As while XLA compiles: no handler of Python runs, and yet it is said at once."""
     libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)  # a mutex that is free
-    said: list[str] = []
+    said = io.StringIO()
 
     def block() -> None:
         libc.pthread_mutex_lock(lock)  # until `send` unlocks it
 
     def send() -> None:
-        main = threading.main_thread().ident
+        main = threading.main_thread().ident or 0
         wait_until(lambda: sys._current_frames()[main].f_code is block.__code__)
         os.kill(os.getpid(), signal.SIGTERM)
-        wait_until(lambda: said.append(capfd.readouterr().err) or "SIGTERM" in "".join(said))
+        wait_until(lambda: said.write(capfd.readouterr().err) >= 0 and "SIGTERM" in said.getvalue())
         libc.pthread_mutex_unlock(lock)
 
     with StopSignals(lambda: "compiling") as stop:
@@ -153,7 +154,7 @@ def test_sigterm_is_answered_while_the_main_thread_is_in_c(capfd):
             block()
             sent.result()
         assert stop.is_requested(0)
-    assert "SIGTERM while compiling: stopping when that is done" in "".join(said)
+    assert "SIGTERM while compiling: stopping when that is done" in said.getvalue()
 
 
 def test_the_second_sigint_interrupts():

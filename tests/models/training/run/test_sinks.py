@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
@@ -106,13 +107,15 @@ def test_records_wait_for_a_full_disk(capfd):
     sink = Background("metrics", lambda: disk, retry_s=0.01)
     for step in range(3):
         sink.write({"step": step})
-    said = []
-    wait_until(lambda: said.append(capfd.readouterr().err) or "records wait" in "".join(said))
+    said = io.StringIO()
+    wait_until(
+        lambda: said.write(capfd.readouterr().err) >= 0 and "records wait" in said.getvalue()
+    )
     sink.flush()  # does not wait for what cannot be
     disk.is_full = False
     wait_until(lambda: disk.written == [0, 1, 2])
     sink.close()
-    text = "".join(said) + capfd.readouterr().err
+    text = said.getvalue() + capfd.readouterr().err
     assert text == (
         "metrics: No space left on device; training goes on, and records wait\n"
         "metrics: written again\n"
@@ -156,10 +159,11 @@ def test_output_on_a_full_disk_is_lost_and_nothing_else(monkeypatch):
         def write(self, text):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        flush = write
+        def flush(self):
+            self.write("")
 
     monkeypatch.setattr(sys, "stdout", Full())
-    Console(file=Forgiving()).print("step 1")
+    Console(file=cast(Any, Forgiving())).print("step 1")
     Terminal(Console(file=sys.stdout), steps=1).write({"step": 1, **STEP})
 
 
