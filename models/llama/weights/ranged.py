@@ -78,6 +78,10 @@ class RangedFile:
             raise SafetensorError(f"it has no tensor {name}")
         return RangedTensor(self, name, self._entries[name])
 
+    def get_tensor(self, name: str) -> Array:
+        """A whole tensor."""
+        return self.read(name, tuple(slice(0, size) for size in self._entries[name]["shape"]))
+
     def read(self, name: str, index: tuple[slice, ...]) -> Array:
         """A slice of a tensor; rows of which a part is needed are read whole."""
         shape = tuple(self._entries[name]["shape"])
