@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -61,9 +63,8 @@ def serving_gs() -> Iterator[StorePath]:
 
 def _add_generations() -> None:
     """The emulator leaves out a header with which Google's service answers every download."""
-    from gcp_storage_emulator import server
-    from gcp_storage_emulator.handlers import objects
-
+    server = importlib.import_module("gcp_storage_emulator.server")
+    objects: Any = importlib.import_module("gcp_storage_emulator.handlers.objects")
     download = objects.download
 
     def with_generation(request, response, storage, *args, **kwargs):

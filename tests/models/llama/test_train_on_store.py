@@ -57,6 +57,7 @@ def test_from_weights_to_weights(s3, tmp_path, capsys):
         for name, tensor in saved.tensors.items():
             whole = tuple(slice(0, size) for size in tensor.shape)
             assert tensor.read(whole).tobytes() == exported.tensors[name].read(whole).tobytes()
+        assert saved.tokenizer_from is not None
         assert (saved.tokenizer_from / "tokenizer.json").is_file()
     assert f"{s3}/out exists already; name a new" in run(s3, f"--export_hf={s3}/out")
     assert "run_dir" in str(run(s3))  # without --resume

@@ -38,9 +38,8 @@ def asked(monkeypatch):
 
 
 def test_the_same_files_as_on_a_disk_and_the_same_parameters(params, store, tmp_path):
-    sizes = {"max_shard_bytes": 100_000}
-    weights.save(params, TINY, tmp_path / "model", **sizes)
-    weights.save(params, TINY, str(store), **sizes)
+    weights.save(params, TINY, tmp_path / "model", max_shard_bytes=100_000)
+    weights.save(params, TINY, str(store), max_shard_bytes=100_000)
     there = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     assert len(there) == 4
     assert {name: (store / name).read_bytes() for name in file_sizes(store)} == there

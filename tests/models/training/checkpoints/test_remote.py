@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models.training.checkpoints.found import CheckpointError, find_saved
+from models.training.checkpoints.found import AUTO, CheckpointError, find_saved
 from models.training.checkpoints.manifest import MANIFEST
 from models.training.checkpoints.store import Checkpoints
 from models.training.paths import download, file_sizes
@@ -37,6 +37,12 @@ def assert_same(got, expected):
     jax.tree.map(np.testing.assert_array_equal, got.opt_state, expected.opt_state)
 
 
+def restored(checkpoints, like, step=AUTO):
+    found = checkpoints.find(step)
+    assert found is not None
+    return checkpoints.restore(found, targets(like))
+
+
 def save(folder, *steps, **keep):
     with Checkpoints(folder, **keep) as checkpoints:
         for step in steps:
@@ -49,9 +55,8 @@ def test_saved_kept_and_restored_on_another_mesh(store):
     assert save(store, 2, 4, 6, 8, keep_last=2, keep_every=4) == [8, 6, 4]
     assert not file_sizes(store / "2")
     with Checkpoints(store) as checkpoints:
-        found = checkpoints.find(6)
         other = state(6, ("model", None), (2, 4))
-        got = checkpoints.restore(found, targets(other))
+        got = restored(checkpoints, other, 6)
         assert got.params["w"].sharding == other.params["w"].sharding
         assert_same(got, other)
         # The run takes the later steps again: what was saved of them is not lost, and not found.
@@ -63,7 +68,7 @@ def test_orbax_reads_what_is_copied_to_a_disk(store, tmp_path):
     save(store, 3)
     download(store, tmp_path)
     with Checkpoints(tmp_path) as checkpoints:
-        got = checkpoints.restore(checkpoints.find(), targets(state(3)))
+        got = restored(checkpoints, state(3))
     assert_same(got, state(3))
 
 
@@ -72,7 +77,7 @@ def test_what_orbax_wrote_is_read_from_a_store(s3, tmp_path):
     for name in file_sizes(tmp_path):
         (s3 / name).write_bytes((tmp_path / name).read_bytes())
     with Checkpoints(s3) as checkpoints:
-        got = checkpoints.restore(checkpoints.find(), targets(state(3)))
+        got = restored(checkpoints, state(3))
     assert_same(got, state(3))
 
 
@@ -116,7 +121,7 @@ def test_a_save_that_fails_is_told_and_the_next_one_is_whole(s3, monkeypatch):
         assert checkpoints.steps() == []
         checkpoints.save(state(1))
         checkpoints.finish()
-        assert_same(checkpoints.restore(checkpoints.find(), targets(state(1))), state(1))
+        assert_same(restored(checkpoints, state(1)), state(1))
 
 
 def test_a_bucket_that_is_not_there_is_one_line(s3):
