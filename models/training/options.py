@@ -19,7 +19,8 @@ class Options:
 
     Args:
         steps: of the whole run, counted from the very first.
-        run_dir: the folder for everything that the run writes; None writes nothing.
+        run_dir: the folder for everything that the run writes, or its URL on an object store
+            (`s3://`, `gs://`); None writes nothing.
         resume: go on from a checkpoint in `run_dir`: a step, or `"auto"`, the latest that is whole,
             and anew where there is none. None starts anew, and refuses a folder that holds a run.
         seed: of the first parameters.

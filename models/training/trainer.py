@@ -172,7 +172,7 @@ class Trainer:
         self.compile, self.data, self.held_out = compile_step, data, held_out
         self.options, self.hooks = options, hooks
         self.about: dict[str, Any] = {}
-        self.folder = None if options.run_dir is None else RunFolder(Path(options.run_dir))
+        self.folder = None if options.run_dir is None else RunFolder.at(options.run_dir)
         self.console = Console(
             file=cast(IO[str], Forgiving()),
             markup=False,
@@ -236,6 +236,7 @@ class Trainer:
             return None, None
         options = self.options
         self.folder.make()
+        stack.enter_context(self.folder.kept_up())
         stack.enter_context(keeping_compiled(self.folder.compiled))
         checkpoints = Checkpoints(
             self.folder.checkpoints,
@@ -359,7 +360,8 @@ class Trainer:
             return
         try:
             program.step.report(path, prices=prices)
-            self.console.print(f"report: {path.absolute()}")
+            shown = path.absolute() if self.folder is None else self.folder.shown(path)
+            self.console.print(f"report: {shown}")
         except OSError as error:  # training is worth more
             self.console.print(f"the report could not be written: {error}")
 

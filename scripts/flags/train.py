@@ -109,7 +109,8 @@ def _data(add: Add) -> None:
         type=words,
         default=(),
         help="folders made by scripts/tokenize_data, mixed by their shares if given as folder@0.7; "
-        "or files, directories or glob patterns of text (default: Python's standard library)",
+        "or files, directories or glob patterns of text; or URLs of these, s3:// or gs:// "
+        "(default: Python's standard library)",
     )
     add(
         "--tokenizer",
@@ -188,7 +189,7 @@ def _evaluation(add: Add) -> None:
 
 
 def _checkpoints(add: Add) -> None:
-    add("--run_dir", help="folder for checkpoints, metrics, traces and the report")
+    add("--run_dir", help="folder or URL for checkpoints, metrics, traces and the report")
     add(
         "--resume",
         nargs="?",

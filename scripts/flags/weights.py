@@ -16,6 +16,7 @@ from models.llama.config import CONFIGS, DTYPES, ConfigError, LlamaConfig, named
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
 from models.llama.weights.load import WeightsError
+from models.llama.weights.save import local_tokenizer
 from models.training.data.beginnings import as_trained
 from models.training.data.tokenizer import (
     BYTE_VOCABULARY,
@@ -25,6 +26,7 @@ from models.training.data.tokenizer import (
     load_tokenizer,
     same_ids,
 )
+from models.training.paths import as_path
 from spmd.cli.flags import Add, words
 
 DEFAULT_MODEL = "quickstart"
@@ -54,10 +56,10 @@ def add_weight_flags(add: Add) -> None:
     """Adds where weights come from and go to."""
     add(
         "--init_from",
-        help="folder of safetensors in Hugging Face's format to start from; its config.json says "
-        "which Llama, unless --config or --model does",
+        help="folder or URL of safetensors in Hugging Face's format to start from; its config.json "
+        "says which Llama, unless --config or --model does",
     )
-    add("--export_hf", help="new folder that transformers can load, written at the end")
+    add("--export_hf", help="new folder or URL that transformers can load, written at the end")
     add(
         "--export_dtype",
         choices=DTYPES,
@@ -94,7 +96,7 @@ def chosen_tokenizer(given: argparse.Namespace, model: LlamaConfig) -> str:
     """
     if given.tokenizer is not None:
         return str(given.tokenizer)
-    if given.init_from and (Path(given.init_from) / TOKENIZER).is_file():
+    if given.init_from and (as_path(given.init_from) / TOKENIZER).is_file():
         return str(given.init_from)
     if given.init_from and model.vocab_size > BYTE_VOCABULARY:
         raise WeightsError(
@@ -108,7 +110,7 @@ def chosen_tokenizer(given: argparse.Namespace, model: LlamaConfig) -> str:
 def model_name(given: argparse.Namespace) -> str:
     """What to call the model in print."""
     file = _config_file(given)
-    return Path(file).name if file else given.model or DEFAULT_MODEL
+    return as_path(file).name if file else given.model or DEFAULT_MODEL
 
 
 def _config_file(given: argparse.Namespace) -> str | None:
@@ -130,7 +132,7 @@ def load_params(
     if not given.init_from:
         return None
     params = weights.load(given.init_from, config, shardings, console=console)
-    console.print(f"weights: {Path(given.init_from).absolute()}")
+    console.print(f"weights: {as_path(given.init_from).absolute()}")
     return params
 
 
@@ -161,7 +163,7 @@ def export_params(
             tokenizer_from=folder,
             console=console,
         )
-    console.print(f"exported: {Path(given.export_hf).absolute()}")
+    console.print(f"exported: {as_path(given.export_hf).absolute()}")
     if folder is None:
         console.print("it has no tokenizer: the model was trained on bytes")
 
@@ -178,11 +180,11 @@ def tokenizer_files(tokenizer: Tokenizer, init_from: str | None) -> Iterator[Pat
     if tokenizer.spec is None:
         yield None
         return
-    for known in (init_from, Path(tokenizer.name).parent):
-        beside = Path(known or "") / TOKENIZER
-        is_whole = known is not None and (Path(known) / TOKENIZER_CONFIG).is_file()
+    for known in (init_from, as_path(tokenizer.name).parent):
+        beside = as_path(known or "") / TOKENIZER
+        is_whole = known is not None and (as_path(known) / TOKENIZER_CONFIG).is_file()
         if is_whole and beside.is_file() and same_ids(load_tokenizer(str(beside)), tokenizer):
-            with as_trained(beside.parent, tokenizer) as folder:
+            with local_tokenizer(beside.parent) as here, as_trained(here, tokenizer) as folder:
                 yield folder
             return
     with tempfile.TemporaryDirectory() as made:

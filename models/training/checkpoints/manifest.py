@@ -9,8 +9,9 @@ import concurrent.futures
 import hashlib
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
+
+from models.training.paths import AnyPath, file_sizes, name_within
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
@@ -27,18 +28,18 @@ Listed = dict[str, dict[str, Any]]
 """A file's path within the folder -> `bytes` and `sha256`."""
 
 
-def hashed(folder: Path, files: Iterable[Path]) -> Listed:
+def hashed(folder: AnyPath, files: Iterable[AnyPath]) -> Listed:
     """Size and SHA-256 of files below a folder, as they are read back from the disk."""
-    chosen = sorted(path for path in files if path.is_file() and _is_listed(path.name))
+    chosen = sorted((path for path in files if path.is_file() and _is_listed(path.name)), key=str)
     with concurrent.futures.ThreadPoolExecutor(HASHING_THREADS) as pool:
         hashes = list(pool.map(_sha256, chosen))
     return {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
+        name_within(folder, path): {"bytes": path.stat().st_size, "sha256": digest}
         for path, digest in zip(chosen, hashes, strict=True)
     }
 
 
-def write_part(folder: Path, files: Iterable[Path], process: int) -> None:
+def write_part(folder: AnyPath, files: Iterable[AnyPath], process: int) -> None:
     """Writes down what one process has hashed, for `write_manifest`.
 
     Args:
@@ -50,18 +51,18 @@ def write_part(folder: Path, files: Iterable[Path], process: int) -> None:
     (folder / f"{PART}{process}.json").write_text(text, encoding="utf-8")
 
 
-def write_manifest(folder: Path) -> None:
+def write_manifest(folder: AnyPath) -> None:
     """Writes size and SHA-256 of every file below a folder into its `manifest.json`.
 
     What processes have hashed by `write_part` is not read again.
     """
     listed: Listed = {}
-    for part in sorted(folder.rglob(f"{PART}*.json")):
-        above = part.parent.relative_to(folder)
+    parts: list[AnyPath] = list(folder.rglob(f"{PART}*.json"))
+    for part in parts:
         for name, expected in json.loads(part.read_text(encoding="utf-8")).items():
-            listed[(above / name).as_posix()] = expected
+            listed[name_within(folder, part.parent / name)] = expected
         part.unlink()
-    rest = (p for p in folder.rglob("*") if p.relative_to(folder).as_posix() not in listed)
+    rest = (path for path in folder.rglob("*") if name_within(folder, path) not in listed)
     listed |= hashed(folder, rest)
     text = json.dumps({"schema": SCHEMA, "files": dict(sorted(listed.items()))}, indent=1)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
@@ -71,7 +72,7 @@ def _is_listed(name: str) -> bool:
     return name != MANIFEST and name not in WRITTEN_LATER
 
 
-def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
+def find_damage(folder: AnyPath, part: int = 0, parts: int = 1) -> str | None:
     """Compares a folder with its manifest.
 
     Args:
@@ -86,13 +87,12 @@ def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     if isinstance(listed, str):
         return listed
     # Sizes first: that is quick, and finds what most crashes and full disks leave behind.
+    sizes = file_sizes(folder)
     for name, expected in listed.items():
-        path = folder / name
-        if not path.is_file():
+        if name not in sizes:
             return f"{name} is missing"
-        size = path.stat().st_size
-        if size != expected["bytes"]:
-            return f"{name} has {size:,} bytes instead of {expected['bytes']:,}"
+        if sizes[name] != expected["bytes"]:
+            return f"{name} has {sizes[name]:,} bytes instead of {expected['bytes']:,}"
     chosen = list(listed)[part::parts]
     with concurrent.futures.ThreadPoolExecutor(HASHING_THREADS) as pool:
         hashes = pool.map(_sha256, [folder / name for name in chosen])
@@ -102,7 +102,7 @@ def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     return None
 
 
-def _read(path: Path) -> dict[str, Any] | str:
+def _read(path: AnyPath) -> dict[str, Any] | str:
     """The files that a manifest lists; a string with the reason if it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -116,7 +116,7 @@ def _read(path: Path) -> dict[str, Any] | str:
     return files
 
 
-def _sha256(path: Path) -> str:
+def _sha256(path: AnyPath) -> str:
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
+from models.training.checkpoints import tables
 from models.training.checkpoints.found import first_line
 from models.training.checkpoints.manifest import write_part
 from models.training.checkpoints.pieces import Pieces, PiecesHandler
@@ -77,6 +78,41 @@ class _Manager(ocp.CheckpointManager):  # type: ignore[misc]
         del step
         return False
 
+    def save_state(self, step: int, leaves: Mapping[str, Any]) -> None:
+        """Begins to save leaves by path."""
+        state = ocp.args.PyTreeSave(tables.nested(leaves))
+        self.save(step, args=ocp.args.Composite(state=state), force=True)
+
+    def restore_state(self, step: int, structs: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads leaves by path, in the shardings of structs."""
+        tree = tables.nested(structs)
+        how = ocp.checkpoint_utils.construct_restore_args(tree)
+        state = ocp.args.PyTreeRestore(tree, restore_args=how)
+        restored = self.restore(step, args=ocp.args.Composite(state=state))
+        return tables.by_path(restored["state"])
+
+
+class Manager(Protocol):
+    """Writes and reads the checkpoints of a folder, and removes those that are not kept."""
+
+    def save_state(self, step: int, leaves: Mapping[str, Any]) -> None:
+        """Begins to save leaves by path; returns when they may be donated."""
+
+    def restore_state(self, step: int, structs: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads leaves by path, in the shardings of structs."""
+
+    def wait_until_finished(self) -> None:
+        """Waits for the save under way."""
+
+    def check_for_errors(self) -> None:
+        """Raises what the last save failed with."""
+
+    def reload(self) -> None:
+        """Forgets what it knows of the folder."""
+
+    def close(self) -> None:
+        """Waits for the save under way, and ends."""
+
 
 def open_manager(
     folder: Path,
@@ -86,7 +122,7 @@ def open_manager(
     together: Together,
     *,
     pieces: bool,
-) -> ocp.CheckpointManager:
+) -> Manager:
     """Opens orbax's manager of a folder of checkpoints.
 
     Args:
@@ -111,7 +147,8 @@ def open_manager(
             barrier_sync_fn=together.wait,
         ),
     )
-    return _Manager(folder, options=options, item_handlers={"state": _state_handler()})
+    manager: Manager = _Manager(folder, options=options, item_handlers={"state": _state_handler()})
+    return manager
 
 
 def _state_handler() -> ocp.PyTreeCheckpointHandler:
@@ -146,12 +183,12 @@ class Saving:
         self.error: Exception | None = None
         self._thread: threading.Thread | None = None
 
-    def watch(self, manager: ocp.CheckpointManager) -> None:
+    def watch(self, manager: Manager) -> None:
         """Waits for the save on a thread of its own, to know when it ended and how."""
         self._thread = threading.Thread(target=self._wait, args=(manager,), daemon=True)
         self._thread.start()
 
-    def _wait(self, manager: ocp.CheckpointManager) -> None:
+    def _wait(self, manager: Manager) -> None:
         try:
             if self.error is None:
                 manager.wait_until_finished()

@@ -6,9 +6,9 @@ import contextlib
 import secrets
 import socket
 import time
-from pathlib import Path
 
 from models.training.checkpoints.found import CheckpointError
+from models.training.paths import AnyPath
 from spmd import launch
 
 PROBE = ".seen-by-all"
@@ -16,7 +16,7 @@ PATIENCE_S = 10.0
 """How late a network file system may show a new file to other hosts."""
 
 
-def check_shared(folder: Path) -> None:
+def check_shared(folder: AnyPath) -> None:
     """Makes a folder, and checks that all processes see the same one; all have to call it.
 
     Args:
@@ -65,7 +65,7 @@ def _raise_if_missed(answers: list[str]) -> None:
     )
 
 
-def _sees(probe: Path) -> bool:
+def _sees(probe: AnyPath) -> bool:
     """Whether a file is there; a network file system may show it late."""
     end = time.monotonic() + PATIENCE_S
     while True:

@@ -8,23 +8,20 @@
 
 While a checkpoint is written, its folder is called `200.orbax-checkpoint-tmp...`. Renaming it to
 `200` is the last thing that happens, so a folder with a plain number was complete once. Whether it
-has been damaged since, `manifest.json` tells. Restoring reads only each device's part of each
-array.
+has been damaged since, `manifest.json` tells. On an object store there is no renaming, and the
+manifest, which is written last, says that all is there (`remote.py`). Restoring reads only each
+device's part of each array.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
-import shutil
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
 from models.training.checkpoints import tables
 from models.training.checkpoints.found import (
@@ -36,12 +33,15 @@ from models.training.checkpoints.found import (
     first_line,
     first_whole,
     saved_steps,
+    unfinished,
     wanted_steps,
 )
-from models.training.checkpoints.manifest import find_damage, write_manifest
-from models.training.checkpoints.saving import Saving, open_manager
+from models.training.checkpoints.manifest import MANIFEST, find_damage, write_manifest
+from models.training.checkpoints.remote import StoreManager
+from models.training.checkpoints.saving import Manager, Saving, open_manager
 from models.training.checkpoints.shared import check_shared
 from models.training.checkpoints.together import Together
+from models.training.paths import AnyPath, StorePath, move_tree, remove_tree
 from models.training.run.loop import TrainState
 from models.training.run.sinks import Record
 from spmd import launch
@@ -79,7 +79,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        folder: Path,
+        folder: AnyPath,
         *,
         keep_last: int = 3,
         keep_every: int = 0,
@@ -99,9 +99,13 @@ class Checkpoints:
         _remove_unfinished(self.folder)
         self._manager = self._open_manager()
 
-    def _open_manager(self) -> ocp.CheckpointManager:
+    def _open_manager(self) -> Manager:
         keep, pieces = self._keep, self._pieces
-        return open_manager(self.folder, *keep, self._describe, self._together, pieces=pieces)
+        if not isinstance(self.folder, StorePath):
+            return open_manager(self.folder, *keep, self._describe, self._together, pieces=pieces)
+        if pieces:
+            raise CheckpointError(f"{self.folder}: weights are turned into runs on a disk only")
+        return StoreManager(self.folder, *keep, self._describe, self._together)
 
     # Saving
 
@@ -125,11 +129,7 @@ class Checkpoints:
             state.step, self._meta(state.step, leaves), started, self._together
         )
         try:
-            self._manager.save(
-                state.step,
-                args=ocp.args.Composite(state=ocp.args.PyTreeSave(tables.nested(leaves))),
-                force=True,
-            )
+            self._manager.save_state(state.step, leaves)
         except Exception as error:
             saving.error = error
         saving.stall = time.perf_counter() - started
@@ -193,7 +193,7 @@ class Checkpoints:
         self._failed_step = None
         with contextlib.suppress(Exception):
             self._manager.close()
-        _remove_unfinished(self.folder, str(step))
+        _remove_unfinished(self.folder, step)
         self._manager = self._open_manager()
 
     def _latest_text(self) -> str:
@@ -212,7 +212,7 @@ class Checkpoints:
         """Adds `meta.json` and the manifest, just before the folder gets its final name."""
         saving = self._saving
         assert saving is not None
-        (folder,) = self.folder.glob(f"{saving.step}.orbax-checkpoint-tmp*")
+        (folder,) = (path for step, path in unfinished(self.folder) if step == saving.step)
         text = json.dumps(saving.meta, indent=1)
         (folder / META).write_text(text + "\n", encoding="utf-8")
         write_manifest(folder)
@@ -266,7 +266,7 @@ class Checkpoints:
             )
         return found
 
-    def _damage(self, folder: Path) -> str | None:
+    def _damage(self, folder: AnyPath) -> str | None:
         """What is wrong with a checkpoint, the same on all processes; each reads some files."""
         damage = find_damage(folder, jax.process_index(), jax.process_count())
         # All processes have to agree, or some would restore one step and some another.
@@ -315,16 +315,12 @@ class Checkpoints:
         return TrainState(restored["params"], restored.get("opt_state"), found.step)
 
     def _read(self, step: int, structs: Mapping[str, Any]) -> dict[str, Any]:
-        tree = tables.nested(structs)
-        how = ocp.checkpoint_utils.construct_restore_args(tree)
-        args = ocp.args.PyTreeRestore(tree, restore_args=how)
         try:
-            restored = self._manager.restore(step, args=ocp.args.Composite(state=args))
+            return self._manager.restore_state(step, structs)
         except Exception as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} cannot be read: {first_line(error)}"
             ) from error
-        return tables.by_path(restored["state"])
 
     def _set_aside_after(self, step: int) -> None:
         later = [other for other in self.steps() if other > step]
@@ -343,28 +339,27 @@ class Checkpoints:
             self._manager.reload()
 
 
-def _remove_unfinished(folder: Path, step: str = "*") -> None:
+def _remove_unfinished(folder: AnyPath, only: int | None = None) -> None:
     if jax.process_index() == 0:
-        for path in folder.glob(f"{step}.orbax-checkpoint-tmp*"):
-            shutil.rmtree(path, ignore_errors=True)
+        for step, path in unfinished(folder):
+            if only in (None, step):
+                with contextlib.suppress(OSError):
+                    remove_tree(path)
 
 
-def _interrupted(folder: Path) -> list[str]:
+def _interrupted(folder: AnyPath) -> list[str]:
     """A sentence for each save that was cut off, and whose files are about to be deleted."""
-    if not folder.is_dir():
-        return []
-    steps = {re.match(r"(\d+)\.orbax-checkpoint-tmp", path.name) for path in folder.iterdir()}
     return [
         f"the save of step {step} was interrupted; what it had written is removed"
-        for step in sorted(int(match[1]) for match in steps if match)
+        for step, _ in unfinished(folder)
     ]
 
 
-def _set_aside(folder: Path) -> None:
+def _set_aside(folder: AnyPath) -> None:
     for number in range(1000):
         name = f"aside-{folder.name}" + (f"-{number}" if number else "")
         if not folder.with_name(name).exists():
-            folder.rename(folder.with_name(name))
+            move_tree(folder, folder.with_name(name), MANIFEST)
             return
     raise CheckpointError(f"{folder} cannot be moved: remove what is called aside-{folder.name}")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from models.training.data.corpus import (
@@ -41,6 +40,7 @@ from models.training.data.tokenizer import (
     same_ids,
 )
 from models.training.errors import DataError
+from models.training.paths import AnyPath, as_path
 
 __all__ = [
     "BYTES",
@@ -183,15 +183,15 @@ def open_sources(config: DataConfig) -> tuple[list[Corpus], list[float]]:
     return [open_folder(folder) for folder in folders], [share for _, share in named]
 
 
-def _parse_source(source: str) -> tuple[Path, float]:
+def _parse_source(source: str) -> tuple[AnyPath, float]:
     """`"folder@0.7"` -> (folder, 0.7); a path that exists as it is written has the share 1."""
     name, at, share = source.rpartition("@")
-    if not at or Path(source).exists():
-        return Path(source), 1.0
+    if not at or as_path(source).exists():
+        return as_path(source), 1.0
     try:
-        return Path(name), float(share)
+        return as_path(name), float(share)
     except ValueError:
-        return Path(source), 1.0
+        return as_path(source), 1.0
 
 
 def _open_text(config: DataConfig) -> Corpus:
@@ -200,14 +200,14 @@ def _open_text(config: DataConfig) -> Corpus:
     return load_corpus(files, MEMORY_BYTES, load_tokenizer(config.tokenizer), name, whole=True)
 
 
-def _check_same_tokenizer(folders: Sequence[Path]) -> None:
+def _check_same_tokenizer(folders: Sequence[AnyPath]) -> None:
     hashes = [folder_tokenizer(folder).sha256 for folder in folders]
     for folder, sha256 in zip(folders, hashes, strict=True):
         if sha256 != hashes[0]:
             raise DataError(f"{folder} and {folders[0]} were made by different tokenizers")
 
 
-def _check_tokenizer(folder: Path, name: str) -> None:
+def _check_tokenizer(folder: AnyPath, name: str) -> None:
     """Raises `DataError` if tokens were not made by the tokenizer that is asked for."""
     if name == BYTES:  # what is asked for where nothing is
         return

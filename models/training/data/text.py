@@ -16,6 +16,7 @@ from models.training.data.corpus import Corpus, from_documents
 from models.training.data.documents import COMPRESSED, Bad, Piece, Source
 from models.training.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from models.training.errors import DataError
+from models.training.paths import AnyPath
 
 DEFAULT_CORPUS_BYTES = 8 * 2**20
 """How much of Python's standard library is read."""
@@ -37,7 +38,7 @@ def standard_library_files() -> list[Path]:
 
 
 def load_corpus(
-    files: Sequence[Path],
+    files: Sequence[AnyPath],
     max_bytes: int = DEFAULT_CORPUS_BYTES,
     tokenizer: Tokenizer | None = None,
     name: str = "the corpus",
@@ -64,7 +65,7 @@ def load_corpus(
     tokenizer = tokenizer or load_tokenizer()
     documents: list[bytes] = []
     left = max_bytes
-    skipped: list[Path] = []
+    skipped: list[AnyPath] = []
     for path in files:
         count = len(documents)
         for document in _documents(path, tokenizer):
@@ -101,7 +102,7 @@ def _encode(documents: Sequence[bytes], tokenizer: Tokenizer) -> list[npt.NDArra
     return [np.concatenate([bos, one, eos]) for one in ids]
 
 
-def _documents(path: Path, tokenizer: Tokenizer) -> Iterator[bytes]:
+def _documents(path: AnyPath, tokenizer: Tokenizer) -> Iterator[bytes]:
     """The documents of a file, as the file's kind has them."""
     kind = readers.format_of(path, Source())
     unpacked = Path(path.stem) if path.suffix in COMPRESSED else path
@@ -127,7 +128,7 @@ def _documents(path: Path, tokenizer: Tokenizer) -> Iterator[bytes]:
                 parts = []
 
 
-def _command(path: Path, tokenizer: Tokenizer) -> str:
+def _command(path: AnyPath, tokenizer: Tokenizer) -> str:
     """What prepares a file for training."""
     named = "" if tokenizer.name == BYTES else f" --tokenizer {tokenizer.name}"
     return f"scripts/tokenize_data --out TOKENS{named} {path}"
