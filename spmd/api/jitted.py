@@ -22,13 +22,13 @@ from spmd.api.mistakes import check_jit, one_of
 from spmd.api.signature import by_number_and_name
 from spmd.api.specs import specified
 from spmd.api.tracing import Call, Recipe, take_apart, trace_call
+from spmd.compiler import Request, compile_module
 from spmd.explain.costly import costly_text
 from spmd.explain.words import idle_text, plural
 from spmd.frontend.trace import ClosedOverTracer
 from spmd.mesh.spec import as_mesh
 from spmd.mesh.topology import Topology
 from spmd.options import Options
-from spmd.pipeline import Request, compile_module
 from spmd.progress import doing, progress
 
 P = ParamSpec("P")

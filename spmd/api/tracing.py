@@ -30,6 +30,7 @@ from spmd.api.marks import path_name
 from spmd.api.mistakes import no_mesh, not_an_array, warning_of_changes
 from spmd.api.signature import positions
 from spmd.api.specs import arg_specs, out_entries, result_specs
+from spmd.compiler import Request
 from spmd.errors import MeshError
 from spmd.frontend.trace import Trace, seen_meshes, trace
 from spmd.mesh.mesh import Mesh
@@ -43,7 +44,6 @@ from spmd.mesh.spec import (
 )
 from spmd.mesh.topology import Topology
 from spmd.options import Options
-from spmd.pipeline import Request
 
 
 @dataclass(frozen=True)
