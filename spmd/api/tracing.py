@@ -207,7 +207,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
     given = recipe.given_mesh or next(iter(placed), None)
     known = None if given is None else as_mesh(given)
     platform = (topology.platform if topology else None) or platform_of(known)
-    with seen_meshes() as seen:
+    with seen_meshes(known) as seen:
         traced = _trace(recipe, call, structs, platform, known)
     given = given or next(iter([*seen, *traced.manual, *traced.meshes]), around)
     if given is None:
