@@ -289,9 +289,15 @@ class Jitted(Generic[P, R]):
         return progress(self.__name__, self.recipe.options.shows_progress)
 
 
-def _planned(recipe: Recipe, call: Call, topology: Topology | None) -> tuple[Traced, Stages]:
-    """Traces and plans a call."""
+def _planned(
+    recipe: Recipe, call: Call, topology: Topology | None, may_reuse: bool
+) -> tuple[Traced, Stages]:
+    """Traces and plans a call; `may_reuse` allows for a trace of jax's that is there."""
     doing("trace")
+    if not may_reuse:
+        fn = recipe.fn
+        again = functools.wraps(fn, updated=())(lambda *args, **kwargs: fn(*args, **kwargs))
+        recipe = replace(recipe, fn=again)
     traced = trace_call(recipe, call, topology)
     return traced, compile_module(traced.request, recipe.options)
 

@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from spmd.api.marks import caller, mark_sharding, path_name, some_of
+from spmd.api.marks import caller, known_mesh, mark_sharding, path_name, some_of
 from spmd.api.schedules import Asked, chosen_pipeline
 from spmd.errors import ArgumentError
 from spmd.frontend.trace import mesh_at_hand
@@ -96,11 +97,14 @@ def pipeline(
     with jax.named_scope(of.scope):
         stacked = jax.tree.map(lambda leaf: _of_stages(leaf, of, chunks is not None), stacked)
         cut = jax.tree.map(lambda leaf: _cut(leaf, of), (x, rows))
-        out = _run(layer_fn, mark(stacked, 1), cut, of, partial(mark, dim=0))
-        return jax.tree.map(lambda leaf, like: leaf.swapaxes(0, 1).reshape(like.shape), out, x)
+        out = _run(layer_fn, mark(stacked, dim=1), cut, of, own)
+        y: T = jax.tree.map(lambda leaf, like: leaf.swapaxes(0, 1).reshape(like.shape), out, x)
+        return y
 
 
-def _run(layer_fn: Callable[..., Any], stacked: Any, cut: Any, of: Pipeline, mark: Any) -> Any:
+def _run(
+    layer_fn: Callable[..., Any], stacked: Any, cut: Any, of: Pipeline, mesh: Mesh | None
+) -> Any:
     """The loop over steps.
 
     Args:
@@ -108,12 +112,12 @@ def _run(layer_fn: Callable[..., Any], stacked: Any, cut: Any, of: Pipeline, mar
       stacked: what layers have: leaves (V, S, layers of a chunk, ...).
       cut: x and rows: leaves (M, B / M, ...).
       of: the pipeline.
-      mark: says that dim 0 is that of stages.
+      mesh: where its axis is, if that is known.
 
     Returns:
       What the last stage makes of each microbatch: leaves (M, B / M, ...).
     """
-    stage = jnp.arange(of.stages)
+    stage, mark = jnp.arange(of.stages), partial(_marked, dim=0, mesh=mesh, axis=of.axis)
 
     def run_chunk(layers: Any, number: Any, state: Any) -> Any:
         layers = jax.tree.map(lambda leaf: _at(leaf, number), layers)
@@ -123,8 +127,9 @@ def _run(layer_fn: Callable[..., Any], stacked: Any, cut: Any, of: Pipeline, mar
 
     def step(state: Any, now: Any) -> tuple[Any, Any]:
         time, entering = now
+        state = mark(state)
         begins = (stage == 0) & (time // of.stages % of.chunks == 0)
-        state = jax.tree.map(lambda old, new: _moved(old, new, begins, of), state, entering)
+        state = jax.tree.map(lambda old, new: _moved(old, new, begins, of, mesh), state, entering)
         numbers = (time - stage) // of.stages % of.chunks
         state = mark(jax.vmap(run_chunk, in_axes=(1, 0, 0))(stacked, numbers, mark(state)))
         return state, jax.tree.map(lambda leaf: leaf[-1], state[0])
@@ -189,24 +194,30 @@ def _leaving(leaf: Any, of: Pipeline) -> Any:
     return groups.reshape(of.microbatches, *leaf.shape[1:])
 
 
-def _moved(leaf: Any, entering: Any, begins: Any, of: Pipeline) -> Any:
+def _moved(leaf: Any, entering: Any, begins: Any, of: Pipeline, mesh: Mesh | None) -> Any:
     """(S, ...): each stage gets what the one before made, and stage 0 what enters."""
-    moved = _shift(leaf, 1)
-    if of.chunks > 1:  # in a ring
-        moved = jnp.where(
-            _like(jnp.arange(of.stages) == 0, leaf), _shift(leaf, 1 - of.stages), moved
-        )
-    return jnp.where(_like(begins, leaf), entering, moved)
+    moved = _shift(leaf, 1) if of.chunks == 1 else _ring(leaf, of, mesh)
+    return jnp.where(begins.reshape(-1, *[1] * (leaf.ndim - 1)), entering, moved)
+
+
+def _ring(leaf: Any, of: Pipeline, mesh: Mesh | None) -> Any:
+    """Moves stages on, the last one to the first."""
+    if mesh is None or mesh.shape[of.axis] != of.stages:
+        return _shift(leaf, 1) + _shift(leaf, 1 - of.stages)
+    # One collective-permute. A sum of two shifts would be two.
+    pairs = [(i, (i + 1) % of.stages) for i in range(of.stages)]
+    spec = PartitionSpec(of.axis)
+    send = partial(jax.lax.ppermute, axis_name=of.axis, perm=pairs)
+    ring = jax.shard_map(
+        send, mesh=known_mesh(mesh), in_specs=spec, out_specs=spec, axis_names={of.axis}
+    )
+    return ring(leaf)
 
 
 def _shift(leaf: Any, by: int) -> Any:
     """Moves stages on; where nothing comes from there are zeros."""
     widths = [(by, -by, 0)] + [(0, 0, 0)] * (leaf.ndim - 1)
     return jax.lax.pad(leaf, jnp.zeros((), leaf.dtype), widths)
-
-
-def _like(of_stage: Any, leaf: Any) -> Any:
-    return of_stage.reshape(-1, *[1] * (leaf.ndim - 1))
 
 
 def _marked(tree: Any, dim: int, mesh: Mesh | None, axis: str) -> Any:

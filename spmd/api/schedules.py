@@ -7,47 +7,23 @@ each, and the one with the shortest predicted run is taken, as with other forms 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import replace
 from typing import NamedTuple
 
 from spmd.api.tracing import Traced
 from spmd.compiler import Stages
 from spmd.errors import ArgumentError, MeshError, PlanError
-from spmd.ir.pipelines import Pipeline
+from spmd.ir.pipelines import SCHEDULES, Pipeline, pipeline_of
 from spmd.mesh.mesh import Mesh
 from spmd.planning.plan import Weighed
 from spmd.predict.memory import peak_memory
 
-SCHEDULES = MappingProxyType(
-    {
-        "gpipe": (False, False),
-        "1f1b": (False, True),
-        "interleaved": (True, False),
-        "interleaved 1f1b": (True, True),
-    }
-)
-"""Name -> whether stages have several chunks, and whether steps are computed again."""
-
 DEFAULT = "gpipe"
 
-
-@dataclass
-class _Choice:
-    """Of one trace: what calls without a schedule take, and whether there are some.
-
-    Attributes:
-      schedule: the name of what they take where they can.
-      open: names of the schedules that some call could have taken.
-    """
-
-    schedule: str
-    open: tuple[str, ...] = ()
-
-
-_CHOICE: ContextVar[_Choice | None] = ContextVar("schedule of pipelines", default=None)
+_TAKEN: ContextVar[str] = ContextVar("schedule of pipelines", default=DEFAULT)
+"""Of this trace: what calls without a schedule take where they can."""
 
 
 class Asked(NamedTuple):
@@ -90,70 +66,78 @@ def chosen_pipeline(
             )
         return _checked(asked.as_pipeline(asked.schedule), asked, layers, source)
     possible = [name for name in SCHEDULES if _refusal(asked, name, layers) is None]
-    choice = _CHOICE.get() or _Choice(DEFAULT)
-    choice.open = tuple(name for name in SCHEDULES if name in {*choice.open, *possible})
-    name = choice.schedule if choice.schedule in possible else next(iter(possible), None)
-    if name is None:
-        name = "interleaved" if asked.chunks else DEFAULT
-    return _checked(asked.as_pipeline(name), asked, layers, source)
-
-
-def in_fastest_schedule(
-    plan: Callable[[], tuple[Traced, Stages]], memory_limit: int | None
-) -> tuple[Traced, Stages]:
-    """A program with its pipelines in the schedule that is predicted to be the fastest.
-
-    Of schedules that do not fit in memory the smallest is taken.
-
-    Args:
-      plan: traces and plans it; called once for each schedule that its pipelines leave open.
-      memory_limit: bytes that one device may use; the topology's memory when left out.
-
-    Raises:
-      PlanError: it keeps to the memory limit in no schedule.
-    """
-    first, names = _planned(plan, DEFAULT)
-    default = DEFAULT if DEFAULT in names else next(iter(names), "")
-    tried = {default: first}
-    # To compute steps again takes longer: it is weighed where memory is short without.
-    for is_lean in (False, True):
-        if not is_lean or all(_excess(each, memory_limit) for each in tried.values()):
-            others = (name for name in names if SCHEDULES[name][1] == is_lean)
-            tried |= {name: _planned(plan, name)[0] for name in others if name != default}
-    fit = {name: each for name, each in tried.items() if not isinstance(each, PlanError)}
-    if not fit:
-        raise min((e for e in tried.values() if isinstance(e, PlanError)), key=_least_bytes)
-
-    def rank(name: str) -> tuple[float, float]:
-        return _excess(fit[name], memory_limit), fit[name][1].timeline.seconds
-
-    best = min(fit, key=rank)
-    traced, stages = fit[best]
-    before = (fit.get(default) or fit[best])[1].timeline.seconds
-    forms = [
-        _weighed(name, tried[name], before, name == best, memory_limit)
-        for name in tried
-        if name != default
-    ]
-    plan_ = stages.plan._replace(forms=(*stages.plan.forms, *forms))
-    return traced, replace(stages, plan=plan_)
+    if not possible:
+        return _checked(
+            asked.as_pipeline("interleaved" if asked.chunks else DEFAULT), asked, layers, source
+        )
+    taken = _TAKEN.get()
+    of = asked.as_pipeline(taken if taken in possible else possible[0])
+    return of._replace(open=sum(1 << i for i, name in enumerate(SCHEDULES) if name in possible))
 
 
 _Planned = tuple[Traced, Stages]
 
 
-def _planned(
-    plan: Callable[[], _Planned], name: str
-) -> tuple[_Planned | PlanError, tuple[str, ...]]:
-    """A program whose pipelines take a schedule if they may, and the schedules that they leave."""
-    choice = _Choice(name)
-    token = _CHOICE.set(choice)
+def in_fastest_schedule(plan: Callable[[bool], _Planned], memory_limit: int | None) -> _Planned:
+    """A program with its pipelines in the schedule that is predicted to be the fastest.
+
+    Of schedules that do not fit in memory the one that misses the least is taken.
+
+    Args:
+      plan: traces and plans it, again for each schedule that its pipelines leave open; told whether
+        jax may take a trace that it has made before.
+      memory_limit: bytes that one device may use; the topology's memory when left out.
+
+    Raises:
+      PlanError: it keeps to the memory limit in no schedule.
+    """
     try:
-        return plan(), choice.open
+        first = plan(True)
     except PlanError as error:
-        return error, choice.open
+        if (found := _in_others(plan, {DEFAULT: error}, SCHEDULES, memory_limit)) is None:
+            raise
+        return found
+    open_ = {of for op in first[1].program.walk() if (of := pipeline_of(op.loc.scope)) and of.open}
+    names = {name: None for of in open_ for name in of.open_schedules}
+    default = min(of.schedule for of in open_) if open_ else DEFAULT
+    return _in_others(plan, {default: first}, names, memory_limit) or first
+
+
+def _in_others(
+    plan: Callable[[bool], _Planned],
+    tried: dict[str, _Planned | PlanError],
+    names: Iterable[str],
+    limit: int | None,
+) -> _Planned | None:
+    """The best of a program in the schedules that were tried and in others."""
+    (default,) = tried
+    # To compute steps again takes longer: it is weighed where memory is short without.
+    for is_lean in (False, True):
+        if not is_lean or all(_excess(each, limit) for each in tried.values()):
+            others = [name for name in names if SCHEDULES[name][1] == is_lean]
+            tried |= {name: _planned(plan, name) for name in others if name not in tried}
+    fit = {name: each for name, each in tried.items() if not isinstance(each, PlanError)}
+    if not fit:
+        return None
+    rank = {name: (_excess(each, limit), each[1].timeline.seconds) for name, each in fit.items()}
+    best = min(rank, key=lambda name: rank[name])
+    before = rank.get(default, rank[best])[1]
+    others = [name for name in tried if name != default]
+    forms = [_weighed(name, tried[name], before, name == best, limit) for name in others]
+    traced, stages = fit[best]
+    plan_ = stages.plan._replace(forms=(*stages.plan.forms, *forms))
+    return traced, replace(stages, plan=plan_)
+
+
+def _planned(plan: Callable[[bool], _Planned], name: str) -> _Planned | PlanError:
+    """A program whose pipelines take a schedule if they may."""
+    token = _TAKEN.set(name)
+    try:
+        return plan(False)
+    except PlanError as error:
+        return error
     finally:
-        _CHOICE.reset(token)
+        _TAKEN.reset(token)
 
 
 def _excess(planned: _Planned | PlanError, memory_limit: int | None) -> float:
@@ -164,10 +148,6 @@ def _excess(planned: _Planned | PlanError, memory_limit: int | None) -> float:
     topology, donated = stages.plan.topology, traced.request.donated
     use = peak_memory(stages.optimized.program, donated, topology.platform)
     return max(0, use.peak - topology.memory(memory_limit))
-
-
-def _least_bytes(error: PlanError) -> int:
-    return error.least_bytes
 
 
 def _weighed(
@@ -186,8 +166,7 @@ def _weighed(
 
 
 def _check_counts(asked: Asked, batch: int, mesh: Mesh | None, source: str | None) -> None:
-    """Holds that there are stages and microbatches, that the batch has the latter and the axis the
-    former."""
+    """Holds that counts are positive, and divide what they cut."""
     for name in ("stages", "microbatches"):
         if (count := getattr(asked, name)) < 1:
             raise ArgumentError(

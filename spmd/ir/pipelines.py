@@ -7,9 +7,23 @@ which also modules that were exported still have.
 from __future__ import annotations
 
 import re
+from types import MappingProxyType
 from typing import NamedTuple
 
-_SCOPE = re.compile(r"pipeline\[(\w+),stages=(\d+),microbatches=(\d+),chunks=(\d+),lean=([01])\]")
+_SCOPE = re.compile(
+    r"pipeline\[(\w+),stages=(\d+),microbatches=(\d+),chunks=(\d+),lean=([01]),"
+    r"open=(\d+)\]"
+)
+
+SCHEDULES = MappingProxyType(
+    {
+        "gpipe": (False, False),
+        "1f1b": (False, True),
+        "interleaved": (True, False),
+        "interleaved 1f1b": (True, True),
+    }
+)
+"""Name -> whether stages have several chunks of layers, and whether steps are computed again."""
 
 
 class Pipeline(NamedTuple):
@@ -21,6 +35,7 @@ class Pipeline(NamedTuple):
       microbatches: into how many the batch is cut.
       chunks: runs of layers that each stage has. Stage s of S has the runs s, S + s, 2 S + s, ...
       is_lean: whether steps are computed again for the gradient, `window` steps at a time.
+      open: the schedules that it could have taken, where nobody named one: bits, by `SCHEDULES`.
     """
 
     axis: str
@@ -28,6 +43,7 @@ class Pipeline(NamedTuple):
     microbatches: int
     chunks: int = 1
     is_lean: bool = False
+    open: int = 0
 
     @property
     def busy_steps(self) -> int:
@@ -47,14 +63,19 @@ class Pipeline(NamedTuple):
     @property
     def schedule(self) -> str:
         """The schedule's name."""
-        named = {(1, False): "gpipe", (1, True): "1f1b"}
-        return named.get((self.chunks, self.is_lean), "interleaved" + " 1f1b" * self.is_lean)
+        traits = self.chunks > 1, self.is_lean
+        return next(name for name, those in SCHEDULES.items() if those == traits)
+
+    @property
+    def open_schedules(self) -> tuple[str, ...]:
+        """The schedules that it could have taken, where nobody named one."""
+        return tuple(name for i, name in enumerate(SCHEDULES) if self.open >> i & 1)
 
     @property
     def scope(self) -> str:
         """The name scope of its ops."""
         counts = f"stages={self.stages},microbatches={self.microbatches},chunks={self.chunks}"
-        return f"pipeline[{self.axis},{counts},lean={self.is_lean:d}]"
+        return f"pipeline[{self.axis},{counts},lean={self.is_lean:d},open={self.open}]"
 
 
 def pipeline_of(scope: str) -> Pipeline | None:
@@ -63,8 +84,8 @@ def pipeline_of(scope: str) -> Pipeline | None:
     if not found:
         return None
     axis, *counts = found[-1]
-    stages, microbatches, chunks, lean = map(int, counts)
-    return Pipeline(axis, stages, microbatches, chunks, bool(lean))
+    stages, microbatches, chunks, lean, open_ = map(int, counts)
+    return Pipeline(axis, stages, microbatches, chunks, bool(lean), open_)
 
 
 def without_pipelines(scope: str) -> str:
