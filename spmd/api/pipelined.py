@@ -97,7 +97,7 @@ def pipeline(
     with jax.named_scope(of.scope):
         stacked = jax.tree.map(lambda leaf: _of_stages(leaf, of, chunks is not None), stacked)
         cut = jax.tree.map(lambda leaf: _cut(leaf, of), (x, rows))
-        out = _run(layer_fn, mark(stacked, dim=1), cut, of, own)
+        out = _run(layer_fn, mark(stacked), cut, of, own)
         y: T = jax.tree.map(lambda leaf, like: leaf.swapaxes(0, 1).reshape(like.shape), out, x)
         return y
 
@@ -109,7 +109,7 @@ def _run(
 
     Args:
       layer_fn: one layer.
-      stacked: what layers have: leaves (V, S, layers of a chunk, ...).
+      stacked: what layers have: leaves (S, V, layers of a chunk, ...).
       cut: x and rows: leaves (M, B / M, ...).
       of: the pipeline.
       mesh: where its axis is, if that is known.
@@ -117,7 +117,7 @@ def _run(
     Returns:
       What the last stage makes of each microbatch: leaves (M, B / M, ...).
     """
-    stage, mark = jnp.arange(of.stages), partial(_marked, dim=0, mesh=mesh, axis=of.axis)
+    stage, mark = jnp.arange(of.stages), partial(_marked, mesh=mesh, axis=of.axis)
 
     def run_chunk(layers: Any, number: Any, state: Any) -> Any:
         layers = jax.tree.map(lambda leaf: _at(leaf, number), layers)
@@ -131,7 +131,7 @@ def _run(
         begins = (stage == 0) & (time // of.stages % of.chunks == 0)
         state = jax.tree.map(lambda old, new: _moved(old, new, begins, of, mesh), state, entering)
         numbers = (time - stage) // of.stages % of.chunks
-        state = mark(jax.vmap(run_chunk, in_axes=(1, 0, 0))(stacked, numbers, mark(state)))
+        state = mark(jax.vmap(run_chunk)(stacked, numbers, mark(state)))
         return state, jax.tree.map(lambda leaf: leaf[-1], state[0])
 
     # Layers need not be defined at zeros, and the gradient would multiply a NaN by zero. So what
@@ -161,8 +161,9 @@ def _steps(step: Callable[..., Any], state: Any, inputs: Any, of: Pipeline) -> A
 
 
 def _of_stages(leaf: Any, of: Pipeline, is_chunked: bool) -> Any:
-    """(L, ...) or (V, L / V, ...) -> (V, S, layers of a chunk, ...)."""
-    return jnp.reshape(leaf, (of.chunks, of.stages, -1, *leaf.shape[1 + is_chunked :]))
+    """(L, ...) or (V, L / V, ...) -> (S, V, layers of a chunk, ...)."""
+    cut = jnp.reshape(leaf, (of.chunks, of.stages, -1, *leaf.shape[1 + is_chunked :]))
+    return cut.swapaxes(0, 1)
 
 
 def _cut(leaf: Any, of: Pipeline) -> Any:
@@ -220,14 +221,13 @@ def _shift(leaf: Any, by: int) -> Any:
     return jax.lax.pad(leaf, jnp.zeros((), leaf.dtype), widths)
 
 
-def _marked(tree: Any, dim: int, mesh: Mesh | None, axis: str) -> Any:
-    """A tree whose leaves have `dim` split over the axis; their other dims stay open."""
+def _marked(tree: Any, mesh: Mesh | None, axis: str) -> Any:
+    """A tree whose leaves have dim 0 split over the axis; their other dims stay open."""
     if mesh is None:
         return tree
 
     def mark(leaf: Any) -> Any:
-        spec = tuple(axis if i == dim else OPEN for i in range(leaf.ndim))
-        return mark_sharding(leaf, mesh, spec)
+        return mark_sharding(leaf, mesh, (axis, *[OPEN] * (leaf.ndim - 1)))
 
     return jax.tree.map(mark, tree)
 
