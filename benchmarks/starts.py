@@ -77,9 +77,16 @@ def write_bundle(folder: Path, groups: int, platform: str) -> None:
         write_llama_bundle(source, folder, shape, dtype="float32", platforms=(platform,))
 
 
+class Server(NamedTuple):
+    """A server that starts, and the file with what it says."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
 @contextmanager
-def starting(bundle: Path, mesh: str, work: Path, platform: str) -> Iterator[Path]:
-    """A server that starts; what it says is in the file that is given out."""
+def starting(bundle: Path, mesh: str, work: Path, platform: str) -> Iterator[Server]:
+    """Starts a server, and ends it."""
     log = work / "log"
     flags = os.environ.get("XLA_FLAGS", "")
     environment = {
@@ -92,7 +99,7 @@ def starting(bundle: Path, mesh: str, work: Path, platform: str) -> Iterator[Pat
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=ROOT)
     try:
-        yield log
+        yield Server(process, log)
     finally:
         process.kill()
         process.wait()
@@ -101,10 +108,10 @@ def starting(bundle: Path, mesh: str, work: Path, platform: str) -> Iterator[Pat
 def measure(bundle: Path, mesh: str, work: Path, platform: str) -> Start:
     """Starts a server once."""
     started = time.monotonic()
-    with starting(bundle, mesh, work, platform) as log:
-        (url,) = _said(log, r"listening on (http://[\d.]+:\d+)")
+    with starting(bundle, mesh, work, platform) as server:
+        (url,) = _said(server, r"listening on (http://[\d.]+:\d+)")
         listens = time.monotonic() - started
-        _said(log, r" (ready): ")
+        _said(server, r" (ready): ")
         ready = time.monotonic() - started
         there = _compiled(url)
         body = {"prompt": "def f(", "max_tokens": 1}
@@ -112,22 +119,21 @@ def measure(bundle: Path, mesh: str, work: Path, platform: str) -> Start:
         answered = time.monotonic() - started
         count = len(list((bundle / "functions").glob("*.mlirbc")))
         if there <= count:
-            _said(log, r"(more functions are compiled)")
+            _said(server, r"(more functions are compiled)")
         return Start(listens, ready, answered, time.monotonic() - started, (there - 1, count))
 
 
-def _said(log: Path, pattern: str) -> tuple[str, ...]:
+def _said(server: Server, pattern: str) -> tuple[str, ...]:
     """Waits for a line of the log."""
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
-        text = log.read_text()
-        found = re.search(pattern, text)
-        if found:
+        has_ended = server.process.poll() is not None
+        if found := re.search(pattern, server.log.read_text()):
             return found.groups()
-        if "error:" in text:
+        if has_ended:
             break
         time.sleep(0.02)
-    sys.exit(f"the server did not say {pattern!r}:\n{log.read_text()}")
+    sys.exit(f"the server did not say {pattern!r}:\n{server.log.read_text()}")
 
 
 def _compiled(url: str) -> int:

@@ -11,6 +11,7 @@ from spmd.lowering.halves.seeds import Seed, seeds_of
 from spmd.lowering.halves.write import in_halves
 from spmd.lowering.partition import Partitioned, partition
 from spmd.lowering.recompute.recompute import recompute
+from spmd.lowering.recompute.stacks import has_pairs
 from spmd.lowering.rewrites.optimize import schedule, simplify
 from spmd.lowering.rewrites.room import Room
 from spmd.options import Options
@@ -72,6 +73,11 @@ class Trial:
         plan, limit = self.plan, self._room.bytes
         price, donated = plan.byte_price, self._donated
         return recompute(program, plan.mesh, plan.topology, price, limit, donated, self.is_short)
+
+    @property
+    def collects(self) -> bool:
+        """Whether a loop collects what a later loop could make again."""
+        return has_pairs(self._simple)
 
     @property
     def is_short(self) -> bool:

@@ -14,6 +14,7 @@ import spmd
 from models.llama import model, sharding
 from models.llama.config import LlamaConfig
 from models.llama.training import train_step
+from models.llama.weights.config import to_hf
 
 LEARNING_RATE, DECAY, BETAS, EPSILON = 1e-3, 0.1, (0.9, 0.95), 1e-8
 
@@ -50,17 +51,24 @@ def spmd_losses(
 
 def torch_losses(config: LlamaConfig, params: Any, batches: Batches, steps: int) -> Iterator[float]:
     """Of `transformers`' model and PyTorch's AdamW, on one CPU."""
+    return torch_steps(torch_model(config, params), batches, steps)
+
+
+def torch_steps(net: Any, batches: Batches, steps: int) -> Iterator[float]:
+    """The losses of a model of `transformers`, which is trained in place."""
     import torch
 
-    torch.manual_seed(0)
-    net = torch_model(config, params)
+    more = {"output_router_logits": True} if hasattr(net, "router_aux_loss_coef") else {}
     rule = torch.optim.AdamW(
         net.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=DECAY
     )
     for number in range(steps):
         batch = {name: torch.tensor(np.asarray(x)).long() for name, x in batches(number).items()}
-        logits = net(input_ids=batch["inputs"]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+        found = net(input_ids=batch["inputs"], **more)
+        logits = found.logits.flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, batch["targets"].flatten())
+        if more:
+            loss = loss + net.router_aux_loss_coef * found.aux_loss
         rule.zero_grad()
         loss.backward()
         rule.step()
@@ -68,24 +76,11 @@ def torch_losses(config: LlamaConfig, params: Any, batches: Batches, steps: int)
 
 
 def torch_model(config: LlamaConfig, params: Any) -> Any:
-    """`transformers`' Llama with our weights."""
+    """`transformers`' model with our weights."""
     import torch
-    from transformers import LlamaConfig as TheirConfig
-    from transformers import LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    theirs = TheirConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.kv_heads,
-        head_dim=config.head_width,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        tie_word_embeddings=config.tie_word_embeddings,
-    )
-    net = LlamaForCausalLM(theirs)
+    net = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf(config, "float32")))
     weights = {name: torch.tensor(np.asarray(leaf)) for name, leaf in _their_names(params, config)}
     net.load_state_dict(weights, strict=not config.tie_word_embeddings)
     return net

@@ -43,7 +43,9 @@ def kv_leaves(shape: ServingShape, pages: Any, heads: int, width: int) -> dict[s
     return leaves
 
 
-def write_and_attend(layer: State, q_ARKGD: Any, kv_ARK2D: Any, rows: Rows) -> tuple[Any, State]:
+def write_and_attend(
+    layer: State, q_ARKGD: Any, kv_ARK2D: Any, rows: Rows, window: int | None = None
+) -> tuple[Any, State]:
     """Writes each row's key and value, and attends to those up to its position.
 
     Args:
@@ -51,6 +53,7 @@ def write_and_attend(layer: State, q_ARKGD: Any, kv_ARK2D: Any, rows: Rows) -> t
         q_ARKGD: the queries.
         kv_ARK2D: the new keys and values.
         rows: `table`, `slots`, `positions` and `first`, as for `spmd.ops.paged_attention`.
+        window: how many positions a row sees at most, as there.
 
     Returns:
         (the heads' outputs (A, R, K, G, D), the layer's cache after the writes).
@@ -59,7 +62,7 @@ def write_and_attend(layer: State, q_ARKGD: Any, kv_ARK2D: Any, rows: Rows) -> t
     new = _stored(kv_ARK2D, layer)
     layer = {name: spmd.ops.paged_update(layer[name], x, *tables) for name, x in new.items()}
     heads_ARKGD = spmd.ops.paged_attention(
-        q_ARKGD, layer["values"], *tables, rows["first"], scales=layer.get("scales")
+        q_ARKGD, layer["values"], *tables, rows["first"], scales=layer.get("scales"), window=window
     )
     return heads_ARKGD, layer
 

@@ -1,4 +1,8 @@
-"""Llama: configuration, model, sharding tables, weights and text generation."""
+"""Llama and its relatives: configuration, model, sharding tables, weights and text generation.
+
+A Llama is, in what follows, a model of any `config.MODEL_TYPES`: Mistral, Qwen and mixtures of
+experts are Llamas with a difference, and each difference is a field of `LlamaConfig`.
+"""
 
 from models.llama.config import CONFIGS, ConfigError, LlamaConfig, RopeScaling, named_config
 from models.llama.model import forward, init, loss

@@ -1,4 +1,7 @@
-"""What a Llama is: sizes and dtypes, validated at construction, and what follows from them."""
+"""What a model is: sizes and dtypes, validated at construction, and what follows from them.
+
+Llama, and the families that are Llama with a difference: each difference is a field.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
+from models.llama.published import PUBLISHED
+
 FlopConvention = Literal["causal", "palm"]
 """How an MFU counts; see `LlamaConfig.flops_per_token`."""
 
@@ -15,6 +20,13 @@ FLOP_CONVENTIONS: tuple[FlopConvention, ...] = ("causal", "palm")
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "composite", "xla", "cudnn", "einsum")
 MATMULS = ("dtype", "fp8")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+BIASED = {"none": "", "qkv": "qkv", "qkvo": "qkvo"}
+"""`attention_bias` -> the letters of the projections that have a bias."""
+
+MAY_BE_ZERO = (
+    "max_window_layers", "num_experts", "num_experts_per_tok", "router_aux_loss_coef",
+)  # fmt: skip
 
 RopeType = Literal["linear", "llama3"]
 ROPE_TYPES: tuple[RopeType, ...] = ("linear", "llama3")
@@ -76,9 +88,11 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Sizes and dtypes of a Llama, under Hugging Face's names.
+    """Sizes and dtypes of a model, under Hugging Face's names.
 
     Args:
+        model_type: the family, as transformers calls it: what `config.json` is written for. What is
+            computed follows from the other fields.
         vocab_size: number of tokens.
         hidden_size: width of the residual stream.
         intermediate_size: width inside the MLP.
@@ -86,6 +100,15 @@ class LlamaConfig:
         num_attention_heads: number of query heads.
         num_key_value_heads: number of key and value heads; None means one for each query head.
         head_dim: width of a head; None means `hidden_size / num_attention_heads`.
+        attention_bias: which projections of attention have a bias: `none`, `qkv` or `qkvo`.
+        qk_norm: whether each head's queries and keys are normalized before they are rotated.
+        sliding_window: a token sees so many tokens at most, itself included; None is all before it.
+        max_window_layers: the first so many layers have no window.
+        num_experts: experts of each layer, of which a token takes some; 0 is one MLP for all.
+        num_experts_per_tok: how many a token takes.
+        moe_intermediate_size: width inside an expert; None means `intermediate_size`.
+        norm_topk_prob: whether the weights of a token's experts are divided by their sum.
+        router_aux_loss_coef: the load-balancing loss is so many times added in training.
         rms_norm_eps: added to the mean square in RMSNorm.
         rope_theta: base of the rotary frequencies.
         rope_scaling: how these are scaled, or None; a mapping of `RopeScaling`'s fields will do.
@@ -113,6 +136,7 @@ class LlamaConfig:
             attention.
     """
 
+    model_type: str = "llama"
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -120,6 +144,15 @@ class LlamaConfig:
     num_attention_heads: int
     num_key_value_heads: int | None = None
     head_dim: int | None = None
+    attention_bias: str = "none"
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    max_window_layers: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int | None = None
+    norm_topk_prob: bool = True
+    router_aux_loss_coef: float = 0.0
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -140,18 +173,27 @@ class LlamaConfig:
         self._normalize()
         self._check_positive()
         self._check_heads()
-        for field in ("dtype", "param_dtype"):
-            if getattr(self, field) not in DTYPES:
-                raise ConfigError(f"{field} is {getattr(self, field)!r}, not one of {DTYPES}")
-        if self.attention not in ATTENTIONS:
-            raise ConfigError(f"attention is {self.attention!r}, not one of {ATTENTIONS}")
-        if self.matmul not in MATMULS:
-            raise ConfigError(f"matmul is {self.matmul!r}, not one of {MATMULS}")
-        if self.scan_layers and self.num_hidden_layers % self.remat_every:
+        for field, known in (
+            ("model_type", MODEL_TYPES),
+            ("attention_bias", tuple(BIASED)),
+            ("attention", ATTENTIONS),
+            ("matmul", MATMULS),
+            ("dtype", DTYPES),
+            ("param_dtype", DTYPES),
+        ):
+            if getattr(self, field) not in known:
+                raise ConfigError(f"{field} is {getattr(self, field)!r}, not one of {known}")
+        if self.num_experts and not 0 < self.num_experts_per_tok <= self.num_experts:
             raise ConfigError(
-                f"remat_every {self.remat_every} does not divide num_hidden_layers "
-                f"{self.num_hidden_layers}, as it has to where layers are scanned; choose a "
-                "divisor, or unroll the layers (scan_layers=False)"
+                f"num_experts_per_tok is {self.num_experts_per_tok}; a token takes from 1 to "
+                f"{self.num_experts} of num_experts {self.num_experts}"
+            )
+        uneven = [str(len(span)) for span, _ in self.window_spans if len(span) % self.remat_every]
+        if self.scan_layers and uneven:
+            raise ConfigError(
+                f"remat_every {self.remat_every} does not divide {' and '.join(uneven)} layers, as "
+                "it has to where layers are scanned (those with a window and those without apart); "
+                "choose a divisor, or unroll the layers (scan_layers=False)"
             )
 
     def _normalize(self) -> None:
@@ -166,7 +208,9 @@ class LlamaConfig:
             if field.name.endswith("_token_id"):
                 continue
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            if value < 0 or (value == 0 and field.name not in MAY_BE_ZERO):
                 raise ConfigError(f"{field.name} must be positive, not {value}")
 
     def _check_heads(self) -> None:
@@ -196,12 +240,25 @@ class LlamaConfig:
         """Width of one head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
+    @property
+    def expert_width(self) -> int:
+        """Width inside an expert; inside the MLP if there are none."""
+        return (self.num_experts and self.moe_intermediate_size) or self.intermediate_size
+
+    @property
+    def window_spans(self) -> tuple[tuple[range, int | None], ...]:
+        """The layers in order, those with one window together: (their indices, the window)."""
+        layers = range(self.num_hidden_layers)
+        first = self.num_hidden_layers if self.sliding_window is None else self.max_window_layers
+        spans = ((layers[:first], None), (layers[first:], self.sliding_window))
+        return tuple((span, window) for span, window in spans if span)
+
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter, by path; those under `layers/` exist once for each layer.
 
         Weights are (out, in), as in Hugging Face's checkpoints.
         """
-        hidden, inner = self.hidden_size, self.intermediate_size
+        hidden, inner = self.hidden_size, self.expert_width
         q_width = self.num_attention_heads * self.head_width
         kv_width = self.kv_heads * self.head_width
         shapes: dict[str, tuple[int, ...]] = {
@@ -212,17 +269,30 @@ class LlamaConfig:
             "layers/self_attn/v_proj/weight": (kv_width, hidden),
             "layers/self_attn/o_proj/weight": (hidden, q_width),
             "layers/post_attention_layernorm/weight": (hidden,),
-            "layers/mlp/gate_proj/weight": (inner, hidden),
-            "layers/mlp/up_proj/weight": (inner, hidden),
-            "layers/mlp/down_proj/weight": (hidden, inner),
-            "norm/weight": (hidden,),
         }
+        mlp = {
+            "gate_proj": (inner, hidden),
+            "up_proj": (inner, hidden),
+            "down_proj": (hidden, inner),
+        }
+        if self.num_experts:
+            shapes["layers/mlp/gate/weight"] = (self.num_experts, hidden)
+        for name, shape in mlp.items():
+            experts = f"layers/mlp/experts/{name}/weight", (self.num_experts, *shape)
+            path, whole = experts if self.num_experts else (f"layers/mlp/{name}/weight", shape)
+            shapes[path] = whole
+        shapes["norm/weight"] = (hidden,)
+        for letter in BIASED[self.attention_bias]:
+            path = f"layers/self_attn/{letter}_proj"
+            shapes[f"{path}/bias"] = shapes[f"{path}/weight"][:1]
+        if self.qk_norm:
+            shapes |= {f"layers/self_attn/{x}_norm/weight": (self.head_width,) for x in "qk"}
         if not self.tie_word_embeddings:
             shapes["lm_head/weight"] = (self.vocab_size, hidden)
         return shapes
 
     def parameter_count(self) -> int:
-        """Number of parameters in the whole model."""
+        """Number of parameters in the whole model, all experts included."""
         return sum(
             math.prod(shape) * (self.num_hidden_layers if path.startswith("layers/") else 1)
             for path, shape in self.parameter_shapes().items()
@@ -235,81 +305,32 @@ class LlamaConfig:
 
         - `"causal"`: 6 for every parameter that multiplies something (the embedding table is
           only looked up, unless it is tied to the output), plus `6 * layers * heads * head_dim *
-          seq_len` for attention, of which a causal model needs only half.
+          seq_len` for attention, of which a causal model needs only half; with a window, for as
+          many keys as a token sees in the mean.
         - `"palm"`: 6 for every parameter, plus `12 * layers * heads * head_dim * seq_len`:
           attention as if no position were masked (Chowdhery et al. 2022, appendix B).
 
-        Recomputed activations count in neither.
+        Recomputed activations count in neither, nor experts that a token does not take.
 
         Args:
             seq_len: tokens of a sequence.
             convention: `"causal"` or `"palm"`.
         """
-        attention = self.num_hidden_layers * self.num_attention_heads * self.head_width * seq_len
-        parameters = self.parameter_count()
+        width = self.num_attention_heads * self.head_width
+        idle = self.num_experts - self.num_experts_per_tok
+        expert = 3 * self.hidden_size * self.expert_width
+        parameters = self.parameter_count() - self.num_hidden_layers * idle * expert
         if convention == "palm":
-            return 6.0 * parameters + 12.0 * attention
+            return 6.0 * parameters + 12.0 * self.num_hidden_layers * width * seq_len
         looked_up = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
-        return 6.0 * (parameters - looked_up) + 6.0 * attention
+        keys = 0.0
+        for span, window in self.window_spans:
+            most = min(window or seq_len, seq_len)
+            keys += len(span) * most * (2 - most / seq_len)  # twice what is seen in the mean
+        return 6.0 * (parameters - looked_up) + 6.0 * width * keys
 
 
 # Named configurations
-
-_LLAMA2_7B = LlamaConfig(
-    vocab_size=32_000,
-    hidden_size=4096,
-    intermediate_size=11_008,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-_LLAMA3_8B = LlamaConfig(
-    vocab_size=128_256,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    rope_theta=500_000.0,
-    max_position_embeddings=8192,
-    bos_token_id=128_000,
-    eos_token_id=128_001,
-)
-_LLAMA3_70B = dataclasses.replace(
-    _LLAMA3_8B,
-    hidden_size=8192,
-    intermediate_size=28_672,
-    num_hidden_layers=80,
-    num_attention_heads=64,
-)
-
-
-def _long(config: LlamaConfig, factor: float) -> LlamaConfig:
-    """A Llama 3 of 8192 tokens -> one of 131072."""
-    scaling = RopeScaling(
-        rope_type="llama3",
-        factor=factor,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
-    )
-    return dataclasses.replace(config, rope_scaling=scaling, max_position_embeddings=131_072)
-
-
-def _small(hidden_size: int, num_hidden_layers: int, heads: int, head_dim: int) -> LlamaConfig:
-    """A Llama 3.2: tied embeddings, and a smaller model's sizes."""
-    config = dataclasses.replace(
-        _LLAMA3_8B,
-        hidden_size=hidden_size,
-        intermediate_size=8192,
-        num_hidden_layers=num_hidden_layers,
-        num_attention_heads=heads,
-        head_dim=head_dim,
-        tie_word_embeddings=True,
-    )
-    return _long(config, factor=32.0)
-
 
 CONFIGS: Mapping[str, LlamaConfig] = MappingProxyType(
     {
@@ -329,39 +350,10 @@ CONFIGS: Mapping[str, LlamaConfig] = MappingProxyType(
             num_attention_heads=4,
             initializer_range=0.08,
         ),
-        "llama2-7b": _LLAMA2_7B,
-        "llama2-13b": dataclasses.replace(
-            _LLAMA2_7B,
-            hidden_size=5120,
-            intermediate_size=13_824,
-            num_hidden_layers=40,
-            num_attention_heads=40,
-        ),
-        "llama2-70b": dataclasses.replace(
-            _LLAMA2_7B,
-            hidden_size=8192,
-            intermediate_size=28_672,
-            num_hidden_layers=80,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-        ),
-        "llama3-8b": _LLAMA3_8B,
-        "llama3-70b": _LLAMA3_70B,
-        "llama3.1-8b": _long(_LLAMA3_8B, factor=8.0),
-        "llama3.1-70b": _long(_LLAMA3_70B, factor=8.0),
-        "llama3.1-405b": dataclasses.replace(
-            _long(_LLAMA3_70B, factor=8.0),
-            hidden_size=16_384,
-            intermediate_size=53_248,
-            num_hidden_layers=126,
-            num_attention_heads=128,
-        ),
-        "llama3.2-1b": _small(2048, 16, heads=32, head_dim=64),
-        "llama3.2-3b": _small(3072, 28, heads=24, head_dim=128),
-        "llama3.3-70b": _long(_LLAMA3_70B, factor=8.0),
+        **{name: LlamaConfig(**fields) for name, fields in PUBLISHED.items()},
     }
 )
-"""The named configurations."""
+"""The named configurations: two small ones, and those that were published."""
 
 
 def named_config(name: str) -> LlamaConfig:

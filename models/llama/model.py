@@ -1,4 +1,7 @@
-"""Llama as pure single-device functions; nothing here knows of a mesh.
+"""Llama, and what its relatives do differently, as single-device functions that know no mesh.
+
+A family is fields of `LlamaConfig` (biases, norms of queries and keys, windows, experts), and
+parameters and steps exist where these say so.
 
 Shapes are in the names:
 
@@ -22,7 +25,8 @@ import numpy as np
 
 import spmd
 from models.llama.config import LlamaConfig
-from models.llama.remat import checkpoint_policy, named_mark
+from models.llama.experts import Loads, balance, mixture
+from models.llama.remat import Policy, checkpoint_policy, named_mark
 from models.llama.rope import rope_frequencies
 
 Params = dict[str, Any]
@@ -30,6 +34,9 @@ Params = dict[str, Any]
 
 Mark = Callable[[str, jax.Array], jax.Array]
 """Called with a name of `MARK_POINTS` and the value there; returns the value."""
+
+Ran = tuple[jax.Array, Loads | None]
+"""What layers return: the stream behind them, and the sum of their experts' loads."""
 
 MARK_POINTS: Mapping[str, str] = {
     "inputs_embeds": "BSH",
@@ -69,7 +76,7 @@ def init(key: jax.Array, config: LlamaConfig) -> Params:
 
     They are normal with standard deviation `initializer_range`. Projections into the residual
     stream are divided by `sqrt(2 * layers)`, so that its variance does not grow with depth. Norms
-    are 1.
+    are 1, biases 0.
 
     Args:
         key: a `jax.random.key`.
@@ -156,6 +163,8 @@ def _init_leaves(
 def _init_leaf(key: jax.Array, path: str, shape: tuple[int, ...], config: LlamaConfig) -> jax.Array:
     if path.endswith("norm/weight"):
         return jnp.ones(shape, config.param_dtype)
+    if path.endswith("/bias"):
+        return jnp.zeros(shape, config.param_dtype)
     into_residual = path.endswith(("o_proj/weight", "down_proj/weight"))
     scale = (2 * config.num_hidden_layers) ** -0.5 if into_residual else 1.0
     return (scale * config.initializer_range * jax.random.normal(key, shape)).astype(
@@ -206,14 +215,26 @@ def forward(
     Returns:
         Logits (B, S, V) in the compute dtype.
     """
+    return _forward(params, tokens_BS, config, mark, segment_ids_BS, positions_BS)[0]
+
+
+def _forward(
+    params: Params,
+    tokens_BS: jax.Array,
+    config: LlamaConfig,
+    mark: Mark,
+    segment_ids_BS: jax.Array | None,
+    positions_BS: jax.Array | None,
+) -> tuple[jax.Array, Loads | None]:
+    """(logits, the mean loads of experts, if there are any)."""
     table_VH = params["embed_tokens"]["weight"].astype(config.dtype)
     x_BSH = mark("inputs_embeds", jnp.take(table_VH, tokens_BS, axis=0, mode="clip"))
     positions = jnp.arange(tokens_BS.shape[1]) if positions_BS is None else positions_BS
     rope = rope_angles(positions, config)
-    x_BSH = _run_layers(params["layers"], x_BSH, rope, segment_ids_BS, config, mark)
+    x_BSH, loads = _run_layers(params["layers"], x_BSH, rope, segment_ids_BS, config, mark)
     x_BSH = rms_norm(x_BSH, params["norm"]["weight"], config.rms_norm_eps)
     head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    return mark("logits", linear(x_BSH, head["weight"]))
+    return mark("logits", linear(x_BSH, head["weight"])), loads
 
 
 def loss(
@@ -230,6 +251,8 @@ def loss(
 ) -> jax.Array:
     """Mean cross-entropy of the next token at each position, in nats and float32.
 
+    With experts, `router_aux_loss_coef` times their load-balancing loss is added.
+
     Args:
         params: as from `init`.
         inputs_BS: token ids.
@@ -241,15 +264,11 @@ def loss(
         positions_BS: as for `forward`.
         weights_BS: the weight of each target in the mean; None weighs all the same.
     """
-    logits_BSV = forward(
-        params,
-        inputs_BS,
-        config,
-        mark,
-        segment_ids_BS=segment_ids_BS,
-        positions_BS=positions_BS,
-    )
-    return cross_entropy(logits_BSV, targets_BS, weights_BS, z_loss=z_loss)
+    logits_BSV, loads = _forward(params, inputs_BS, config, mark, segment_ids_BS, positions_BS)
+    loss = cross_entropy(logits_BSV, targets_BS, weights_BS, z_loss=z_loss)
+    if loads is not None and config.router_aux_loss_coef:
+        loss += config.router_aux_loss_coef * balance(loads)
+    return loss
 
 
 def cross_entropy(
@@ -293,37 +312,57 @@ def _run_layers(
     segment_ids_BS: jax.Array | None,
     config: LlamaConfig,
     mark: Mark,
-) -> jax.Array:
+) -> tuple[jax.Array, Loads | None]:
     policy = checkpoint_policy(config.remat, MARK_POINTS)
     mark = mark if policy is None else named_mark(mark)
+    loads = []
+    for span, window in config.window_spans:
 
-    def run(layer: Params, x_BSH: jax.Array) -> jax.Array:
-        return decoder_layer(layer, x_BSH, rope, segment_ids_BS, config, mark)
+        def run(layer: Params, x_BSH: jax.Array, window: int | None = window) -> Ran:
+            return decoder_layer(layer, x_BSH, rope, segment_ids_BS, window, config, mark)
 
-    def run_some(some: Sequence[Params], x_BSH: jax.Array) -> jax.Array:
+        x_BSH, found = _run_span(run, policy, layers, span, x_BSH, config)
+        loads.append(found)
+    mean = jax.tree.map(lambda *sums: sum(sums) / config.num_hidden_layers, *loads)
+    return x_BSH, mean
+
+
+def _run_span(
+    run: Callable[[Params, jax.Array], Ran],
+    policy: Policy | None,
+    layers: Params,
+    span: range,
+    x_BSH: jax.Array,
+    config: LlamaConfig,
+) -> Ran:
+    """Runs layers that differ in nothing but their parameters."""
+
+    def run_some(some: Sequence[Params], x_BSH: jax.Array) -> Ran:
+        loads = []
         for index, layer in enumerate(some, start=1):
             recomputed = policy is not None and index % config.remat_every == 0
-            x_BSH = (lean if recomputed else run)(layer, x_BSH)
-        return x_BSH
+            x_BSH, found = (lean if recomputed else run)(layer, x_BSH)
+            loads.append(found)
+        return x_BSH, jax.tree.map(lambda *each: sum(each), *loads)
 
     # XLA must not merge the recomputation with the first computation (CSE), or everything stays in
     # memory after all. In a scan it cannot: forward and backward are different loops.
     lean = jax.checkpoint(run, policy=policy, prevent_cse=not config.scan_layers)
-    count = config.num_hidden_layers
     if not config.scan_layers:
-        return run_some([layers[str(index)] for index in range(count)], x_BSH)
-    group = config.remat_every if policy is not None else 1
+        return run_some([layers[str(index)] for index in span], x_BSH)
+    count, group = len(span), config.remat_every if policy is not None else 1
+    if count < config.num_hidden_layers:
+        layers = jax.tree.map(lambda x: x[span.start : span.stop], layers)
 
-    def body(x_BSH: jax.Array, some: Params) -> tuple[jax.Array, None]:
+    def body(x_BSH: jax.Array, some: Params) -> Ran:
         if group == 1:
-            return run_some([some], x_BSH), None
-        return run_some(
-            [jax.tree.map(lambda x, i=i: x[i], some) for i in range(group)], x_BSH
-        ), None
+            return run_some([some], x_BSH)
+        return run_some([jax.tree.map(lambda x, i=i: x[i], some) for i in range(group)], x_BSH)
 
     if group > 1:  # (L, ...) -> (L / group, group, ...)
         layers = jax.tree.map(lambda x: x.reshape(count // group, group, *x.shape[1:]), layers)
-    return jax.lax.scan(body, x_BSH, layers)[0]
+    x_BSH, loads = jax.lax.scan(body, x_BSH, layers)
+    return x_BSH, jax.tree.map(functools.partial(jnp.sum, axis=0), loads)
 
 
 def decoder_layer(
@@ -331,16 +370,20 @@ def decoder_layer(
     x_BSH: jax.Array,
     rope: jax.Array,
     segment_ids_BS: jax.Array | None,
+    window: int | None,
     config: LlamaConfig,
     mark: Mark,
-) -> jax.Array:
+) -> Ran:
     """One layer: attention, then the MLP. The input of each is normalized, its output is added."""
     eps = config.rms_norm_eps
     normed_BSH = rms_norm(x_BSH, layer["input_layernorm"]["weight"], eps)
     weights = layer["self_attn"]
-    x_BSH = x_BSH + attention(weights, normed_BSH, rope, segment_ids_BS, config, mark)
+    x_BSH = x_BSH + attention(weights, normed_BSH, rope, segment_ids_BS, window, config, mark)
     normed_BSH = rms_norm(x_BSH, layer["post_attention_layernorm"]["weight"], eps)
-    return x_BSH + mlp(layer["mlp"], normed_BSH, config, mark)
+    if not config.num_experts:
+        return x_BSH + mlp(layer["mlp"], normed_BSH, config, mark), None
+    added_BSH, loads = mixture(layer["mlp"], normed_BSH, config)
+    return x_BSH + mark("mlp_output", added_BSH), loads
 
 
 def attention(
@@ -348,27 +391,44 @@ def attention(
     x_BSH: jax.Array,
     rope: jax.Array,
     segment_ids_BS: jax.Array | None,
+    window: int | None,
     config: LlamaConfig,
     mark: Mark,
 ) -> jax.Array:
     """Causal self-attention; grouped-query if there are fewer key heads than query heads."""
     projected = project(x_BSH, weights, TOGETHER[0], config)
     q, k, v = map(mark, "qkv", projected)
-    q_BSND = apply_rope(split_heads(q, config.num_attention_heads), rope)
-    k_BTKD = apply_rope(split_heads(k, config.kv_heads), rope)
+    q_BSND, k_BTKD = normed_heads(
+        weights, split_heads(q, config.num_attention_heads), split_heads(k, config.kv_heads), config
+    )
+    q_BSND, k_BTKD = apply_rope(q_BSND, rope), apply_rope(k_BTKD, rope)
     v_BTKD = split_heads(v, config.kv_heads)
     if config.attention == "einsum":
-        heads_BSND = einsum_attention(q_BSND, k_BTKD, v_BTKD, mark, segment_ids_BS)
+        heads_BSND = einsum_attention(q_BSND, k_BTKD, v_BTKD, mark, segment_ids_BS, window)
     else:
         heads_BSND = spmd.ops.attention(
             q_BSND,
             k_BTKD,
             v_BTKD,
+            window=window,
             segment_ids=segment_ids_BS,
             implementation=cast(Any, config.attention),
         )
     (output_BSH,) = project(merge_heads(heads_BSND), weights, TOGETHER[1], config)
     return mark("attention_output", output_BSH)
+
+
+def normed_heads(
+    weights: Params, q: jax.Array, k: jax.Array, config: LlamaConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys (..., D), each head normalized on its own if the model does so."""
+    if not config.qk_norm:
+        return q, k
+    eps = config.rms_norm_eps
+    return (
+        rms_norm(q, weights["q_norm"]["weight"], eps),
+        rms_norm(k, weights["k_norm"]["weight"], eps),
+    )
 
 
 def einsum_attention(
@@ -377,26 +437,34 @@ def einsum_attention(
     v_BTKD: jax.Array,
     mark: Mark,
     segment_ids_BS: jax.Array | None = None,
+    window: int | None = None,
 ) -> jax.Array:
     """Causal attention by two einsums. The weights between them are in memory and can be marked."""
     groups = q_BSND.shape[2] // k_BTKD.shape[2]
     k_BTND, v_BTND = repeat_heads(k_BTKD, groups), repeat_heads(v_BTKD, groups)
-    weights_BNST = attention_weights(q_BSND, k_BTND, segment_ids_BS)
+    weights_BNST = attention_weights(q_BSND, k_BTND, segment_ids_BS, window)
     weights_BNST = mark("attention_weights", weights_BNST)
     return jnp.einsum("bnst,btnd->bsnd", weights_BNST, v_BTND)
 
 
 def attention_weights(
-    q_BSND: jax.Array, k_BTND: jax.Array, segment_ids_BS: jax.Array | None = None
+    q_BSND: jax.Array,
+    k_BTND: jax.Array,
+    segment_ids_BS: jax.Array | None = None,
+    window: int | None = None,
 ) -> jax.Array:
     """Causal `softmax(q k / sqrt(D))`, computed in float32.
 
     Returns:
-        Weights (B, N, S, T) in the dtype of `q`. With segments, a token sees only its own segment.
+        Weights (B, N, S, T) in the dtype of `q`. With segments, a token sees only its own segment;
+        with a window, itself and the tokens just before it, so many in all.
     """
     scores_BNST = jnp.einsum("bsnd,btnd->bnst", q_BSND, k_BTND, preferred_element_type=jnp.float32)
     scores_BNST *= q_BSND.shape[-1] ** -0.5
-    visible_ST = jnp.arange(q_BSND.shape[1])[:, None] >= jnp.arange(k_BTND.shape[1])[None, :]
+    queries_S1, keys_1T = jnp.arange(q_BSND.shape[1])[:, None], jnp.arange(k_BTND.shape[1])[None, :]
+    visible_ST = queries_S1 >= keys_1T
+    if window is not None:
+        visible_ST &= queries_S1 - window < keys_1T
     scores_BNST = jnp.where(visible_ST, scores_BNST, np.finfo(np.float32).min)
     if segment_ids_BS is not None:
         same_BST = segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :]
@@ -419,15 +487,22 @@ def project(
 ) -> tuple[jax.Array, ...]:
     """`linear` of one input by each of a block's weights that are named; in fp8 if `config` says.
 
-    Without a state, as in parameters that were loaded, maxima are those of the operands at hand.
+    Biases are added where there are any. Without a state, as in parameters that were loaded, maxima
+    are those of the operands at hand.
     """
     chosen = tuple(weights[name]["weight"] for name in names)
-    if config.matmul != "fp8":
-        return tuple(linear(x_BSI, weight_OI) for weight_OI in chosen)
-    state = weights.get(FP8, {}).get(" ".join(names))
-    inner = ((x_BSI.ndim - 1,), (1,)), ((), ())
-    found: tuple[jax.Array, ...] = spmd.ops.fp8_dot(x_BSI, chosen, state, dimension_numbers=inner)
-    return found
+    if config.matmul == "fp8":
+        state = weights.get(FP8, {}).get(" ".join(names))
+        inner = ((x_BSI.ndim - 1,), (1,)), ((), ())
+        found = spmd.ops.fp8_dot(x_BSI, chosen, state, dimension_numbers=inner)
+    else:
+        found = tuple(linear(x_BSI, weight_OI) for weight_OI in chosen)
+    return tuple(add_bias(x, weights[name]) for x, name in zip(found, names, strict=True))
+
+
+def add_bias(x: jax.Array, projection: Params) -> jax.Array:
+    """The bias of a projection added to its output (..., O), if it has one."""
+    return x + projection["bias"].astype(x.dtype) if "bias" in projection else x
 
 
 def linear(x_BSI: jax.Array, weight_OI: jax.Array) -> jax.Array:

@@ -2,9 +2,10 @@
 
 Shapes are in the names: O, I out and in, Q groups of I, W half a group's width.
 
-Projections and the output head are quantized; the embedding and norms are not. Each row of outputs
-has a scale, or with 4 bits each group of 128 neighbours in a row. A scale is the largest magnitude
-divided by the dtype's largest number, so nothing is clipped; values are rounded to the nearest.
+Projections and the output head are quantized; the embedding, norms and biases are not. Each row of
+outputs has a scale, or with 4 bits each group of 128 neighbours in a row. A scale is the largest
+magnitude divided by the dtype's largest number, so nothing is clipped; values are rounded to the
+nearest.
 
     int8, row [0.5, -2.0, 1.27]    scale 2.0 / 127, values [32, -127, 81]
 """
@@ -89,13 +90,18 @@ def quantize(weights: Any, kind: str, of: Callable[[Any, str], Any] = quantize_w
             `of` takes.
         kind: one of `QUANTIZATIONS`.
         of: quantizes one matrix, or returns something that does so when it is read.
+
+    Raises:
+        ConfigError: the model has experts.
     """
     if kind == "none":
         return weights
 
     def visit(tree: Any, name: str) -> Any:
+        if name == "experts":
+            raise ConfigError(f"{kind}: weights of experts cannot be quantized; use none")
         if name in QUANTIZED and "weight" in tree:
-            return of(tree["weight"], kind)
+            return {k: x for k, x in tree.items() if k != "weight"} | of(tree["weight"], kind)
         if not isinstance(tree, Mapping):
             return tree
         return {key: visit(value, key) for key, value in tree.items()}

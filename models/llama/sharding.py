@@ -1,14 +1,14 @@
-"""How a Llama's tensors are split over a mesh with the axes `replica`, `data` and `model`.
+"""How a model's tensors are split over a mesh of the axes `replica`, `data`, `expert` and `model`.
 
 A table has the specs of parameters, batch and activations, and only these are marked. Everything
 else, such as gradients and optimizer state, is inferred by the compiler. `TABLES` has a table for
 each usual way to train. An axis that a mesh lacks counts as one of size 1, so every table works on
 every mesh.
 
-The batch is split over `replica` and `data`, and nothing else over `replica`. On a mesh of several
-slices (`spmd.HybridMesh`) `replica` is the axis that crosses slices, so that their slow links carry
-gradients only. `data` may cross slices too (`dcn={"data": 2}`); then parameters are gathered over
-the slow links as well.
+The batch is split over `replica`, `data` and `expert`. Nothing else is over `replica`, and over
+`expert` nothing but the experts of a mixture. On a mesh of several slices (`spmd.HybridMesh`)
+`replica` is the axis that crosses slices, so that their slow links carry gradients only. `data` may
+cross slices too (`dcn={"data": 2}`); then parameters are gathered over the slow links as well.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from models.llama.config import ConfigError, LlamaConfig
 from models.llama.model import Mark
 from models.placement import Entry, Fitted, Spec, fitted, present
 
-MESH_AXES = ("replica", "data", "model")
+MESH_AXES = ("replica", "data", "expert", "model")
 
-BATCH = ("replica", "data")
+BATCH = ("replica", "data", "expert")
 """The axes over which sequences are split."""
 
 PARAMETER_SPECS: Mapping[str, Spec] = {
@@ -36,14 +36,26 @@ PARAMETER_SPECS: Mapping[str, Spec] = {
     "layers/self_attn/k_proj/weight": ("data", "model"),
     "layers/self_attn/v_proj/weight": ("data", "model"),
     "layers/self_attn/o_proj/weight": ("model", "data"),
+    "layers/self_attn/q_proj/bias": ("model",),
+    "layers/self_attn/k_proj/bias": ("model",),
+    "layers/self_attn/v_proj/bias": ("model",),
+    "layers/self_attn/o_proj/bias": (None,),
+    "layers/self_attn/q_norm/weight": (None,),
+    "layers/self_attn/k_norm/weight": (None,),
     "layers/post_attention_layernorm/weight": (None,),
     "layers/mlp/gate_proj/weight": ("model", "data"),
     "layers/mlp/up_proj/weight": ("model", "data"),
     "layers/mlp/down_proj/weight": ("data", "model"),
+    "layers/mlp/gate/weight": (None, None),
+    "layers/mlp/experts/gate_proj/weight": ("expert", "model", "data"),
+    "layers/mlp/experts/up_proj/weight": ("expert", "model", "data"),
+    "layers/mlp/experts/down_proj/weight": ("expert", "data", "model"),
     "norm/weight": (None,),
     "lm_head/weight": ("model", "data"),
 }
-"""Parameter -> spec of its dims (out, in). The leading dim of stacked layers is not split."""
+"""Parameter -> spec of its dims (out, in), experts before them. Stacked layers are not split.
+
+A model has some of them: biases, norms of heads and experts where its config says so."""
 
 ACTIVATION_SPECS: Mapping[str, Spec] = {
     "inputs_embeds": (BATCH, None, "model"),
@@ -107,6 +119,15 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "2d": TWO_D,
         # The same with the stream's sequence over `model`: no device norms what another norms too.
         "2d-sequence": TWO_D.with_residuals((BATCH, "model", None)),
+        # The same with experts over `data`, which then has no part of any of them.
+        "2d-experts": TWO_D._replace(
+            parameters={
+                **PARAMETER_SPECS,
+                "layers/mlp/experts/gate_proj/weight": ("data", "model", None),
+                "layers/mlp/experts/up_proj/weight": ("data", "model", None),
+                "layers/mlp/experts/down_proj/weight": ("data", None, "model"),
+            }
+        ),
         # Parameters and sequences over both axes; a layer is gathered when it is computed.
         "fsdp": Table(
             TWO_D.over({"data": ("data", "model"), "model": None}).parameters,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -54,7 +55,7 @@ class Trainer:
         self._params = sharding.mark_params(structs, mesh, self.model, self._table)
         self._batch = sharding.mark_batch(batch, mesh, self._table)
         step = make_train_step(
-            self._loss(run.z_loss),
+            self._loss(training=True),
             self.optimizer,
             microbatches=run.microbatches,
             on_nonfinite=run.on_nonfinite,
@@ -65,9 +66,12 @@ class Trainer:
         jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1))
         self.step = jitted.compile(self._params, self._opt_state, self._batch)
 
-    def _loss(self, z_loss: float = 0.0) -> LossFn:
+    def _loss(self, *, training: bool) -> LossFn:
+        """The loss; in training with what else is to become small."""
         marks = sharding.activation_marks(self.mesh, self.model, self._table)
-        return batch_loss(self.model, marks, z_loss)
+        if training:
+            return batch_loss(self.model, marks, self.run.z_loss)
+        return batch_loss(dataclasses.replace(self.model, router_aux_loss_coef=0.0), marks)
 
     def fresh_state(self, params: Any = None, step: int = 0) -> TrainState:
         """Makes parameters and optimizer state shard by shard; none is ever whole on a device.
@@ -120,7 +124,7 @@ class Trainer:
 
         @functools.cache
         def compiled() -> Any:
-            loss = self._loss()
+            loss = self._loss(training=False)
 
             def weighted(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
                 return loss(params, batch), batch_weight(batch)

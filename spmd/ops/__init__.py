@@ -1,6 +1,7 @@
 """Ops that stay whole in the compiler: each with a rule and a kernel for each platform."""
 
 from spmd.ops.attention import attention
+from spmd.ops.experts import experts
 from spmd.ops.fp8 import Fp8State, fp8_dot, fp8_state
 from spmd.ops.linear import linear, linears
 from spmd.ops.paged import paged_attention, paged_update
@@ -8,6 +9,7 @@ from spmd.ops.paged import paged_attention, paged_update
 __all__ = [
     "Fp8State",
     "attention",
+    "experts",
     "fp8_dot",
     "fp8_state",
     "linear",

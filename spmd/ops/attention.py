@@ -64,6 +64,7 @@ def attention(
     v_BTKD: Any,
     *,
     causal: bool = True,
+    window: int | None = None,
     positions: Any = None,
     segment_ids: Any = None,
     scale: float | None = None,
@@ -77,6 +78,8 @@ def attention(
       k_BTKD: keys; each of the K heads serves N / K query heads in a row.
       v_BTKD: values, with the heads of the keys.
       causal: whether query `i` sees the keys up to `i` alone.
+      window: of the keys that a causal query sees, how many at most: its own and those just before
+        it. The sliding window of Mistral 7B (Jiang et al. 2023); None is all of them.
       positions: integers (S,): up to which key each query sees instead, for queries that are a part
         of a sequence.
       segment_ids: integers (B, S), or a pair (B, S), (B, T): a query sees the keys of its own
@@ -100,20 +103,26 @@ def attention(
     segments = segment_ids
     if segments is not None and not isinstance(segments, tuple | list):
         segments = (segments, segments)
-    _check(q_BSND, k_BTKD, v_BTKD, segments, positions, causal, implementation)
+    _check(q_BSND, k_BTKD, v_BTKD, segments, positions, causal, window, implementation)
     if scale is None:
         scale = q_BSND.shape[-1] ** -0.5
     dtype = jnp.dtype(logits_dtype).name
     queries_BS, keys_BT = segments or (None, None)
     if implementation == "cudnn":
-        visible_BST = Mask(positions, queries_BS, keys_BT).visible(k_BTKD.shape[1])
+        if window is not None and segments is not None and positions is None:
+            positions = jnp.arange(q_BSND.shape[1])  # beside a mask the kernel takes no window
+        visible_BST = Mask(positions, queries_BS, keys_BT).visible(k_BTKD.shape[1], window)
         return jax.nn.dot_product_attention(
             q_BSND, k_BTKD, v_BTKD, scale=scale, implementation="cudnn",
             mask=None if visible_BST is None else visible_BST[:, None],
             is_causal=causal and positions is None,
+            local_window_size=(
+                None if window is None or positions is not None else (window - 1, 0)
+            ),
         )  # fmt: skip
     length = q_BSND.shape[1] if positions is None else ANYWHERE
-    spec = _Spec(causal, segments is not None, float(scale), length, dtype, implementation != "xla")
+    is_whole = implementation != "xla"
+    spec = _Spec(causal, segments is not None, float(scale), length, dtype, window, is_whole)
     # Positions are an operand so that a device with a part of the queries has just theirs.
     if causal and positions is None:
         positions = jnp.arange(length)
@@ -125,7 +134,7 @@ class _Spec(NamedTuple):
     """The static parameters of one attention.
 
     Attributes:
-      causal, segments, scale, length, logits_dtype: as for `attention_reference.forward`.
+      causal, segments, scale, length, logits_dtype, window: as for `attention_reference.forward`.
       is_whole: whether to make composites of it.
     """
 
@@ -134,6 +143,7 @@ class _Spec(NamedTuple):
     scale: float
     length: int
     logits_dtype: str
+    window: int | None
     is_whole: bool
 
 
@@ -170,6 +180,8 @@ def _run(
     """One of the two functions, as a composite or as it is."""
     attributes = spec._asdict()
     is_whole = attributes.pop("is_whole")
+    if spec.window is None:  # an attribute of a composite has a value
+        del attributes["window"]
     masks = [mask.astype(jnp.int32) for mask in given if mask is not None]
     if not is_whole:
         return reference(*tensors, *masks, **attributes)
@@ -209,7 +221,14 @@ def _composite(
 
 
 def _check(
-    q: Any, k: Any, v: Any, segments: Any, positions: Any, causal: bool, implementation: str
+    q: Any,
+    k: Any,
+    v: Any,
+    segments: Any,
+    positions: Any,
+    causal: bool,
+    window: int | None,
+    implementation: str,
 ) -> None:
     """Raises ArgumentError where something does not fit."""
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
@@ -232,6 +251,9 @@ def _check(
     elif positions is not None and not (causal and positions.shape == q.shape[1:2]):
         problem = f"positions {positions.shape} for q {q.shape}, causal={causal}"
         required = "positions (S,) of a causal attention"
+    elif window is not None and not (causal and window > 0):
+        problem = f"window={window}, causal={causal}"
+        required = "a window of at least one key, of a causal attention"
     if problem:
         raise ArgumentError(
             "attention cannot be computed", actual=problem, required=required, fix="correct them"

@@ -1,8 +1,9 @@
 """Attention by cuDNN's fused kernel: the primitives that `jax.nn.dot_product_attention` binds.
 
 It takes 16-bit floats with heads of at most 128, a multiple of 8. A causal mask over whole
-sequences is the kernel's own. Segments, and the mask of a part of the queries, are a bias that is
-added to the scores: (1, 1, S, T) or (B, 1, S, T) in 16 bits, the same for all heads. For anything
+sequences is the kernel's own, with a window or without. Segments, and the mask of a part of the
+queries, are a bias that is added to the scores: (1, 1, S, T) or (B, 1, S, T) in 16 bits, the same
+for all heads. Beside a bias the kernel takes no window: then that is in the bias, too. For anything
 else there is `attention_reference`.
 """
 
@@ -53,6 +54,7 @@ def _call(primitive: str, tensors: Any, kept: Any, masks: Any, spec: Any, **more
         return NotImplemented
     bias, mask_type = _bias(q_BSND, k_BTKD, masks, spec)
     has_bias = bias is not None
+    window = spec.get("window", k_BTKD.shape[1])
     unused = jnp.zeros(0, q_BSND.dtype)
     results = getattr(fused, primitive).bind(
         *tensors,
@@ -65,7 +67,7 @@ def _call(primitive: str, tensors: Any, kept: Any, masks: Any, spec: Any, **more
         variadic_args=(has_bias, has_bias),  # jax always asks for a bias's gradient
         mask_type=mask_type,
         layout=fused.AttentionLayout.BTNH.value,
-        sliding_window_length=None,
+        sliding_window_length=None if has_bias or window >= k_BTKD.shape[1] else window,
         **more,
     )
     return tuple(results[:3])  # without the gradient of the bias
@@ -97,9 +99,9 @@ def _bias(q_BSND: Any, k_BTKD: Any, masks: Any, spec: Any) -> tuple[Any, Any]:
     mask = Mask.of(masks, causal=spec["causal"], segments=spec["segments"])
     if spec["causal"] and not _is_own(q_BSND, k_BTKD, spec):
         causal = fused.MaskType.NO_MASK
-    elif spec["causal"]:
+    elif spec["causal"] and not (spec["segments"] and "window" in spec):
         mask = mask._replace(positions_S=None)
-    visible_BST = mask.visible(k_BTKD.shape[1])
+    visible_BST = mask.visible(k_BTKD.shape[1], spec.get("window"))
     if visible_BST is None:
         return None, causal
     hidden = np.asarray(_HIDDEN[q_BSND.dtype.name], q_BSND.dtype)

@@ -42,11 +42,17 @@ class Mask(NamedTuple):
         positions = rest.pop(0) if causal else None
         return Mask(positions, *rest) if segments else Mask(positions)
 
-    def visible(self, keys: int) -> Any:
-        """Booleans that broadcast to (B, S, T); None if every query sees every key."""
+    def visible(self, keys: int, window: int | None = None) -> Any:
+        """Booleans that broadcast to (B, S, T); None if every query sees every key.
+
+        With a window, of the keys up to its own a query sees the last so many.
+        """
         parts = []
         if self.positions_S is not None:
-            parts.append(self.positions_S[None, :, None] >= jnp.arange(keys)[None, None, :])
+            queries_1S1, keys_11T = self.positions_S[None, :, None], jnp.arange(keys)[None, None, :]
+            parts.append(queries_1S1 >= keys_11T)
+            if window is not None:
+                parts.append(queries_1S1 - window < keys_11T)
         if self.queries_BS is not None:
             parts.append(self.queries_BS[:, :, None] == self.keys_BT[:, None, :])
         return functools.reduce(jnp.logical_and, parts) if parts else None
@@ -62,6 +68,7 @@ def forward(
     scale: float,
     length: int,
     logits_dtype: str,
+    window: int | None = None,
 ) -> tuple[Any, Any]:
     """The output (B, S, N, D) and the logsumexp of the scores (B, N, S).
 
@@ -72,12 +79,13 @@ def forward(
       scale: of the scores.
       length: queries of the whole sequence, of which there may be a part here; 0 for any part.
       logits_dtype: what scores are computed in.
+      window: of the keys that a causal query sees, how many at most; None is all.
     """
     del length
     mask = Mask.of(masks, causal=causal, segments=segments)
 
     def block(q_BQND: Any, part: Mask) -> tuple[Any, Any]:
-        return _forward(q_BQND, k_BTKD, v_BTKD, part, scale, logits_dtype)
+        return _forward(q_BQND, k_BTKD, v_BTKD, part, window, scale, logits_dtype)
 
     def step(_: None, blocks: tuple[Any, Mask]) -> tuple[None, tuple[Any, Any]]:
         return None, block(*blocks)
@@ -105,6 +113,7 @@ def gradient(
     scale: float,
     length: int,
     logits_dtype: str,
+    window: int | None = None,
 ) -> tuple[Any, Any, Any]:
     """Gradients of queries, keys and values, from the forward pass's results and `dout`.
 
@@ -116,7 +125,7 @@ def gradient(
 
     def block(blocks: Sequence[Any], part: Mask) -> tuple[Any, Any, Any]:
         q, out, lse, dout = blocks
-        return _gradient(q, out, lse, dout, k_BTKD, v_BTKD, part, scale, logits_dtype)
+        return _gradient(q, out, lse, dout, k_BTKD, v_BTKD, part, window, scale, logits_dtype)
 
     def step(sums: tuple[Any, Any], blocks: tuple[Any, Mask]) -> tuple[Any, Any]:
         dq, dk, dv = block(*blocks)
@@ -137,10 +146,16 @@ def gradient(
 
 
 def _forward(
-    q_BQND: Any, k_BTKD: Any, v_BTKD: Any, mask: Mask, scale: float, logits_dtype: str
+    q_BQND: Any,
+    k_BTKD: Any,
+    v_BTKD: Any,
+    mask: Mask,
+    window: int | None,
+    scale: float,
+    logits_dtype: str,
 ) -> tuple[Any, Any]:
     """Output and logsumexp (B, Q, N) of some queries; zeros where one sees no key."""
-    scores_BKGQT, visible = _scores(q_BQND, k_BTKD, mask, scale, logits_dtype)
+    scores_BKGQT, visible = _scores(q_BQND, k_BTKD, mask, window, scale, logits_dtype)
     most = jnp.max(scores_BKGQT, -1, keepdims=True)
     weights_BKGQT = jnp.exp(scores_BKGQT - most)
     if visible is not None:
@@ -164,6 +179,7 @@ def _gradient(
     k_BTKD: Any,
     v_BTKD: Any,
     mask: Mask,
+    window: int | None,
     scale: float,
     logits_dtype: str,
 ) -> tuple[Any, Any, Any]:
@@ -173,7 +189,7 @@ def _gradient(
     # so `own` needs no sum over keys. P itself is exp(S - lse), by the forward pass's logsumexp.
     dot = functools.partial(jnp.einsum, preferred_element_type=logits_dtype)
     heads = k_BTKD.shape[2]
-    scores_BKGQT, visible = _scores(q_BQND, k_BTKD, mask, scale, logits_dtype)
+    scores_BKGQT, visible = _scores(q_BQND, k_BTKD, mask, window, scale, logits_dtype)
     lse_BKGQ = jnp.moveaxis(_grouped(lse_BQN, heads), 1, 3).astype(logits_dtype)
     weights_BKGQT = jnp.exp(scores_BKGQT - lse_BKGQ[..., None])
     if visible is not None:
@@ -191,13 +207,13 @@ def _gradient(
 
 
 def _scores(
-    q_BQND: Any, k_BTKD: Any, mask: Mask, scale: float, logits_dtype: str
+    q_BQND: Any, k_BTKD: Any, mask: Mask, window: int | None, scale: float, logits_dtype: str
 ) -> tuple[Any, Any]:
     """Scores (B, K, G, Q, T), the least number where a key is not seen; and which are seen."""
     q_BQKGD = _grouped(q_BQND, k_BTKD.shape[2])
     scores = jnp.einsum("bqkgd,btkd->bkgqt", q_BQKGD, k_BTKD, preferred_element_type=logits_dtype)
     scores *= scale
-    visible_BQT = mask.visible(k_BTKD.shape[1])
+    visible_BQT = mask.visible(k_BTKD.shape[1], window)
     if visible_BQT is None:
         return scores, None
     visible = visible_BQT[:, None, None]

@@ -73,10 +73,13 @@ def gradient_flops(kind: OpKind) -> float:
 
 
 def _points(kind: OpKind) -> float:
-    """Points of one product's iteration space, without those that a causal mask hides.
+    """Points of one product's iteration space, without those that a causal mask or a window hides.
 
     For a part of the queries those of the last part count, which sees most: all wait for it.
     """
     (batch, queries, heads, width), (_, keys, _, _) = (t.shape for t in kind.operands[:2])
-    seen = 1 - min(queries, keys) / (2 * keys) if arguments_of(kind)["causal"] and keys else 1.0
+    said = arguments_of(kind)
+    seen = 1 - min(queries, keys) / (2 * keys) if said["causal"] and keys else 1.0
+    if keys:
+        seen = min(seen, said.get("window", keys) / keys)
     return batch * heads * queries * keys * width * seen

@@ -90,7 +90,9 @@ def _kernel(q_BSND: Any, k_BTKD: Any, spec: Any, *, save_residuals: bool) -> Any
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     shape = (q_BSND.shape[1], k_BTKD.shape[1])
-    mask = masks.CausalMask(shape) if spec["causal"] else masks.FullMask(shape)
+    mask: Any = masks.CausalMask(shape) if spec["causal"] else masks.FullMask(shape)
+    if "window" in spec:
+        mask = masks.LocalMask(shape, (spec["window"] - 1, 0), offset=0)
     rows, columns = (next(b for b in BLOCKS if size % b == 0) for size in shape)
     splash = _splash()
     return splash.make_splash_mha(

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd.errors import ArgumentError
+from spmd.ir.dialect.composites import arguments_of
 from spmd.ir.dialect.rule import REPLICATE, Rule, parse_rule
 from spmd.ir.program import OpKind
 from spmd.lowering.register import register_composite
@@ -47,6 +48,7 @@ def paged_attention(
     first_AB1: Any,
     *,
     scales: Any = None,
+    window: int | None = None,
 ) -> jax.Array:
     """`softmax(q k / sqrt(D)) v` of each row over positions 0 to its own, in its slot's pages.
 
@@ -58,6 +60,7 @@ def paged_attention(
       positions_AR: the last position that each row sees; with -1 it sees none, and its result is 0.
       first_AB1: where each slot's rows begin, and at the end where padding does. Padded rows are 0.
       scales: of an int8 pool, (A, N, P, K, 2).
+      window: how many positions a row sees at most: its own and those just before it. None is all.
 
     Returns:
       (A, R, K, G, D) in the dtype of the queries; scores and softmax are in float32. What lies in
@@ -80,16 +83,20 @@ def paged_attention(
         fits = fits and first_AB1.shape == (a, table_ABM.shape[1] + 1) and _are_integers(first_AB1)
         fits = fits and (pool_ANPK2D.dtype == jnp.int8) == (scales is not None)
         fits = fits and (scales is None or scales.shape == pool_ANPK2D.shape[:-1])
+        fits = fits and (window is None or window > 0)
     if not fits:
         described = {"q": q_ARKGD, "pool": pool_ANPK2D, "first": first_AB1, "scales": scales}
         raise _refusal(
             "paged_attention", described, tables,
             f"q (A, R, K, G, D), pool (A, N, P, K, 2, D), {TABLES}, first (A, B + 1) of integers, "
-            "scales (A, N, P, K, 2) of an int8 pool and of no other",
+            "scales (A, N, P, K, 2) of an int8 pool and of no other, and a window of at least one "
+            f"position, not {window}",
         )  # fmt: skip
     integers = [x.astype(jnp.int32) for x in (*tables, first_AB1)]
     operands = (q_ARKGD, pool_ANPK2D, *integers, *(() if scales is None else (scales,)))
-    heads: jax.Array = jax.lax.composite(paged_reference.attend, ATTENTION)(*operands)
+    attributes = {} if window is None else {"window": window}  # one without a value is none
+    composite = jax.lax.composite(paged_reference.attend, ATTENTION)
+    heads: jax.Array = composite(*operands, **attributes)
     return heads
 
 
@@ -168,20 +175,26 @@ def _update_rule(kind: OpKind) -> Rule:
 
 
 def _flops(kind: OpKind) -> float:
-    """Two products of every row with all positions that its slot's table reaches."""
+    """Two products of every row with all positions that it may see."""
+    return 4.0 * kind.operands[0].size * _reach(kind)
+
+
+def _reach(kind: OpKind) -> int:
+    """How many positions a row may see: its slot's table has so many, or the window."""
     pool, table = kind.operands[1:3]
-    return 4.0 * kind.operands[0].size * table.shape[2] * pool.shape[2]
+    reach = table.shape[2] * pool.shape[2]
+    return min(reach, int(arguments_of(kind).get("window", reach)))
 
 
 def _bytes_read(kind: OpKind) -> list[float]:
     """All of each operand, but of the pool and its scales no more than the pages of the rows."""
     rows = kind.operands[0].shape[1]
-    _, slots, most = kind.operands[2].shape
+    slots = kind.operands[2].shape[1]
     found = [float(t.bytes) for t in kind.operands]
     for i in (1, 6):
         if i < len(found):
             shape = kind.operands[i].shape
-            share = min(slots, rows) * most / max(1, shape[1])
+            share = min(slots, rows) * _reach(kind) / max(1, shape[1] * shape[2])
             found[i] *= min(1.0, share)
     return found
 

@@ -25,6 +25,7 @@ def attend(
     positions_AR: Any,
     first_AB1: Any,
     *scales_ANPK2: Any,
+    window: int | None = None,
 ) -> Any:
     """As `paged_attention`: a few rows at a time, each with all pages of its slot's table."""
     groups, rows = slots_AR.shape
@@ -34,7 +35,8 @@ def attend(
     def one(q_KGD: Any, group: Any, slot: Any, last: Any) -> Any:
         # Behind the last position pages may be anybody's: what lies there is masked below.
         taken = (_pages(pool, group, table_ABM[group, slot]) for pool in pools)
-        return _attend_row(q_KGD, last, *(x.reshape(reach, *x.shape[2:]) for x in taken))
+        kept = (x.reshape(reach, *x.shape[2:]) for x in taken)
+        return _attend_row(q_KGD, last, window, *kept)
 
     pools = (pool_ANPK2D, *scales_ANPK2)
 
@@ -75,9 +77,12 @@ def _pages(pool_ANP: Any, group: Any, pages_M: Any) -> Any:
     return pages.get(mode="clip", wrap_negative_indices=False)
 
 
-def _attend_row(q_KGD: Any, last: Any, kv_TK2D: Any, *scales_TK2: Any) -> Any:
+def _attend_row(q_KGD: Any, last: Any, window: int | None, kv_TK2D: Any, *scales_TK2: Any) -> Any:
     dtype = q_KGD.dtype
-    visible_T = jnp.arange(kv_TK2D.shape[0]) <= last
+    positions_T = jnp.arange(kv_TK2D.shape[0])
+    visible_T = positions_T <= last
+    if window is not None:
+        visible_T &= positions_T > last - window
     keys_TKD, values_TKD = kv_TK2D[:, :, KEYS].astype(dtype), kv_TK2D[:, :, VALUES].astype(dtype)
     scores_KGT = jnp.einsum("kgd,tkd->kgt", q_KGD, keys_TKD, preferred_element_type=jnp.float32)
     for scale_TK2 in scales_TK2:

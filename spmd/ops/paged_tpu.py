@@ -33,6 +33,7 @@ def attend(
     positions_AR: Any,
     first_AB1: Any,
     *scales: Any,
+    window: int | None = None,
 ) -> Any:
     """As the reference; NotImplemented for shapes and dtypes that the kernel does not take."""
     if not takes(q_ARKGD, pool_ANPK2D) or 0 in (*q_ARKGD.shape, *table_ABM.shape):
@@ -44,7 +45,8 @@ def attend(
     before_A11 = jnp.arange(count, dtype=jnp.int32)[:, None, None] * pages
     table_ABM = jnp.clip(table_ABM, 0, pages - 1) + before_A11
     groups = [
-        _group(q_ARKGD[a], pool, table_ABM[a], last_AR[a], first_AB1[a]) for a in range(count)
+        _group(q_ARKGD[a], pool, table_ABM[a], last_AR[a], first_AB1[a], window)
+        for a in range(count)
     ]
     # Of rows that no sequence has nothing is written.
     is_seeing_AR = (last_AR >= 0)[..., None, None, None]
@@ -63,7 +65,9 @@ def takes(q_ARKGD: Any, pool_ANPK2D: Any) -> bool:
     )
 
 
-def _group(q_RKGD: Any, pool: Any, table_BM: Any, last_R: Any, first_B1: Any) -> Any:
+def _group(
+    q_RKGD: Any, pool: Any, table_BM: Any, last_R: Any, first_B1: Any, window: int | None
+) -> Any:
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 
     rows, heads, groups, width = q_RKGD.shape
@@ -82,6 +86,7 @@ def _group(q_RKGD: Any, pool: Any, table_BM: Any, last_R: Any, first_B1: Any) ->
         jnp.concatenate([jnp.zeros_like(ends_B[:1]), ends_B]).astype(jnp.int32),
         sequences_1.astype(jnp.int32),
         sm_scale=width**-0.5,
+        sliding_window=window,
         num_kv_pages_per_block=max(1, min(table_BM.shape[1], POSITIONS // pool.shape[1])),
         num_queries_per_block=min(rows, ROWS),
     )

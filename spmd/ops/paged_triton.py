@@ -52,12 +52,13 @@ def attend(
     positions_AR: Any,
     first_AB1: Any,
     *scales: Any,
+    window: int | None = None,
     interpret: bool = False,
 ) -> Any:
     """As the reference; NotImplemented for shapes that the kernel does not take.
 
     Args:
-      q_ARKGD, pool_ANPK2D, table_ABM, slots_AR, positions_AR, first_AB1, *scales: as there.
+      q_ARKGD, pool_ANPK2D, table_ABM, slots_AR, positions_AR, first_AB1, *scales, window: as there.
       interpret: run it step by step in jax, on any platform: for tests.
 
     Raises:
@@ -76,7 +77,7 @@ def attend(
     counts_AB = jnp.maximum(jnp.diff(first_AB1, axis=1, append=rows), 0)
     small = max(SMALL, power_above(groups))
     large = max(LARGE, small)
-    run = functools.partial(_run, operands, interpret=interpret)
+    run = functools.partial(_run, operands, window=window, interpret=interpret)
     if rows <= slots or large == small:
         return run(_tiles(counts_AB, first_AB1, slot_AR, small // groups), small)
     # A slot's rows are all in small tiles, or all in large ones.
@@ -169,13 +170,13 @@ def _tiles(counts_AB: Any, first_AB: Any, slot_AR: Any, size: int, *, most: int 
     return _Tiles(about, place_AR, size)
 
 
-def _run(operands: Any, tiles: _Tiles, queries: int, *, interpret: bool) -> Any:
+def _run(operands: Any, tiles: _Tiles, queries: int, *, window: int | None, interpret: bool) -> Any:
     """The heads (A, R, K, G, D) of the rows that are in tiles; anything for other rows."""
     q_ARKGD, pool_ANPK2D, table_ABM, positions_AR, *scales = operands
     outer, rows, heads, groups, width = q_ARKGD.shape
     pages, size = pool_ANPK2D.shape[1:3]
     count = tiles.about.shape[1]
-    reach = table_ABM.shape[2] * size
+    reach = min(table_ABM.shape[2] * size, window or table_ABM.shape[2] * size)
     item = _item(q_ARKGD, pool_ANPK2D)
     parts = max(1, min(PROGRAMS // (outer * count * heads), reach // (2 * POSITIONS)))
 
@@ -216,7 +217,13 @@ def _run(operands: Any, tiles: _Tiles, queries: int, *, interpret: bool) -> Any:
         out_shape = [jax.ShapeDtypeStruct((*numbers.shape, width), jnp.float32), numbers, numbers]
     found = pl.pallas_call(
         functools.partial(
-            _kernel, queries=queries, groups=groups, size=size, parts=parts, scaled=bool(scales)
+            _kernel,
+            queries=queries,
+            groups=groups,
+            size=size,
+            parts=parts,
+            scaled=bool(scales),
+            window=window,
         ),
         grid=(outer * count, heads, parts),
         in_specs=in_specs,
@@ -262,6 +269,7 @@ def _kernel(
     size: int,
     parts: int,
     scaled: bool,
+    window: int | None,
 ) -> None:
     scales, outputs = (rest[:2], rest[2:]) if scaled else ((), rest)
     width, dtype = q.shape[-1], q.dtype
@@ -277,11 +285,15 @@ def _kernel(
     last_Q = _load(positions, (row_Q,), is_real_Q & ~is_padding, -1)
     query_QD = _load_wide(q, (row_Q, head_Q), is_real_Q)
     last = jnp.max(last_Q)
+    # Behind nobody's window: -1 of rows that see nothing does not count.
+    lowest = 0 if window is None else jnp.min(jnp.where(last_Q < 0, last, last_Q)) - window + 1
 
     def tile(i: Any, carry: Any) -> Any:
         page_T, largest_Q, total_Q, head_QD = carry
         position_T = i * POSITIONS + jnp.arange(POSITIONS)
         there_T = position_T <= last
+        if window is not None:
+            there_T &= position_T >= lowest
         where = (jnp.broadcast_to(page_T, (POSITIONS,)), position_T % size)
         # What lies behind the last position is not read: NaN is NaN also without any weight.
         key_TD = _load_wide(keys, where, there_T).astype(dtype)
@@ -292,6 +304,8 @@ def _kernel(
         # Powers of two are one instruction, powers of e several.
         score_QT = score_QT * np.float32(math.log2(math.e) / math.sqrt(width))
         seen_QT = position_T[None] <= last_Q[:, None]
+        if window is not None:
+            seen_QT &= position_T[None] > last_Q[:, None] - window
         score_QT = jnp.where(seen_QT, score_QT, LOWEST)
         above_Q = jnp.maximum(largest_Q, jnp.max(score_QT, axis=1))
         weight_QT = jnp.where(seen_QT, jnp.exp2(score_QT - above_Q[:, None]), 0)
@@ -310,8 +324,9 @@ def _kernel(
         jnp.zeros((queries, width), jnp.float32),
     )
     needed = (last + POSITIONS) // POSITIONS  # 0 where nothing is seen
-    each = (needed + parts - 1) // parts
-    begin = pl.program_id(2) * each
+    unseen = 0 if window is None else jnp.maximum(lowest, 0) // POSITIONS
+    each = (needed - unseen + parts - 1) // parts
+    begin = unseen + pl.program_id(2) * each
     end = jnp.minimum(begin + each, needed)
     pages_T = _pages(table, slot, begin, size)
     _, largest_Q, total_Q, head_QD = jax.lax.fori_loop(begin, end, tile, (pages_T, *nothing))

@@ -45,6 +45,10 @@ class Trial(Protocol):
         """Predicted memory of one device."""
 
     @property
+    def collects(self) -> bool:
+        """Whether a loop of it collects what a later loop could make again."""
+
+    @property
     def largest(self) -> Sequence[tuple[str, int]]:
         """Names and bytes of what is held at the fullest moment, the largest values of it."""
 
@@ -110,7 +114,7 @@ def fastest_within(
 
 def _without_detours(best: Trial, limit: int, try_out: TryOut) -> Plan:
     """A plan that fits, or the same with what is made again sooner than written and read again."""
-    if sum(op.is_loop for op in best.plan.program.walk()) < 2:
+    if not best.collects:
         return best.plan
     price = best.seconds / limit * FIRST
     again = try_out(best.plan._replace(byte_price=price))

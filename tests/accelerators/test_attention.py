@@ -53,6 +53,7 @@ class Form(NamedTuple):
     packed: bool = False
     start: int = 0
     length: int = 256
+    window: int | None = None
 
 
 FORMS = (
@@ -65,6 +66,10 @@ FORMS = (
     Form("part_of_the_queries", (2, 64, 8, 2, 256), start=128),
     Form("packed_part", (2, 64, 8, 2, 256), packed=True, start=192),
     Form("odd_length", (2, 255, 4, 4, 255), length=255),
+    Form("window", (2, 256, 8, 2, 256), window=100),
+    Form("window_of_one", (2, 256, 4, 4, 256), window=1),
+    Form("packed_window", (2, 256, 8, 2, 256), packed=True, window=100),
+    Form("window_of_a_part", (2, 64, 8, 2, 256), start=128, window=100),
 )
 
 
@@ -78,6 +83,7 @@ def test_kernel_and_reference(form: Form) -> None:
         "scale": 0.125,
         "length": form.length,
         "logits_dtype": "float32",
+        **({} if form.window is None else {"window": form.window}),
     }
     if not KERNEL.takes(q, k, spec):
         pytest.skip("not for this kernel: the reference is taken")

@@ -18,12 +18,12 @@ from tests.accelerators.devices import COUNT, DEVICES
 from tests.ops.test_paged import Case, Sizes, attended, ragged, step, step_case
 
 
-def check(sizes: Sizes, seeds: int, dtype: Any, tolerance: float) -> Any:
+def check(sizes: Sizes, seeds: int, dtype: Any, tolerance: float, window: int | None = None) -> Any:
     """Compiled once by us, with the platform's kernels; several batches beside loops over rows."""
 
     def run(q: Any, pool: Any, *rest: Any) -> Any:
         *tables, scales = rest if sizes.quantized else (*rest, None)
-        return paged_attention(q, pool, *tables, scales=scales)
+        return paged_attention(q, pool, *tables, scales=scales, window=window)
 
     def rounded(case: Case) -> Case:
         pool = case.pool if sizes.quantized else jnp.asarray(case.pool, dtype)
@@ -35,7 +35,7 @@ def check(sizes: Sizes, seeds: int, dtype: Any, tolerance: float) -> Any:
     for case in cases:
         got = np.asarray(compiled(*case.operands), np.float32)
         plain = case._replace(q=np.asarray(case.q, np.float64))
-        want = attended(plain)
+        want = attended(plain, window)
         scale = max(1.0, float(np.abs(want).max()))
         np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * scale)
     return compiled
@@ -57,6 +57,15 @@ def test_paged_attention(page: int, slots: int, rows: int, groups: int, quantize
 @pytest.mark.parametrize("width", [64, 256])
 def test_other_widths(width: int) -> None:
     check(Sizes(b=4, r=48, p=64, m=4, d=width), 3, jnp.bfloat16, 2e-2)
+
+
+@pytest.mark.parametrize("window", [1, 100, 300])
+@pytest.mark.parametrize(("slots", "rows"), [(16, 8), (4, 160)], ids=["few rows", "chunks"])
+def test_windows(slots: int, rows: int, window: int) -> None:
+    sizes = Sizes(a=1, b=slots, r=rows, p=64, m=8, k=2, g=4, d=128)
+    compiled = check(sizes, 3, jnp.bfloat16, 2e-2, window)
+    if DEVICES[0].platform == "gpu":
+        assert "triton" in compiled.as_text("emitted")
 
 
 def test_float32() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -28,13 +29,17 @@ EVERY_FLOP_COUNTS = spmd.Options(check=True, topology=spmd.Topology("cpu:8", SLO
 """Small programs are split as large ones are: what is not split takes longer than any exchange."""
 
 
-def plain(q: Any, k: Any, v: Any, causal: bool, segments: Any = None) -> Any:
+def plain(
+    q: Any, k: Any, v: Any, causal: bool, segments: Any = None, window: int | None = None
+) -> Any:
     """Attention as the textbook has it, in float32, all weights at once."""
     groups = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, groups, 2).astype(jnp.float32) for x in (k, v))
     scores = jnp.einsum("bsnd,btnd->bnst", q.astype(jnp.float32), k) / math.sqrt(q.shape[-1])
     if causal:
-        scores = jnp.where(np.tri(q.shape[1], k.shape[1], dtype=bool), scores, -1e30)
+        behind = np.arange(q.shape[1])[:, None] - np.arange(k.shape[1])
+        seen = (behind >= 0) & (behind < (window or k.shape[1]))
+        scores = jnp.where(seen, scores, -1e30)
     if segments is not None:
         queries, keys = segments if isinstance(segments, tuple) else (segments, segments)
         scores = jnp.where((queries[:, :, None] == keys[:, None, :])[:, None], scores, -1e30)
@@ -75,15 +80,16 @@ def close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "key_heads", "causal", "packed", "blocks"),
+    ("heads", "key_heads", "causal", "packed", "blocks", "window"),
     [
-        (4, 4, True, False, 1),
-        (8, 2, True, False, 1),
-        (4, 1, True, True, 1),
-        (4, 4, False, False, 1),
-        (8, 2, False, True, 1),
-        (8, 2, True, True, 3),
-        (4, 1, False, False, 3),
+        (4, 4, True, False, 1, None),
+        (8, 2, True, False, 1, 3),
+        (4, 1, True, True, 1, None),
+        (4, 4, False, False, 1, None),
+        (8, 2, False, True, 1, None),
+        (8, 2, True, True, 3, 4),
+        (4, 1, False, False, 3, None),
+        (2, 2, True, False, 1, 1),
     ],
 )
 def test_reference(
@@ -92,6 +98,7 @@ def test_reference(
     causal: bool,
     packed: bool,
     blocks: int,
+    window: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if blocks > 1:  # 10 queries in blocks of 4: the last one is padded
@@ -101,9 +108,11 @@ def test_reference(
     ids = documents(2, 10) if packed else None
 
     def ours(q: Any, k: Any, v: Any) -> Any:
-        return attention(q, k, v, causal=causal, segment_ids=ids, implementation="xla")
+        return attention(
+            q, k, v, causal=causal, window=window, segment_ids=ids, implementation="xla"
+        )
 
-    want = loss(lambda q, k, v: plain(q, k, v, causal, ids))
+    want = loss(lambda q, k, v: plain(q, k, v, causal, ids, window))
     close(jax.jit(loss(ours))(*args), jax.jit(want)(*args))
 
 
@@ -147,6 +156,8 @@ def test_a_query_that_sees_no_key_gives_no_nan() -> None:
         ({"implementation": "flash"}, "auto, composite, xla, cudnn"),
         ({"positions": (3,)}, r"positions \(3,\) for q \(2, 4, 4, 8\)"),
         ({"positions": (4,), "causal": False}, r"positions \(S,\) of a causal attention"),
+        ({"window": 0}, "window=0, causal=True\n.*a window of at least one key"),
+        ({"window": 4, "causal": False}, "window=4, causal=False\n.*of a causal"),
     ],
 )
 def test_what_does_not_fit_is_said(change: dict[str, Any], message: str) -> None:
@@ -180,6 +191,7 @@ class Split(NamedTuple):
     local: tuple[tuple[int, int, int], int]
     causal: bool = True
     packed: bool = False
+    window: int | None = None
 
 
 SPLITS = (
@@ -202,6 +214,10 @@ SPLITS = (
           ((1, 4, 4), 1)),
     Split("everything seen", (2, 10, 4, 4), (4, 2), ("y", "x"), ("y",), ((1, 3, 4), 4),
           causal=False),
+    Split("window", (4, 8, 8, 2), (4, 2), ("x", None, "y"), ("x", None, "y"), ((1, 8, 4), 1),
+          packed=True, window=3),
+    Split("window of a sequence", (2, 10, 4, 2), (4, 2), ("y", "x"), ("y",), ((1, 3, 4), 2),
+          window=4),
 )  # fmt: skip
 
 
@@ -219,8 +235,9 @@ def compiled_split(split: Split, implementation: Any = "auto") -> tuple[spmd.api
 
     def ours(q: Any, k: Any, v: Any, segment_ids: Any = None) -> Any:
         return attention(
-            q, k, v, causal=split.causal, segment_ids=segment_ids, implementation=implementation
-        )
+            q, k, v, causal=split.causal, window=split.window, segment_ids=segment_ids,
+            implementation=implementation,
+        )  # fmt: skip
 
     step = loss(ours, lambda name, x: spmd.mark_sharding(x, mesh, specs[name]))
     return spmd.jit(step, mesh=mesh, options=EVERY_FLOP_COUNTS).compile(*args), args
@@ -244,7 +261,7 @@ def test_split(split: Split) -> None:
     compiled, args = compiled_split(split)
 
     def want(q: Any, k: Any, v: Any, segments: Any = None) -> Any:
-        return plain(q, k, v, split.causal, segments)
+        return plain(q, k, v, split.causal, segments, split.window)
 
     close(compiled(*args), jax.jit(loss(want))(*args))
     for queries, keys, *_ in locally(compiled).values():
@@ -321,13 +338,19 @@ def test_queries_that_are_a_part_of_a_sequence(mark: tuple[Any, ...], devices8: 
 
 def test_costs_know_the_mask_and_that_there_are_no_weights() -> None:
     def planned(
-        causal: bool, implementation: Any = "auto", length: int = 2048, chip: str = "h200:8"
+        causal: bool,
+        implementation: Any = "auto",
+        length: int = 2048,
+        chip: str = "h200:8",
+        window: int | None = None,
     ) -> Any:
         shapes = ((8, length, 8, 128), (8, length, 8, 128), (8, length, 8, 128))
         args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
         mesh = spmd.Mesh(None, (8,), ("x",))
         step = spmd.jit(
-            lambda q, k, v: attention(q, k, v, causal=causal, implementation=implementation),
+            lambda q, k, v: attention(
+                q, k, v, causal=causal, window=window, implementation=implementation
+            ),
             mesh=mesh,
             in_specs=(("x",),) * 3,
         )
@@ -335,6 +358,8 @@ def test_costs_know_the_mask_and_that_there_are_no_weights() -> None:
 
     half, whole = planned(True), planned(False)
     assert 1.8 < whole.timeline.compute_seconds / half.timeline.compute_seconds < 2.2
+    quarter = planned(True, window=512)
+    assert 1.8 < half.timeline.compute_seconds / quarter.timeline.compute_seconds < 2.2
     flops = 4 * 2048 * 2048 * 8 * 128
     for chip, efficiency in (("h200:8", 0.63), ("a100:8", 1.0), ("v5e:2x4", 1.0)):  # as measured
         seconds = flops / (spmd.Topology(chip).peak_flops("bf16") * efficiency)
@@ -356,13 +381,16 @@ SPEC: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("packed", "window"), [(False, None), (True, None), (False, 100), (True, 1)]
+)
 def test_the_splash_kernel_computes_what_the_reference_does(
-    packed: bool, monkeypatch: pytest.MonkeyPatch
+    packed: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(splash, "INTERPRET", True)
     q, k, v, w = tensors(1, 256, 2, 1, d=64)
     spec = {**SPEC, "length": 256, "segments": packed}
+    spec |= {} if window is None else {"window": window}
     masks = [jnp.arange(256)]
     masks += [documents(1, 256)] * 2 if packed else []
 
@@ -380,6 +408,7 @@ def kernel_calls(topology: str, split: bool = False, **sizes: Any) -> str:
     """Targets of the custom calls of a program of the forward and the backward pass."""
     width, length = sizes.get("width", 128), sizes.get("length", 256)
     dtype, packed = sizes.get("dtype", jnp.bfloat16), sizes.get("packed", False)
+    window = sizes.get("window")
     mesh = spmd.Mesh(None, (4,), ("x",))
     q, k = (jax.ShapeDtypeStruct((4, length, n, width), dtype) for n in (4, 2))
     args = [q, k, k, jax.ShapeDtypeStruct((4, length), jnp.int32)]
@@ -387,7 +416,7 @@ def kernel_calls(topology: str, split: bool = False, **sizes: Any) -> str:
     marks = {"q": spread(spec), "k": spread(() if split else spec)}
 
     def ours(q: Any, k: Any, v: Any, segments: Any) -> Any:
-        return attention(q, k, v, segment_ids=segments if packed else None)
+        return attention(q, k, v, window=window, segment_ids=segments if packed else None)
 
     step = loss(ours, lambda name, x: spmd.mark_sharding(x, mesh, marks[name]))
     lowered = spmd.jit(step, mesh=mesh).lower(
@@ -409,9 +438,24 @@ def test_which_programs_get_cudnn() -> None:
     assert "cudnn" in kernel_calls("h200:4", length=9)
 
 
+def windows_of(text: str) -> set[int]:
+    """The windows that calls of cuDNN's kernels are given; 0 is none."""
+    return {int(n) for n in re.findall(r"sliding_window_length\W+22: (\d+)", text)}
+
+
+def test_cudnn_gets_a_window_of_its_own_or_in_the_bias() -> None:
+    own = kernel_calls("h200:4", window=64)
+    assert "fmhaSoftmaxBackward(" in own and windows_of(own) == {64}
+    for other in ({"packed": True}, {"split": True}):
+        biased = kernel_calls("h200:4", window=64, **other)
+        assert "fmhaScaleBiasSoftmaxBackward(" in biased and windows_of(biased) == {0}
+    assert windows_of(kernel_calls("h200:4", window=256)) == {0}
+
+
 def test_which_programs_get_splash() -> None:
     assert kernel_calls("v5e:2x2").count("@tpu_custom_call") == 3
     assert kernel_calls("v5e:2x2", packed=True).count("@tpu_custom_call") == 3
+    assert kernel_calls("v5e:2x2", window=100).count("@tpu_custom_call") == 3
     for other in ({"split": True}, {"length": 96}, {"width": 32}, {"dtype": jnp.float16}):
         assert "tpu_custom_call" not in kernel_calls("v5e:2x2", **other), other
 
@@ -429,3 +473,6 @@ def test_a_part_of_the_queries_is_hidden_by_a_bias() -> None:
     )
     np.testing.assert_array_equal(np.asarray(bias[:, 0] == 0), seen)
     assert float(bias.min()) < -1e12
+    bias, _ = cudnn._bias(q, k, masks, {**spec, "window": 3})
+    seen &= np.arange(8, 12)[:, None] - 3 < np.arange(16)
+    np.testing.assert_array_equal(np.asarray(bias[:, 0] == 0), seen)

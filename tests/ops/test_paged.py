@@ -94,7 +94,7 @@ def ragged(sizes: Sizes, seed: int) -> Case:
     return Case(q, pool.astype(np.float32), table.astype(np.int32), slots, positions, first)
 
 
-def attended(case: Case) -> Any:
+def attended(case: Case, window: int | None = None) -> Any:
     """By a loop over rows, in float64; zeros in padding."""
     stored = np.asarray(case.pool, np.float64)
     if case.scales is not None:
@@ -102,7 +102,7 @@ def attended(case: Case) -> Any:
     out, size = np.zeros(case.q.shape), case.pool.shape[2]
     for group in range(len(out)):
         for row in range(case.first[group, -1]):
-            seen = np.arange(case.positions[group, row] + 1)
+            seen = np.arange(case.positions[group, row] + 1)[-window if window else None :]
             pages = case.table[group, case.slots[group, row], seen // size]
             keys, values = np.moveaxis(stored[group, pages, seen % size], 2, 0)
             scores = np.einsum("kgd,tkd->kgt", case.q[group, row], keys) / case.q.shape[-1] ** 0.5
@@ -112,12 +112,12 @@ def attended(case: Case) -> Any:
     return out
 
 
-def check(function: Any, sizes: Sizes, seeds: int, rows: int | None = None) -> None:
+def check(function: Any, sizes: Sizes, seeds: int, window: int | None = None) -> None:
     """Compiles a function once, and runs it on several batches."""
-    run = jax.jit(function)
+    run = jax.jit(functools.partial(function, window=window))
     for seed in range(seeds):
         case = ragged(sizes, seed)
-        np.testing.assert_allclose(run(*case.operands), attended(case), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(run(*case.operands), attended(case, window), rtol=0, atol=1e-5)
 
 
 # The reference
@@ -129,6 +129,7 @@ def test_reference(at_once: int, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) 
     row = sizes.m * sizes.p * sizes.k * 2 * sizes.d
     monkeypatch.setattr(paged_reference, "MOST_ELEMENTS", at_once * row)  # 16 rows are 3 * 5 + 1
     check(paged_reference.attend, sizes, 4)
+    check(paged_reference.attend, sizes, 2, window=19)
 
 
 def test_the_reference_holds_the_pages_of_a_few_rows() -> None:
@@ -193,10 +194,13 @@ def mesh(devices8: Any) -> spmd.Mesh:
     return spmd.make_mesh(data=2, model=4, devices=devices8)
 
 
-def step(pool: Any, new: Any, q: Any, table: Any, slots: Any, positions: Any, first: Any) -> Any:
+def step(
+    pool: Any, new: Any, q: Any, table: Any, slots: Any, positions: Any, first: Any,
+    window: int | None = None,
+) -> Any:  # fmt: skip
     """What a layer does with its cache."""
     pool = paged_update(pool, new, table, slots, positions)
-    return pool, paged_attention(q, pool, table, slots, positions, first)
+    return pool, paged_attention(q, pool, table, slots, positions, first, window=window)
 
 
 def step_case(sizes: Sizes, seed: int = 0) -> tuple[Any, ...]:
@@ -223,6 +227,15 @@ def test_split(heads: int, groups: int, split: Any, mesh: spmd.Mesh) -> None:
     ).compile(*args)
     for got, want in zip(compiled(*args), jax.jit(step)(*args), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
+def test_a_window_is_split_like_none(mesh: spmd.Mesh) -> None:
+    case = ragged(Sizes(a=2, k=4), 0)
+    specs = (("data", None, "model"), ("data", None, None, "model"), *((("data",),) * 4))
+    attend = functools.partial(paged_attention, window=6)
+    compiled = spmd.jit(attend, mesh=mesh, in_specs=specs, options=CHECKED).compile(*case.operands)
+    assert not compiled.collectives
+    np.testing.assert_allclose(compiled(*case.operands), attended(case, 6), rtol=0, atol=1e-5)
 
 
 def test_a_layer_exchanges_nothing(mesh: spmd.Mesh) -> None:
@@ -266,18 +279,20 @@ def test_the_number_of_pages_is_in_types_alone(mesh: spmd.Mesh) -> None:
 
 
 def test_costs_are_of_the_pages_that_rows_read() -> None:
-    def seconds(pages: int, rows: int) -> float:
+    def seconds(pages: int, rows: int, window: int | None = None) -> float:
         shapes = ((1, pages, 64, 8, 2, 128), (1, rows, 8, 2, 128), (1, rows, 8, 4, 128))
         floats = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
         tables = ((1, 64, 8), (1, rows), (1, rows), (1, 65))
         integers = [jax.ShapeDtypeStruct(s, jnp.int32) for s in tables]
-        jitted = spmd.jit(step, mesh=spmd.Mesh(None, (1,), ("x",)), donate_argnums=0)
+        fn = functools.partial(step, window=window)
+        jitted = spmd.jit(fn, mesh=spmd.Mesh(None, (1,), ("x",)), donate_argnums=0)
         lowered = jitted.lower(*floats, *integers, topology=spmd.Topology("h200:1"))
         return float(lowered.timeline.seconds)
 
     read = 64 * 512 * 8 * 2 * 128 * 2 / spmd.Topology("h200:1").hbm_bandwidth
     assert seconds(1 << 12, 64) == seconds(1 << 16, 64) == pytest.approx(read, rel=0.1)
     assert seconds(1 << 12, 8) == pytest.approx(read / 8, rel=0.1)
+    assert seconds(1 << 12, 64, window=128) == pytest.approx(read / 4, rel=0.1)
 
 
 def test_shapes_are_checked() -> None:
@@ -293,6 +308,8 @@ def test_shapes_are_checked() -> None:
         *operands, scales = wrong
         with pytest.raises(ArgumentError, match="paged_attention cannot be computed"):
             paged_attention(*operands, scales=scales)
+    with pytest.raises(ArgumentError, match="a window of at least one position, not 0"):
+        paged_attention(*case[:-1], window=0)
     pool, new, *tables = update_case(Sizes(), 0)
     for pair in ((pool, new[..., :8]), (pool, new.astype(np.int8)), (pool[0], new)):
         with pytest.raises(ArgumentError, match="paged_update cannot be computed"):
@@ -314,11 +331,18 @@ def test_kernel(sizes: Sizes) -> None:
     check(functools.partial(paged_triton.attend, interpret=True), sizes, 4)
 
 
+@pytest.mark.parametrize("window", [1, 70])
+@pytest.mark.parametrize("sizes", KERNEL_SIZES[1:3], ids=str)
+def test_kernel_with_a_window(sizes: Sizes, window: int) -> None:
+    check(functools.partial(paged_triton.attend, interpret=True), sizes, 3, window)
+
+
 @pytest.mark.parametrize("programs", [1, 1 << 10], ids=["whole", "parts"])
 def test_kernel_in_parts(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_triton, "PROGRAMS", programs)
     for sizes in (Sizes(r=6, b=6, k=1, p=64, m=8), Sizes(r=24, b=3, g=5, k=1, p=64, m=8)):
         check(functools.partial(paged_triton.attend, interpret=True), sizes, 3)
+        check(functools.partial(paged_triton.attend, interpret=True), sizes, 2, window=150)
 
 
 def test_tiles_have_every_row_once() -> None:
@@ -364,10 +388,12 @@ def structs_of(sizes: Sizes, pages: int, dtype: Any = jnp.bfloat16) -> list[Any]
     return floats + [jax.ShapeDtypeStruct(s, jnp.int32) for s in tables]
 
 
+@pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize("rows", [8, 64])
-def test_gpus_get_the_kernel(rows: int) -> None:
+def test_gpus_get_the_kernel(rows: int, window: int | None) -> None:
     structs = structs_of(Sizes(b=8, r=rows, k=8, d=128, p=64), 1 << 12)
-    jitted = spmd.jit(step, mesh=spmd.Mesh(None, (2,), ("x",)), in_specs=_SPLIT_HEADS)
+    fn = functools.partial(step, window=window)
+    jitted = spmd.jit(fn, mesh=spmd.Mesh(None, (2,), ("x",)), in_specs=_SPLIT_HEADS)
     text = jitted.lower(*structs, topology=spmd.Topology("h200:2")).as_text("emitted")
     assert text.count("@__gpu$xla.gpu.triton") == (1 if rows == 8 else 2)
 
@@ -408,7 +434,7 @@ def test_gpus_write_in_place(rows: int) -> None:
 
 def plain_kernel(
     q: Any, pages: Any, lengths: Any, table: Any, ends: Any, sequences: Any, *, sm_scale: float,
-    **blocks: int,
+    sliding_window: int | None, **blocks: int,
 ) -> Any:  # fmt: skip
     """What jax's kernel computes: sequences of rows that end where their keys do."""
     q, pages, lengths, table, ends = map(np.asarray, (q, pages, lengths, table, ends))
@@ -421,10 +447,11 @@ def plain_kernel(
         groups = q.shape[1] // (stored.shape[1] // 2)
         keys, values = (np.repeat(stored[:, j::2], groups, axis=1) for j in (0, 1))
         for row, last in zip(rows, np.arange(lengths[i] - len(rows), lengths[i]), strict=True):
-            scores = np.einsum("nd,tnd->nt", q[row], keys[: last + 1]) * sm_scale
+            seen = slice(max(0, last + 1 - (sliding_window or last + 1)), last + 1)
+            scores = np.einsum("nd,tnd->nt", q[row], keys[seen]) * sm_scale
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             weights /= weights.sum(-1, keepdims=True)
-            out[row] = np.einsum("nt,tnd->nd", weights, values[: last + 1])
+            out[row] = np.einsum("nt,tnd->nd", weights, values[seen])
     return jnp.asarray(out)
 
 
@@ -434,20 +461,22 @@ def test_tpus_leave_slots_without_rows_out(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(kernel, "ragged_paged_attention", plain_kernel)
     for seed in range(4):
         case = ragged(Sizes(a=2, d=128), seed)
-        got = paged_tpu.attend(*case.operands)
-        np.testing.assert_allclose(got, attended(case), rtol=0, atol=1e-5)
+        for window in (None, 5):
+            got = paged_tpu.attend(*case.operands, window=window)
+            np.testing.assert_allclose(got, attended(case, window), rtol=0, atol=1e-5)
     empty = case._replace(first=np.zeros_like(case.first))
     np.testing.assert_array_equal(paged_tpu.attend(*empty.operands), 0)
 
 
 def test_which_programs_get_jaxs_kernel() -> None:
-    def calls(sizes: Sizes, dtype: Any = jnp.bfloat16) -> int:
-        jitted = spmd.jit(step, mesh=spmd.Mesh(None, (1,), ("x",)))
+    def calls(sizes: Sizes, dtype: Any = jnp.bfloat16, window: int | None = None) -> int:
+        fn = functools.partial(step, window=window)
+        jitted = spmd.jit(fn, mesh=spmd.Mesh(None, (1,), ("x",)))
         lowered = jitted.lower(*structs_of(sizes, 64, dtype), topology=spmd.Topology("v5e:1x1"))
         return int(lowered.as_text("emitted").count("@tpu_custom_call"))
 
     sizes = Sizes(d=128)
-    assert calls(sizes) == calls(sizes._replace(g=7, k=8)) == 1
+    assert calls(sizes) == calls(sizes._replace(g=7, k=8)) == calls(sizes, window=100) == 1
     for other in (sizes._replace(d=64), sizes._replace(k=6), sizes._replace(p=4)):
         assert calls(other) == 0
     assert calls(sizes, jnp.float16) == 0

@@ -85,6 +85,39 @@ def test_tokens_are_transformers(hf_folder, tmp_path, export, devices8):
     assert "tokenizer/tokenizer.json" in bundle.manifest.tokenizer
 
 
+@pytest.mark.parametrize(
+    ("variant", "part", "shape", "composite"),
+    [
+        ("qwen2", "self_attn/q_proj/bias", (8,), "spmd.paged_attention"),
+        ("mixtral", "mlp/experts/up_proj/weight", (4, 12, 32), "spmd.experts"),
+    ],
+)
+def test_a_relatives_tokens_are_transformers(
+    variant, part, shape, composite, tmp_path, export, devices8
+):
+    """Biases, windows of some layers and experts, in what is exported."""
+    hf, out = tmp_path / "hf", tmp_path / "bundle"
+    checkpoints.write(variant, hf)
+    (hf / "tokenizer.json").write_text("{}")
+    assert "exported: " in export("--init_from", hf, "--out", out)
+    bundle = load_bundle(
+        out, spmd.make_mesh(data=2, model=4, devices=devices8), functions=FUNCTIONS
+    )
+    weight = bundle.weights[f"weights/layers/1/{part}"]
+    assert weight.addressable_shards[0].data.shape == shape
+    assert composite in bundle.manifest.functions["step_r8_t48"].composites
+    expected = checkpoints.their_continuation(hf, PROMPT, 16)
+    assert generate(language.model_backend(bundle), PROMPT, 16)[0] == expected
+    assert bundle.manifest.contract["model"]["model_type"] == variant
+
+
+def test_experts_are_not_quantized(tmp_path, export):
+    checkpoints.write("mixtral", tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    found = export("--init_from", tmp_path / "hf", "--out", tmp_path / "out", "--quantize=int8")
+    assert "error: int8: weights of experts cannot be quantized; use none" in found
+
+
 def tokens_of_backend(bundle):
     """The same through what the engine calls: a slot of the second group."""
     backend = language.model_backend(bundle)

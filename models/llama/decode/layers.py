@@ -15,13 +15,15 @@ import jax.numpy as jnp
 import spmd
 from models.decode.state import State
 from models.llama.config import LlamaConfig
-from models.llama.model import apply_rope, rope_angles
+from models.llama.experts import mixture
+from models.llama.model import add_bias, apply_rope, normed_heads, rope_angles
 
 Weights = dict[str, Any]
 """As `model.Params` with layers unrolled; projections may be quantized, see `quantize.py`."""
 
-Attention = Callable[[Any, Any, State], tuple[Any, State]]
-"""(q (X, K, G, D), new keys and values (X, K, 2, D), a layer's cache) -> (heads, the cache)."""
+Attention = Callable[[Any, Any, State, int | None], tuple[Any, State]]
+"""(q (X, K, G, D), new keys and values (X, K, 2, D), a layer's cache, its window) -> (heads, the
+cache)."""
 
 
 def run_layers(
@@ -49,31 +51,40 @@ def run_layers(
     x_XH = x_XH.astype(config.dtype)
     angles_XE = rope_angles(positions_X, config)
     new = {}
-    for index in range(config.num_hidden_layers):
-        layer = weights["layers"][str(index)]
-        heads_XI, new[str(index)] = _attention(
-            layer, x_XH, angles_XE, cache[str(index)], attend, config
-        )
-        x_XH = x_XH + _linears(heads_XI, [layer["self_attn"]["o_proj"]])[0]
+    windows = [(str(i), window) for span, window in config.window_spans for i in span]
+    for index, window in windows:
+        layer, output = weights["layers"][index], weights["layers"][index]["self_attn"]["o_proj"]
+        q_XKGD, kv_XK2D = _queries_and_keys(layer, x_XH, angles_XE, config)
+        heads_XKGD, new[index] = attend(q_XKGD, kv_XK2D, cache[index], window)
+        heads_XI = heads_XKGD.reshape(x_XH.shape[0], -1)
+        x_XH = x_XH + add_bias(_linears(heads_XI, [output])[0], output)
         normed = _norm(x_XH, layer["post_attention_layernorm"]["weight"], config)
-        gate_XM, up_XM = _project(normed, [layer["mlp"][n] for n in ("gate_proj", "up_proj")])
-        hidden_XM = jax.nn.silu(gate_XM) * up_XM
-        x_XH = x_XH + _linears(hidden_XM, [layer["mlp"]["down_proj"]])[0]
+        x_XH = x_XH + _mlp(layer["mlp"], normed, config)
     return x_XH, new
 
 
-def _attention(
-    layer: Weights, x_XH: Any, angles_XE: Any, cache: State, attend: Attention, config: LlamaConfig
-) -> tuple[Any, State]:
+def _mlp(weights: Weights, normed: tuple[Any, Any], config: LlamaConfig) -> Any:
+    if config.num_experts:
+        x_XH, factor_X1 = normed
+        rows_1XH = (x_XH * factor_X1).astype(x_XH.dtype)[None]
+        return mixture(weights, rows_1XH, config)[0][0]
+    gate_XM, up_XM = _project(normed, [weights[n] for n in ("gate_proj", "up_proj")])
+    return _linears(jax.nn.silu(gate_XM) * up_XM, [weights["down_proj"]])[0]
+
+
+def _queries_and_keys(
+    layer: Weights, x_XH: Any, angles_XE: Any, config: LlamaConfig
+) -> tuple[Any, Any]:
+    """Rotated queries (X, K, G, D); rotated keys, and values (X, K, 2, D)."""
     rows, keys, width = x_XH.shape[0], config.kv_heads, config.head_width
     groups = config.num_attention_heads // keys
     normed = _norm(x_XH, layer["input_layernorm"]["weight"], config)
     q, k, v = _project(normed, [layer["self_attn"][f"{n}_proj"] for n in "qkv"])
-    q_XND = _rotate(q.reshape(rows, keys * groups, width), angles_XE)
-    k_XKD = _rotate(k.reshape(rows, keys, width), angles_XE)
+    q_XND, k_XKD = q.reshape(rows, keys * groups, width), k.reshape(rows, keys, width)
+    q_XND, k_XKD = normed_heads(layer["self_attn"], q_XND, k_XKD, config)
+    q_XND, k_XKD = _rotate(q_XND, angles_XE), _rotate(k_XKD, angles_XE)
     kv_XK2D = jnp.stack([k_XKD, v.reshape(rows, keys, width)], axis=2)
-    heads_XKGD, cache = attend(q_XND.reshape(rows, keys, groups, width), kv_XK2D, cache)
-    return heads_XKGD.reshape(rows, -1), cache
+    return q_XND.reshape(rows, keys, groups, width), kv_XK2D
 
 
 def _rotate(x_XND: Any, angles_XE: Any) -> Any:
@@ -101,10 +112,14 @@ def _norm(x_XH: Any, weight_H: Any, config: LlamaConfig) -> tuple[Any, Any]:
 
 def _project(normed: tuple[Any, Any], weights: Sequence[Weights]) -> list[Any]:
     x_XI, factor_X1 = normed
-    return [(out_XO * factor_X1).astype(x_XI.dtype) for out_XO in _linears(x_XI, weights)]
+    scaled = [(out_XO * factor_X1).astype(x_XI.dtype) for out_XO in _linears(x_XI, weights)]
+    return [add_bias(out_XO, w) for out_XO, w in zip(scaled, weights, strict=True)]
 
 
 def _linears(x_XI: Any, weights: Sequence[Weights]) -> tuple[Any, ...]:
     # Quantized weights are `values` and `scales`.
-    given = [w["weight"].astype(x_XI.dtype) if "weight" in w else w for w in weights]
+    given = [
+        w["weight"].astype(x_XI.dtype) if "weight" in w else {n: w[n] for n in ("values", "scales")}
+        for w in weights
+    ]
     return spmd.ops.linears(x_XI, given)

@@ -23,9 +23,15 @@ SPECS: Mapping[str, tuple[Any, ...]] = {
     "weights/layers/*/post_attention_layernorm/": (None,),
     "weights/layers/*/self_attn/q_proj/": ("model", None),
     "weights/layers/*/self_attn/o_proj/": (None, "model"),
+    "weights/layers/*/self_attn/q_norm/": (None,),
+    "weights/layers/*/self_attn/k_norm/": (None,),
     "weights/layers/*/mlp/gate_proj/": ("model", None),
     "weights/layers/*/mlp/up_proj/": ("model", None),
     "weights/layers/*/mlp/down_proj/": (None, "model"),
+    "weights/layers/*/mlp/gate/": (None, None),
+    "weights/layers/*/mlp/experts/gate_proj/": (None, "model", None),
+    "weights/layers/*/mlp/experts/up_proj/": (None, "model", None),
+    "weights/layers/*/mlp/experts/down_proj/": (None, None, "model"),
     "state/cache/*/": ("data", None, None, "...", None, None),
 }
 """The beginning of a path -> spec. A spec is cut to a tensor's rank, or filled up with None.
@@ -74,9 +80,11 @@ class LlamaRows:
         """See `models.decode.RowsModel.run`."""
         shape = rows["tokens"].shape
 
-        def attend(q_XKGD: Any, kv_XK2D: Any, layer: State) -> tuple[Any, State]:
+        def attend(
+            q_XKGD: Any, kv_XK2D: Any, layer: State, window: int | None
+        ) -> tuple[Any, State]:
             q_ARKGD, kv_ARK2D = (x.reshape(*shape, *x.shape[1:]) for x in (q_XKGD, kv_XK2D))
-            heads_ARKGD, layer = write_and_attend(layer, q_ARKGD, kv_ARK2D, rows)
+            heads_ARKGD, layer = write_and_attend(layer, q_ARKGD, kv_ARK2D, rows, window)
             return heads_ARKGD.reshape(-1, *heads_ARKGD.shape[2:]), layer
 
         positions_X = jnp.maximum(rows["positions"].reshape(-1), 0)

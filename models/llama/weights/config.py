@@ -1,7 +1,8 @@
 """Reads Hugging Face's `config.json`, and writes one for transformers.
 
 Such a file can describe models that are not ours. A key that may change what the model computes is
-either supported or an error. Only keys that are known to change nothing are ignored.
+either supported or an error. Only keys that are known to change nothing are ignored. What tells
+families apart is in `families.py`.
 """
 
 from __future__ import annotations
@@ -12,35 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from models.llama.config import ROPE_TYPES, ConfigError, LlamaConfig, RopeScaling
+from models.llama.weights.families import SIZES, Family, family_of, read_parts, write_parts
 
 CONFIG_FILE = "config.json"
 
-_ASSUMED: Mapping[str, Any] = {
-    "vocab_size": 32_000,
-    "hidden_size": 4096,
-    "intermediate_size": 11_008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "initializer_range": 0.02,
-    "tie_word_embeddings": False,
-}
-"""Keys that are fields of `LlamaConfig` too -> transformers' default."""
-
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
-_TOKEN_KEYS = ("bos_token_id", "eos_token_id")
+_TOKENS: Mapping[str, Any] = {"bos_token_id": 1, "eos_token_id": 2}
+"""Keys of tokens -> transformers' default for a Llama."""
 
 _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "architectures": (["LlamaForCausalLM"], None),
     "hidden_act": ("silu", "swish"),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "attention_dropout": (0.0, None),
     "pretraining_tp": (1, None),
     "partial_rotary_factor": (1.0, None),
+    "use_mrope": (False, None),
     "sliding_window": (None,),
     "quantization_config": (None,),
     "is_encoder_decoder": (False, None),
@@ -48,7 +36,9 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "cross_attention_hidden_size": (None,),
     "pruned_heads": ({}, None),
 }
-"""Keys that change what is computed -> the values that we support, the usual one first."""
+"""Keys that change what is computed -> the values that we support, the usual one first.
+
+A family reads some of them itself, with other values."""
 
 _RUNNING = """
     model_type transformers_version _name_or_path name_or_path torch_dtype dtype use_cache
@@ -79,7 +69,7 @@ def read_config(path: str | Path, ignore_keys: Collection[str] = ()) -> LlamaCon
 
     Raises:
         ConfigError: there is no such file, it is not a JSON object, the architecture is not
-            Llama's, or a key is unknown, not supported, or has the wrong type.
+            Llama's or a relative's, or a key is unknown, not supported, or has the wrong type.
 
     Example:
         >>> config = read_config("/models/Llama-3.2-1B")
@@ -108,38 +98,39 @@ def _read_object(file: Path) -> Mapping[str, Any]:
 
 def parse_config(values: Mapping[str, Any], ignore_keys: Collection[str] = ()) -> LlamaConfig:
     """Like `read_config`, for the content of a file."""
-    _check_architecture(values)
-    _check_known(values, ignore_keys)
-    sizes = {key: _typed(key, values.get(key), default) for key, default in _ASSUMED.items()}
-    theta, scaling = _parse_rope(values)
+    family = family_of(values)
+    _check_supported(values, family)
+    _check_known(values, family, ignore_keys)
+    given = {**SIZES, **_TOKENS, **family.defaults, **values}
+    sizes = {key: _typed(key, given[key], default) for key, default in SIZES.items()}
+    theta, scaling = _parse_rope(given, family.theta)
     return LlamaConfig(
         **sizes,
+        **read_parts(values, family, sizes["num_hidden_layers"]),
         rope_theta=theta,
         rope_scaling=scaling,
-        bos_token_id=_token_id("bos_token_id", values.get("bos_token_id", 1)),
-        eos_token_id=_token_ids(values.get("eos_token_id", 2)),
+        bos_token_id=_token_id("bos_token_id", given["bos_token_id"]),
+        eos_token_id=_token_ids(given["eos_token_id"]),
     )
 
 
-def _check_architecture(values: Mapping[str, Any]) -> None:
-    model_type = values.get("model_type")
-    if model_type is None:
-        raise ConfigError(
-            'it has no model_type; if this is a Llama\'s config.json, add "model_type": "llama"'
-        )
-    if model_type != "llama":
-        raise ConfigError(f"model_type is {model_type!r}; only 'llama' can be built")
+def _check_supported(values: Mapping[str, Any], family: Family) -> None:
+    own = {"architectures": ([family.architecture], None), **dict(family.fixed)}
+    checked = {**{k: v for k, v in _SUPPORTED.items() if k not in family.keys}, **own}
     wrong = [
         f"{key} is {json.dumps(values[key])}, not {json.dumps(supported[0])}"
-        for key, supported in _SUPPORTED.items()
+        for key, supported in checked.items()
         if key in values and values[key] not in supported
     ]
     if wrong:
-        raise ConfigError(f"a Llama of this kind is not supported: {'; '.join(wrong)}")
+        raise ConfigError(
+            f"a {values['model_type']} of this kind is not supported: {'; '.join(wrong)}"
+        )
 
 
-def _check_known(values: Mapping[str, Any], ignore_keys: Collection[str]) -> None:
-    known = {*_ASSUMED, *_ROPE_KEYS, *_TOKEN_KEYS, *_SUPPORTED, *_HARMLESS, *ignore_keys}
+def _check_known(values: Mapping[str, Any], family: Family, ignore_keys: Collection[str]) -> None:
+    own = {"architectures", *family.keys}
+    known = {*SIZES, *_ROPE_KEYS, *_TOKENS, *_SUPPORTED, *_HARMLESS, *own, *ignore_keys}
     unknown = sorted(set(values) - known)
     if unknown:
         raise ConfigError(
@@ -180,10 +171,10 @@ def _token_ids(value: Any) -> int | tuple[int, ...] | None:
 # Rotary embeddings
 
 
-def _parse_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+def _parse_rope(values: Mapping[str, Any], default: float) -> tuple[float, RopeScaling | None]:
     """(theta, scaling). `rope_scaling` beside `rope_theta` is the older form."""
     found = {
-        key: _parse_rope_entry(key, values[key], values)
+        key: _parse_rope_entry(key, values[key], values, default)
         for key in ("rope_scaling", "rope_parameters")
         if values.get(key)
     }
@@ -191,11 +182,11 @@ def _parse_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         raise ConfigError("rope_scaling and rope_parameters disagree; remove one of them")
     if found:
         return next(iter(found.values()))
-    return _typed("rope_theta", values.get("rope_theta"), 10_000.0), None
+    return _typed("rope_theta", values.get("rope_theta"), default), None
 
 
 def _parse_rope_entry(
-    key: str, entry: Any, values: Mapping[str, Any]
+    key: str, entry: Any, values: Mapping[str, Any], default: float
 ) -> tuple[float, RopeScaling | None]:
     if not isinstance(entry, dict):
         raise ConfigError(f"{key} must be an object or null, not {json.dumps(entry)}")
@@ -206,7 +197,7 @@ def _parse_rope_entry(
             f"default, {' and '.join(ROPE_TYPES)} are"
         )
     _check_rope_keys(key, rope_type, entry)
-    return _theta(key, entry, values), _scaling(key, rope_type, entry, values)
+    return _theta(key, entry, values, default), _scaling(key, rope_type, entry, values)
 
 
 def _check_rope_keys(key: str, rope_type: str, entry: Mapping[str, Any]) -> None:
@@ -246,8 +237,8 @@ def _scaling(
     )
 
 
-def _theta(key: str, entry: Mapping[str, Any], values: Mapping[str, Any]) -> float:
-    outer: float = _typed("rope_theta", values.get("rope_theta"), 10_000.0)
+def _theta(key: str, entry: Mapping[str, Any], values: Mapping[str, Any], default: float) -> float:
+    outer: float = _typed("rope_theta", values.get("rope_theta"), default)
     inner: float = _typed(f"rope_theta of {key}", entry.get("rope_theta"), outer)
     if inner != outer and values.get("rope_theta") is not None:
         raise ConfigError(f"rope_theta is {outer}, and {inner} in {key}; remove one of them")
@@ -259,7 +250,7 @@ def _original_length(entry: Mapping[str, Any], values: Mapping[str, Any]) -> int
     name = "original_max_position_embeddings"
     places = (values.get(name), entry.get(name), values.get("max_position_embeddings"))
     found = next((place for place in places if place is not None), None)
-    length: int = _typed(name, found, _ASSUMED["max_position_embeddings"])
+    length: int = _typed(name, found, SIZES["max_position_embeddings"])
     return length
 
 
@@ -276,24 +267,21 @@ def to_hf(config: LlamaConfig, dtype: str) -> dict[str, Any]:
     Raises:
         ConfigError: transformers does not support the model.
     """
-    if config.hidden_size % config.num_attention_heads:
+    if config.model_type == "llama" and config.hidden_size % config.num_attention_heads:
         raise ConfigError(
             f"transformers refuses a hidden_size, {config.hidden_size}, that is no multiple of "
             f"num_attention_heads, {config.num_attention_heads}"
         )
-    own = {key: getattr(config, key) for key in _ASSUMED}
+    own = {key: getattr(config, key) for key in SIZES}
     eos = config.eos_token_id
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        **write_parts(config),
         **own,
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_width,
         "hidden_act": "silu",
-        "attention_bias": False,
         "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "pretraining_tp": 1,
+        **({"mlp_bias": False, "pretraining_tp": 1} if config.model_type == "llama" else {}),
         "rope_theta": config.rope_theta,
         "rope_scaling": _scaling_to_hf(config.rope_scaling),
         "bos_token_id": config.bos_token_id,

@@ -122,23 +122,27 @@ def _pieces(source: Source, config: LlamaConfig, structs: Any, advance: Advance)
 def _piecewise(
     parameter: Parameter, struct: jax.ShapeDtypeStruct, rows: Sequence[Tensor], advance: Advance
 ) -> Pieces:
-    """One parameter as `Pieces`; a chunk has one layer of a stacked one."""
+    """One parameter as `Pieces`; a chunk has one layer of a stacked one, and one expert."""
     dtypes = sorted({row.dtype for row in rows})
     if len(dtypes) > 1:
         raise WeightsError(
             f"layers are stacked, and {parameter.path} is {' and '.join(dtypes)} in different "
             "ones; give --noscan or a --dtype"
         )
+    by_name = dict(zip(parameter.names, rows, strict=True))
     assert struct.sharding is not None
     piece = struct.sharding.shard_shape(parameter.shape)
 
     def read(index: Index) -> Array:
-        if parameter.stacked:
-            block = np.stack([row[index[1:]] for row in rows[index[0]]])
-        else:
-            block = rows[0][index]
+        inner = index[parameter.leading :]
+        parts = [(place, by_name[name][inner]) for place, name in parameter.inside(index)]
+        block = parts[0][1]
+        if parameter.leading:
+            block = np.empty([part.stop - part.start for part in index], block.dtype)
+            for place, part in parts:
+                block[place] = part
         advance(block.nbytes)
         return block
 
-    stored = (1, *piece[1:]) if parameter.stacked else piece
+    stored = (*(1,) * parameter.leading, *piece[parameter.leading :])
     return Pieces(parameter.shape, dtypes[0], struct.sharding, stored, read)

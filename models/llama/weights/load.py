@@ -95,10 +95,10 @@ def check_can_load(folder: str | Path, config: LlamaConfig) -> None:
 def _read_block(stored: Folder, parameter: Parameter, config: LlamaConfig, index: Index) -> Array:
     """Reads one shard of a parameter, in `param_dtype`."""
     dtype = jnp.dtype(config.param_dtype)
-    if parameter.stacked:
+    if parameter.leading:
         block: Array = np.empty([part.stop - part.start for part in index], dtype)
-        for row, name in enumerate(parameter.names[index[0]]):
-            block[row] = stored.read(name, index[1:])
+        for place, name in parameter.inside(index):
+            block[place] = stored.read(name, index[parameter.leading :])
         return block
     (name,) = parameter.names
     tensor = stored.read(name, index)

@@ -1,23 +1,39 @@
 """Maps our parameters to the tensors of Hugging Face's checkpoints.
 
-layers/self_attn/q_proj/weight     model.layers.0.self_attn.q_proj.weight
-(stacked: L, out, in)              model.layers.1.self_attn.q_proj.weight, ...
+layers/self_attn/q_proj/weight          model.layers.0.self_attn.q_proj.weight
+(stacked: L, out, in)                   model.layers.1.self_attn.q_proj.weight, ...
+
+layers/0/mlp/experts/up_proj/weight     model.layers.0.mlp.experts.0.up_proj.weight
+(E, out, in)                            model.layers.0.mlp.experts.1.up_proj.weight, ...
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from models.llama import model
 from models.llama.config import LlamaConfig
+from models.llama.weights.files import Index
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 LAYERS = "layers/"
+EXPERTS = "experts"
+
+_MIXTRAL: Mapping[str, str] = {
+    "mlp": "block_sparse_moe",
+    "gate_proj": "w1",
+    "up_proj": "w3",
+    "down_proj": "w2",
+}
+"""What a Mixtral's files call parts of a layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,19 +43,35 @@ class Parameter:
     Args:
         path: keys joined by `/`.
         shape: of the whole parameter; the first dim of a stacked one is the layers.
-        names: Hugging Face's names: one, or one for each layer of a stacked parameter.
+        names: Hugging Face's names, one for each index of the leading dims, the last of which runs
+            first: of layers, where they are stacked, and of experts.
+        leading: how many dims that is.
         stacked: whether the first dim is the layers.
     """
 
     path: str
     shape: tuple[int, ...]
     names: tuple[str, ...]
+    leading: int
     stacked: bool
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """The shape of each tensor."""
-        return self.shape[1:] if self.stacked else self.shape
+        return self.shape[self.leading :]
+
+    @property
+    def places(self) -> dict[str, tuple[int, ...]]:
+        """Name -> where the tensor is in the leading dims: `()` if it is the whole parameter."""
+        return dict(zip(self.names, np.ndindex(*self.shape[: self.leading]), strict=True))
+
+    def inside(self, index: Index) -> Iterator[tuple[tuple[int, ...], str]]:
+        """The tensors that a slice of the parameter touches: (where in the slice, name)."""
+        names = np.array(self.names, object).reshape(self.shape[: self.leading])
+        spans = [range(part.start, part.stop) for part in index[: self.leading]]
+        for place in itertools.product(*spans):
+            at = tuple(i - span.start for i, span in zip(place, spans, strict=True))
+            yield at, names[place] if place else names.item()
 
 
 @functools.cache
@@ -61,16 +93,21 @@ def parameters(config: LlamaConfig) -> tuple[tuple[Parameter, ...], Any]:
 
 
 def _parameter(path: str, shape: tuple[int, ...], config: LlamaConfig) -> Parameter:
-    stacked = config.scan_layers and path.startswith(LAYERS)
-    name = path.removeprefix(LAYERS).replace("/", ".")
-    if stacked:
-        layers = range(config.num_hidden_layers)
-        names = tuple(f"model.layers.{layer}.{name}" for layer in layers)
-    elif path.startswith(LAYERS):
-        names = (f"model.layers.{name}",)
-    else:
-        names = (name if name == HEAD else f"model.{name}",)
-    return Parameter(path, shape, names, stacked)
+    if not path.startswith(LAYERS):
+        name = path.replace("/", ".")
+        return Parameter(path, shape, (name if name == HEAD else f"model.{name}",), 0, False)
+    parts = path.removeprefix(LAYERS).split("/")
+    stacked, mixed = config.scan_layers, EXPERTS in parts
+    layers = range(config.num_hidden_layers) if stacked else [int(parts.pop(0))]
+    if config.model_type == "mixtral" and "mlp" in parts:
+        parts = [_MIXTRAL.get(part, part) for part in parts]
+    before = parts.index(EXPERTS) + 1 if mixed else 0
+    experts = [[str(i)] for i in range(config.num_experts)] if mixed else [[]]
+    names = tuple(
+        ".".join(["model.layers", str(layer), *parts[:before], *expert, *parts[before:]])
+        for layer, expert in itertools.product(layers, experts)
+    )
+    return Parameter(path, shape, names, stacked + mixed, stacked)
 
 
 def order(name: str) -> tuple[int, int]:

@@ -6,10 +6,10 @@
     ...
 
 The projections of queries, keys, values, gate and up, and the vocabulary, are split by their
-outputs. The output projections of attention and MLP are split by their inputs. Norms are not split.
-So each rank computes its own heads and its own part of the MLP, and the sum over ranks is what the
-whole model computes (Shoeybi et al. 2019, section 3). With more ranks than key heads, several ranks
-have the same key head.
+outputs. The output projections of attention and MLP are split by their inputs. Norms are not split,
+nor the bias of an output projection, which belongs behind the sum. So each rank computes its own
+heads and its own part of the MLP, and the sum over ranks is what the whole model computes (Shoeybi
+et al. 2019, section 3). With more ranks than key heads, several ranks have the same key head.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ FORMAT = "spmd-ranks"
 SCHEMA = 1
 AXIS = "model"
 
-_BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-_BY_INPUTS = ("o_proj", "down_proj")
+_BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")
+_BY_INPUTS = ("o_proj", "down_proj", "w2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ def check_ranks(config: LlamaConfig, ranks: int) -> None:
     if ranks not in possible:
         raise WeightsError(
             f"{config.num_attention_heads} query heads, {config.kv_heads} key heads and an MLP of "
-            f"{config.intermediate_size} do not divide into {ranks} ranks; "
+            f"{config.expert_width} do not divide into {ranks} ranks; "
             f"{', '.join(map(str, possible))} ranks are possible"
         )
 
@@ -107,13 +107,15 @@ def _divides(config: LlamaConfig, ranks: int) -> bool:
     keys = config.kv_heads
     return not (
         config.num_attention_heads % ranks
-        or config.intermediate_size % ranks
+        or config.expert_width % ranks
         or (keys % ranks and ranks % keys)
     )
 
 
 def _cut(name: str, shape: tuple[int, ...], config: LlamaConfig, ranks: int) -> Cut:
     part = name.split(".")[-2]
+    if part in _BY_INPUTS and len(shape) == 1:  # a bias of sums over ranks: added once, by any
+        return Cut(None, 1, ranks)
     if part in ("k_proj", "v_proj"):
         pieces = min(ranks, config.kv_heads)
         return Cut(0, pieces, ranks // pieces)

@@ -121,9 +121,9 @@ def _sources(params: Params, config: LlamaConfig) -> list[Source]:
             "sizes have to be the same)"
         )
     sources = [
-        (name, parameter.tensor_shape, functools.partial(_gather, leaf, row, parameter.stacked))
+        (name, parameter.tensor_shape, functools.partial(_gather, leaf, place))
         for parameter, leaf in zip(wanted, leaves, strict=True)
-        for row, name in enumerate(parameter.names)
+        for name, place in parameter.places.items()
     ]
     return sorted(sources, key=lambda source: order(source[0]))
 
@@ -135,9 +135,9 @@ def _gathered(sources: Sequence[Source], dtype: str, advance: Advance) -> Iterat
         yield array
 
 
-def _gather(leaf: jax.Array, row: int, stacked: bool, dtype: str) -> Array:
-    """A parameter, or one layer of a stacked one, whole on every host."""
-    tensor: jax.Array = _layer(leaf, np.int32(row), dtype) if stacked else _cast(leaf, dtype)
+def _gather(leaf: jax.Array, place: tuple[int, ...], dtype: str) -> Array:
+    """A parameter, or one layer or expert of it, whole on every host."""
+    tensor: jax.Array = _at(leaf, tuple(map(np.int32, place)), dtype)
     whole: Array = (
         np.asarray(tensor)
         if tensor.is_fully_addressable
@@ -147,13 +147,9 @@ def _gather(leaf: jax.Array, row: int, stacked: bool, dtype: str) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def _layer(stack: jax.Array, row: jax.Array, dtype: str) -> jax.Array:
-    layer: jax.Array = jax.lax.dynamic_index_in_dim(stack, row, keepdims=False)
-    return layer.astype(dtype)
-
-
-@functools.partial(jax.jit, static_argnames="dtype")
-def _cast(leaf: jax.Array, dtype: str) -> jax.Array:
+def _at(leaf: jax.Array, place: tuple[Any, ...], dtype: str) -> jax.Array:
+    for row in place:
+        leaf = jax.lax.dynamic_index_in_dim(leaf, row, keepdims=False)
     return leaf.astype(dtype)
 
 

@@ -99,7 +99,17 @@ class Source:
     def tree(self) -> Any:
         """The tensors as a tree like that of `model.init` with layers unrolled."""
         wanted, treedef = parameters(self.config)
-        return jax.tree.unflatten(treedef, [self.tensors[p.names[0]] for p in wanted])
+        return jax.tree.unflatten(treedef, [self._whole(p) for p in wanted])
+
+    def _whole(self, parameter: Parameter) -> Tensor:
+        """A parameter: its one tensor, or its experts' together."""
+        parts = [self.tensors[name] for name in parameter.names]
+        if not parameter.leading:
+            return parts[0]
+        return Tensor(
+            parameter.path, parameter.shape, parts[0].dtype,
+            lambda index: np.stack([part[index[1:]] for part in parts[index[0]]]),
+        )  # fmt: skip
 
 
 def unrolled(config: LlamaConfig) -> LlamaConfig:
@@ -109,7 +119,8 @@ def unrolled(config: LlamaConfig) -> LlamaConfig:
 
 def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of a model."""
-    return {p.names[0]: p.shape for p in parameters(unrolled(config))[0]}
+    wanted = parameters(unrolled(config))[0]
+    return {name: p.tensor_shape for p in wanted for name in p.names}
 
 
 def stamps(folder: Path) -> tuple[str, ...]:
@@ -211,20 +222,19 @@ def _checkpoint_tensors(state: Path, parameter: Parameter, dtype: str) -> dict[s
     key = "params." + parameter.path.replace("/", ".")
     together = parameter.stacked and chunk_shape(_open_array(state, key))[0] > 1
 
-    def read(row: int, index: Index) -> Array:
+    def read(place: tuple[int, ...], index: Index) -> Array:
         if together:
-            stack: Array = _read_stack(state, key)[row]
+            stack: Array = _read_stack(state, key)[place]
             return stack[index]
-        place = (row, *index) if parameter.stacked else index
-        part: Array = _open_array(state, key)[place].read().result()
+        part: Array = _open_array(state, key)[(*place, *index)].read().result()
         return part
 
     return {
         name: Tensor(
-            name, parameter.tensor_shape, dtype, functools.partial(read, row),
+            name, parameter.tensor_shape, dtype, functools.partial(read, place),
             key if together else "",
         )
-        for row, name in enumerate(parameter.names)
+        for name, place in parameter.places.items()
     }  # fmt: skip
 
 
@@ -265,15 +275,17 @@ def fresh_source(config: LlamaConfig, seed: int) -> Iterator[Source]:
         flat, _ = jax.tree_util.tree_flatten_with_path(made)
         return {jax.tree_util.keystr(p, simple=True, separator="."): np.asarray(x) for p, x in flat}
 
-    def read(name: str, index: Index) -> Array:
-        local = name.removeprefix("model.")
+    def read(path: str, place: tuple[int, ...], index: Index) -> Array:
+        local = path.replace("/", ".")
         if not local.startswith("layers."):
             return part(-1)[local][index]
         _, layer, rest = local.split(".", 2)
-        return part(int(layer))[rest][index]
+        whole: Any = part(int(layer))[rest]
+        return np.asarray(whole[(*place, *index)])
 
     tensors = {
-        name: Tensor(name, shape, config.param_dtype, functools.partial(read, name))
-        for name, shape in tensor_shapes(config).items()
+        name: Tensor(name, p.tensor_shape, config.param_dtype, functools.partial(read, p.path, at))
+        for p in parameters(config)[0]
+        for name, at in p.places.items()
     }
     yield Source(config, tensors, f"fresh parameters, seed {seed}")

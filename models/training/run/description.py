@@ -98,7 +98,7 @@ class RunConfig:
             )
 
     def _check_batch(self) -> None:
-        axes = ("replica", "data", "model") if self.sharding == "fsdp" else ("replica", "data")
+        axes = ("replica", "data", "expert", *(("model",) if self.sharding == "fsdp" else ()))
         split = [axis for axis in axes if self.mesh.get(axis, 1) > 1] or ["data"]
         ways = math.prod(self.mesh.get(axis, 1) for axis in split)
         unit = ways * self.microbatches

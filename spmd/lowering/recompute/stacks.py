@@ -16,7 +16,7 @@ import numpy as np
 from spmd.ir.control_flow import integer_of
 from spmd.ir.description import Role
 from spmd.ir.index import Index
-from spmd.ir.program import Op, Region, Value
+from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.types import numpy_dtype
 from spmd.predict.fusion import is_untouched
 
@@ -54,6 +54,13 @@ class Pair(NamedTuple):
     place: Value
     read_at: Value
     stacks: tuple[Stack, ...]
+
+
+def has_pairs(program: Program) -> bool:
+    """Whether any loop of a program collects what a later one reads."""
+    index = Index(program)
+    regions = (region for op in program.walk() for region in op.regions)
+    return any(pairs_of(region, index) for region in (program.body, *regions))
 
 
 def pairs_of(region: Region, index: Index) -> list[Pair]:

@@ -32,6 +32,15 @@ def attended(x: Any, w: Any) -> Any:
     return spmd.ops.attention(q, k, k + 1)
 
 
+def mixed(x: Any, w: Any) -> Any:
+    """Three experts, of which each row takes two."""
+    chosen = jnp.asarray([[0, 1], [2, 0], [0, 2], [0, 1], [1, 2], [0, 1], [0, 1], [0, 2]])
+    rows, gates = x.reshape(2, 4, 16), jnp.abs(x[:, :2]).reshape(2, 4, 2)
+    return spmd.ops.experts(
+        rows, gates, chosen.reshape(2, 4, 2), w, w[::-1] + 0.1, jnp.swapaxes(w, 1, 2)
+    )
+
+
 def projected(x: Any, w: Any) -> Any:
     """A plain weight, one of 8 bits, and one of 4."""
     values, scales = (w * 50).astype(jnp.int8), jnp.abs(w[:, 0]) + 1
@@ -69,6 +78,12 @@ MISC: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
         "attention_gradient",
         jax.grad(lambda x, w: jnp.sum(attended(x, w) ** 2), (0, 1)),
         (X, matrices(8, 8)),
+    ),
+    ("experts", mixed, (X, matrices(3, 6, 16) / 4)),
+    (
+        "experts_gradient",
+        jax.grad(lambda x, w: jnp.sum(mixed(x, w) ** 2), (0, 1)),
+        (X, matrices(3, 6, 16) / 4),
     ),
     ("linear", projected, (X, matrices(8, 16, seed=2))),
     ("paged_attention", paged, (X, matrices(8, 8))),

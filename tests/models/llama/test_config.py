@@ -18,6 +18,12 @@ TINY = CONFIGS["tiny"]
         ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
         ({"head_dim": 5}, "has to be even"),
         ({"dtype": "float64"}, "dtype is 'float64'"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2', not one of"),
+        ({"attention_bias": "kv"}, "attention_bias is 'kv', not one of"),
+        ({"sliding_window": 0}, "sliding_window must be positive"),
+        ({"max_window_layers": -1}, "max_window_layers must be positive"),
+        ({"num_experts": 4}, "num_experts_per_tok is 0; a token takes from 1 to 4"),
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok is 5"),
         ({"param_dtype": "int8"}, "param_dtype is 'int8'"),
     ],
 )
@@ -47,6 +53,25 @@ def test_unknown_name_lists_the_known_ones():
         ("llama3.2-1b", 1_235_814_400),
         ("llama3.2-3b", 3_212_749_824),
         ("llama3.3-70b", 70_553_706_496),
+        ("mistral-7b", 7_241_732_096),
+        ("mistral-7b-v0.3", 7_248_023_552),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-3b", 3_085_938_688),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-14b", 14_770_033_664),
+        ("qwen2.5-32b", 32_763_876_352),
+        ("qwen2.5-72b", 72_706_203_648),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-14b", 14_768_307_200),
+        ("qwen3-32b", 32_762_123_264),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("mixtral-8x22b", 140_620_634_112),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
     ],
 )
 def test_published_parameter_counts(name, count):
@@ -128,6 +153,18 @@ def test_flops_per_token_of_both_conventions():
     assert config.flops_per_token(100, "palm") == 6 * (multiplied + 40) + 12 * attention
     tied = dataclasses.replace(config, tie_word_embeddings=True)
     assert tied.flops_per_token(100, "causal") == config.flops_per_token(100, "causal")
+    # A token sees as many before it as there are, 19 at most: (1 + ... + 19 + 81 * 20) / 100.
+    windows = dataclasses.replace(config, sliding_window=20, max_window_layers=1)
+    seen = 100 / 2 + 2 * (20 - 20 * 20 / 2 / 100)
+    assert windows.flops_per_token(100, "causal") == 6 * multiplied + 12 * 4 * seen
+    assert windows.flops_per_token(100, "palm") == config.flops_per_token(100, "palm")
+    assert windows.flops_per_token(8, "causal") == config.flops_per_token(8, "causal")
+    # Of five experts as wide as the MLP a token takes two; and there is the router.
+    experts = dataclasses.replace(config, num_experts=5, num_experts_per_tok=2)
+    more = 6 * 3 * (3 * 4 * 6 + 5 * 4)
+    for convention in ("causal", "palm"):
+        both = [c.flops_per_token(100, convention) for c in (config, experts)]
+        assert both[1] - both[0] == more
 
 
 def test_an_unknown_attention_is_said():

@@ -26,6 +26,7 @@ from serving.engine.backend import Limits, Part, Sampling
 from serving.engine.model_backend import ModelBackend, generate
 from tests.models.llama.inverse import dequantize
 from tests.models.llama.weights import checkpoints
+from tests.models.llama.weights.checkpoints import with_random_biases
 
 VOCABULARY = 128
 PAGES = 12
@@ -44,6 +45,8 @@ SHAPE = decode.ServingShape(
 FEW = SHAPE._replace(rows=SHAPE.rows[-1:], lengths=SHAPE.lengths[-1:])
 MESHES = ((1, 1), (2, 4), (2, 1), (1, 8))
 GREEDY = Sampling(temperature=0.0)
+QUICK = ("heads", "qwen2", "biased")
+"""Variants that have all parts which layers may have."""
 
 
 def limits(shape: decode.ServingShape = SHAPE) -> Limits:
@@ -221,10 +224,7 @@ def random_model(key_heads: int, **changes: Any) -> tuple[Any, LlamaConfig]:
 
 @pytest.mark.parametrize(
     "variant",
-    [
-        pytest.param(v, marks=() if v == "heads" else pytest.mark.heavy)
-        for v in checkpoints.VARIANTS
-    ],
+    [pytest.param(v, marks=() if v in QUICK else pytest.mark.heavy) for v in checkpoints.VARIANTS],
 )
 def test_every_variant(variant, folders):
     """Distributions are the forward pass's, and greedy texts are transformers'."""
@@ -416,13 +416,22 @@ def test_all_functions_can_be_warmed_up():
 # Quantization
 
 
-@pytest.mark.parametrize(("kind", "most"), [("int8", 0.05), ("fp8", 0.2), ("int4", 0.8)])
-def test_quantized_weights(kind, most):
+@pytest.mark.parametrize(
+    ("kind", "most", "changes"),
+    [
+        ("int8", 0.05, {}),
+        ("int8", 0.05, {"attention_bias": "qkvo", "qk_norm": True, "sliding_window": 5}),
+        ("fp8", 0.2, {}),
+        ("int4", 0.8, {}),
+    ],
+)
+def test_quantized_weights(kind, most, changes):
     """What is computed is the model of the rounded weights; they are near the true ones."""
-    params, config = random_model(2)
+    params, config = random_model(2, **changes)
+    params = with_random_biases(params)
     packed = quantize.quantize(params, kind)
     rounded = jax.tree.map(
-        lambda leaf: {"weight": dequantize(leaf)} if _is_quantized(leaf) else leaf,
+        lambda leaf: _dequantized(leaf) if _is_quantized(leaf) else leaf,
         packed,
         is_leaf=_is_quantized,
     )
@@ -442,6 +451,10 @@ def all_distributions(backend: ModelBackend, prompt: list[int]) -> Any:
     made.step({1: 7})()
     made.step({1: len(prompt) - 7})()
     return np.stack([made.found[1][i] for i in range(len(prompt))])
+
+
+def _dequantized(leaf: Any) -> Any:
+    return {"weight": dequantize(leaf)} | {k: x for k, x in leaf.items() if k == "bias"}
 
 
 def _is_quantized(leaf: Any) -> bool:

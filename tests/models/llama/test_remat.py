@@ -111,8 +111,10 @@ def test_offloaded_activations_go_to_the_host(params):
 
 
 def test_groups_have_to_divide_scanned_layers():
-    with pytest.raises(ConfigError, match="remat_every 3 does not divide num_hidden_layers 4"):
+    with pytest.raises(ConfigError, match="remat_every 3 does not divide 4 layers"):
         dataclasses.replace(TINY, remat="full", remat_every=3)
+    with pytest.raises(ConfigError, match="remat_every 2 does not divide 1 and 3 layers"):
+        dataclasses.replace(TINY, remat_every=2, sliding_window=8, max_window_layers=1)
 
 
 def test_z_loss_adds_the_squared_normalizer():

@@ -28,7 +28,9 @@ def flat(tree):
 
 
 def test_the_tables_cover_every_parameter_and_every_point():
-    shapes = TINY.parameter_shapes()
+    parts = dataclasses.replace(TINY, attention_bias="qkvo", qk_norm=True)
+    mixture = dataclasses.replace(parts, num_experts=4, num_experts_per_tok=2)
+    shapes = parts.parameter_shapes() | mixture.parameter_shapes()
     dims = {path: len(shape) for path, shape in shapes.items()}
     for table in sharding.TABLES.values():
         assert {path: len(spec) for path, spec in table.parameters.items()} == dims
@@ -52,7 +54,7 @@ def test_tied_parameters_have_no_rule_for_the_output():
 
 def test_what_fits_is_not_dropped():
     assert sharding.dropped_marks(TINY, SHAPE) == ()
-    everywhere = {"replica": 2, "data": 2, "model": 2}
+    everywhere = {"replica": 2, "data": 2, "expert": 2, "model": 2}
     einsum = dataclasses.replace(TINY, attention="einsum")
     assert sharding.activation_specs(einsum, everywhere) == sharding.ACTIVATION_SPECS
     fused = set(sharding.activation_specs(TINY, everywhere))
@@ -111,6 +113,19 @@ def test_nothing_but_the_batch_is_split_over_replicas():
         assert "replica" in str(table.batch), name
         for spec in sharding.parameter_rules(TINY, shape, table).values():
             assert "replica" not in str(spec), name
+
+
+def test_experts_are_on_their_axis_or_on_the_batchs():
+    config = dataclasses.replace(TINY, num_experts=4, num_experts_per_tok=2)
+    path = "layers/mlp/experts/down_proj/weight"
+    shape = {"data": 2, "expert": 2, "model": 2}
+    assert sharding.parameter_rules(config, shape)[path] == (None, "expert", "data", "model")
+    assert sharding.parameter_rules(config, SHAPE)[path] == (None, None, "data", "model")
+    folded = sharding.parameter_rules(config, SHAPE, sharding.table_named("2d-experts"))
+    assert folded[path] == (None, "data", None, "model")
+    assert sharding.activation_specs(config, shape)["logits"] == (("data", "expert"), None, "model")
+    (note,) = sharding.dropped_marks(dataclasses.replace(config, num_experts=3), shape)[:1]
+    assert "expert=2 does not divide 3 (dim 0), which stays whole" in note
 
 
 def test_tables_by_name():

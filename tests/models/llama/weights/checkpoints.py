@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 LONG = 48
@@ -36,8 +37,43 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     },
     "linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}},
     "head_dim": {"num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5},
+    "mistral": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 7},
+    "qwen2": {
+        "model_type": "qwen2",
+        "num_key_value_heads": 2,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 1,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 16},
+    "biased": {
+        "model_type": "qwen3",
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "attention_bias": True,
+    },
+    "mixtral": {
+        "model_type": "mixtral",
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.1,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "router_aux_loss_coef": 0.1,
+    },
 }
 """Name -> what differs from a small Llama 2."""
+
+FAMILIES = ("mistral", "qwen2", "qwen3", "biased", "mixtral", "qwen3_moe")
+"""The variants that are Llama with a difference."""
 
 SHARDED = "grouped"
 """The variant that is written in several files."""
@@ -55,15 +91,30 @@ def write(variant: str, folder: Path, **changes: Any) -> None:
         "num_attention_heads": 4,
         # Large, so that logits are far from equal and every weight matters.
         "initializer_range": 0.3,
-        **VARIANTS[variant],
+        **{"model_type": "llama", **VARIANTS[variant]},
         **changes,
     }
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**given))
+    config = transformers.AutoConfig.for_model(**given)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
     size = "20KB" if variant == SHARDED else "5GB"
     model.save_pretrained(folder, max_shard_size=size)
+
+
+def with_random_biases(params: Any) -> Any:
+    """Parameters whose biases, fresh ones being 0, are random."""
+    rng = np.random.default_rng(3)
+
+    def drawn(path: Any, leaf: Any) -> Any:
+        if "bias" not in jax.tree_util.keystr(path):
+            return leaf
+        return leaf + rng.normal(scale=0.3, size=leaf.shape).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(drawn, params)
 
 
 @functools.cache

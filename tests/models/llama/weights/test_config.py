@@ -66,6 +66,127 @@ LLAMA32_1B: dict[str, Any] = {
     "use_cache": True,
     "vocab_size": 128256,
 }
+MISTRAL_7B: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.34.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+QWEN25_7B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+MIXTRAL_8X7B: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.36.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+QWEN3_30B_A3B: dict[str, Any] = {
+    **QWEN3_8B,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
 
 
 def explicit(config):
@@ -80,6 +201,15 @@ def test_published_files_are_the_named_configs(tmp_path):
     for path in (tmp_path, tmp_path / "config.json"):
         assert explicit(read_config(path)) == explicit(CONFIGS["llama2-7b"])
     assert parse_config(LLAMA32_1B) == explicit(CONFIGS["llama3.2-1b"])
+    families = {
+        "mistral-7b": MISTRAL_7B,
+        "qwen2.5-7b": QWEN25_7B,
+        "qwen3-8b": QWEN3_8B,
+        "mixtral-8x7b": MIXTRAL_8X7B,
+        "qwen3-30b-a3b": QWEN3_30B_A3B,
+    }
+    for name, published in families.items():
+        assert explicit(parse_config(published)) == explicit(CONFIGS[name])
 
 
 def test_newer_files_keep_all_of_the_rotary_embedding_in_one_place():
@@ -97,6 +227,43 @@ def test_what_a_file_leaves_out_is_transformers_default():
     assert config.max_position_embeddings == 2048
     assert (config.vocab_size, config.rope_theta) == (32_000, 10_000.0)
     assert (config.bos_token_id, config.eos_token_id) == (1, 2)
+    mistral = parse_config({"model_type": "mistral"})
+    assert (mistral.kv_heads, mistral.sliding_window, mistral.max_window_layers) == (8, 4096, 0)
+    qwen2, qwen3 = (parse_config({"model_type": name}) for name in ("qwen2", "qwen3"))
+    assert (qwen2.attention_bias, qwen2.qk_norm, qwen2.sliding_window) == ("qkv", False, None)
+    assert (qwen3.attention_bias, qwen3.qk_norm, qwen3.head_dim) == ("none", True, 128)
+    assert qwen3.eos_token_id is None
+    mixtral, experts = (parse_config({"model_type": name}) for name in ("mixtral", "qwen3_moe"))
+    assert (mixtral.num_experts, mixtral.num_experts_per_tok, mixtral.rope_theta) == (8, 2, 1e6)
+    assert (mixtral.norm_topk_prob, mixtral.sliding_window) == (True, None)
+    assert (experts.num_experts, experts.expert_width, experts.norm_topk_prob) == (128, 768, False)
+
+
+def test_windows_are_in_the_last_layers():
+    sliding = {**QWEN25_7B, "use_sliding_window": True, "sliding_window": 512}
+    assert parse_config(sliding).window_spans == ((range(28), None),)
+    some = parse_config({**sliding, "max_window_layers": 20})
+    assert some.window_spans == ((range(20), None), (range(20, 28), 512))
+    types = ["full_attention"] * 3 + ["sliding_attention"] * 25
+    named = parse_config({**sliding, "layer_types": types})
+    assert named.window_spans == ((range(3), None), (range(3, 28), 512))
+    for wrong, message in (
+        ({**sliding, "layer_types": types[::-1]}, "layer_types has to be full_attention for some"),
+        ({**QWEN25_7B, "layer_types": types}, "use_sliding_window is not true"),
+        ({**sliding, "sliding_window": 0}, "sliding_window must be a positive integer"),
+        ({**sliding, "use_sliding_window": 1}, "use_sliding_window must be true or false"),
+        ({**sliding, "attention_bias": True}, "a qwen2 of this kind is not supported: attention_b"),
+        ({**sliding, "use_mrope": True}, "use_mrope is true, not false"),
+        ({**MISTRAL_7B, "layer_types": types}, "unknown keys layer_types"),
+        ({**QWEN3_30B_A3B, "num_local_experts": 4}, "num_local_experts and num_experts disagree"),
+        ({**QWEN3_30B_A3B, "num_experts": "8"}, 'num_experts must be an integer, not "8"'),
+        ({**QWEN3_30B_A3B, "norm_topk_prob": 1}, "norm_topk_prob must be true or false, not"),
+        ({**QWEN3_30B_A3B, "mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], not \[\]"),
+        ({**MIXTRAL_8X7B, "router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, not 0.0"),
+        ({**MISTRAL_7B, "architectures": ["LlamaForCausalLM"]}, "architectures is"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_config(wrong)
 
 
 def test_the_original_length_is_looked_for_where_transformers_does():
@@ -123,11 +290,27 @@ def test_what_is_written_is_read(name):
     assert parse_config(json.loads(json.dumps(to_hf(config, "bfloat16")))) == explicit(config)
 
 
-@pytest.mark.parametrize("name", ["llama2-70b", "llama3.1-8b", "llama3.2-1b"])
-def test_transformers_reads_what_is_written_and_the_reverse(name):
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama2-70b", {}),
+        ("llama3.1-8b", {}),
+        ("llama3.2-1b", {"attention_bias": "qkvo"}),
+        ("mistral-7b", {}),
+        ("mistral-7b-v0.3", {}),
+        ("qwen2.5-0.5b", {}),
+        ("qwen2.5-7b", {"sliding_window": 512, "max_window_layers": 20}),
+        ("qwen3-8b", {"sliding_window": 512}),
+        ("qwen3-0.6b", {"attention_bias": "qkvo"}),
+        ("mixtral-8x7b", {"sliding_window": 512}),
+        ("qwen3-30b-a3b", {"sliding_window": 512, "norm_topk_prob": False}),
+    ],
+)
+def test_transformers_reads_what_is_written_and_the_reverse(name, changes):
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.LlamaConfig(**to_hf(CONFIGS[name], "bfloat16"))
-    assert parse_config(theirs.to_dict()) == explicit(CONFIGS[name])
+    config = explicit(dataclasses.replace(CONFIGS[name], **changes))
+    theirs = transformers.AutoConfig.for_model(**to_hf(config, "bfloat16"))
+    assert parse_config(theirs.to_dict()) == config
     assert str(theirs.dtype).endswith("bfloat16")
 
 
@@ -137,10 +320,10 @@ def test_transformers_reads_what_is_written_and_the_reverse(name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mistral"}, "model_type is 'mistral'; only 'llama'"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; only 'llama', 'mistral', 'qwen2', 'qwen3'"),
         ({"model_type": None}, 'add "model_type": "llama"'),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures is"),
-        ({"attention_bias": True}, "attention_bias is true, not false"),
+        ({"attention_bias": "yes"}, 'attention_bias must be true or false, not "yes"'),
         ({"mlp_bias": True}, "mlp_bias is true, not false"),
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu", not "silu"'),
         ({"pretraining_tp": 2}, "pretraining_tp is 2, not 1"),
@@ -188,8 +371,8 @@ def test_what_would_compute_something_else_is_refused(changes, message, tmp_path
 def test_unknown_keys_can_be_passed_over():
     odd = {**LLAMA2_7B, "unsloth_version": "2024.9"}
     assert parse_config(odd, ignore_keys=["unsloth_version"]) == parse_config(LLAMA2_7B)
-    with pytest.raises(ConfigError, match="attention_bias"):  # what changes the model cannot be
-        parse_config({**LLAMA2_7B, "attention_bias": True}, ignore_keys=["attention_bias"])
+    with pytest.raises(ConfigError, match="mlp_bias"):  # what changes the model cannot be
+        parse_config({**LLAMA2_7B, "mlp_bias": True}, ignore_keys=["mlp_bias"])
 
 
 @pytest.mark.parametrize(
@@ -207,3 +390,14 @@ def test_what_transformers_would_not_read_is_not_written():
     config = dataclasses.replace(CONFIGS["tiny"], hidden_size=30, head_dim=8)
     with pytest.raises(ConfigError, match="transformers refuses a hidden_size, 30"):
         to_hf(config, "float32")
+    for name, changes, message in (
+        ("tiny", {"sliding_window": 8}, "has no llama with a window of 8 from layer 0"),
+        ("tiny", {"qk_norm": True, "attention_bias": "qkv"}, "attention_bias 'qkv', qk_norm True"),
+        ("mistral-7b", {"max_window_layers": 2}, "no mistral with a window of 4096 from layer 2"),
+        ("qwen2.5-7b", {"attention_bias": "none"}, "no qwen2 with attention_bias 'none'"),
+        ("tiny", {"num_experts": 2, "num_experts_per_tok": 1}, "no llama with num_experts 2"),
+        ("mixtral-8x7b", {"norm_topk_prob": False}, "no mixtral with norm_topk_prob False"),
+        ("mixtral-8x7b", {"moe_intermediate_size": 8}, "no mixtral with moe_intermediate_size 8"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            to_hf(dataclasses.replace(CONFIGS[name], **changes), "float32")

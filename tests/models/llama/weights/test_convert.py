@@ -25,10 +25,16 @@ from models.training.checkpoints.found import CheckpointError
 from models.training.checkpoints.store import Checkpoints
 from models.training.run.loop import TrainState
 from scripts import convert_checkpoints as script
+from tests.models.llama.weights.checkpoints import with_random_biases
 from tests.models.llama.weights.conversion import failure
 
 CONFIG = dataclasses.replace(
     CONFIGS["tiny"], num_attention_heads=8, num_key_value_heads=2, head_dim=8, scan_layers=False
+)
+
+
+EXPERTS = dataclasses.replace(
+    CONFIG, model_type="mixtral", num_experts=4, num_experts_per_tok=2, scan_layers=True
 )
 
 
@@ -88,6 +94,61 @@ def test_there_and_back_is_the_same_bits(n, m, whole, cut, tmp_path):
     same_files(tmp_path / "whole", whole)
 
 
+def test_biases_and_norms_of_heads(tmp_path):
+    """Biases are cut as the rows of their weights; that behind the sum over ranks is whole."""
+    config = dataclasses.replace(CONFIG, model_type="qwen3", attention_bias="qkvo", qk_norm=True)
+    init = jax.jit(functools.partial(model.init, config=config))
+    weights.save(with_random_biases(init(jax.random.key(0))), config, tmp_path / "whole")
+    whole = tensors(tmp_path / "whole")
+    with hf_source(tmp_path / "whole") as source:
+        write_ranks(source, tmp_path / "ranks", 4)
+    prefix = "model.layers.1.self_attn."
+    for rank in range(4):
+        found = load_file(tmp_path / "ranks" / rank_file(rank))
+        for name, (piece, size) in {
+            "q_proj.bias": (rank, 16), "k_proj.bias": (rank // 2, 8), "v_proj.bias": (rank // 2, 8),
+            "o_proj.bias": (0, 32), "q_norm.weight": (0, 8), "k_norm.weight": (0, 8),
+        }.items():  # fmt: skip
+            wanted = whole[prefix + name][piece * size : (piece + 1) * size]
+            assert np.any(wanted) and len(wanted) == size
+            np.testing.assert_array_equal(found[prefix + name], wanted)
+    with ranks_source(tmp_path / "ranks") as source:
+        write_hf(source, tmp_path / "again")
+    back = tensors(tmp_path / "again")
+    assert set(back) == set(whole)
+    for name, tensor in whole.items():
+        np.testing.assert_array_equal(back[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "names"),
+    [("mixtral", "block_sparse_moe.experts.3.w2"), ("qwen3_moe", "mlp.experts.3.down_proj")],
+)
+def test_experts_are_tensors_of_their_own(model_type, names, tmp_path):
+    """Each cut by its width; the router is whole."""
+    qk_norm = model_type == "qwen3_moe"
+    config = dataclasses.replace(EXPERTS, model_type=model_type, qk_norm=qk_norm, scan_layers=False)
+    with fresh_source(config, 0) as source:
+        write_hf(source, tmp_path / "whole")
+    expected = jax.jit(functools.partial(model.init, config=config))(jax.random.key(0))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+    for scan in (False, True):
+        loaded = weights.load(tmp_path / "whole", dataclasses.replace(config, scan_layers=scan))
+        jax.tree.map(close, model.unstack_layers(loaded) if scan else loaded, expected)
+    with hf_source(tmp_path / "whole") as source:
+        write_ranks(source, tmp_path / "ranks", 2)
+        jax.tree.map(close, jax.tree.map(np.asarray, source.tree()), expected)
+    last = load_file(tmp_path / "ranks" / rank_file(1))
+    wanted = expected["layers"]["1"]["mlp"]["experts"]["down_proj"]["weight"][3, :, 32:]
+    close(last[f"model.layers.1.{names}.weight"], wanted)
+    assert last[f"model.layers.0.{names.split('.')[0]}.gate.weight"].shape == (4, 32)
+    with ranks_source(tmp_path / "ranks") as source:
+        write_hf(source, tmp_path / "again")
+    same_files(tmp_path / "again", tmp_path / "whole")
+    with pytest.raises(WeightsError, match="an MLP of 64 do not divide into 3 ranks"):
+        cuts(config, 3)
+
+
 def total(parts):
     return functools.reduce(jnp.add, parts)
 
@@ -126,7 +187,9 @@ def logits_of_ranks(stored, tokens_BS):
         norms = part(0, prefix)
         y = model.rms_norm(x, norms["input_layernorm"]["weight"], config.rms_norm_eps)
         x = x + total(
-            model.attention(part(r, f"{prefix}self_attn."), y, rope, None, config, model.no_marks)
+            model.attention(
+                part(r, f"{prefix}self_attn."), y, rope, None, None, config, model.no_marks
+            )
             for r in range(ranks)
         )
         y = model.rms_norm(x, norms["post_attention_layernorm"]["weight"], config.rms_norm_eps)
@@ -169,9 +232,8 @@ def test_a_vocabulary_that_is_not_divided_stays_whole():
 # From training
 
 
-@pytest.mark.parametrize("scan", [True, False])
-def test_checkpoints_of_training(scan, tmp_path, devices8):
-    config = dataclasses.replace(CONFIG, scan_layers=scan)
+@pytest.mark.parametrize("config", [CONFIG, dataclasses.replace(CONFIG, scan_layers=True), EXPERTS])
+def test_checkpoints_of_training(config, tmp_path, devices8):
     mesh = jax.sharding.Mesh(np.array(devices8), ("data",))
     params = jax.jit(functools.partial(model.init, config=config))(jax.random.key(1))
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))

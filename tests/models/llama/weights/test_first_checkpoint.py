@@ -134,6 +134,20 @@ def test_any_dtype_becomes_the_runs(whole, tmp_path, devices8):
     jax.tree.map(np.testing.assert_array_equal, restored.params, loaded)
 
 
+def test_experts_are_read_one_by_one(tmp_path, devices8):
+    mesh = spmd.make_mesh(data=2, expert=2, model=2, devices=devices8)
+    config = dataclasses.replace(
+        CONFIG, model_type="mixtral", num_experts=4, num_experts_per_tok=2, norm_topk_prob=True
+    )
+    with fresh_source(config, 5) as source:
+        write_hf(source, tmp_path / "whole")
+        write_run(source, tmp_path / "run", {"data": 2, "expert": 2})
+    loaded = weights.load(tmp_path / "whole", config)
+    targets = sharding.mark_params(jax.eval_shape(lambda: loaded), mesh, config)
+    _, restored = restore(tmp_path / "run", TrainState(targets, {}))
+    jax.tree.map(np.testing.assert_array_equal, restored.params, loaded)
+
+
 def test_another_model_is_refused(whole, trainer, tmp_path):
     write(hf_source(whole), tmp_path / "run", {"data": 2})
     meta = find_saved(tmp_path / "run" / "checkpoints").meta

@@ -58,11 +58,28 @@ def test_logits_are_transformers(variant, folders):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_partitioned_logits_are_transformers(variant, folders, mesh):
-    scan = variant == "heads"  # the others are unrolled: both ways, each compiled once
+    scan = variant in ("heads", "qwen2")  # others are unrolled: both ways, each compiled once
     config = dataclasses.replace(read_config(folders(variant)), scan_layers=scan)
     compiled = compile_forward(config, mesh)
     params = weights.load(folders(variant), config, compiled.in_shardings[0])
     assert_same_logits(compiled(params, TOKENS_BS), folders(variant))
+
+
+@pytest.mark.parametrize(
+    ("variant", "change"),
+    [
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 8}),
+        ("qwen2", {"max_window_layers": 0}),
+    ],
+)
+def test_windows_matter(variant, change, folders):
+    config = read_config(folders(variant))
+    params = weights.load(folders(variant), config)
+    other = dataclasses.replace(config, **change)
+    ours = jax.jit(functools.partial(model.forward, config=other))(params, TOKENS_BS)
+    with pytest.raises(AssertionError):
+        assert_same_logits(ours, folders(variant))
 
 
 def test_scaling_matters(folders):

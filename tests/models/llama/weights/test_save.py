@@ -25,6 +25,15 @@ from tests.two_processes import run_both
 ROOT = Path(__file__).parents[4]
 TINY = CONFIGS["tiny"]
 UNROLLED = dataclasses.replace(TINY, scan_layers=False)
+QWEN3 = dataclasses.replace(
+    TINY, model_type="qwen3", qk_norm=True, attention_bias="qkvo", sliding_window=6,
+    max_window_layers=1, vocab_size=128, initializer_range=0.3, bos_token_id=126,
+    eos_token_id=(126, 127),
+)  # fmt: skip
+MIXTURE = dataclasses.replace(
+    QWEN3, model_type="qwen3_moe", max_window_layers=0, num_experts=4, num_experts_per_tok=2,
+    moe_intermediate_size=40, router_aux_loss_coef=0.1,
+)  # fmt: skip
 LLAMA3 = LlamaConfig(
     vocab_size=128,
     hidden_size=32,
@@ -70,13 +79,14 @@ def assert_equal_trees(ours, theirs):
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
-@pytest.mark.parametrize("scan", [True, False])
-def test_transformers_computes_the_same(scan, mesh, tmp_path):
+@pytest.mark.parametrize(
+    "config", [LLAMA3, dataclasses.replace(LLAMA3, scan_layers=False), QWEN3, MIXTURE]
+)
+def test_transformers_computes_the_same(config, mesh, tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from tests.models.llama.weights import checkpoints
 
-    config = dataclasses.replace(LLAMA3, scan_layers=scan)
     params = fresh(config)
     folder = tmp_path / "exported"
     marked = sharding.mark_params(params, mesh, config)
@@ -90,7 +100,7 @@ def test_transformers_computes_the_same(scan, mesh, tmp_path):
     assert (generation.bos_token_id, generation.eos_token_id) == (126, [126, 127])
 
 
-@pytest.mark.parametrize("config", [TINY, UNROLLED, LLAMA3])
+@pytest.mark.parametrize("config", [TINY, UNROLLED, LLAMA3, QWEN3, MIXTURE])
 def test_round_trip_is_exact(config, mesh, tmp_path):
     params = fresh(config)
     weights.save(sharding.mark_params(params, mesh, config), config, tmp_path / "exported")

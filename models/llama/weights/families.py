@@ -1,0 +1,305 @@
+"""What each `model_type` of a `config.json` says beside the sizes that all have.
+
+    mistral      a window in all layers
+    qwen2        biases on q, k and v; a window in the layers from `max_window_layers` on, if
+                 `use_sliding_window`
+    qwen3        norms of each head's queries and keys; windows as qwen2; biases, if
+                 `attention_bias`
+    mixtral      experts, and a window in all layers
+    qwen3_moe    qwen3 with experts; a window in all layers, if `use_sliding_window`
+
+Biases of an MLP, and layers of several kinds, no family has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from models.llama.config import ConfigError, LlamaConfig
+
+SIZES: Mapping[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+}
+"""Keys that are fields of `LlamaConfig` too -> transformers' default for a Llama."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How one `model_type` is read and written.
+
+    Attributes:
+        architecture: transformers' class.
+        defaults: transformers' defaults where they are not those of a Llama.
+        attention_bias: the field of `LlamaConfig`; None if the key `attention_bias` decides.
+        qk_norm: the field.
+        window: the keys of a window: none, `sliding_window` for all layers, with a switch, or those
+            of `LAYERED`.
+        experts: the field of `LlamaConfig` -> the keys that say it, the first as transformers
+            writes it.
+        fixed: keys of experts -> the values that we support.
+        theta: transformers' default of the base of rotary frequencies.
+    """
+
+    architecture: str
+    defaults: Mapping[str, Any]
+    attention_bias: str | None = "none"
+    qk_norm: bool = False
+    window: Sequence[str] = ()
+    experts: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    fixed: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    theta: float = 10_000.0
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys that such a file has and a Llama's lacks, or has with one value only."""
+        own = {key for _, keys in self.experts for key in keys} | {key for key, _ in self.fixed}
+        own |= {*self.window, *(["output_router_logits"] if self.experts else [])}
+        return frozenset(own | ({"attention_bias"} if self.attention_bias is None else set()))
+
+
+LAYERED = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+SWITCHED = ("use_sliding_window", "sliding_window", "max_window_layers")
+
+_EXPERTS = (
+    ("num_experts_per_tok", ("num_experts_per_tok",)),
+    ("router_aux_loss_coef", ("router_aux_loss_coef",)),
+)
+
+_QWEN: Mapping[str, Any] = {
+    "vocab_size": 151_936,
+    "intermediate_size": 22_016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama": Family("LlamaForCausalLM", {}, attention_bias=None),
+        "mistral": Family(
+            "MistralForCausalLM",
+            {
+                "intermediate_size": 14_336,
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 131_072,
+            },
+            window=("sliding_window",),
+        ),
+        "qwen2": Family("Qwen2ForCausalLM", _QWEN, attention_bias="qkv", window=LAYERED),
+        "qwen3": Family(
+            "Qwen3ForCausalLM",
+            {**_QWEN, "head_dim": 128},
+            attention_bias=None,
+            qk_norm=True,
+            window=LAYERED,
+        ),
+        "mixtral": Family(
+            "MixtralForCausalLM",
+            {
+                "intermediate_size": 14_336,
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 131_072,
+                "rms_norm_eps": 1e-5,
+                "sliding_window": None,
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+                "router_aux_loss_coef": 0.001,
+            },
+            window=("sliding_window",),
+            experts=(("num_experts", ("num_local_experts",)), *_EXPERTS),
+            fixed=(("router_jitter_noise", (0.0, None)),),
+            theta=1e6,
+        ),
+        "qwen3_moe": Family(
+            "Qwen3MoeForCausalLM",
+            {
+                **_QWEN,
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "num_hidden_layers": 24,
+                "num_key_value_heads": 4,
+                "num_local_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768,
+                "norm_topk_prob": False,
+                "router_aux_loss_coef": 0.001,
+            },
+            attention_bias=None,
+            qk_norm=True,
+            window=SWITCHED,
+            experts=(
+                ("num_experts", ("num_local_experts", "num_experts")),
+                ("moe_intermediate_size", ("moe_intermediate_size",)),
+                ("norm_topk_prob", ("norm_topk_prob",)),
+                *_EXPERTS,
+            ),
+            fixed=(("decoder_sparse_step", (1, None)), ("mlp_only_layers", ([], None))),
+        ),
+    }
+)
+"""`model_type` -> the family."""
+
+_FIELDS = {field.name: field for field in dataclasses.fields(LlamaConfig)}
+
+WINDOW = 4096
+"""transformers' default of `sliding_window`, where a family has one."""
+
+
+def family_of(values: Mapping[str, Any]) -> Family:
+    """The family of a `config.json`.
+
+    Raises:
+        ConfigError: it names none, or one that cannot be built.
+    """
+    model_type = values.get("model_type")
+    if model_type is None:
+        raise ConfigError(
+            'it has no model_type; if this is a Llama\'s config.json, add "model_type": "llama"'
+        )
+    if model_type not in FAMILIES:
+        raise ConfigError(
+            f"model_type is {model_type!r}; only {', '.join(map(repr, FAMILIES))} can be built"
+        )
+    return FAMILIES[model_type]
+
+
+def read_parts(values: Mapping[str, Any], family: Family, layers: int) -> dict[str, Any]:
+    """The fields of `LlamaConfig` that tell families apart.
+
+    Args:
+        values: the content of a `config.json`.
+        family: its family.
+        layers: how many there are.
+
+    Raises:
+        ConfigError: a key has a value that is not one of its own, or windows are not in the last
+            layers.
+    """
+    window, first = _read_window(values, family, layers)
+    return {
+        "model_type": values["model_type"],
+        "attention_bias": _read_bias(values, family),
+        "qk_norm": family.qk_norm,
+        "sliding_window": window,
+        "max_window_layers": first,
+        **_read_experts(values, family),
+    }
+
+
+def _read_experts(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The fields of experts; none if the family has none."""
+    found: dict[str, Any] = {}
+    for field, keys in family.experts:
+        given = {key: values[key] for key in keys if values.get(key) is not None}
+        default = family.defaults.get(keys[0])
+        if len(set(given.values())) > 1:
+            raise ConfigError(f"{' and '.join(given)} disagree; remove one of them")
+        for key, value in given.items():
+            _check_type(key, value, default)
+        found[field] = next(iter(given.values()), default)
+    return found
+
+
+def _check_type(key: str, value: Any, default: Any) -> None:
+    wanted = {bool: "true or false", int: "an integer", float: "a number"}[type(default)]
+    fits = (int, float) if isinstance(default, float) else (type(default),)
+    if type(value) not in fits:
+        raise ConfigError(f"{key} must be {wanted}, not {json.dumps(value)}")
+
+
+def _read_bias(values: Mapping[str, Any], family: Family) -> str:
+    if family.attention_bias is not None:
+        return family.attention_bias
+    return "qkvo" if _flag(values, "attention_bias") else "none"
+
+
+def _flag(values: Mapping[str, Any], key: str) -> bool:
+    value = values.get(key)
+    if value not in (True, False, None) or isinstance(value, int) != isinstance(value, bool):
+        raise ConfigError(f"{key} must be true or false, not {json.dumps(value)}")
+    return bool(value)
+
+
+def _read_window(values: Mapping[str, Any], family: Family, layers: int) -> tuple[int | None, int]:
+    """(the window, how many layers in front have none)."""
+    default = family.defaults.get("sliding_window", WINDOW)
+    window = values.get("sliding_window", default) if family.window else None
+    if window is not None and (type(window) is not int or window < 1):
+        raise ConfigError(f"sliding_window must be a positive integer, not {json.dumps(window)}")
+    if "use_sliding_window" in family.window and not _flag(values, "use_sliding_window"):
+        window = None
+    if "layer_types" not in family.window:
+        return window, 0
+    types = values.get("layer_types")
+    if types is None:
+        first = values.get("max_window_layers", 28)
+        if type(first) is not int or first < 0:
+            raise ConfigError(f"max_window_layers must be an integer, not {json.dumps(first)}")
+    else:
+        first = list(types).count(FULL)
+        if list(types) != [FULL] * first + [SLIDING] * (layers - first):
+            raise ConfigError(
+                f"layer_types has to be {FULL} for some of {layers} layers, then {SLIDING} for the "
+                f"others, not {json.dumps(types)}"
+            )
+        if window is None and first < layers:
+            raise ConfigError(f"layer_types has {SLIDING}, and use_sliding_window is not true")
+    return (window, first) if window is not None and first < layers else (None, 0)
+
+
+def write_parts(config: LlamaConfig) -> dict[str, Any]:
+    """The keys of a `config.json` that tell families apart.
+
+    Raises:
+        ConfigError: the family's models have not what this one has.
+    """
+    family = FAMILIES[config.model_type]
+    has_window = config.sliding_window is not None
+    layered = {
+        "use_sliding_window": has_window,
+        "sliding_window": config.sliding_window,
+        "max_window_layers": config.max_window_layers if has_window else config.num_hidden_layers,
+    }
+    keys = {
+        "model_type": config.model_type,
+        "architectures": [family.architecture],
+        **{keys[0]: getattr(config, field) for field, keys in family.experts},
+        **{key: supported[0] for key, supported in family.fixed},
+        **{key: value for key, value in layered.items() if key in family.window},
+        "attention_bias": config.attention_bias == "qkvo",
+    }
+    if family.attention_bias == "qkv":
+        del keys["attention_bias"]
+    if "moe_intermediate_size" in keys:
+        keys["moe_intermediate_size"] = config.expert_width
+    read = read_parts(keys, family, config.num_hidden_layers)
+    wrong = [
+        f"{name} {getattr(config, name)!r}"
+        for name in ("attention_bias", "qk_norm", "num_experts", "norm_topk_prob")
+        if read.get(name, _FIELDS[name].default) != getattr(config, name)
+    ]
+    as_read = dataclasses.replace(config, **{"moe_intermediate_size": None, **read})
+    if as_read.expert_width != config.expert_width:
+        wrong.append(f"moe_intermediate_size {config.moe_intermediate_size}")
+    if as_read.window_spans != config.window_spans:
+        wrong.append(f"a window of {config.sliding_window} from layer {config.max_window_layers}")
+    if wrong:
+        raise ConfigError(f"transformers has no {config.model_type} with {', '.join(wrong)}")
+    return keys

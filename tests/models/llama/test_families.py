@@ -1,0 +1,209 @@
+"""Llama's relatives are trained as transformers and PyTorch train them; all parts together."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import spmd
+from models.llama import model, sharding
+from models.llama.config import CONFIGS, LlamaConfig
+from models.llama.training import batch_loss, train_step
+from models.llama.weights import load as weights
+from models.llama.weights.config import read_config
+from models.training.run.optimizer import initial_state
+from spmd.ops import fp8
+from tests.models.llama.inverse import stack_layers
+from tests.models.llama.test_packing import batch as packed_batch
+from tests.models.llama.weights import checkpoints
+from tests.models.llama.weights.checkpoints import with_random_biases
+from tools import training_peers
+
+STEPS = 3
+PARTS = dataclasses.replace(
+    CONFIGS["tiny"], model_type="qwen3", num_hidden_layers=3, attention_bias="qkvo", qk_norm=True,
+    sliding_window=5, max_window_layers=1, initializer_range=0.2,
+)  # fmt: skip
+"""A model that has everything by which families differ."""
+
+
+def batches() -> list[dict[str, Any]]:
+    """Token ids of each step: more of them than windows reach."""
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(3, 128, (STEPS, 8, 25)).astype(np.int32)
+    return [{"inputs": x[:, :-1], "targets": x[:, 1:]} for x in tokens]
+
+
+def their_steps(folder: Any, into: Any) -> tuple[list[float], dict[str, Any]]:
+    """Losses and parameters after `STEPS` steps of PyTorch's AdamW."""
+    import torch
+    import transformers
+
+    net = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    losses = list(training_peers.torch_steps(net, lambda number: batches()[number], STEPS))
+    net.save_pretrained(into)
+    return losses, load_file(into / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(v, marks=pytest.mark.heavy if v in ("mistral", "qwen3") else ())
+        for v in checkpoints.FAMILIES  # others have all that these have
+    ],
+)
+def test_three_steps_are_transformers(
+    variant: str, folders: Any, mesh: spmd.Mesh, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loaded, trained on a mesh and saved again: their losses, their parameters."""
+    # AdamW's usual epsilon makes a whole step of a gradient that is rounding alone.
+    monkeypatch.setattr(training_peers, "EPSILON", 1e-5)
+    config = dataclasses.replace(read_config(folders(variant)), scan_layers=variant != "biased")
+    params = weights.load(folders(variant), config)
+    rule = training_peers.optimizer()
+    step = spmd.jit(train_step(config, rule, sharding.activation_marks(mesh, config)), mesh=mesh)
+    params, state = sharding.mark_params(params, mesh, config), rule.init(params)
+    losses = []
+    for given in batches():
+        params, state, loss = step(params, state, sharding.mark_batch(given, mesh))
+        losses.append(float(loss))
+    their_losses, theirs = their_steps(folders(variant), tmp_path / "theirs")
+    np.testing.assert_allclose(losses, their_losses, rtol=1e-5)
+    weights.save(params, config, tmp_path / "trained")
+    ours, before = (
+        load_file(x / "model.safetensors") for x in (tmp_path / "trained", folders(variant))
+    )
+    assert set(ours) == set(theirs)
+    for name, wanted in theirs.items():
+        moved = np.abs(wanted - before[name]).max()
+        assert moved > 1e-3, name
+        np.testing.assert_allclose(ours[name], wanted, rtol=0, atol=0.02 * moved, err_msg=name)
+
+
+def drawn(config: LlamaConfig) -> Any:
+    init = jax.jit(functools.partial(model.init, config=config))
+    return with_random_biases(init(jax.random.key(0)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"scan_layers": False, "attention": "composite", "remat": "save:q,k"},
+        {"attention": "einsum", "remat": "full"},
+    ],
+    ids=str,
+)
+def test_all_parts_with_packed_documents(changes: dict[str, Any], mesh: spmd.Mesh) -> None:
+    """On a mesh, scanned and not, by every attention: as unrolled on one device by two einsums."""
+    plain = dataclasses.replace(PARTS, attention="einsum", scan_layers=False)
+    params = drawn(PARTS)
+    apart = model.unstack_layers(params)
+    wanted = jax.jit(jax.value_and_grad(batch_loss(plain)))(apart, packed_batch())
+    config = dataclasses.replace(PARTS, **changes)
+    given = params if config.scan_layers else apart
+    step = jax.value_and_grad(batch_loss(config, sharding.activation_marks(mesh, config)))
+    loss, grads = spmd.jit(step, mesh=mesh)(
+        sharding.mark_params(given, mesh, config), sharding.mark_batch(packed_batch(), mesh)
+    )
+    found = loss, model.unstack_layers(grads) if config.scan_layers else grads
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-6), found, wanted)
+
+
+def test_windows_hide_what_is_far_in_packed_documents() -> None:
+    """Without the window the loss is another: the comparison above sees it."""
+    losses = [
+        float(jax.jit(batch_loss(config))(drawn(PARTS), packed_batch()))
+        for config in (PARTS, dataclasses.replace(PARTS, sliding_window=None))
+    ]
+    assert abs(losses[0] - losses[1]) > 1e-4
+
+
+def test_all_parts_in_fp8() -> None:
+    config = dataclasses.replace(PARTS, matmul="fp8")
+    params = with_random_biases(
+        jax.jit(functools.partial(model.init, config=config))(jax.random.key(0))
+    )
+    rule = training_peers.optimizer()
+    step = jax.jit(train_step(config, rule))
+    new, _, loss = step(params, initial_state(rule, params), packed_batch())
+    exact = float(jax.jit(batch_loss(PARTS))(model.without_states(params), packed_batch()))
+    assert float(loss) != exact and float(loss) == pytest.approx(exact, rel=0.02)
+    layers, before = new["layers"]["self_attn"], params["layers"]["self_attn"]
+    for name, part in (("q_proj", "bias"), ("o_proj", "bias"), ("k_norm", "weight")):
+        assert np.abs(layers[name][part] - before[name][part]).max() > 1e-4
+    for state in jax.tree.leaves(fp8.split(new)[1]):
+        assert (np.asarray(state)[..., 0] > 0).all()
+
+
+MIXTURE = dataclasses.replace(
+    PARTS, model_type="qwen3_moe", attention_bias="none", max_window_layers=0, num_experts=4,
+    num_experts_per_tok=2, moe_intermediate_size=48, router_aux_loss_coef=0.1,
+)  # fmt: skip
+
+
+@functools.cache
+def mixture_alone() -> Any:
+    """Loss and gradients of the unrolled mixture on one device, layers stacked again."""
+    plain = dataclasses.replace(MIXTURE, scan_layers=False)
+    params = model.unstack_layers(drawn(MIXTURE))
+    loss, grads = jax.jit(jax.value_and_grad(batch_loss(plain)))(params, packed_batch())
+    return loss, stack_layers(grads)
+
+
+@pytest.mark.parametrize(
+    ("axes", "table", "changes"),
+    [
+        ({"data": 2, "expert": 2, "model": 2}, "2d", {}),
+        ({"data": 4, "model": 2}, "2d-experts", {"remat": "full"}),
+        pytest.param({"expert": 2, "model": 2}, "fsdp", {}, marks=pytest.mark.heavy),
+        pytest.param({"data": 4, "model": 2}, "2d", {}, marks=pytest.mark.heavy),
+    ],
+    ids=str,
+)
+def test_experts_on_meshes(axes: Any, table: str, changes: Any, devices8: Any) -> None:
+    mesh = spmd.make_mesh(devices=devices8[: math.prod(axes.values())], **axes)
+    specs = sharding.table_named(table)
+    config = dataclasses.replace(MIXTURE, **changes)
+    step = jax.value_and_grad(batch_loss(config, sharding.activation_marks(mesh, config, specs)))
+    compiled = spmd.jit(step, mesh=mesh).compile(
+        sharding.mark_params(drawn(MIXTURE), mesh, config, specs),
+        sharding.mark_batch(packed_batch(), mesh, specs),
+    )
+    found = compiled(
+        sharding.mark_params(drawn(MIXTURE), mesh, config, specs),
+        sharding.mark_batch(packed_batch(), mesh, specs),
+    )
+    close = functools.partial(np.testing.assert_allclose, rtol=5e-4, atol=1e-6)
+    jax.tree.map(close, found, mixture_alone())
+    held = found[1]["layers"]["mlp"]["experts"]["up_proj"]["weight"].addressable_shards[0]
+    split = axes["data"] if table == "2d-experts" else axes.get("expert", 1)
+    assert held.data.shape[1] == 4 // split
+
+
+def test_experts_are_not_in_fp8() -> None:
+    """What is multiplied beside them is."""
+    config = dataclasses.replace(MIXTURE, matmul="fp8")
+    params = with_random_biases(
+        jax.jit(functools.partial(model.init, config=config))(jax.random.key(0))
+    )
+    assert "q_proj k_proj v_proj" in params["layers"]["self_attn"][model.FP8]
+    assert not params["layers"]["mlp"][model.FP8]
+    loss = float(jax.jit(batch_loss(config))(params, packed_batch()))
+    exact = float(jax.jit(batch_loss(MIXTURE))(model.without_states(params), packed_batch()))
+    assert loss != exact and loss == pytest.approx(exact, rel=0.02)
+
+
+def test_the_load_balancing_loss_counts() -> None:
+    losses = [
+        float(jax.jit(batch_loss(config))(drawn(MIXTURE), packed_batch()))
+        for config in (MIXTURE, dataclasses.replace(MIXTURE, router_aux_loss_coef=0.0))
+    ]
+    assert 0.1 * 2 <= losses[0] - losses[1] < 0.1 * 2 * 2  # two choices, if all are alike

@@ -1,0 +1,163 @@
+"""A mixture of experts against a loop over them: values and gradients, alone and split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from spmd.ops import experts
+from tests.ops.test_attention import EVERY_FLOP_COUNTS, close, locally
+
+EXPERTS, CHOICES = 6, 2
+
+
+def plain(x: Any, gates: Any, chosen: Any, gate: Any, up: Any, down: Any) -> Any:
+    """Every expert computes every row; those that did not choose it weigh nothing."""
+    out = jnp.zeros_like(x)
+    for e in range(gate.shape[0]):
+        hidden = jax.nn.silu(x @ gate[e].T) * (x @ up[e].T)
+        weight = jnp.sum(jnp.where(chosen == e, gates, 0), -1, keepdims=True)
+        out += hidden @ down[e].T * weight
+    return out
+
+
+def operands(b: int = 4, s: int = 6, count: int = EXPERTS, h: int = 8, m: int = 12) -> Any:
+    """Rows, gates, choices and weights; one expert is chosen by nobody."""
+    rng = np.random.default_rng(b * s + count)
+    chosen = np.stack([
+        rng.permutation(max(count - 1, CHOICES))[:CHOICES] for _ in range(b * s)
+    ]).reshape(b, s, CHOICES)  # fmt: skip
+    shapes = ((b, s, h), (b, s, CHOICES), (count, m, h), (count, m, h), (count, h, m))
+    x, gates, *weights = (0.5 * rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    return x, gates, chosen.astype(np.int32), *weights
+
+
+def loss(fn: Any, mark: Any = lambda name, x: x) -> Any:
+    """Loss and gradients of rows, gates and weights."""
+
+    def run(x: Any, gates: Any, chosen: Any, *weights: Any) -> Any:
+        x, gates, chosen = mark("rows", x), mark("rows", gates), mark("rows", chosen)
+        gate, up, down = mark("in", weights[0]), mark("in", weights[1]), mark("out", weights[2])
+        return jnp.sum(jnp.sin(mark("rows", fn(x, gates, chosen, gate, up, down))))
+
+    return jax.value_and_grad(run, (0, 1, 3, 4, 5))
+
+
+@pytest.mark.parametrize("count", [2, EXPERTS])
+def test_alone(count: int) -> None:
+    args = operands(count=count)
+    close(jax.jit(loss(experts))(*args), jax.jit(loss(plain))(*args))
+
+
+def test_in_half_precision_gates_stay_wide() -> None:
+    x, gates, chosen, *weights = operands()
+    x, *weights = (jnp.asarray(a, jnp.bfloat16) for a in (x, *weights))
+    out = jax.jit(experts)(x, gates, chosen, *weights)
+    assert out.dtype == jnp.bfloat16
+    want = plain(x.astype(jnp.float32), gates, chosen, *weights)
+    close(out, want, 0.03)
+
+
+SPLITS = {
+    "rows": ({"x": 8}, (("x",),), (), (1, 6)),
+    "experts": ({"x": 2, "y": 3}, (), ("y",), (4, 2)),
+    "rows and experts": ({"x": 4, "y": 2}, (("x",),), ("y",), (1, 3)),
+    "uneven experts": ({"x": 2, "y": 4}, ("x",), ("y",), (2, 2)),
+    "rows, experts and width": ({"x": 2, "y": 2, "z": 2}, ("x",), ("y", "z"), (2, 3)),
+    "sequence": ({"x": 2, "y": 4}, (None, "x"), ("y",), (4, 2)),
+    "uneven rows": ({"x": 8}, (None, "x"), (), (4, 6)),
+}
+"""Name -> axes, spec of rows, spec of (experts, width inside), and rows and experts of a device."""
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_split(name: str, devices8: Any) -> None:
+    axes, rows, own, (batch, here) = SPLITS[name]
+    mesh = spmd.make_mesh(devices=devices8[: int(np.prod(list(axes.values())))], **axes)
+    expert, width = (*own, None, None)[:2]
+    specs = {
+        "rows": (*rows, None, None)[:3],
+        "in": (expert, width, None),
+        "out": (expert, None, width),
+    }
+    args = operands(b=8 if name == "rows" else 4)
+
+    def mark(name: str, x: Any) -> Any:
+        return spmd.mark_sharding(x, mesh, (*specs[name], None, None)[: x.ndim])
+
+    step = spmd.jit(loss(experts, mark), mesh=mesh, options=EVERY_FLOP_COUNTS)
+    compiled = step.compile(*args)
+    close(compiled(*args), jax.jit(loss(plain))(*args))
+    found = locally(compiled)
+    assert set(found) == {"spmd.experts", "spmd.experts_grad"}
+    for local in found.values():
+        assert (local[0][0], local[4][0]) == (batch, here)
+
+
+def test_all_rows_may_choose_one_devices_experts(devices8: Any) -> None:
+    """It has as many turns as that takes, and the others none."""
+    x, gates, chosen, *weights = operands(b=8, count=8)
+    chosen = np.broadcast_to(np.array([1, 0], np.int32), chosen.shape)
+    mesh = spmd.make_mesh(devices=devices8[:4], x=4)
+
+    def mark(name: str, x: Any) -> Any:
+        return x if name == "rows" else spmd.mark_sharding(x, mesh, ("x", None, None))
+
+    compiled = spmd.jit(loss(experts, mark), mesh=mesh, options=EVERY_FLOP_COUNTS)
+    args = (x, gates, chosen, *weights)
+    close(compiled(*args), jax.jit(loss(plain))(*args))
+
+
+def test_mapped_scanned_and_recomputed() -> None:
+    x, gates, chosen, *weights = operands()
+
+    def run(fn: Any) -> Any:
+        def layer(x: Any, _: Any) -> Any:
+            out = jax.vmap(lambda x, g, c: fn(x[None], g[None], c[None], *weights)[0])
+            return x + out(x, gates, chosen), None
+
+        return jax.value_and_grad(
+            lambda x: jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, None, 2)[0])
+        )
+
+    close(jax.jit(run(experts))(x), jax.jit(run(plain))(x))
+
+
+def planned(batch: int) -> Any:
+    """A layer of four experts on an axis of their own, rows split over all devices."""
+    mesh = spmd.Mesh(None, (2, 4), ("data", "expert"))
+
+    def struct(shape: tuple[int, ...], spec: Any, dtype: Any = jnp.bfloat16) -> Any:
+        return spmd.mark_sharding(jax.ShapeDtypeStruct(shape, dtype), mesh, spec)
+
+    rows, own = (("data", "expert"), None, None), ("expert", None, None)
+    args = (
+        struct((batch, 1024, 1024), rows), struct((batch, 1024, 2), rows, jnp.float32),
+        struct((batch, 1024, 2), rows, jnp.int32), struct((4, 2048, 1024), own),
+        struct((4, 2048, 1024), own), struct((4, 1024, 2048), own),
+    )  # fmt: skip
+    fn = lambda *args: spmd.mark_sharding(experts(*args), mesh, rows)  # noqa: E731
+    lowered = spmd.jit(fn, mesh=mesh).lower(*args, topology=spmd.Topology("h200:8"))
+    return [(c.kind, c.axes) for c in lowered.collectives if c.bytes > 1e6]
+
+
+def test_what_is_smaller_is_gathered() -> None:
+    """Few rows go to all experts, and their sums back; experts go to many rows."""
+    there, back = ("all_gather", ("expert",)), ("reduce_scatter", ("expert",))
+    assert planned(8) == [there, back]
+    assert planned(512) == [there] * 3
+
+
+@pytest.mark.parametrize(
+    ("index", "shape"), [(0, (4, 8)), (1, (4, 6, 3)), (3, (6, 12, 9)), (5, (6, 12, 8)), (2, None)]
+)
+def test_what_does_not_fit_is_said(index: int, shape: Any) -> None:
+    args = list(operands())
+    args[index] = args[index].astype(np.float32) if shape is None else np.zeros(shape, np.float32)
+    with pytest.raises(spmd.ArgumentError, match="experts cannot be computed"):
+        experts(*args)
