@@ -1,4 +1,4 @@
-"""How a model's tensors are split over a mesh of the axes `replica`, `data`, `expert` and `model`.
+"""How a model's tensors are split over a mesh of `replica`, `data`, `expert`, `model`, `stage`.
 
 A table has the specs of parameters, batch and activations, and only these are marked. Everything
 else, such as gradients and optimizer state, is inferred by the compiler. `TABLES` has a table for
@@ -9,6 +9,8 @@ The batch is split over `replica`, `data` and `expert`. Nothing else is over `re
 `expert` nothing but the experts of a mixture. On a mesh of several slices (`spmd.HybridMesh`)
 `replica` is the axis that crosses slices, so that their slow links carry gradients only. `data` may
 cross slices too (`dcn={"data": 2}`); then parameters are gathered over the slow links as well.
+
+Over `stage` stacked layers are split, where the config has a pipeline (`LlamaConfig.stages`).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from models.llama.config import ConfigError, LlamaConfig
 from models.llama.model import Mark
 from models.placement import Entry, Fitted, Spec, fitted, present
 
-MESH_AXES = ("replica", "data", "expert", "model")
+MESH_AXES = ("replica", "data", "expert", "model", "stage")
 
 BATCH = ("replica", "data", "expert")
 """The axes over which sequences are split."""
@@ -200,7 +202,7 @@ def parameter_rules(
         if not path.startswith("layers/"):
             rules[path] = spec
         elif config.scan_layers:
-            rules[path] = (None, *spec)
+            rules[path] = (present("stage", mesh_shape) if config.stages > 1 else None, *spec)
         else:
             rules[path.replace("layers/", "layers/*/")] = spec
     return rules

@@ -26,7 +26,7 @@ from spmd.api.marks import caller, known_mesh, mark_sharding, path_name, some_of
 from spmd.api.schedules import Asked, chosen_pipeline
 from spmd.errors import ArgumentError
 from spmd.frontend.trace import mesh_at_hand
-from spmd.ir.pipelines import Pipeline
+from spmd.ir.pipelines import SHIFT, Pipeline
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import OPEN, as_mesh
 
@@ -197,22 +197,33 @@ def _leaving(leaf: Any, of: Pipeline) -> Any:
 
 def _moved(leaf: Any, entering: Any, begins: Any, of: Pipeline, mesh: Mesh | None) -> Any:
     """(S, ...): each stage gets what the one before made, and stage 0 what enters."""
-    moved = _shift(leaf, 1) if of.chunks == 1 else _ring(leaf, of, mesh)
+    is_apart = mesh is not None and mesh.shape[of.axis] == of.stages
+    moved = _sent(leaf, of, mesh) if is_apart else _here(leaf, of)
     return jnp.where(begins.reshape(-1, *[1] * (leaf.ndim - 1)), entering, moved)
 
 
-def _ring(leaf: Any, of: Pipeline, mesh: Mesh | None) -> Any:
-    """Moves stages on, the last one to the first."""
-    if mesh is None or mesh.shape[of.axis] != of.stages:
-        return _shift(leaf, 1) + _shift(leaf, 1 - of.stages)
-    # One collective-permute. A sum of two shifts would be two.
-    pairs = [(i, (i + 1) % of.stages) for i in range(of.stages)]
-    spec = PartitionSpec(of.axis)
-    send = partial(jax.lax.ppermute, axis_name=of.axis, perm=pairs)
-    ring = jax.shard_map(
-        send, mesh=known_mesh(mesh), in_specs=spec, out_specs=spec, axis_names={of.axis}
-    )
+def _sent(leaf: Any, of: Pipeline, mesh: Any) -> Any:
+    """Stages moved on, each on a device of its own: one collective-permute between neighbours.
+
+    It is written out, because a shift may be planned otherwise, and that of a ring would be two.
+    """
+    senders = range(of.stages if of.chunks > 1 else of.stages - 1)
+    pairs = [(i, (i + 1) % of.stages) for i in senders]
+
+    def send(leaf: Any) -> Any:
+        with jax.named_scope(SHIFT):
+            return jax.lax.ppermute(leaf, of.axis, pairs)
+
+    spec, axes = PartitionSpec(of.axis), {of.axis}
+    where = known_mesh(mesh)
+    ring = jax.shard_map(send, mesh=where, in_specs=spec, out_specs=spec, axis_names=axes)
     return ring(leaf)
+
+
+def _here(leaf: Any, of: Pipeline) -> Any:
+    """Stages moved on, where no axis has one of them on each device."""
+    moved = _shift(leaf, 1)
+    return moved + _shift(leaf, 1 - of.stages) if of.chunks > 1 else moved
 
 
 def _shift(leaf: Any, by: int) -> Any:

@@ -22,6 +22,9 @@ from spmd.predict.memory import peak_memory
 
 DEFAULT = "gpipe"
 
+SHORT = 0.5
+"""Memory is short where a program takes more than this share of it."""
+
 _TAKEN: ContextVar[str] = ContextVar("schedule of pipelines", default=DEFAULT)
 """Of this trace: what calls without a schedule take where they can."""
 
@@ -111,9 +114,9 @@ def _in_others(
 ) -> _Planned | None:
     """The best of a program in the schedules that were tried and in others."""
     (default,) = tried
-    # To compute steps again takes longer: it is weighed where memory is short without.
+    # To compute steps again takes longer, but where memory is short so does what else saves it.
     for is_lean in (False, True):
-        if not is_lean or all(_excess(each, limit) for each in tried.values()):
+        if not is_lean or all(_excess(each, limit, SHORT) for each in tried.values()):
             others = [name for name in names if SCHEDULES[name][1] == is_lean]
             tried |= {name: _planned(plan, name) for name in others if name not in tried}
     fit = {name: each for name, each in tried.items() if not isinstance(each, PlanError)}
@@ -140,14 +143,14 @@ def _planned(plan: Callable[[bool], _Planned], name: str) -> _Planned | PlanErro
         _TAKEN.reset(token)
 
 
-def _excess(planned: _Planned | PlanError, memory_limit: int | None) -> float:
-    """Bytes of one device that a program needs beyond those there are."""
+def _excess(planned: _Planned | PlanError, memory_limit: int | None, share: float = 1.0) -> float:
+    """Bytes of one device that a program needs beyond a share of those there are."""
     if isinstance(planned, PlanError):
         return math.inf
     traced, stages = planned
     topology, donated = stages.plan.topology, traced.request.donated
     use = peak_memory(stages.optimized.program, donated, topology.platform)
-    return max(0, use.peak - topology.memory(memory_limit))
+    return max(0.0, use.peak - share * topology.memory(memory_limit))
 
 
 def _weighed(

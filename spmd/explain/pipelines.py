@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from spmd.compiler import Stages
 from spmd.explain.words import bytes_text, plural, seconds_text, share_text
-from spmd.ir.pipelines import Pipeline, pipeline_of
+from spmd.ir.pipelines import SHIFT, Pipeline, pipeline_of
 from spmd.predict.timeline import Slot
 
 
@@ -137,5 +137,5 @@ def _is_backward(slot: Slot) -> bool:
 
 
 def _is_shift(slot: Slot) -> bool:
-    """Whether it hands on what a stage made."""
-    return slot.op.collective == "collective_permute"
+    """Whether it sends on what a stage made."""
+    return bool(slot.op.collective) and SHIFT in slot.op.loc.scope

@@ -14,6 +14,8 @@ _SCOPE = re.compile(
     r"pipeline\[(\w+),stages=(\d+),microbatches=(\d+),chunks=(\d+),lean=([01]),"
     r"open=(\d+)\]"
 )
+SHIFT = "to_next_stage"
+"""The name scope, inside a pipeline's, of what sends on what stages made."""
 
 SCHEDULES = MappingProxyType(
     {
@@ -90,4 +92,4 @@ def pipeline_of(scope: str) -> Pipeline | None:
 
 def without_pipelines(scope: str) -> str:
     """A scope without what this file adds to it."""
-    return _SCOPE.sub("", scope)
+    return _SCOPE.sub("", scope).replace(SHIFT, "")

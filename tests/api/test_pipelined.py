@@ -154,3 +154,112 @@ def test_the_report_has_the_bubble(name: str, steps: int, bubble: str, request: 
     assert f"schedule {name}, at" in text
     assert f"bubble                 {bubble} of" in text
     assert f"{bubble} of" in compiled.summary()
+
+
+def test_reasons_name_the_pipeline(gpipe: Case) -> None:
+    reasons = {c.reason for c in gpipe.compiled.collectives if c.kind == "collective_permute"}
+    assert reasons == {"stages send what they made to the next ones"}
+    assert not any("pipeline[" in c.layer for c in gpipe.compiled.collectives)
+
+
+def test_rows_and_trees_go_along() -> None:
+    """A state of several leaves, what each row has, what each layer has beside weights."""
+    ids = np.arange(B, dtype=np.int32) % 3
+    stacked = {"w": PARAMS["up"][..., :H], "number": np.arange(L, dtype=np.float32)}
+
+    def one(w: Any, x: Any, ids: Any) -> Any:
+        hidden = jnp.tanh(x["h"] @ w["w"]) * ids[:, None]
+        return {"h": x["h"] + hidden, "sum": x["sum"] + w["number"] * hidden.sum(-1)}
+
+    x = {"h": X, "sum": X[:, 0]}
+
+    def loss(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def of(stacked: Any, x: Any, ids: Any) -> Any:
+            y = forward(stacked, x, ids)
+            return jnp.mean(y["h"] ** 2) + jnp.mean(y["sum"])
+
+        return jax.value_and_grad(of)
+
+    def piped(stacked: Any, x: Any, ids: Any) -> Any:
+        return spmd.pipeline(one, stacked, x, ids, stages=4, microbatches=4, schedule="interleaved")
+
+    def plain(stacked: Any, x: Any, ids: Any) -> Any:
+        return scanned(stacked, x, lambda w, x: one(w, x, ids))
+
+    mesh = spmd.make_mesh(stage=4, data=2)
+    assert_same(
+        spmd.jit(loss(piped), mesh=mesh)(stacked, x, ids), jax.jit(loss(plain))(stacked, x, ids)
+    )
+
+
+def planned(schedule: str | None, **options: Any) -> spmd.Lowered:
+    """A step of wide layers and many microbatches, planned for a machine that is not here."""
+    mesh, width = spmd.make_mesh(stage=4, data=2), 256
+
+    def struct(*shape: int, spec: Any) -> Any:
+        return spmd.mark_sharding(jax.ShapeDtypeStruct(shape, jnp.bfloat16), mesh, spec)
+
+    stage = ("stage", None, None)
+    params = {
+        "up": struct(L, width, 2 * width, spec=stage),
+        "down": struct(L, 2 * width, width, spec=stage),
+    }
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            y = spmd.pipeline(layer, params, x, stages=4, microbatches=32, schedule=schedule)
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
+
+    jitted = spmd.jit(step, mesh=mesh, donate_argnums=0, options=spmd.Options(**options))
+    x = struct(32 * 1024, width, spec=("data",))
+    return jitted.lower(params, x, topology=spmd.Topology("v5e:2x4"))
+
+
+def test_the_schedule_is_that_of_the_fastest_program_that_fits() -> None:
+    free = planned(None)
+    (row,) = pipeline_rows(free.stages)
+    forms = [form for form in free.stages.plan.forms if form.name == "pipelines interleaved"]
+    assert len(forms) == 1 and (row.of.schedule == "interleaved") == (not forms[0].refusal)
+    short = planned(None, memory_limit=64 << 20)
+    (lean,) = pipeline_rows(short.stages)
+    assert lean.of.schedule == "1f1b"
+    assert short.predicted_memory.peak <= 64 << 20 < free.predicted_memory.peak
+    assert short.cost < planned("gpipe", memory_limit=64 << 20).cost
+    # GPipe holds all 35 steps; 1F1B holds those of 4 microbatches, and a state for each window.
+    assert lean.held < row.held / 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stages": 12}, "8 layers are not split evenly over 12 stages"),
+        ({"microbatches": 5}, "a batch of 32 rows is not 5 microbatches"),
+        ({"microbatches": 0}, "microbatches=0"),
+        ({"schedule": "zero bubble"}, "schedule='zero bubble' is none"),
+        ({"schedule": "1f1b", "microbatches": 2}, "2 microbatches are not groups of 4 stages"),
+        (
+            {"schedule": "gpipe", "chunks": 2, "stacked": in_chunks(PARAMS)},
+            "chunks=2 with schedule='gpipe'",
+        ),
+        ({"chunks": 2}, "chunks=2, but the stack has 8 in dim 0"),
+        ({"schedule": "interleaved", "stages": 8}, "8 layers are not split evenly over 8 stages"),
+        ({"axis": "stages"}, "the mesh has no axis 'stages'"),
+        ({"stages": 2}, "2 stages are not split evenly over stage=4"),
+        ({"rows": np.zeros(3)}, "the leaves of x and rows have no size of dim 0 in common"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
+    given = {"stages": 4, "microbatches": 4, "stacked": PARAMS, **changes}
+    mesh = spmd.make_mesh(stage=4, data=2)
+    with pytest.raises(spmd.SpmdError) as error:
+        spmd.jit(lambda x: spmd.pipeline(layer, x=x, **given), mesh=mesh).lower(X)
+    assert error.value.what.startswith("pipeline: ") and message in error.value.what
+    assert "test_pipelined.py" in str(error.value.source)
+
+
+@pytest.mark.parametrize("of", [Pipeline("stage", 4, 8), Pipeline("s", 2, 6, 2, True, 12)])
+def test_scopes_read_back(of: Pipeline) -> None:
+    assert pipeline_of(f"jit(f)/transpose(jvp({of.scope}))/while/body") == of
+    assert pipeline_of("jit(f)/while") is None
