@@ -192,9 +192,11 @@ def test_rows_and_trees_go_along() -> None:
     )
 
 
-def planned(schedule: str | None, **options: Any) -> spmd.Lowered:
-    """A step of wide layers and many microbatches, planned for a machine that is not here."""
-    mesh, width = spmd.make_mesh(stage=4, data=2), 256
+def planned(
+    schedule: str | None, rows: int, width: int, parts: int, topology: str, **options: Any
+) -> spmd.Lowered:
+    """A step of many rows, planned for a machine that is not here."""
+    mesh = spmd.make_mesh(stage=4, data=2)
 
     def struct(*shape: int, spec: Any) -> Any:
         return spmd.mark_sharding(jax.ShapeDtypeStruct(shape, jnp.bfloat16), mesh, spec)
@@ -207,26 +209,35 @@ def planned(schedule: str | None, **options: Any) -> spmd.Lowered:
 
     def step(params: Any, x: Any) -> Any:
         def loss(params: Any) -> Any:
-            y = spmd.pipeline(layer, params, x, stages=4, microbatches=32, schedule=schedule)
+            y = spmd.pipeline(layer, params, x, stages=4, microbatches=parts, schedule=schedule)
             return jnp.mean(y.astype(jnp.float32) ** 2)
 
         return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
 
     jitted = spmd.jit(step, mesh=mesh, donate_argnums=0, options=spmd.Options(**options))
-    x = struct(32 * 1024, width, spec=("data",))
-    return jitted.lower(params, x, topology=spmd.Topology("v5e:2x4"))
+    x = struct(rows, width, spec=("data",))
+    return jitted.lower(params, x, topology=spmd.Topology(topology))
+
+
+def test_interleaved_is_taken_where_layers_compute_long() -> None:
+    lowered = planned(None, 1 << 16, 4096, 4, "v5p:2x2x2", unroll=0)
+    (form,) = [form for form in lowered.stages.plan.forms if form.name == "pipelines interleaved"]
+    (row,) = pipeline_rows(lowered.stages)
+    assert row.of.schedule == "interleaved" and not form.refusal
+    assert form.seconds == lowered.cost < form.before
 
 
 def test_the_schedule_is_that_of_the_fastest_program_that_fits() -> None:
-    free = planned(None)
+    given = 32 * 1024, 256, 32, "v5e:2x4"
+    free = planned(None, *given)
     (row,) = pipeline_rows(free.stages)
     forms = [form for form in free.stages.plan.forms if form.name == "pipelines interleaved"]
     assert len(forms) == 1 and (row.of.schedule == "interleaved") == (not forms[0].refusal)
-    short = planned(None, memory_limit=64 << 20)
+    short = planned(None, *given, memory_limit=64 << 20)
     (lean,) = pipeline_rows(short.stages)
     assert lean.of.schedule == "1f1b"
     assert short.predicted_memory.peak <= 64 << 20 < free.predicted_memory.peak
-    assert short.cost < planned("gpipe", memory_limit=64 << 20).cost
+    assert short.cost < planned("gpipe", *given, memory_limit=64 << 20).cost
     # GPipe holds all 35 steps; 1F1B holds those of 4 microbatches, and a state for each window.
     assert lean.held < row.held / 4
 
