@@ -12,6 +12,7 @@ import pytest
 import spmd
 from models.llama import model, sharding
 from models.llama.config import CONFIGS, ConfigError
+from models.llama.generate import make_next_logits
 
 SCANNED = dataclasses.replace(CONFIGS["tiny"], num_hidden_layers=4, remat="full")
 STAGES = dataclasses.replace(SCANNED, stages=2, stage_microbatches=4, stage_schedule="gpipe")
@@ -63,3 +64,11 @@ def test_stacked_layers_are_split_over_stages() -> None:
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(STAGES, **changes)
+
+
+def test_text_is_generated_without_a_pipeline() -> None:
+    params = model.init(jax.random.key(0), SCANNED)
+    tokens = IDS[0, :1]
+    found = jax.jit(make_next_logits(STAGES))(params, tokens, 5)
+    wanted = jax.jit(make_next_logits(SCANNED))(params, tokens, 5)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
