@@ -22,10 +22,10 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
+from spmd.compiler import Request
 from spmd.frontend.importer.shardings import axes_of
 from spmd.frontend.marks import Entries
 from spmd.mesh.mesh import Mesh
-from spmd.pipeline import Request
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = "from benchmarks.shardy import main; main()"

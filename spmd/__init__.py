@@ -10,6 +10,7 @@ from spmd.api import (
     lower_stablehlo,
     mark_sharding,
     mark_tree,
+    pipeline,
 )
 from spmd.auto import AutoSharding, auto
 from spmd.errors import (
@@ -63,6 +64,7 @@ __all__ = [
     "mark_sharding",
     "mark_tree",
     "ops",
+    "pipeline",
     "register_composite",
     "register_rule",
 ]

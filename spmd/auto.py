@@ -14,12 +14,12 @@ from typing import Any
 import jax
 
 from spmd.api import Jitted, jit, like_parameters, mark_sharding, module_request
+from spmd.compiler import Request, plan_problem, propagated_of
 from spmd.errors import MeshError, PlanError, SpmdError
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import as_mesh, partition_spec
 from spmd.mesh.topology import Topology
 from spmd.options import Options
-from spmd.pipeline import Request, plan_problem, propagated_of
 from spmd.planning.plan import Plan
 from spmd.planning.problem import opened, problem_of
 from spmd.progress import doing, progress

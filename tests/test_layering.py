@@ -25,7 +25,7 @@ LAYERS = (
     ("spmd.predict",),
     ("spmd.planning",),
     ("spmd.lowering", "spmd.ops", "spmd.launch"),
-    ("spmd.trial", "spmd.forms", "spmd.pipeline", "spmd.measure"),
+    ("spmd.trial", "spmd.forms", "spmd.compiler", "spmd.measure"),
     ("spmd.explain", "spmd.verify"),
     (
         "spmd.api",
@@ -213,8 +213,8 @@ def test_a_circle_is_found_wherever_it_is_closed(inside: str):
         ("spmd/ir/program.py", "import importlib\nimportlib.import_module('spmd.lowering')"),
         ("spmd/frontend/trace.py", "from spmd.propagation.flow import flow"),
         ("spmd/errors.py", "from spmd.mesh import Mesh"),
-        ("spmd/pipeline.py", "import spmd"),
-        ("spmd/pipeline.py", "from spmd import mark_sharding"),
+        ("spmd/compiler.py", "import spmd"),
+        ("spmd/compiler.py", "from spmd import mark_sharding"),
         ("spmd/api/jitted.py", "from models.llama import config"),
         ("spmd/auto.py", "from spmd.api.jitted import jit"),
         ("serving/http/app.py", "import spmd.api.marks"),
@@ -236,7 +236,7 @@ def test_what_is_forbidden(path: str, source: str):
     ("path", "source"),
     [
         ("spmd/__init__.py", "from spmd.api import jit\nfrom .mesh.mesh import Mesh"),
-        ("spmd/api/jitted.py", "from spmd import errors, options, pipeline"),
+        ("spmd/api/jitted.py", "from spmd import compiler, errors, options"),
         ("spmd/api/jitted.py", "from spmd.api.marks import mark_sharding"),
         ("tests/api/test_marks.py", "from spmd.api.marks import mark_sharding"),
         ("spmd/ir/text.py", "from . import types\nfrom .program import Program\nimport jax"),

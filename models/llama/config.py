@@ -20,6 +20,7 @@ FLOP_CONVENTIONS: tuple[FlopConvention, ...] = ("causal", "palm")
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "composite", "xla", "cudnn", "einsum")
 MATMULS = ("dtype", "fp8")
+STAGE_SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", "interleaved 1f1b")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 BIASED = {"none": "", "qkv": "qkv", "qkvo": "qkvo"}
 """`attention_bias` -> the letters of the projections that have a bias."""
@@ -124,6 +125,10 @@ class LlamaConfig:
             recomputed. A policy of `models.llama.remat`: `"none"` recomputes nothing, `"full"`
             everything from the layer's input.
         remat_every: recompute in every n-th layer only; the others keep all activations.
+        stages: stages of a pipeline that the layers are split over (`spmd.pipeline`), which the
+            mesh's axis `stage` splits. Layers are scanned, and have no experts and no 8-bit floats.
+        stage_microbatches: into how many microbatches a batch is cut for the pipeline.
+        stage_schedule: the pipeline's schedule; `auto` takes the fastest.
         attention: what computes it: an implementation of `spmd.ops.attention`, or `einsum`,
             which has all attention weights in memory, open to marks and to any partitioner.
         zigzag: how many devices split a sequence in training, whose loss then puts tokens into the
@@ -166,6 +171,9 @@ class LlamaConfig:
     scan_layers: bool = True
     remat: str = "none"
     remat_every: int = 1
+    stages: int = 1
+    stage_microbatches: int = 1
+    stage_schedule: str = "auto"
     attention: str = "auto"
     zigzag: int = 1
     matmul: str = "dtype"
@@ -181,6 +189,7 @@ class LlamaConfig:
             ("attention_bias", tuple(BIASED)),
             ("attention", ATTENTIONS),
             ("matmul", MATMULS),
+            ("stage_schedule", STAGE_SCHEDULES),
             ("dtype", DTYPES),
             ("param_dtype", DTYPES),
         ):
@@ -199,6 +208,26 @@ class LlamaConfig:
                 f"remat_every {self.remat_every} does not divide {' and '.join(uneven)} layers, as "
                 "it has to where layers are scanned (those with a window and those without apart); "
                 "choose a divisor, or unroll the layers (scan_layers=False)"
+            )
+
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        if self.stages == 1:
+            return
+        if not self.scan_layers or self.num_experts or self.matmul == "fp8":
+            raise ConfigError(
+                f"{self.stages} stages need scanned layers (scan_layers=True) without experts and "
+                "without fp8, whose states and loads are of whole batches"
+            )
+        uneven = [
+            str(len(s)) for s, _ in self.window_spans if len(s) % (self.stages * self.remat_every)
+        ]
+        if uneven:
+            raise ConfigError(
+                f"{self.stages} stages of groups of remat_every {self.remat_every} layers do not "
+                f"divide {' and '.join(uneven)} layers (those with a window and those without "
+                "apart)"
             )
 
     def _normalize(self) -> None:

@@ -6,6 +6,7 @@ Serving uses `models.decode`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ NextLogits = Callable[[Any, Any, Any], Any]
 
 def make_next_logits(config: LlamaConfig) -> NextLogits:
     """Returns the function that `generate` calls; compile it once."""
+    config = dataclasses.replace(config, stages=1)  # one sequence is no batch to cut
 
     def next_logits(params: Params, tokens_1W: jax.Array, position: jax.Array) -> jax.Array:
         logits_WV = forward(params, tokens_1W, config)[0]

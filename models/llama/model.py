@@ -36,6 +36,9 @@ Params = dict[str, Any]
 Mark = Callable[[str, jax.Array], jax.Array]
 """Called with a name of `MARK_POINTS` and the value there; returns the value."""
 
+Rows = tuple[jax.Array | None, jax.Array | None]
+"""What differs between sequences: their angles (B, S, E) and segment ids (B, S), if they do."""
+
 Ran = tuple[jax.Array, Loads | None]
 """What layers return: the stream behind them, and the sum of their experts' loads."""
 
@@ -332,32 +335,36 @@ def _run_layers(
     policy = checkpoint_policy(config.remat, MARK_POINTS)
     mark = mark if policy is None else named_mark(mark)
     loads = []
+    rows = (rope if rope.ndim == 3 else None, segment_ids_BS)  # what differs between sequences
     for span, window in config.window_spans:
 
-        def run(layer: Params, x_BSH: jax.Array, window: int | None = window) -> Ran:
-            return decoder_layer(layer, x_BSH, rope, segment_ids_BS, window, config, mark)
+        def run(layer: Params, x_BSH: jax.Array, rows: Rows, window: int | None = window) -> Ran:
+            angles, segments = rows
+            angles = rope if angles is None else angles
+            return decoder_layer(layer, x_BSH, angles, segments, window, config, mark)
 
-        x_BSH, found = _run_span(run, policy, layers, span, x_BSH, config)
+        x_BSH, found = _run_span(run, policy, layers, span, x_BSH, rows, config)
         loads.append(found)
     mean = jax.tree.map(lambda *sums: sum(sums) / config.num_hidden_layers, *loads)
     return x_BSH, mean
 
 
 def _run_span(
-    run: Callable[[Params, jax.Array], Ran],
+    run: Callable[[Params, jax.Array, Rows], Ran],
     policy: Policy | None,
     layers: Params,
     span: range,
     x_BSH: jax.Array,
+    rows: Rows,
     config: LlamaConfig,
 ) -> Ran:
     """Runs layers that differ in nothing but their parameters."""
 
-    def run_some(some: Sequence[Params], x_BSH: jax.Array) -> Ran:
+    def run_some(some: Sequence[Params], x_BSH: jax.Array, rows: Rows = rows) -> Ran:
         loads = []
         for index, layer in enumerate(some, start=1):
             recomputed = policy is not None and index % config.remat_every == 0
-            x_BSH, found = (lean if recomputed else run)(layer, x_BSH)
+            x_BSH, found = (lean if recomputed else run)(layer, x_BSH, rows)
             loads.append(found)
         return x_BSH, jax.tree.map(lambda *each: sum(each), *loads)
 
@@ -370,13 +377,25 @@ def _run_span(
     if count < config.num_hidden_layers:
         layers = jax.tree.map(lambda x: x[span.start : span.stop], layers)
 
-    def body(x_BSH: jax.Array, some: Params) -> Ran:
+    def body(x_BSH: jax.Array, some: Params, rows: Rows = rows) -> Ran:
         if group == 1:
-            return run_some([some], x_BSH)
-        return run_some([jax.tree.map(lambda x, i=i: x[i], some) for i in range(group)], x_BSH)
+            return run_some([some], x_BSH, rows)
+        apart = [jax.tree.map(lambda x, i=i: x[i], some) for i in range(group)]
+        return run_some(apart, x_BSH, rows)
 
     if group > 1:  # (L, ...) -> (L / group, group, ...)
         layers = jax.tree.map(lambda x: x.reshape(count // group, group, *x.shape[1:]), layers)
+    if config.stages > 1:
+        schedule = None if config.stage_schedule == "auto" else config.stage_schedule
+        return spmd.pipeline(
+            lambda some, x_BSH, rows: body(x_BSH, some, rows)[0],
+            layers,
+            x_BSH,
+            rows,
+            stages=config.stages,
+            microbatches=config.stage_microbatches,
+            schedule=schedule,
+        ), None
     x_BSH, loads = jax.lax.scan(body, x_BSH, layers)
     return x_BSH, jax.tree.map(functools.partial(jnp.sum, axis=0), loads)
 

@@ -1,4 +1,4 @@
-"""How a model's tensors are split over a mesh: axes replica, data, expert, seq and model.
+"""How a model's tensors are split over axes replica, data, expert, seq, model and stage.
 
 A table has the specs of parameters, batch and activations, and only these are marked. Everything
 else, such as gradients and optimizer state, is inferred by the compiler. `TABLES` has a table for
@@ -12,6 +12,7 @@ cross slices too (`dcn={"data": 2}`); then parameters are gathered over the slow
 
 Activations are split along the sequence over `seq` (`docs/long_sequences.md`), parameters over
 `data` and `seq` together.
+Over `stage` stacked layers are split, where the config has a pipeline (`LlamaConfig.stages`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from models.llama.config import ConfigError, LlamaConfig
 from models.llama.model import Mark
 from models.placement import Entry, Fitted, Spec, fitted, present
 
-MESH_AXES = ("replica", "data", "expert", "seq", "model")
+MESH_AXES = ("replica", "data", "expert", "seq", "model", "stage")
 
 BATCH = ("replica", "data", "expert")
 """The axes over which a batch's sequences are spread."""
@@ -207,7 +208,7 @@ def parameter_rules(
         if not path.startswith("layers/"):
             rules[path] = spec
         elif config.scan_layers:
-            rules[path] = (None, *spec)
+            rules[path] = (present("stage", mesh_shape) if config.stages > 1 else None, *spec)
         else:
             rules[path.replace("layers/", "layers/*/")] = spec
     return rules

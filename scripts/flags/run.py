@@ -75,6 +75,9 @@ def _make_model(given: argparse.Namespace, platform: str) -> LlamaConfig:
         param_dtype=given.param_dtype,
         remat=given.remat,
         remat_every=given.remat_every,
+        stages=given.mesh.get("stage", 1),
+        stage_microbatches=given.stage_microbatches,
+        stage_schedule=given.stage_schedule,
         **changes,
     )
 

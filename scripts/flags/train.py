@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from models.llama import sharding
-from models.llama.config import ATTENTIONS, DTYPES, MATMULS
+from models.llama.config import ATTENTIONS, DTYPES, MATMULS, STAGE_SCHEDULES
 from models.llama.model import MARK_POINTS
 from models.training.checkpoints.found import AUTO
 from models.training.data import source as data
@@ -71,6 +71,18 @@ def _model(add: Add) -> None:
         f"memory), with names of {', '.join(MARK_POINTS)}",
     )
     add("--remat_every", type=int, default=1, help="recompute in every n-th layer only")
+    add(
+        "--stage_microbatches",
+        type=int,
+        default=1,
+        help="with --mesh stage=S: parts of a batch that go through a pipeline of S stages",
+    )
+    add(
+        "--stage_schedule",
+        choices=STAGE_SCHEDULES,
+        default="auto",
+        help="the pipeline's schedule; auto takes the one that is predicted to be the fastest",
+    )
 
 
 def _devices(add: Add) -> None:

@@ -12,6 +12,7 @@ from spmd.api.compiled import Compiled, Lowered
 from spmd.api.jitted import Jitted, jit
 from spmd.api.leading import behind_leading, check_without, with_leading
 from spmd.api.marks import caller, mark_sharding, mark_tree, path_name
+from spmd.api.pipelined import pipeline
 from spmd.api.planned import STAGES
 from spmd.api.stablehlo import compile_stablehlo, lower_stablehlo, module_request
 from spmd.api.symbolic import static_module
@@ -32,6 +33,7 @@ __all__ = [
     "mark_tree",
     "module_request",
     "path_name",
+    "pipeline",
     "static_module",
     "with_leading",
 ]

@@ -20,6 +20,7 @@ from spmd.api.marks import some_of
 from spmd.api.mistakes import check_alive, check_concrete, check_once, check_types, no_values
 from spmd.api.planned import Planned
 from spmd.api.tracing import Traced
+from spmd.compiler import Stages, emit_plan
 from spmd.errors import ArgumentError
 from spmd.explain.memory import Memory
 from spmd.ir.index import Index
@@ -39,7 +40,6 @@ from spmd.lowering.xla_options import xla_options
 from spmd.mesh.spec import jax_mesh
 from spmd.mesh.topology import Topology
 from spmd.options import Options
-from spmd.pipeline import Stages, emit_plan
 from spmd.planning.plan import Plan
 from spmd.progress import doing, progress
 from spmd.verify.run import Verification, verify

@@ -19,16 +19,17 @@ from spmd.api.compiled import Compiled, Lowered
 from spmd.api.dispatch import ARRAY, dispatched, known
 from spmd.api.marked import marked
 from spmd.api.mistakes import check_jit, one_of
+from spmd.api.schedules import in_fastest_schedule
 from spmd.api.signature import by_number_and_name
 from spmd.api.specs import specified
-from spmd.api.tracing import Call, Recipe, take_apart, trace_call
+from spmd.api.tracing import Call, Recipe, Traced, take_apart, trace_call
+from spmd.compiler import Request, Stages, compile_module
 from spmd.explain.costly import costly_text
 from spmd.explain.words import idle_text, plural
 from spmd.frontend.trace import ClosedOverTracer
 from spmd.mesh.spec import as_mesh
 from spmd.mesh.topology import Topology
 from spmd.options import Options
-from spmd.pipeline import Request, compile_module
 from spmd.progress import doing, progress
 
 P = ParamSpec("P")
@@ -274,9 +275,8 @@ class Jitted(Generic[P, R]):
     def _lower(self, call: Call, topology: Topology | None) -> Lowered:
         options = self.recipe.options
         with self._progress():
-            doing("trace")
-            traced = trace_call(self.recipe, call, topology)
-            stages = compile_module(traced.request, options)
+            plan = functools.partial(_planned, self.recipe, call, topology)
+            traced, stages = in_fastest_schedule(plan, options.memory_limit)
         if stages.plan.choices and (idle := stages.plan.idle_axes):
             warnings.warn(f"{self.__name__}: {idle_text(idle)}", stacklevel=_calls_above())
         lowered = Lowered(traced, stages, options, topology)
@@ -287,6 +287,19 @@ class Jitted(Generic[P, R]):
 
     def _progress(self) -> AbstractContextManager[None]:
         return progress(self.__name__, self.recipe.options.shows_progress)
+
+
+def _planned(
+    recipe: Recipe, call: Call, topology: Topology | None, may_reuse: bool
+) -> tuple[Traced, Stages]:
+    """Traces and plans a call; `may_reuse` allows for a trace of jax's that is there."""
+    doing("trace")
+    if not may_reuse:
+        fn = recipe.fn
+        again = functools.wraps(fn, updated=())(lambda *args, **kwargs: fn(*args, **kwargs))
+        recipe = replace(recipe, fn=again)
+    traced = trace_call(recipe, call, topology)
+    return traced, compile_module(traced.request, recipe.options)
 
 
 class JaxTraced:

@@ -178,13 +178,15 @@ def _manual_axes(mesh: Mesh) -> frozenset[str]:
 
 def _open_sharding(mesh: Mesh, entries: Entries) -> NamedSharding:
     """A sharding that keeps open dims open, on a mesh whose devices need not be here."""
-    where: jax.sharding.Mesh | AbstractMesh
-    if has_devices(mesh):
-        where = jax_mesh(mesh)
-    else:
-        where = AbstractMesh(mesh.sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.sizes))
     spec = PartitionSpec(*(OPEN if entry is None else entry for entry in entries))
-    return NamedSharding(where, spec)
+    return NamedSharding(known_mesh(mesh), spec)
+
+
+def known_mesh(mesh: Mesh) -> jax.sharding.Mesh | AbstractMesh:
+    """A mesh for jax, an abstract one if its devices are not here."""
+    if has_devices(mesh):
+        return jax_mesh(mesh)
+    return AbstractMesh(mesh.sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.sizes))
 
 
 def caller() -> str | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from spmd.api.tracing import Traced
+from spmd.compiler import Request, Stages
 from spmd.errors import ArgumentError
 from spmd.explain.collectives import Collective, list_collectives
 from spmd.explain.memory import Memory
@@ -22,7 +23,6 @@ from spmd.ir.text import format_program
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, format_sharding
 from spmd.options import Options
-from spmd.pipeline import Request, Stages
 from spmd.predict.memory import MemoryUse, peak_memory
 from spmd.predict.timeline import Timeline
 

@@ -11,12 +11,12 @@ from spmd.api.compiled import Compiled, Lowered
 from spmd.api.specs import Specs, flat_entries
 from spmd.api.symbolic import Shapes, static_module
 from spmd.api.tracing import Traced, axis_types_of, topology_of
+from spmd.compiler import Request, compile_module
 from spmd.errors import ArgumentError
 from spmd.frontend.importer.module import boundary_names, signature
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.mesh.spec import as_mesh, platform_of
 from spmd.options import Options
-from spmd.pipeline import Request, compile_module
 from spmd.progress import progress
 
 

@@ -30,6 +30,7 @@ from spmd.api.marks import path_name
 from spmd.api.mistakes import no_mesh, not_an_array, warning_of_changes
 from spmd.api.signature import positions
 from spmd.api.specs import arg_specs, out_entries, result_specs
+from spmd.compiler import Request
 from spmd.errors import MeshError
 from spmd.frontend.trace import Trace, seen_meshes, trace
 from spmd.mesh.mesh import Mesh
@@ -43,7 +44,6 @@ from spmd.mesh.spec import (
 )
 from spmd.mesh.topology import Topology
 from spmd.options import Options
-from spmd.pipeline import Request
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
     given = recipe.given_mesh or next(iter(placed), None)
     known = None if given is None else as_mesh(given)
     platform = (topology.platform if topology else None) or platform_of(known)
-    with seen_meshes() as seen:
+    with seen_meshes(known) as seen:
         traced = _trace(recipe, call, structs, platform, known)
     given = given or next(iter([*seen, *traced.manual, *traced.meshes]), around)
     if given is None:

@@ -16,11 +16,11 @@ from typing import TypeVar
 
 import numpy as np
 
+from spmd.compiler import timed
 from spmd.explain.price import Price, price_of
 from spmd.ir.program import Op, Value
 from spmd.mesh.sharding import Axes, Sharding
 from spmd.options import Options
-from spmd.pipeline import timed
 from spmd.planning.decode import decoded
 from spmd.planning.exact import weighed, with_hidden
 from spmd.planning.network import CostNetwork

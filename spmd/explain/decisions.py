@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from spmd.compiler import Stages
 from spmd.explain.alternatives import taken_axes
 from spmd.explain.price import Price
 from spmd.explain.prices import Prices
@@ -12,7 +13,6 @@ from spmd.explain.words import axes_text, type_text, value_name
 from spmd.ir.program import numberless
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
-from spmd.pipeline import Stages
 from spmd.planning.plan import Plan
 from spmd.propagation.propagated import Conflict
 

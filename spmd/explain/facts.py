@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from spmd.compiler import Stages
 from spmd.explain.collectives import Collective
 from spmd.explain.costs import Cost, costs
 from spmd.explain.leaves import Leaf, argument_leaves, result_leaves
@@ -13,7 +14,6 @@ from spmd.explain.measured import Measured
 from spmd.explain.memory import Memory
 from spmd.explain.prices import Prices
 from spmd.explain.words import bytes_text, plural, seconds_text
-from spmd.pipeline import Stages
 from spmd.planning.plan import Plan
 from spmd.predict.memory import MemoryUse
 from spmd.predict.timeline import Timeline, least_seconds

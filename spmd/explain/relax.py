@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from spmd.compiler import plan_problem
 from spmd.explain.price import Price, price_of
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Value, numberless
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.mesh.sharding import Mark, Sharding
 from spmd.options import Options
-from spmd.pipeline import plan_problem
 from spmd.planning.plan import Move, Plan
 from spmd.planning.problem import posed
 

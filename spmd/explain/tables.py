@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from spmd.compiler import Stages
 from spmd.explain.collectives import Total
 from spmd.explain.document import Cell, Table, code, count, number, source
 from spmd.explain.leaves import Group, Leaf, group_leaves
@@ -14,7 +15,6 @@ from spmd.ir.program import Value
 from spmd.ir.types import TensorType, local_type
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
-from spmd.pipeline import Stages
 
 
 def split_text(leaves: Sequence[Leaf]) -> str:

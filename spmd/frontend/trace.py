@@ -26,7 +26,7 @@ from spmd.frontend.callbacks import OnCallbacks, OwnCallbacks
 from spmd.frontend.refine import DIM, is_dynamic, refine
 from spmd.ir.callbacks import Callback
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.spec import as_mesh, has_explicit_axes
+from spmd.mesh.spec import as_mesh, has_explicit_axes, mesh_around
 
 register_exclusion(str(Path(__file__).parent.parent))  # our own frames are not the user's
 
@@ -35,14 +35,27 @@ _SEEN: ContextVar[list[Mesh] | None] = ContextVar("seen meshes", default=None)
 
 
 @contextmanager
-def seen_meshes() -> Iterator[list[Mesh]]:
-    """The meshes of the marks met while tracing, in order; `jit` without a mesh takes the first."""
-    found: list[Mesh] = []
+def seen_meshes(known: Mesh | None = None) -> Iterator[list[Mesh]]:
+    """The meshes of the marks met while tracing, in order; `jit` without a mesh takes the first.
+
+    Args:
+      known: the mesh that is traced for, if that is known: it comes before all others.
+    """
+    found = [] if known is None else [known]
     token = _SEEN.set(found)
     try:
         yield found
     finally:
         _SEEN.reset(token)
+
+
+def mesh_at_hand() -> Mesh | None:
+    """The mesh that code is traced for, as far as that is known; else the one that jax has set."""
+    found = _SEEN.get()
+    if found:
+        return found[0]
+    around = mesh_around()
+    return None if around is None else as_mesh(around)
 
 
 def note_mesh(mesh: Mesh) -> Mesh:

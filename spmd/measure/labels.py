@@ -11,6 +11,7 @@ import os
 import re
 from typing import NamedTuple
 
+from spmd.ir.pipelines import without_pipelines
 from spmd.ir.program import Loc, Op, Program
 from spmd.measure.hlo import (
     Instruction,
@@ -81,7 +82,7 @@ def layer_of(loc: Loc) -> str:
     Example: the scope `jit(step)/transpose(jvp(model))/layer_3/mlp/dot_general` is in
     `model/layer_*/mlp`, forward and backward pass alike.
     """
-    text, before = loc.scope, ""
+    text, before = without_pipelines(loc.scope), ""
     while text != before:  # from the inside out: `transpose(jvp(jit(relu)/x))` -> `x`
         before = text
         text = re.sub(r"\bp?jit\([^()]*\)", "", text)

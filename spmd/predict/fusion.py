@@ -113,7 +113,11 @@ def _as_large(op: Op) -> Sequence[Value]:
 
 
 def _is_renamed(op: Op) -> bool:
-    """Whether an op adds dims of one element and keeps the others' order: the same memory."""
+    """Whether an op adds or moves dims of one element alone: the same memory."""
+    if op.kind.about.is_transpose:
+        shape = op.kind.operands[0].shape
+        moved = [dim for dim in op.kind.attrs["permutation"] if shape[dim] != 1]
+        return moved == sorted(moved)
     if not op.kind.adds_dims:
         return False
     dims = op.kind.attrs["broadcast_dimensions"]

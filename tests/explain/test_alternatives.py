@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import spmd
+from spmd.compiler import timed
 from spmd.explain.alternatives import Alternatives, taken_axes
 from spmd.explain.prices import Prices
 from spmd.explain.relax import mark_groups, mark_prices, replanned
 from spmd.explain.words import spec_text
 from spmd.ir.program import Op
 from spmd.options import Options
-from spmd.pipeline import timed
 from spmd.planning.decode import decoded
 from spmd.planning.greedy import plan_greedily
 from spmd.planning.solver.network import FORBIDDEN

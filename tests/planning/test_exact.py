@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import spmd
+from spmd.compiler import Request, Stages, plan_problem
 from spmd.errors import PlanError
-from spmd.pipeline import Request, Stages, plan_problem
 from spmd.planning.choices import Choices
 from spmd.planning.domains import domains_of
 from spmd.planning.legality import check_plan

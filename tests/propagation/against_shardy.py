@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import spmd
 from benchmarks import shardy
+from spmd.compiler import Request, Stages, compile_module
 from spmd.frontend.importer.module import parse_module
 from spmd.frontend.marks import atoms_of_attr
 from spmd.ir.dialect.rule import REPLICATE, WINDOW
@@ -21,7 +22,6 @@ from spmd.ir.program import Loc, Op
 from spmd.ir.types import ShardingAttr
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, axis_refs, format_sharding
-from spmd.pipeline import Request, Stages, compile_module
 from tests.propagation.necessity import Necessity, Place, necessity, nodes
 
 Dims = tuple[Axes, ...]

@@ -21,8 +21,8 @@ from tools.house import (
 )
 
 SOURCES = {
-    "spmd/__init__.py": "from spmd.pipeline import run\n",
-    "spmd/pipeline.py": "from spmd.ir import text, types\n\n\ndef run():\n    return 'spmd.mark'\n",
+    "spmd/__init__.py": "from spmd.compiler import run\n",
+    "spmd/compiler.py": "from spmd.ir import text, types\n\n\ndef run():\n    return 'spmd.mark'\n",
     "spmd/ir/types.py": "",
     "spmd/ir/text.py": "# Types print as\n# they are read.\nfrom . import types\n",
     "spmd/ir/dialect/add.py": "NAME = 'stablehlo.add'\n",
@@ -54,8 +54,8 @@ def test_names_of_ops(text: str, count: int) -> None:
 
 
 def test_modules_that_one_other_imports() -> None:
-    # pipeline by the package, text by pipeline (a test's import does not count); types by two.
-    assert imported_once(SOURCES) == ["spmd.ir.text", "spmd.pipeline"]
+    # compiler by the package, text by compiler (a test's import does not count); types by two.
+    assert imported_once(SOURCES) == ["spmd.compiler", "spmd.ir.text"]
 
 
 def test_lengths() -> None:

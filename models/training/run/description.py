@@ -21,14 +21,11 @@ from models.training.run.profile import ProfileRange
 from models.training.run.step import ON_NONFINITE, OnNonfinite
 
 FREE_TO_CHANGE = frozenset(
-    {
-        "model.scan_layers",
-        "model.remat",
-        "model.remat_every",
-        "model.dtype",
-        "model.attention",
-        "model.zigzag",
-    }
+    f"model.{name}"
+    for name in (
+        *("scan_layers", "remat", "remat_every", "dtype", "attention", "zigzag"),
+        *("stages", "stage_microbatches", "stage_schedule"),
+    )
 )
 """How a model is run, not what it computes: a resumed run may have other values."""
 

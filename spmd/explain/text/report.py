@@ -7,6 +7,7 @@ from spmd.explain.costly import CostlyMark, costly_text
 from spmd.explain.costs import code_lines, largest
 from spmd.explain.decisions import conflict_rows, loser_text, marks_title
 from spmd.explain.facts import Facts, memory_rows, quality_rows
+from spmd.explain.pipelines import pipeline_rows
 from spmd.explain.recomputed import recomputed_rows, recomputed_title
 from spmd.explain.rings import ring_rows, ring_text
 from spmd.explain.tables import (
@@ -54,6 +55,7 @@ def explain_program(facts: Facts) -> str:
         _conflicts(facts),
         _rings(facts),
         _recomputed(facts),
+        _pipelines(facts),
         section("forms", [form.text for form in facts.plan.forms]),
         section("notes", counted(facts.plan.notes)),
         section("memory per device", aligned(memory_rows(facts))),
@@ -92,6 +94,8 @@ def summarize(facts: Facts, costly: CostlyMark | None = None) -> str:
         lines.append(
             f"  {recomputed_title(again, facts.timeline).replace(' rather than held:', '  ')}"
         )
+    for row in pipeline_rows(facts.stages):
+        lines.append(f"  pipeline     {row.title}: {row.parts[0][1]}")
     lines += [f"  form         {form.text}" for form in plan.forms if not form.refusal]
     if plan.choices and plan.idle_axes:
         lines.append(f"  note         {idle_text(plan.idle_axes)}")
@@ -180,6 +184,15 @@ def _recomputed(facts: Facts) -> Lines:
         return iter(())
     lines = table_lines(recomputed_table(rows))
     return section(recomputed_title(rows, facts.timeline), lines)
+
+
+def _pipelines(facts: Facts) -> Lines:
+    """What pipelines wait for, send and hold."""
+    lines: list[str] = []
+    for row in pipeline_rows(facts.stages):
+        lines.append(f"{row.title}, at {source_text(row.source)}")
+        lines += [f"  {line}" for line in aligned(row.parts)]
+    return section("pipelines", lines)
 
 
 def _marks(facts: Facts) -> Lines:

@@ -6,13 +6,13 @@ import difflib
 import fnmatch
 import re
 
+from spmd.compiler import Stages
 from spmd.errors import ArgumentError
 from spmd.explain.prices import Prices
 from spmd.explain.text.reasons import value_lines
 from spmd.explain.words import value_name
 from spmd.ir.program import Op, Program, Value
 from spmd.mesh.sharding import Sharding
-from spmd.pipeline import Stages
 from spmd.planning.plan import Plan
 
 

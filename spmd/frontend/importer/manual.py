@@ -18,6 +18,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, format_axes
 
 BY_USER = "written by the user in shard_map"
+BY_PIPELINE = "stages send what they made to the next ones"
 """Note of the collectives in manual regions."""
 
 Groups = tuple[tuple[int, ...], ...]

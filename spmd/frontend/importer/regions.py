@@ -8,12 +8,13 @@ from typing import Any
 
 from spmd.errors import UnsupportedOpError
 from spmd.frontend.importer.attributes import exchange_of
-from spmd.frontend.importer.manual import BY_USER, Scope, collective
+from spmd.frontend.importer.manual import BY_PIPELINE, BY_USER, Scope, collective
 from spmd.frontend.importer.ops import Env, Handler, Importer, keep
 from spmd.frontend.importer.shardings import NO_AXES, Stated, manual_axes, shardings_of
 from spmd.ir.dialect.callbacks import FLAG
 from spmd.ir.dialect.collectives import COLLECTIVES
 from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
+from spmd.ir.pipelines import SHIFT
 from spmd.ir.program import Loc, Op, OpKind, Region, Value, has_effect
 from spmd.ir.types import Attribute, ShardingAttr
 
@@ -124,7 +125,7 @@ def _collective(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
         return
     if len(op.regions):
         attrs |= importer.bodies(op)
-    loc = loc._replace(note=BY_USER)
+    loc = loc._replace(note=BY_PIPELINE if SHIFT in loc.scope else BY_USER)
     for result, value in zip(op.results, op.operands, strict=True):
         type_ = importer.type(result.type)
         env[result] = importer.add(ops, op.name, env[value], type_, attrs, loc)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 import spmd
+from spmd.compiler import Request, propagated_of
 from spmd.frontend.canonicalize.run import canonicalize
 from spmd.frontend.importer.module import import_module, parse_module
 from spmd.ir.dialect.registry import rule_name
 from spmd.ir.program import Program
 from spmd.mesh.spec import jax_mesh
-from spmd.pipeline import Request, propagated_of
 from tests.frontend import test_shardy_modules
 from tests.ir.dialect.cases import CASES
 from tests.ir.dialect.cases_module import MODULES

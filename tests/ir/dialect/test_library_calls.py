@@ -12,9 +12,9 @@ import pytest
 from jax import lax
 
 import spmd
+from spmd.compiler import Request, compile_module
 from spmd.frontend.importer.module import parse_module
 from spmd.mesh.topology import Topology
-from spmd.pipeline import Request, compile_module
 
 MATRIX = jax.ShapeDtypeStruct((8, 6, 4), jnp.float32)
 SQUARE = jax.ShapeDtypeStruct((8, 4, 4), jnp.float32)

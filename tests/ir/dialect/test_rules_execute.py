@@ -80,7 +80,7 @@ def test_ops_that_jax_never_emits(op: str) -> None:
 
 @pytest.mark.parametrize("case", MODULES, ids=lambda case: case.name)
 def test_modules(case: ModuleCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spmd.pipeline.expand", expand_for_cpu)
+    monkeypatch.setattr("spmd.compiler.expand", expand_for_cpu)
     rng = np.random.RandomState(zlib.crc32(case.name.encode()))
     want = case.want(*case.args)
     results = want if isinstance(want, tuple) else (want,)

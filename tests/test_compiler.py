@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd import pipeline
+from spmd import compiler
 
 STAGES = (
     "import", "canonicalize", "separate", "unroll", "sink", "propagate", "plan",
@@ -25,4 +25,4 @@ def test_every_stage_is_timed_and_printed_in_order(capfd: pytest.CaptureFixture[
     assert set(printed) == set(STAGES)
     assert printed[:5] + printed[-2:] == [*STAGES[:5], *STAGES[-2:]]
     assert all(seconds > 0 for seconds in lowered.stages.seconds.values())
-    assert " ".join(STAGES) in " ".join((pipeline.__doc__ or "").replace("->", "").split())
+    assert " ".join(STAGES) in " ".join((compiler.__doc__ or "").replace("->", "").split())

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spmd.forms import fastest, forms_in_halves, forms_written_out
+from spmd.frontend.accumulate import accumulate
 from spmd.frontend.canonicalize.run import canonicalize
 from spmd.frontend.importer.module import Imported, import_module
 from spmd.frontend.marks import Entries, collect_marks, result_mark
@@ -170,7 +171,7 @@ def propagated_of(request: Request) -> Propagated:
 def _front(request: Request, clock: Stopwatch) -> Imported:
     """What a module says."""
     imported = clock("import", _import, request)
-    canonical = clock("canonicalize", lambda p: unflatten(canonicalize(p)), imported.program)
+    canonical = clock("canonicalize", _canonical, imported.program)
     return imported._replace(program=clock("separate", separate, canonical))
 
 
@@ -258,7 +259,11 @@ def check_stages(stages: Stages) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# Stages that take more than the result of the one before.
+# Stages of several parts, and those that take more than the result of the one before.
+
+
+def _canonical(program: Program) -> Program:
+    return accumulate(unflatten(canonicalize(program)))
 
 
 def _import(request: Request) -> Imported:

@@ -1,0 +1,239 @@
+"""Schedules of pipelines: their names, what they need, and which is taken where nobody says.
+
+How long a schedule takes depends on all that is around it, so a program is traced and planned with
+each, and the one with the shortest predicted run is taken, as with other forms of a program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import NamedTuple
+
+from spmd.api.tracing import Traced
+from spmd.compiler import Stages
+from spmd.errors import ArgumentError, MeshError, PlanError
+from spmd.ir.pipelines import SCHEDULES, Pipeline, pipeline_of
+from spmd.mesh.mesh import Mesh
+from spmd.planning.plan import Weighed
+from spmd.predict.memory import peak_memory
+
+DEFAULT = "gpipe"
+
+SHORT = 0.5
+"""Memory is short where a program takes more than this share of it."""
+
+_TAKEN: ContextVar[str] = ContextVar("schedule of pipelines", default=DEFAULT)
+"""Of this trace: what calls without a schedule take where they can."""
+
+
+class Asked(NamedTuple):
+    """What a call of `pipeline` says, by the names of its arguments."""
+
+    schedule: str | None
+    chunks: int | None
+    axis: str
+    stages: int
+    microbatches: int
+
+    def as_pipeline(self, schedule: str) -> Pipeline:
+        """The pipeline in a schedule."""
+        is_chunked, is_lean = SCHEDULES[schedule]
+        chunks = (self.chunks or 2) if is_chunked else 1
+        return Pipeline(self.axis, self.stages, self.microbatches, chunks, is_lean)
+
+
+def chosen_pipeline(
+    asked: Asked, *, layers: int, batch: int, mesh: Mesh | None, source: str | None
+) -> Pipeline:
+    """The pipeline of a call, in the schedule that it names or that is weighed now.
+
+    Args:
+      asked: what the call says.
+      layers, batch: sizes of the stack and of the batch.
+      mesh: where the axis is, if that is known.
+      source: the user's line.
+
+    Raises:
+      ArgumentError, MeshError: as for `pipeline`.
+    """
+    _check_counts(asked, batch, mesh, source)
+    if asked.schedule is not None:
+        if asked.schedule not in SCHEDULES:
+            raise ArgumentError(
+                f"pipeline: schedule={asked.schedule!r} is none",
+                source=source,
+                required=f"one of {', '.join(map(repr, SCHEDULES))}, or None",
+            )
+        return _checked(asked.as_pipeline(asked.schedule), asked, layers, source)
+    possible = [name for name in SCHEDULES if _refusal(asked, name, layers) is None]
+    if not possible:
+        return _checked(
+            asked.as_pipeline("interleaved" if asked.chunks else DEFAULT), asked, layers, source
+        )
+    taken = _TAKEN.get()
+    of = asked.as_pipeline(taken if taken in possible else possible[0])
+    return of._replace(open=sum(1 << i for i, name in enumerate(SCHEDULES) if name in possible))
+
+
+_Planned = tuple[Traced, Stages]
+
+
+def in_fastest_schedule(plan: Callable[[bool], _Planned], memory_limit: int | None) -> _Planned:
+    """A program with its pipelines in the schedule that is predicted to be the fastest.
+
+    Of schedules that do not fit in memory the one that misses the least is taken.
+
+    Args:
+      plan: traces and plans it, again for each schedule that its pipelines leave open; told whether
+        jax may take a trace that it has made before.
+      memory_limit: bytes that one device may use; the topology's memory when left out.
+
+    Raises:
+      PlanError: it keeps to the memory limit in no schedule.
+    """
+    try:
+        first = plan(True)
+    except PlanError as error:
+        if (found := _in_others(plan, {DEFAULT: error}, SCHEDULES, memory_limit)) is None:
+            raise
+        return found
+    open_ = {of for op in first[1].program.walk() if (of := pipeline_of(op.loc.scope)) and of.open}
+    names = {name: None for of in open_ for name in of.open_schedules}
+    default = min(of.schedule for of in open_) if open_ else DEFAULT
+    return _in_others(plan, {default: first}, names, memory_limit) or first
+
+
+def _in_others(
+    plan: Callable[[bool], _Planned],
+    tried: dict[str, _Planned | PlanError],
+    names: Iterable[str],
+    limit: int | None,
+) -> _Planned | None:
+    """The best of a program in the schedules that were tried and in others."""
+    (default,) = tried
+    # To compute steps again takes longer, but where memory is short so does what else saves it.
+    for is_lean in (False, True):
+        if not is_lean or all(_excess(each, limit, SHORT) for each in tried.values()):
+            others = [name for name in names if SCHEDULES[name][1] == is_lean]
+            tried |= {name: _planned(plan, name) for name in others if name not in tried}
+    fit = {name: each for name, each in tried.items() if not isinstance(each, PlanError)}
+    if not fit:
+        return None
+    rank = {name: (_excess(each, limit), each[1].timeline.seconds) for name, each in fit.items()}
+    best = min(rank, key=lambda name: rank[name])
+    before = rank.get(default, rank[best])[1]
+    others = [name for name in tried if name != default]
+    forms = [_weighed(name, tried[name], before, name == best, limit) for name in others]
+    traced, stages = fit[best]
+    plan_ = stages.plan._replace(forms=(*stages.plan.forms, *forms))
+    return traced, replace(stages, plan=plan_)
+
+
+def _planned(plan: Callable[[bool], _Planned], name: str) -> _Planned | PlanError:
+    """A program whose pipelines take a schedule if they may."""
+    token = _TAKEN.set(name)
+    try:
+        return plan(False)
+    except PlanError as error:
+        return error
+    finally:
+        _TAKEN.reset(token)
+
+
+def _excess(planned: _Planned | PlanError, memory_limit: int | None, share: float = 1.0) -> float:
+    """Bytes of one device that a program needs beyond a share of those there are."""
+    if isinstance(planned, PlanError):
+        return math.inf
+    traced, stages = planned
+    topology, donated = stages.plan.topology, traced.request.donated
+    use = peak_memory(stages.optimized.program, donated, topology.platform)
+    return max(0.0, use.peak - share * topology.memory(memory_limit))
+
+
+def _weighed(
+    name: str, planned: _Planned | PlanError, before: float, is_best: bool, limit: int | None
+) -> Weighed:
+    """What the report says of a schedule."""
+    seconds = None if isinstance(planned, PlanError) else planned[1].timeline.seconds
+    refusal = "" if is_best else "another one is faster"
+    if not is_best and _excess(planned, limit):
+        refusal = "it does not fit in memory"
+    return Weighed(f"pipelines {name}", seconds, before, refusal)
+
+
+# ---------------------------------------------------------------------------------------------
+# What is wrong.
+
+
+def _check_counts(asked: Asked, batch: int, mesh: Mesh | None, source: str | None) -> None:
+    """Holds that counts are positive, and divide what they cut."""
+    for name in ("stages", "microbatches"):
+        if (count := getattr(asked, name)) < 1:
+            raise ArgumentError(
+                f"pipeline: {name}={count}", source=source, required="a number of at least 1"
+            )
+    if batch % asked.microbatches:
+        raise ArgumentError(
+            f"pipeline: a batch of {batch} rows is not {asked.microbatches} microbatches",
+            source=source,
+            actual=f"{batch} = {batch // asked.microbatches} * {asked.microbatches} + "
+            f"{batch % asked.microbatches}",
+            required="microbatches= that divides the batch",
+        )
+    if mesh is None:
+        return
+    if asked.axis not in mesh.shape:
+        raise MeshError(
+            f"pipeline: the mesh has no axis {asked.axis!r}",
+            source=source,
+            actual=f"({mesh})",
+            fix=f"make the mesh with {asked.axis}={asked.stages}, or name another axis=",
+        )
+    if asked.stages % (size := mesh.shape[asked.axis]):
+        raise ArgumentError(
+            f"pipeline: {asked.stages} stages are not split evenly over {asked.axis}={size}",
+            source=source,
+            required=f"stages= a multiple of {size}; as many, for one stage on each device",
+        )
+
+
+def _checked(of: Pipeline, asked: Asked, layers: int, source: str | None) -> Pipeline:
+    """A pipeline in a schedule that its counts allow."""
+    refusal = _refusal(asked, of.schedule, layers)
+    if refusal is not None:
+        raise ArgumentError(f"pipeline: {refusal.what}", source=source, required=refusal.required)
+    return of
+
+
+class _Refusal(NamedTuple):
+    """Why a pipeline has no such schedule."""
+
+    what: str
+    required: str
+
+
+def _refusal(asked: Asked, schedule: str, layers: int) -> _Refusal | None:
+    """Why a call cannot take a schedule; None if it can."""
+    is_chunked, is_lean = SCHEDULES[schedule]
+    of = asked.as_pipeline(schedule)
+    if asked.chunks and not is_chunked:
+        return _Refusal(
+            f"chunks={asked.chunks} with schedule={schedule!r}, in which a stage has one",
+            "schedule='interleaved', or no chunks",
+        )
+    if layers % of.window:
+        parts = f"{of.stages} stages" + (f" of {of.chunks} chunks" if of.chunks > 1 else "")
+        return _Refusal(
+            f"{layers} layers are not split evenly over {parts}",
+            f"a number of layers that {of.window} divides",
+        )
+    if (is_chunked or is_lean) and of.microbatches % of.stages:
+        return _Refusal(
+            f"{of.microbatches} microbatches are not groups of {of.stages} stages, as "
+            f"schedule={schedule!r} takes them",
+            f"microbatches= a multiple of {of.stages}; 'gpipe' takes any number",
+        )
+    return None

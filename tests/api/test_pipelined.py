@@ -1,0 +1,276 @@
+"""Pipelines over stages: values and gradients are those of a scan over layers, on any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from spmd.explain.pipelines import pipeline_rows
+from spmd.ir.pipelines import SCHEDULES, Pipeline, pipeline_of
+
+L, B, H = 8, 32, 16
+
+
+def normal(seed: int, *shape: int) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+PARAMS = {"up": normal(0, L, H, 2 * H) / 8, "down": normal(1, L, 2 * H, H) / 8}
+X = normal(2, B, H)
+
+
+def layer(w: Any, x: Any) -> Any:
+    x = x / jnp.linalg.norm(x, axis=-1, keepdims=True)  # not defined at zeros
+    return x + jnp.tanh(x @ w["up"]) @ w["down"]
+
+
+def scanned(params: Any, x: Any, layer: Callable[..., Any] = layer) -> Any:
+    return jax.lax.scan(lambda x, w: (layer(w, x), None), x, params)[0]
+
+
+def of_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.value_and_grad(lambda params, x: jnp.mean(jnp.sin(forward(params, x))), (0, 1))
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, wanted)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> Any:
+    return jax.jit(of_loss(scanned))(PARAMS, X)
+
+
+def in_chunks(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.reshape(2, L // 2, *leaf.shape[1:]), params)
+
+
+@pytest.mark.parametrize("schedule", [None, *SCHEDULES])
+def test_under_plain_jax(schedule: str | None, wanted: Any) -> None:
+    def forward(params: Any, x: Any) -> Any:
+        return spmd.pipeline(layer, params, x, stages=2, microbatches=4, schedule=schedule)
+
+    assert_same(jax.jit(of_loss(jax.checkpoint(forward)))(PARAMS, X), wanted)
+    mapped = jax.vmap(forward, in_axes=(None, 0))(PARAMS, X.reshape(2, B // 2, H))
+    np.testing.assert_allclose(mapped.reshape(B, H), scanned(PARAMS, X), rtol=1e-4, atol=1e-6)
+
+
+class Case:
+    """A pipeline's loss and gradients on a mesh, compiled once."""
+
+    def __init__(self, schedule: str, microbatches: int, is_chunked: bool = False, **axes: int):
+        mesh, model = spmd.make_mesh(**axes), "model" if "model" in axes else None
+        lead = (None, "stage") if is_chunked else ("stage",)
+        params = in_chunks(PARAMS) if is_chunked else PARAMS
+        rules = {"up": (*lead, None, model), "down": (*lead, model, None)}
+        given = (
+            spmd.mark_tree(params, mesh, rules),
+            spmd.mark_sharding(X, mesh, ("data", None)),
+        )
+        self.loss = of_loss(
+            lambda params, x: spmd.pipeline(
+                layer,
+                params,
+                x,
+                stages=axes["stage"],
+                microbatches=microbatches,
+                schedule=schedule,
+                chunks=2 if is_chunked else None,
+            )
+        )
+        out = (None, (in_specs(given[0]), None))
+        self.compiled = spmd.jit(self.loss, mesh=mesh, out_specs=out).compile(*given)
+        self.found = self.compiled(*given)
+        if is_chunked:
+            loss, (grads, of_x) = self.found
+            self.found = loss, (jax.tree.map(lambda g: g.reshape(L, *g.shape[2:]), grads), of_x)
+
+    @property
+    def permutes(self) -> list[tuple[tuple[int, int], ...]]:
+        program = self.compiled.stages.optimized.program
+        return [
+            op.kind.attrs["pairs"] for op in program.walk() if op.collective == "collective_permute"
+        ]
+
+
+def in_specs(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, params)
+
+
+@pytest.fixture(scope="module")
+def gpipe() -> Case:
+    return Case("gpipe", 8, stage=4, data=2)
+
+
+@pytest.fixture(scope="module")
+def interleaved() -> Case:
+    return Case("interleaved", 4, is_chunked=True, stage=4, data=2)
+
+
+def test_gpipe(gpipe: Case, wanted: Any) -> None:
+    assert_same(gpipe.found, wanted)
+
+
+def test_interleaved(interleaved: Case, wanted: Any) -> None:
+    assert_same(interleaved.found, wanted)
+
+
+def test_1f1b_beside_a_model_axis(wanted: Any) -> None:
+    assert_same(Case("1f1b", 4, stage=2, data=2, model=2).found, wanted)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved"])
+def test_stages_send_to_their_neighbours_alone(name: str, request: Any) -> None:
+    case = request.getfixturevalue(name)
+    # A device's number is 2 * stage + data: neighbours are 2 apart, and a ring goes on at 0.
+    right = {(i, i + 2) for i in range(6)} | ({(6, 0), (7, 1)} if name == "interleaved" else set())
+    left = {(b, a) for a, b in right}
+    assert {frozenset(pairs) for pairs in case.permutes} == {frozenset(right), frozenset(left)}
+    over_stage = [c for c in case.compiled.collectives if "stage" in c.axes]
+    assert {c.kind for c in over_stage} <= {"collective_permute", "all_reduce", "reduce_scatter"}
+    # No weight goes over stages; x and y do, once.
+    assert all(c.count == 1 for c in over_stage if c.kind != "collective_permute")
+    assert all(c.bytes <= 2 * X.nbytes for c in over_stage)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "bubble"),
+    [("gpipe", 8 + 3, "27.3%"), ("interleaved", 2 * 4 + 3, "27.3%")],
+)
+def test_the_report_has_the_bubble(name: str, steps: int, bubble: str, request: Any) -> None:
+    compiled = request.getfixturevalue(name).compiled
+    (row,) = pipeline_rows(compiled.stages)
+    assert (row.steps, row.of.steps) == (steps, steps)
+    loops = [s for s in compiled.timeline.slots if s.op.is_loop and s.depth == 0]
+    assert row.seconds == pytest.approx(sum(slot.seconds for slot in loops))
+    assert row.sends == 2 * steps
+    text = compiled.explain().partition("\npipelines\n")[2]
+    assert f"schedule {name}, at" in text
+    assert f"bubble                 {bubble} of" in text
+    assert f"{bubble} of" in compiled.summary()
+
+
+def test_reasons_name_the_pipeline(gpipe: Case) -> None:
+    reasons = {c.reason for c in gpipe.compiled.collectives if c.kind == "collective_permute"}
+    assert reasons == {"stages send what they made to the next ones"}
+    assert not any("pipeline[" in c.layer for c in gpipe.compiled.collectives)
+
+
+def test_rows_and_trees_go_along() -> None:
+    """A state of several leaves, what each row has, what each layer has beside weights."""
+    ids = np.arange(B, dtype=np.int32) % 3
+    stacked = {"w": PARAMS["up"][..., :H], "number": np.arange(L, dtype=np.float32)}
+
+    def one(w: Any, x: Any, ids: Any) -> Any:
+        hidden = jnp.tanh(x["h"] @ w["w"]) * ids[:, None]
+        return {"h": x["h"] + hidden, "sum": x["sum"] + w["number"] * hidden.sum(-1)}
+
+    x = {"h": X, "sum": X[:, 0]}
+
+    def loss(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def of(stacked: Any, x: Any, ids: Any) -> Any:
+            y = forward(stacked, x, ids)
+            return jnp.mean(y["h"] ** 2) + jnp.mean(y["sum"])
+
+        return jax.value_and_grad(of)
+
+    def piped(stacked: Any, x: Any, ids: Any) -> Any:
+        return spmd.pipeline(one, stacked, x, ids, stages=4, microbatches=4, schedule="interleaved")
+
+    def plain(stacked: Any, x: Any, ids: Any) -> Any:
+        return scanned(stacked, x, lambda w, x: one(w, x, ids))
+
+    mesh = spmd.make_mesh(stage=4, data=2)
+    assert_same(
+        spmd.jit(loss(piped), mesh=mesh)(stacked, x, ids), jax.jit(loss(plain))(stacked, x, ids)
+    )
+
+
+def planned(
+    schedule: str | None, rows: int, width: int, parts: int, topology: str, **options: Any
+) -> spmd.Lowered:
+    """A step of many rows, planned for a machine that is not here."""
+    mesh = spmd.make_mesh(stage=4, data=2)
+
+    def struct(*shape: int, spec: Any) -> Any:
+        return spmd.mark_sharding(jax.ShapeDtypeStruct(shape, jnp.bfloat16), mesh, spec)
+
+    stage = ("stage", None, None)
+    params = {
+        "up": struct(L, width, 2 * width, spec=stage),
+        "down": struct(L, 2 * width, width, spec=stage),
+    }
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            y = spmd.pipeline(layer, params, x, stages=4, microbatches=parts, schedule=schedule)
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
+
+    jitted = spmd.jit(step, mesh=mesh, donate_argnums=0, options=spmd.Options(**options))
+    x = struct(rows, width, spec=("data",))
+    return jitted.lower(params, x, topology=spmd.Topology(topology))
+
+
+def test_interleaved_is_taken_where_layers_compute_long() -> None:
+    lowered = planned(None, 1 << 16, 4096, 4, "v5p:2x2x2", unroll=0)
+    (form,) = [form for form in lowered.stages.plan.forms if form.name == "pipelines interleaved"]
+    (row,) = pipeline_rows(lowered.stages)
+    assert row.of.schedule == "interleaved" and not form.refusal
+    assert form.seconds == lowered.cost < form.before
+
+
+def test_the_schedule_is_that_of_the_fastest_program_that_fits() -> None:
+    given = 32 * 1024, 256, 32, "v5e:2x4"
+    free = planned(None, *given)
+    (row,) = pipeline_rows(free.stages)
+    forms = [form for form in free.stages.plan.forms if form.name == "pipelines interleaved"]
+    assert len(forms) == 1 and (row.of.schedule == "interleaved") == (not forms[0].refusal)
+    short = planned(None, *given, memory_limit=64 << 20)
+    (lean,) = pipeline_rows(short.stages)
+    assert lean.of.schedule == "1f1b"
+    assert short.predicted_memory.peak <= 64 << 20 < free.predicted_memory.peak
+    assert short.cost < planned("gpipe", *given, memory_limit=64 << 20).cost
+    # GPipe holds all 35 steps; 1F1B holds those of 4 microbatches, and a state for each window.
+    assert lean.held < row.held / 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stages": 12}, "8 layers are not split evenly over 12 stages"),
+        ({"microbatches": 5}, "a batch of 32 rows is not 5 microbatches"),
+        ({"microbatches": 0}, "microbatches=0"),
+        ({"schedule": "zero bubble"}, "schedule='zero bubble' is none"),
+        ({"schedule": "1f1b", "microbatches": 2}, "2 microbatches are not groups of 4 stages"),
+        (
+            {"schedule": "gpipe", "chunks": 2, "stacked": in_chunks(PARAMS)},
+            "chunks=2 with schedule='gpipe'",
+        ),
+        ({"chunks": 2}, "chunks=2, but the stack has 8 in dim 0"),
+        ({"schedule": "interleaved", "stages": 8}, "8 layers are not split evenly over 8 stages"),
+        ({"axis": "stages"}, "the mesh has no axis 'stages'"),
+        ({"stages": 2}, "2 stages are not split evenly over stage=4"),
+        ({"rows": np.zeros(3)}, "the leaves of x and rows have no size of dim 0 in common"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
+    given = {"stages": 4, "microbatches": 4, "stacked": PARAMS, **changes}
+    mesh = spmd.make_mesh(stage=4, data=2)
+    with pytest.raises(spmd.SpmdError) as error:
+        spmd.jit(lambda x: spmd.pipeline(layer, x=x, **given), mesh=mesh).lower(X)
+    assert error.value.what.startswith("pipeline: ") and message in error.value.what
+    assert "test_pipelined.py" in str(error.value.source)
+
+
+@pytest.mark.parametrize("of", [Pipeline("stage", 4, 8), Pipeline("s", 2, 6, 2, True, 12)])
+def test_scopes_read_back(of: Pipeline) -> None:
+    assert pipeline_of(f"jit(f)/transpose(jvp({of.scope}))/while/body") == of
+    assert pipeline_of("jit(f)/while") is None

@@ -1,0 +1,74 @@
+"""A Llama over the stages of a pipeline: its loss and gradients are those of the scanned one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import spmd
+from models.llama import model, sharding
+from models.llama.config import CONFIGS, ConfigError
+from models.llama.generate import make_next_logits
+
+SCANNED = dataclasses.replace(CONFIGS["tiny"], num_hidden_layers=4, remat="full")
+STAGES = dataclasses.replace(SCANNED, stages=2, stage_microbatches=4, stage_schedule="gpipe")
+IDS = np.random.default_rng(0).integers(0, SCANNED.vocab_size, (2, 8, 32))
+PACKED = {  # two documents in each row, of other lengths in each
+    "segment_ids_BS": np.stack([np.arange(32) >= 3 * row + 4 for row in range(8)]).astype(np.int32),
+    "positions_BS": np.stack([np.r_[: 3 * row + 4, : 28 - 3 * row] for row in range(8)]),
+}
+
+
+def value_and_grad(config: Any, mark: Any = model.no_marks) -> Any:
+    def loss(params: Any, inputs: Any, targets: Any, packed: Any) -> Any:
+        return model.loss(params, inputs, targets, config, mark, **packed)
+
+    return jax.value_and_grad(loss)
+
+
+@pytest.mark.parametrize(("packed", "schedule"), [({}, "gpipe"), (PACKED, "interleaved")])
+def test_loss_and_gradients_are_those_of_the_scanned_model(packed: Any, schedule: str) -> None:
+    config = dataclasses.replace(STAGES, stage_schedule=schedule)
+    params = model.init(jax.random.key(0), config)
+    wanted = jax.jit(value_and_grad(SCANNED))(params, *IDS, packed)
+    mesh = spmd.make_mesh(stage=2, data=2, model=2)
+    given = sharding.mark_params(params, mesh, config), *sharding.mark_batch((*IDS, packed), mesh)
+    step = spmd.jit(value_and_grad(config, sharding.activation_marks(mesh, config)), mesh=mesh)
+    found = step(*given)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), found, wanted)
+
+
+def test_stacked_layers_are_split_over_stages() -> None:
+    shape = {"stage": 2, "data": 2, "model": 2}
+    rules = sharding.parameter_rules(STAGES, shape)
+    assert rules["layers/mlp/up_proj/weight"] == ("stage", "model", "data")
+    assert rules["embed_tokens/weight"] == ("model", "data")
+    whole = sharding.parameter_rules(SCANNED, shape)
+    assert whole["layers/mlp/up_proj/weight"] == (None, "model", "data")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stages": 3}, "3 stages of groups of remat_every 1 layers do not divide 4 layers"),
+        ({"scan_layers": False}, "need scanned layers"),
+        ({"matmul": "fp8"}, "without fp8"),
+        ({"num_experts": 4, "num_experts_per_tok": 2}, "without experts"),
+        ({"stage_schedule": "zero"}, "stage_schedule is 'zero', not one of"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(STAGES, **changes)
+
+
+def test_text_is_generated_without_a_pipeline() -> None:
+    params = model.init(jax.random.key(0), SCANNED)
+    tokens = IDS[0, :1]
+    found = jax.jit(make_next_logits(STAGES))(params, tokens, 5)
+    wanted = jax.jit(make_next_logits(SCANNED))(params, tokens, 5)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
