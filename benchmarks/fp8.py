@@ -22,7 +22,7 @@ import numpy as np
 
 import spmd
 from models.llama.config import DTYPES, MATMULS, LlamaConfig, named_config
-from models.llama.trainer import Trainer
+from models.llama.trainer import LlamaProgram
 from models.training.data import source as data
 from models.training.run.description import RunConfig
 from models.training.run.optimizer import OptimizerConfig, default_learning_rate
@@ -71,7 +71,7 @@ def losses(given: argparse.Namespace, matmul: str) -> tuple[list[float], float]:
         batch_size=run.global_batch,
         vocab_size=model.vocab_size,
     )
-    trainer = Trainer(run, spmd.make_mesh(**given.mesh), text.struct())
+    trainer = LlamaProgram(run, spmd.make_mesh(**given.mesh), text.struct())
     state = trainer.fresh_state()
     params, opt_state = state.params, state.opt_state
     arrays, seconds = [], []

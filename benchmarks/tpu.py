@@ -130,15 +130,15 @@ def build(
         compiled = jitted.compile(*types, topology=topology)
         text, temporary = compiled.as_text("hlo"), compiled.memory.temporary
     else:
-        placed = _placed(types, optimizer, mesh, topology)
-        where = jax.tree.map(lambda x: x.sharding, placed)
+        there = placed(types, optimizer, mesh, topology)
+        where = jax.tree.map(lambda x: x.sharding, there)
         plain = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*where[:2], None))
-        peer = plain.lower(*placed).compile(compiler_options=dict(options))
+        peer = plain.lower(*there).compile(compiler_options=dict(options))
         text, temporary = peer.as_text() or "", Memory.of(peer.memory_analysis()).temporary
     return Built(text, temporary, time.perf_counter() - start)
 
 
-def _placed(types: Any, optimizer: Any, mesh: spmd.Mesh, topology: spmd.Topology) -> Any:
+def placed(types: Any, optimizer: Any, mesh: spmd.Mesh, topology: spmd.Topology) -> Any:
     """The arguments on the slice's devices; the optimizer's moments lie as their parameters."""
     where = jax_mesh(mesh, devices_ahead(mesh, topology))
 

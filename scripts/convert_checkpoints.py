@@ -39,6 +39,7 @@ from models.llama.weights.sources import Source, checkpoint_source, hf_source
 from models.training.checkpoints.found import AUTO, CheckpointError
 from models.training.checkpoints.relayout import relayout
 from models.training.run.description import RunFolder
+from scripts.flags.on_disk import on_disk
 from scripts.flags.user_errors import one_message
 from spmd.cli.flags import Parser, Switch
 from spmd.cli.specs import mesh_axes
@@ -51,9 +52,9 @@ def make_parser() -> Parser:
     """The flags."""
     parser = Parser("scripts/convert_checkpoints", __doc__)
     add = parser.add_argument
-    add("--from", required=True, type=Path, dest="source", help="the folder to read")
+    add("--from", required=True, type=on_disk, dest="source", help="the folder to read")
     add("--step", default=AUTO, help="of a training run; auto: the latest whole one")
-    add("--out", required=True, type=Path, help="the folder to make")
+    add("--out", required=True, type=on_disk, help="the folder to make")
     add("--ranks", type=int, help="files to make, one for each device; none: one whole model")
     add(
         "--mesh",
@@ -77,7 +78,7 @@ def copy_run(given: argparse.Namespace, console: Console) -> None:
             "--mesh copies a run's checkpoint as it is: --dtype, --sharding and --noscan do not go "
             "with it"
         )
-    source, target = RunFolder(given.source).checkpoints, RunFolder(given.out).checkpoints
+    source, target = (path / RunFolder.CHECKPOINTS for path in (given.source, given.out))
     step = relayout(source, target, given.mesh, step=given.step, console=console)
     console.print(f"wrote {target / str(step)}; go on from it with --run_dir {given.out} --resume")
 

@@ -28,6 +28,7 @@ from models.training.checkpoints.found import AUTO, CheckpointError
 from models.training.data.beginnings import as_trained, prompt_ids
 from models.training.data.tokenizer import BYTES, load_tokenizer
 from models.training.errors import DataError
+from scripts.flags.on_disk import on_disk
 from scripts.flags.user_errors import ending_on_interrupt, one_message
 from serving.bundle.function import BundleError
 from serving.bundle.manifest import PLATFORMS
@@ -45,9 +46,9 @@ def make_parser() -> Parser:
     """The flags."""
     parser = Parser("scripts/export_llama", __doc__)
     add = parser.add_argument
-    add("--out", required=True, type=Path, help="the folder to make")
-    add("--init_from", help="folder in Hugging Face's format")
-    add("--run_dir", help="folder of a training run")
+    add("--out", required=True, type=on_disk, help="the folder to make")
+    add("--init_from", help="folder or URL in Hugging Face's format")
+    add("--run_dir", help="folder or URL of a training run")
     add("--step", default=AUTO, help="of its checkpoint; auto: the latest whole one")
     add("--model", help="a named configuration, with random weights")
     add("--seed", type=int, default=0, help="of the random weights")

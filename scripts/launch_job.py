@@ -13,6 +13,9 @@ Examples:
         python scripts/train_llama.py --model llama2-7b --mesh data=32
     scripts/launch jobset --tpu v5e-16 --image registry/image:tag --name llama --dry_run -- \
         python scripts/train_llama.py --mesh data=16
+    scripts/launch jobset --nodes 4 --gpus_per_node 8 --spot --image registry/image:tag \
+        --bucket corpus=/corpus:ro --claim runs=/runs --secret hub-token=/secrets/hub \
+        --volume nas:/models=/models:ro -- python scripts/train_llama.py --run_dir /runs/a --resume
     scripts/launch tpu-vm --tpu_name my-pod --zone us-east5-a --folder spmd -- \
         .venv/bin/python scripts/train_llama.py --mesh data=16
     scripts/launch local --processes 2 --devices_per_process 4 --max_restarts 3 --grace_s 60 -- \
@@ -44,6 +47,7 @@ from scripts.jobs.local import LocalJob, run_local
 from scripts.jobs.mpi import mpi_command
 from scripts.jobs.slurm import Slurm, slurm_script
 from scripts.jobs.tpu import parse_tpu, tpu_vm_command
+from scripts.jobs.volumes import KINDS, Volume
 from spmd.cli.flags import Add, Parser, Switch
 from spmd.errors import LaunchError
 
@@ -132,13 +136,15 @@ def _add_jobset(add: Add) -> None:
     add("--memory", help="request of each pod, as 64Gi")
     add("--selector", action="append", default=[], metavar="LABEL=VALUE", help="of nodes")
     add("--queue", help="a Kueue local queue")
-    add(
-        "--claim",
-        action="append",
-        default=[],
-        metavar="NAME=PATH[:ro]",
-        help="a persistent volume claim, and where it is mounted (repeatable)",
-    )
+    for kind, what in KINDS.items():
+        add(
+            f"--{kind}",
+            action="append",
+            default=[],
+            metavar="NAME=PATH[:ro]",
+            help=f"{what} (repeatable)",
+        )
+    add("--spot", action=Switch, help="on spot nodes, which may be taken back")
     add(
         "--http_port",
         type=int,
@@ -218,7 +224,8 @@ def launch_jobset(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
         selector=parse_pairs("--selector", "label=value", flags.selector),
         queue=flags.queue,
         service_account=flags.service_account,
-        claims=parse_pairs("--claim", "name=path", flags.claim),
+        volumes=tuple(Volume.parse(kind, text) for kind in KINDS for text in getattr(flags, kind)),
+        spot=flags.spot,
         http_port=flags.http_port,
     )
     text = jobset_yaml(make_job(flags, command), jobset)

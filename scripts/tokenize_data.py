@@ -17,7 +17,6 @@ import argparse
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
 from rich.console import Console
@@ -29,6 +28,7 @@ from models.training.data.files import find_files
 from models.training.data.tokenize import ON_ERROR, PIECE_BYTES, OnError, Options, tokenize
 from models.training.data.tokenizer import BYTES
 from models.training.errors import DataError
+from models.training.paths import AnyPath, as_path
 from scripts.flags.user_errors import one_message
 from spmd.cli.flags import Parser, Switch, positive
 
@@ -37,8 +37,8 @@ def make_parser() -> Parser:
     """The flags."""
     parser = Parser("scripts/tokenize_data", __doc__)
     add = parser.add_argument
-    add("files", nargs="*", help="files, directories or glob patterns of text")
-    add("--out", type=Path, help="the folder to make")
+    add("files", nargs="*", help="files, directories, glob patterns or URLs of text")
+    add("--out", help="the folder to make, or its URL on an object store")
     add("--tokenizer", default=BYTES, help="a tokenizer.json, a folder with one, or `bytes`")
     add("--eos_token", help="token that ends a document (default: found out)")
     add("--bos_token", help="token that begins a document, '' for none (default: found out)")
@@ -59,7 +59,7 @@ def make_parser() -> Parser:
         help="MiB of a file that become one shard",
     )
     add("--overwrite", action=Switch, help="replace a folder of other tokens")
-    add("--verify", type=Path, metavar="FOLDER", help="check this folder, reading all of it")
+    add("--verify", metavar="FOLDER", help="check this folder, reading all of it")
     return parser
 
 
@@ -110,7 +110,7 @@ def run_tokenize(given: argparse.Namespace, console: Console) -> None:
 
         manifest = tokenize(
             find_files(given.files),
-            given.out,
+            as_path(given.out),
             make_options(given),
             workers=workers,
             overwrite=given.overwrite,
@@ -141,7 +141,7 @@ def print_skipped(manifest: dict[str, Any], console: Console) -> None:
         console.print(f"  {text}")
 
 
-def run_verify(folder: Path, console: Console) -> None:
+def run_verify(folder: AnyPath, console: Console) -> None:
     """Check a folder; an error if something is wrong."""
     token_folder.open_folder(folder)
     found = list(token_folder.damages(folder))
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(markup=False, highlight=False, soft_wrap=True)
     with one_message(DataError, OSError):
         if given.verify:
-            run_verify(given.verify, console)
+            run_verify(as_path(given.verify), console)
         else:
             run_tokenize(given, console)
 

@@ -18,12 +18,13 @@ longer than --watchdog_timeout.
 """
 
 import argparse
-import contextlib
+import dataclasses
 import logging
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -35,37 +36,28 @@ import spmd
 from models.llama import sharding
 from models.llama.config import ConfigError
 from models.llama.model import without_states
-from models.llama.trainer import Trainer
+from models.llama.trainer import LlamaProgram, sample_text
 from models.llama.weights.load import WeightsError
-from models.training.checkpoints.found import CheckpointError, Found
-from models.training.checkpoints.store import Checkpoints
+from models.training.checkpoints.found import Found
 from models.training.data import source as data
+from models.training.program import Program
 from models.training.run.description import RunConfig, RunError, RunFolder, check_same_model
-from models.training.run.loop import Outcome, Schedule, TrainingError, TrainState, train
-from models.training.run.optimizer import OptimizerError
-from models.training.run.profile import ProfileError, Profiler
-from models.training.run.sinks import JsonLines, Sinks, TensorBoard, Terminal
-from models.training.run.stop import STOPPED_EXIT_CODE, StopSignals
+from models.training.run.loop import Outcome
+from models.training.trainer import USER_ERRORS, Hooks, Options, Trainer, exit_code
 from scripts.flags import weights as weight_flags
-from scripts.flags.run import format_axes, heartbeat_timeout, make_mesh, make_run, wanted_step
+from scripts.flags.run import (
+    evaluates_first,
+    format_axes,
+    heartbeat_timeout,
+    make_mesh,
+    make_run,
+    wanted_step,
+)
 from scripts.flags.train import make_parser
 from scripts.flags.user_errors import one_message
 from spmd import launch
 
 PROMPT = "def "
-
-USER_ERRORS = (
-    RunError,
-    ConfigError,
-    OptimizerError,
-    ProfileError,
-    data.DataError,
-    TrainingError,
-    CheckpointError,
-    WeightsError,
-    spmd.SpmdError,
-)
-"""What a user can mend: one message instead of a traceback."""
 
 
 # Data
@@ -87,142 +79,128 @@ def load_data(run: RunConfig) -> tuple[data.PackedTokens, data.PackedTokens]:
     )
 
 
-# Starting and resuming
+# The run
 
 
-def open_checkpoints(run: RunConfig, folder: RunFolder, text: str) -> Checkpoints:
-    """The checkpoints of a run folder.
+def make_options(run: RunConfig, given: argparse.Namespace) -> Options:
+    """How long the run is, what it keeps, and when it looks up."""
+    values = {**vars(given), **vars(run)}
+    names = {field.name for field in dataclasses.fields(Options)} & values.keys()
+    chosen = {name: values[name] for name in names}
+    chosen |= {"resume": wanted_step(given), "evaluates_first": evaluates_first(given)}
+    return Options(**{**chosen, "steps": run.steps, "log_every": run.lines_every})
 
-    Args:
-        run: what they are of.
-        folder: where they are.
-        text: fingerprint of the training data.
-    """
-    about = {"config": run.to_json(), "data": {"seed": run.seed, "fingerprint": text}}
-    return Checkpoints(
-        folder.checkpoints, keep_last=run.keep_last, keep_every=run.keep_every, about=about
+
+def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> Trainer:
+    """The trainer that the flags ask for, with what is done before and after its steps."""
+    train_data, held_out = load_data(run)
+    tokenizer = data.tokenizer_of(data_config(run))
+    launch.check_same(by_flag(run, given) | {"training text (hash)": train_data.fingerprint})
+    of_data = {
+        "seed": run.seed,
+        "fingerprint": train_data.fingerprint,
+        "tokenizer": data.identity(tokenizer),
+    }
+
+    def first_params(program: Program) -> Any:
+        shardings = without_states(program.step.in_shardings[0])
+        return weight_flags.load_params(given, run.model, shardings, trainer.console)
+
+    def before(found: Found | None) -> list[str]:
+        changes = changes_since(found, run, of_data) if found else []
+        if trainer.folder is not None and launch.is_main_process():
+            trainer.folder.write_config(run)
+            weight_flags.write_tokenizer(tokenizer, trainer.folder.tokenizer)
+        return changes
+
+    def after(program: Program, outcome: Outcome, watch: launch.Watch) -> None:
+        finish(run, given, trainer, program, outcome, tokenizer, watch)
+
+    trainer = Trainer.of(
+        lambda: LlamaProgram(run, mesh, train_data.struct()),
+        train_data,
+        held_out=held_out,
+        options=make_options(run, given),
+        hooks=Hooks(before=before, first_params=first_params, after=after),
+        about={"config": run.to_json(), "data": of_data},
     )
+    print_run(run, weight_flags.model_name(given), mesh, train_data, trainer.console)
+    return trainer
 
 
-def find_checkpoint(
-    run: RunConfig, wanted: int | str | None, checkpoints: Checkpoints, console: Console
-) -> Found | None:
-    """Where `--resume` goes on; None to start anew."""
-    if wanted is None:
-        steps = checkpoints.steps()
-        if not steps:
-            return None
-        raise RunError(
-            f"--run_dir: {checkpoints.folder.parent} holds a run that has come to step {steps[0]}; "
-            "go on from there with --resume, or name another folder"
-        )
-    found = checkpoints.find(wanted)
-    for note in checkpoints.notes:
-        console.print(note)
-    if found is None:
-        console.print("no checkpoint yet: starting anew")
-        return None
+def changes_since(found: Found, run: RunConfig, of_data: Mapping[str, Any]) -> list[str]:
+    """What changed since a checkpoint that may change.
+
+    Raises:
+        RunError: it is of another model, optimizer or tokenizer.
+    """
     changes = check_same_model(found.meta["config"], run)
-    text = found.meta.get("data", checkpoints.about["data"])  # weights alone: of no data
-    if text["fingerprint"] != checkpoints.about["data"]["fingerprint"]:
+    text = found.meta.get("data", of_data)  # weights alone: of no data
+    if text.get("tokenizer", of_data["tokenizer"]) != of_data["tokenizer"]:
+        raise RunError(
+            "the checkpoint was trained with another tokenizer: its tokens mean something else; "
+            "name it with --tokenizer, or start anew"
+        )
+    if text["fingerprint"] != of_data["fingerprint"]:
         changes.append("the text that is trained on")
-    for change in changes:
-        console.print(f"changed since the checkpoint: {change}")
-    return found
+    return changes
 
 
-def start(
+def finish(
+    run: RunConfig,
     given: argparse.Namespace,
     trainer: Trainer,
-    checkpoints: Checkpoints | None,
-    found: Found | None,
-    console: Console,
-) -> TrainState:
-    """The state to go on from: a checkpoint's, or a fresh one, perhaps with weights of others."""
-    if checkpoints is None or found is None:
-        shardings = without_states(trainer.step.in_shardings[0])
-        params = weight_flags.load_params(given, trainer.model, shardings, console)
-        return trainer.fresh_state(params)
-    started = time.perf_counter()
-    state = checkpoints.restore(found, trainer.targets())
-    seconds = time.perf_counter() - started
-    console.print(f"resuming after step {found.step}, restored in {seconds:.1f} s")
-    if state.opt_state is None:
-        console.print("the checkpoint holds weights alone: the optimizer starts anew")
-        return trainer.fresh_state(state.params, found.step)
-    return state
+    program: Program,
+    outcome: Outcome,
+    tokenizer: data.Tokenizer,
+    watch: launch.Watch,
+) -> None:
+    """What comes after the last step: the export, a sample, the report with prices."""
+    console, params = trainer.console, outcome.state.params
+    with watch.may_take("exporting"):
+        export(given, outcome, run, tokenizer, trainer.folder, console)
+    if given.sample_tokens:
+        with watch.may_take("writing a sample"):
+            text = sample_text(run, program.mesh, params, PROMPT, given.sample_tokens, tokenizer)
+        console.print(f"--- a sample\n{text}\n---")
+    if given.report:
+        with watch.may_take("writing the report"):
+            trainer.write_report(program, Path(given.report), prices=True)
 
 
-# Running
-
-
-def open_sinks(run: RunConfig, folder: RunFolder | None, console: Console, step: int) -> Sinks:
-    """Where numbers go; nowhere but on process 0."""
-    if not launch.is_main_process():
-        return Sinks()
-    sinks = Sinks([Terminal(console, run.steps, run.lines_every)])
-    if folder is not None:
-        sinks.append(JsonLines(folder.metrics, after=step))
-        sinks.append(TensorBoard(folder.tensorboard, after=step))
-    return sinks
-
-
-def train_model(
-    trainer: Trainer,
-    state: TrainState,
-    train_data: data.PackedTokens,
-    held_out: data.PackedTokens,
-    *,
-    stop: StopSignals,
-    sinks: Sinks,
-    checkpoints: Checkpoints | None,
+def export(
+    given: argparse.Namespace,
+    outcome: Outcome,
+    run: RunConfig,
+    tokenizer: data.Tokenizer,
     folder: RunFolder | None,
-    watchdog_timeout: float,
-) -> Outcome:
-    """Train to the end, or until a signal comes."""
-    run = trainer.run
-    schedule = Schedule(
-        steps=run.steps,
-        eval_every=run.eval_every,
-        save_every=run.save_every,
-        max_skipped=run.max_skipped,
-    )
-    with (
-        watched(folder, watchdog_timeout) as beat,
-        data.Loader(
-            train_data, shardings=trainer.step.in_shardings[2], start_step=state.step
-        ) as batches,
-    ):
-        return train(
-            trainer.step,
-            state,
-            batches,
-            schedule,
-            cost=trainer.cost(),
-            sinks=sinks,
-            evaluate=trainer.evaluation(held_out, run.eval_batches) if run.eval_batches else None,
-            saver=checkpoints,
-            profiler=Profiler(run.profile, folder.profile) if folder else None,
-            should_stop=stop.is_requested,
-            beat=beat,
-        )
+    console: Console,
+) -> None:
+    """Writes --export_hf; if that fails, says where the training is kept.
 
-
-@contextlib.contextmanager
-def watched(folder: RunFolder | None, timeout: float) -> Iterator[Callable[[int], None]]:
-    """Gives a function to call after each step; too long without a call ends the job."""
-    if not timeout:
-        yield lambda step: None
-        return
-    where = Path("watchdog") if folder is None else folder.path / "watchdog"
-    with launch.Watchdog(timeout, where) as dog:
-        yield lambda step: dog.beat(step=step)
+    Raises:
+        WeightsError: it failed.
+    """
+    params = outcome.state.params
+    try:
+        weight_flags.export_params(given, params, run.model, tokenizer, console)
+    except WeightsError as error:
+        if folder is not None:
+            safe = f"step {outcome.state.step} is in {folder.checkpoints}: with --resume the same"
+            safe += " command exports it"
+        else:
+            given.export_hf = str(Path(tempfile.mkdtemp()) / Path(given.export_hf).name)
+            weight_flags.export_params(given, params, run.model, tokenizer, console)
+            safe = f"the weights are in {given.export_hf} instead"
+        raise WeightsError(f"{error}; {safe}") from error
 
 
 # Printing
 
 
-def print_run(run: RunConfig, name: str, mesh: spmd.Mesh, tokens: int, console: Console) -> None:
+def print_run(
+    run: RunConfig, name: str, mesh: spmd.Mesh, train_data: data.PackedTokens, console: Console
+) -> None:
     """What runs on what."""
     model = run.model
     console.print(
@@ -237,8 +215,12 @@ def print_run(run: RunConfig, name: str, mesh: spmd.Mesh, tokens: int, console: 
     parts = f" in {run.microbatches} microbatches" if run.microbatches > 1 else ""
     console.print(
         f"{run.global_batch} x {run.seq_len} tokens a step{parts}, {run.steps} steps, from "
-        f"{tokens:,} tokens of {', '.join(run.data) or 'the Python standard library'}"
+        f"{train_data.token_count:,} tokens of "
+        f"{', '.join(run.data) or 'the Python standard library'}"
     )
+    for part in train_data.parts if run.data else ():
+        for note in part.corpus.notes:
+            console.print(f"note: {note}")
     for sentence in notices(run):
         console.print(sentence)
 
@@ -255,28 +237,6 @@ def notices(run: RunConfig) -> Iterator[str]:
         yield f"not marked: {dropped}"
 
 
-def print_outcome(run: RunConfig, outcome: Outcome, console: Console) -> None:
-    """What training achieved."""
-    if outcome.first is None or outcome.last is None or outcome.typical_seconds is None:
-        console.print(f"nothing left to do: {run.steps} steps have been taken")
-        return
-    rate = run.global_batch * run.seq_len / outcome.typical_seconds
-    held_out = "" if outcome.eval_loss is None else f", held out {outcome.eval_loss:.3f}"
-    skipped = f"; {outcome.skipped} steps skipped" if outcome.skipped else ""
-    console.print(
-        f"loss {outcome.first['loss']:.3f} -> {outcome.last['loss']:.3f}{held_out}; "
-        f"{1000 * outcome.typical_seconds:.0f} ms a step, {rate:,.0f} tokens/s; "
-        f"{outcome.seconds:.0f} s in all{skipped}"
-    )
-
-
-def write_report(trainer: Trainer, path: Path, console: Console, *, prices: bool) -> None:
-    """The page on the partitioning; with what other decisions would have cost takes a while."""
-    if launch.is_main_process():
-        trainer.step.report(path, prices=prices)
-        console.print(f"report: {path.absolute()}")
-
-
 def by_flag(run: RunConfig, given: argparse.Namespace) -> dict[str, str]:
     """What all processes have to agree on, by the flag that says it where there is one."""
     flags = {"optimizer.name": "--optimizer", "optimizer.total_steps": "--steps"}
@@ -287,78 +247,31 @@ def by_flag(run: RunConfig, given: argparse.Namespace) -> dict[str, str]:
 
 def run_training(given: argparse.Namespace) -> int:
     """Everything that the flags ask for, in order; the exit code."""
-    console = Console(
-        markup=False, highlight=False, soft_wrap=True, quiet=not launch.is_main_process()
-    )
     devices = jax.devices()
     run = make_run(given, devices[0].platform)
-    mesh = make_mesh(run, devices)
-    train_data, held_out = load_data(run)
-    tokenizer = data.tokenizer_of(data_config(run))
-    launch.check_same(by_flag(run, given) | {"training text (hash)": train_data.fingerprint})
-    folder = RunFolder(Path(given.run_dir)) if given.run_dir else None
-    print_run(run, weight_flags.model_name(given), mesh, train_data.token_count, console)
-    with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(StopSignals())
-        checkpoints, found = None, None
-        if folder is not None:
-            folder.make()
-            checkpoints = open_checkpoints(run, folder, train_data.fingerprint)
-            stack.enter_context(checkpoints)
-            found = find_checkpoint(run, wanted_step(given), checkpoints, console)
-            if launch.is_main_process():
-                folder.write_config(run)
-        started = time.perf_counter()
-        trainer = Trainer(run, mesh, train_data.struct())
-        console.print(f"partitioned and compiled in {time.perf_counter() - started:.1f} s")
-        console.print(trainer.step.explain() if given.verbose else trainer.step.summary())
-        if folder is not None:
-            write_report(trainer, folder.report, console, prices=False)
-        state = start(given, trainer, checkpoints, found, console)
-        sinks = stack.enter_context(open_sinks(run, folder, console, state.step))
-        outcome = train_model(
-            trainer,
-            state,
-            train_data,
-            held_out,
-            stop=stop,
-            sinks=sinks,
-            checkpoints=checkpoints,
-            folder=folder,
-            watchdog_timeout=given.watchdog_timeout,
-        )
-    print_outcome(run, outcome, console)
-    if outcome.is_stopped:
-        return print_stopped(stop, outcome, folder, console)
-    weight_flags.export_params(given, outcome.state.params, run.model, tokenizer, console)
-    if given.sample_tokens:
-        text = trainer.sample_text(outcome.state.params, PROMPT, given.sample_tokens, tokenizer)
-        console.print(f"--- a sample\n{text}\n---")
-    if given.report:
-        write_report(trainer, Path(given.report), console, prices=True)
-    return 0
+    return exit_code(make_trainer(run, given, make_mesh(run, devices)).run())
 
 
-def print_stopped(
-    stop: StopSignals, outcome: Outcome, folder: RunFolder | None, console: Console
-) -> int:
-    """Says how to go on; the exit code."""
-    step = outcome.state.step
-    then = "nothing was saved: there is no --run_dir"
-    if folder is not None:
-        then = f"saved in {folder.checkpoints}, --resume goes on"
-    if folder is not None and outcome.last is None:
-        then = "there was nothing new to save, --resume goes on"
-    console.print(f"stopped by {stop.name} after step {step}: {then}")
-    return STOPPED_EXIT_CODE
+def quiet() -> None:
+    """Libraries keep their tracebacks to themselves: of a save that fails we say it in one line."""
+    absl_logging.set_verbosity(absl_logging.FATAL)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    logging.getLogger("jax").setLevel(logging.ERROR)
+    show = sys.unraisablehook
+
+    def show_others(what: "sys.UnraisableHookArgs") -> None:
+        # After a failed save tensorstore's threads answer to an event loop that is gone.
+        if str(what.exc_value) != "Event loop is closed":
+            show(what)
+
+    sys.unraisablehook = show_others
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run, and turn what a user can mend into one message instead of a traceback."""
     given = make_parser(__doc__).parse_args(arguments)
-    absl_logging.set_verbosity(absl_logging.FATAL)  # orbax's tracebacks; we say it in one line
-    logging.getLogger("jax").setLevel(logging.ERROR)
-    with launch.stopping_peers(), one_message(*USER_ERRORS):
+    quiet()
+    with launch.stopping_peers(), one_message(*USER_ERRORS, ConfigError, WeightsError):
         spmd.initialize(heartbeat_timeout_s=heartbeat_timeout(given))
         sys.exit(run_training(given))
 

@@ -5,8 +5,9 @@ mesh; jax.jit runs the same step on one device; PyTorch runs `transformers`' Lla
 AdamW (it needs the `peers` extra, and is left out without it). Prints the losses and how far apart
 they are at most.
 
-Example:
+Examples:
     tools/run compare_training --model quickstart --steps 200 --mesh data=4,model=2
+    tools/run compare_training --model quickstart-experts --steps 100 --mesh data=2,expert=4
 """
 
 from __future__ import annotations

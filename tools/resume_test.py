@@ -4,6 +4,11 @@ The last signal is a SIGTERM, which has to save and exit with 75; all others are
 them during a save, since there is nearly always one going on. At the end parameters, optimizer
 state and the losses of all steps have to equal, bit for bit, those of the run left alone.
 
+With --faults other things happen to it, too. Before some of the kills its disk fills up, and may
+have space again: it goes on without saving, or ends with an error that says so. And it is started
+as two processes, of which one sees another folder: that has to end with an error, and to harm
+nothing.
+
 Every run is a process of its own. All are forked from one that has imported everything and has
 done nothing else, and share a cache of compiled programs: a run starts in two seconds.
 
@@ -13,14 +18,18 @@ Example:
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import json
 import multiprocessing
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +39,9 @@ from absl import logging
 from models.training.checkpoints.manifest import find_damage
 from models.training.run.stop import STOPPED_EXIT_CODE
 from scripts.flags.user_errors import one_message
-from scripts.jobs.local import with_device_count
-from spmd.cli.flags import Parser, positive
+from scripts.jobs.local import free_port, with_device_count
+from spmd.cli.flags import Parser, Switch, positive
+from tools.faults import Disk, small_disk
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -53,6 +63,13 @@ CACHED = {
     "jax_persistent_cache_min_compile_time_secs": 0,
     "jax_persistent_cache_min_entry_size_bytes": 0,
 }
+
+
+FULL_SHARE = 0.3
+"""So many of the kills come after the disk was filled."""
+
+PRIVATE_EVERY = 25
+"""Before every so many kills, and the second, the run is started in folders that aren't shared."""
 
 
 class Failed(RuntimeError):
@@ -102,10 +119,13 @@ class Runs:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["scripts.train_llama"])
 
-    def start(self, words: Sequence[str], log: Path) -> multiprocessing.process.BaseProcess:
-        """A new run, which writes what it says to a file."""
+    def start(
+        self, words: Sequence[str], log: Path, **more: str
+    ) -> multiprocessing.process.BaseProcess:
+        """A new run, which writes what it says to a file; `more` are variables of its own."""
         log.unlink(missing_ok=True)
-        process = self._context.Process(target=_train, args=(words, self.env, self.cache, log))
+        env = {**self.env, **more}
+        process = self._context.Process(target=_train, args=(words, env, self.cache, log))
         process.start()
         return process
 
@@ -117,9 +137,21 @@ class Runs:
             raise Failed(f"a run ended with {status}:\n{log.read_text()}")
 
     def until_signal(
-        self, words: Sequence[str], log: Path, number: int, wait: float
+        self,
+        words: Sequence[str],
+        log: Path,
+        number: int,
+        wait: float,
+        before: Callable[[], None] = lambda: None,
     ) -> tuple[int, int, bool]:
         """Start a run, wait after its first step, send a signal.
+
+        Args:
+            words: the command.
+            log: where it writes what it says.
+            number: the signal.
+            wait: seconds after its first step.
+            before: called after that time, before the signal.
 
         Returns:
             Its exit status, the last step that it told of, and whether a save was cut off.
@@ -128,6 +160,7 @@ class Runs:
         while process.is_alive() and not _told(log):
             time.sleep(0.01)
         time.sleep(wait)
+        before()
         if process.is_alive():
             assert process.pid is not None
             os.kill(process.pid, number)
@@ -135,6 +168,30 @@ class Runs:
         if not _told(log):
             raise Failed(f"a run ended with {status} before its first step:\n{log.read_text()}")
         return status, max(_told(log)), _is_saving(words)
+
+    def private(self, folder: Path, other: Path, steps: int, log: Path) -> None:
+        """Start two processes of which each sees a folder of its own: both have to refuse.
+
+        Raises:
+            Failed: one did something else.
+        """
+        logs = [log.with_suffix(f".{process}") for process in range(2)]
+        port = free_port()
+        started = [
+            self.start(
+                [*command(seen, steps, 2), f"--data={log.with_name(TEXT)}"],
+                own_log,
+                JAX_COORDINATOR_ADDRESS=f"localhost:{port}",
+                JAX_NUM_PROCESSES="2",
+                JAX_PROCESS_ID=str(process),
+                XLA_FLAGS=with_device_count(self.env["XLA_FLAGS"], 1),
+            )
+            for process, (seen, own_log) in enumerate(zip((folder, other), logs, strict=True))
+        ]
+        for process, own_log in zip(started, logs, strict=True):
+            status, said = _status(process), own_log.read_text()
+            if status != 1 or "the processes do not share" not in said:
+                raise Failed(f"in a folder of its own a run ended with {status}:\n{said}")
 
 
 def _train(words: Sequence[str], env: Mapping[str, str], cache: Path, log: Path) -> None:
@@ -150,7 +207,15 @@ def _train(words: Sequence[str], env: Mapping[str, str], cache: Path, log: Path)
     settings = {"jax_platforms": "cpu", "jax_compilation_cache_dir": str(cache), **CACHED}
     for name, value in settings.items():
         jax.config.update(name, value)
-    train_llama.main(words[1:])
+    try:
+        train_llama.main(words[1:])
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr, flush=True)
+        # A process that was forked ends without what is to run at an interpreter's end: there the
+        # first process of a job waits for the others.
+        atexit._run_exitfuncs()
+        sys.exit(1 if isinstance(end.code, str) else end.code)
 
 
 def _status(process: multiprocessing.process.BaseProcess) -> int:
@@ -172,9 +237,9 @@ def _is_saving(words: Sequence[str]) -> bool:
     return any(Path(folder).glob("checkpoints/*.orbax-checkpoint-tmp*"))
 
 
-def steps_for(kills: int) -> int:
+def steps_for(kills: int, *, faults: bool = False) -> int:
     """So many that the run is not over before it is killed for the last time."""
-    return STEPS_A_KILL * kills + SPARE_STEPS
+    return STEPS_A_KILL * kills * (2 if faults else 1) + SPARE_STEPS
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -226,32 +291,86 @@ def compare(alone: Path, killed: Path, steps: int) -> None:
         raise Failed(f"{len(different)} arrays differ, {different[:3]} among them")
 
 
-def resume_test(folder: Path, kills: int, steps: int, devices: int, seed: int) -> None:
-    """Run alone, run with kills, compare.
+def resume_test(
+    folder: Path, kills: int, steps: int, devices: int, seed: int, *, faults: bool = False
+) -> None:
+    """Run alone, run with kills and perhaps faults, compare.
 
     Raises:
         Failed: they differ, or a run did what it must not.
     """
     runs = Runs(environment(devices), folder / "cache")
-    alone, killed, log = folder / "alone", folder / "killed", folder / "log.txt"
+    alone, log = folder / "alone", folder / "log.txt"
     write_text(folder)
     runs.to_end(command(alone, steps, devices, save_every=0), log)
-    words = command(killed, steps, devices)
+    with contextlib.ExitStack() as stack:
+        disk = stack.enter_context(small_disk(folder / "disk")) if faults else None
+        if faults and disk is None:
+            print("no disk is filled: nothing can be mounted here", flush=True)
+        killed = (folder if disk is None else disk.folder) / "killed"
+        what = kill_often(runs, killed, kills, steps, devices, seed, log, disk, private=faults)
+        words = [*command(killed, steps, devices), f"--data={folder / TEXT}"]
+        runs.to_end(words, log)
+        compare(alone, killed, steps)
+        left = list(killed.rglob("*orbax-checkpoint-tmp*"))
+        if left:
+            raise Failed(f"{left[0]} is left")
+        print(f"{what}: the same run, bit for bit")
+
+
+def kill_often(
+    runs: Runs,
+    killed: Path,
+    kills: int,
+    steps: int,
+    devices: int,
+    seed: int,
+    log: Path,
+    disk: Disk | None,
+    *,
+    private: bool,
+) -> str:
+    """The kills, each at a random moment; says how many of which there were.
+
+    Raises:
+        Failed: a run did what it must not.
+    """
+    words = [*command(killed, steps, devices), f"--data={log.with_name(TEXT)}"]
     moments = random.Random(seed)
-    during_saves = 0
+    during_saves = filled = refused = 0
     for number in range(1, kills + 1):
+        if private and (number == 2 or number % PRIVATE_EVERY == 0):
+            runs.private(killed, log.with_name("private"), steps, log)
+            refused += 1
         kind = signal.SIGTERM if number == kills else signal.SIGKILL
+        is_full = disk is not None and number < kills and moments.random() < FULL_SHARE
+        before = functools.partial(fill_up, disk, moments) if is_full and disk else lambda: None
         wait = moments.uniform(0, LONGEST_WAIT)
-        status, step, was_saving = runs.until_signal(words, log, kind, wait)
+        status, step, was_saving = runs.until_signal(words, log, kind, wait, before)
+        if disk is not None:
+            disk.free()
         during_saves += was_saving
-        then = ", during a save" if was_saving else ""
+        filled += is_full
+        then = ", its disk was full" if is_full else ", during a save" if was_saving else ""
         print(f"{number}/{kills}: {kind.name} after step {step} of {steps}{then}", flush=True)
-        expected = STOPPED_EXIT_CODE if kind == signal.SIGTERM else -kind
-        if status != expected:
-            raise Failed(f"{kind.name}: the run ended with {status}, not {expected}")
-    runs.to_end(words, log)
-    compare(alone, killed, steps)
-    print(f"{kills} kills, {during_saves} of them during a save: the same run, bit for bit")
+        expected = {STOPPED_EXIT_CODE if kind == signal.SIGTERM else -kind}
+        if is_full and "no space is left on the disk" in log.read_text():
+            expected.add(1)  # three saves in a row have failed
+        if status not in expected:
+            raise Failed(f"{kind.name}: the run ended with {status}:\n{log.read_text()}")
+    return (
+        f"{kills} kills, {during_saves} of them during a save, {filled} with a full disk; "
+        f"{refused} starts in folders that are not shared"
+    )
+
+
+def fill_up(disk: Disk, moments: random.Random) -> None:
+    """Fills the disk for a while; half of the times there is space again before the kill."""
+    disk.fill()
+    time.sleep(moments.uniform(0, LONGEST_WAIT))
+    if moments.random() < 0.5:
+        disk.free()
+        time.sleep(moments.uniform(0, LONGEST_WAIT))
 
 
 def make_parser() -> Parser:
@@ -262,6 +381,7 @@ def make_parser() -> Parser:
     add("--steps", type=positive, help="steps of the run (default: enough for the kills)")
     add("--seed", type=int, default=0, help="of the moments")
     add("--devices", type=positive, default=2, help="virtual CPU devices")
+    add("--faults", action=Switch, default=True, help="full disks and folders that aren't shared")
     add("--folder", type=Path, help="where the runs are kept (default: nowhere)")
     return parser
 
@@ -270,12 +390,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the test in a folder of its own."""
     given = make_parser().parse_args(arguments)
     logging.set_verbosity(logging.WARNING)
-    steps = given.steps or steps_for(given.kills)
+    steps = given.steps or steps_for(given.kills, faults=given.faults)
     with tempfile.TemporaryDirectory() as temporary:
         folder = (given.folder or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         with one_message(Failed):
-            resume_test(folder, given.kills, steps, given.devices, given.seed)
+            resume_test(folder, given.kills, steps, given.devices, given.seed, faults=given.faults)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ import spmd
 from models.llama import model, sharding
 from models.llama.config import LlamaConfig
 from models.llama.training import train_step
-from models.llama.weights.config import to_hf
+from models.llama.weights.save import save
 
 LEARNING_RATE, DECAY, BETAS, EPSILON = 1e-3, 0.1, (0.9, 0.95), 1e-8
 
@@ -76,22 +78,14 @@ def torch_steps(net: Any, batches: Batches, steps: int) -> Iterator[float]:
 
 
 def torch_model(config: LlamaConfig, params: Any) -> Any:
-    """`transformers`' model with our weights."""
+    """`transformers`' model with our weights, as it reads them from what we write."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    net = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf(config, "float32")))
-    weights = {name: torch.tensor(np.asarray(leaf)) for name, leaf in _their_names(params, config)}
-    net.load_state_dict(weights, strict=not config.tie_word_embeddings)
-    return net
-
-
-def _their_names(params: Any, config: LlamaConfig) -> Iterator[tuple[str, Any]]:
-    apart = model.unstack_layers(params) if config.scan_layers else params
-    leaves, _ = jax.tree_util.tree_flatten_with_path(apart)
-    for path, leaf in leaves:
-        name = ".".join(key.key for key in path)
-        yield name if name.startswith("lm_head") else f"model.{name}", leaf
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made) / "hf"
+        save(params, config, folder)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def losses(

@@ -131,6 +131,8 @@ class LlamaConfig:
         stage_schedule: the pipeline's schedule; `auto` takes the fastest.
         attention: what computes it: an implementation of `spmd.ops.attention`, or `einsum`,
             which has all attention weights in memory, open to marks and to any partitioner.
+        zigzag: how many devices split a sequence in training, whose loss then puts tokens into the
+            order in which all of them have as much to do (`spmd.ops.zigzag`); 1: the usual one.
         matmul: what the projections of layers are multiplied in: `dtype`, or `fp8`, 8-bit floats
             whose scales' states are among the parameters (see `spmd.ops.fp8_dot`).
         dtype: what activations are computed in.
@@ -173,6 +175,7 @@ class LlamaConfig:
     stage_microbatches: int = 1
     stage_schedule: str = "auto"
     attention: str = "auto"
+    zigzag: int = 1
     matmul: str = "dtype"
     dtype: str = "float32"
     param_dtype: str = "float32"
@@ -192,6 +195,8 @@ class LlamaConfig:
         ):
             if getattr(self, field) not in known:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}, not one of {known}")
+        if self.zigzag > 1 and self.attention == "einsum":
+            raise ConfigError("einsum attention knows no zigzag order; choose another attention")
         if self.num_experts and not 0 < self.num_experts_per_tok <= self.num_experts:
             raise ConfigError(
                 f"num_experts_per_tok is {self.num_experts_per_tok}; a token takes from 1 to "
@@ -379,10 +384,22 @@ CONFIGS: Mapping[str, LlamaConfig] = MappingProxyType(
             num_attention_heads=4,
             initializer_range=0.08,
         ),
+        "quickstart-experts": LlamaConfig(
+            model_type="mixtral",
+            vocab_size=256,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_experts=8,
+            num_experts_per_tok=2,
+            router_aux_loss_coef=0.02,
+            initializer_range=0.08,
+        ),
         **{name: LlamaConfig(**fields) for name, fields in PUBLISHED.items()},
     }
 )
-"""The named configurations: two small ones, and those that were published."""
+"""The named configurations: three small ones, and those that were published."""
 
 
 def named_config(name: str) -> LlamaConfig:

@@ -15,6 +15,7 @@ perhaps with a sharding; `sharding.py` decides which.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -218,6 +219,7 @@ def forward(
     Returns:
         Logits (B, S, V) in the compute dtype.
     """
+    config = dataclasses.replace(config, zigzag=1)  # an order that only `loss` may choose
     return _forward(params, tokens_BS, config, mark, segment_ids_BS, positions_BS)[0]
 
 
@@ -229,10 +231,12 @@ def _forward(
     segment_ids_BS: jax.Array | None,
     positions_BS: jax.Array | None,
 ) -> tuple[jax.Array, Loads | None]:
-    """(logits, the mean loads of experts, if there are any)."""
+    """(logits, the mean loads of experts, if any), of tokens in the order that `config` says."""
     table_VH = params["embed_tokens"]["weight"].astype(config.dtype)
     x_BSH = mark("inputs_embeds", jnp.take(table_VH, tokens_BS, axis=0, mode="clip"))
-    positions = jnp.arange(tokens_BS.shape[1]) if positions_BS is None else positions_BS
+    positions = positions_BS
+    if positions is None:
+        positions = _in_order(jnp.arange(tokens_BS.shape[1]), config)
     rope = rope_angles(positions, config)
     x_BSH, loads = _run_layers(params["layers"], x_BSH, rope, segment_ids_BS, config, mark)
     x_BSH = rms_norm(x_BSH, params["norm"]["weight"], config.rms_norm_eps)
@@ -267,11 +271,23 @@ def loss(
         positions_BS: as for `forward`.
         weights_BS: the weight of each target in the mean; None weighs all the same.
     """
+    # A mean over positions does not depend on their order.
+    inputs_BS, targets_BS, segment_ids_BS, positions_BS, weights_BS = (
+        _in_order(x, config)
+        for x in (inputs_BS, targets_BS, segment_ids_BS, positions_BS, weights_BS)
+    )
     logits_BSV, loads = _forward(params, inputs_BS, config, mark, segment_ids_BS, positions_BS)
     loss = cross_entropy(logits_BSV, targets_BS, weights_BS, z_loss=z_loss)
     if loads is not None and config.router_aux_loss_coef:
         loss += config.router_aux_loss_coef * balance(loads)
     return loss
+
+
+def _in_order(x_S: Any, config: LlamaConfig) -> Any:
+    """What has a last dim of positions, in the order that `config` says."""
+    if x_S is None or config.zigzag == 1:
+        return x_S
+    return spmd.ops.zigzag(x_S, config.zigzag, dim=-1)
 
 
 def cross_entropy(
@@ -431,6 +447,7 @@ def attention(
             v_BTKD,
             window=window,
             segment_ids=segment_ids_BS,
+            zigzag=config.zigzag,
             implementation=cast(Any, config.attention),
         )
     (output_BSH,) = project(merge_heads(heads_BSND), weights, TOGETHER[1], config)

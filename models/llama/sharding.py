@@ -1,4 +1,4 @@
-"""How a model's tensors are split over a mesh of `replica`, `data`, `expert`, `model`, `stage`.
+"""How a model's tensors are split over axes replica, data, expert, seq, model and stage.
 
 A table has the specs of parameters, batch and activations, and only these are marked. Everything
 else, such as gradients and optimizer state, is inferred by the compiler. `TABLES` has a table for
@@ -10,6 +10,8 @@ The batch is split over `replica`, `data` and `expert`. Nothing else is over `re
 `replica` is the axis that crosses slices, so that their slow links carry gradients only. `data` may
 cross slices too (`dcn={"data": 2}`); then parameters are gathered over the slow links as well.
 
+Activations are split along the sequence over `seq` (`docs/long_sequences.md`), parameters over
+`data` and `seq` together.
 Over `stage` stacked layers are split, where the config has a pipeline (`LlamaConfig.stages`).
 """
 
@@ -26,18 +28,21 @@ from models.llama.config import ConfigError, LlamaConfig
 from models.llama.model import Mark
 from models.placement import Entry, Fitted, Spec, fitted, present
 
-MESH_AXES = ("replica", "data", "expert", "model", "stage")
+MESH_AXES = ("replica", "data", "expert", "seq", "model", "stage")
 
 BATCH = ("replica", "data", "expert")
-"""The axes over which sequences are split."""
+"""The axes over which a batch's sequences are spread."""
+
+WEIGHTS = ("data", "seq")
+"""The axes over which parameters are split beside `model`."""
 
 PARAMETER_SPECS: Mapping[str, Spec] = {
-    "embed_tokens/weight": ("model", "data"),
+    "embed_tokens/weight": ("model", WEIGHTS),
     "layers/input_layernorm/weight": (None,),
-    "layers/self_attn/q_proj/weight": ("data", "model"),
-    "layers/self_attn/k_proj/weight": ("data", "model"),
-    "layers/self_attn/v_proj/weight": ("data", "model"),
-    "layers/self_attn/o_proj/weight": ("model", "data"),
+    "layers/self_attn/q_proj/weight": (WEIGHTS, "model"),
+    "layers/self_attn/k_proj/weight": (WEIGHTS, "model"),
+    "layers/self_attn/v_proj/weight": (WEIGHTS, "model"),
+    "layers/self_attn/o_proj/weight": ("model", WEIGHTS),
     "layers/self_attn/q_proj/bias": ("model",),
     "layers/self_attn/k_proj/bias": ("model",),
     "layers/self_attn/v_proj/bias": ("model",),
@@ -45,29 +50,29 @@ PARAMETER_SPECS: Mapping[str, Spec] = {
     "layers/self_attn/q_norm/weight": (None,),
     "layers/self_attn/k_norm/weight": (None,),
     "layers/post_attention_layernorm/weight": (None,),
-    "layers/mlp/gate_proj/weight": ("model", "data"),
-    "layers/mlp/up_proj/weight": ("model", "data"),
-    "layers/mlp/down_proj/weight": ("data", "model"),
+    "layers/mlp/gate_proj/weight": ("model", WEIGHTS),
+    "layers/mlp/up_proj/weight": ("model", WEIGHTS),
+    "layers/mlp/down_proj/weight": (WEIGHTS, "model"),
     "layers/mlp/gate/weight": (None, None),
-    "layers/mlp/experts/gate_proj/weight": ("expert", "model", "data"),
-    "layers/mlp/experts/up_proj/weight": ("expert", "model", "data"),
-    "layers/mlp/experts/down_proj/weight": ("expert", "data", "model"),
+    "layers/mlp/experts/gate_proj/weight": ("expert", "model", WEIGHTS),
+    "layers/mlp/experts/up_proj/weight": ("expert", "model", WEIGHTS),
+    "layers/mlp/experts/down_proj/weight": ("expert", WEIGHTS, "model"),
     "norm/weight": (None,),
-    "lm_head/weight": ("model", "data"),
+    "lm_head/weight": ("model", WEIGHTS),
 }
 """Parameter -> spec of its dims (out, in), experts before them. Stacked layers are not split.
 
 A model has some of them: biases, norms of heads and experts where its config says so."""
 
 ACTIVATION_SPECS: Mapping[str, Spec] = {
-    "inputs_embeds": (BATCH, None, "model"),
-    "q": (BATCH, None, "model"),
-    "k": (BATCH, None, "model"),
-    "v": (BATCH, None, "model"),
-    "attention_weights": (BATCH, "model", None, None),
-    "attention_output": (BATCH, None, "model"),
-    "mlp_output": (BATCH, None, "model"),
-    "logits": (BATCH, None, "model"),
+    "inputs_embeds": (BATCH, "seq", "model"),
+    "q": (BATCH, "seq", "model"),
+    "k": (BATCH, "seq", "model"),
+    "v": (BATCH, "seq", "model"),
+    "attention_weights": (BATCH, "model", "seq", None),
+    "attention_output": (BATCH, "seq", "model"),
+    "mlp_output": (BATCH, "seq", "model"),
+    "logits": (BATCH, "seq", "model"),
 }
 """Point of `model.MARK_POINTS` -> spec of the value there.
 
@@ -95,11 +100,11 @@ class Table(NamedTuple):
         """The same table with another spec of the residual stream."""
         return self._replace(activations={**self.activations, **dict.fromkeys(RESIDUALS, spec)})
 
-    def over(self, axes: Mapping[str, Entry]) -> Table:
-        """The same table with axes replaced by others, in parameters and activations.
+    def over(self, axes: Mapping[Entry, Entry]) -> Table:
+        """The same table with entries replaced by others, in parameters and activations.
 
         Args:
-            axes: axis -> what stands in its place; None splits over nothing.
+            axes: entry -> what stands in its place; None splits over nothing.
         """
         return self._replace(
             parameters={name: _exchanged(spec, axes) for name, spec in self.parameters.items()},
@@ -107,39 +112,40 @@ class Table(NamedTuple):
         )
 
 
-def _exchanged(spec: Spec, axes: Mapping[str, Entry]) -> Spec:
-    return tuple(axes.get(entry, entry) if isinstance(entry, str) else entry for entry in spec)
+def _exchanged(spec: Spec, axes: Mapping[Entry, Entry]) -> Spec:
+    return tuple(axes.get(entry, entry) for entry in spec)
 
 
 TWO_D = Table(PARAMETER_SPECS, ACTIVATION_SPECS)
-_TENSOR = TWO_D._replace(parameters=TWO_D.over({"data": None}).parameters)
+_TENSOR = TWO_D._replace(parameters=TWO_D.over({WEIGHTS: None}).parameters)
 _ALL_AXES = (*BATCH, "model")
+_SEQUENCE = (BATCH, ("seq", "model"), None)
 
 TABLES: Mapping[str, Table] = MappingProxyType(
     {
         # Parameters over both axes, a layer's arithmetic and the stream's width over `model`.
         "2d": TWO_D,
         # The same with the stream's sequence over `model`: no device norms what another norms too.
-        "2d-sequence": TWO_D.with_residuals((BATCH, "model", None)),
+        "2d-sequence": TWO_D.with_residuals(_SEQUENCE),
         # The same with experts over `data`, which then has no part of any of them.
         "2d-experts": TWO_D._replace(
             parameters={
                 **PARAMETER_SPECS,
-                "layers/mlp/experts/gate_proj/weight": ("data", "model", None),
-                "layers/mlp/experts/up_proj/weight": ("data", "model", None),
-                "layers/mlp/experts/down_proj/weight": ("data", None, "model"),
+                "layers/mlp/experts/gate_proj/weight": ("data", "model", "seq"),
+                "layers/mlp/experts/up_proj/weight": ("data", "model", "seq"),
+                "layers/mlp/experts/down_proj/weight": ("data", "seq", "model"),
             }
         ),
         # Parameters and sequences over both axes; a layer is gathered when it is computed.
         "fsdp": Table(
-            TWO_D.over({"data": ("data", "model"), "model": None}).parameters,
-            {point: (_ALL_AXES, *[None] * (len(s) - 1)) for point, s in ACTIVATION_SPECS.items()},
+            TWO_D.over({WEIGHTS: (*WEIGHTS, "model"), "model": None}).parameters,
+            TWO_D.over({BATCH: _ALL_AXES, "model": None}).activations,
             (_ALL_AXES, None),
         ),
         # Parameters over `model` alone, as Megatron-LM splits them; the stream is whole.
-        "tensor": _TENSOR.with_residuals((BATCH, None, None)),
+        "tensor": _TENSOR.with_residuals((BATCH, "seq", None)),
         # The same with the stream's sequence over `model` (Korthikanti et al. 2022).
-        "tensor-sequence": _TENSOR.with_residuals((BATCH, "model", None)),
+        "tensor-sequence": _TENSOR.with_residuals(_SEQUENCE),
     }
 )
 """The usual ways to split a Llama, by name."""

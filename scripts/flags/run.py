@@ -33,20 +33,27 @@ def make_run(given: argparse.Namespace, platform: str) -> RunConfig:
     model = _make_model(given, platform)
     rate = given.learning_rate
     if rate is None:
-        rate = default_learning_rate(given.optimizer, model.parameter_count())
+        tuned = bool(given.init_from)
+        rate = default_learning_rate(given.optimizer, model.parameter_count(), tuned=tuned)
     optimizer = OptimizerConfig(
         name=given.optimizer,
         total_steps=given.steps,
         learning_rate=rate,
         warmup_steps=given.warmup_steps,
+        schedule=given.schedule,
+        final_fraction=given.final_fraction,
+        decay_fraction=given.decay_fraction,
+        beta1=given.beta1,
+        beta2=given.beta2,
         weight_decay=given.weight_decay,
         clip_norm=given.clip_norm or None,
     )
     values = vars(given)
     same = {field.name for field in dataclasses.fields(RunConfig)} & set(values)
-    same -= {"model", "optimizer", "profile"}
+    same -= {"model", "optimizer", "profile", "tokenizer"}
     return RunConfig(
         model=model,
+        tokenizer=weights.chosen_tokenizer(given, model),
         optimizer=optimizer,
         profile=ProfileRange.parse(given.profile) if given.profile else None,
         **{name: values[name] for name in same},
@@ -62,6 +69,7 @@ def _make_model(given: argparse.Namespace, platform: str) -> LlamaConfig:
         weights.chosen_config(given),
         scan_layers=given.scan,
         attention=given.attention,
+        zigzag=given.zigzag,
         matmul=given.matmul,
         dtype=given.dtype or default_dtype,
         param_dtype=given.param_dtype,
@@ -84,6 +92,11 @@ def heartbeat_timeout(given: argparse.Namespace) -> float:
     if not seconds > 0:
         raise RunError(f"--heartbeat_timeout must be positive, not {seconds:g}")
     return seconds
+
+
+def evaluates_first(given: argparse.Namespace) -> bool:
+    """Whether to evaluate before the first step: it says what trained weights are worth so far."""
+    return bool(given.init_from) if given.eval_first is None else bool(given.eval_first)
 
 
 def wanted_step(given: argparse.Namespace) -> int | str | None:

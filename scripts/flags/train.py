@@ -9,7 +9,8 @@ from models.llama.config import ATTENTIONS, DTYPES, MATMULS, STAGE_SCHEDULES
 from models.llama.model import MARK_POINTS
 from models.training.checkpoints.found import AUTO
 from models.training.data import source as data
-from models.training.run.optimizer import OPTIMIZERS
+from models.training.options import METRICS
+from models.training.run.optimizer import OPTIMIZERS, SCHEDULES
 from models.training.run.step import ON_NONFINITE
 from scripts.flags import weights
 from spmd.cli.flags import Add, Parser, Switch, positive, words
@@ -49,6 +50,12 @@ def _model(add: Add) -> None:
         choices=ATTENTIONS,
         default="auto",
         help="what computes attention; auto is the platform's fused kernel where it has one",
+    )
+    add(
+        "--zigzag",
+        type=positive,
+        default=1,
+        help="the size of the axis seq, so that all its devices have as much to attend to",
     )
     add(
         "--matmul",
@@ -102,8 +109,9 @@ def _devices(add: Add) -> None:
     add(
         "--watchdog_timeout",
         type=float,
-        default=0.0,
-        help="seconds without a step before stacks are dumped; 0: off",
+        default=1800.0,
+        help="seconds without a step, after which stacks are written and the run ends; compiling, "
+        "evaluating and saving may take ten times as long; 0: off",
     )
 
 
@@ -113,13 +121,13 @@ def _data(add: Add) -> None:
         type=words,
         default=(),
         help="folders made by scripts/tokenize_data, mixed by their shares if given as folder@0.7; "
-        "or files, directories or glob patterns of text (default: Python's standard library)",
+        "or files, directories or glob patterns of text; or URLs of these, s3:// or gs:// "
+        "(default: Python's standard library)",
     )
     add(
         "--tokenizer",
-        default=data.BYTES,
-        help="of text in --data: a tokenizer.json, a folder with one, or `bytes`; folders know "
-        "theirs",
+        help="of text in --data: a tokenizer.json, a folder with one, or `bytes` (default: that of "
+        "--init_from, else bytes); folders of tokens know theirs, which has to be the same",
     )
     add(
         "--packing",
@@ -141,9 +149,18 @@ def _data(add: Add) -> None:
 def _training(add: Add) -> None:
     add("--steps", type=int, default=200, help="training steps, counted from the very first")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="which optimizer")
-    add("--learning_rate", type=float, help="at its peak (default: by optimizer and model size)")
+    add(
+        "--learning_rate",
+        type=float,
+        help="at its peak (default: by optimizer and model size; a small one with --init_from)",
+    )
+    add("--schedule", choices=SCHEDULES, default="cosine", help="how the learning rate goes")
+    add("--final_fraction", type=float, default=0.1, help="of it is left at the end")
+    add("--decay_fraction", type=float, default=0.1, help="of the steps, in which wsd falls")
+    add("--beta1", type=float, default=0.9, help="AdamW's, of the gradients' mean")
+    add("--beta2", type=float, default=0.95, help="AdamW's, of their squares' mean")
     add("--warmup_steps", type=int, help="(default: a tenth of the run, at most 100)")
-    add("--weight_decay", type=float, default=0.1, help="AdamW's; norms are not decayed")
+    add("--weight_decay", type=float, default=0.1, help="AdamW's; norms and biases are not")
     add(
         "--clip_norm",
         type=float,
@@ -168,6 +185,12 @@ def _training(add: Add) -> None:
 
 def _evaluation(add: Add) -> None:
     add("--eval_every", type=int, default=0, help="steps between held-out losses; 0: at the end")
+    add(
+        "--eval_first",
+        action=Switch,
+        default=None,
+        help="evaluate before the first step, too (default: with --init_from)",
+    )
     add("--eval_batches", type=int, default=8, help="held-out batches of an evaluation; 0: none")
     add(
         "--sample_tokens",
@@ -178,7 +201,7 @@ def _evaluation(add: Add) -> None:
 
 
 def _checkpoints(add: Add) -> None:
-    add("--run_dir", help="folder for checkpoints, metrics, traces and the report")
+    add("--run_dir", help="folder or URL for checkpoints, metrics, traces and the report")
     add(
         "--resume",
         nargs="?",
@@ -193,6 +216,12 @@ def _checkpoints(add: Add) -> None:
 
 
 def _output(add: Add) -> None:
+    add(
+        "--metrics",
+        type=metrics_words,
+        default=",".join(METRICS),
+        help=f"what is written into --run_dir: {', '.join(METRICS)}; '' for nothing",
+    )
     add("--log_every", type=int, default=0, help="steps between lines of progress; 0: twenty lines")
     add("--profile", help="steps to trace, first:last, both included, as in 10:13")
     add(
@@ -201,6 +230,14 @@ def _output(add: Add) -> None:
         "--run_dir",
     )
     add("--verbose", action=Switch, help="also print every sharding and collective")
+
+
+def metrics_words(text: str) -> tuple[str, ...]:
+    """Names of `METRICS`, joined by commas."""
+    names = words(text)
+    if set(names) - set(METRICS):
+        raise ValueError
+    return names
 
 
 GROUPS: Mapping[str, Callable[[Add], None]] = {

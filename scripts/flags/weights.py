@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,23 @@ from rich.console import Console
 from models.llama.config import CONFIGS, DTYPES, ConfigError, LlamaConfig, named_config
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
+from models.llama.weights.load import WeightsError
+from models.llama.weights.save import local_tokenizer
 from models.training.data.beginnings import as_trained
-from models.training.data.tokenizer import Tokenizer
+from models.training.data.tokenizer import (
+    BYTE_VOCABULARY,
+    BYTES,
+    FileTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    same_ids,
+)
+from models.training.paths import as_path
 from spmd.cli.flags import Add, words
 
 DEFAULT_MODEL = "quickstart"
+
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
 def add_model_flags(add: Add) -> None:
@@ -41,10 +56,10 @@ def add_weight_flags(add: Add) -> None:
     """Adds where weights come from and go to."""
     add(
         "--init_from",
-        help="folder of safetensors in Hugging Face's format to start from; its config.json says "
-        "which Llama, unless --config or --model does",
+        help="folder or URL of safetensors in Hugging Face's format to start from; its config.json "
+        "says which Llama, unless --config or --model does",
     )
-    add("--export_hf", help="new folder that transformers can load, written at the end")
+    add("--export_hf", help="new folder or URL that transformers can load, written at the end")
     add(
         "--export_dtype",
         choices=DTYPES,
@@ -73,10 +88,29 @@ def chosen_config(given: argparse.Namespace) -> LlamaConfig:
     return config
 
 
+def chosen_tokenizer(given: argparse.Namespace, model: LlamaConfig) -> str:
+    """The tokenizer to train with: the one that is named, else that of --init_from, else bytes.
+
+    Raises:
+        WeightsError: --init_from has none, and its model was made for another than bytes.
+    """
+    if given.tokenizer is not None:
+        return str(given.tokenizer)
+    if given.init_from and (as_path(given.init_from) / TOKENIZER).is_file():
+        return str(given.init_from)
+    if given.init_from and model.vocab_size > BYTE_VOCABULARY:
+        raise WeightsError(
+            f"--init_from: {given.init_from} has no {TOKENIZER}, and its model knows "
+            f"{model.vocab_size} tokens: name the model's tokenizer with --tokenizer (`bytes` if "
+            "it is to learn bytes)"
+        )
+    return BYTES
+
+
 def model_name(given: argparse.Namespace) -> str:
     """What to call the model in print."""
     file = _config_file(given)
-    return Path(file).name if file else given.model or DEFAULT_MODEL
+    return as_path(file).name if file else given.model or DEFAULT_MODEL
 
 
 def _config_file(given: argparse.Namespace) -> str | None:
@@ -98,7 +132,7 @@ def load_params(
     if not given.init_from:
         return None
     params = weights.load(given.init_from, config, shardings, console=console)
-    console.print(f"weights: {Path(given.init_from).absolute()}")
+    console.print(f"weights: {as_path(given.init_from).absolute()}")
     return params
 
 
@@ -109,7 +143,7 @@ def export_params(
     tokenizer: Tokenizer,
     console: Console,
 ) -> None:
-    """Write --export_hf if asked for; with the tokenizer of --init_from, if there is one.
+    """Write --export_hf if asked for, with the tokenizer that was trained with.
 
     Args:
         given: the flags.
@@ -120,10 +154,7 @@ def export_params(
     """
     if not given.export_hf:
         return
-    with contextlib.ExitStack() as stack:
-        folder = given.init_from
-        if folder is not None:
-            folder = stack.enter_context(as_trained(Path(folder), tokenizer))
+    with tokenizer_files(tokenizer, given.init_from) as folder:
         weights.save(
             params,
             config,
@@ -132,4 +163,44 @@ def export_params(
             tokenizer_from=folder,
             console=console,
         )
-    console.print(f"exported: {Path(given.export_hf).absolute()}")
+    console.print(f"exported: {as_path(given.export_hf).absolute()}")
+    if folder is None:
+        console.print("it has no tokenizer: the model was trained on bytes")
+
+
+@contextlib.contextmanager
+def tokenizer_files(tokenizer: Tokenizer, init_from: str | None) -> Iterator[Path | None]:
+    """A folder with the files of a tokenizer, as transformers has them; None for bytes.
+
+    Args:
+        tokenizer: what was trained with.
+        init_from: a model's folder. If the tokenizer is that model's, so are the files: they may
+            hold more, such as a chat template.
+    """
+    if tokenizer.spec is None:
+        yield None
+        return
+    for known in (init_from, as_path(tokenizer.name).parent):
+        beside = as_path(known or "") / TOKENIZER
+        is_whole = known is not None and (as_path(known) / TOKENIZER_CONFIG).is_file()
+        if is_whole and beside.is_file() and same_ids(load_tokenizer(str(beside)), tokenizer):
+            with local_tokenizer(beside.parent) as here, as_trained(here, tokenizer) as folder:
+                yield folder
+            return
+    with tempfile.TemporaryDirectory() as made:
+        write_tokenizer(tokenizer, Path(made))
+        yield Path(made)
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes a tokenizer, which begins texts as in training; nothing if ids are bytes."""
+    if not isinstance(tokenizer, FileTokenizer):
+        return
+    ids = {"eos_token": tokenizer.eos_id, "bos_token": tokenizer.bos_id}
+    names = {kind: tokenizer.decode([one]) for kind, one in ids.items() if one is not None}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    folder.mkdir(parents=True, exist_ok=True)
+    begins = () if tokenizer.bos_id is None else (tokenizer.bos_id,)
+    content = tokenizer.spec if tokenizer.begins == begins else tokenizer.beginning_with(begins)
+    (folder / TOKENIZER).write_text(content, encoding="utf-8")
+    (folder / TOKENIZER_CONFIG).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

@@ -14,12 +14,16 @@ import yaml
 from scripts.jobs import http
 from scripts.jobs.job import Job, check_dns_label
 from scripts.jobs.tpu import TpuSlice
+from scripts.jobs.volumes import BUCKET_ANNOTATIONS, Volume, mounted
 from spmd.errors import LaunchError
 from spmd.launch.exit_codes import EXIT_PREEMPTED
 from spmd.launch.initialize import ENV_COORDINATOR, ENV_DEVICES, ENV_PROCESS, ENV_PROCESSES
 
 WORKERS = "workers"
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
+SPOT = "cloud.google.com/gke-spot"
+"""Label and taint of nodes that may be taken back."""
+
 JOB_LABEL = "jobset.sigs.k8s.io/job-index"
 
 
@@ -39,7 +43,8 @@ class JobSet:
       selector: further node labels.
       queue: a Kueue local queue.
       service_account: the pods' service account.
-      claims: persistent volume claim -> where it is mounted, `:ro` behind it for reading alone.
+      volumes: what the pods mount.
+      spot: take nodes that may be taken back; a saved SIGTERM does not count as a restart.
       http_port: where process 0 serves HTTP; None if it does not.
     """
 
@@ -54,7 +59,8 @@ class JobSet:
     selector: dict[str, str] = field(default_factory=dict)
     queue: str | None = None
     service_account: str | None = None
-    claims: dict[str, str] = field(default_factory=dict)
+    volumes: tuple[Volume, ...] = ()
+    spot: bool = False
     http_port: int | None = None
 
 
@@ -120,7 +126,7 @@ def _check(job: Job, jobset: JobSet) -> None:
     # The longest name made of it is a pod's: <name>-workers-<job>-<index>-<5 characters>.
     check_dns_label("--name", job.name, 63 - len(f"-{WORKERS}-00-0000-abcde"))
     named = {"--namespace": jobset.namespace, "--queue": jobset.queue}
-    for name, value in (*named.items(), *(("--claim", claim) for claim in jobset.claims)):
+    for name, value in named.items():
         if value is not None:
             check_dns_label(name, value)
     if not jobset.image or any(char.isspace() for char in jobset.image):
@@ -159,8 +165,13 @@ def _job_spec(job: Job, jobset: JobSet, nodes: int) -> dict[str, Any]:
                 {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]},
             ]
         },
-        "template": {"spec": _pod_spec(job, jobset)},
+        "template": _given({"metadata": _pod_metadata(jobset), "spec": _pod_spec(job, jobset)}),
     }
+
+
+def _pod_metadata(jobset: JobSet) -> dict[str, Any]:
+    has_bucket = any(volume.kind == "bucket" for volume in jobset.volumes)
+    return {"annotations": BUCKET_ANNOTATIONS} if has_bucket else {}
 
 
 def _pod_spec(job: Job, jobset: JobSet) -> dict[str, Any]:
@@ -188,9 +199,15 @@ def _pod_spec(job: Job, jobset: JobSet) -> dict[str, Any]:
     if jobset.http_port is not None:
         container["ports"] += [{"name": http.PORT_NAME, "containerPort": jobset.http_port}]
         container |= http.container_fields(jobset.http_port)
-    gpu = "nvidia.com/gpu"
-    tolerations = [{"key": gpu, "operator": "Exists", "effect": "NoSchedule"}]
-    volumes, container["volumeMounts"] = _volumes(jobset)
+    gpu, tolerations = "nvidia.com/gpu", []
+    if gpu in limits:
+        tolerations.append({"key": gpu, "operator": "Exists", "effect": "NoSchedule"})
+    if jobset.spot:
+        selector[SPOT] = "true"
+        tolerations.append(
+            {"key": SPOT, "operator": "Equal", "value": "true", "effect": "NoSchedule"}
+        )
+    volumes, container["volumeMounts"] = mounted(jobset.volumes)
     if gpu in limits:  # NCCL's transport within a node
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
         container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
@@ -199,24 +216,11 @@ def _pod_spec(job: Job, jobset: JobSet) -> dict[str, Any]:
         "terminationGracePeriodSeconds": jobset.grace_s,
         "serviceAccountName": jobset.service_account,
         "nodeSelector": selector,
-        "tolerations": tolerations if gpu in limits else None,
+        "tolerations": tolerations or None,
         "containers": [_given(container)],
         "volumes": volumes or None,
     }
     return {name: value for name, value in pod.items() if value is not None and value != {}}
-
-
-def _volumes(jobset: JobSet) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The claims' volumes, and where they are mounted."""
-    volumes: list[dict[str, Any]] = []
-    mounts: list[dict[str, Any]] = []
-    for claim, place in jobset.claims.items():
-        source: dict[str, Any] = {"claimName": claim}
-        path = place.removesuffix(":ro")
-        read_only: dict[str, Any] = {"readOnly": True} if path != place else {}
-        volumes.append({"name": claim, "persistentVolumeClaim": {**source, **read_only}})
-        mounts.append({"name": claim, "mountPath": path, **read_only})
-    return volumes, mounts
 
 
 def _environment(job: Job, jobset: JobSet) -> list[dict[str, Any]]:

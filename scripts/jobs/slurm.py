@@ -11,6 +11,9 @@ from spmd.errors import LaunchError
 from spmd.launch.exit_codes import EXIT_PREEMPTED
 
 _TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}")
+PATIENCE_S = 300
+"""Seconds after the first process's end in which the others have to end, too."""
+
 _WORD = re.compile(r"[^\s\"'`$\\]+")
 
 
@@ -119,7 +122,9 @@ def _environment(job: Job) -> list[str]:
 
 
 def _srun_flags(job: Job, slurm: Slurm) -> list[str]:
-    flags = ["--kill-on-bad-exit=1", "--label"]
+    # Not at the first bad exit: the process that has saved first ends with EXIT_PREEMPTED while the
+    # others still save, and where one fails the others stop by themselves and say why.
+    flags = ["--kill-on-bad-exit=0", f"--wait={PATIENCE_S}", "--label"]
     if slurm.cpus_per_process is not None:
         flags.append(f"--cpus-per-task={slurm.cpus_per_process}")
     if slurm.container is not None:

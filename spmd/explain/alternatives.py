@@ -18,7 +18,7 @@ import numpy as np
 
 from spmd.compiler import timed
 from spmd.explain.price import Price, price_of
-from spmd.ir.program import Value
+from spmd.ir.program import Op, Value
 from spmd.mesh.sharding import Axes, Sharding
 from spmd.options import Options
 from spmd.planning.decode import decoded
@@ -30,6 +30,7 @@ from spmd.planning.solver.eliminate import Elimination
 from spmd.planning.solver.network import FORBIDDEN, Network
 from spmd.planning.solver.solve import TABLE_LIMIT, Solution, solve
 from spmd.planning.units import CARRY, OP
+from spmd.propagation.projection import Assignment
 from spmd.propagation.propagated import Conflict
 
 T = TypeVar("T")
@@ -89,6 +90,26 @@ class Alternatives:
             wanted = [axes if axes in claims else None for axes in given]
             found.append(self._priced(number, wanted, taken_axes(self.plan, conflict), together))
         return tuple(found)
+
+    def of_ring(self, op: Op, factor: int) -> Price | None:
+        """What the other way would cost: to gather what goes round, or the other way about.
+
+        Args:
+          op: an op with a ring factor.
+          factor: the factor's number.
+        """
+        number = self._built.units.of[op.results[0]][0]
+        taken = self.plan.choice(op).assignment
+        if number < 0:
+            return None
+
+        def rest(assignment: Assignment) -> Assignment:
+            return (*assignment[:factor], *assignment[factor + 1 :])
+
+        choices = [choice.assignment for choice in self._built.domains.choices[number]]
+        labels = [bool(a[factor]) if rest(a) == rest(taken) else None for a in choices]
+        found = self._priced(number, labels, bool(taken[factor]), (number,))
+        return found[0][1] if found else None
 
     # Answers.
 

@@ -118,7 +118,7 @@ def _repeated_seconds(plan: Plan) -> dict[Value, float]:
             choice = plan.choices.get(op.results[0]) if op.results else None
             if op.kind.about.flops is None or choice is None:
                 continue
-            split = mesh.extent(a for axes in choice.assignment for a in axes)
+            split = mesh.extent({a for axes in choice.assignment for a in axes})
             whole = arithmetic_seconds(op.kind, topology)
             seconds = times * whole * (1 / split - 1 / mesh.size)
             if seconds > 0:

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
-
-import jax
+from collections.abc import Callable, Mapping, Sequence
 
 from spmd.errors import LaunchError
 from spmd.launch.store import Store, job_store, this_process
-from spmd.mesh.mesh import Mesh
 
 TIMEOUT_S = 600.0
 """How long processes wait for the slowest: compiling takes minutes, and hosts differ."""
@@ -23,8 +19,8 @@ TIMEOUT_S = 600.0
 LONGEST = 200
 """Characters of a value that a message shows."""
 
-PROCESS_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
-"""XLA flags that may differ from process to process."""
+Found = Mapping[int, Mapping[str, str]]
+"""Process -> what it says, by name."""
 
 _calls: Counter[tuple[int, ...]] = Counter()
 
@@ -53,42 +49,106 @@ def check_same(
     Example:
       >>> check_same({"--steps": "100", "--mesh": "data=8"})
     """
+    says = {"checked": label, **what}
+    raise_json(judged(says, differences, processes=processes, timeout_s=timeout_s) or "")
+
+
+def exchange(text: str, *, label: str, timeout_s: float = TIMEOUT_S) -> list[str]:
+    """What every process says, in the order of their numbers; with one process, its own text.
+
+    All processes have to call it, in the same order. No device takes part.
+
+    Args:
+      text: what this process says.
+      label: what is told, for messages.
+      timeout_s: seconds to wait for the slowest process.
+
+    Raises:
+      LaunchError: a process did not come in time, or came to something else.
+
+    Example:
+      >>> exchange("4 files", label="files found")
+      ['4 files']
+    """
+
+    def listed(found: Found) -> str:
+        return json.dumps([what["says"] for what in found.values()])
+
+    outcome = judged({"checked": label, "says": text}, listed, timeout_s=timeout_s)
+    said = [text] if outcome is None else json.loads(outcome)
+    if isinstance(said, dict):
+        raise LaunchError(**said)
+    return [str(each) for each in said]
+
+
+def from_first(text: str, *, label: str) -> str:
+    """What process 0 says, on every process; as `exchange`."""
+    return exchange(text, label=label)[0]
+
+
+def judged(
+    what: Mapping[str, str],
+    judge: Callable[[Found], str],
+    *,
+    processes: Sequence[int] | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> str | None:
+    """What the first process makes of what all say, on each of them; None where one is alone.
+
+    Args:
+      what: what this process says, by name; `checked` names the occasion.
+      judge: makes a text of what all say. It is not asked if they are at different occasions, or
+        one did not come: then the text is `as_json` of the error.
+      processes: as for `check_same`.
+      timeout_s: as for `check_same`.
+    """
+
+    def outcome_of(found: Found) -> str:
+        places = {process: {"checked": said["checked"]} for process, said in found.items()}
+        return differences(places) or judge(found)
+
+    joined = _joined(processes)
+    return None if joined is None else gathered(*joined, what, outcome_of, timeout_s)
+
+
+def _joined(
+    processes: Sequence[int] | None = None,
+) -> tuple[Store, str, tuple[int, ...], int] | None:
+    """Store, a folder of it for one more call, members, this process; None if it is alone."""
     store = job_store()
     if store is None:
-        return
+        return None
     me, count = this_process()
     members = tuple(sorted(processes)) if processes is not None else tuple(range(count))
     if len(members) < 2 or me not in members:
-        return
+        return None
     # The call's number is part of the key, so that nobody reads an earlier outcome. All members
     # count alike, since they call in the same order. Groups count by themselves, because not every
     # process takes part in every group.
     _calls[members] += 1
     group = "all" if len(members) == count else "-".join(map(str, members))
-    folder = f"same/{group}/{_calls[members]}"
-    compare(store, folder, members, me, {"checked": label, **what}, timeout_s)
+    return store, f"same/{group}/{_calls[members]}", members, me
 
 
-def compare(
+def gathered(
     store: Store,
     folder: str,
     members: Sequence[int],
     me: int,
     what: Mapping[str, str],
+    outcome_of: Callable[[Found], str],
     timeout_s: float,
-) -> None:
-    """One comparison: everyone writes, the first one compares, everyone reads the outcome.
+) -> str:
+    """What the first member makes of what all say, on every one of them.
 
     Args:
       store: the job's store.
-      folder: where in the store; another one for each comparison.
+      folder: where in the store; another one for each call.
       members: the processes that take part.
       me: this process, one of them.
-      what: as for `check_same`, with what is compared as `checked`.
+      what: what it says, with what is compared as `checked`.
+      outcome_of: makes a text of what all say.
       timeout_s: seconds to wait for each other.
-
-    Raises:
-      LaunchError: as for `check_same`.
     """
     # Processes 0 1 2 with --steps 100 100 90:
     #   each writes same/all/1/<its number>; 0 waits for all three
@@ -106,23 +166,23 @@ def compare(
             )
         )
 
-    def compared() -> str:
+    def outcome() -> str:
         found: dict[int, dict[str, str]] = {}
         for process in members:
             text = store.get(f"{folder}/{process}", timeout_s)
             if text is None:
                 return missing(process)
             found[process] = json.loads(text)
-        return differences(found)
+        return outcome_of(found)
 
     store.put(f"{folder}/{me}", json.dumps(what))
     if me == members[0]:
-        store.put(f"{folder}/outcome", compared())
-    outcome = store.get(f"{folder}/outcome", 1.5 * timeout_s)
-    raise_json(missing(members[0]) if outcome is None else outcome)
+        store.put(f"{folder}/outcome", outcome())
+    read = store.get(f"{folder}/outcome", 1.5 * timeout_s)
+    return missing(members[0]) if read is None else read
 
 
-def differences(found: Mapping[int, Mapping[str, str]]) -> str:
+def differences(found: Found) -> str:
     """The differences between processes as the JSON of a `LaunchError`; empty if there are none.
 
     Args:
@@ -184,58 +244,3 @@ def raise_json(outcome: str) -> None:
 def digest(text: str) -> str:
     """A short hash that is the same in every process."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-# Programs.
-
-
-def check_same_program(
-    name: str, emitted: str, mesh: Mesh, jax_mesh: jax.sharding.Mesh, more: Mapping[str, str]
-) -> None:
-    """Compares a compiled program, its mesh and what XLA is told with the other processes'.
-
-    Args:
-      name: the program's name.
-      emitted: the per-device module as text; source locations are left out.
-      mesh: the mesh.
-      jax_mesh: the same mesh of jax devices, which tell the processes that take part.
-      more: other names and values that should be equal.
-
-    Raises:
-      LaunchError: as for `check_same`.
-    """
-    processes = sorted({device.process_index for device in jax_mesh.devices.flat})
-    if len(processes) < 2:
-        return
-    what = {
-        "number of devices": str(jax.device_count()),
-        "mesh": str(mesh),
-        "order of devices": digest(str(mesh.device_ids)),
-        "program hash": digest(without_locations(emitted)),
-        **settings(),
-        **more,
-    }
-    check_same(what, label=f"program {name}", processes=processes)
-
-
-def without_locations(module: str) -> str:
-    """A module's text without the lines that name source files: paths differ between hosts."""
-    return "\n".join(line for line in module.splitlines() if not line.startswith("#loc"))
-
-
-def settings() -> dict[str, str]:
-    """The settings of jax and flags of XLA that may change what is computed."""
-    found = {}
-    for name in (
-        "jax_enable_x64",
-        "jax_default_matmul_precision",
-        "jax_default_prng_impl",
-        "jax_threefry_partitionable",
-    ):
-        found[name] = str(getattr(jax.config, name))
-    for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
-        for flag in os.environ.get(variable, "").split():
-            key, _, value = flag.partition("=")
-            if not key.startswith(PROCESS_FLAGS):
-                found[f"{variable} {key}"] = value or "(given)"
-    return found

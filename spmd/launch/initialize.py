@@ -16,9 +16,10 @@ from pathlib import Path
 import jax
 
 from spmd.errors import LaunchError
-from spmd.launch.agree import check_same, digest
+from spmd.launch.agree import check_same
 from spmd.launch.meet import Seat, meet
 from spmd.launch.peers import first_line, watch_peers
+from spmd.launch.sources import by_package, hash_of, imported
 from spmd.launch.store import (
     Place,
     connected_to,
@@ -99,18 +100,21 @@ def initialize(
 
 
 def versions() -> dict[str, str]:
-    """The versions that must be equal in all processes that compile one program."""
-    # Hosts that read different checkouts of this package have the same version number.
+    """What must be equal in all processes that compile one program: versions, and sources."""
+    # Hosts that read different checkouts of this package have the same version number. Its files
+    # are compared whether they are imported yet or not.
     root = Path(__file__).parent.parent
-    sources = (
-        f"{file.relative_to(root)}\0{file.read_text()}" for file in sorted(root.rglob("*.py"))
-    )
+    hashes = by_package(imported()) | {root.name: hash_of(sorted(root.rglob("*.py")))}
     return {
         "version of Python": platform.python_version(),
         "version of jax": jax.__version__,
         "version of jaxlib": metadata.version("jaxlib"),
-        "sources of spmd (hash)": digest("".join(sources)),
+        **{f"sources of {_named(top)} (hash)": sha for top, sha in hashes.items()},
     }
+
+
+def _named(top: str) -> str:
+    return "the program" if top == "__main__" else top
 
 
 def find_place(given: Place, env: Mapping[str, str], timeout_s: float) -> Place | None:

@@ -12,13 +12,20 @@ import json
 import socket
 import time
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from spmd.errors import LaunchError
 from spmd.launch.agree import as_json, differences, raise_json
 
 _SLOW_S = 10.0
 """Seconds that process 0 may be late with its answer."""
+
+_HELLO_S = 2.0
+"""Seconds that a connection may take to say who it is, before process 0 turns to the next."""
+
+_GREETING = b"spmd process 0\n"
+_GREETING_S = 8.0
+"""Who is connected for so long and was not greeted is connected to another program."""
 
 _LONGEST = 1 << 16
 """Bytes of a message."""
@@ -67,7 +74,8 @@ def meet(seat: Seat, about: Mapping[str, str], timeout_s: float) -> None:
 
 def _host(seat: Seat, about: dict[str, str], timeout_s: float) -> str:
     """Collects who comes, and answers all when the last one is there or it is too late."""
-    # A job of 3:  1 -> 0 {"process": 1, "about": {number of processes, versions}}
+    # A job of 3:  0 -> 1 the greeting, as soon as 1 is connected
+    #              1 -> 0 {"process": 1, "about": {number of processes, versions}}
     #              2 -> 0 {"process": 2, ...}          connections stay open meanwhile
     #              0 -> 1, 2  an empty line: all agree; else the error as JSON
     # All are answered at once and alike, so that either all go on to jax's own connection or
@@ -109,8 +117,10 @@ def _host(seat: Seat, about: dict[str, str], timeout_s: float) -> str:
 
 def _read_hello(line: socket.socket) -> tuple[int, dict[str, str]]:
     """Which process is at a connection, and what it says of itself."""
-    line.settimeout(_SLOW_S)
-    hello = json.loads(_read_line(line))
+    line.settimeout(_HELLO_S)
+    line.sendall(_GREETING)
+    with line.makefile("rb") as file:
+        hello = json.loads(_read_line(file))
     about = {str(name): str(value) for name, value in hello["about"].items()}
     return int(hello["process"]), {_COUNT: "", **about}
 
@@ -149,17 +159,33 @@ def listen(port: int, backlog: int) -> socket.socket:
 
 def _ask(seat: Seat, about: dict[str, str], timeout_s: float) -> str:
     """Connects until process 0 is there, and waits for its answer."""
-    deadline = time.monotonic() + timeout_s
+    start = time.monotonic()
     hello = json.dumps({"process": seat.process, "about": about})
+    strange: float | None = None  # since when somebody listens there who is not process 0
     while True:
-        left = max(0.1, deadline - time.monotonic())
+        left = max(0.1, start + timeout_s - time.monotonic())
         try:
             with socket.create_connection((seat.host, seat.port), timeout=left) as line:
-                line.sendall(f"{hello}\n".encode())
-                line.settimeout(timeout_s + _SLOW_S)
-                return _read_line(line)
+                strange = strange or time.monotonic()
+                line.settimeout(min(left, _GREETING_S))
+                with line.makefile("rb") as file:
+                    if file.readline(len(_GREETING)) != _GREETING:
+                        raise ConnectionError("what listens there is not process 0")
+                    strange = None
+                    line.sendall(f"{hello}\n".encode())
+                    line.settimeout(timeout_s + _SLOW_S)
+                    return _read_line(file)
         except OSError as error:
-            if time.monotonic() >= deadline:
+            if isinstance(error, ConnectionRefusedError):
+                strange = None
+            now = time.monotonic()
+            if strange is not None and now - strange >= min(timeout_s, _GREETING_S):
+                raise LaunchError(
+                    f"process {seat.process} found another program at {seat.coordinator}, where "
+                    "process 0 should listen",
+                    fix="give a free port in the coordinator's address, or end what runs there",
+                ) from None
+            if now - start >= timeout_s:
                 raise LaunchError(
                     f"process {seat.process} cannot reach process 0 at {seat.coordinator} within "
                     f"{timeout_s:g} s",
@@ -170,14 +196,13 @@ def _ask(seat: Seat, about: dict[str, str], timeout_s: float) -> str:
         time.sleep(0.2)
 
 
-def _read_line(line: socket.socket) -> str:
+def _read_line(file: IO[bytes]) -> str:
     """One line without its end.
 
     Raises:
       OSError: the other side ended before it was whole.
     """
-    with line.makefile("rb") as file:
-        data = file.readline(_LONGEST)
+    data = file.readline(_LONGEST)
     if not data.endswith(b"\n"):
         raise ConnectionError("the connection was closed")
     return data[:-1].decode()

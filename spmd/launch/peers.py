@@ -23,56 +23,25 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
 import jax
 
 from spmd.launch.exit_codes import EXIT_PEER_LOST, EXIT_PREEMPTED
+from spmd.launch.signs import LEFT, Signs, describe_silent, was
 from spmd.launch.stop import StopVote
 from spmd.launch.store import Store, connected_to, this_process
 
 VERDICT = "verdict"
-LEFT = "left"
-"""Sign of a process that ended normally: its silence afterwards means nothing."""
+WHO = "who"
+"""Folder of each process's host and process id, which messages name."""
 
 COLLECTIVE_FAILED = re.compile(
     r"gloo|nccl|connection (closed|reset)|socket closed|heartbeat|coordination service", re.I
 )
 """Words in errors that another process's end most likely caused."""
-
-
-class Signs:
-    """When each process last gave a sign of life.
-
-    Args:
-      processes: how many there are.
-      timeout_s: after so many seconds of silence a process counts as lost.
-      started: the clock's time from which silence counts.
-    """
-
-    def __init__(self, processes: int, timeout_s: float, started: float) -> None:
-        self.timeout_s = timeout_s
-        self._seen = dict.fromkeys(range(processes), ("", started))
-
-    def silent(self, now: float, signs: Mapping[int, str]) -> dict[int, float]:
-        """Process -> seconds of silence, for those that have been silent for too long.
-
-        Args:
-          now: the clock's time.
-          signs: process -> its latest sign; another text than last time is a sign of life.
-        """
-        # Signs are counters, not times: hosts' clocks differ. Only this process's clock is read,
-        # at the moment when it sees a counter change.
-        for process, sign in signs.items():
-            if self._seen[process][0] != sign:
-                self._seen[process] = (sign, now)
-        return {
-            process: now - since
-            for process, (sign, since) in self._seen.items()
-            if sign != LEFT and now - since > self.timeout_s
-        }
 
 
 class Peers:
@@ -99,20 +68,26 @@ class Peers:
         self.tell: Callable[[str], None] | None = None
         self.form: Callable[[str], str] = str
         self.vote = StopVote(store, self.process, self.processes)
+        self._coordinator = ""
         self._contact = time.monotonic()
         self._leaving = threading.Event()
         self._gone = threading.Event()
         self._stopping = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="spmd peers", daemon=True)
+        self._clock = threading.Thread(target=self._watch_store, name="spmd store", daemon=True)
 
     def start(self) -> None:
         """Starts to watch."""
         self._thread.start()
+        if self.process:
+            self._clock.start()
 
     # The thread.
 
     def _run(self) -> None:
         """Watches until the processes have met at their end."""
+        with contextlib.suppress(Exception):
+            self.store.put(f"{WHO}/{self.process}", f"pid {os.getpid()} on {socket.gethostname()}")
         signs = Signs(self.processes, self.timeout_s, time.monotonic())
         count = 0
         while not self._gone.is_set():
@@ -132,7 +107,9 @@ class Peers:
             found = {int(name): sign for name, sign in self.store.all("alive").items()}
             silent = signs.silent(time.monotonic(), found)
             if silent:
-                self.store.claim(VERDICT, describe_silent(silent))
+                self.store.claim(VERDICT, describe_silent(silent, self.store.all(WHO)))
+        if not self._coordinator:
+            self._coordinator = self.store.get(f"{WHO}/0") or ""
         self.vote.look()
         verdict = self.store.get(VERDICT)
         self._contact = time.monotonic()
@@ -146,7 +123,35 @@ class Peers:
             return None  # the service ends when all have met
         if time.monotonic() - self._contact < self.timeout_s and not self.is_coordinator_gone():
             return None
-        return f"process 0, the coordinator, was lost ({first_line(error)})"
+        return self.coordinator_lost(first_line(error))
+
+    def coordinator_lost(self, how: str) -> str:
+        """The verdict where process 0 is lost."""
+        return f"process 0, the coordinator, was lost: {how}" + was(self._coordinator)
+
+    def _watch_store(self) -> None:
+        """Passes the verdict where the store neither answers nor refuses: `_look` waits for ever.
+
+        That is so if process 0 is stopped, or its machine is gone.
+        """
+        # Silence is counted in turns of this thread, so that it ends where this process itself was
+        # stopped or had no time.
+        contact, silence = self._contact, 0.0
+        while not self._gone.wait(self.interval_s):
+            is_silent = contact == self._contact and not self._leaving.is_set()
+            contact, silence = self._contact, silence + self.interval_s if is_silent else 0.0
+            if silence > self.timeout_s:
+                self.stop(self.coordinator_lost(f"its store was silent for {silence:.0f} s"))
+
+    def abort_verdict(self) -> str | None:
+        """The verdict where jax aborts this process; None if it is no other process's doing."""
+        silence = time.monotonic() - self._contact
+        if self.process == 0 and silence > self.timeout_s:
+            return (
+                f"it gave no sign of life for {silence:.0f} s (was it stopped, or its machine "
+                "asleep?), and the others took it for lost"
+            )
+        return self.coordinator_lost("its store is gone") if self.is_coordinator_gone() else None
 
     def is_coordinator_gone(self) -> bool:
         """Whether the coordinator refuses connections, or its store was silent for too long."""
@@ -220,17 +225,6 @@ class Peers:
         with self._stopping:
             logging.shutdown()
             self._exit(self.failed)
-
-
-def describe_silent(silent: Mapping[int, float]) -> str:
-    """`process 1 was lost: no sign of life for 12 s`."""
-    names = ", ".join(str(process) for process in sorted(silent))
-    one = len(silent) == 1
-    return (
-        f"{'process' if one else 'processes'} {names} {'was' if one else 'were'} lost: no sign of "
-        f"life for {min(silent.values()):.0f} s; the end of its output or the scheduler's log "
-        "(killed, out of memory, preempted) says why"
-    )
 
 
 _peers: Peers | None = None
@@ -342,6 +336,9 @@ def _report_exceptions(peers: Peers) -> None:
     def report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            show(kind, error, trace)  # of a callback in a library's thread: nobody's end
+            return
         why = "".join(traceback.format_exception_only(kind, error)).strip()
         peers.wait_for_cause(why)
         show(kind, error, trace)
@@ -361,8 +358,14 @@ def _install_abort_handler(peers: Peers) -> None:
     libc = ctypes.CDLL(None)
 
     def on_abort(_: int) -> None:
-        if peers.is_coordinator_gone():
-            peers.stop("process 0, the coordinator, was lost")
+        verdict = peers.abort_verdict()
+        if verdict is not None:
+            peers.stop(verdict)
+        if threading.current_thread() is not threading.main_thread():
+            # Most likely jax has noticed what our thread is about to say.
+            time.sleep(3 * peers.interval_s)
+            with peers._stopping:  # held by `stop` until the end
+                pass
         libc.signal(signal.SIGABRT, signal.SIG_DFL)
         libc.abort()
 

@@ -15,8 +15,9 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from spmd.launch.exit_codes import EXIT_HUNG
 from spmd.launch.peers import fail_peers
@@ -25,13 +26,30 @@ from spmd.launch.store import job_store, this_process
 REMEMBERED = 100
 """How many of the last marks a file shows."""
 
-FIRST = 10.0
-"""The first beat may take so many times the limit: compiling comes before it."""
+LONG = 10.0
+"""What may take longer than a step may take so many times the limit, if nothing else is said; so
+may the first beat, before which programs are compiled."""
 
 REQUEST = "watchdog/dump"
 ANSWER = "watchdog/dumped"
 PATIENCE_S = 10.0
 """How long a hung process waits for the others to write their files."""
+
+
+class Watch(Protocol):
+    """What a program tells of its progress."""
+
+    @property
+    def doing(self) -> str:
+        """What was said to take longer and has not ended; empty if nothing was."""
+
+    def beat(self, step: int | None = None, what: str = "step finished") -> None:
+        """Says that there is progress."""
+
+    def may_take(
+        self, what: str, seconds: float | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Says that what is inside may take longer than a step."""
 
 
 class Watchdog:
@@ -55,6 +73,8 @@ class Watchdog:
       ...     for step in range(steps):
       ...         state = train_step(state)
       ...         dog.beat(step=step)
+      ...         with dog.may_take("evaluating", 3600):
+      ...             evaluate(state)
     """
 
     def __init__(
@@ -66,7 +86,7 @@ class Watchdog:
         stop: bool = True,
     ) -> None:
         self.timeout_s = timeout_s
-        self.first_timeout_s = FIRST * timeout_s if first_timeout_s is None else first_timeout_s
+        self.first_timeout_s = LONG * timeout_s if first_timeout_s is None else first_timeout_s
         for limit in (self.timeout_s, self.first_timeout_s):
             if limit <= 0:
                 raise ValueError(
@@ -78,6 +98,7 @@ class Watchdog:
         self.path = self.folder / f"process-{self.process}.txt"
         self._store = job_store()
         self._marks: deque[str] = deque(maxlen=REMEMBERED)
+        self._begun: list[tuple[str, float]] = []
         self._finished: tuple[str, int | None] = ("", None)
         self._beats = 0
         self._last = time.monotonic()
@@ -85,16 +106,20 @@ class Watchdog:
         self._answered: str | None = None
         self._was_asked = False
         self._file: IO[str] | None = None
+        self._empty_size = 0
+        self._is_new = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spmd watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
         """Starts to watch."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("w")
-        print(
-            f"{self._who()}\nnothing happened, or it was killed first", file=self._file, flush=True
-        )
+        with contextlib.suppress(OSError):  # a full disk is no reason not to watch
+            self._is_new = not self.folder.exists()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("w")
+            text = f"{self._who()}\nnothing happened, or it was killed first"
+            print(text, file=self._file, flush=True)
+            self._empty_size = self.path.stat().st_size
         self._last = time.monotonic()
         if self._store is not None:
             self._answered = self._store.get(REQUEST)
@@ -107,10 +132,14 @@ class Watchdog:
         self._end.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
-        if self._file is not None:
-            self._file.close()
-        if self._written_at < 0 and not self._was_asked and error is None:
-            self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if self._file is not None:
+                self._file.close()
+            says_nothing = self.path.stat().st_size == self._empty_size
+            if self._written_at < 0 and not self._was_asked and says_nothing:
+                self.path.unlink()
+                if self._is_new:
+                    self.folder.rmdir()  # unless another process has something to say
 
     def beat(self, step: int | None = None, what: str = "step finished") -> None:
         """Says that there is progress.
@@ -128,8 +157,32 @@ class Watchdog:
         self._arm()
 
     @property
+    def doing(self) -> str:
+        """What was said to take longer and has not ended; empty if nothing was."""
+        return next((what for what, _ in reversed(tuple(self._begun))), "")
+
+    @contextlib.contextmanager
+    def may_take(self, what: str, seconds: float | None = None) -> Iterator[None]:
+        """Says that what is inside may take longer than a step: compiling, evaluating, saving.
+
+        Args:
+          what: what it is, for messages.
+          seconds: until it ends or the next beat; ten times the limit if left out.
+        """
+        self._begun.append((what, LONG * self.timeout_s if seconds is None else seconds))
+        self._last = time.monotonic()
+        self._arm()
+        try:
+            yield
+        finally:
+            self._begun.pop()
+            self.beat(what=f"{what}: done")
+
+    @property
     def limit_s(self) -> float:
         """Seconds that the next beat may take."""
+        if self._begun:
+            return self._begun[-1][1]
         return self.timeout_s if self._beats else self.first_timeout_s
 
     def _arm(self) -> None:
@@ -202,9 +255,10 @@ class Watchdog:
 
     def _last_mark(self) -> str:
         what, step = self._finished
+        begun = "".join(f"{name}; " for name, _ in self._begun)
         if not what:
-            return "nothing was finished yet"
-        return f"last finished: {what}" + ("" if step is None else f", step {step}")
+            return f"{begun}nothing was finished yet"
+        return f"{begun}last finished: {what}" + ("" if step is None else f", step {step}")
 
     def _who(self) -> str:
         now = datetime.datetime.now().isoformat(" ", "seconds")
@@ -212,11 +266,35 @@ class Watchdog:
 
     def _write(self, why: str) -> None:
         """Writes the file anew; `faulthandler`'s thread may append to it later."""
-        file = self._file
-        assert file is not None
-        file.seek(0)
-        file.truncate()
+        with contextlib.suppress(OSError):
+            if self._file is not None:
+                self._file.seek(0)
+                self._file.truncate()
+                self._write_to(self._file, why)
+                return
+        self._write_to(sys.stderr, why)
+
+    def _write_to(self, file: IO[str], why: str) -> None:
         lines = [self._who(), why, "", "finished, as the host saw it:"]
         lines += [f"  {mark}" for mark in tuple(self._marks)]
         print("\n".join([*lines, "", "stacks, innermost call first:"]), file=file, flush=True)
         faulthandler.dump_traceback(file, all_threads=True)
+
+
+class Unwatched:
+    """Takes what a watchdog is told, where there is none."""
+
+    def __init__(self) -> None:
+        self.doing = ""
+
+    def beat(self, step: int | None = None, what: str = "") -> None:
+        """Nobody waits for it."""
+
+    @contextlib.contextmanager
+    def may_take(self, what: str, seconds: float | None = None) -> Iterator[None]:
+        """It may."""
+        before, self.doing = self.doing, what
+        try:
+            yield
+        finally:
+            self.doing = before

@@ -25,7 +25,8 @@ from spmd.frontend.importer.shard_shapes import LEAVES
 from spmd.frontend.importer.shardings import MARKS
 from spmd.ir.callbacks import Callback
 from spmd.ir.types import TensorType, numpy_dtype
-from spmd.launch.agree import check_same_program, digest
+from spmd.launch.agree import digest
+from spmd.launch.programs import check_same_program
 from spmd.lowering.emitted import Emitted, Placement
 from spmd.lowering.host import effects_of, emit_callbacks, silent
 from spmd.lowering.xla_options import options_within

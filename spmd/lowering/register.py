@@ -67,6 +67,7 @@ def register_composite(
     flops: Callable[[OpKind], float] | None = None,
     bytes_read: Callable[[OpKind], Sequence[float]] | None = None,
     arithmetic: str = "",
+    lower: LocalLowering | None = None,
 ) -> None:
     """Keeps calls of a `jax.lax.composite` whole: one op with a rule, and a kernel on each device.
 
@@ -91,6 +92,8 @@ def register_composite(
         for kernels that look a few pieces up in a large operand. All bytes when left out.
       arithmetic: the kind of kernel that does them, as in `Chip.efficiency`, which says how fast it
         is on a chip. Kinds that a chip does not list are as fast as its matrix products.
+      lower: computes the local results; the kernel or the decomposition at local shapes
+        (`spmd.lowering.local.composite.lower_composite`) when left out.
 
     On a platform without a kernel and with no `decomposition`, the composite is inlined.
 
@@ -113,7 +116,8 @@ def register_composite(
     add_composite(Composite(name, decomposition, dict(kernels or {})))
     traits = {"flops": flops, "bytes_read": bytes_read, "arithmetic": arithmetic}
     registry.op(f"composite:{name}", **traits)(made)
-    local(f"composite:{name}")(lambda op: lower_composite(_masked(op)))
+    lowered = lower or lower_composite
+    local(f"composite:{name}")(lambda op: tuple(lowered(_masked(op))))
 
 
 def _rule_function(

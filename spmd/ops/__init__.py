@@ -1,6 +1,7 @@
 """Ops that stay whole in the compiler: each with a rule and a kernel for each platform."""
 
 from spmd.ops.attention import attention
+from spmd.ops.attention_order import from_zigzag, zigzag
 from spmd.ops.experts import experts
 from spmd.ops.fp8 import Fp8State, fp8_dot, fp8_state
 from spmd.ops.linear import linear, linears
@@ -12,8 +13,10 @@ __all__ = [
     "experts",
     "fp8_dot",
     "fp8_state",
+    "from_zigzag",
     "linear",
     "linears",
     "paged_attention",
     "paged_update",
+    "zigzag",
 ]

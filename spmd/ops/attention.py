@@ -22,40 +22,15 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from spmd.errors import ArgumentError
-from spmd.lowering.register import register_composite
-from spmd.ops import attention_cudnn, attention_reference, attention_splash
+from spmd.ops import attention_order as order
+from spmd.ops import attention_reference
+from spmd.ops.attention_composites import FORWARD, GRADIENT
 from spmd.ops.attention_reference import Mask
-from spmd.ops.attention_rules import (
-    ARITHMETIC,
-    FORWARD,
-    GRADIENT,
-    forward_flops,
-    forward_rule,
-    gradient_flops,
-    gradient_rule,
-)
 
 ANYWHERE = 0
 """The `length` of queries that are not at positions 0, 1, ... of a whole sequence."""
 
 Implementation = Literal["auto", "composite", "xla", "cudnn"]
-
-register_composite(
-    FORWARD,
-    forward_rule,
-    decomposition=attention_reference.forward,
-    kernels={"cuda": attention_cudnn.forward, "tpu": attention_splash.forward},
-    flops=forward_flops,
-    arithmetic=ARITHMETIC,
-)
-register_composite(
-    GRADIENT,
-    gradient_rule,
-    decomposition=attention_reference.gradient,
-    kernels={"cuda": attention_cudnn.gradient, "tpu": attention_splash.gradient},
-    flops=gradient_flops,
-    arithmetic=ARITHMETIC,
-)
 
 
 def attention(
@@ -69,6 +44,7 @@ def attention(
     segment_ids: Any = None,
     scale: float | None = None,
     logits_dtype: Any = jnp.float32,
+    zigzag: int = 1,
     implementation: Implementation = "auto",
 ) -> jax.Array:
     """`softmax(q k * scale) v` over the keys that each query sees.
@@ -86,6 +62,8 @@ def attention(
         segment alone. For packed documents.
       scale: of the scores; `1 / sqrt(D)` when left out.
       logits_dtype: what scores and their softmax are computed in.
+      zigzag: the number of parts for which queries and keys were put into zigzag order
+        (`spmd.ops.zigzag`); 1: they are in the usual one.
       implementation: `auto` and `composite` leave it to the compiler: `spmd.jit` takes the
         platform's kernel, plain `jax.jit` the reference. `xla` is the reference for XLA's, or the
         compiler's, partitioner to look into. `cudnn` is jax's own cuDNN attention, for GPUs: what
@@ -103,15 +81,19 @@ def attention(
     segments = segment_ids
     if segments is not None and not isinstance(segments, tuple | list):
         segments = (segments, segments)
-    _check(q_BSND, k_BTKD, v_BTKD, segments, positions, causal, window, implementation)
+    _check(q_BSND, k_BTKD, v_BTKD, segments, positions, causal, window, zigzag, implementation)
+    zigzag = zigzag if causal else 1  # where all keys are seen their order does not matter
     if scale is None:
         scale = q_BSND.shape[-1] ** -0.5
     dtype = jnp.dtype(logits_dtype).name
     queries_BS, keys_BT = segments or (None, None)
     if implementation == "cudnn":
-        if window is not None and segments is not None and positions is None:
+        if zigzag > 1:
+            positions = order.positions(q_BSND.shape[1], zigzag)
+        elif window is not None and segments is not None and positions is None:
             positions = jnp.arange(q_BSND.shape[1])  # beside a mask the kernel takes no window
-        visible_BST = Mask(positions, queries_BS, keys_BT).visible(k_BTKD.shape[1], window)
+        mask = Mask(positions, queries_BS, keys_BT).ordered(k_BTKD.shape[1], zigzag)
+        visible_BST = mask.visible(k_BTKD.shape[1], window)
         return jax.nn.dot_product_attention(
             q_BSND, k_BTKD, v_BTKD, scale=scale, implementation="cudnn",
             mask=None if visible_BST is None else visible_BST[:, None],
@@ -122,10 +104,12 @@ def attention(
         )  # fmt: skip
     length = q_BSND.shape[1] if positions is None else ANYWHERE
     is_whole = implementation != "xla"
-    spec = _Spec(causal, segments is not None, float(scale), length, dtype, window, is_whole)
+    spec = _Spec(
+        causal, segments is not None, float(scale), length, dtype, window, zigzag, is_whole
+    )
     # Positions are an operand so that a device with a part of the queries has just theirs.
     if causal and positions is None:
-        positions = jnp.arange(length)
+        positions = order.positions(length, zigzag) if zigzag > 1 else jnp.arange(length)
     out_BSND: jax.Array = _attend(spec, q_BSND, k_BTKD, v_BTKD, positions, queries_BS, keys_BT)
     return out_BSND
 
@@ -134,7 +118,8 @@ class _Spec(NamedTuple):
     """The static parameters of one attention.
 
     Attributes:
-      causal, segments, scale, length, logits_dtype, window: as for `attention_reference.forward`.
+      causal, segments, scale, length, logits_dtype, window, zigzag: as for
+        `attention_reference.forward`.
       is_whole: whether to make composites of it.
     """
 
@@ -144,6 +129,7 @@ class _Spec(NamedTuple):
     length: int
     logits_dtype: str
     window: int | None
+    zigzag: int
     is_whole: bool
 
 
@@ -180,6 +166,8 @@ def _run(
     """One of the two functions, as a composite or as it is."""
     attributes = spec._asdict()
     is_whole = attributes.pop("is_whole")
+    if spec.zigzag == 1:  # so that modules exported before there was an order read the same
+        del attributes["zigzag"]
     if spec.window is None:  # an attribute of a composite has a value
         del attributes["window"]
     masks = [mask.astype(jnp.int32) for mask in given if mask is not None]
@@ -228,6 +216,7 @@ def _check(
     positions: Any,
     causal: bool,
     window: int | None,
+    zigzag: int,
     implementation: str,
 ) -> None:
     """Raises ArgumentError where something does not fit."""
@@ -254,6 +243,8 @@ def _check(
     elif window is not None and not (causal and window > 0):
         problem = f"window={window}, causal={causal}"
         required = "a window of at least one key, of a causal attention"
+    elif zigzag != 1 and not (positions is None and q.shape[1] == k.shape[1]):
+        problem, required = f"zigzag={zigzag} for {shapes}", "queries and keys of whole sequences"
     if problem:
         raise ArgumentError(
             "attention cannot be computed", actual=problem, required=required, fix="correct them"

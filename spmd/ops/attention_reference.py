@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 
+from spmd.ops import attention_order as order
+
 MOST_SCORES = 1 << 20
 """Scores of one head and sequence that may be there at once."""
 
@@ -29,11 +31,13 @@ class Mask(NamedTuple):
     Attributes:
       positions_S: where each query is in its sequence, if it sees no key behind it.
       queries_BS, keys_BT: segments, if a query sees just the keys of its own.
+      positions_T: where each key is, if they are not in their order.
     """
 
     positions_S: Any = None
     queries_BS: Any = None
     keys_BT: Any = None
+    positions_T: Any = None
 
     @staticmethod
     def of(operands: Sequence[Any], *, causal: bool, segments: bool) -> Mask:
@@ -42,6 +46,10 @@ class Mask(NamedTuple):
         positions = rest.pop(0) if causal else None
         return Mask(positions, *rest) if segments else Mask(positions)
 
+    def ordered(self, keys: int, zigzag: int) -> Mask:
+        """The same for so many keys in zigzag order; 1: in their own."""
+        return self if zigzag == 1 else self._replace(positions_T=order.positions(keys, zigzag))
+
     def visible(self, keys: int, window: int | None = None) -> Any:
         """Booleans that broadcast to (B, S, T); None if every query sees every key.
 
@@ -49,7 +57,8 @@ class Mask(NamedTuple):
         """
         parts = []
         if self.positions_S is not None:
-            queries_1S1, keys_11T = self.positions_S[None, :, None], jnp.arange(keys)[None, None, :]
+            positions_T = jnp.arange(keys) if self.positions_T is None else self.positions_T
+            queries_1S1, keys_11T = self.positions_S[None, :, None], positions_T[None, None, :]
             parts.append(queries_1S1 >= keys_11T)
             if window is not None:
                 parts.append(queries_1S1 - window < keys_11T)
@@ -69,6 +78,7 @@ def forward(
     length: int,
     logits_dtype: str,
     window: int | None = None,
+    zigzag: int = 1,
 ) -> tuple[Any, Any]:
     """The output (B, S, N, D) and the logsumexp of the scores (B, N, S).
 
@@ -80,9 +90,10 @@ def forward(
       length: queries of the whole sequence, of which there may be a part here; 0 for any part.
       logits_dtype: what scores are computed in.
       window: of the keys that a causal query sees, how many at most; None is all.
+      zigzag: the number of parts of a sequence in zigzag order; 1 for the usual one.
     """
     del length
-    mask = Mask.of(masks, causal=causal, segments=segments)
+    mask = Mask.of(masks, causal=causal, segments=segments).ordered(k_BTKD.shape[1], zigzag)
 
     def block(q_BQND: Any, part: Mask) -> tuple[Any, Any]:
         return _forward(q_BQND, k_BTKD, v_BTKD, part, window, scale, logits_dtype)
@@ -114,13 +125,14 @@ def gradient(
     length: int,
     logits_dtype: str,
     window: int | None = None,
+    zigzag: int = 1,
 ) -> tuple[Any, Any, Any]:
     """Gradients of queries, keys and values, from the forward pass's results and `dout`.
 
     Gradients of keys and values are sums over the queries that are here.
     """
     del length
-    mask = Mask.of(masks, causal=causal, segments=segments)
+    mask = Mask.of(masks, causal=causal, segments=segments).ordered(k_BTKD.shape[1], zigzag)
     tensors = (q_BSND, out_BSND, jnp.swapaxes(lse_BNS, 1, 2), dout_BSND)
 
     def block(blocks: Sequence[Any], part: Mask) -> tuple[Any, Any, Any]:
@@ -246,14 +258,14 @@ def _split(x_BS: Any, count: int) -> Any:
 
 
 def _split_mask(mask: Mask, count: int) -> Any:
-    """A mask for each block; the keys' segments are the same for all."""
-    positions, queries, keys = mask
+    """A mask for each block; what it says of the keys is the same for all."""
+    positions, queries, *keys = mask
     if positions is not None:
         positions = _split(positions[None], count)[:, 0]
     if queries is not None:
         queries = _split(queries, count)
-        keys = jnp.broadcast_to(keys, (count, *keys.shape))
-    return Mask(positions, queries, keys)
+    whole = (x if x is None else jnp.broadcast_to(x, (count, *x.shape)) for x in keys)
+    return Mask(positions, queries, *whole)
 
 
 def _joined(x: Any, length: int) -> Any:

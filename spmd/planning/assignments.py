@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from spmd.ir.dialect.rule import FIXED, MERGE, PASS, REPLICATE, WINDOW, Rule
+from spmd.ir.dialect.rule import FIXED, MERGE, PASS, REPLICATE, RING, UNCLAIMED, WINDOW, Rule
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, is_even
 from spmd.propagation.projection import (
@@ -14,6 +14,7 @@ from spmd.propagation.projection import (
     dim_to_factors,
     fitting,
     is_legal_assignment,
+    ring_axes,
     unsplit,
 )
 from spmd.reshard.resharder import States
@@ -34,8 +35,8 @@ def assignments_around(
     """What the states of an op's values lead to, and the assignment that splits nothing.
 
     Every state leads once, and the first states of the other values split what it leaves free; then
-    every state is tried alone. What needs an exchange where it is split is also tried whole, and
-    atoms of dims that are whole also on other factors.
+    every state is tried alone. What needs an exchange where it is split is also tried whole, atoms
+    of dims that are whole also on other factors, and what may go round also does.
 
     Args:
       rule: the op's rule.
@@ -65,6 +66,7 @@ def assignments_around(
     likely = tuple((dims, options[:1]) for dims, options in zip(rule.values, states, strict=True))
     legal += [m for a in legal[:MOST_MOVED] for m in moved_whole(rule, a, likely, sizes)]
     whole = unsplit(rule)
+    legal = [each for a in legal for each in (a, *going_round(rule, a, sizes))]
     kept = tuple(dict.fromkeys(legal))[: MOST_ASSIGNMENTS - 1]
     return kept if whole in kept else (*kept, whole)
 
@@ -75,7 +77,7 @@ def every_assignment(rule: Rule, mesh: Mesh, held: Axes) -> list[Assignment]:
     factors = [
         number
         for number, factor in enumerate(rule.factors)
-        if factor.kind not in (REPLICATE, FIXED) and factor.size > 1
+        if factor.kind not in UNCLAIMED and factor.size > 1
     ]
     found = []
     for places in itertools.product([-1, *factors], repeat=len(axes)):
@@ -86,7 +88,15 @@ def every_assignment(rule: Rule, mesh: Mesh, held: Axes) -> list[Assignment]:
         divides = all(is_even(rule.factors[f].size, assignment[f], mesh) for f in factors)
         if divides and is_legal_assignment(rule, tuple(assignment), mesh.atom_sizes):
             found.append(tuple(assignment))
-    return found
+    return [each for a in found for each in (a, *going_round(rule, a, mesh.atom_sizes))]
+
+
+def going_round(rule: Rule, assignment: Assignment, sizes: Sequence[int]) -> tuple[Assignment, ...]:
+    """The same with ring factors split, where one can be."""
+    round_ = list(assignment)
+    for number, _ in rule.rings:
+        round_[number] = ring_axes(rule, number, assignment, sizes)
+    return (tuple(round_),) if tuple(round_) != assignment else ()
 
 
 def without_exchanges(rule: Rule, assignment: Assignment) -> Assignment:
@@ -98,7 +108,7 @@ def without_exchanges(rule: Rule, assignment: Assignment) -> Assignment:
     )
 
 
-_STUCK = (REPLICATE, WINDOW, MERGE)
+_STUCK = (REPLICATE, RING, WINDOW, MERGE)
 """Kinds of factors that split dims do not simply pass along."""
 
 

@@ -23,12 +23,15 @@ def op_seconds(
     kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology
 ) -> float:
     """Time of one device's share of an op under an assignment."""
-    split = mesh.extent(a for axes in assignment for a in axes)
+    split = mesh.extent({a for axes in assignment for a in axes})
     compute = arithmetic_seconds(kind, topology) / split
-    exchanges = halo_seconds(kind, rule, assignment, mesh, topology)
+    exchanges = own_seconds(kind, rule, assignment, mesh, topology)
+    exchanges += halo_seconds(kind, rule, assignment, mesh, topology)
     exchanges += merge_seconds(rule, assignment, mesh, topology)
     memory = local_bytes(kind, rule, assignment, mesh) / topology.hbm_bandwidth * passes(kind)
-    return max(compute, memory) + exchanges + own_seconds(kind, rule, assignment, mesh, topology)
+    # Pieces go round while the ones before them are computed with.
+    rings = ring_seconds(kind, rule, assignment, mesh, topology)
+    return max(compute, memory, rings) + exchanges
 
 
 def own_seconds(
@@ -43,6 +46,21 @@ def own_seconds(
     )
     name, axes = kind.about.collective, kind.attrs["axes"]
     return collective_seconds(name, axes, before.bytes, after.bytes, mesh, topology)
+
+
+def ring_seconds(
+    kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology
+) -> float:
+    """Time in which all pieces of what goes round have been on all devices."""
+    seconds = 0.0
+    for number, _ in rule.rings:
+        axes = assignment[number]
+        for type_, dims in zip((*kind.operands, *kind.results), rule.values, strict=True):
+            if axes and any(number in dim for dim in dims):
+                piece = local_type(type_, project(rule, dims, assignment, mesh.atom_sizes), mesh)
+                args = "collective_permute", axes, piece.bytes, piece.bytes, mesh, topology
+                seconds += (mesh.extent(axes) - 1) * collective_seconds(*args)
+    return seconds
 
 
 def halo_seconds(

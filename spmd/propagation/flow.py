@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from spmd.ir.dialect.rule import FIXED, MERGE, REDUCE, REPLICATE, WINDOW, Rule
+from spmd.ir.dialect.rule import FIXED, MERGE, REDUCE, UNCLAIMED, WINDOW, Rule
 from spmd.mesh.sharding import Axes, common_prefix
 from spmd.propagation.projection import dim_to_factors, factors_to_dim, fitting
 
@@ -234,7 +234,7 @@ def spread_through(shape: Shape, around: tuple[Masks, ...]) -> tuple[Masks, ...]
     for masks, dims in zip(around, shape.rule.values, strict=True):
         for mask, dim in zip(masks, dims, strict=True):
             for factor in dim if mask else ():
-                if factors[factor].kind not in (REPLICATE, FIXED):
+                if factors[factor].kind not in UNCLAIMED:
                     reach[factor] |= mask
     found: list[Masks] = []
     for masks, flags, dims in zip(around, shape.flags, shape.rule.values, strict=True):

@@ -5,7 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from spmd.ir.dialect.rule import FIXED, REDUCE, REPLICATE, WINDOW, DimFactors, Factor, Rule
+from spmd.ir.dialect.rule import (
+    FIXED,
+    REDUCE,
+    REPLICATE,
+    UNCLAIMED,
+    WINDOW,
+    DimFactors,
+    Factor,
+    Rule,
+)
 from spmd.mesh.sharding import Axes, Sharding
 
 Assignment = tuple[Axes, ...]
@@ -41,13 +50,13 @@ def dim_to_factors(
 def fitting(axes: Axes, rule: Rule, factor: Factor, sizes: Sequence[int]) -> Axes:
     """The leading part of some atoms that a factor may be split over.
 
-    A factor that is fixed or must stay whole takes nothing. Any other takes the atoms up to the
+    A factor that no dim splits takes nothing. Any other takes the atoms up to the
     first one that the rule holds, and a window factor no more pieces than it has elements.
 
     Example, of a window factor of size 3 and atoms of size 2:
       `(0, 1)` would make four pieces, one of them empty: it takes `(0,)`.
     """
-    if factor.kind in (REPLICATE, FIXED):
+    if factor.kind in UNCLAIMED:
         return ()
     if rule.held:
         axes = axes[: next((k for k, a in enumerate(axes) if a in rule.held), len(axes))]
@@ -86,11 +95,18 @@ def factors_to_dim(
 
 
 def is_legal_assignment(rule: Rule, assignment: Assignment, atom_sizes: Sequence[int]) -> bool:
-    """No atom twice, `replicate` factors whole, dims of several factors equal and contiguous."""
+    """No atom twice, `replicate` factors whole, dims of several factors equal and contiguous.
+
+    Only a ring has the atoms of another factor, too.
+    """
     used: set[int] = set(rule.held)
-    for factor, axes in zip(rule.factors, assignment, strict=True):
+    for number, (factor, axes) in enumerate(zip(rule.factors, assignment, strict=True)):
         if factor.kind == FIXED:
             if axes != factor.axes:
+                return False
+            continue
+        if factor.ring is not None:
+            if axes and axes != ring_axes(rule, number, assignment, atom_sizes):
                 return False
             continue
         if not used.isdisjoint(axes) or (axes and factor.kind == REPLICATE):
@@ -101,6 +117,15 @@ def is_legal_assignment(rule: Rule, assignment: Assignment, atom_sizes: Sequence
         for value in rule.values
         for dim in value
     )
+
+
+def ring_axes(rule: Rule, number: int, assignment: Assignment, atom_sizes: Sequence[int]) -> Axes:
+    """The atoms that may split a ring factor under an assignment; none if it has to stay whole."""
+    factor = rule.factors[number]
+    assert factor.ring is not None, "no ring factor"
+    axes, along = assignment[factor.ring.along], rule.factors[factor.ring.along]
+    pieces = math.prod(atom_sizes[a] for a in axes)
+    return axes if factor.ring.allows(pieces, factor.size, along.size) else ()
 
 
 def unsplit(rule: Rule) -> Assignment:
@@ -123,20 +148,21 @@ def project(
 def reduced_axes(rule: Rule, assignment: Assignment, result: Sequence[DimFactors] = ()) -> Axes:
     """Atoms over which a result becomes partial: those of the split `reduce` factors.
 
-    A result that has such a factor in its own dims has a part of its own on each device, and owes
-    nothing: `b s, b t -> b s, b t` with `s` reduced sums just the second result.
+    A result that these atoms split has a part of its own on each device, and owes nothing:
+    `b s, b t -> b s, b t` with `s` reduced sums just the second result, unless `t` goes round.
 
     Args:
       rule: the rule.
       assignment: what splits its factors.
       result: the factors of the result's dims; of any result that has none of these if left out.
     """
-    own = {f for dim in result for f in dim}
+    own = {a for dim in result for f in dim for a in assignment[f]}
     return tuple(
         sorted(
             a
-            for number, (factor, axes) in enumerate(zip(rule.factors, assignment, strict=True))
-            if factor.kind == REDUCE and number not in own
+            for factor, axes in zip(rule.factors, assignment, strict=True)
+            if factor.kind == REDUCE
             for a in axes
+            if a not in own
         )
     )

@@ -15,7 +15,17 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.ops import attention, attention_cudnn, attention_reference, attention_splash
+from spmd.ir.dialect import rule
+from spmd.ir.dialect.rule import MOST_PIECES
+from spmd.ops import (
+    attention,
+    attention_cudnn,
+    attention_pieces,
+    attention_reference,
+    attention_splash,
+    from_zigzag,
+    zigzag,
+)
 from tests.accelerators.devices import COUNT, DEVICES, PLATFORM
 
 KERNEL: Any = attention_splash if PLATFORM == "tpu" else attention_cudnn
@@ -108,6 +118,60 @@ def test_kernel_and_reference(form: Form) -> None:
     close(forward[1:], want_forward[1:], "logsumexp", 1e-2)
     for name, a, c in zip(("dq", "dk", "dv"), gradient, want_gradient, strict=True):
         close((a,), (c,), name)
+
+
+@pytest.mark.parametrize("is_before", [False, True])
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_piece_of_the_keys(order: int, is_before: bool) -> None:
+    q, k, v, dout = tensors(2, 256, 8, 2, 256)
+    spec: dict[str, Any] = {
+        "causal": True, "segments": False, "scale": 0.125, "length": 512,
+        "logits_dtype": "float32", "zigzag": order,
+    }  # fmt: skip
+    so_far = jnp.ones(q.shape, jnp.float32), jnp.zeros((2, 8, 256))
+
+    def both(kernel: Any) -> Any:
+        def run(q: Any, k: Any, v: Any, dout: Any, out: Any, lse: Any) -> Any:
+            kept = q, k, v, out, lse, dout, is_before, jnp.ones(q.shape, jnp.float32)
+            found = attention_pieces.piece(kernel.forward, q, k, v, is_before, *so_far, **spec)
+            return found, attention_pieces.piece_gradient(kernel.gradient, *kept, **spec)
+
+        return jax.jit(run)
+
+    seen = {**spec, "zigzag": 1, "causal": False}
+    out, lse = jax.jit(lambda *x: attention_reference.forward(*x, **seen))(q, k, v)
+    got = both(KERNEL)(q, k, v, dout, out, lse)
+    want = both(attention_reference)(q, k, v, dout, out, lse)
+    for what, a, c in zip(("forward", "gradient"), got, want, strict=True):
+        close(a, c, what)
+
+
+@pytest.mark.skipif(COUNT < 2, reason="one device")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("pieces", [1, MOST_PIECES], ids=["gathered", "round"])
+@pytest.mark.parametrize("order", [1, COUNT])
+def test_a_long_sequence(
+    order: int, pieces: int, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rule, "MOST_PIECES", pieces)
+    mesh, spec, length = spmd.make_mesh(devices=DEVICES[:COUNT], x=COUNT), (None, "x"), 1024 * COUNT
+    args = *tensors(1, length, 8, 2, length), documents(1, length)
+
+    def loss(order: int) -> Any:
+        def run(q: Any, k: Any, v: Any, w: Any, ids: Any) -> Any:
+            out = attention(q, k, v, segment_ids=ids if packed else None, zigzag=order)
+            return jnp.sum(out.astype(jnp.float32) * w)
+
+        return jax.value_and_grad(run, (0, 1, 2))
+
+    specs = (spec,) * 3
+    step = spmd.jit(loss(order), mesh=mesh, in_specs=(*specs, spec, spec), out_specs=(None, specs))
+    compiled = step.compile(*(zigzag(x, order) for x in args))
+    value, grads = compiled(*(zigzag(x, order) for x in args))
+    want, want_grads = jax.jit(loss(1))(*args)
+    close((value,), (want,), "loss", 5e-2)
+    close((from_zigzag(x, order) for x in grads), want_grads, "gradients")
+    assert CALL in compiled.as_text("emitted") and CALL in compiled.as_text("hlo")
 
 
 SPLITS = {

@@ -26,8 +26,9 @@ def piece(w: Any, i: Any) -> Any:
 def in_a_loop(w: Any) -> Any:
     """The gradient adds up what each step leaves in zeros."""
     places = (jnp.arange(6)[:, None] + jnp.arange(3)) % 4
-    zero = jnp.zeros(())
-    return jax.lax.scan(lambda s, i: (s + jnp.sin(piece(w, i)).sum(), None), zero, places)[0]
+    return jax.lax.scan(lambda s, i: (s + jnp.sin(piece(w, i)).sum(), None), jnp.zeros(()), places)[
+        0
+    ]
 
 
 def put(w: Any, at: Any, value: Any) -> Any:

@@ -8,14 +8,18 @@ import pytest
 from spmd.errors import LaunchError
 from spmd.launch.agree import (
     check_same,
-    compare,
     differences,
+    gathered,
     raise_json,
-    settings,
-    without_locations,
 )
+from spmd.launch.programs import settings, without_locations
 from tests.launch.memory import Memory
 from tests.waiting import PATIENCE
+
+
+def compare(store: Memory, members, me: int, what: dict[str, str], timeout_s: float) -> None:
+    """One comparison, as `check_same` makes it."""
+    raise_json(gathered(store, "x", members, me, what, differences, timeout_s))
 
 
 def told_by(values: dict[int, dict[str, str]], timeout_s: float = PATIENCE) -> list[str]:
@@ -24,7 +28,7 @@ def told_by(values: dict[int, dict[str, str]], timeout_s: float = PATIENCE) -> l
 
     def run(me: int) -> str:
         try:
-            compare(store, "x", members, me, {"checked": "flags", **values[me]}, timeout_s)
+            compare(store, members, me, {"checked": "flags", **values[me]}, timeout_s)
         except LaunchError as error:
             return str(error)
         return ""
@@ -49,9 +53,9 @@ def test_everyone_hears_who_differs():
 def test_a_process_that_does_not_come_is_named():
     store = Memory()
     with pytest.raises(LaunchError, match=r"process 1 did not come to compare flags within 0\.2 s"):
-        compare(store, "x", (0, 1), 0, {"checked": "flags"}, 0.2)
+        compare(store, (0, 1), 0, {"checked": "flags"}, 0.2)
     with pytest.raises(LaunchError, match="process 0 did not come"):
-        compare(Memory(), "x", (0, 1), 1, {"checked": "flags"}, 0.2)
+        compare(Memory(), (0, 1), 1, {"checked": "flags"}, 0.2)
 
 
 def differing(found: dict[int, dict[str, str]]) -> str:

@@ -3,7 +3,8 @@
 import pytest
 
 from spmd.launch import peers
-from spmd.launch.peers import COLLECTIVE_FAILED, LEFT, Signs, describe_silent
+from spmd.launch.peers import COLLECTIVE_FAILED
+from spmd.launch.signs import LEFT, Signs, describe_silent
 
 
 def test_a_sign_that_changes_is_life():
@@ -29,6 +30,15 @@ def test_one_who_left_is_not_missed():
     signs = Signs(2, timeout_s=5, started=0)
     signs.silent(1, {0: "1", 1: LEFT})
     assert signs.silent(100, {0: "2", 1: LEFT}) == {}
+
+
+def test_the_dead_are_named_with_their_hosts():
+    who = {"0": "pid 1 on a", "1": "pid 2 on b"}
+    assert "for 12 s; it was pid 2 on b; the end" in describe_silent({1: 12.3}, who)
+    assert "for 12 s; the end" in describe_silent({2: 12.3}, who)
+    many = {str(i): f"pid {i} on h{i}" for i in range(9)}
+    text = describe_silent({i: 9.0 for i in range(9)}, many)
+    assert "pid 3 on h3;" in text and "pid 4" not in text
 
 
 def test_words():

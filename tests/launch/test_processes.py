@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,29 @@ def test_four_processes_lose_as_one_does(expected):
     np.testing.assert_allclose(found["losses"], expected, rtol=1e-6)
 
 
+def test_a_users_own_module_that_differs_is_named(tmp_path: Path):
+    """The program is the same, and so are versions; a module beside it is not."""
+    address, started = f"localhost:{free_port()}", []
+    for process in range(2):
+        folder = tmp_path / str(process)
+        folder.mkdir()
+        (folder / "own_module.py").write_text(f"seed = {process}\n")
+        program = (
+            f"import own_module, spmd\nspmd.initialize({address!r}, 2, timeout_s={PATIENCE})\n"
+        )
+        (folder / "program.py").write_text(program)
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PROCESS_ID": str(process)}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, folder / "program.py"], env=env, stderr=subprocess.PIPE, text=True
+            )
+        )
+    said = [each.communicate(timeout=PATIENCE)[1] for each in started]
+    assert [each.returncode for each in started] == [1, 1]
+    for text in said:
+        assert "the processes of this job differ in sources of own_module (hash)" in text
+
+
 # One comes to grief.
 
 
@@ -108,6 +132,9 @@ def grieve(victim: int, how: str, folder: Path) -> Outcome:
                 subprocess.Popen(command, cwd=ROOT, env=own, stdout=log, stderr=subprocess.STDOUT)
             )
     try:
+        if how == "stop":  # once the other has ended, it wakes up
+            started[1 - victim].wait(PATIENCE)
+            started[victim].send_signal(signal.SIGCONT)
         for each in started:
             each.wait(PATIENCE)
     finally:
@@ -130,6 +157,16 @@ def test_stops_when_another_is_killed(victim: int, says: str, tmp_path: Path):
     assert outcome.codes[1 - victim] == EXIT_PEER_LOST, outcome.outputs
     assert "step 2" in outcome.outputs[1 - victim]
     assert re.search(says, outcome.outputs[1 - victim].splitlines()[-1]), outcome.outputs
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.heavy)])
+def test_one_that_was_stopped_for_too_long_ends_like_the_others(victim: int, tmp_path: Path):
+    """It is missed as if it had been killed. When it wakes up, it finds that the job is over."""
+    outcome = grieve(victim, "stop", tmp_path)
+    assert outcome.codes == [EXIT_PEER_LOST, EXIT_PEER_LOST], outcome.outputs
+    lasts = [text.splitlines()[-1] for text in outcome.outputs]
+    assert re.search(rf"process {victim}.* was lost: .*it was pid \d+ on ", lasts[1 - victim])
+    assert f"error: process {victim} of 2 stops: " in lasts[victim]
 
 
 def test_stops_when_another_exits_with_an_error(tmp_path: Path):

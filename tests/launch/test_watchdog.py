@@ -60,6 +60,30 @@ def test_the_first_beat_may_take_longer(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_was_said_to_take_longer_may(tmp_path: Path):
+    """A step that long would be a hang: 0.05 s; compiling and saving may take as long as said."""
+    with Watchdog(0.05, tmp_path) as dog:
+        with dog.may_take("compiling"):  # ten times as long
+            time.sleep(0.3)
+            assert dog.doing == "compiling"
+        with dog.may_take("evaluating", PATIENCE), dog.may_take("reading", PATIENCE):
+            assert dog.doing == "reading"
+            time.sleep(0.3)
+        assert dog.doing == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_takes_longer_than_it_said_is_named(tmp_path: Path):
+    with Watchdog(PATIENCE, tmp_path, stop=False) as dog, dog.may_take("saving", 0.1):
+        wait_for(dog.path, "(saving; nothing was finished yet)")
+
+
+def test_a_folder_that_cannot_be_written_does_not_stop_a_run(tmp_path: Path, capfd):
+    (tmp_path / "file").touch()
+    with Watchdog(0.1, tmp_path / "file" / "hangs", stop=False):
+        wait_until(lambda: "made no progress" in capfd.readouterr().err)
+
+
 @pytest.mark.parametrize("limits", [(0, None), (-1, None), (1, 0)])
 def test_bad_limits(limits: tuple, tmp_path: Path):
     with pytest.raises(ValueError, match="positive"):

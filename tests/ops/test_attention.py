@@ -16,6 +16,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 
 import spmd
 from spmd.ir.description import COMPOSITE
+from spmd.ir.dialect import rule
 from spmd.mesh.sharding import local_shape
 from spmd.ops import attention
 from spmd.ops import attention_cudnn as cudnn
@@ -266,11 +267,15 @@ def test_split(split: Split) -> None:
     close(compiled(*args), jax.jit(loss(want))(*args))
     for queries, keys, *_ in locally(compiled).values():
         assert (queries[:3], keys[2]) == split.local
-        assert keys[1] == split.sizes[1], "every device has all keys of its heads"
+        whole = keys[1] == split.sizes[1]
+        assert whole or keys[1] == queries[1], "all keys of its heads, or those of its queries"
     assert len(locally(compiled)) == 2
 
 
-def test_gradients_of_keys_are_sums_over_the_parts_of_the_queries() -> None:
+def test_gradients_of_gathered_keys_are_sums_over_the_parts_of_the_queries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rule, "MOST_PIECES", 1)  # nothing goes round
     split = next(s for s in SPLITS if s.name == "sequence")
     compiled, args = compiled_split(split)
     sums = [c for c in compiled.collectives if c.kind in ("all_reduce", "reduce_scatter")]

@@ -37,6 +37,10 @@ DRY_RUNS: dict[str, list[str]] = {
     "jobset_gpu": ["jobset", "--nodes=4", "--gpus_per_node=8", "--image=registry/image:tag",
                    "--cpu=96", "--memory=800Gi", "--env=NOTE=a $(b)", "--folder=/spmd",
                    "--service_account=trainer"],
+    "jobset_spot": ["jobset", "--nodes=2", "--gpus_per_node=8", "--image=registry/image:tag",
+                    "--spot", "--bucket=corpus=/corpus:ro", "--claim=runs=/runs",
+                    "--secret=hub-token=/secrets/hub", "--volume=nas:/models=/models:ro",
+                    "--volume=/scratch=/scratch"],
     "tpu_vm": ["tpu-vm", "--tpu-name=pod", "--zone=us-east5-a", "--project=mine",
                "--folder=my spmd", "--env=NOTE=it's new"],
     "mpi": ["mpi", "--hosts=a,b.example", "--nodes=2", "--gpus_per_node=8",
@@ -205,12 +209,15 @@ FIELDS: dict[str, Any] = {
                             ]
                         },
                         "template": {
+                            "metadata": {"annotations": {"*": TEXT}},
                             "spec": {
                                 "restartPolicy": TEXT,
                                 "terminationGracePeriodSeconds": NUMBER,
                                 "serviceAccountName": TEXT,
                                 "nodeSelector": {"*": TEXT},
-                                "tolerations": [{"key": TEXT, "operator": TEXT, "effect": TEXT}],
+                                "tolerations": [
+                                    {"key": TEXT, "operator": TEXT, "value": TEXT, "effect": TEXT}
+                                ],
                                 "containers": [
                                     {
                                         "name": TEXT,
@@ -246,9 +253,17 @@ FIELDS: dict[str, Any] = {
                                             "claimName": TEXT,
                                             "readOnly": FLAG,
                                         },
+                                        "hostPath": {"path": TEXT},
+                                        "nfs": {"server": TEXT, "path": TEXT, "readOnly": FLAG},
+                                        "secret": {"secretName": TEXT},
+                                        "csi": {
+                                            "driver": TEXT,
+                                            "readOnly": FLAG,
+                                            "volumeAttributes": {"*": TEXT},
+                                        },
                                     }
                                 ],
-                            }
+                            },
                         },
                     }
                 },
@@ -319,6 +334,20 @@ def test_probes_ask_process_0_alone(dry_run: Callable[..., str]):
         for index in range(2)
     ]
     assert codes == [1, 0]
+
+
+def test_what_is_mounted_is_there(dry_run: Callable[..., str]):
+    """Each mount has its volume; only a pod with a bucket asks for GKE's driver."""
+    jobset = yaml.safe_load(dry_run(DRY_RUNS["jobset_spot"]))
+    template = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
+    assert list(mounts) == [volume["name"] for volume in template["spec"]["volumes"]]
+    assert template["metadata"]["annotations"] == {"gke-gcsfuse/volumes": "true"}
+    read_only = [mount["mountPath"] for mount in mounts.values() if mount.get("readOnly")]
+    assert read_only == ["/models", "/corpus", "/secrets/hub"]
+    without = yaml.safe_load(dry_run([f for f in DRY_RUNS["jobset_spot"] if "bucket" not in f]))
+    assert "metadata" not in without["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
 
 
 def test_jobset_commands_survive(dry_run: Callable[..., str]):
@@ -400,6 +429,11 @@ def test_an_engine_that_is_not_here(monkeypatch: pytest.MonkeyPatch, capsys):
         (["jobset", "--image=a b"], "'a b' is no container image"),
         (["jobset", "--image=i", "--selector=x"], "'x' is not of the form label=value"),
         (["jobset", "--image=i", "--env=JAX_PROCESS_ID=1"], "JAX_PROCESS_ID is set by the JobSet"),
+        (["jobset", "--image=i", "--claim=x"], "--claim 'x' is not of the form NAME=PATH[:ro]"),
+        (["jobset", "--image=i", "--bucket=x=y"], "an absolute PATH"),
+        (["jobset", "--image=i", "--volume=x=/y"], "'x' is neither /FOLDER nor SERVER:/FOLDER"),
+        (["jobset", "--image=i", "--claim=A=/a"], "--claim 'A' is no name that Kubernetes takes"),
+        (["jobset", "--image=i", "--claim=a=/a", "--secret=b=/a"], "two volumes are mounted at /a"),
         (["mpi", "--nodes=2"], "2 nodes need names"),
         (["mpi", "--hosts=a", "--nodes=2"], "names 1 hosts and --nodes is 2"),
         (["mpi", "--hosts=a;b"], "'a;b' is no name of a host"),

@@ -5,6 +5,16 @@ import pytest
 from tools.resume_test import Failed, compare, resume_test, steps_for
 
 
+@pytest.mark.heavy
+def test_neither_full_disks_nor_private_folders_harm_a_run(tmp_path, capsys):
+    kills = 6
+    steps = steps_for(kills, faults=True)
+    resume_test(tmp_path, kills=kills, steps=steps, devices=1, seed=3, faults=True)
+    said = capsys.readouterr().out
+    assert "1 starts in folders that are not shared: the same run, bit for bit" in said
+    assert "no disk is filled" in said or "its disk was full" in said
+
+
 @pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.heavy)])
 def test_killed_and_resumed_it_is_the_same_run(kills, tmp_path):
     """As `tools/run resume_test`: real signals at random moments, the last one a SIGTERM."""

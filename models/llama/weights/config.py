@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 from models.llama.config import ROPE_TYPES, ConfigError, LlamaConfig, RopeScaling
 from models.llama.weights.families import SIZES, Family, family_of, read_parts, write_parts
+from models.training.paths import AnyPath, as_path
 
 CONFIG_FILE = "config.json"
 
@@ -60,7 +60,7 @@ _HARMLESS = frozenset((_RUNNING + _GENERATING).split())
 """Keys that do not change what the model computes."""
 
 
-def read_config(path: str | Path, ignore_keys: Collection[str] = ()) -> LlamaConfig:
+def read_config(path: str | AnyPath, ignore_keys: Collection[str] = ()) -> LlamaConfig:
     """Reads the model that a `config.json` describes. The dtypes in it are ignored.
 
     Args:
@@ -75,7 +75,7 @@ def read_config(path: str | Path, ignore_keys: Collection[str] = ()) -> LlamaCon
         >>> config = read_config("/models/Llama-3.2-1B")
         >>> config = dataclasses.replace(config, dtype="bfloat16", scan_layers=False)
     """
-    path = Path(path)
+    path = as_path(path)
     file = path / CONFIG_FILE if path.is_dir() else path
     values = _read_object(file)
     try:
@@ -84,7 +84,7 @@ def read_config(path: str | Path, ignore_keys: Collection[str] = ()) -> LlamaCon
         raise ConfigError(f"{file}: {error}") from None
 
 
-def _read_object(file: Path) -> Mapping[str, Any]:
+def _read_object(file: AnyPath) -> Mapping[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,7 +1,8 @@
 """Reads and writes folders of safetensors in Hugging Face's layout.
 
 A folder has `model.safetensors`, or several files and `model.safetensors.index.json`, which lists
-the tensors of each. Files are memory-mapped, so reading a slice reads only its own bytes.
+the tensors of each. Files are memory-mapped, so reading a slice reads only its own bytes; those on
+an object store are read by ranges (`ranged.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
+
+from models.llama.weights.ranged import RangedFile
+from models.training.paths import AnyPath, StorePath, as_path
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -60,7 +64,7 @@ class WeightsError(ValueError):
 class StoredTensor:
     """Where a tensor is stored; `dtype` is safetensors' name."""
 
-    file: Path
+    file: AnyPath
     shape: tuple[int, ...]
     dtype: str
 
@@ -69,9 +73,9 @@ class StoredTensor:
 class Folder:
     """An open folder: its tensors, and its memory-mapped files."""
 
-    path: Path
+    path: AnyPath
     tensors: Mapping[str, StoredTensor]
-    _files: Mapping[Path, Any]
+    _files: Mapping[AnyPath, Any]
 
     def read(self, name: str, index: Index) -> Array:
         """Reads a slice of a tensor, in the dtype of the file.
@@ -96,14 +100,14 @@ def read_slice(file: Any, name: str, index: Index) -> Array:
 
 
 @contextlib.contextmanager
-def open_folder(path: str | Path) -> Iterator[Folder]:
+def open_folder(path: str | AnyPath) -> Iterator[Folder]:
     """Opens a folder; reads the files' headers and checks their sizes, but reads no tensor.
 
     Raises:
         WeightsError: there are no safetensors, a file is truncated or broken, or the index is
             broken, disagrees with the files, or names files outside of the folder.
     """
-    path = Path(path)
+    path = as_path(path)
     listed = _listed_files(path)
     with contextlib.ExitStack() as stack:
         files = {path / name: _open_file(path / name, stack) for name in listed}
@@ -115,7 +119,7 @@ def open_folder(path: str | Path) -> Iterator[Folder]:
         yield Folder(path, MappingProxyType(tensors), MappingProxyType(files))
 
 
-def _listed_files(path: Path) -> dict[str, set[str] | None]:
+def _listed_files(path: AnyPath) -> dict[str, set[str] | None]:
     """File name -> names of its tensors; None in place of these if there is no index."""
     if not path.is_dir():
         raise WeightsError(f"{path} is no folder; name one that holds {SINGLE_FILE}")
@@ -129,7 +133,7 @@ def _listed_files(path: Path) -> dict[str, set[str] | None]:
     raise WeightsError(f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}; {hint}")
 
 
-def _read_index(file: Path) -> dict[str, set[str] | None]:
+def _read_index(file: AnyPath) -> dict[str, set[str] | None]:
     try:
         index = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -150,10 +154,12 @@ def _read_index(file: Path) -> dict[str, set[str] | None]:
     return listed
 
 
-def _open_file(file: Path, stack: contextlib.ExitStack) -> Any:
+def _open_file(file: AnyPath, stack: contextlib.ExitStack) -> Any:
     if not file.is_file():
         raise WeightsError(f"{file} is missing, and {INDEX_FILE} names it; download it again")
     try:
+        if isinstance(file, StorePath):
+            return RangedFile(file)
         return stack.enter_context(safe_open(file, framework="np"))
     except (SafetensorError, OSError) as error:
         raise WeightsError(
@@ -161,7 +167,7 @@ def _open_file(file: Path, stack: contextlib.ExitStack) -> Any:
         ) from None
 
 
-def _stored(file: Path, opened: Any, listed: set[str] | None) -> dict[str, StoredTensor]:
+def _stored(file: AnyPath, opened: Any, listed: set[str] | None) -> dict[str, StoredTensor]:
     names = set(opened.keys())
     if listed is not None and names != listed:
         differing = sorted(names ^ listed)
@@ -223,7 +229,9 @@ def plan_files(entries: Sequence[Entry], max_bytes: int) -> dict[str, list[Entry
     }
 
 
-def write_files(folder: Path, plan: Mapping[str, Sequence[Entry]], arrays: Iterator[Array]) -> None:
+def write_files(
+    folder: AnyPath, plan: Mapping[str, Sequence[Entry]], arrays: Iterator[Array]
+) -> None:
     """Writes tensors as they come, one in memory at a time, then the index of several files.
 
     safetensors' own writers take all tensors of a file at once. So the format is written here: the
@@ -244,13 +252,14 @@ def write_files(folder: Path, plan: Mapping[str, Sequence[Entry]], arrays: Itera
                 array = next(arrays)
                 assert (array.shape, array.dtype.name) == (entry.shape, entry.dtype), entry
                 file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-            file.flush()
-            os.fsync(file.fileno())
+            if isinstance(folder, Path):  # a store has it when it is closed
+                file.flush()
+                os.fsync(file.fileno())
     if len(plan) > 1:
         write_json(folder / INDEX_FILE, file_index(plan))
 
 
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
+def write_json(file: AnyPath, content: Mapping[str, Any]) -> None:
     """Writes an object as indented JSON."""
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

@@ -28,6 +28,7 @@ from models.progress import Advance, bytes_bar
 from models.training.checkpoints.found import CheckpointError
 from models.training.checkpoints.pieces import Pieces
 from models.training.checkpoints.store import Checkpoints
+from models.training.paths import AnyPath
 from models.training.run.description import RunFolder
 from models.training.run.loop import TrainState
 
@@ -43,7 +44,7 @@ def write_run(
     scan_layers: bool = True,
     dtype: str | None = None,
     console: Console | None = None,
-) -> Path:
+) -> AnyPath:
     """Writes the folder of a training run that has weights and has taken no step.
 
     A run can go on from it with any mesh, optimizer and dtype, and with layers stacked or unrolled.
@@ -103,7 +104,7 @@ def _what_it_is(config: LlamaConfig) -> dict[str, Any]:
     return plain
 
 
-def _save(folder: Path, params: Any, about: Mapping[str, Any]) -> None:
+def _save(folder: AnyPath, params: Any, about: Mapping[str, Any]) -> None:
     with Checkpoints(folder, about=about, pieces=True) as checkpoints:
         checkpoints.save(TrainState(params, None, FIRST_STEP))
         checkpoints.finish()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,12 +31,13 @@ from models.llama.weights.names import EMBEDDING, HEAD, Parameter, parameters
 from models.llama.weights.save import check_can_save, save
 from models.progress import bytes_bar
 from models.shards import local_bytes, put_shards
+from models.training.paths import AnyPath
 
 __all__ = ["WeightsError", "check_can_load", "check_can_save", "load", "save"]
 
 
 def load(
-    folder: str | Path,
+    folder: str | AnyPath,
     config: LlamaConfig,
     shardings: Any = None,
     *,
@@ -81,7 +81,7 @@ def load(
     return params
 
 
-def check_can_load(folder: str | Path, config: LlamaConfig) -> None:
+def check_can_load(folder: str | AnyPath, config: LlamaConfig) -> None:
     """Checks that `load` would find what it needs, from the files' headers alone.
 
     Raises:

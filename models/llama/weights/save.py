@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,11 @@ from models.llama.weights.files import (
 )
 from models.llama.weights.names import order, parameters
 from models.progress import Advance, bytes_bar
+from models.training.paths import AnyPath, StorePath, as_path, file_sizes, remove_tree
 
 MAX_SHARD_BYTES = 5 * 10**9
 GENERATION_CONFIG_FILE = "generation_config.json"
+UNFINISHED = ".unfinished"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -41,33 +44,50 @@ TOKENIZER_FILES = (
 )
 
 
-def check_can_save(folder: str | Path) -> None:
+def check_can_save(folder: str | AnyPath) -> None:
     """Checks early, before a long run, that `save` can make `folder`.
 
     Raises:
         WeightsError: it cannot.
     """
-    folder = Path(folder).absolute()
+    folder = as_path(folder).absolute()
+    if isinstance(folder, StorePath):
+        _check_store(folder)
+        return
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise WeightsError(f"{folder} exists already; name a new or an empty folder")
-    if not folder.parent.is_dir() or not os.access(folder.parent, os.W_OK):
-        raise WeightsError(f"{folder} cannot be made: {folder.parent} is no writable folder")
+    above = next(parent for parent in folder.parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise WeightsError(f"{folder} cannot be made: {above} is no writable folder")
+
+
+def _check_store(folder: StorePath) -> None:
+    names = file_sizes(folder)
+    if names and UNFINISHED not in names:
+        raise WeightsError(f"{folder} exists already; name a new or an empty folder")
+    try:
+        (folder / UNFINISHED).write_text("")
+        if not names:
+            (folder / UNFINISHED).unlink()
+    except OSError as error:
+        raise WeightsError(f"{folder} cannot be made: {error}") from error
 
 
 def save(
     params: Params,
     config: LlamaConfig,
-    folder: str | Path,
+    folder: str | AnyPath,
     *,
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    tokenizer_from: str | Path | None = None,
+    tokenizer_from: str | AnyPath | None = None,
     console: Console | None = None,
 ) -> None:
     """Writes a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
     Every process has to call it; process 0 writes. The folder is written under another name, which
-    is left behind if the process is killed, and gets its own name when it is complete.
+    is left behind if the process is killed, and gets its own name when it is complete. On an object
+    store it has a file `.unfinished` as long as it is not complete.
 
     Args:
         params: as from `model.init`, with any shardings.
@@ -96,7 +116,7 @@ def save(
         arrays = _gathered(sources, dtype, advance)
         if jax.process_index() == 0:
             try:
-                with appearing(Path(folder)) as unfinished:
+                with _arriving(as_path(folder)) as unfinished:
                     write_files(unfinished, plan, arrays)
                     _write_beside(unfinished, description, tokenizer_from)
             except (OSError, WeightsError) as error:
@@ -163,7 +183,7 @@ def appearing(folder: Path) -> Iterator[Path]:
     check_can_save(folder)
     folder = folder.absolute()
     unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
-    unfinished.mkdir()
+    unfinished.mkdir(parents=True)
     try:
         yield unfinished
         unfinished.rename(folder)
@@ -172,8 +192,27 @@ def appearing(folder: Path) -> Iterator[Path]:
         raise
 
 
+def _arriving(folder: AnyPath) -> contextlib.AbstractContextManager[AnyPath]:
+    """A folder to write to, local or on a store; after an error nothing of it is left."""
+    return appearing(folder) if isinstance(folder, Path) else _appearing_on_store(folder)
+
+
+@contextlib.contextmanager
+def _appearing_on_store(folder: StorePath) -> Iterator[AnyPath]:
+    check_can_save(folder)
+    remove_tree(folder)  # what was left unfinished
+    (folder / UNFINISHED).write_text("")
+    try:
+        yield folder
+        (folder / UNFINISHED).unlink()
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove_tree(folder)
+        raise
+
+
 def _write_beside(
-    folder: Path, description: dict[str, Any], tokenizer_from: str | Path | None
+    folder: AnyPath, description: dict[str, Any], tokenizer_from: str | AnyPath | None
 ) -> None:
     """Writes the files of a checkpoint other than weights."""
     write_json(folder / CONFIG_FILE, description)
@@ -181,11 +220,25 @@ def _write_beside(
     if any(token is not None for token in tokens.values()):
         write_json(folder / GENERATION_CONFIG_FILE, {"_from_model_config": True, **tokens})
     for name in TOKENIZER_FILES if tokenizer_from is not None else ():
-        if (Path(tokenizer_from or "") / name).is_file():
-            shutil.copyfile(Path(tokenizer_from or "") / name, folder / name)
+        file = as_path(tokenizer_from or "") / name
+        if file.is_file():
+            (folder / name).write_bytes(file.read_bytes())
 
 
-def _agree(failure: str | None, folder: str | Path) -> None:
+@contextlib.contextmanager
+def local_tokenizer(folder: AnyPath) -> Iterator[Path]:
+    """A local folder with the small files of a model's folder: what is not about weights."""
+    if isinstance(folder, Path):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as made:
+        for name in (*TOKENIZER_FILES, CONFIG_FILE, GENERATION_CONFIG_FILE):
+            if (folder / name).is_file():
+                (Path(made) / name).write_bytes((folder / name).read_bytes())
+        yield Path(made)
+
+
+def _agree(failure: str | None, folder: str | AnyPath) -> None:
     """Waits for process 0; if it failed, raises on all processes."""
     failed = bool(multihost_utils.broadcast_one_to_all(np.int32(failure is not None)))
     if failed:

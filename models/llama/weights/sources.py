@@ -24,8 +24,10 @@ from models.llama.weights.config import read_config
 from models.llama.weights.files import Array, Index, WeightsError, open_folder
 from models.llama.weights.load import check_can_load
 from models.llama.weights.names import HEAD, Parameter, parameters
+from models.llama.weights.save import local_tokenizer
 from models.training.checkpoints.found import AUTO, find_saved
 from models.training.checkpoints.pieces import chunk_shape
+from models.training.paths import AnyPath, array_spec, as_path
 from models.training.run.description import RunFolder
 
 
@@ -123,9 +125,11 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return {name: p.tensor_shape for p in wanted for name in p.names}
 
 
-def stamps(folder: Path) -> tuple[str, ...]:
+def stamps(folder: AnyPath) -> tuple[str, ...]:
     """Name, size and time of every file directly in a folder."""
-    found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    inside: list[AnyPath] = list(folder.iterdir())
+    files = sorted((path for path in inside if path.is_file()), key=lambda path: path.name)
+    found = [(path.name, path.stat()) for path in files]
     return tuple(f"{name} {status.st_size} {status.st_mtime_ns}" for name, status in found)
 
 
@@ -133,17 +137,17 @@ def stamps(folder: Path) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def hf_source(folder: str | Path) -> Iterator[Source]:
+def hf_source(folder: str | AnyPath) -> Iterator[Source]:
     """The tensors of a folder of safetensors with a `config.json`; open as long as the context.
 
     Raises:
       WeightsError: a file is broken.
       ConfigError: the model is not a Llama.
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     config = unrolled(read_config(folder))
     check_can_load(folder, config)
-    with open_folder(folder) as stored:
+    with open_folder(folder) as stored, local_tokenizer(folder) as tokenizer:
         tensors = {
             name: Tensor(
                 name, shape, NUMPY_NAMES[stored.tensors[name].dtype],
@@ -153,7 +157,7 @@ def hf_source(folder: str | Path) -> Iterator[Source]:
         }  # fmt: skip
         if HEAD in stored.tensors and HEAD not in tensors:
             _check_tied(stored.read, tensors)
-        yield Source(config, tensors, str(folder), folder, stamps(folder))
+        yield Source(config, tensors, str(folder), tokenizer, stamps(folder))
 
 
 NUMPY_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -175,7 +179,7 @@ def _check_tied(read: Callable[[str, Index], Array], tensors: Mapping[str, Tenso
 
 
 @contextlib.contextmanager
-def checkpoint_source(run_dir: str | Path, step: int | str = AUTO) -> Iterator[Source]:
+def checkpoint_source(run_dir: str | AnyPath, step: int | str = AUTO) -> Iterator[Source]:
     """The parameters of a checkpoint of a training run.
 
     Layers that are stored together are read together, all layers of a parameter at once.
@@ -188,7 +192,8 @@ def checkpoint_source(run_dir: str | Path, step: int | str = AUTO) -> Iterator[S
       CheckpointError: there is no such checkpoint, or it is damaged.
       WeightsError: it is not of a Llama.
     """
-    folder = RunFolder(Path(run_dir)).checkpoints
+    run = as_path(run_dir)
+    folder = RunFolder.at(run).checkpoints
     if not folder.is_dir():
         raise WeightsError(f"{run_dir} is no folder of a run: it has no {folder.name}")
     found = find_saved(folder, step)
@@ -208,17 +213,25 @@ def checkpoint_source(run_dir: str | Path, step: int | str = AUTO) -> Iterator[S
     is_free = not any(tensor.together for tensor in tensors.values())
     ordered = {n: tensors[n] for n in tensor_shapes(config)} if is_free else tensors
     about = f"{run_dir}, step {found.step}"
-    yield Source(unrolled(config), ordered, about, None, stamps(folder / str(found.step)))
+    tokenizer = run / RunFolder.TOKENIZER
+    with local_tokenizer(tokenizer) as files:
+        yield Source(
+            unrolled(config),
+            ordered,
+            about,
+            files if tokenizer.is_dir() else None,
+            stamps(folder / str(found.step)),
+        )
 
 
-def _trained_config(meta: Mapping[str, Any], folder: Path) -> LlamaConfig:
+def _trained_config(meta: Mapping[str, Any], folder: AnyPath) -> LlamaConfig:
     try:
         return LlamaConfig(**meta["config"]["model"])
     except (KeyError, TypeError, ConfigError) as error:
         raise WeightsError(f"the checkpoints in {folder} are of no Llama: {error}") from error
 
 
-def _checkpoint_tensors(state: Path, parameter: Parameter, dtype: str) -> dict[str, Tensor]:
+def _checkpoint_tensors(state: AnyPath, parameter: Parameter, dtype: str) -> dict[str, Tensor]:
     key = "params." + parameter.path.replace("/", ".")
     together = parameter.stacked and chunk_shape(_open_array(state, key))[0] > 1
 
@@ -239,19 +252,18 @@ def _checkpoint_tensors(state: Path, parameter: Parameter, dtype: str) -> dict[s
 
 
 @functools.lru_cache(maxsize=1)
-def _read_stack(state: Path, key: str) -> Array:
+def _read_stack(state: AnyPath, key: str) -> Array:
     """Reads a parameter of all layers, once for all of them; only the latest one is kept."""
     stack: Array = _open_array(state, key).read().result()
     return stack
 
 
-def _open_array(state: Path, key: str) -> Any:
+def _open_array(state: AnyPath, key: str) -> Any:
     """Opens an array in orbax's layout with tensorstore, which orbax writes with."""
     import tensorstore
 
     metadata = json.loads((state / "_METADATA").read_text(encoding="utf-8"))
-    kvstore = {"driver": "ocdbt", "base": f"file://{state.absolute()}", "path": f"{key}/"}
-    spec = {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr", "kvstore": kvstore}
+    spec = array_spec(state, key, "zarr3" if metadata.get("use_zarr3") else "zarr")
     try:
         return tensorstore.open(spec, open=True, read=True).result()
     except ValueError as error:

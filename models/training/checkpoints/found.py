@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from models.training.checkpoints.manifest import find_damage
+from models.training.checkpoints.manifest import MANIFEST, find_damage
+from models.training.paths import AnyPath, StorePath
 
 SCHEMA = 1
 META = "meta.json"
 AUTO = "auto"
+
+TEMPORARY = re.compile(r"(\d+)\.orbax-checkpoint-tmp")
+"""How orbax calls what it has not finished."""
 
 
 class CheckpointError(RuntimeError):
@@ -43,7 +47,7 @@ class Found:
         return any(path.startswith("opt_state/") for path in self.meta["arrays"])
 
 
-def find_saved(folder: Path, wanted: int | str = AUTO) -> Found:
+def find_saved(folder: AnyPath, wanted: int | str = AUTO) -> Found:
     """Finds a checkpoint to read from.
 
     Args:
@@ -54,27 +58,47 @@ def find_saved(folder: Path, wanted: int | str = AUTO) -> Found:
         CheckpointError: there is none, or the wanted one is damaged.
     """
     notes: list[str] = []
-    found = first_whole(folder, wanted_steps(folder, wanted), find_damage, notes)
+    steps = wanted_steps(folder, saved_steps(folder), wanted)
+    found = first_whole(folder, steps, find_damage, notes)
     if found is None:
         raise CheckpointError("; ".join(notes) or f"{folder} has no checkpoint yet")
     return found
 
 
-def saved_steps(folder: Path) -> list[int]:
+def saved_steps(folder: AnyPath) -> list[int]:
     """Steps that have a checkpoint, the latest first; damaged ones are among them."""
     if not folder.is_dir():
         return []
-    names = (path.name for path in folder.iterdir() if path.is_dir())
+    if isinstance(folder, StorePath):  # the manifest, written last, stands for the rename
+        names = [path.parent.name for path in folder.glob(f"*/{MANIFEST}")]
+    else:
+        names = [path.name for path in folder.iterdir() if path.is_dir()]
     return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
 
-def wanted_steps(folder: Path, wanted: int | str) -> list[int]:
+def unfinished(folder: AnyPath) -> list[tuple[int, AnyPath]]:
+    """The steps whose saves are under way or were cut off, each with what it is written to."""
+    if not folder.is_dir():
+        return []
+    if isinstance(folder, StorePath):
+        whole = set(saved_steps(folder))
+        begun = {int(p.name): p for p in folder.iterdir() if p.name.isdecimal()}
+        return [(step, path) for step, path in sorted(begun.items()) if step not in whole]
+    named = ((TEMPORARY.match(path.name), path) for path in folder.iterdir())
+    return sorted((int(match[1]), path) for match, path in named if match)
+
+
+def wanted_steps(folder: AnyPath, steps: list[int], wanted: int | str) -> list[int]:
     """The steps to try: the wanted one alone, or for `"auto"` all, the latest first.
+
+    Args:
+        folder: of the checkpoints, for messages.
+        steps: those that have a checkpoint, the latest first.
+        wanted: a step, or `"auto"`.
 
     Raises:
         CheckpointError: the wanted step has no checkpoint.
     """
-    steps = saved_steps(folder)
     if wanted == AUTO:
         return steps
     if int(wanted) not in steps:
@@ -84,9 +108,9 @@ def wanted_steps(folder: Path, wanted: int | str) -> list[int]:
 
 
 def first_whole(
-    folder: Path,
+    folder: AnyPath,
     steps: Sequence[int],
-    damage_of: Callable[[Path], str | None],
+    damage_of: Callable[[AnyPath], str | None],
     notes: list[str],
 ) -> Found | None:
     """The first checkpoint that is whole; None if there is none.
@@ -105,7 +129,7 @@ def first_whole(
     return None
 
 
-def _read_meta(folder: Path) -> dict[str, Any]:
+def _read_meta(folder: AnyPath) -> dict[str, Any]:
     meta: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
     if meta.get("schema") != SCHEMA:
         raise CheckpointError(

@@ -8,8 +8,10 @@ from __future__ import annotations
 import concurrent.futures
 import hashlib
 import json
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
+
+from models.training.paths import AnyPath, file_sizes, name_within
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
@@ -18,20 +20,51 @@ WRITTEN_LATER = ("commit_success.txt", "_CHECKPOINT_METADATA")
 
 HASHING_THREADS = 8
 
+PART = "hashes.process_"
+"""How the files begin in which processes write down what they have hashed."""
 
-def write_manifest(folder: Path) -> None:
+
+Listed = dict[str, dict[str, Any]]
+"""A file's path within the folder -> `bytes` and `sha256`."""
+
+
+def hashed(folder: AnyPath, files: Iterable[AnyPath]) -> Listed:
+    """Size and SHA-256 of files below a folder, as they are read back from the disk."""
+    chosen = sorted((path for path in files if path.is_file() and _is_listed(path.name)), key=str)
+    with concurrent.futures.ThreadPoolExecutor(HASHING_THREADS) as pool:
+        hashes = list(pool.map(_sha256, chosen))
+    return {
+        name_within(folder, path): {"bytes": path.stat().st_size, "sha256": digest}
+        for path, digest in zip(chosen, hashes, strict=True)
+    }
+
+
+def write_part(folder: AnyPath, files: Iterable[AnyPath], process: int) -> None:
+    """Writes down what one process has hashed, for `write_manifest`.
+
+    Args:
+        folder: the files are below it.
+        files: those that this process has written.
+        process: which one it is.
+    """
+    text = json.dumps(hashed(folder, files))
+    (folder / f"{PART}{process}.json").write_text(text, encoding="utf-8")
+
+
+def write_manifest(folder: AnyPath) -> None:
     """Writes size and SHA-256 of every file below a folder into its `manifest.json`.
 
-    Files are read back from the disk, so the hashes are of what is really there.
+    What processes have hashed by `write_part` is not read again.
     """
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and _is_listed(p.name))
-    with concurrent.futures.ThreadPoolExecutor(HASHING_THREADS) as pool:
-        hashes = list(pool.map(_sha256, files))
-    listed = {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": digest}
-        for path, digest in zip(files, hashes, strict=True)
-    }
-    text = json.dumps({"schema": SCHEMA, "files": listed}, indent=1)
+    listed: Listed = {}
+    parts: list[AnyPath] = list(folder.rglob(f"{PART}*.json"))
+    for part in parts:
+        for name, expected in json.loads(part.read_text(encoding="utf-8")).items():
+            listed[name_within(folder, part.parent / name)] = expected
+        part.unlink()
+    rest = (path for path in folder.rglob("*") if name_within(folder, path) not in listed)
+    listed |= hashed(folder, rest)
+    text = json.dumps({"schema": SCHEMA, "files": dict(sorted(listed.items()))}, indent=1)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
@@ -39,7 +72,7 @@ def _is_listed(name: str) -> bool:
     return name != MANIFEST and name not in WRITTEN_LATER
 
 
-def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
+def find_damage(folder: AnyPath, part: int = 0, parts: int = 1) -> str | None:
     """Compares a folder with its manifest.
 
     Args:
@@ -54,13 +87,12 @@ def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     if isinstance(listed, str):
         return listed
     # Sizes first: that is quick, and finds what most crashes and full disks leave behind.
+    sizes = file_sizes(folder)
     for name, expected in listed.items():
-        path = folder / name
-        if not path.is_file():
+        if name not in sizes:
             return f"{name} is missing"
-        size = path.stat().st_size
-        if size != expected["bytes"]:
-            return f"{name} has {size:,} bytes instead of {expected['bytes']:,}"
+        if sizes[name] != expected["bytes"]:
+            return f"{name} has {sizes[name]:,} bytes instead of {expected['bytes']:,}"
     chosen = list(listed)[part::parts]
     with concurrent.futures.ThreadPoolExecutor(HASHING_THREADS) as pool:
         hashes = pool.map(_sha256, [folder / name for name in chosen])
@@ -70,7 +102,7 @@ def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     return None
 
 
-def _read(path: Path) -> dict[str, Any] | str:
+def _read(path: AnyPath) -> dict[str, Any] | str:
     """The files that a manifest lists; a string with the reason if it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -84,7 +116,7 @@ def _read(path: Path) -> dict[str, Any] | str:
     return files
 
 
-def _sha256(path: Path) -> str:
+def _sha256(path: AnyPath) -> str:
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -27,6 +27,7 @@ from models.training.checkpoints.found import (
 )
 from models.training.checkpoints.manifest import MANIFEST, write_manifest
 from models.training.checkpoints.pieces import chunks
+from models.training.paths import array_spec
 
 STATE = "state"
 TREE = "_METADATA"
@@ -143,10 +144,10 @@ def _copy_array(
     key = path.replace("/", ".")
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
     stored = tensorstore.open(
-        _spec(source, driver, key), open=True, read=True, context=context
+        array_spec(source, key, driver), open=True, read=True, context=context
     ).result()
     made = tensorstore.open(
-        _spec(target, driver, key),
+        array_spec(target, key, driver),
         create=True,
         dtype=stored.dtype,
         shape=stored.shape,
@@ -156,11 +157,6 @@ def _copy_array(
         block = stored[index].read().result()
         made[index].write(block).result()
         yield block.nbytes
-
-
-def _spec(state: Path, driver: str, key: str) -> dict[str, Any]:
-    kvstore = {"driver": "ocdbt", "base": f"file://{state.absolute()}", "path": f"{key}/"}
-    return {"driver": driver, "kvstore": kvstore}
 
 
 def _bytes(arrays: Mapping[str, Any]) -> int:

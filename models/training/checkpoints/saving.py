@@ -4,19 +4,67 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
+from models.training.checkpoints import tables
+from models.training.checkpoints.found import first_line
+from models.training.checkpoints.manifest import write_part
 from models.training.checkpoints.pieces import Pieces, PiecesHandler
+from models.training.checkpoints.together import Together
+
+OWN_FOLDER = "ocdbt.process_"
+"""How the folder of a process begins in which orbax keeps what that process writes."""
 
 SHARED_BYTES = 2**20
 """Of arrays that several devices hold, parts of at least this size are written by several
 processes. For smaller ones it is not worth compiling the program that slices them."""
+
+
+TIMEOUT_S = 4 * 3600
+"""The most seconds that a save may take. Dead processes are noticed much sooner, by their peers."""
+
+
+class HashingHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
+    """Writes arrays as orbax does; each process then hashes the files that it wrote itself.
+
+    Process 0 alone would have to read the whole checkpoint.
+    """
+
+    async def serialize(
+        self,
+        values: Sequence[jax.Array],
+        infos: Sequence[ocp.type_handlers.ParamInfo],
+        args: Sequence[ocp.type_handlers.SaveArgs] | None = None,
+    ) -> Sequence[Any]:
+        """The writes under way, which end when what was written is hashed."""
+        written = await super().serialize(values, infos, args)
+        return [_Hashed(written, infos[0])] if infos else written
+
+
+class _Hashed:
+    """Waits for writes, then hashes what they have left."""
+
+    def __init__(self, written: Sequence[Any], info: ocp.type_handlers.ParamInfo) -> None:
+        self._written, self._info = written, info
+
+    def result(self, timeout: float | None = None) -> None:
+        """Returns when all is done; `timeout` holds for each write."""
+        for write in self._written:
+            write.result(timeout)
+        process, folder = jax.process_index(), Path(self._info.parent_dir)
+        own = folder / f"{OWN_FOLDER}{process}"
+        write_part(folder, own.rglob("*"), process)
+
+    def cancel(self) -> None:
+        """Cancels the writes."""
+        for write in self._written:
+            write.cancel()
 
 
 class _Manager(ocp.CheckpointManager):  # type: ignore[misc]
@@ -30,10 +78,51 @@ class _Manager(ocp.CheckpointManager):  # type: ignore[misc]
         del step
         return False
 
+    def save_state(self, step: int, leaves: Mapping[str, Any]) -> None:
+        """Begins to save leaves by path."""
+        state = ocp.args.PyTreeSave(tables.nested(leaves))
+        self.save(step, args=ocp.args.Composite(state=state), force=True)
+
+    def restore_state(self, step: int, structs: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads leaves by path, in the shardings of structs."""
+        tree = tables.nested(structs)
+        how = ocp.checkpoint_utils.construct_restore_args(tree)
+        state = ocp.args.PyTreeRestore(tree, restore_args=how)
+        restored = self.restore(step, args=ocp.args.Composite(state=state))
+        return tables.by_path(restored["state"])
+
+
+class Manager(Protocol):
+    """Writes and reads the checkpoints of a folder, and removes those that are not kept."""
+
+    def save_state(self, step: int, leaves: Mapping[str, Any]) -> None:
+        """Begins to save leaves by path; returns when they may be donated."""
+
+    def restore_state(self, step: int, structs: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads leaves by path, in the shardings of structs."""
+
+    def wait_until_finished(self) -> None:
+        """Waits for the save under way."""
+
+    def check_for_errors(self) -> None:
+        """Raises what the last save failed with."""
+
+    def reload(self) -> None:
+        """Forgets what it knows of the folder."""
+
+    def close(self) -> None:
+        """Waits for the save under way, and ends."""
+
 
 def open_manager(
-    folder: Path, keep_last: int, keep_every: int, describe: Callable[[], None], *, pieces: bool
-) -> ocp.CheckpointManager:
+    folder: Path,
+    keep_last: int,
+    keep_every: int,
+    describe: Callable[[], None],
+    together: Together,
+    *,
+    pieces: bool,
+) -> Manager:
     """Opens orbax's manager of a folder of checkpoints.
 
     Args:
@@ -42,6 +131,7 @@ def open_manager(
         keep_every: those of every n-th step are kept too; 0 keeps none of them.
         describe: called on process 0 when all arrays are on the disk and before the checkpoint
             gets its name. What it adds to the folder is therefore part of the checkpoint.
+        together: how processes wait for each other.
         pieces: whether `Pieces` are to be saved; their folder has to exist before they are read.
     """
     kept: list[policies.PreservationPolicy] = [policies.LatestN(keep_last)]
@@ -53,13 +143,16 @@ def open_manager(
         async_options=ocp.AsyncOptions(
             post_finalization_callback=describe,
             create_directories_asynchronously=not pieces,
+            timeout_secs=TIMEOUT_S,
+            barrier_sync_fn=together.wait,
         ),
     )
-    return _Manager(folder, options=options, item_handlers={"state": _state_handler()})
+    manager: Manager = _Manager(folder, options=options, item_handlers={"state": _state_handler()})
+    return manager
 
 
 def _state_handler() -> ocp.PyTreeCheckpointHandler:
-    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SHARED_BYTES)
+    arrays = HashingHandler(min_slice_bytes_for_replica_parallel=SHARED_BYTES)
     handlers = ocp.type_handlers.create_type_handler_registry(
         (jax.Array, arrays), (Pieces, PiecesHandler())
     )
@@ -73,6 +166,7 @@ class Saving:
         step: the step after which it was begun.
         meta: what `meta.json` will hold.
         started: when it was begun, by `time.perf_counter`.
+        together: tells the other processes if it fails.
 
     Attributes:
         stall: seconds for which training waited.
@@ -80,24 +174,29 @@ class Saving:
         error: why it failed; None as long as it has not.
     """
 
-    def __init__(self, step: int, meta: Mapping[str, Any], started: float) -> None:
+    def __init__(
+        self, step: int, meta: Mapping[str, Any], started: float, together: Together
+    ) -> None:
         self.step, self.meta, self.started = step, meta, started
+        self._together = together
         self.stall = self.ended = 0.0
         self.error: Exception | None = None
         self._thread: threading.Thread | None = None
 
-    def watch(self, manager: ocp.CheckpointManager) -> None:
+    def watch(self, manager: Manager) -> None:
         """Waits for the save on a thread of its own, to know when it ended and how."""
         self._thread = threading.Thread(target=self._wait, args=(manager,), daemon=True)
         self._thread.start()
 
-    def _wait(self, manager: ocp.CheckpointManager) -> None:
+    def _wait(self, manager: Manager) -> None:
         try:
             if self.error is None:
                 manager.wait_until_finished()
                 manager.check_for_errors()
         except Exception as error:
             self.error = error
+        if self.error is not None:
+            self._together.fail(first_line(self.error))
         self.ended = time.perf_counter()
 
     def is_running(self) -> bool:

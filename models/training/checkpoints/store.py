@@ -8,24 +8,20 @@
 
 While a checkpoint is written, its folder is called `200.orbax-checkpoint-tmp...`. Renaming it to
 `200` is the last thing that happens, so a folder with a plain number was complete once. Whether it
-has been damaged since, `manifest.json` tells. Restoring reads only each device's part of each
-array.
+has been damaged since, `manifest.json` tells. On an object store there is no renaming, and the
+manifest, which is written last, says that all is there (`remote.py`). Restoring reads only each
+device's part of each array.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
-import shutil
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from models.training.checkpoints import tables
 from models.training.checkpoints.found import (
@@ -37,12 +33,21 @@ from models.training.checkpoints.found import (
     first_line,
     first_whole,
     saved_steps,
+    unfinished,
     wanted_steps,
 )
-from models.training.checkpoints.manifest import find_damage, write_manifest
-from models.training.checkpoints.saving import Saving, open_manager
+from models.training.checkpoints.manifest import MANIFEST, find_damage, write_manifest
+from models.training.checkpoints.remote import StoreManager
+from models.training.checkpoints.saving import Manager, Saving, open_manager
+from models.training.checkpoints.shared import check_shared
+from models.training.checkpoints.together import Together
+from models.training.paths import AnyPath, StorePath, move_tree, remove_tree
 from models.training.run.loop import TrainState
 from models.training.run.sinks import Record
+from spmd import launch
+
+HASHING_S = 4 * 3600.0
+"""So many seconds later than the fastest process the slowest may have hashed its share."""
 
 MAX_FAILURES = 3
 """When so many saves in a row have failed, the run ends."""
@@ -52,7 +57,8 @@ class Checkpoints:
     """The checkpoints of one run; a context manager, which waits for the last save.
 
     Args:
-        folder: where they are; made if it is not there. All processes have to see the same folder.
+        folder: where they are; made if it is not there. All processes have to see the same folder,
+            which is checked.
         keep_last: how many of the latest are kept.
         keep_every: those of every n-th step are kept too; 0 keeps none of them.
         about: what else goes into each `meta.json`: `config` and `data`.
@@ -60,6 +66,9 @@ class Checkpoints:
 
     Attributes:
         notes: a sentence for each interrupted or damaged save that was found in the folder.
+
+    Raises:
+        CheckpointError: the folder cannot be written, or processes do not share it.
 
     Example:
         >>> with Checkpoints(Path("run/checkpoints")) as checkpoints:
@@ -70,7 +79,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        folder: Path,
+        folder: AnyPath,
         *,
         keep_last: int = 3,
         keep_every: int = 0,
@@ -78,17 +87,25 @@ class Checkpoints:
         pieces: bool = False,
     ) -> None:
         self.folder = folder.absolute()
+        check_shared(self.folder)
         self.about = dict(about or {})
         self.notes = list(_interrupted(self.folder))
         self._keep, self._pieces = (keep_last, keep_every), pieces
         self._saving: Saving | None = None
         self._ended: list[Record] = []
         self._failures = 0
+        self._failed_step: int | None = None
+        self._together = Together()
         _remove_unfinished(self.folder)
         self._manager = self._open_manager()
 
-    def _open_manager(self) -> ocp.CheckpointManager:
-        return open_manager(self.folder, *self._keep, self._describe, pieces=self._pieces)
+    def _open_manager(self) -> Manager:
+        keep, pieces = self._keep, self._pieces
+        if not isinstance(self.folder, StorePath):
+            return open_manager(self.folder, *keep, self._describe, self._together, pieces=pieces)
+        if pieces:
+            raise CheckpointError(f"{self.folder}: weights are turned into runs on a disk only")
+        return StoreManager(self.folder, *keep, self._describe, self._together)
 
     # Saving
 
@@ -104,14 +121,15 @@ class Checkpoints:
         started = time.perf_counter()
         if self._saving is not None:
             self._end(self._saving)
+        if self._failed_step is not None:
+            self._reset(self._failed_step)
+        self._together.begin()
         leaves = tables.by_path({"params": state.params, "opt_state": state.opt_state})
-        saving = self._saving = Saving(state.step, self._meta(state.step, leaves), started)
+        saving = self._saving = Saving(
+            state.step, self._meta(state.step, leaves), started, self._together
+        )
         try:
-            self._manager.save(
-                state.step,
-                args=ocp.args.Composite(state=ocp.args.PyTreeSave(tables.nested(leaves))),
-                force=True,
-            )
+            self._manager.save_state(state.step, leaves)
         except Exception as error:
             saving.error = error
         saving.stall = time.perf_counter() - started
@@ -163,16 +181,19 @@ class Checkpoints:
             return
         self._failures += 1
         text = f"{_not_saved(saving)}; {self._latest_text()}"
-        self._reset(saving.step)
+        self._failed_step = saving.step
+        if jax.process_count() == 1:  # several do it together, when they next save
+            self._reset(saving.step)
         self._ended.append({"step": saving.step, "error": text})
         if self._failures >= MAX_FAILURES:
             raise CheckpointError(f"{text}; {self._failures} saves in a row have failed")
 
     def _reset(self, step: int) -> None:
         """After a failed save: deletes its files, and opens orbax's manager anew to forget it."""
+        self._failed_step = None
         with contextlib.suppress(Exception):
             self._manager.close()
-        _remove_unfinished(self.folder, str(step))
+        _remove_unfinished(self.folder, step)
         self._manager = self._open_manager()
 
     def _latest_text(self) -> str:
@@ -191,7 +212,7 @@ class Checkpoints:
         """Adds `meta.json` and the manifest, just before the folder gets its final name."""
         saving = self._saving
         assert saving is not None
-        (folder,) = self.folder.glob(f"{saving.step}.orbax-checkpoint-tmp*")
+        (folder,) = (path for step, path in unfinished(self.folder) if step == saving.step)
         text = json.dumps(saving.meta, indent=1)
         (folder / META).write_text(text + "\n", encoding="utf-8")
         write_manifest(folder)
@@ -211,8 +232,13 @@ class Checkpoints:
     # Restoring
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, the latest first; damaged ones are among them."""
-        return saved_steps(self.folder)
+        """Steps that have a checkpoint, the latest first; damaged ones are among them.
+
+        All processes have to ask, and hear what process 0 sees: a disk may show them different
+        things for a while.
+        """
+        steps = json.dumps(saved_steps(self.folder))
+        return list(json.loads(launch.from_first(steps, label="steps of checkpoints")))
 
     def find(self, wanted: int | str = AUTO) -> Found | None:
         """Finds a checkpoint to go on from.
@@ -227,7 +253,7 @@ class Checkpoints:
             CheckpointError: the wanted step has no checkpoint or a damaged one, or all checkpoints
                 are damaged.
         """
-        steps = wanted_steps(self.folder, wanted)
+        steps = wanted_steps(self.folder, self.steps(), wanted)
         found = first_whole(self.folder, steps, self._damage, self.notes)
         if found is None and wanted != AUTO:
             raise CheckpointError(
@@ -240,16 +266,13 @@ class Checkpoints:
             )
         return found
 
-    def _damage(self, folder: Path) -> str | None:
+    def _damage(self, folder: AnyPath) -> str | None:
         """What is wrong with a checkpoint, the same on all processes; each reads some files."""
-        count = jax.process_count()
-        damage = find_damage(folder, jax.process_index(), count)
-        if count == 1:
-            return damage
-        flags = multihost_utils.process_allgather(damage is not None)
-        others = [i for i, bad in enumerate(flags) if bad]
+        damage = find_damage(folder, jax.process_index(), jax.process_count())
         # All processes have to agree, or some would restore one step and some another.
-        return damage or (f"process {others[0]} cannot read it" if others else None)
+        label = f"the checkpoint of step {folder.name}"
+        said = launch.exchange(damage or "", label=label, timeout_s=HASHING_S)
+        return next((text for text in said if text), None)
 
     def restore(self, found: Found, targets: TrainState) -> TrainState:
         """Reads the state of a checkpoint in the shardings of `targets`, whatever mesh saved it.
@@ -292,50 +315,51 @@ class Checkpoints:
         return TrainState(restored["params"], restored.get("opt_state"), found.step)
 
     def _read(self, step: int, structs: Mapping[str, Any]) -> dict[str, Any]:
-        tree = tables.nested(structs)
-        how = ocp.checkpoint_utils.construct_restore_args(tree)
-        args = ocp.args.PyTreeRestore(tree, restore_args=how)
         try:
-            restored = self._manager.restore(step, args=ocp.args.Composite(state=args))
+            return self._manager.restore_state(step, structs)
         except Exception as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} cannot be read: {first_line(error)}"
             ) from error
-        return tables.by_path(restored["state"])
 
     def _set_aside_after(self, step: int) -> None:
         later = [other for other in self.steps() if other > step]
+        failure = ""
         if jax.process_index() == 0:
-            for other in later:
-                _set_aside(self.folder / str(other))
-        if jax.process_count() > 1:  # nobody may save a step that process 0 still moves
-            multihost_utils.sync_global_devices("checkpoints set aside")
+            try:
+                for other in later:
+                    _set_aside(self.folder / str(other))
+            except (OSError, CheckpointError) as error:
+                failure = str(error)
+        # Nobody may save a step that process 0 still moves.
+        failure = launch.from_first(failure, label="checkpoints set aside")
+        if failure:
+            raise CheckpointError(failure)
         if later:
             self._manager.reload()
 
 
-def _remove_unfinished(folder: Path, step: str = "*") -> None:
+def _remove_unfinished(folder: AnyPath, only: int | None = None) -> None:
     if jax.process_index() == 0:
-        for path in folder.glob(f"{step}.orbax-checkpoint-tmp*"):
-            shutil.rmtree(path, ignore_errors=True)
+        for step, path in unfinished(folder):
+            if only in (None, step):
+                with contextlib.suppress(OSError):
+                    remove_tree(path)
 
 
-def _interrupted(folder: Path) -> list[str]:
+def _interrupted(folder: AnyPath) -> list[str]:
     """A sentence for each save that was cut off, and whose files are about to be deleted."""
-    if not folder.is_dir():
-        return []
-    steps = {re.match(r"(\d+)\.orbax-checkpoint-tmp", path.name) for path in folder.iterdir()}
     return [
         f"the save of step {step} was interrupted; what it had written is removed"
-        for step in sorted(int(match[1]) for match in steps if match)
+        for step, _ in unfinished(folder)
     ]
 
 
-def _set_aside(folder: Path) -> None:
+def _set_aside(folder: AnyPath) -> None:
     for number in range(1000):
         name = f"aside-{folder.name}" + (f"-{number}" if number else "")
         if not folder.with_name(name).exists():
-            folder.rename(folder.with_name(name))
+            move_tree(folder, folder.with_name(name), MANIFEST)
             return
     raise CheckpointError(f"{folder} cannot be moved: remove what is called aside-{folder.name}")
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from models.training.data.ranged import RangedTokens
 from models.training.errors import DataError
 
 HELD_OUT_EVERY = 20
@@ -26,11 +27,11 @@ class Shard:
     """Some whole documents, one after the other.
 
     Args:
-        tokens: the documents' tokens (N,), unsigned.
+        tokens: the documents' tokens (N,), unsigned, or what has slices like them.
         index: where each document begins, then where the last one ends (D + 1,).
     """
 
-    tokens: npt.NDArray[Any]
+    tokens: npt.NDArray[Any] | RangedTokens
     index: Int64s
 
     def read(self, start: int, stop: int) -> Window:
@@ -51,6 +52,8 @@ class Corpus:
         name: what error messages call it.
         fingerprint: a hash; corpora with the same tokens have the same.
         reopen: opens it in another process, which maps the files anew. None sends the tokens.
+        is_remote: whether each read waits for the network, so that many at once are quicker.
+        notes: what people should know of it, a sentence each.
     """
 
     shards: tuple[Shard, ...]
@@ -58,6 +61,8 @@ class Corpus:
     name: str
     fingerprint: str
     reopen: Callable[[], Corpus] | None = None
+    is_remote: bool = False
+    notes: tuple[str, ...] = ()
 
     @functools.cached_property
     def ends(self) -> Int64s:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 from models.training.errors import DataError
+from models.training.paths import AnyPath
 
 Format = Literal["auto", "text", "jsonl", "parquet"]
 FORMATS: tuple[Format, ...] = ("auto", "text", "jsonl", "parquet")
@@ -64,7 +65,7 @@ class Piece:
         stop: where the next piece begins; None is the end of the file.
     """
 
-    path: Path
+    path: AnyPath
     format: Format
     start: int = 0
     stop: int | None = None
@@ -97,7 +98,7 @@ class Bad:
 # Pieces
 
 
-def format_of(path: Path, source: Source) -> Format:
+def format_of(path: AnyPath, source: Source) -> Format:
     """The format of a file: the given one, or by its name, such as `a.jsonl.gz`."""
     if source.format != "auto":
         return source.format
@@ -107,7 +108,7 @@ def format_of(path: Path, source: Source) -> Format:
     return "parquet" if name.suffix == ".parquet" else "text"
 
 
-def cut(path: Path, source: Source, piece_bytes: int) -> list[Piece]:
+def cut(path: AnyPath, source: Source, piece_bytes: int) -> list[Piece]:
     """Cuts a file into pieces of about `piece_bytes`; the result depends on the file alone.
 
     Raises:
@@ -136,12 +137,12 @@ def _cuts_anywhere(separator: str) -> bool:
     )
 
 
-def _open_parquet(path: Path, source: Source) -> Any:
+def _open_parquet(path: AnyPath, source: Source) -> Any:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        file = pyarrow.parquet.ParquetFile(path)
+        file = pyarrow.parquet.ParquetFile(_packed(path))
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{path} is no Parquet file that can be read: {error}") from error
     names = file.schema_arrow.names
@@ -153,7 +154,7 @@ def _open_parquet(path: Path, source: Source) -> Any:
     return file
 
 
-def _cut_parquet(path: Path, source: Source, piece_bytes: int) -> list[Piece]:
+def _cut_parquet(path: AnyPath, source: Source, piece_bytes: int) -> list[Piece]:
     with _open_parquet(path, source) as file:
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         sizes = [group.total_byte_size for group in groups]
@@ -183,14 +184,20 @@ def read(piece: Piece, source: Source) -> Iterator[Text | Bad]:
         raise DataError(f"{piece.path} cannot be read: {error}") from error
 
 
-def _open(path: Path) -> BinaryIO:
+def _packed(path: AnyPath) -> Any:
+    """What libraries open themselves: a local path, or an open file of a store."""
+    return str(path) if isinstance(path, Path) else path.open("rb")
+
+
+def _open(path: AnyPath) -> BinaryIO:
     if path.suffix == ".gz":
-        return cast(BinaryIO, gzip.open(path, "rb"))
+        return cast(BinaryIO, gzip.open(_packed(path), "rb"))
     if path.suffix == ".zst":
         import pyarrow
 
-        return cast(BinaryIO, io.BufferedReader(pyarrow.input_stream(str(path))))
-    return path.open("rb")
+        unpacked = pyarrow.input_stream(_packed(path), compression="zstd")
+        return cast(BinaryIO, io.BufferedReader(unpacked))
+    return cast(BinaryIO, path.open("rb"))
 
 
 def _read_jsonl(piece: Piece, source: Source) -> Iterator[Text | Bad]:
@@ -279,7 +286,7 @@ def as_text(value: Any, what: str) -> str:
     return value
 
 
-def _lines_before(path: Path, place: int) -> int:
+def _lines_before(path: AnyPath, place: int) -> int:
     """Number of line ends before a byte; reads all up to there, so it is for messages only."""
     count = 0
     with _open(path) as file:
@@ -306,7 +313,7 @@ def _read_parquet(piece: Piece, source: Source) -> Iterator[Text | Bad]:
             row += len(batch)
 
 
-def _readable(batches: Iterator[Any], path: Path) -> Iterator[Any]:
+def _readable(batches: Iterator[Any], path: AnyPath) -> Iterator[Any]:
     import pyarrow
 
     try:

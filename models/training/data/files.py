@@ -7,29 +7,47 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.training.errors import DataError
+from models.training.paths import AnyPath, StorePath, as_path
 
 
-def find_files(patterns: Sequence[str]) -> list[Path]:
+def find_files(patterns: Sequence[str]) -> list[AnyPath]:
     """Finds files by name, directory or glob pattern.
 
     Args:
-        patterns: files, directories (all files below them), or glob patterns.
+        patterns: files, directories (all files below them), or glob patterns; also URLs of an
+            object store.
 
     Returns:
         The files, sorted, each one once.
 
     Raises:
         DataError: a pattern matches no file.
+        StoreError: a store cannot be read.
     """
-    found: set[Path] = set()
+    found: set[AnyPath] = set()
     for pattern in patterns:
-        matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
-        matches = matches or [path for path in [Path(pattern)] if path.exists()]
-        below = (
-            path for match in matches for path in (match.rglob("*") if match.is_dir() else [match])
-        )
-        files = {path for path in below if path.is_file()}
+        files = _matching(pattern)
         if not files:
             raise DataError(f"no file matches {pattern!r}")
         found |= files
-    return sorted(found)
+    local = sorted(path for path in found if isinstance(path, Path))
+    return [*local, *sorted(path for path in found if isinstance(path, StorePath))]
+
+
+def _matching(pattern: str) -> set[AnyPath]:
+    path = as_path(pattern)
+    if isinstance(path, StorePath):
+        return _on_store(path)
+    matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
+    matches = matches or ([path] if path.exists() else [])
+    below = (one for match in matches for one in (match.rglob("*") if match.is_dir() else [match]))
+    return {one for one in below if one.is_file()}
+
+
+def _on_store(path: StorePath) -> set[AnyPath]:
+    if path.is_file():
+        return {path}
+    if not any(sign in path.place for sign in "*?["):
+        return set(path.rglob("*"))
+    root = StorePath(path.scheme, path.bucket)
+    return {one for one in root.glob(path.key) if one.is_file()}

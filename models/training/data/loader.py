@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import grain
@@ -17,6 +17,32 @@ from models.training.data.samples import Batch, PackedTokens
 
 LAST_STEP = 2**48
 """Larger than any step: grain wants sequences to have an end."""
+
+
+class Placed(Iterator[Any]):
+    """Iterates over batches that any function makes, as global arrays; they are made ahead of time.
+
+    Args:
+        dataset: step -> the whole batch, a tree of numpy arrays, the same on every process.
+        shardings: how each leaf of a batch is split over the devices.
+        start_step: the first step.
+        prefetch: how many batches are made ahead.
+    """
+
+    def __init__(
+        self, dataset: Callable[[int], Any], *, shardings: Any, start_step: int, prefetch: int = 4
+    ) -> None:
+        self._shardings = shardings
+        self._batches = _read_ahead(lambda step: dataset(int(step)), start_step, prefetch, 0)
+
+    def __next__(self) -> Any:
+        return place(next(self._batches), self._shardings)
+
+    def __enter__(self) -> Placed:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._batches.close()
 
 
 class Loader(Iterator[dict[str, jax.Array]]):
@@ -100,7 +126,7 @@ class _HostRows:
         return self.dataset.rows(int(step) * self.dataset.batch_size + self.rows)
 
 
-def _read_ahead(read: _HostRows, start_step: int, prefetch: int, workers: int) -> Any:
+def _read_ahead(read: Callable[[int], Any], start_step: int, prefetch: int, workers: int) -> Any:
     steps: Any = grain.MapDataset.range(start_step, LAST_STEP).map(read)
     threads = max(1, min(prefetch, 4))
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(1, prefetch))

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from models.training.data.corpus import Part
 from models.training.data.mixture import Shares
 from models.training.errors import DataError
+from models.training.paths import at_once
 
 Batch = dict[str, npt.NDArray[Any]]
 
@@ -172,7 +173,11 @@ class PackedTokens:
 
     def rows(self, numbers: Iterable[int]) -> Batch:
         """The samples with these numbers, stacked."""
-        samples = [self.samples[int(number)] for number in numbers]
+        chosen = [int(number) for number in numbers]
+        if any(part.corpus.is_remote for part in self.parts):
+            samples = at_once(self.samples.__getitem__, chosen)
+        else:
+            samples = [self.samples[number] for number in chosen]
         return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
     def struct(self) -> dict[str, jax.ShapeDtypeStruct]:

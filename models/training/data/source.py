@@ -8,13 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sysconfig
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
-import numpy.typing as npt
+from typing import Literal
 
 from models.training.data.corpus import (
     HELD_OUT_EVERY,
@@ -27,6 +22,11 @@ from models.training.data.corpus import (
 from models.training.data.files import find_files
 from models.training.data.loader import Loader, place
 from models.training.data.samples import Batch, PackedTokens
+from models.training.data.text import (
+    DEFAULT_CORPUS_BYTES,
+    load_corpus,
+    standard_library_files,
+)
 from models.training.data.token_folder import folder_tokenizer, is_token_folder, open_folder
 from models.training.data.tokenizer import (
     BYTE_VOCABULARY,
@@ -35,9 +35,12 @@ from models.training.data.tokenizer import (
     Tokenizer,
     decode,
     encode,
+    identity,
     load_tokenizer,
+    same_ids,
 )
 from models.training.errors import DataError
+from models.training.paths import AnyPath, as_path
 
 __all__ = [
     "BYTES",
@@ -58,6 +61,7 @@ __all__ = [
     "encode",
     "find_files",
     "from_documents",
+    "identity",
     "load_corpus",
     "load_datasets",
     "load_tokenizer",
@@ -68,9 +72,6 @@ __all__ = [
     "tokenizer_of",
     "whole",
 ]
-
-DEFAULT_CORPUS_BYTES = 8 * 2**20
-"""How much of Python's standard library is read."""
 
 MEMORY_BYTES = 2**30
 """The most text that is tokenized in memory."""
@@ -87,7 +88,7 @@ class DataConfig:
         sources: folders made by `scripts/tokenize_data`, each with its share of the samples, as in
             `folder@0.7` (1 if not given); or text files, directories and glob patterns. If empty,
             Python's standard library.
-        tokenizer: for text; folders have their own.
+        tokenizer: of text; folders have their own, which has to be this one unless it is `bytes`.
         packing: `boundaries` keeps documents that share a sample apart, `none` lets attention reach
             from one into another.
     """
@@ -178,103 +179,49 @@ def open_sources(config: DataConfig) -> tuple[list[Corpus], list[float]]:
             "scripts/tokenize_data"
         )
     _check_same_tokenizer(folders)
+    _check_tokenizer(folders[0], config.tokenizer)
     return [open_folder(folder) for folder in folders], [share for _, share in named]
 
 
-def _parse_source(source: str) -> tuple[Path, float]:
+def _parse_source(source: str) -> tuple[AnyPath, float]:
     """`"folder@0.7"` -> (folder, 0.7); a path that exists as it is written has the share 1."""
     name, at, share = source.rpartition("@")
-    if not at or Path(source).exists():
-        return Path(source), 1.0
+    if not at or as_path(source).exists():
+        return as_path(source), 1.0
     try:
-        return Path(name), float(share)
+        return as_path(name), float(share)
     except ValueError:
-        return Path(source), 1.0
+        return as_path(source), 1.0
 
 
 def _open_text(config: DataConfig) -> Corpus:
     files = find_files(config.sources)
-    size = sum(path.stat().st_size for path in files)
-    if size > MEMORY_BYTES:
-        raise DataError(
-            f"{', '.join(config.sources)}: {size:,} bytes of text are more than the "
-            f"{MEMORY_BYTES:,} that are tokenised in memory; tokenise them once with "
-            "scripts/tokenize_data, and give its folder"
-        )
     name = ", ".join(config.sources)
-    return load_corpus(files, MEMORY_BYTES, load_tokenizer(config.tokenizer), name)
+    return load_corpus(files, MEMORY_BYTES, load_tokenizer(config.tokenizer), name, whole=True)
 
 
-def _check_same_tokenizer(folders: Sequence[Path]) -> None:
+def _check_same_tokenizer(folders: Sequence[AnyPath]) -> None:
     hashes = [folder_tokenizer(folder).sha256 for folder in folders]
     for folder, sha256 in zip(folders, hashes, strict=True):
         if sha256 != hashes[0]:
             raise DataError(f"{folder} and {folders[0]} were made by different tokenizers")
 
 
+def _check_tokenizer(folder: AnyPath, name: str) -> None:
+    """Raises `DataError` if tokens were not made by the tokenizer that is asked for."""
+    if name == BYTES:  # what is asked for where nothing is
+        return
+    made, wanted = folder_tokenizer(folder), load_tokenizer(name)
+    if not same_ids(made, wanted):
+        theirs = "the bytes of the text" if made.name == BYTES else "those of another tokenizer"
+        raise DataError(
+            f"the tokens of {folder} are {theirs}, not of {wanted.name}: make them anew with "
+            f"scripts/tokenize_data --out NEW --tokenizer {name} FILES, or say with --tokenizer "
+            f"{'bytes' if made.name == BYTES else folder} that they are meant"
+        )
+
+
 def tokenizer_of(config: DataConfig) -> Tokenizer:
     """The tokenizer of a configuration: that of its first folder, or the named one for text."""
     folders = [path for path, _ in map(_parse_source, config.sources) if is_token_folder(path)]
     return folder_tokenizer(folders[0]) if folders else load_tokenizer(config.tokenizer)
-
-
-# Text
-
-
-def standard_library_files() -> list[Path]:
-    """The `.py` files of Python's standard library, sorted; without tests and site-packages."""
-    root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    return sorted(
-        path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts)
-    )
-
-
-def load_corpus(
-    files: Sequence[Path],
-    max_bytes: int = DEFAULT_CORPUS_BYTES,
-    tokenizer: Tokenizer | None = None,
-    name: str = "the corpus",
-) -> Corpus:
-    """Reads files and tokenizes them in memory; each file is a document.
-
-    Files with a zero byte are skipped, as they are not text. Reading stops at `max_bytes`.
-
-    Args:
-        files: in the order of the documents.
-        max_bytes: the most bytes of text to read.
-        tokenizer: None takes the byte tokenizer.
-        name: what error messages call the corpus.
-
-    Raises:
-        DataError: no file has text.
-    """
-    tokenizer = tokenizer or load_tokenizer()
-    documents: list[bytes] = []
-    left = max_bytes
-    for path in files:
-        document = path.read_bytes()[:left]
-        if not document or b"\0" in document:
-            continue
-        documents.append(document)
-        left -= len(document)
-        if left <= 0:
-            break
-    if not documents:
-        raise DataError(f"none of {len(files)} files contains text")
-    dtype = np.uint8 if tokenizer.vocab_size <= 2**8 else np.uint32
-    return from_documents(
-        (ids.astype(dtype) for ids in _encode(documents, tokenizer)), tokenizer.vocab_size, name
-    )
-
-
-def _encode(documents: Sequence[bytes], tokenizer: Tokenizer) -> list[npt.NDArray[Any]]:
-    """The ids of each document, with the tokens that begin and end it."""
-    bos = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], np.uint32)
-    eos = np.array([tokenizer.eos_id], np.uint32)
-    if tokenizer.name == BYTES:  # as they are, valid UTF-8 or not
-        ids: list[npt.NDArray[Any]] = [np.frombuffer(d, np.uint8) for d in documents]
-    else:
-        texts = [document.decode("utf-8", errors="replace") for document in documents]
-        ids = list(tokenizer.encode_batch(texts))
-    return [np.concatenate([bos, one, eos]) for one in ids]

@@ -14,7 +14,9 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,8 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from models.training.data.corpus import Corpus, Int64s, Shard
+from models.training.data.ranged import RangedTokens
 from models.training.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer
 from models.training.errors import DataError
+from models.training.paths import AnyPath, StorePath, as_path, at_once, file_sizes
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -31,6 +35,8 @@ TOKENIZER = "tokenizer.json"
 PLAN = "plan.json"
 UNFINISHED = ".unfinished"
 """The ending of files that are being written."""
+
+COPIED_AT_ONCE = 2**24
 
 Record = dict[str, Any]
 
@@ -40,7 +46,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
-def shard_paths(folder: Path, name: str) -> tuple[Path, Path]:
+def shard_paths(folder: AnyPath, name: str) -> tuple[AnyPath, AnyPath]:
     """The files of a shard: (tokens, index)."""
     return folder / f"{name}.tokens.bin", folder / f"{name}.index.npy"
 
@@ -48,8 +54,11 @@ def shard_paths(folder: Path, name: str) -> tuple[Path, Path]:
 # Writing
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: AnyPath, content: bytes) -> None:
     """Writes a file that appears complete or not at all, even if the machine loses power."""
+    if isinstance(path, StorePath):
+        path.write_bytes(content)
+        return
     unfinished = path.with_name(f"{path.name}.{os.getpid()}{UNFINISHED}")
     with unfinished.open("wb") as file:
         file.write(content)
@@ -76,13 +85,16 @@ class ShardWriter:
         ...     record = writer.finish()
     """
 
-    def __init__(self, folder: Path, name: str, dtype: np.dtype[Any]) -> None:
+    def __init__(self, folder: AnyPath, name: str, dtype: np.dtype[Any]) -> None:
         self.folder, self.name, self.dtype = folder, name, dtype
         self.begins: list[int] = []
         self.written = 0
         self._is_open = False
         path, _ = shard_paths(folder, name)
-        self._unfinished = path.with_name(f"{path.name}.{os.getpid()}{UNFINISHED}")
+        unfinished = f"{path.name}.{os.getpid()}{UNFINISHED}"
+        # A store takes whole files only: the shard grows on the disk, and is copied at its end.
+        here = folder if isinstance(folder, Path) else Path(tempfile.gettempdir())
+        self._unfinished = here / unfinished
         self._file: BinaryIO = self._unfinished.open("wb")
 
     def __enter__(self) -> ShardWriter:
@@ -132,14 +144,19 @@ class ShardWriter:
         index = np.array([*self.begins, self.written], "<i8")
         # The tokens come last: where they are, the index is.
         write_whole(index_path, _npy(index))
-        os.replace(self._unfinished, tokens_path)
-        return {
+        record = {
             "name": self.name,
             "tokens": self.written,
             "documents": len(self.begins),
-            "sha256": sha256_of(tokens_path),
-            "index_sha256": sha256_of(index_path),
+            "sha256": sha256_of(self._unfinished),
+            "index_sha256": hashlib.sha256(_npy(index)).hexdigest(),
         }
+        if isinstance(tokens_path, StorePath):
+            with self._unfinished.open("rb") as source, tokens_path.open("wb") as target:
+                shutil.copyfileobj(source, target, COPIED_AT_ONCE)
+        else:
+            os.replace(self._unfinished, tokens_path)
+        return record
 
 
 def _npy(array: npt.NDArray[Any]) -> bytes:
@@ -148,7 +165,7 @@ def _npy(array: npt.NDArray[Any]) -> bytes:
     return file.getvalue()
 
 
-def sha256_of(path: Path) -> str:
+def sha256_of(path: AnyPath) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -170,7 +187,7 @@ class Manifest:
         fingerprint: a hash; folders with the same tokens and tokenizer have the same.
     """
 
-    folder: Path
+    folder: AnyPath
     vocab_size: int
     dtype: np.dtype[Any]
     tokenizer: Record
@@ -178,12 +195,12 @@ class Manifest:
     fingerprint: str
 
 
-def is_token_folder(path: Path) -> bool:
+def is_token_folder(path: AnyPath) -> bool:
     """Whether `scripts/tokenize_data` made this folder, or began to."""
     return (path / MANIFEST).is_file() or (path / PLAN).is_file()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: AnyPath) -> Manifest:
     """Reads and checks the manifest of a folder.
 
     Raises:
@@ -223,34 +240,59 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(folder, vocab_size, dtype, tokenizer, shards, fingerprint)
 
 
-def open_folder(folder: str | Path) -> Corpus:
+def open_folder(folder: str | AnyPath) -> Corpus:
     """Opens a folder as a corpus; its files are memory-mapped, not read.
+
+    Of those on an object store the indices are read, and later every window when it is needed.
 
     Raises:
         DataError: a file is missing, damaged, or has the wrong size.
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     manifest = read_manifest(folder)
-    shards = tuple(_open_shard(manifest, record) for record in manifest.shards)
+    if isinstance(folder, StorePath):
+        opened = functools.partial(_open_remote_shard, manifest, folder, file_sizes(folder))
+        shards = tuple(at_once(opened, manifest.shards))
+    else:
+        shards = tuple(_open_shard(manifest, folder, record) for record in manifest.shards)
     return Corpus(
         shards,
         manifest.vocab_size,
         str(folder),
         manifest.fingerprint,
         functools.partial(open_folder, folder),
+        is_remote=isinstance(folder, StorePath),
     )
 
 
-def _open_shard(manifest: Manifest, record: Record) -> Shard:
-    tokens_path, index_path = shard_paths(manifest.folder, str(record["name"]))
+def _check_size(manifest: Manifest, record: Record, path: AnyPath, found: int) -> None:
     wanted = record["tokens"] * manifest.dtype.itemsize
+    if found != wanted:
+        raise DataError(
+            f"{path} has {found} bytes and should have {wanted}: it was cut or changed; "
+            "copy it anew, or tokenise the data again"
+        )
+
+
+def _open_remote_shard(
+    manifest: Manifest, folder: StorePath, sizes: Mapping[str, int], record: Record
+) -> Shard:
+    tokens_path, index_path = shard_paths(folder, str(record["name"]))
+    assert isinstance(tokens_path, StorePath) and isinstance(index_path, StorePath)
+    _check_size(manifest, record, tokens_path, sizes.get(tokens_path.name, 0))
     try:
-        found = tokens_path.stat().st_size
-        if found != wanted:
-            raise DataError(
-                f"{tokens_path} has {found} bytes and should have {wanted}: it was cut or changed; "
-                "copy it anew, or tokenise the data again"
-            )
+        index: Int64s = np.load(io.BytesIO(index_path.read_bytes()))
+    except (ValueError, EOFError) as error:
+        raise DataError(f"{index_path} is damaged ({error}); tokenise the data again") from error
+    _check_index(index, index_path, record)
+    return Shard(RangedTokens(tokens_path, manifest.dtype, record["tokens"]), index)
+
+
+def _open_shard(manifest: Manifest, folder: Path, record: Record) -> Shard:
+    name = str(record["name"])
+    tokens_path, index_path = (folder / path.name for path in shard_paths(folder, name))
+    try:
+        _check_size(manifest, record, tokens_path, tokens_path.stat().st_size)
         index: Int64s = np.load(index_path, mmap_mode="r")
         tokens = np.memmap(tokens_path, manifest.dtype, "r")
     except OSError as error:
@@ -263,7 +305,7 @@ def _open_shard(manifest: Manifest, record: Record) -> Shard:
     return Shard(tokens, index)
 
 
-def _check_index(index: Int64s, path: Path, record: Record) -> None:
+def _check_index(index: Int64s, path: AnyPath, record: Record) -> None:
     fits = index.shape == (record["documents"] + 1,) and index.dtype == np.int64
     if not fits or index[0] != 0 or index[-1] != record["tokens"]:
         raise DataError(
@@ -272,7 +314,7 @@ def _check_index(index: Int64s, path: Path, record: Record) -> None:
         )
 
 
-def damages(folder: Path) -> Iterator[str]:
+def damages(folder: AnyPath) -> Iterator[str]:
     """Hashes all files of a folder.
 
     Yields:
@@ -290,7 +332,7 @@ def damages(folder: Path) -> Iterator[str]:
                 yield f"{path} has changed since it was written"
 
 
-def folder_tokenizer(folder: Path) -> Tokenizer:
+def folder_tokenizer(folder: AnyPath) -> Tokenizer:
     """The tokenizer that made a folder's tokens.
 
     Raises:

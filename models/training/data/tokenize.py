@@ -31,6 +31,7 @@ from models.training.data.documents import Bad, Piece, Source, Text
 from models.training.data.token_folder import MANIFEST, PLAN, UNFINISHED, Record
 from models.training.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from models.training.errors import DataError
+from models.training.paths import AnyPath, as_path, remove_tree
 
 OnError = Literal["stop", "skip"]
 ON_ERROR: tuple[OnError, ...] = ("stop", "skip")
@@ -81,12 +82,12 @@ class _Job:
     name: str
     piece: Piece
     options: Options
-    folder: Path
+    folder: AnyPath
 
 
 def tokenize(
-    files: Sequence[Path],
-    folder: Path,
+    files: Sequence[AnyPath],
+    folder: AnyPath,
     options: Options,
     *,
     workers: int = 1,
@@ -125,7 +126,7 @@ def tokenize(
     if not manifest["totals"]["tokens"]:
         raise DataError(f"none of {len(files)} files contains a document")
     if options.tokenizer != BYTES:
-        content = Path(tokenizer.name).read_bytes()
+        content = as_path(tokenizer.name).read_bytes()
         token_folder.write_whole(folder / token_folder.TOKENIZER, content)
     # From here on the folder is complete; a run that stops now leaves only files to tidy up.
     token_folder.write_whole(manifest_path, _json(manifest))
@@ -138,7 +139,7 @@ def tokenize(
 # Planning
 
 
-def _plan(files: Sequence[Path], options: Options) -> Record:
+def _plan(files: Sequence[AnyPath], options: Options) -> Record:
     """Everything that decides the result; a folder with another plan cannot be continued."""
     about = dataclasses.asdict(options)
     about["tokenizer"] = options.load_tokenizer().sha256
@@ -146,7 +147,7 @@ def _plan(files: Sequence[Path], options: Options) -> Record:
     return {**plan, "sha256": hashlib.sha256(_json(plan)).hexdigest()}
 
 
-def _about_file(path: Path) -> Record:
+def _about_file(path: AnyPath) -> Record:
     try:
         stat = path.stat()
     except OSError as error:
@@ -154,7 +155,7 @@ def _about_file(path: Path) -> Record:
     return {"path": str(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
 
-def _prepare(folder: Path, plan: Record, overwrite: bool) -> None:
+def _prepare(folder: AnyPath, plan: Record, overwrite: bool) -> None:
     """Makes the folder, or checks that what is in it belongs to the same plan."""
     found = _found_plan(folder)
     if found is not None and found != plan["sha256"] and not overwrite:
@@ -165,7 +166,10 @@ def _prepare(folder: Path, plan: Record, overwrite: bool) -> None:
     if found is None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder} is there and holds something else; name another folder")
     if found is not None and found != plan["sha256"]:
-        shutil.rmtree(folder)
+        if isinstance(folder, Path):
+            shutil.rmtree(folder)
+        else:
+            remove_tree(folder, MANIFEST)
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob(f"*{UNFINISHED}"):
         path.unlink(missing_ok=True)
@@ -173,7 +177,7 @@ def _prepare(folder: Path, plan: Record, overwrite: bool) -> None:
         token_folder.write_whole(folder / PLAN, _json(plan))
 
 
-def _found_plan(folder: Path) -> str | None:
+def _found_plan(folder: AnyPath) -> str | None:
     """The hash of the plan that made a folder; "" if it is damaged, None if there is none."""
     manifest, plan = folder / MANIFEST, folder / PLAN
     for path, key in ((manifest, "plan_sha256"), (plan, "sha256")):
@@ -185,7 +189,7 @@ def _found_plan(folder: Path) -> str | None:
     return None
 
 
-def _jobs(files: Sequence[Path], folder: Path, options: Options) -> list[_Job]:
+def _jobs(files: Sequence[AnyPath], folder: AnyPath, options: Options) -> list[_Job]:
     pieces = [
         piece
         for path in files
@@ -307,7 +311,7 @@ def _write(writer: token_folder.ShardWriter, group: list[Text], tokenizer: Token
 # Records
 
 
-def _record_path(job: _Job) -> Path:
+def _record_path(job: _Job) -> AnyPath:
     return job.folder / f"{job.name}{RECORD}"
 
 

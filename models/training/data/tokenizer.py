@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy.typing as npt
 
 from models.training.data.token_length import longest_token
 from models.training.errors import DataError
+from models.training.paths import AnyPath, as_path
 
 BYTES = "bytes"
 """The name of the built-in tokenizer."""
@@ -98,7 +98,7 @@ class FileTokenizer:
         DataError: the file cannot be read.
     """
 
-    def __init__(self, path: Path, eos_id: int, bos_id: int | None = None) -> None:
+    def __init__(self, path: AnyPath, eos_id: int, bos_id: int | None = None) -> None:
         import tokenizers
 
         try:
@@ -151,6 +151,25 @@ class FileTokenizer:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
 
 
+def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers make the same ids of texts, whatever files they are from."""
+    return _content(one) == _content(other)
+
+
+def identity(tokenizer: Tokenizer) -> str:
+    """A hash of what decides the ids of training; how a file is formatted does not count."""
+    parts = (_content(tokenizer), tokenizer.eos_id, tokenizer.bos_id)
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _content(tokenizer: Tokenizer) -> str:
+    """What decides the ids of a text; not what is put before or behind it."""
+    if tokenizer.spec is None:
+        return tokenizer.name
+    content = json.loads(tokenizer.spec)
+    return json.dumps({**content, "post_processor": None}, sort_keys=True)
+
+
 def _begins(tokenizer: Any, vocabulary: Iterable[str]) -> tuple[int, ...]:
     """What the post-processor of a `tokenizers.Tokenizer` puts before a text.
 
@@ -167,7 +186,7 @@ def _begins(tokenizer: Any, vocabulary: Iterable[str]) -> tuple[int, ...]:
     return ()
 
 
-def _find_special(path: Path, kind: str, given: str | None, usual: Sequence[str]) -> int | None:
+def _find_special(path: AnyPath, kind: str, given: str | None, usual: Sequence[str]) -> int | None:
     """The id of a special token: of the given one, else the configured one, else a usual one."""
     vocabulary = FileTokenizer(path, eos_id=0)
     if given == "":
@@ -182,7 +201,7 @@ def _find_special(path: Path, kind: str, given: str | None, usual: Sequence[str]
     return next((token_id for token_id in ids if token_id is not None), None)
 
 
-def _configured(path: Path, kind: str) -> list[str]:
+def _configured(path: AnyPath, kind: str) -> list[str]:
     """The special token that `tokenizer_config.json` names; empty if there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8")).get(kind)
@@ -208,7 +227,7 @@ def load_tokenizer(
     """
     if name == BYTES:
         return ByteTokenizer()
-    path = Path(name)
+    path = as_path(name)
     path = path / "tokenizer.json" if path.is_dir() else path
     eos_id = _find_special(path, "eos_token", eos_token or None, EOS_TOKENS)
     if eos_id is None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from models.training.data.source import BYTES, Packing
+from models.training.paths import AnyPath, StorePath, as_path
+from models.training.run.mirror import Mirror
 from models.training.run.optimizer import OptimizerConfig
 from models.training.run.profile import ProfileRange
 from models.training.run.step import ON_NONFINITE, OnNonfinite
@@ -17,7 +23,7 @@ from models.training.run.step import ON_NONFINITE, OnNonfinite
 FREE_TO_CHANGE = frozenset(
     f"model.{name}"
     for name in (
-        *("scan_layers", "remat", "remat_every", "dtype", "attention"),
+        *("scan_layers", "remat", "remat_every", "dtype", "attention", "zigzag"),
         *("stages", "stage_microbatches", "stage_schedule"),
     )
 )
@@ -160,7 +166,16 @@ def check_same_model(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
             f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in fatal
         )
         raise RunError(f"the checkpoint is of another run: {listed}; use its values or start anew")
-    told = ("optimizer.", "seq_len", "global_batch", "seed", "data", "packing", "z_loss")
+    told = (
+        "optimizer.",
+        "seq_len",
+        "tokenizer",
+        "global_batch",
+        "seed",
+        "data",
+        "packing",
+        "z_loss",
+    )
     return [f"{k}: {theirs[k]} -> {ours[k]}" for k in changed if k.startswith(told)]
 
 
@@ -180,10 +195,46 @@ class RunFolder:
 
     Args:
         path: the folder, with `config.json`, `metrics.jsonl`, `report.html`, and the folders
-            `checkpoints`, `tensorboard` and `profile`.
+            `checkpoints`, `tensorboard`, `tokenizer`, `compiled` and `profile`.
+        kept: for a run on an object store, its folder there, with the same files; `path` is then a
+            temporary folder.
     """
 
+    CHECKPOINTS: ClassVar[str] = "checkpoints"
+    TOKENIZER: ClassVar[str] = "tokenizer"
+
     path: Path
+    kept: StorePath | None = None
+
+    @classmethod
+    def at(cls, where: str | AnyPath) -> RunFolder:
+        """The folder of a path or URL.
+
+        Raises:
+            StoreError: the store cannot be used from here.
+        """
+        path = as_path(where)
+        if isinstance(path, Path):
+            return cls(path)
+        return cls(Path(tempfile.gettempdir()) / f"run-{secrets.token_hex(8)}", path)
+
+    @contextlib.contextmanager
+    def kept_up(self) -> Iterator[None]:
+        """Inside, what is written into `path` is kept on the store, if the run is on one."""
+        if self.kept is None:
+            yield
+            return
+        try:
+            with Mirror(self.path, self.kept):
+                yield
+        finally:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def shown(self, path: Path) -> AnyPath:
+        """Where people find a file of the folder."""
+        if self.kept is None or not path.is_relative_to(self.path):
+            return path.absolute()
+        return self.kept / path.relative_to(self.path).as_posix()
 
     @property
     def config(self) -> Path:
@@ -201,9 +252,19 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints(self) -> AnyPath:
         """The folder of checkpoints."""
-        return self.path / "checkpoints"
+        return (self.kept or self.path) / self.CHECKPOINTS
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer that is trained with; not there if tokens are bytes."""
+        return self.path / self.TOKENIZER
+
+    @property
+    def compiled(self) -> Path:
+        """Compiled programs, which a restart finds there."""
+        return self.path / "compiled"
 
     @property
     def profile(self) -> Path:

@@ -23,6 +23,7 @@ from models.training.run.metrics import StepCost, memory_in_use
 from models.training.run.profile import Profiler
 from models.training.run.sinks import Record, Sink
 from models.training.run.step import StepMetrics, TrainStep
+from spmd.launch import Unwatched, Watch
 
 TYPICAL_OF = 1000
 """The time of a typical step is the median of this many of the last steps."""
@@ -62,12 +63,14 @@ class Schedule:
         steps: total number of steps, counted from the very first.
         eval_every: steps between evaluations; 0 evaluates at the end only.
         save_every: steps between checkpoints; 0 saves at the end only.
+        evaluates_first: whether to evaluate before the first step that is taken.
         max_skipped: the most steps in a row that may be skipped; one more ends the run.
     """
 
     steps: int
     eval_every: int = 0
     save_every: int = 0
+    evaluates_first: bool = False
     max_skipped: int = 10
 
     def is_last(self, step: int) -> bool:
@@ -120,7 +123,7 @@ def train(
     saver: Saver | None = None,
     profiler: Profiler | None = None,
     should_stop: Callable[[int], bool] = lambda step: False,
-    beat: Callable[[int], None] = lambda step: None,
+    watch: Watch | None = None,
 ) -> Outcome:
     """Takes steps until the schedule's end, or until it is asked to stop.
 
@@ -139,7 +142,7 @@ def train(
         profiler: traces some steps.
         should_stop: called with the step's number, before the first step and after each. If it
             returns True, the loop saves and ends.
-        beat: called with the number of each step whose metrics have arrived.
+        watch: gets a beat for each step whose metrics have arrived, and hears what takes longer.
 
     Returns:
         The state after the last step, and what the steps were like.
@@ -149,11 +152,25 @@ def train(
             were skipped.
     """
     started = time.perf_counter()
-    reader = _Reader(cost, schedule, sinks, beat)
+    watch = Unwatched() if watch is None else watch
+    reader = _Reader(cost, schedule, sinks, watch)
     profiler = profiler or Profiler(None)
     is_stopped = not schedule.is_last(state.step) and should_stop(state.step)
     eval_loss: float | None = None
+
+    def evaluated() -> float | None:
+        if evaluate is None:
+            return None
+        reader.flush()
+        with watch.may_take("evaluating"):
+            loss = evaluate(state.params)
+        _tell(sinks, {"step": state.step, "eval_loss": loss})
+        reader.restart_clock()
+        return loss
+
     with profiler:
+        if schedule.evaluates_first and not (is_stopped or schedule.is_last(state.step)):
+            eval_loss = evaluated()
         while not schedule.is_last(state.step) and not is_stopped:
             profiler.before(state.step + 1)
             params, opt_state, metrics = step(state.params, state.opt_state, next(batches))
@@ -165,19 +182,20 @@ def train(
                 profiler.after(state.step)
             if saver is not None:
                 _tell(sinks, *saver.poll())
-            if evaluate is not None and schedule.evaluates_after(state.step) and not is_stopped:
-                reader.flush()
-                eval_loss = evaluate(state.params)
-                _tell(sinks, {"step": state.step, "eval_loss": eval_loss})
-                reader.restart_clock()
+            if schedule.evaluates_after(state.step) and not is_stopped:
+                eval_loss = evaluated()
             if saver is not None and (schedule.saves_after(state.step) or is_stopped):
                 reader.flush()
-                saver.save(state)
+                for sink in sinks:  # a resumed run does not take the steps before again
+                    sink.flush()
+                with watch.may_take("saving"):
+                    saver.save(state)
                 reader.restart_clock()
         reader.flush()
         if saver is not None:
             try:
-                saver.finish()
+                with watch.may_take("waiting for the last save"):
+                    saver.finish()
             finally:  # the record of the last save, even if it failed
                 _tell(sinks, *saver.poll())
     seconds = time.perf_counter() - started
@@ -198,9 +216,9 @@ class _Reader:
         cost: StepCost,
         schedule: Schedule,
         sinks: Sequence[Sink],
-        beat: Callable[[int], None],
+        watch: Watch,
     ) -> None:
-        self.cost, self.schedule, self.sinks, self.beat = cost, schedule, sinks, beat
+        self.cost, self.schedule, self.sinks, self.watch = cost, schedule, sinks, watch
         self.pending: tuple[int, StepMetrics] | None = None
         self.started = time.perf_counter()
         self.first: Record | None = None
@@ -221,7 +239,7 @@ class _Reader:
         metrics = {name: float(value) for name, value in jax.device_get(arrays).items()}
         now = time.perf_counter()
         seconds, self.started = now - self.started, now
-        self.beat(number)
+        self.watch.beat(step=number)
         record: Record = {"step": number, "seconds": seconds, **metrics}
         record |= self.cost.rates(seconds) | memory_in_use()
         self._keep(record)

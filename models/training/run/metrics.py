@@ -44,6 +44,7 @@ class StepCost:
 
     Args:
         tokens: tokens of a global batch.
+        unit: what is counted, where it is no tokens.
         devices: number of devices that share the step.
         flops_per_token: convention -> FLOPs credited to a token, forward and backward.
         peak_flops: of one device; None if it is not known.
@@ -53,16 +54,18 @@ class StepCost:
     devices: int
     flops_per_token: Mapping[str, float] = dataclasses.field(default_factory=dict)
     peak_flops: float | None = None
+    unit: str = "tokens"
 
     def rates(self, seconds: float) -> dict[str, float]:
         """Rates of a step that took `seconds`.
 
         Returns:
-            `tokens_per_s` of all devices and, if the peak is known, `mfu_CONVENTION` for each
+            `tokens_per_s` of all devices (or another unit) and, if the peak is known,
+            `mfu_CONVENTION` for each
             convention.
         """
         tokens_per_s = self.tokens / seconds
-        rates = {"tokens_per_s": tokens_per_s}
+        rates = {f"{self.unit}_per_s": tokens_per_s}
         if self.peak_flops is not None:
             for convention, flops in self.flops_per_token.items():
                 rates[f"mfu_{convention}"] = tokens_per_s * flops / self.devices / self.peak_flops

@@ -1,4 +1,4 @@
-"""Optimizers: AdamW and Adafactor, with warmup, cosine decay and clipping."""
+"""Optimizers: AdamW and Adafactor, with warmup, a schedule and clipping."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from spmd.ops import fp8
 
 OPTIMIZERS = ("adamw", "adafactor")
 SMALL_MODEL = 100_000_000
+
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
+"""How the learning rate goes after the warmup. wsd (warmup, stable, decay) stays at the peak and
+falls at the end (Hu et al., MiniCPM, 2024, section 4)."""
+
 NOT_DECAYED = ("norm", "bias")
+"""Parameters with such a word anywhere in their path are not decayed."""
+
+NOT_DECAYED_NAMES = ("scale", "embedding")
+"""Nor those of these names: flax's norms and embeddings."""
 
 
 class OptimizerError(ValueError):
@@ -26,11 +35,15 @@ class OptimizerConfig:
 
     Args:
         name: `"adamw"` or `"adafactor"`.
-        total_steps: length of the run; the cosine reaches its end here.
+        total_steps: length of the run; the schedule reaches its end here.
         learning_rate: at the peak. Adafactor's is relative to the scale of each parameter.
         warmup_steps: steps of linear warmup; None takes a tenth of the run, 1 to 100.
+        schedule: one of `SCHEDULES`.
         final_fraction: learning rate at the end, as a fraction of the peak.
-        weight_decay: decoupled decay of AdamW; norms and biases are not decayed.
+        decay_fraction: of the run's steps, in which wsd falls.
+        beta1: AdamW's decay of the gradients' mean.
+        beta2: AdamW's decay of their squares' mean.
+        weight_decay: decoupled decay of AdamW; see `decay_mask` for what is not decayed.
         clip_norm: gradients are scaled down to this global norm; None does not clip.
 
     Raises:
@@ -41,7 +54,11 @@ class OptimizerConfig:
     total_steps: int
     learning_rate: float
     warmup_steps: int | None = None
+    schedule: str = "cosine"
     final_fraction: float = 0.1
+    decay_fraction: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
     weight_decay: float = 0.1
     clip_norm: float | None = 1.0
 
@@ -53,26 +70,35 @@ class OptimizerConfig:
             raise OptimizerError(f"learning_rate must be positive, not {self.learning_rate}")
         if self.warmup_steps is not None and self.warmup_steps < 0:
             raise OptimizerError(f"warmup_steps must not be negative, not {self.warmup_steps}")
-        if not 0 <= self.final_fraction <= 1:
-            raise OptimizerError(f"final_fraction must be in [0, 1], not {self.final_fraction}")
+        if self.schedule not in SCHEDULES:
+            raise OptimizerError(
+                f"no schedule is called {self.schedule!r}; there are {', '.join(SCHEDULES)}"
+            )
+        for name in ("final_fraction", "decay_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise OptimizerError(f"{name} must be in [0, 1], not {getattr(self, name)}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise OptimizerError(f"{name} must be in [0, 1), not {getattr(self, name)}")
         if self.weight_decay < 0:
             raise OptimizerError(f"weight_decay must not be negative, not {self.weight_decay}")
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise OptimizerError(f"clip_norm must be positive, not {self.clip_norm}")
 
 
-def default_learning_rate(name: str, parameters: int) -> float:
+def default_learning_rate(name: str, parameters: int, *, tuned: bool = False) -> float:
     """A peak learning rate that is rarely bad.
 
     Args:
         name: of the optimizer.
         parameters: how many the model has.
+        tuned: whether it starts from trained weights, which a large one would spoil.
     """
     _check_name(name)
     small = parameters < SMALL_MODEL
     if name == "adamw":
-        return 3e-3 if small else 3e-4
-    return 3e-2 if small else 1e-2
+        return 2e-5 if tuned else 3e-3 if small else 3e-4
+    return 1e-3 if tuned else 3e-2 if small else 1e-2
 
 
 def _check_name(name: str) -> None:
@@ -81,17 +107,27 @@ def _check_name(name: str) -> None:
 
 
 def make_schedule(config: OptimizerConfig) -> optax.Schedule:
-    """Step -> learning rate: linear up to the peak, then a cosine down to its final fraction."""
+    """Step -> learning rate: linear up to the peak, then as the schedule's name says."""
     peak, warmup = config.learning_rate, config.warmup_steps
     if warmup is None:
         warmup = min(100, max(1, config.total_steps // 10))
-    return optax.warmup_cosine_decay_schedule(
-        init_value=peak / (warmup + 1),
-        peak_value=peak,
-        warmup_steps=warmup,
-        decay_steps=max(config.total_steps, warmup + 1),
-        end_value=peak * config.final_fraction,
-    )
+    rest = max(config.total_steps - warmup, 1)
+    end = peak * config.final_fraction
+    rise = optax.linear_schedule(peak / (warmup + 1), peak, max(warmup, 1))
+    if config.schedule == "cosine":
+        then = optax.cosine_decay_schedule(peak, rest, alpha=config.final_fraction)
+    elif config.schedule == "linear":
+        then = optax.linear_schedule(peak, end, rest)
+    else:
+        falling = 0
+        if config.schedule == "wsd":
+            falling = min(rest, max(1, round(config.total_steps * config.decay_fraction)))
+        then = (
+            optax.linear_schedule(peak, end, falling, rest - falling)
+            if falling
+            else (optax.constant_schedule(peak))
+        )
+    return optax.join_schedules([rise, then], [warmup])
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -99,7 +135,11 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     schedule = make_schedule(config)
     if config.name == "adamw":
         rule = optax.adamw(
-            schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=decay_mask
+            schedule,
+            b1=config.beta1,
+            b2=config.beta2,
+            weight_decay=config.weight_decay,
+            mask=decay_mask,
         )
     else:
         rule = optax.adafactor(schedule)
@@ -133,7 +173,11 @@ def updates_taken(opt_state: Any) -> jax.Array:
 
 
 def decay_mask(params: Any) -> Any:
-    """True for every parameter that is decayed; its path names neither a norm nor a bias."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: not any(word in jax.tree_util.keystr(path) for word in NOT_DECAYED), params
-    )
+    """True for every parameter that is decayed: its path names no norm, bias or flax embedding."""
+
+    def is_decayed(path: tuple[Any, ...], _: Any) -> bool:
+        words = jax.tree_util.keystr(path, simple=True, separator="/").lower().split("/")
+        named = any(name in words for name in NOT_DECAYED_NAMES)
+        return not named and not any(part in word for word in words for part in NOT_DECAYED)
+
+    return jax.tree_util.tree_map_with_path(is_decayed, params)

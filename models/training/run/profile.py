@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import jax
@@ -72,4 +73,7 @@ class Profiler:
 
     def _stop(self) -> None:
         self.is_running = False
-        jax.profiler.stop_trace()
+        try:
+            jax.profiler.stop_trace()
+        except (OSError, RuntimeError) as error:  # a trace is no reason to end a run
+            print(f"{self.folder}: the trace could not be written: {error}", file=sys.stderr)

@@ -7,11 +7,8 @@ A record has a `step` and some of these: a training step's loss and rates, an ev
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -21,11 +18,18 @@ Record = dict[str, Any]
 """`step`, and numbers by name; `error`, if present, is a sentence."""
 
 
+PER_S = "_per_s"
+"""How the names of rates end."""
+
+
 class Sink(Protocol):
     """Takes the records of a run."""
 
     def write(self, record: Record) -> None:
-        """Takes one record."""
+        """Takes one record; never raises for want of space, and never waits for long."""
+
+    def flush(self) -> None:
+        """Is called before a checkpoint: those who keep records see to it that they are written."""
 
     def close(self) -> None:
         """Is called after the last record."""
@@ -42,89 +46,22 @@ class Sinks(list[Sink]):
             sink.close()
 
 
-class JsonLines:
-    """Writes one JSON object a line, at once; numbers that are not finite become null.
+class Forgiving:
+    """Standard output, of which nobody hears if it cannot be written: a file on a full disk."""
 
-    Args:
-        path: the file; lines are appended.
-        after: if a run resumes from this step, lines of later steps are dropped first: it takes
-            those steps again.
-    """
+    def write(self, text: str) -> int:
+        """Writes what can be written."""
+        with contextlib.suppress(OSError):
+            sys.stdout.write(text)
+        return len(text)
 
-    def __init__(self, path: Path, after: int | None = None) -> None:
-        if after is not None and path.exists():
-            _drop_later_steps(path, after)
-        self.file = path.open("a", encoding="utf-8")
+    def flush(self) -> None:
+        """Flushes what can be flushed."""
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
 
-    def write(self, record: Record) -> None:
-        """Appends a line."""
-        print(json.dumps({name: _finite(x) for name, x in record.items()}), file=self.file)
-        self.file.flush()
-
-    def close(self) -> None:
-        """Closes the file."""
-        self.file.close()
-
-
-def _finite(x: Any) -> Any:
-    return None if isinstance(x, float) and not math.isfinite(x) else x
-
-
-def _drop_later_steps(path: Path, step: int) -> None:
-    """Drops lines of later steps, and a last line that was cut off when its process was killed."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
-            continue
-    path.write_text("".join(kept), encoding="utf-8")
-
-
-class TensorBoard:
-    """Writes scalars into TensorBoard's event files.
-
-    Args:
-        folder: where the files go.
-        after: if a run resumes from this step, TensorBoard is told to hide later ones.
-    """
-
-    def __init__(self, folder: Path, after: int | None = None) -> None:
-        with _without_torch():
-            from tensorboardX import SummaryWriter
-        purge = None if after is None else after + 1
-        self.writer = SummaryWriter(str(folder), purge_step=purge, flush_secs=10)
-
-    def write(self, record: Record) -> None:
-        """Writes every number of the record."""
-        step = int(record["step"])
-        for name, value in record.items():
-            if name != "step" and isinstance(value, int | float):
-                self.writer.add_scalar(_tag(name), value, step)
-
-    def close(self) -> None:
-        """Flushes and closes the file."""
-        self.writer.close()
-
-
-@contextlib.contextmanager
-def _without_torch() -> Iterator[None]:
-    """Keeps tensorboardX from importing PyTorch, which takes two seconds and is not needed here."""
-    if "torch" in sys.modules:
-        yield
-        return
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules["torch"]
-
-
-def _tag(name: str) -> str:
-    """TensorBoard's name of a metric: `eval_loss` -> `eval/loss`, `loss` -> `train/loss`."""
-    group, _, rest = name.partition("_")
-    return f"{group}/{rest}" if group in ("eval", "mfu", "memory", "save") else f"train/{name}"
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
 
 
 class Terminal:
@@ -141,16 +78,22 @@ class Terminal:
         self.is_first = True
         self.bar = _bar(console) if console.is_terminal else None
         if self.bar is not None:
-            self.task = self.bar.add_task("", total=steps, loss=math.nan, rate=0.0)
+            self.task = self.bar.add_task("", total=steps, loss=math.nan, rate="")
             self.bar.start()
 
     def write(self, record: Record) -> None:
         """Moves the bar, and prints a line if one is due."""
+        with contextlib.suppress(OSError):  # its output may be a file on a full disk
+            self._show(record)
+
+    def flush(self) -> None:
+        """Lines are printed at once."""
+
+    def _show(self, record: Record) -> None:
         number = int(record["step"])
         if self.bar is not None and "loss" in record:
-            self.bar.update(
-                self.task, completed=number, loss=record["loss"], rate=record["tokens_per_s"]
-            )
+            rate = _rate(record)
+            self.bar.update(self.task, completed=number, loss=record["loss"], rate=rate)
         is_due = number % self.log_every == 0 or number == self.steps or self.is_first
         if is_due or "loss" not in record or record.get("skipped"):
             self.console.print(describe(record, self.steps), highlight=False)
@@ -159,7 +102,8 @@ class Terminal:
     def close(self) -> None:
         """Removes the bar."""
         if self.bar is not None:
-            self.bar.stop()
+            with contextlib.suppress(OSError):
+                self.bar.stop()
 
 
 def describe(record: Record, steps: int) -> str:
@@ -181,7 +125,7 @@ def _describe_step(record: Record) -> str:
     text = f"loss {record['loss']:.3f}  grad norm {record['grad_norm']:.2f}"
     if "learning_rate" in record:
         text += f"  lr {record['learning_rate']:.2e}"
-    text += f"  {record['tokens_per_s']:,.0f} tokens/s  {1000 * record['seconds']:.0f} ms"
+    text += f"  {_rate(record)}  {1000 * record['seconds']:.0f} ms"
     for name, value in record.items():
         if name.startswith("mfu_"):
             text += f"  MFU {value:.1%} ({name.removeprefix('mfu_')})"
@@ -190,13 +134,19 @@ def _describe_step(record: Record) -> str:
     return text + ("  not finite: skipped" if record.get("skipped") else "")
 
 
+def _rate(record: Record) -> str:
+    """`1,024 tokens/s`, or of what the run counts."""
+    rates = {name: value for name, value in record.items() if name.endswith(PER_S)}
+    return "".join(f"{value:,.0f} {name.removesuffix(PER_S)}/s" for name, value in rates.items())
+
+
 def _bar(console: Console) -> Progress:
     return Progress(
         TextColumn("training"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]:.3f}"),
-        TextColumn("{task.fields[rate]:,.0f} tokens/s"),
+        TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
         console=console,
         transient=True,

@@ -9,6 +9,7 @@ from spmd.explain.decisions import conflict_rows, loser_text, marks_title
 from spmd.explain.facts import Facts, memory_rows, quality_rows
 from spmd.explain.pipelines import pipeline_rows
 from spmd.explain.recomputed import recomputed_rows, recomputed_title
+from spmd.explain.rings import ring_rows, ring_text
 from spmd.explain.tables import (
     collective_table,
     largest_table,
@@ -52,6 +53,7 @@ def explain_program(facts: Facts) -> str:
         section("totals by kind and axes", table_lines(by_axes)),
         _marks(facts),
         _conflicts(facts),
+        _rings(facts),
         _recomputed(facts),
         _pipelines(facts),
         section("forms", [form.text for form in facts.plan.forms]),
@@ -167,6 +169,12 @@ def _time(facts: Facts) -> str:
         f"{'communication' if comm > compute else 'compute'} "
         f"(compute {seconds_text(compute)}, collectives {seconds_text(comm)})"
     )
+
+
+def _rings(facts: Facts) -> Lines:
+    """What goes round, and what could."""
+    rows = ring_rows(facts.plan, facts.prices)
+    return section("rings", [line for row in rows for line in ring_text(row)])
 
 
 def _recomputed(facts: Facts) -> Lines:

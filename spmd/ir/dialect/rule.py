@@ -22,6 +22,10 @@ REPLICATE = "replicate"
 WINDOW = "window"
 FIXED = "fixed"
 MERGE = "merge"
+RING = "ring"
+
+UNCLAIMED = (REPLICATE, FIXED, RING)
+"""Kinds of factors that are never split because a dim is: what splits them follows from the op."""
 
 DimFactors = tuple[int, ...]
 """Factors of one dim, major to minor."""
@@ -33,6 +37,27 @@ Pair = tuple[DimFactors, DimFactors]
 def sides(pairs: Sequence[Pair]) -> tuple[list[DimFactors], list[DimFactors]]:
     """The factors of all dims of the operand, and of the result."""
     return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
+class Ring(NamedTuple):
+    """How a `ring` factor may be split.
+
+    Attributes:
+      along: the factor whose atoms it may have, too.
+      wanted: the number of pieces that there have to be; 0 if any will do.
+    """
+
+    along: int
+    wanted: int = 0
+
+    def allows(self, pieces: int, *sizes: int) -> bool:
+        """Whether it may be cut into so many pieces, with the sizes of both factors."""
+        is_even = all(size % pieces == 0 for size in sizes)
+        return is_even and pieces <= MOST_PIECES and self.wanted in (0, pieces)
+
+
+MOST_PIECES = 64
+"""Pieces that go round are written out, one after another: no more than so many."""
 
 
 class Factor(NamedTuple):
@@ -48,13 +73,17 @@ class Factor(NamedTuple):
         `merge`: devices exchange what each finds in its piece (`Merge`); nothing is left partial;
         `replicate`: it must not be split;
         `fixed`: it is split over just its own axes. The dim's other factor, behind it, may then be
-        split unevenly.
+        split unevenly;
+        `ring`: it stays whole, or the very atoms that split another factor split it evenly, too.
+        Then its pieces go round, and each device meets all of them.
       axes: the atoms of a fixed factor.
+      ring: of a ring factor, how it may be split.
     """
 
     size: int
     kind: str = PASS
     axes: tuple[int, ...] = ()
+    ring: Ring | None = None
 
 
 class Rule(NamedTuple):
@@ -97,6 +126,11 @@ class Rule(NamedTuple):
     def values(self) -> tuple[tuple[DimFactors, ...], ...]:
         """Operands, then results."""
         return self.operands + self.results
+
+    @property
+    def rings(self) -> tuple[tuple[int, Ring], ...]:
+        """The numbers of the ring factors, and how they may be split."""
+        return tuple((i, f.ring) for i, f in enumerate(self.factors) if f.ring is not None)
 
     @property
     def halos(self) -> tuple[Halo, ...]:
@@ -204,7 +238,9 @@ def format_rule(rule: Rule) -> str:
         )
 
     kinds = [
-        f"{name(i)}: {f.kind}" + (f" {rule.reduction}" if f.kind == REDUCE else "")
+        f"{name(i)}: {f.kind}"
+        + (f" {rule.reduction}" if f.kind == REDUCE else "")
+        + (f" along {name(f.ring.along)}" if f.ring else "")
         for i, f in enumerate(rule.factors)
         if f.kind != PASS
     ]
@@ -222,6 +258,11 @@ class RuleBuilder:
     def factor(self, size: int, kind: str = PASS, axes: tuple[int, ...] = ()) -> DimFactors:
         """A new factor, as the factors of a dim."""
         self.factors.append(Factor(size, kind, axes))
+        return (len(self.factors) - 1,)
+
+    def ring(self, size: int, along: DimFactors, wanted: int = 0) -> DimFactors:
+        """A new factor whose pieces may go round the devices that split another one."""
+        self.factors.append(Factor(size, RING, ring=Ring(along[0], wanted)))
         return (len(self.factors) - 1,)
 
     def passes(self, size: int) -> Pair:

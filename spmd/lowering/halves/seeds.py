@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd.ir.dialect.rule import REPLICATE
+from spmd.ir.dialect.rule import REPLICATE, RING
 from spmd.ir.program import Op, OpKind, Program
 from spmd.lowering.halves.cut import Cut, rule_in_blocks
 from spmd.lowering.tied import Dim, Kept, TiedDims
@@ -79,7 +79,7 @@ def _passing(kind: OpKind) -> Iterator[Kept]:
 
     # A dim of several factors goes with the most major one that can be cut.
     def leading(dim: tuple[int, ...]) -> int:
-        return next((f for f in dim if rule.factors[f].kind != REPLICATE), -1)
+        return next((f for f in dim if rule.factors[f].kind not in (REPLICATE, RING)), -1)
 
     made = defaultdict(list)
     for j, dims in enumerate(rule.results):

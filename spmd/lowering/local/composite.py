@@ -12,6 +12,7 @@ calls survive untouched. Their names carry a digest of the text, so equal functi
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -23,9 +24,11 @@ from spmd.frontend.canonicalize.run import canonicalize
 from spmd.frontend.importer.module import import_module, signature
 from spmd.frontend.trace import trace
 from spmd.ir.description import COMPOSITE
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.composites import (
     KERNEL,
     PLATFORM,
+    PREFIX,
     WORKSPACE,
     Function,
     arguments_of,
@@ -33,7 +36,7 @@ from spmd.ir.dialect.composites import (
 )
 from spmd.ir.program import OpKind, Program, Value
 from spmd.ir.rewrite import append_ops
-from spmd.ir.types import needs_x64, numpy_dtype
+from spmd.ir.types import Attribute, TensorType, needs_x64, numpy_dtype
 from spmd.lowering.local.table import LocalOp
 from spmd.predict.memory import peak_memory
 
@@ -58,37 +61,52 @@ class _Declined(Exception):
     """Raised where a kernel returns NotImplemented."""
 
 
-def lower_composite(op: LocalOp) -> tuple[Value, ...]:
-    """The composite for one device, by the platform's kernel or by its decomposition."""
-    platform = op.attrs.get(PLATFORM, "")
-    if platform in composite_of(op.op.kind).kernels:
-        kind = _local_kind(op, is_kernel=True)
+def lower_composite(op: LocalOp, **changed: Attribute) -> tuple[Value, ...]:
+    """The composite for one device, some of its own attributes changed."""
+    return append_composite(op.b, op.operands, op.result_types(), with_own(op.attrs, **changed))
+
+
+def with_own(attrs: Mapping[str, Attribute], **changed: Attribute) -> dict[str, Attribute]:
+    """A composite's attributes with some of its own changed."""
+    return {**attrs, **{PREFIX + name: value for name, value in changed.items()}}
+
+
+def append_composite(
+    b: Builder,
+    operands: Sequence[Value],
+    results: Sequence[TensorType],
+    attrs: Mapping[str, Attribute],
+) -> tuple[Value, ...]:
+    """Appends a composite on one device, by the platform's kernel or by its decomposition.
+
+    Raises:
+      SpmdError: nothing computes it at these shapes.
+    """
+    types = tuple(b.types[v] for v in operands)
+    kind = OpKind(COMPOSITE, types, tuple(results), {**attrs, KERNEL: True})
+    platform = attrs.get(PLATFORM, "")
+    if platform in composite_of(kind).kernels:
         traced = traced_composite(kind)
         if traced is not None:
-            return _call(op, kind, traced)
-    kind = _local_kind(op, is_kernel=False)
+            return _call(b, operands, kind, traced)
+    kind = OpKind(COMPOSITE, types, tuple(results), {**attrs, KERNEL: False})
     traced = traced_composite(kind)
     if traced is None:
         raise SpmdError(
-            f"composite {op.attrs['name']} has nothing that computes it here",
+            f"composite {attrs['name']} has nothing that computes it here",
             op=", ".join(map(str, kind.operands)),
-            source=op.op.loc.source,
+            source=b.loc.source,
             required=f"a kernel for {platform} that takes these shapes, or a decomposition",
             fix="pass decomposition= to spmd.register_composite",
         )
     if traced.program is None:
-        return _call(op, kind, traced)
-    return append_ops(op.b, traced.program, op.operands, loc=op.b.loc)
+        return _call(b, operands, kind, traced)
+    return append_ops(b, traced.program, operands, loc=b.loc)
 
 
-def _local_kind(op: LocalOp, *, is_kernel: bool) -> OpKind:
-    types = tuple(op.b.types[v] for v in op.operands)
-    return OpKind(COMPOSITE, types, op.result_types(), {**op.attrs, KERNEL: is_kernel})
-
-
-def _call(op: LocalOp, kind: OpKind, traced: Traced) -> tuple[Value, ...]:
+def _call(b: Builder, operands: Sequence[Value], kind: OpKind, traced: Traced) -> tuple[Value, ...]:
     attrs = {**kind.attrs, WORKSPACE: traced.workspace}
-    return op.b.op(COMPOSITE, op.operands, kind.results, attrs)
+    return b.op(COMPOSITE, operands, kind.results, attrs)
 
 
 def traced_composite(kind: OpKind) -> Traced | None:

@@ -47,3 +47,10 @@ def per_device(b: Builder, axes: Axes, numbers: Sequence[int]) -> Value:
         return b.binary("add", scaled, b.constant(numbers[0], "i32"))
     table = b.constant(np.asarray(numbers), "i32")
     return b.reshape(dynamic_take_dim(b, table, 0, b.axis_index(axes), 1), ())
+
+
+def to_next(axes: Axes, mesh: Mesh, way: int) -> tuple[tuple[int, int], ...]:
+    """Who sends to whom, by target: each device to the next one along some atoms, or the last."""
+    rings = [group[::way] for group in mesh.groups(axes)]
+    pairs = [(a, c) for group in rings for a, c in zip(group, (*group[1:], group[0]), strict=True)]
+    return tuple(sorted(pairs, key=lambda pair: pair[1]))

@@ -33,7 +33,7 @@ from spmd.ir.dialect.rule import PASS
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.lowering.divergence import HELD
-from spmd.lowering.local.dims import dynamic_take_dim
+from spmd.lowering.local.dims import dynamic_take_dim, to_next
 from spmd.lowering.rewrites.moves import again, is_elementwise, is_move, operand_dim, pieces_of
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
@@ -193,7 +193,7 @@ def _in_pieces(b: Builder, op: Op, term: _Term, now: Now, mesh: Mesh, ways: int)
             b.loc = op.loc._replace(note=f"{op.loc.note} ({left} from its device)".strip())
             more = own_term(way * left)
             sum_ = b.binary("add", total[way], more) if way in total else more
-            pairs = _to_next(axes, mesh, way)
+            pairs = to_next(axes, mesh, way)
             total[way] = b.collective("collective_permute", sum_, type_, axes, pairs=pairs)
     b.loc = op.loc
     return reduce(partial(b.binary, "add"), [*total.values(), own_term(0)])
@@ -210,10 +210,3 @@ def _piece(b: Builder, term: _Term, number: Value, count: int, now: Now) -> Valu
     size = b.types[value].shape[term.dim] // count
     start = b.binary("multiply", number, b.constant(size, "i32"))
     return dynamic_take_dim(b, value, term.dim, start, size)
-
-
-def _to_next(axes: Axes, mesh: Mesh, way: int) -> tuple[tuple[int, int], ...]:
-    """Who sends to whom, by target: each device to the next one along some atoms, or the last."""
-    rings = [group[::way] for group in mesh.groups(axes)]
-    pairs = [(a, c) for group in rings for a, c in zip(group, (*group[1:], group[0]), strict=True)]
-    return tuple(sorted(pairs, key=lambda pair: pair[1]))

@@ -1,6 +1,7 @@
 """Steps without end, each a sum over all devices; one process comes to grief after some.
 
-Arguments: the process, what happens to it (kill, raise, exit, hang, term), a folder for a watchdog.
+Arguments: the process, what happens to it (kill, stop, raise, exit, hang, term), a folder for a
+watchdog.
 """
 
 import itertools
@@ -23,6 +24,9 @@ def come_to_grief(how: str) -> None:
     """What happens to the victim."""
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
     if how == "raise":
         raise RuntimeError("the disk is full")
     if how == "exit":

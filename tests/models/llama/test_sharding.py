@@ -12,6 +12,7 @@ import spmd
 from models.llama import model, sharding
 from models.llama.config import CONFIGS, ConfigError
 from models.llama.training import train_step
+from models.placement import present
 
 TINY = CONFIGS["tiny"]
 UNROLLED = dataclasses.replace(TINY, scan_layers=False)
@@ -54,7 +55,7 @@ def test_tied_parameters_have_no_rule_for_the_output():
 
 def test_what_fits_is_not_dropped():
     assert sharding.dropped_marks(TINY, SHAPE) == ()
-    everywhere = {"replica": 2, "data": 2, "expert": 2, "model": 2}
+    everywhere = {"replica": 2, "data": 2, "expert": 2, "seq": 2, "model": 2}
     einsum = dataclasses.replace(TINY, attention="einsum")
     assert sharding.activation_specs(einsum, everywhere) == sharding.ACTIVATION_SPECS
     fused = set(sharding.activation_specs(TINY, everywhere))
@@ -95,10 +96,9 @@ def test_marked_structs_carry_the_tables_shardings(mesh, config):
     marked = flat(sharding.mark_params(structs(config), mesh, config))
     for path, leaf in marked.items():
         name = "/".join(part for part in path.split("/") if not part.isdecimal())
-        lead = (None,) * (leaf.ndim - len(sharding.PARAMETER_SPECS[name]))
-        expected = jax.sharding.NamedSharding(
-            leaf.sharding.mesh, P(*lead, *sharding.PARAMETER_SPECS[name])
-        )
+        own = [present(entry, mesh.shape) for entry in sharding.PARAMETER_SPECS[name]]
+        lead = (None,) * (leaf.ndim - len(own))
+        expected = jax.sharding.NamedSharding(leaf.sharding.mesh, P(*lead, *own))
         assert leaf.sharding.is_equivalent_to(expected, leaf.ndim), path
 
 

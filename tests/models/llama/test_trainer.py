@@ -10,7 +10,7 @@ import pytest
 import spmd
 from models.llama import model, sharding
 from models.llama.config import CONFIGS
-from models.llama.trainer import Trainer, init_params
+from models.llama.trainer import LlamaProgram, init_params
 from models.training.checkpoints.store import Checkpoints
 from models.training.data import source as data
 from models.training.run.description import RunConfig
@@ -42,7 +42,7 @@ def windows(run):
 
 def make_trainer(mesh, **model_changes):
     run = make_run(mesh, **model_changes)
-    return Trainer(run, spmd.make_mesh(**mesh), windows(run).struct())
+    return LlamaProgram(run, spmd.make_mesh(**mesh), windows(run).struct())
 
 
 class Losses(list):
@@ -50,6 +50,9 @@ class Losses(list):
 
     def write(self, record):
         self.append(record["loss"])
+
+    def flush(self):
+        pass
 
     def close(self):
         pass
@@ -64,7 +67,7 @@ def take(trainer, state, steps):
         state,
         map(trainer.place, batches),
         Schedule(steps=steps),
-        cost=trainer.cost(),
+        cost=trainer.cost,
         sinks=[losses],
     )
     return outcome.state, losses
@@ -74,7 +77,7 @@ def take(trainer, state, steps):
 class Whole:
     """A run that never stopped: trainer, losses, parameters and optimizer state at the end."""
 
-    trainer: Trainer
+    trainer: LlamaProgram
     losses: list
     params: dict
     opt_state: object

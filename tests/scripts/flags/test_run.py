@@ -12,7 +12,7 @@ BAD_FLAGS = {
     "--resume=auto": "--resume needs --run_dir, the folder that keeps what is written",
     "--run_dir=r --resume=soon": "--resume: 'soon' is no step, and not auto",
     "--run_dir=r --profile=9": "'9' is not of the form first:last, as in 10:13",
-    "--mesh=rows=4": "no axis is called 'rows'; the model splits over replica, data, expert, model",
+    "--mesh=rows=4": "no axis is called 'rows'; the model splits over replica, data, expert, seq,",
     "--steps=0": "total_steps must be positive, not 0",
     "--global_batch=6": "global_batch: 6 sequences do not divide over data=4; the next that do",
     "--remat=some": "remat 'some' is no policy; there are none, full, dots",

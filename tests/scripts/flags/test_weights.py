@@ -5,17 +5,19 @@ import functools
 import io
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from rich.console import Console
 
 from models.llama import model
 from models.llama.config import CONFIGS, ConfigError
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
-from models.training.data.tokenizer import ByteTokenizer, load_tokenizer
+from models.training.data.tokenizer import ByteTokenizer, load_tokenizer, same_ids
 from scripts.flags import weights as weights_flags
 from scripts.flags.train import make_parser
 from tests.models.training.data.test_beginnings import byte_level, saved
@@ -24,12 +26,26 @@ TINY = CONFIGS["tiny"]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def tokenizer_file(tmp_path_factory):
+    """A tokenizer.json of a few words."""
+    words = ["<s>", "</s>", "to", "be", "or", "not"]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="or")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, tokenizer_file):
     """A folder with weights, a config and a tokenizer."""
     init = functools.partial(model.init, config=TINY)
     folder = tmp_path_factory.mktemp("flags") / "checkpoint"
     weights.save(jax.jit(init)(jax.random.key(2)), TINY, folder)
-    (folder / "tokenizer.json").write_text("{}")
+    shutil.copy(tokenizer_file, folder)
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     return folder
 
 
@@ -47,7 +63,7 @@ def test_model_by_name():
 
 
 def test_from_a_checkpoint_to_a_checkpoint(checkpoint, tmp_path):
-    out = tmp_path / "out"
+    out = tmp_path / "new" / "out"
     printed = io.StringIO()
     console = Console(file=printed, soft_wrap=True)
     flags = given(f"--init_from={checkpoint}", f"--export_hf={out}", "--export_dtype=bfloat16")
@@ -55,8 +71,11 @@ def test_from_a_checkpoint_to_a_checkpoint(checkpoint, tmp_path):
     assert config == read_config(checkpoint)
     assert weights_flags.model_name(flags) == "checkpoint"
     params = weights_flags.load_params(flags, config, None, console)
-    weights_flags.export_params(flags, params, config, ByteTokenizer(), console)
-    assert (out / "tokenizer.json").exists()
+    tokenizer = load_tokenizer(weights_flags.chosen_tokenizer(flags, config))
+    weights_flags.export_params(flags, params, config, tokenizer, console)
+    assert same_ids(load_tokenizer(str(out)), tokenizer)
+    config_file = "tokenizer_config.json"
+    assert (out / config_file).read_text() == (checkpoint / config_file).read_text()
     assert printed.getvalue() == f"weights: {checkpoint}\nexported: {out}\n"
     again = weights.load(out, dataclasses.replace(config, param_dtype="bfloat16"))
     jax.tree.map(
@@ -85,6 +104,39 @@ def test_texts_begin_as_in_training(checkpoint, tmp_path):
 def test_without_flags_nothing_is_read_or_written():
     assert weights_flags.load_params(given(), TINY, None, Console()) is None
     weights_flags.export_params(given(), None, TINY, ByteTokenizer(), Console())
+
+
+def test_the_tokenizer_is_that_of_the_weights(checkpoint, tmp_path):
+    init = f"--init_from={checkpoint}"
+    assert weights_flags.chosen_tokenizer(given(init), TINY) == str(checkpoint)
+    assert weights_flags.chosen_tokenizer(given(init, "--tokenizer=bytes"), TINY) == "bytes"
+    assert weights_flags.chosen_tokenizer(given(), TINY) == "bytes"
+    without = f"--init_from={tmp_path}"
+    assert weights_flags.chosen_tokenizer(given(without), TINY) == "bytes"  # it knows 256 tokens
+    larger = dataclasses.replace(TINY, vocab_size=300)
+    with pytest.raises(weights.WeightsError, match=r"no tokenizer.json, and its model knows 300"):
+        weights_flags.chosen_tokenizer(given(without), larger)
+
+
+def test_an_export_ships_the_tokenizer_that_was_trained_with(checkpoint, tokenizer_file, tmp_path):
+    """Of a folder with nothing but a tokenizer.json: that, and the names of its special tokens."""
+    params = jax.jit(functools.partial(model.init, config=TINY))(jax.random.key(2))
+    flags = [f"--init_from={checkpoint}"]
+    own = tmp_path / "own" / "tokenizer.json"
+    own.parent.mkdir()
+    own.write_text(tokenizer_file.read_text().replace('"not"', '"neither"'))
+    printed = io.StringIO()
+    console = Console(file=printed, soft_wrap=True)
+    for name in (str(own), "bytes"):
+        out = tmp_path / f"out-{Path(name).stem}"
+        to = given(*flags, f"--export_hf={out}")
+        weights_flags.export_params(to, params, TINY, load_tokenizer(name), console)
+    shipped = load_tokenizer(str(tmp_path / "out-tokenizer"))
+    assert same_ids(shipped, load_tokenizer(str(own)))
+    assert shipped.begins == (0,)
+    assert (shipped.eos_id, shipped.bos_id) == (1, 0)
+    assert not list((tmp_path / "out-bytes").glob("tokenizer*"))
+    assert "it has no tokenizer: the model was trained on bytes" in printed.getvalue()
 
 
 def test_config_file(checkpoint, tmp_path):

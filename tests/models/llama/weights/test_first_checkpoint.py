@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 import spmd
 from models.llama import sharding
 from models.llama.config import CONFIGS
-from models.llama.trainer import Trainer
+from models.llama.trainer import LlamaProgram
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
 from models.llama.weights.convert import write_hf, write_ranks
@@ -62,7 +62,7 @@ def trainer(whole):
         global_batch=8,
     )
     tokens = jax.ShapeDtypeStruct((8, 16), np.int32)
-    return Trainer(run, spmd.make_mesh(**run.mesh), {"inputs": tokens, "targets": tokens})
+    return LlamaProgram(run, spmd.make_mesh(**run.mesh), {"inputs": tokens, "targets": tokens})
 
 
 def write(source, folder, mesh, **options):
@@ -293,11 +293,11 @@ def test_errors(whole, tmp_path, capsys):
     out = tmp_path / "out"
     fail = functools.partial(failure, capsys, "--from", whole, "--mesh", "data=2", "--out")
     assert "exists already; name a new or an empty folder" in fail(whole)
-    assert f"{tmp_path}/no is no writable folder" in fail(tmp_path / "no" / "out")
     assert "no axis is called 'rows'; the model splits over" in fail(out, "--mesh", "rows=2")
     assert "is no folder of a training run" in fail(out, "--step", 3)
     (tmp_path / "file").write_text("")
     assert "exists already" in fail(tmp_path / "file")
+    assert f"{tmp_path}/file is no writable folder" in fail(tmp_path / "file" / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     script.main(["--from", str(whole), "--mesh", "data=2", "--out", str(out)])
     assert "exists already" in fail(out)

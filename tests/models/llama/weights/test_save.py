@@ -172,7 +172,8 @@ def test_nothing_is_overwritten(tmp_path):
     with pytest.raises(WeightsError, match="exists already"):
         weights.save(fresh(TINY), TINY, tmp_path / "full")
     with pytest.raises(WeightsError, match="is no writable folder"):
-        weights.check_can_save(tmp_path / "no/where")
+        weights.check_can_save(tmp_path / "full/file/where")
+    weights.check_can_save(tmp_path / "not/yet/there")
     weights.check_can_save(tmp_path / "empty")
     weights.save(fresh(TINY), TINY, tmp_path / "empty")
     assert (tmp_path / "empty/model.safetensors").exists()

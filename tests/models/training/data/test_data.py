@@ -1,8 +1,14 @@
+import gzip
+import json
+
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from models.training.data import source as data
 from models.training.data.documents import Source
 from models.training.data.tokenize import Options, tokenize
+from models.training.paths import name_within
 
 
 def text_of(corpus):
@@ -34,10 +40,45 @@ def test_corpus_is_capped_and_skips_what_is_no_text(tmp_path):
     (tmp_path / "b.bin").write_bytes(b"b\0b")
     (tmp_path / "c.txt").write_bytes(b"cccc")
     files = data.find_files([str(tmp_path)])
-    assert text_of(data.load_corpus(files)) == "aaaa\0cccc\0"
+    corpus = data.load_corpus(files)
+    assert text_of(corpus) == "aaaa\0cccc\0"
+    assert corpus.notes == (f"1 files have no text, {tmp_path / 'b.bin'} among them",)
     assert text_of(data.load_corpus(files, max_bytes=6)) == "aaaa\0cc\0"
     with pytest.raises(data.DataError, match="none of 1 files contains text"):
         data.load_corpus([tmp_path / "b.bin"])
+
+
+def test_files_of_known_kinds_are_read_as_what_they_are(tmp_path):
+    lines = "".join(json.dumps({"id": i, "text": f"naïve {i}"}) + "\n" for i in range(3))
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    table = pyarrow.table({"text": ["row 0", "row 1"], "id": [0, 1]})
+    pyarrow.parquet.write_table(table, tmp_path / "c.parquet")
+    (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"plain"))
+    corpus = data.load_corpus(data.find_files([str(tmp_path)]))
+    json_lines = "naïve 0\0naïve 1\0naïve 2\0"
+    assert text_of(corpus) == f"{json_lines}{json_lines}row 0\0row 1\0plain\0"
+    with pytest.raises(data.DataError, match="more than 20 bytes of text"):
+        data.load_corpus([tmp_path / "b.jsonl.gz"], 20, whole=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", b'{"body": "x"}\n', r"a.jsonl, line 1: no field 'text', only body; .*--field"),
+        ("a.jsonl", b"no json\n", "a.jsonl, line 1: no valid JSON"),
+        ("a.json", b'{"text": "a\\u0000b"}\n', r"line 1: .*which ends documents here"),
+        ("a.parquet", b"PAR1", "is no Parquet file that can be read"),
+        ("a.tar.gz", b"\x1f\x8b", "is no text: unpack or convert it"),
+        ("a.pdf", b"%PDF", "is no text: unpack or convert it"),
+    ],
+)
+def test_files_of_known_kinds_that_cannot_be_read(name, content, says, tmp_path):
+    """They are refused, with the command that prepares them."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(data.DataError, match=says) as error:
+        data.load_corpus([tmp_path / name])
+    assert "scripts/tokenize_data --out TOKENS" in str(error.value) or "parquet" in name
 
 
 def test_files_of_patterns_directories_and_names(tmp_path):
@@ -47,7 +88,7 @@ def test_files_of_patterns_directories_and_names(tmp_path):
 
     def found(*patterns):
         paths = data.find_files([str(tmp_path / pattern) for pattern in patterns])
-        return [str(path.relative_to(tmp_path)) for path in paths]
+        return [name_within(tmp_path, path) for path in paths]
 
     assert found("*.txt") == ["a.txt", "b.txt"]
     assert found("c.md", "sub", "c.md") == ["c.md", "sub/d.txt"]
@@ -103,6 +144,22 @@ def test_tokenizer_of_a_folder_decodes_it(folders):
     assert data.tokenizer_of(config).decode([97, 98]) == "ab"
 
 
+def test_tokens_of_another_tokenizer_are_refused(folders, bpe, tmp_path):
+    small = folders / "small"
+    with pytest.raises(data.DataError, match=r"small are the bytes of the text, not of .*--token"):
+        load(str(small), tokenizer=str(bpe))
+    (tmp_path / "a.txt").write_text("the quick brown fox " * 400)
+    tokenize([tmp_path / "a.txt"], tmp_path / "own", Options(tokenizer=str(bpe)))
+    config = data.DataConfig((str(tmp_path / "own"),), tokenizer=str(bpe))
+    data.load_datasets(config, seq_len=16, batch_size=2)
+    other = json.loads(bpe.read_text())
+    other["model"]["merges"] = other["model"]["merges"][:-1]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(other))
+    config = data.DataConfig((str(tmp_path / "own"),), tokenizer=str(tmp_path))
+    with pytest.raises(data.DataError, match="own are those of another tokenizer"):
+        data.load_datasets(config, seq_len=16, batch_size=2)
+
+
 def test_text_and_folders_do_not_mix(folders):
     with pytest.raises(data.DataError, match=r"small.txt is text and .*capitals a folder"):
         load(str(folders / "small.txt"), str(folders / "capitals"))
@@ -124,5 +181,5 @@ def test_too_little_text_to_hold_some_out(tmp_path):
 def test_too_much_text_for_memory(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("x" * 100)
     monkeypatch.setattr(data, "MEMORY_BYTES", 99)
-    with pytest.raises(data.DataError, match=r"100 bytes .* scripts/tokenize_data"):
+    with pytest.raises(data.DataError, match=r"more than 99 bytes .* scripts/tokenize_data"):
         load(str(tmp_path / "a.txt"))

@@ -1,3 +1,4 @@
+import contextlib
 import itertools
 from pathlib import Path
 
@@ -39,6 +40,9 @@ class Notes(list):
     def write(self, record):
         self.append(record)
 
+    def flush(self):
+        pass
+
     def close(self):
         pass
 
@@ -62,7 +66,7 @@ class Saver:
 
 
 def run(step=counting_step, state=None, batches=None, *, steps, **options):
-    schedule_names = ("eval_every", "save_every", "max_skipped")
+    schedule_names = ("eval_every", "save_every", "max_skipped", "evaluates_first")
     schedule = {name: options.pop(name) for name in schedule_names if name in options}
     state = state or TrainState(0, None)
     notes = Notes()
@@ -183,10 +187,51 @@ def test_a_stop_at_the_last_step_is_none():
     assert not outcome.is_stopped
 
 
-def test_beats_for_every_step_that_has_arrived():
-    beats: list[int] = []
-    run(steps=4, beat=beats.append)
-    assert beats == [1, 2, 3, 4]
+class Told(list):
+    """What a watchdog is told."""
+
+    doing = ""
+
+    def beat(self, step=None, what=""):
+        self.append(step)
+
+    @contextlib.contextmanager
+    def may_take(self, what, seconds=None):
+        self.append(what)
+        yield
+
+
+def test_the_watchdog_hears_of_steps_and_of_what_takes_longer():
+    told = Told()
+    run(steps=4, watch=told, evaluate=float, eval_every=2, saver=Saver(), save_every=3)
+    assert told == [
+        1, 2, "evaluating", 3, "saving", 4, "evaluating", "saving", "waiting for the last save",
+    ]  # fmt: skip
+
+
+def test_evaluates_before_the_first_step_if_asked():
+    outcome, notes = run(steps=2, evaluate=float, evaluates_first=True)
+    assert [(r["step"], r["eval_loss"]) for r in notes if "eval_loss" in r] == [(0, 0), (2, 1)]
+    assert outcome.state.step == 2
+
+
+def test_what_keeps_records_is_flushed_before_a_save():
+    events = []
+
+    class Sink(Notes):
+        def flush(self):
+            events.append(f"flush after {self[-1]['step']}")
+
+    class Noting(Saver):
+        def save(self, state):
+            events.append(f"save {state.step}")
+            super().save(state)
+
+    train(
+        counting_step, TrainState(0, None), itertools.count(), Schedule(steps=2, save_every=1),
+        cost=COST, sinks=[Sink()], saver=Noting(),
+    )  # fmt: skip
+    assert events == ["flush after 1", "save 1", "flush after 2", "save 2"]
 
 
 # What is not finite

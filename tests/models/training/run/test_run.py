@@ -1,7 +1,11 @@
+import ctypes
 import dataclasses
+import io
 import json
 import os
 import signal
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +15,7 @@ from models.training.run.description import RunConfig, RunError, RunFolder, chec
 from models.training.run.optimizer import OptimizerConfig, OptimizerError
 from models.training.run.profile import ProfileRange
 from models.training.run.stop import StopSignals
+from tests.waiting import wait_until
 
 RUN = RunConfig(
     model=CONFIGS["tiny"],
@@ -125,6 +130,31 @@ def test_sigterm_asks_to_stop(capfd):
         assert stop.name == "SIGTERM"
     assert signal.getsignal(signal.SIGTERM) == before
     assert "SIGTERM: stopping after this step" in capfd.readouterr().err
+
+
+def test_sigterm_is_answered_while_the_main_thread_is_in_c(capfd):
+    """As while XLA compiles: no handler of Python runs, and yet it is said at once."""
+    libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)  # a mutex that is free
+    said = io.StringIO()
+
+    def block() -> None:
+        libc.pthread_mutex_lock(lock)  # until `send` unlocks it
+
+    def send() -> None:
+        main = threading.main_thread().ident or 0
+        wait_until(lambda: sys._current_frames()[main].f_code is block.__code__)
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until(lambda: said.write(capfd.readouterr().err) >= 0 and "SIGTERM" in said.getvalue())
+        libc.pthread_mutex_unlock(lock)
+
+    with StopSignals(lambda: "compiling") as stop:
+        libc.pthread_mutex_lock(lock)
+        with ThreadPoolExecutor(1) as pool:
+            sent = pool.submit(send)
+            block()
+            sent.result()
+        assert stop.is_requested(0)
+    assert "SIGTERM while compiling: stopping when that is done" in said.getvalue()
 
 
 def test_the_second_sigint_interrupts():

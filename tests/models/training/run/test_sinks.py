@@ -1,12 +1,22 @@
+import errno
 import io
 import json
+import os
 import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
-from models.training.run.sinks import JsonLines, Sinks, TensorBoard, Terminal
+from models.training.run.background import Background
+from models.training.run.records import JsonLines, TensorBoard
+from models.training.run.sinks import Forgiving, Sinks, Terminal
+from tests.waiting import wait_until
 
 STEP = {"loss": 2.5, "grad_norm": 1.0, "tokens_per_s": 100.0, "seconds": 0.5, "mfu_causal": 0.5}
 
@@ -58,6 +68,135 @@ def test_json_lines_of_steps_that_come_again_are_dropped(tmp_path):
     sink.write({"step": 3, "loss": 1.0})
     sink.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 2, 3]
+
+
+def test_a_line_that_was_cut_off_is_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')  # killed before the end of the line
+    sink = JsonLines(path, after=2)
+    sink.write({"step": 3})
+    sink.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+# A disk that takes nothing
+
+
+class Disk:
+    """A sink that fails or hangs as long as it is told to."""
+
+    def __init__(self):
+        self.written, self.is_full, self.is_open = [], True, threading.Event()
+
+    def write(self, record):
+        self.is_open.wait()
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.written.append(record["step"])
+
+    def flush(self):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_records_wait_for_a_full_disk(capfd):
+    disk = Disk()
+    disk.is_open.set()
+    sink = Background("metrics", lambda: disk, retry_s=0.01)
+    for step in range(3):
+        sink.write({"step": step})
+    said = io.StringIO()
+    wait_until(
+        lambda: said.write(capfd.readouterr().err) >= 0 and "records wait" in said.getvalue()
+    )
+    sink.flush()  # does not wait for what cannot be
+    disk.is_full = False
+    wait_until(lambda: disk.written == [0, 1, 2])
+    sink.close()
+    text = said.getvalue() + capfd.readouterr().err
+    assert text == (
+        "metrics: No space left on device; training goes on, and records wait\n"
+        "metrics: written again\n"
+    )
+
+
+def test_a_disk_that_hangs_delays_nothing(capfd, monkeypatch):
+    monkeypatch.setattr("models.training.run.background.CLOSE_S", 0.1)
+    disk = Disk()
+    sink = Background("metrics", lambda: disk, kept=5)
+    for step in range(100):
+        sink.write({"step": step})
+    sink.close()
+    assert "metrics: 100 records were lost (the disk is too slow)" in capfd.readouterr().err
+    disk.is_full = False
+    disk.is_open.set()
+
+
+def test_what_is_never_written_is_counted(capfd):
+    disk = Disk()
+    disk.is_open.set()
+    sink = Background("metrics", lambda: disk, kept=5, retry_s=60)
+    for step in range(8):
+        sink.write({"step": step})
+    sink.close()
+    assert "8 records were lost (No space left on device)" in capfd.readouterr().err
+
+
+def test_flushed_records_are_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    sink = Background("metrics", lambda: JsonLines(path))
+    for step in range(1000):
+        sink.write({"step": step})
+    sink.flush()
+    assert len(path.read_text().splitlines()) == 1000
+    sink.close()
+
+
+def test_output_on_a_full_disk_is_lost_and_nothing_else(monkeypatch):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def flush(self):
+            self.write("")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    Console(file=cast(Any, Forgiving())).print("step 1")
+    Terminal(Console(file=sys.stdout), steps=1).write({"step": 1, **STEP})
+
+
+@pytest.mark.parametrize("kind", [JsonLines, TensorBoard])
+def test_of_a_record_that_does_not_fit_nothing_is_left(kind, tmp_path):
+    """A file that may not grow is as good as a full disk: a process of its own has the limit."""
+    program = (
+        "import resource, signal, sys, pathlib\n"
+        f"from models.training.run.records import {kind.__name__} as Kind\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "sink = Kind(pathlib.Path(sys.argv[1]))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))\n"
+        "failed = 0\n"
+        "for step in range(20):\n"
+        "    try: sink.write({'step': step, 'loss': 1.0})\n"
+        "    except OSError: failed += 1\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)\n"
+        "sink.write({'step': 20, 'loss': 1.0})\n"
+        "print(20 - failed)\n"
+    )
+    root = Path(__file__).parents[4]
+    path = tmp_path / "metrics"
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(path)], cwd=root, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    fitted = int(ran.stdout)
+    assert 0 < fitted < 20
+    if kind is JsonLines:
+        steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    else:
+        steps = [step for _, step, _ in events(path)[0]]
+    assert steps == [*range(fitted), 20]
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

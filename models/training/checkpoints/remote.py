@@ -1,0 +1,268 @@
+"""Saves and restores states on an object store, in the format that orbax has on a disk.
+
+    200/
+        state/ocdbt.process_0/   what process 0 wrote
+        state/ocdbt.process_1/
+        state/                   names all arrays of all processes; then
+        meta.json, manifest.json
+
+orbax makes a checkpoint whole by renaming its folder, which object stores cannot do, and its
+driver knows `gs://` alone. Here a checkpoint is whole when its manifest is there: it is written
+after all else, and removed before all else. What is copied to a disk, orbax reads.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from models.shards import put_shards
+from models.training.checkpoints.found import saved_steps
+from models.training.checkpoints.manifest import MANIFEST, write_part
+from models.training.checkpoints.saving import OWN_FOLDER, TIMEOUT_S
+from models.training.checkpoints.together import Together
+from models.training.paths import StorePath, array_spec, kvstore, remove_tree
+
+Part = tuple[tuple[slice, ...], npt.NDArray[Any]]
+"""Where a shard lies in its array, and the shard."""
+
+TOGETHER_BYTES = 1 << 28
+"""So many bytes are written together, and listed together; few large files are quickest."""
+
+READERS = 8
+"""So many arrays are read at a time."""
+
+DICT_KEY = 2
+"""orbax's number of the kind of a tree's key."""
+
+HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+
+
+class StoreManager:
+    """Does for a folder on an object store what orbax's manager does for one on a disk.
+
+    Args:
+        folder: holds checkpoints.
+        keep_last: how many of the latest are kept.
+        keep_every: those of every n-th step are kept too; 0 keeps none of them.
+        describe: called on process 0 when all arrays are written; writes the manifest at its end.
+        together: how processes wait for each other.
+    """
+
+    def __init__(
+        self,
+        folder: StorePath,
+        keep_last: int,
+        keep_every: int,
+        describe: Callable[[], None],
+        together: Together,
+    ) -> None:
+        self.folder, self._keep = folder, (keep_last, keep_every)
+        self._describe, self._together = describe, together
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def save_state(self, step: int, leaves: Mapping[str, Any]) -> None:
+        """Copies a state to the host, and begins to write it."""
+        for leaf in leaves.values():
+            leaf.copy_to_host_async()
+        parts = {path: _own_parts(leaf) for path, leaf in leaves.items()}
+        shapes = {path: (leaf.shape, _chunk(leaf)) for path, leaf in leaves.items()}
+        self._error = None
+        self._thread = threading.Thread(
+            target=self._try_to_write, args=(step, parts, shapes), name="saving", daemon=True
+        )
+        self._thread.start()
+
+    def _try_to_write(self, step: int, *state: Any) -> None:
+        try:
+            self._write(step, *state)
+        except Exception as error:
+            self._error = error
+
+    def _write(
+        self, step: int, parts: Mapping[str, Sequence[Part]], shapes: Mapping[str, Any]
+    ) -> None:
+        folder, process = self.folder / str(step), jax.process_index()
+        if process == 0:
+            remove_tree(folder, MANIFEST)
+        self._wait("begun")
+        state = folder / "state"
+        own = state / f"{OWN_FOLDER}{process}"
+        _write_parts(own, parts, shapes)
+        write_part(state, own.rglob("*"), process)
+        self._wait("written")
+        if process == 0:
+            _merge(state, jax.process_count())
+            _name_arrays(folder, shapes)
+            self._describe()
+            with contextlib.suppress(OSError):  # the next save tries again
+                self._prune()
+        self._wait("whole")
+
+    def _wait(self, point: str) -> None:
+        self._together.wait(key=point, timeout_ms=TIMEOUT_S * 1000)
+
+    def _prune(self) -> None:
+        last, every = self._keep
+        for step in saved_steps(self.folder)[last:]:
+            if not every or step % every:
+                remove_tree(self.folder / str(step), MANIFEST)
+
+    def wait_until_finished(self) -> None:
+        """Waits for the save under way."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def check_for_errors(self) -> None:
+        """Raises what the last save failed with."""
+        if self._error is not None:
+            raise self._error
+
+    def restore_state(self, step: int, structs: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Reads arrays in the shardings of structs; each process what its devices hold, once."""
+        state = self.folder / str(step) / "state"
+        driver = "zarr3" if _is_zarr3(state) else "zarr"
+        context = _context()
+
+        def read(path: str, struct: Any) -> jax.Array:
+            stored = _open(array_spec(state, _key(path), driver), context)
+            return put_shards(
+                struct.shape,
+                struct.dtype,
+                struct.sharding,
+                lambda index: np.asarray(stored[index].read().result()).astype(struct.dtype),
+                lambda nbytes: None,
+            )
+
+        with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
+            return dict(
+                zip(structs, pool.map(read, *zip(*structs.items(), strict=True)), strict=True)
+            )
+
+    def reload(self) -> None:
+        """Nothing is remembered of what the folder holds."""
+
+    def close(self) -> None:
+        """Waits for the save under way."""
+        self.wait_until_finished()
+
+
+# Writing
+
+
+def _own_parts(leaf: jax.Array) -> list[Part]:
+    """Copies of the shards that this process has to write: of equal ones, the first."""
+    return [(s.index, np.array(s.data)) for s in leaf.addressable_shards if s.replica_id == 0]
+
+
+def _chunk(leaf: jax.Array) -> tuple[int, ...]:
+    return tuple(max(1, size) for size in leaf.sharding.shard_shape(leaf.shape))
+
+
+def _write_parts(
+    own: StorePath, parts: Mapping[str, Sequence[Part]], shapes: Mapping[str, Any]
+) -> None:
+    """Writes shards; of the arrays that this process has no shard of, nothing."""
+    import tensorstore
+
+    context = _context()
+    group, waiting = tensorstore.Transaction(), 0
+    for path, blocks in parts.items():
+        shape, chunk = shapes[path]
+        for index, block in blocks:
+            array = _open(_made(own, path, shape, chunk, block.dtype), context, group)
+            array[index].write(block).result()
+            waiting += block.nbytes
+            if waiting >= TOGETHER_BYTES:
+                group.commit_async().result()
+                group, waiting = tensorstore.Transaction(), 0
+    group.commit_async().result()
+
+
+def _made(
+    own: StorePath, path: str, shape: Sequence[int], chunk: Sequence[int], dtype: np.dtype[Any]
+) -> dict[str, Any]:
+    metadata = {
+        "shape": list(shape),
+        "chunks": list(chunk),
+        "compressor": {"id": "zstd", "level": 1},
+    }
+    spec = array_spec(own, _key(path), "zarr")
+    return {**spec, "dtype": dtype.name, "metadata": metadata, "create": True, "open": True}
+
+
+def _merge(state: StorePath, processes: int) -> None:
+    """Names the arrays of all processes in one place; their bytes stay where they are."""
+    import tensorstore
+
+    # A copy that copies no bytes needs both ends in one context.
+    context, done = _context(), tensorstore.Transaction(atomic=True)
+    whole = _opened_store(state, context)
+    for process in range(processes):
+        part = _opened_store(state / f"{OWN_FOLDER}{process}", context)
+        part.experimental_copy_range_to(whole.with_transaction(done)).result()
+    done.commit_async().result()
+
+
+def _opened_store(folder: StorePath, context: Any) -> Any:
+    import tensorstore
+
+    spec = {"driver": "ocdbt", "base": kvstore(folder)}
+    return tensorstore.KvStore.open(spec, context=context).result()
+
+
+def _name_arrays(folder: StorePath, shapes: Mapping[str, Any]) -> None:
+    """Writes what orbax wants to know of the tree of arrays."""
+    tree = {}
+    for path, (_, chunk) in shapes.items():
+        keys = path.split("/")
+        tree[str(tuple(keys))] = {
+            "key_metadata": [{"key": key, "key_type": DICT_KEY} for key in keys],
+            "value_metadata": {
+                "value_type": "jax.Array",
+                "skip_deserialize": False,
+                "write_shape": list(chunk),
+            },
+        }
+    about = {
+        "tree_metadata": tree,
+        "use_ocdbt": True,
+        "use_zarr3": False,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+    (folder / "state" / "_METADATA").write_text(json.dumps(about))
+    handlers = {"item_handlers": {"state": HANDLER}, "metrics": {}, "performance_metrics": {}}
+    (folder / "_CHECKPOINT_METADATA").write_text(json.dumps(handlers))
+
+
+# tensorstore
+
+
+def _context() -> Any:
+    import tensorstore
+
+    return tensorstore.Context({"cache_pool": {"total_bytes_limit": 1 << 26}})
+
+
+def _open(spec: Mapping[str, Any], context: Any, transaction: Any = None) -> Any:
+    import tensorstore
+
+    return tensorstore.open(dict(spec), context=context, transaction=transaction).result()
+
+
+def _key(path: str) -> str:
+    return path.replace("/", ".")
+
+
+def _is_zarr3(state: StorePath) -> bool:
+    return bool(json.loads((state / "_METADATA").read_text()).get("use_zarr3"))

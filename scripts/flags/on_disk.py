@@ -1,0 +1,18 @@
+"""Flags for folders that have to be on a disk."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from models.training.paths import is_url
+
+
+def on_disk(text: str) -> Path:
+    """A local path; a URL of an object store ends the program with what to do instead."""
+    if is_url(text):
+        raise argparse.ArgumentTypeError(
+            f"{text} is on an object store, and this program works on a disk: copy with the "
+            "store's own tools, such as `aws s3 sync` or `gcloud storage rsync`"
+        )
+    return Path(text)

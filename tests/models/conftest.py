@@ -1,0 +1,33 @@
+import re
+
+import pytest
+
+from tests.stores import serving_gs, serving_s3
+
+
+@pytest.fixture(scope="session")
+def s3_bucket():
+    with serving_s3() as bucket:
+        yield bucket
+
+
+@pytest.fixture(scope="session")
+def gs_bucket():
+    with serving_gs() as bucket:
+        yield bucket
+
+
+def own_folder(bucket, request):
+    return bucket / re.sub(r"\W+", "-", request.node.name)
+
+
+@pytest.fixture
+def s3(s3_bucket, request):
+    """An empty folder of an S3 bucket."""
+    return own_folder(s3_bucket, request)
+
+
+@pytest.fixture(params=["s3", "gs"])
+def store(request):
+    """An empty folder of a bucket, of each kind of store."""
+    return own_folder(request.getfixturevalue(f"{request.param}_bucket"), request)

@@ -1,0 +1,97 @@
+"""One of two processes: opens folders of checkpoints, says what came of it as JSON."""
+
+import dataclasses
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import spmd
+from models.training.checkpoints import saving, shared
+from models.training.checkpoints.found import CheckpointError
+from models.training.checkpoints.manifest import find_damage
+from models.training.run.loop import TrainState
+
+# Some of what it imports is exchanged here.
+store: Any = importlib.import_module("models.training.checkpoints.store")
+
+
+def failure(folder: Path, state: TrainState, rank: int, victim: int) -> str:
+    """What a process hears when the disk of one is full; the next save succeeds."""
+    module, name = (saving, "write_part") if victim else (store, "write_manifest")
+    works = getattr(module, name)
+
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    if rank == victim:
+        setattr(module, name, fails)
+    with store.Checkpoints(folder) as checkpoints:
+        checkpoints.save(dataclasses.replace(state, step=10 + victim))
+        try:
+            checkpoints.finish()
+            said = "nothing"
+        except CheckpointError as error:
+            said = str(error)
+        setattr(module, name, works)
+        checkpoints.save(dataclasses.replace(state, step=20 + victim))
+        checkpoints.finish()
+    return said
+
+
+def main() -> None:
+    """In a shared folder: saves and finds; in a private one: an error."""
+    port, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    spmd.initialize(f"localhost:{port}", 2, rank)
+    shared.PATIENCE_S = 0.5
+    said: dict[str, Any] = {}
+    try:
+        store.Checkpoints(folder / f"private-{rank}")
+    except CheckpointError as error:
+        said["private"] = str(error)
+    mesh = spmd.make_mesh(data=4)
+    x: Any = spmd.mark_sharding(np.arange(64, dtype=np.float32).reshape(8, 8), mesh, ("data", None))
+    state = TrainState({"x": x}, {"m": x}, 7)
+    listed: list[str] = []
+    hashed = store.write_manifest
+
+    def noting(path: Path) -> None:
+        """What process 0 reads to make the manifest."""
+        listed.extend(str(part.name) for part in path.rglob("hashes.process_*"))
+        hashed(path)
+
+    store.write_manifest = noting
+    with store.Checkpoints(folder / "shared") as checkpoints:
+        checkpoints.save(state)
+        checkpoints.finish()
+    said["hashed_by"] = sorted(listed)
+    said["damage"] = find_damage(folder / "shared" / "7")
+    saved_steps = store.saved_steps
+    if rank == 1:  # its disk shows it nothing yet
+        store.saved_steps = lambda folder: []
+    with store.Checkpoints(folder / "shared") as checkpoints:
+        found = checkpoints.find()
+        said["found"] = found.step if found else None
+        targets = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            (state.params, state.opt_state),
+        )
+        restored = checkpoints.restore(found, TrainState(*targets))
+        said["is_same"] = all(
+            bool(np.array_equal(a.data, b.data))
+            for a, b in zip(
+                restored.params["x"].addressable_shards, x.addressable_shards, strict=True
+            )
+        )
+    store.saved_steps = saved_steps
+    said["failures"] = [failure(folder / "fails", state, rank, victim) for victim in (1, 0)]
+    said["steps"] = store.saved_steps(folder / "fails") if rank == 0 else []
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""scripts/train_llama.py as a whole, in this process: fine-tuning, restarts, failed exports."""
+
+import collections
+import functools
+import json
+import shutil
+import sys
+
+import jax
+import pytest
+import tokenizers
+
+from models.llama import model
+from models.llama.config import CONFIGS
+from models.llama.weights import load as weights
+from models.training.data.tokenizer import load_tokenizer, same_ids
+from scripts import train_llama
+
+TINY = CONFIGS["tiny"]
+
+
+@pytest.fixture(autouse=True)
+def own_settings(monkeypatch):
+    """What the script sets for its process is undone."""
+    monkeypatch.setattr("sys.unraisablehook", sys.unraisablehook)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder of weights with a tokenizer of some words, and a text of these words."""
+    folder = tmp_path_factory.mktemp("trained")
+    init = functools.partial(model.init, config=TINY)
+    weights.save(jax.jit(init)(jax.random.key(2)), TINY, folder / "model")
+    words = ["<s>", "</s>", "to", "be", "or", "not"]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="or"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "model" / "tokenizer.json"))
+    lines = [json.dumps({"text": "to be or not to be " * 50}) for _ in range(60)]
+    (folder / "text.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def run(trained, tmp_path, *flags):
+    """The exit code, and what was asked of the compilation cache."""
+    asked: collections.Counter[str] = collections.Counter()
+
+    def count(event, **_):
+        asked.update([event.rpartition("/")[2]])
+
+    jax.clear_caches()
+    jax.monitoring.register_event_listener(count)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            train_llama.main(
+                [
+                    f"--init_from={trained / 'model'}", f"--data={trained / 'text.jsonl'}",
+                    "--mesh=data=2", "--seq_len=16", "--global_batch=4", "--steps=4",
+                    "--sample_tokens=0", "--eval_batches=1", f"--run_dir={tmp_path / 'run'}",
+                    "--metrics=jsonl", "--watchdog_timeout=0", *flags,
+                ]
+            )  # fmt: skip
+    finally:
+        jax.monitoring.unregister_event_listener(count)
+    return ended.value.code, asked
+
+
+def test_fine_tuning_a_restart_and_an_export(trained, tmp_path, capsys):
+    """With the weights' tokenizer on JSON lines; a restart compiles nothing."""
+    out = tmp_path / "new" / "folder" / "out"
+    code, asked = run(trained, tmp_path, f"--export_hf={out}", "--save_every=2")
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert asked["cache_misses"] > 3
+    assert printed.index("step     0/4  held-out loss") < printed.index("step     1/4  loss")
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    (largest,) = {max(r["learning_rate"] for r in records if "learning_rate" in r)}
+    assert largest == pytest.approx(2e-5)
+    assert same_ids(load_tokenizer(str(out)), load_tokenizer(str(trained / "model")))
+    assert load_tokenizer(str(tmp_path / "run/tokenizer")).eos_id == 1
+    assert not (tmp_path / "run/tensorboard").exists()
+    for _ in range(2):  # the first of them reads a checkpoint for the first time
+        shutil.rmtree(tmp_path / "run/checkpoints/4")
+        code, asked = run(trained, tmp_path, "--resume")
+        printed = capsys.readouterr().out
+        assert code == 0, printed
+        assert "resuming after step 2" in printed
+        assert "step     0/4" not in printed
+    assert asked["cache_misses"] == 0 < asked["cache_hits"]
+
+
+def test_an_export_that_fails_says_where_the_training_is(trained, tmp_path, capsys, monkeypatch):
+    def fail(*_, **__):
+        raise weights.WeightsError("no space is left")
+
+    monkeypatch.setattr(weights, "save", fail)
+    code, _ = run(trained, tmp_path, f"--export_hf={tmp_path / 'out'}")
+    assert code == (
+        f"error: no space is left; step 4 is in {tmp_path / 'run/checkpoints'}: with --resume the "
+        "same command exports it"
+    )
+    monkeypatch.undo()
+    code, _ = run(trained, tmp_path, f"--export_hf={tmp_path / 'out'}", "--resume")
+    assert code == 0
+    assert (tmp_path / "out/tokenizer_config.json").exists()
+    other = f"--tokenizer={tmp_path / 'run/tokenizer'}"  # the same words under another path
+    code, _ = run(trained, tmp_path, "--resume", other, "--steps=5")
+    assert code == 0
+    code, _ = run(trained, tmp_path, "--resume", "--tokenizer=bytes", "--steps=5")
+    assert code.startswith("error: the checkpoint was trained with another tokenizer")
