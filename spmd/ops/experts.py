@@ -53,7 +53,9 @@ def experts(
       x_BSH: rows.
       gates_BSC: the weight of each choice, in any float dtype.
       chosen_BSC: the experts, integers from 0 to E - 1; no row chooses one twice.
-      gate_EMH, up_EMH, down_EHM: the experts' weights, in the dtype of the rows.
+      gate_EMH: each expert's weights, in the dtype of the rows.
+      up_EMH: likewise.
+      down_EHM: likewise.
 
     Returns:
       (B, S, H) in the dtype of the rows.
