@@ -11,8 +11,8 @@ The batch is split over `replica`, `data` and `expert`. Nothing else is over `re
 cross slices too (`dcn={"data": 2}`); then parameters are gathered over the slow links as well.
 
 Activations are split along the sequence over `seq` (`docs/long_sequences.md`), parameters over
-`data` and `seq` together.
-Over `stage` stacked layers are split, where the config has a pipeline (`LlamaConfig.stages`).
+`data` and `seq` together. Over `stage` stacked layers are split, where the config has a pipeline
+(`LlamaConfig.stages`).
 """
 
 from __future__ import annotations
