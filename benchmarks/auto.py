@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 import spmd
-from models.llama import model, sharding
+from models.llama import fresh, sharding
 from models.llama.config import LlamaConfig, named_config
 from models.llama.training import argument_types, train_step
 from spmd.cli.flags import Parser, Switch, positive, words
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             named_config(given.model), num_hidden_layers=layers, scan_layers=given.scan
         )
         optimizer = optax.adamw(1e-4)
-        params = jax.eval_shape(lambda key, c=config: model.init(key, c), jax.random.key(0))
+        params = jax.eval_shape(lambda key, c=config: fresh.init(key, c), jax.random.key(0))
         tokens = jax.ShapeDtypeStruct((given.global_batch, given.seq_len), np.int32)
         args = (
             params,

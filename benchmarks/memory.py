@@ -34,7 +34,7 @@ import optax
 import spmd
 from benchmarks.programs import catalog
 from benchmarks.programs.program import Program as CatalogProgram
-from models.llama import model, sharding
+from models.llama import fresh, objective, sharding
 from models.llama.config import LlamaConfig, named_config
 from spmd.cli.flags import Parser, positive
 from spmd.explain.memory import Memory
@@ -106,11 +106,11 @@ def llama_step(config: LlamaConfig, sizes: tuple[int, int], tokens: tuple[int, i
     """A Llama's training step on so many sequences of so many tokens."""
     mesh = make_mesh(sizes)
     marks = sharding.activation_marks(mesh, config)
-    params = jax.eval_shape(lambda key: model.init(key, config), jax.random.key(0))
+    params = jax.eval_shape(lambda key: fresh.init(key, config), jax.random.key(0))
     token = jax.ShapeDtypeStruct(tokens, np.int32)
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        return model.loss(params, batch["inputs"], batch["targets"], config, marks)
+        return objective.loss(params, batch["inputs"], batch["targets"], config, marks)
 
     batch = sharding.mark_batch({"inputs": token, "targets": token}, mesh)
     return training(loss, sharding.mark_params(params, mesh, config), batch, sizes)

@@ -30,7 +30,7 @@ import optax
 import spmd
 from benchmarks.hlo.modelled import modelled
 from benchmarks.hlo.schedule import read_schedule
-from models.llama import model, sharding
+from models.llama import fresh, objective, sharding
 from models.llama.config import LlamaConfig, named_config
 from spmd.cli.flags import Parser, Switch, words
 from spmd.explain.memory import Memory
@@ -118,7 +118,7 @@ def lower(row: Row, seq_len: int, accumulate: int) -> spmd.Lowered:
     mesh = spmd.Mesh(None, row.mesh, ("data", "model"))
     optimizer = optax.adafactor(1e-3)
     step = make_step(config, mesh, optimizer, accumulate)
-    params = jax.eval_shape(lambda key: model.init(key, config), jax.random.key(0))
+    params = jax.eval_shape(lambda key: fresh.init(key, config), jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((accumulate, row.batch // accumulate, seq_len), np.int32)
     tokens = spmd.mark_sharding(tokens, mesh, (None, "data", None))
     lowered: spmd.Lowered = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1)).lower(
@@ -136,7 +136,7 @@ def make_step(config: LlamaConfig, mesh: spmd.Mesh, optimizer: Any, accumulate: 
 
     def gradients(params: Any, batch: Any) -> Any:
         return jax.value_and_grad(
-            lambda p: model.loss(p, batch["inputs"], batch["targets"], config, marks)
+            lambda p: objective.loss(p, batch["inputs"], batch["targets"], config, marks)
         )(params)
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:

@@ -27,8 +27,9 @@ import numpy as np
 import optax
 
 import spmd
-from models.llama import model, sharding
+from models.llama import fresh, sharding
 from models.llama.config import ATTENTIONS, LlamaConfig, named_config
+from models.llama.marks import Mark, no_marks
 from models.llama.training import train_step
 from spmd.cli.flags import Parser, Switch, positive, words
 from spmd.mesh.topology import Topology
@@ -81,10 +82,10 @@ def ways(devices: int) -> Iterator[Way]:
     yield Way("tensor parallel, parameters marked only", 1, devices, activations="none")
 
 
-def marks(way: Way, mesh: spmd.Mesh, config: LlamaConfig) -> model.Mark:
+def marks(way: Way, mesh: spmd.Mesh, config: LlamaConfig) -> Mark:
     """The `mark` of the model's points."""
     if way.activations == "none":
-        return model.no_marks
+        return no_marks
     table = "2d-sequence" if way.activations == "sequence" else "2d"
     return sharding.activation_marks(mesh, config, sharding.TABLES[table])
 
@@ -95,7 +96,7 @@ def compile_way(
     """The compiled step of one plan, its marked arguments open where the way leaves them."""
     mesh = spmd.make_mesh(data=way.data, model=way.model)
     optimizer = optax.adamw(1e-4)
-    params = jax.eval_shape(lambda key: model.init(key, config), jax.random.key(0))
+    params = jax.eval_shape(lambda key: fresh.init(key, config), jax.random.key(0))
     state = jax.eval_shape(optimizer.init, params)
     if way.parameters:
         params = sharding.mark_params(params, mesh, config)
@@ -118,7 +119,7 @@ def run(given: argparse.Namespace, way: Way, config: LlamaConfig, topology: Topo
     """Compiles a plan and times its steps."""
     compiled = compile_way(given, way, config, topology)
     optimizer = optax.adamw(1e-4)
-    params = compiled.init(0, lambda key: model.init(key, config), jax.random.key(0))
+    params = compiled.init(0, lambda key: fresh.init(key, config), jax.random.key(0))
     state = compiled.init(1, optimizer.init, params)
     shape = (given.global_batch, given.seq_len)
     tokens = np.random.RandomState(0).randint(0, config.vocab_size, shape).astype(np.int32)

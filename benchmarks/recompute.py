@@ -24,7 +24,7 @@ import optax
 
 import spmd
 from benchmarks.train import parse_axes, parse_mesh, time_steps
-from models.llama import model, sharding
+from models.llama import fresh, sharding
 from models.llama.config import LlamaConfig, named_config
 from models.llama.training import argument_types, train_step
 from spmd.cli.flags import Parser, Switch, positive, words
@@ -56,7 +56,7 @@ def measured(
     shape = (given.global_batch, given.seq_len)
     tokens = np.random.RandomState(0).randint(0, config.vocab_size, shape).astype(np.int32)
     batch = jax.device_put({"inputs": tokens, "targets": tokens}, compiled.in_shardings[2])
-    params = compiled.init(0, lambda key: model.init(key, config), jax.random.key(0))
+    params = compiled.init(0, lambda key: fresh.init(key, config), jax.random.key(0))
     state = compiled.init(1, optax.adamw(1e-4).init, params)
     seconds, _ = time_steps(given, compiled, params, state, batch)
     return compiled.memory.peak_bytes, seconds

@@ -36,8 +36,9 @@ import spmd
 from benchmarks import kernels, torch_fsdp
 from benchmarks.energy import SECONDS, joules
 from benchmarks.kernels import Kernel, Kinds, kinds_of
-from models.llama import model, sharding
+from models.llama import sharding
 from models.llama.config import ATTENTIONS, MATMULS, LlamaConfig, named_config
+from models.llama.fresh import init
 from models.llama.training import Step, argument_types, train_step
 from models.training.run.metrics import peak_flops
 from models.training.run.optimizer import initial_state
@@ -188,8 +189,8 @@ def bench(given: argparse.Namespace, text: str) -> Iterator[Row]:
     batch = jax.device_put({"inputs": tokens, "targets": tokens}, compiled.in_shardings[2])
 
     def fresh(placed: Any) -> tuple[Any, Any]:
-        init = jax.jit(lambda key: model.init(key, config), out_shardings=placed[0])
-        params = init(jax.random.key(0))
+        draw = jax.jit(lambda key: init(key, config), out_shardings=placed[0])
+        params = draw(jax.random.key(0))
         state = jax.jit(partial(initial_state, optimizer), out_shardings=placed[1])(params)
         return params, state
 

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 import spmd
-from models.llama import model, sharding
+from models.llama import fresh, sharding
 from models.llama.config import LlamaConfig, named_config
 from models.llama.training import train_step
 
@@ -116,7 +116,7 @@ def llama(mesh: spmd.Mesh, optimizer: str, scan: bool, **config: Any) -> Trainin
 @lru_cache(maxsize=8)
 def llama_params(cfg: LlamaConfig) -> Any:
     """Initial parameters of a config."""
-    return jax.jit(lambda key: model.init(key, cfg))(jax.random.key(0))
+    return jax.jit(lambda key: fresh.init(key, cfg))(jax.random.key(0))
 
 
 def llama_batch(cfg: LlamaConfig) -> dict[str, np.ndarray[Any, Any]]:

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 import spmd
-from models.llama import model, sharding
+from models.llama import fresh, sharding
 from models.llama.config import LlamaConfig
 from models.llama.training import train_step
 from models.llama.weights.save import save
@@ -92,7 +92,7 @@ def losses(
     config: LlamaConfig, batches: Batches, steps: int, mesh: spmd.Mesh
 ) -> dict[str, list[float]]:
     """Loss of every step, by who ran it."""
-    params = model.init(jax.random.key(0), config)
+    params = fresh.init(jax.random.key(0), config)
     runs = {
         "spmd": spmd_losses(config, params, batches, steps, mesh),
         "jax": jax_losses(config, params, batches, steps),

@@ -16,7 +16,7 @@ import numpy as np
 import spmd
 from benchmarks.programs.llama_training import CONFIG
 from benchmarks.programs.program import Built, Program, marked, on_meshes, structs_of
-from models.llama import model, sharding
+from models.llama import fresh, marks, model, rope, sharding
 from models.llama.config import LlamaConfig
 
 CONFIG_SERVING = dataclasses.replace(CONFIG, scan_layers=False, num_key_value_heads=8)
@@ -74,7 +74,7 @@ def build_decode(mesh: spmd.Mesh, layout: str) -> Built:
 
 def weights(mesh: spmd.Mesh, layout: str) -> Any:
     """The parameters, marked by `TENSOR_PARALLEL` (`tp`) or by the training tables (`2d`)."""
-    params = structs_of(lambda key: model.init(key, CONFIG_SERVING), jax.random.key(0))
+    params = structs_of(lambda key: fresh.init(key, CONFIG_SERVING), jax.random.key(0))
     if layout == "tp":
         return spmd.mark_tree(params, mesh, TENSOR_PARALLEL)
     return sharding.mark_params(params, mesh, CONFIG_SERVING)
@@ -91,7 +91,7 @@ def run_layers(params: Any, cache: Any, tokens_BS: Any, position: Any) -> tuple[
     """Tokens that stand from `position` on, through all layers."""
     config = CONFIG_SERVING
     x_BSH = jnp.take(params["embed_tokens"]["weight"], tokens_BS, axis=0, mode="clip")
-    angles_TE = model.rope_angles(jnp.arange(CACHE), config)
+    angles_TE = rope.rope_angles(jnp.arange(CACHE), config)
     rope_SE = jax.lax.dynamic_slice_in_dim(angles_TE, position, tokens_BS.shape[1])
     filled = []
     for index, entry in enumerate(cache):
@@ -100,7 +100,7 @@ def run_layers(params: Any, cache: Any, tokens_BS: Any, position: Any) -> tuple[
         attended, entry = attention(layer["self_attn"], normed, entry, rope_SE, position, config)
         x_BSH = x_BSH + attended
         normed = norm(x_BSH, layer["post_attention_layernorm"])
-        x_BSH = x_BSH + model.mlp(layer["mlp"], normed, config, model.no_marks)
+        x_BSH = x_BSH + model.mlp(layer["mlp"], normed, config, marks.no_marks)
         filled.append(entry)
     return x_BSH, filled
 
@@ -110,8 +110,8 @@ def attention(
 ) -> tuple[Any, Any]:
     """Attention of new tokens to the cache, which they enter first."""
     q, k, v = (model.linear(x_BSH, layer[f"{name}_proj"]["weight"]) for name in "qkv")
-    q_BSND = model.apply_rope(model.split_heads(q, config.num_attention_heads), rope_SE)
-    k_BSKD = model.apply_rope(model.split_heads(k, config.kv_heads), rope_SE)
+    q_BSND = rope.apply_rope(model.split_heads(q, config.num_attention_heads), rope_SE)
+    k_BSKD = rope.apply_rope(model.split_heads(k, config.kv_heads), rope_SE)
     v_BSKD = model.split_heads(v, config.kv_heads)
     where = (0, position, 0, 0)
     k_BTKD = jax.lax.dynamic_update_slice(cache["k"], k_BSKD, where)

@@ -13,9 +13,9 @@ import optax
 
 import spmd
 from benchmarks.programs.program import Built, Program, marked, on_meshes, structs_of
-from models.llama import model, sharding
+from models.llama import fresh, objective, sharding
 from models.llama.config import LlamaConfig
-from models.llama.model import Mark
+from models.llama.marks import Mark
 
 CONFIG = LlamaConfig(
     vocab_size=1024,
@@ -70,7 +70,7 @@ def build(
     optimizer = optax.adamw(1e-3)
 
     def loss_and_grads(params: Any, batch: Any) -> tuple[Any, Any]:
-        return jax.value_and_grad(model.loss)(
+        return jax.value_and_grad(objective.loss)(
             params, batch["inputs"], batch["targets"], config, mark
         )
 
@@ -81,7 +81,7 @@ def build(
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    params = structs_of(lambda key: model.init(key, config), jax.random.key(0))
+    params = structs_of(lambda key: fresh.init(key, config), jax.random.key(0))
     state = structs_of(optimizer.init, params)
     if accumulate:
         tokens = marked(mesh, (None, "data"), (MICROBATCHES, BATCH, LENGTH), jnp.int32)

@@ -5,7 +5,9 @@ experts are Llamas with a difference, and each difference is a field of `LlamaCo
 """
 
 from models.llama.config import CONFIGS, ConfigError, LlamaConfig, RopeScaling, named_config
-from models.llama.model import forward, init, loss
+from models.llama.fresh import init
+from models.llama.model import forward
+from models.llama.objective import loss
 
 __all__ = [
     "CONFIGS",

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from models.llama.config import LlamaConfig
-from models.llama.model import Params, forward
+from models.llama.model import forward
+from models.llama.parameters import Params
 
 NextLogits = Callable[[Any, Any, Any], Any]
 """(params, tokens (1, W), position) -> logits (V,) of the token after `position`."""

@@ -86,7 +86,7 @@ def quantize(weights: Any, kind: str, of: Callable[[Any, str], Any] = quantize_w
     """Quantizes the weights of a model with layers unrolled.
 
     Args:
-        weights: as `model.init` makes them with `scan_layers=False`; leaves are arrays, or whatever
+        weights: as `fresh.init` makes them with `scan_layers=False`; leaves are arrays, or whatever
             `of` takes.
         kind: one of `QUANTIZATIONS`.
         of: quantizes one matrix, or returns something that does so when it is read.
@@ -111,7 +111,7 @@ def quantize(weights: Any, kind: str, of: Callable[[Any, str], Any] = quantize_w
 
 def quantized_types(config: LlamaConfig, kind: str) -> Any:
     """The result of `quantize` as `jax.ShapeDtypeStruct`s."""
-    from models.llama.model import init
+    from models.llama.fresh import init
 
     types = jax.eval_shape(lambda key: init(key, config), jax.random.key(0))
     return quantize(types, kind, lambda leaf, kind: weight_types(leaf.shape, kind))

@@ -1,6 +1,6 @@
 """Activation checkpointing: which activations of a layer are kept for its backward pass.
 
-A policy is a name of `POLICIES`, or `save:` or `offload:` with names of `model.MARK_POINTS`:
+A policy is a name of `POLICIES`, or `save:` or `offload:` with names of `marks.MARK_POINTS`:
 
     none                  everything is kept, nothing recomputed
     full                  nothing is kept but the layer's input

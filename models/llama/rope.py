@@ -1,9 +1,14 @@
-"""The frequencies of rotary embeddings, scaled for long sequences if the model asks for it."""
+"""Rotary embeddings: their frequencies, scaled for long sequences if the model asks for it.
+
+Shapes are in the names, as in `model.py`.
+"""
 
 from __future__ import annotations
 
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
@@ -39,3 +44,34 @@ def _scaled(
     turns_E = length * frequencies_E / (2 * math.pi)
     kept_E = np.clip((turns_E - low) / (high - low), 0.0, 1.0)
     return (1 - kept_E) * slow_E + kept_E * frequencies_E
+
+
+def rope_angles(positions: jax.Array, config: LlamaConfig) -> jax.Array:
+    """The angle by which each frequency turns at each position, in radians and float32.
+
+    Args:
+        positions: (S,), or (B, S) if rows differ.
+        config: the model.
+
+    Returns:
+        Angles (S, E) or (B, S, E).
+    """
+    return positions.astype(jnp.float32)[..., None] * rope_frequencies(config)
+
+
+def apply_rope(x_BSND: jax.Array, angles: jax.Array) -> jax.Array:
+    """Rotary embedding (Su et al. 2021), which rotates a head's first half against its second half.
+
+    Hugging Face's weights are laid out for that; the paper pairs neighbouring entries instead.
+
+    Args:
+        x_BSND: heads.
+        angles: (S, E) or (B, S, E).
+    """
+    cos_S1E, sin_S1E = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
+    first_BSNE, second_BSNE = jnp.split(x_BSND.astype(jnp.float32), 2, axis=-1)
+    rotated = (
+        first_BSNE * cos_S1E - second_BSNE * sin_S1E,
+        second_BSNE * cos_S1E + first_BSNE * sin_S1E,
+    )
+    return jnp.concatenate(rotated, axis=-1).astype(x_BSND.dtype)

@@ -25,7 +25,7 @@ import jax
 
 import spmd
 from models.llama.config import ConfigError, LlamaConfig
-from models.llama.model import Mark
+from models.llama.marks import Mark
 from models.placement import Entry, Fitted, Spec, fitted, present
 
 MESH_AXES = ("replica", "data", "expert", "seq", "model", "stage")
@@ -74,7 +74,7 @@ ACTIVATION_SPECS: Mapping[str, Spec] = {
     "mlp_output": (BATCH, "seq", "model"),
     "logits": (BATCH, "seq", "model"),
 }
-"""Point of `model.MARK_POINTS` -> spec of the value there.
+"""Point of `marks.MARK_POINTS` -> spec of the value there.
 
 Fused attention has no attention weights that could be marked. It splits its heads as `q`, `k` and
 `v` are split."""
@@ -166,7 +166,7 @@ def mark_params(params: Any, mesh: spmd.Mesh, config: LlamaConfig, table: Table 
     """Marks parameters, or `ShapeDtypeStruct`s of them, with the shardings of a table.
 
     Args:
-        params: a tree as from `model.init`.
+        params: a tree as from `fresh.init`.
         mesh: has axes of `MESH_AXES`; one that it lacks counts as one of size 1.
         config: the model.
         table: the specs.

@@ -12,8 +12,9 @@ import numpy as np
 import spmd
 from models.llama import sharding
 from models.llama.config import FLOP_CONVENTIONS, LlamaConfig
+from models.llama.fresh import init, init_keys, init_layer, init_outer
 from models.llama.generate import generate, make_next_logits
-from models.llama.model import init, init_keys, init_layer, init_outer, with_states
+from models.llama.parameters import with_states
 from models.llama.training import batch_loss
 from models.training.data import source as data
 from models.training.program import Program
@@ -98,7 +99,7 @@ def sample_text(
 
 
 def init_params(config: LlamaConfig, key: jax.Array, shardings: Any) -> Any:
-    """Draws the parameters of `model.init`, each array shard by shard.
+    """Draws the parameters of `fresh.init`, each array shard by shard.
 
     Layers that are not stacked are made one after the other, so little more memory is needed than
     the parameters take. Layers with the same shardings share one small program.

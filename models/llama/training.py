@@ -11,9 +11,9 @@ import numpy as np
 import optax
 
 import spmd
-from models.llama import model, sharding
+from models.llama import fresh, objective, sharding
 from models.llama.config import LlamaConfig
-from models.llama.model import Mark, no_marks
+from models.llama.marks import Mark, no_marks
 from models.training.run.optimizer import initial_state, updated
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any, jax.Array]]
@@ -31,11 +31,11 @@ def batch_loss(
     Args:
         config: the model.
         mark: as for `model.forward`.
-        z_loss: as for `model.cross_entropy`.
+        z_loss: as for `objective.cross_entropy`.
     """
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        return model.loss(
+        return objective.loss(
             params,
             batch["inputs"],
             batch["targets"],
@@ -87,7 +87,7 @@ def argument_types(
         batch_shape: sequences in a batch, and tokens in each.
         table: the specs.
     """
-    params = jax.eval_shape(lambda key: model.init(key, config), jax.random.key(0))
+    params = jax.eval_shape(lambda key: fresh.init(key, config), jax.random.key(0))
     tokens = jax.ShapeDtypeStruct(batch_shape, np.int32)
     return (
         sharding.mark_params(params, mesh, config, table),

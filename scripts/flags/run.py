@@ -12,7 +12,7 @@ from typing import Any
 import spmd
 from models.llama import sharding
 from models.llama.config import LlamaConfig
-from models.llama.model import MARK_POINTS
+from models.llama.marks import MARK_POINTS
 from models.llama.remat import check_can_offload, checkpoint_policy
 from models.training.checkpoints.found import AUTO
 from models.training.run.description import RunConfig, RunError

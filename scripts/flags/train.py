@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from models.llama import sharding
 from models.llama.config import ATTENTIONS, DTYPES, MATMULS, STAGE_SCHEDULES
-from models.llama.model import MARK_POINTS
+from models.llama.marks import MARK_POINTS
 from models.training.checkpoints.found import AUTO
 from models.training.data import source as data
 from models.training.options import METRICS

@@ -21,7 +21,7 @@ from jax import lax
 
 import spmd
 from benchmarks.hlo.collectives import hlo_collectives
-from models.llama import model, sharding
+from models.llama import fresh, sharding
 from models.llama.config import named_config
 from models.llama.training import train_step
 from tests.accelerators.devices import COUNT, DEVICES
@@ -79,7 +79,7 @@ def test_llama_steps(number: int, scan: bool) -> None:
         pytest.skip("two devices have two meshes")
     mesh, optimizer = meshes()[number], optax.adamw(1e-3)
     config = dataclasses.replace(named_config("tiny"), scan_layers=scan)
-    params = model.init(jax.random.key(0), config)
+    params = fresh.init(jax.random.key(0), config)
     tokens = np.random.RandomState(0).randint(0, config.vocab_size, (8, 32)).astype(np.int32)
     batch = {"inputs": tokens, "targets": np.roll(tokens, -1, 1)}
     plain = jax.jit(train_step(config, optimizer))

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import torch_fsdp
 from benchmarks.kernels import Kernel, kinds_of
-from models.llama import model
+from models.llama import fresh, model
 from models.llama.config import named_config
 
 
@@ -32,7 +32,7 @@ def test_a_step_by_kind() -> None:
 def test_the_peer_computes_our_model() -> None:
     torch = pytest.importorskip("torch")
     config = dataclasses.replace(named_config("quickstart"), num_hidden_layers=2, scan_layers=False)
-    params = jax.device_get(model.init(jax.random.key(0), config))
+    params = jax.device_get(fresh.init(jax.random.key(0), config))
     peer = torch_fsdp._model(config).to_empty(device="cpu")
     names = {"before": "input_layernorm", "between": "post_attention_layernorm"}
     names |= {name: f"self_attn/{name}_proj" for name in "qkvo"}

@@ -10,7 +10,7 @@ import jax
 import pytest
 import tokenizers
 
-from models.llama import model
+from models.llama import fresh
 from models.llama.config import CONFIGS
 from models.llama.weights import load as weights
 from models.training.data.tokenizer import load_tokenizer, same_ids
@@ -29,7 +29,7 @@ def own_settings(monkeypatch):
 def trained(tmp_path_factory):
     """A folder of weights with a tokenizer of some words, and a text of these words."""
     folder = tmp_path_factory.mktemp("trained")
-    init = functools.partial(model.init, config=TINY)
+    init = functools.partial(fresh.init, config=TINY)
     weights.save(jax.jit(init)(jax.random.key(2)), TINY, folder / "model")
     words = ["<s>", "</s>", "to", "be", "or", "not"]
     vocabulary = {word: i for i, word in enumerate(words)}

@@ -16,10 +16,11 @@ import spmd
 from models.decode.state import State
 from models.llama.config import LlamaConfig
 from models.llama.experts import mixture
-from models.llama.model import add_bias, apply_rope, normed_heads, rope_angles
+from models.llama.model import add_bias, normed_heads
+from models.llama.rope import apply_rope, rope_angles
 
 Weights = dict[str, Any]
-"""As `model.Params` with layers unrolled; projections may be quantized, see `quantize.py`."""
+"""As `parameters.Params` with layers unrolled; projections may be quantized, see `quantize.py`."""
 
 Attention = Callable[[Any, Any, State, int | None], tuple[Any, State]]
 """(q (X, K, G, D), new keys and values (X, K, 2, D), a layer's cache, its window) -> (heads, the

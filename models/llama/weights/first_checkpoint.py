@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 
 import spmd
-from models.llama import model, sharding
+from models.llama import fresh, sharding
 from models.llama.config import LlamaConfig
 from models.llama.weights.files import Array, Index, WeightsError
 from models.llama.weights.names import Parameter, parameters
@@ -92,7 +92,7 @@ def _marked(config: LlamaConfig, mesh: Mapping[str, int], table: str) -> Any:
             f"--mesh: no axis is called {unknown[0]!r}; the model splits over "
             f"{', '.join(sharding.MESH_AXES)}"
         )
-    structs = jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
+    structs = jax.eval_shape(functools.partial(fresh.init, config=config), jax.random.key(0))
     devices = spmd.Mesh(None, tuple(mesh.values()), tuple(mesh))
     return sharding.mark_params(structs, devices, config, sharding.table_named(table))
 
@@ -111,7 +111,7 @@ def _save(folder: AnyPath, params: Any, about: Mapping[str, Any]) -> None:
 
 
 def _pieces(source: Source, config: LlamaConfig, structs: Any, advance: Advance) -> Any:
-    """A tree like that of `model.init` whose arrays are read while they are written."""
+    """A tree like that of `fresh.init` whose arrays are read while they are written."""
     wanted, treedef = parameters(config)
     leaves = [
         _piecewise(parameter, struct, [source.tensors[name] for name in parameter.names], advance)

@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 
 from models.llama.config import LlamaConfig
-from models.llama.model import Params
+from models.llama.parameters import Params
 from models.llama.weights.config import CONFIG_FILE
 from models.llama.weights.files import (
     FLOAT_NAMES,
@@ -51,12 +51,12 @@ def load(
     Args:
         folder: has `model.safetensors`, or several files and their index.
         config: the model, as from `read_config`; `scan_layers` and the dtypes may be changed.
-        shardings: a tree like that of `model.init` of `jax.sharding.Sharding`s, such as
+        shardings: a tree like that of `fresh.init` of `jax.sharding.Sharding`s, such as
             `compiled.in_shardings[0]` of a training step; None puts all on the first device.
         console: where a progress bar goes if it is a terminal and loading takes long.
 
     Returns:
-        Parameters as from `model.init`.
+        Parameters as from `fresh.init`.
 
     Raises:
         WeightsError: files are missing, truncated or not safetensors; or tensors are missing,

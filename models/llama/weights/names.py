@@ -18,8 +18,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.llama import model
 from models.llama.config import LlamaConfig
+from models.llama.fresh import init
+from models.llama.parameters import without_states
 from models.llama.weights.files import Index
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -79,10 +80,10 @@ def parameters(config: LlamaConfig) -> tuple[tuple[Parameter, ...], Any]:
     """The parameters of a model, without states of 8-bit products.
 
     Returns:
-        (all parameters of `model.init`'s tree, in its order; the tree's structure).
+        (all parameters of `fresh.init`'s tree, in its order; the tree's structure).
     """
-    structs = model.without_states(
-        jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
+    structs = without_states(
+        jax.eval_shape(functools.partial(init, config=config), jax.random.key(0))
     )
     leaves, treedef = jax.tree_util.tree_flatten_with_path(structs)
     found = tuple(

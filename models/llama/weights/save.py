@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from rich.console import Console
 
 from models.llama.config import DTYPES, LlamaConfig
-from models.llama.model import Params, without_states
+from models.llama.parameters import Params, without_states
 from models.llama.weights.config import CONFIG_FILE, to_hf
 from models.llama.weights.files import (
     Array,
@@ -90,7 +90,7 @@ def save(
     store it has a file `.unfinished` as long as it is not complete.
 
     Args:
-        params: as from `model.init`, with any shardings.
+        params: as from `fresh.init`, with any shardings.
         config: the model.
         folder: new or empty.
         dtype: of the stored weights; None takes `config.param_dtype`.

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.llama import model
+from models.llama import fresh
 from models.llama.config import ConfigError, LlamaConfig
 from models.llama.weights.config import read_config
 from models.llama.weights.files import Array, Index, WeightsError, open_folder
@@ -99,7 +99,7 @@ class Source:
         return dataclasses.replace(self, tensors=tensors)
 
     def tree(self) -> Any:
-        """The tensors as a tree like that of `model.init` with layers unrolled."""
+        """The tensors as a tree like that of `fresh.init` with layers unrolled."""
         wanted, treedef = parameters(self.config)
         return jax.tree.unflatten(treedef, [self._whole(p) for p in wanted])
 
@@ -275,11 +275,11 @@ def _open_array(state: AnyPath, key: str) -> Any:
 
 @contextlib.contextmanager
 def fresh_source(config: LlamaConfig, seed: int) -> Iterator[Source]:
-    """The parameters that `model.init` draws, one layer at a time."""
+    """The parameters that `fresh.init` draws, one layer at a time."""
     config = unrolled(config)
-    outer_key, keys_L = model.init_keys(jax.random.key(seed), config)
-    make_outer = jax.jit(functools.partial(model.init_outer, config=config))
-    make_layer = jax.jit(functools.partial(model.init_layer, config=config))
+    outer_key, keys_L = fresh.init_keys(jax.random.key(seed), config)
+    make_outer = jax.jit(functools.partial(fresh.init_outer, config=config))
+    make_layer = jax.jit(functools.partial(fresh.init_layer, config=config))
 
     @functools.lru_cache(maxsize=1)
     def part(layer: int) -> Mapping[str, Array]:

@@ -3,7 +3,7 @@ import functools
 import jax
 import pytest
 
-from models.llama import model
+from models.llama import fresh
 from models.llama.config import CONFIGS
 from tests.models.llama.weights import checkpoints
 
@@ -11,7 +11,7 @@ from tests.models.llama.weights import checkpoints
 @pytest.fixture(scope="session")
 def tiny_params():
     """Parameters of the scanned tiny model."""
-    init = functools.partial(model.init, config=CONFIGS["tiny"])
+    init = functools.partial(fresh.init, config=CONFIGS["tiny"])
     return jax.jit(init)(jax.random.key(0))
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.llama.model import Params
+from models.llama.parameters import Params
 
 Array = np.ndarray[Any, Any]
 

@@ -15,7 +15,7 @@ import pytest
 
 import spmd
 from models import decode
-from models.llama import model, quantize
+from models.llama import fresh, model, quantize
 from models.llama.config import LlamaConfig
 from models.llama.decode import LlamaRows
 from models.llama.weights import load as weights
@@ -219,7 +219,7 @@ def random_model(key_heads: int, **changes: Any) -> tuple[Any, LlamaConfig]:
         num_attention_heads=8, num_key_value_heads=key_heads, initializer_range=0.3,
         scan_layers=False, **changes,
     )  # fmt: skip
-    return model.init(jax.random.key(0), config), config
+    return fresh.init(jax.random.key(0), config), config
 
 
 @pytest.mark.parametrize(

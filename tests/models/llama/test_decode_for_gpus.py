@@ -11,7 +11,7 @@ import pytest
 import spmd
 from models import decode
 from models.gpu_graphs import with_gpu_graphs
-from models.llama import model
+from models.llama import fresh
 from models.llama.config import LlamaConfig
 from models.llama.decode import LlamaRows
 from tests.compilers import needs_cuda_plugin
@@ -30,7 +30,7 @@ POOL = f"{PAGES},64,4,2,64]"
 @functools.cache
 def compiled(kind: str) -> str:
     """The optimized HLO of a function."""
-    weights = jax.eval_shape(lambda key: model.init(key, CONFIG), jax.random.key(0))
+    weights = jax.eval_shape(lambda key: fresh.init(key, CONFIG), jax.random.key(0))
     functions, *_ = decode.functions(LlamaRows(CONFIG), SHAPE, weights)
     function = next(f for f in functions if f.tags["kind"] == kind)
     leaves = decode.state_leaves(LlamaRows(CONFIG), SHAPE, PAGES)

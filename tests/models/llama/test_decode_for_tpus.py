@@ -7,7 +7,7 @@ import pytest
 
 import spmd
 from models import decode
-from models.llama import model
+from models.llama import fresh
 from models.llama.config import LlamaConfig
 from models.llama.decode import LlamaRows
 
@@ -26,7 +26,7 @@ def test_only_logits_and_tokens_travel_besides_sums(
     """Rows, pages and which tokens were seen and drawn stay where they are."""
     placed = spmd.Mesh(None, mesh, ("data", "model"))
     shape = decode.ServingShape(16 * groups, 512, (rows,), (512,), groups=groups, top_logprobs=5)
-    weights = jax.eval_shape(lambda key: model.init(key, CONFIG), jax.random.key(0))
+    weights = jax.eval_shape(lambda key: fresh.init(key, CONFIG), jax.random.key(0))
     functions, _, specs, primary = decode.functions(LlamaRows(CONFIG), shape, weights)
     function = next(f for f in functions if f.name == primary)
     given = dict(zip(function.roles, function.args, strict=True))

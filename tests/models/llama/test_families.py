@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import spmd
-from models.llama import model, sharding
+from models.llama import fresh, parameters, sharding
 from models.llama.config import CONFIGS, LlamaConfig
 from models.llama.training import batch_loss, train_step
 from models.llama.weights import load as weights
@@ -88,7 +88,7 @@ def test_three_steps_are_transformers(
 
 
 def drawn(config: LlamaConfig) -> Any:
-    init = jax.jit(functools.partial(model.init, config=config))
+    init = jax.jit(functools.partial(fresh.init, config=config))
     return with_random_biases(init(jax.random.key(0)))
 
 
@@ -105,7 +105,7 @@ def test_all_parts_with_packed_documents(changes: dict[str, Any], mesh: spmd.Mes
     """On a mesh, scanned and not, by every attention: as unrolled on one device by two einsums."""
     plain = dataclasses.replace(PARTS, attention="einsum", scan_layers=False)
     params = drawn(PARTS)
-    apart = model.unstack_layers(params)
+    apart = parameters.unstack_layers(params)
     wanted = jax.jit(jax.value_and_grad(batch_loss(plain)))(apart, packed_batch())
     config = dataclasses.replace(PARTS, **changes)
     given = params if config.scan_layers else apart
@@ -113,7 +113,7 @@ def test_all_parts_with_packed_documents(changes: dict[str, Any], mesh: spmd.Mes
     loss, grads = spmd.jit(step, mesh=mesh)(
         sharding.mark_params(given, mesh, config), sharding.mark_batch(packed_batch(), mesh)
     )
-    found = loss, model.unstack_layers(grads) if config.scan_layers else grads
+    found = loss, parameters.unstack_layers(grads) if config.scan_layers else grads
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-6), found, wanted)
 
 
@@ -129,12 +129,12 @@ def test_windows_hide_what_is_far_in_packed_documents() -> None:
 def test_all_parts_in_fp8() -> None:
     config = dataclasses.replace(PARTS, matmul="fp8")
     params = with_random_biases(
-        jax.jit(functools.partial(model.init, config=config))(jax.random.key(0))
+        jax.jit(functools.partial(fresh.init, config=config))(jax.random.key(0))
     )
     rule = training_peers.optimizer()
     step = jax.jit(train_step(config, rule))
     new, _, loss = step(params, initial_state(rule, params), packed_batch())
-    exact = float(jax.jit(batch_loss(PARTS))(model.without_states(params), packed_batch()))
+    exact = float(jax.jit(batch_loss(PARTS))(parameters.without_states(params), packed_batch()))
     assert float(loss) != exact and float(loss) == pytest.approx(exact, rel=0.02)
     layers, before = new["layers"]["self_attn"], params["layers"]["self_attn"]
     for name, part in (("q_proj", "bias"), ("o_proj", "bias"), ("k_norm", "weight")):
@@ -153,7 +153,7 @@ MIXTURE = dataclasses.replace(
 def mixture_alone() -> Any:
     """Loss and gradients of the unrolled mixture on one device, layers stacked again."""
     plain = dataclasses.replace(MIXTURE, scan_layers=False)
-    params = model.unstack_layers(drawn(MIXTURE))
+    params = parameters.unstack_layers(drawn(MIXTURE))
     loss, grads = jax.jit(jax.value_and_grad(batch_loss(plain)))(params, packed_batch())
     return loss, stack_layers(grads)
 
@@ -192,12 +192,12 @@ def test_experts_are_not_in_fp8() -> None:
     """What is multiplied beside them is."""
     config = dataclasses.replace(MIXTURE, matmul="fp8")
     params = with_random_biases(
-        jax.jit(functools.partial(model.init, config=config))(jax.random.key(0))
+        jax.jit(functools.partial(fresh.init, config=config))(jax.random.key(0))
     )
-    assert "q_proj k_proj v_proj" in params["layers"]["self_attn"][model.FP8]
-    assert not params["layers"]["mlp"][model.FP8]
+    assert "q_proj k_proj v_proj" in params["layers"]["self_attn"][parameters.FP8]
+    assert not params["layers"]["mlp"][parameters.FP8]
     loss = float(jax.jit(batch_loss(config))(params, packed_batch()))
-    exact = float(jax.jit(batch_loss(MIXTURE))(model.without_states(params), packed_batch()))
+    exact = float(jax.jit(batch_loss(MIXTURE))(parameters.without_states(params), packed_batch()))
     assert loss != exact and loss == pytest.approx(exact, rel=0.02)
 
 

@@ -12,8 +12,9 @@ import numpy as np
 import optax
 import pytest
 
-from models.llama import model
+from models.llama import parameters
 from models.llama.config import CONFIGS, ConfigError
+from models.llama.fresh import init
 from models.llama.training import train_step
 from models.llama.weights.save import _sources
 from models.training.checkpoints.store import Checkpoints
@@ -50,7 +51,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(trainer, tmp_path):
 
 def test_parameters_of_others_get_states(trainer):
     fresh = trainer.fresh_state().params
-    given = jax.tree.map(jnp.copy, model.without_states(fresh))
+    given = jax.tree.map(jnp.copy, parameters.without_states(fresh))
     got = trainer.fresh_state(given).params
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), got, fresh)
 
@@ -58,12 +59,12 @@ def test_parameters_of_others_get_states(trainer):
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_states_know_the_weights_and_are_not_exported(scan_layers):
     config = dataclasses.replace(FP8, scan_layers=scan_layers)
-    params = jax.jit(functools.partial(model.init, config=config))(jax.random.key(0))
+    params = jax.jit(functools.partial(init, config=config))(jax.random.key(0))
     plain = dataclasses.replace(config, matmul="dtype")
-    expected = jax.eval_shape(functools.partial(model.init, config=plain), jax.random.key(0))
-    found: Any = jax.tree.structure(model.without_states(params))
+    expected = jax.eval_shape(functools.partial(init, config=plain), jax.random.key(0))
+    found: Any = jax.tree.structure(parameters.without_states(params))
     assert found == jax.tree.structure(expected)
-    assert len(_sources(params, config)) == len(_sources(model.without_states(params), plain))
+    assert len(_sources(params, config)) == len(_sources(parameters.without_states(params), plain))
     layer = params["layers"] if scan_layers else params["layers"]["1"]
     state = layer["mlp"]["fp8"]["gate_proj up_proj"]
     assert isinstance(state, Fp8State)
@@ -89,7 +90,7 @@ def test_microbatches_take_the_maximum_of_their_maxima():
 def losses(config, steps):
     """The losses of a run over text of which one of four tokens comes next."""
     optimizer = optax.adamw(optax.linear_schedule(0.0, 3e-3, 5))
-    params = jax.jit(functools.partial(model.init, config=config))(jax.random.key(0))
+    params = jax.jit(functools.partial(init, config=config))(jax.random.key(0))
     state = initial_state(optimizer, params)
     step = jax.jit(train_step(config, optimizer), donate_argnums=(0, 1))
     random, found = np.random.default_rng(0), []

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import spmd
-from models.llama import model, sharding
+from models.llama import fresh, model, sharding
 from models.llama.config import CONFIGS, ConfigError
 from models.llama.training import batch_loss
 
@@ -35,7 +35,7 @@ def batch(packed: bool) -> dict[str, Any]:
 
 @functools.cache
 def alone(packed: bool) -> Any:
-    params = model.init(jax.random.key(0), TINY)
+    params = fresh.init(jax.random.key(0), TINY)
     return params, jax.jit(jax.value_and_grad(batch_loss(TINY)))(params, batch(packed))
 
 
@@ -75,7 +75,7 @@ def test_parameters_lie_over_data_and_the_sequence() -> None:
 
 
 def test_forward_takes_and_gives_the_usual_order() -> None:
-    params = model.init(jax.random.key(0), TINY)
+    params = fresh.init(jax.random.key(0), TINY)
     tokens = batch(False)["inputs"]
     ordered = dataclasses.replace(TINY, zigzag=4)
     want = model.forward(params, tokens, TINY)

@@ -60,9 +60,9 @@ def loss_apart():
 
 @functools.cache
 def params():
-    from models.llama import model
+    from models.llama import fresh
 
-    return jax.jit(functools.partial(model.init, config=TINY))(jax.random.key(1))
+    return jax.jit(functools.partial(fresh.init, config=TINY))(jax.random.key(1))
 
 
 def test_packed_is_the_mean_over_documents_apart():

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import spmd
-from models.llama import model
+from models.llama import fresh, objective, parameters
 from models.llama.config import CONFIGS, ConfigError
-from models.llama.model import MARK_POINTS
+from models.llama.marks import MARK_POINTS
 from models.llama.remat import check_can_offload, checkpoint_policy
 from tests.models.llama.inverse import stack_layers
 
@@ -28,12 +28,12 @@ VARIANTS = [
 
 def loss_of(changes):
     config = dataclasses.replace(TINY, **changes)
-    return lambda params: model.loss(params, TOKENS[:, :-1], TOKENS[:, 1:], config)
+    return lambda params: objective.loss(params, TOKENS[:, :-1], TOKENS[:, 1:], config)
 
 
 @pytest.fixture(scope="module")
 def params():
-    return jax.jit(lambda key: model.init(key, TINY))(jax.random.key(0))
+    return jax.jit(lambda key: fresh.init(key, TINY))(jax.random.key(0))
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def expected(params):
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_loss_and_gradients_are_equal(params, expected, changes):
     is_scanned = changes.get("scan_layers", True)
-    given = params if is_scanned else model.unstack_layers(params)
+    given = params if is_scanned else parameters.unstack_layers(params)
     loss, grads = jax.jit(jax.value_and_grad(loss_of(changes)))(given)
     grads = grads if is_scanned else stack_layers(grads)
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
@@ -55,7 +55,7 @@ def test_loss_and_gradients_are_equal(params, expected, changes):
 
 def kept(params, changes):
     """Bytes of what the forward pass keeps for the backward pass, but for parameters."""
-    given = params if changes.get("scan_layers", True) else model.unstack_layers(params)
+    given = params if changes.get("scan_layers", True) else parameters.unstack_layers(params)
     _, backward = jax.eval_shape(lambda p: jax.vjp(loss_of(changes), p), given)
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(backward))
     return total
@@ -77,7 +77,7 @@ def test_what_is_kept_shrinks(params):
 def test_a_scan_that_is_written_out_recomputes_late():
     """Each layer's recomputation waits for its gradient: else a compiler does all of it at once."""
     mesh = spmd.Mesh(None, (2,), ("data",))
-    params = jax.eval_shape(lambda key: model.init(key, TINY), jax.random.key(0))
+    params = jax.eval_shape(lambda key: fresh.init(key, TINY), jax.random.key(0))
     grad = jax.grad(loss_of({"remat": "full"}))
     for trips, layers in ((0, 0), (TINY.num_hidden_layers, TINY.num_hidden_layers)):
         step = spmd.jit(grad, mesh=mesh, options=spmd.Options(unroll=trips))
@@ -121,9 +121,9 @@ def test_z_loss_adds_the_squared_normalizer():
     logits = jax.random.normal(jax.random.key(0), (2, 3, 5))
     targets = jnp.array([[0, 1, 2], [3, 4, 0]])
     normalizer = np.log(np.exp(logits).sum(-1))
-    plain = model.cross_entropy(logits, targets)
+    plain = objective.cross_entropy(logits, targets)
     np.testing.assert_allclose(
-        model.cross_entropy(logits, targets, z_loss=0.1),
+        objective.cross_entropy(logits, targets, z_loss=0.1),
         plain + 0.1 * np.mean(normalizer**2),
         rtol=1e-6,
     )

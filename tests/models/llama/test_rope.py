@@ -1,13 +1,15 @@
-"""Rotary frequencies beside what transformers computes for the published models."""
+"""Rotary embeddings; their frequencies beside what transformers computes for published models."""
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from models.llama.config import CONFIGS, RopeScaling
-from models.llama.rope import rope_frequencies
+from models.llama.rope import apply_rope, rope_angles, rope_frequencies
 
+TINY = CONFIGS["tiny"]
 LLAMA31 = CONFIGS["llama3.1-8b"]
 UNSCALED = dataclasses.replace(LLAMA31, rope_scaling=None)
 
@@ -44,3 +46,33 @@ def test_frequencies_are_transformers(name):
     config = transformers.LlamaConfig(**to_hf(CONFIGS[name], "float32"))
     theirs = modeling.LlamaRotaryEmbedding(config).inv_freq.numpy()
     np.testing.assert_allclose(rope_frequencies(CONFIGS[name]), theirs, rtol=3e-7)
+
+
+def test_rope_rotates_pairs_of_complex_numbers():
+    x_BSND = np.random.default_rng(1).normal(size=(2, 5, 3, 8)).astype(np.float32)
+    config = dataclasses.replace(TINY, head_dim=8, rope_theta=100.0)
+    half = 4
+    expected = np.empty_like(x_BSND)
+    for position in range(5):
+        for pair in range(half):
+            z = x_BSND[:, position, :, pair] + 1j * x_BSND[:, position, :, pair + half]
+            z = z * np.exp(1j * position * 100.0 ** (-2 * pair / 8))
+            expected[:, position, :, pair] = z.real
+            expected[:, position, :, pair + half] = z.imag
+    rotated = apply_rope(jnp.asarray(x_BSND), rope_angles(jnp.arange(5), config))
+    np.testing.assert_allclose(rotated, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rope_makes_products_depend_on_distance_only():
+    rng = np.random.default_rng(2)
+    angles = rope_angles(jnp.arange(12), dataclasses.replace(TINY, head_dim=16))
+    q, k = (
+        apply_rope(
+            jnp.broadcast_to(rng.normal(size=16).astype(np.float32), (1, 12, 1, 16)), angles
+        )[0, :, 0]
+        for _ in range(2)
+    )
+    products = np.asarray(q @ k.T)
+    for distance in range(-3, 4):
+        diagonal = np.diagonal(products, distance)
+        np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-4, atol=1e-4)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from models.llama import model, sharding
+from models.llama import fresh, marks, model, sharding
 from models.llama.config import CONFIGS, ConfigError
 from models.llama.training import train_step
 from models.placement import present
@@ -20,7 +20,7 @@ SHAPE = {"data": 4, "model": 2}
 
 
 def structs(config):
-    return jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
+    return jax.eval_shape(functools.partial(fresh.init, config=config), jax.random.key(0))
 
 
 def flat(tree):
@@ -35,7 +35,7 @@ def test_the_tables_cover_every_parameter_and_every_point():
     dims = {path: len(shape) for path, shape in shapes.items()}
     for table in sharding.TABLES.values():
         assert {path: len(spec) for path, spec in table.parameters.items()} == dims
-        assert set(table.activations) == set(model.MARK_POINTS)
+        assert set(table.activations) == set(marks.MARK_POINTS)
 
 
 def test_rules_of_scanned_and_unrolled_layers():

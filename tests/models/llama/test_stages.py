@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import spmd
-from models.llama import model, sharding
+from models.llama import fresh, marks, objective, sharding
 from models.llama.config import CONFIGS, ConfigError
 from models.llama.generate import make_next_logits
 
@@ -23,9 +23,9 @@ PACKED = {  # two documents in each row, of other lengths in each
 }
 
 
-def value_and_grad(config: Any, mark: Any = model.no_marks) -> Any:
+def value_and_grad(config: Any, mark: Any = marks.no_marks) -> Any:
     def loss(params: Any, inputs: Any, targets: Any, packed: Any) -> Any:
-        return model.loss(params, inputs, targets, config, mark, **packed)
+        return objective.loss(params, inputs, targets, config, mark, **packed)
 
     return jax.value_and_grad(loss)
 
@@ -33,7 +33,7 @@ def value_and_grad(config: Any, mark: Any = model.no_marks) -> Any:
 @pytest.mark.parametrize(("packed", "schedule"), [({}, "gpipe"), (PACKED, "interleaved")])
 def test_loss_and_gradients_are_those_of_the_scanned_model(packed: Any, schedule: str) -> None:
     config = dataclasses.replace(STAGES, stage_schedule=schedule)
-    params = model.init(jax.random.key(0), config)
+    params = fresh.init(jax.random.key(0), config)
     wanted = jax.jit(value_and_grad(SCANNED))(params, *IDS, packed)
     mesh = spmd.make_mesh(stage=2, data=2, model=2)
     given = sharding.mark_params(params, mesh, config), *sharding.mark_batch((*IDS, packed), mesh)
@@ -67,7 +67,7 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
 
 
 def test_text_is_generated_without_a_pipeline() -> None:
-    params = model.init(jax.random.key(0), SCANNED)
+    params = fresh.init(jax.random.key(0), SCANNED)
     tokens = IDS[0, :1]
     found = jax.jit(make_next_logits(STAGES))(params, tokens, 5)
     wanted = jax.jit(make_next_logits(SCANNED))(params, tokens, 5)

@@ -8,7 +8,7 @@ import jax
 import pytest
 import tokenizers
 
-from models.llama import model
+from models.llama import fresh
 from models.llama.config import CONFIGS
 from models.llama.weights import load as weights
 from models.llama.weights.sources import checkpoint_source, hf_source
@@ -38,7 +38,7 @@ def run(s3, *flags):
 
 
 def test_from_weights_to_weights(s3, tmp_path, capsys):
-    params = jax.jit(functools.partial(model.init, config=TINY))(jax.random.key(2))
+    params = jax.jit(functools.partial(fresh.init, config=TINY))(jax.random.key(2))
     weights.save(params, TINY, s3 / "model")
     vocabulary = {word: i for i, word in enumerate(["<s>", "</s>", "to", "be", "or", "not"])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="or"))

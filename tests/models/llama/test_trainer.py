@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import spmd
-from models.llama import model, sharding
+from models.llama import objective, sharding
 from models.llama.config import CONFIGS
+from models.llama.fresh import init
 from models.llama.trainer import LlamaProgram, init_params
 from models.training.checkpoints.store import Checkpoints
 from models.training.data import source as data
@@ -144,7 +145,7 @@ def test_evaluates_what_the_loss_is(whole):
     state, _ = take(trainer, trainer.fresh_state(), 1)
     got = trainer.evaluation(dataset, 2)(state.params)
     params = jax.device_get(state.params)
-    loss = jax.jit(lambda p, b: model.loss(p, b["inputs"], b["targets"], SMALL))
+    loss = jax.jit(lambda p, b: objective.loss(p, b["inputs"], b["targets"], SMALL))
     expected = [loss(params, dataset(0)), loss(params, dataset(1))]
     assert got == pytest.approx(np.mean(expected), rel=1e-5)
 
@@ -163,7 +164,7 @@ def test_fresh_parameters_are_those_of_init_stacked_or_unrolled(whole):
     params = init_params(config, jax.random.key(0), {**stacked, "layers": layers})
     fresh = whole.trainer.fresh_state().params
     jax.tree.map(np.testing.assert_array_equal, stack_layers(params), fresh)
-    expected = jax.jit(lambda key: model.init(key, SMALL))(jax.random.key(0))
+    expected = jax.jit(lambda key: init(key, SMALL))(jax.random.key(0))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), fresh, expected)
     assert params["layers"]["1"]["mlp"]["up_proj"]["weight"].sharding.spec[0] == "model"
 
@@ -172,9 +173,9 @@ def init_memory(layers, config):
     """(bytes of the parameters, bytes beside them) on each of eight devices."""
     config = dataclasses.replace(config, num_hidden_layers=layers)
     mesh = spmd.make_mesh(data=4, model=2)
-    structs = jax.eval_shape(lambda key: model.init(key, config), jax.random.key(0))
+    structs = jax.eval_shape(lambda key: init(key, config), jax.random.key(0))
     shardings = jax.tree.map(lambda s: s.sharding, sharding.mark_params(structs, mesh, config))
-    make = jax.jit(lambda key: model.init(key, config), out_shardings=shardings)
+    make = jax.jit(lambda key: init(key, config), out_shardings=shardings)
     memory = make.lower(jax.random.key(0)).compile().memory_analysis()
     assert memory is not None
     return memory.output_size_in_bytes, memory.temp_size_in_bytes

@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 from rich.console import Console
 
-from models.llama import model
+from models.llama import fresh
 from models.llama.config import CONFIGS, ConfigError
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
@@ -41,7 +41,7 @@ def tokenizer_file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, tokenizer_file):
     """A folder with weights, a config and a tokenizer."""
-    init = functools.partial(model.init, config=TINY)
+    init = functools.partial(fresh.init, config=TINY)
     folder = tmp_path_factory.mktemp("flags") / "checkpoint"
     weights.save(jax.jit(init)(jax.random.key(2)), TINY, folder)
     shutil.copy(tokenizer_file, folder)
@@ -120,7 +120,7 @@ def test_the_tokenizer_is_that_of_the_weights(checkpoint, tmp_path):
 
 def test_an_export_ships_the_tokenizer_that_was_trained_with(checkpoint, tokenizer_file, tmp_path):
     """Of a folder with nothing but a tokenizer.json: that, and the names of its special tokens."""
-    params = jax.jit(functools.partial(model.init, config=TINY))(jax.random.key(2))
+    params = jax.jit(functools.partial(fresh.init, config=TINY))(jax.random.key(2))
     flags = [f"--init_from={checkpoint}"]
     own = tmp_path / "own" / "tokenizer.json"
     own.parent.mkdir()

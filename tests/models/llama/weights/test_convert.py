@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models.llama import model
+from models.llama import fresh, marks, model, parameters
 from models.llama.config import CONFIGS
+from models.llama.rope import rope_angles
 from models.llama.weights import load as weights
 from models.llama.weights.convert import write_hf, write_ranks
 from models.llama.weights.files import WeightsError
@@ -74,7 +75,7 @@ def same_files(one, other):
 
 
 def test_the_fresh_one_is_models_init(whole):
-    expected = jax.jit(functools.partial(model.init, config=CONFIG))(jax.random.key(0))
+    expected = jax.jit(functools.partial(fresh.init, config=CONFIG))(jax.random.key(0))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
         weights.load(whole, CONFIG),
@@ -97,7 +98,7 @@ def test_there_and_back_is_the_same_bits(n, m, whole, cut, tmp_path):
 def test_biases_and_norms_of_heads(tmp_path):
     """Biases are cut as the rows of their weights; that behind the sum over ranks is whole."""
     config = dataclasses.replace(CONFIG, model_type="qwen3", attention_bias="qkvo", qk_norm=True)
-    init = jax.jit(functools.partial(model.init, config=config))
+    init = jax.jit(functools.partial(fresh.init, config=config))
     weights.save(with_random_biases(init(jax.random.key(0))), config, tmp_path / "whole")
     whole = tensors(tmp_path / "whole")
     with hf_source(tmp_path / "whole") as source:
@@ -130,11 +131,11 @@ def test_experts_are_tensors_of_their_own(model_type, names, tmp_path):
     config = dataclasses.replace(EXPERTS, model_type=model_type, qk_norm=qk_norm, scan_layers=False)
     with fresh_source(config, 0) as source:
         write_hf(source, tmp_path / "whole")
-    expected = jax.jit(functools.partial(model.init, config=config))(jax.random.key(0))
+    expected = jax.jit(functools.partial(fresh.init, config=config))(jax.random.key(0))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
     for scan in (False, True):
         loaded = weights.load(tmp_path / "whole", dataclasses.replace(config, scan_layers=scan))
-        jax.tree.map(close, model.unstack_layers(loaded) if scan else loaded, expected)
+        jax.tree.map(close, parameters.unstack_layers(loaded) if scan else loaded, expected)
     with hf_source(tmp_path / "whole") as source:
         write_ranks(source, tmp_path / "ranks", 2)
         jax.tree.map(close, jax.tree.map(np.asarray, source.tree()), expected)
@@ -166,7 +167,7 @@ def logits_of_ranks(stored, tokens_BS):
     """What tensor-parallel ranks compute: partial products, summed where an all-reduce would be."""
     ranks = len(stored)
     config = rank_config(CONFIG, ranks)
-    rope = model.rope_angles(jnp.arange(tokens_BS.shape[1]), config)
+    rope = rope_angles(jnp.arange(tokens_BS.shape[1]), config)
 
     def part(rank, prefix):
         found: dict[str, dict[str, jax.Array]] = {}
@@ -188,13 +189,13 @@ def logits_of_ranks(stored, tokens_BS):
         y = model.rms_norm(x, norms["input_layernorm"]["weight"], config.rms_norm_eps)
         x = x + total(
             model.attention(
-                part(r, f"{prefix}self_attn."), y, rope, None, None, config, model.no_marks
+                part(r, f"{prefix}self_attn."), y, rope, None, None, config, marks.no_marks
             )
             for r in range(ranks)
         )
         y = model.rms_norm(x, norms["post_attention_layernorm"]["weight"], config.rms_norm_eps)
         x = x + total(
-            model.mlp(part(r, f"{prefix}mlp."), y, config, model.no_marks) for r in range(ranks)
+            model.mlp(part(r, f"{prefix}mlp."), y, config, marks.no_marks) for r in range(ranks)
         )
     x = model.rms_norm(x, stored[0]["model.norm.weight"], config.rms_norm_eps)
     return jnp.concatenate([model.linear(x, s["lm_head.weight"]) for s in stored], axis=-1)
@@ -235,7 +236,7 @@ def test_a_vocabulary_that_is_not_divided_stays_whole():
 @pytest.mark.parametrize("config", [CONFIG, dataclasses.replace(CONFIG, scan_layers=True), EXPERTS])
 def test_checkpoints_of_training(config, tmp_path, devices8):
     mesh = jax.sharding.Mesh(np.array(devices8), ("data",))
-    params = jax.jit(functools.partial(model.init, config=config))(jax.random.key(1))
+    params = jax.jit(functools.partial(fresh.init, config=config))(jax.random.key(1))
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
     params["embed_tokens"]["weight"] = jax.device_put(params["embed_tokens"]["weight"], split)
     about = {"config": {"model": dataclasses.asdict(config)}}

@@ -12,7 +12,7 @@ import pytest
 
 import spmd
 from models import shards
-from models.llama import model, sharding
+from models.llama import fresh, model, sharding
 from models.llama.generate import generate, make_next_logits
 from models.llama.weights import files as hf_files
 from models.llama.weights import load as weights
@@ -29,7 +29,7 @@ pytest.importorskip("transformers")
 def compile_forward(config, mesh):
     """The partitioned forward pass, with the marks that training has."""
     mark = sharding.activation_marks(mesh, config)
-    structs = jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
+    structs = jax.eval_shape(functools.partial(fresh.init, config=config), jax.random.key(0))
     step = spmd.jit(lambda p, t: model.forward(p, t, config, mark), mesh=mesh)
     return step.compile(
         sharding.mark_params(structs, mesh, config), sharding.mark_batch(TOKENS_BS, mesh)
@@ -37,7 +37,7 @@ def compile_forward(config, mesh):
 
 
 def shardings_of(config, mesh):
-    structs = jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
+    structs = jax.eval_shape(functools.partial(fresh.init, config=config), jax.random.key(0))
     marked = sharding.mark_params(structs, mesh, config)
     return jax.tree.map(lambda leaf: leaf.sharding, marked)
 
@@ -144,7 +144,7 @@ def test_the_local_part_is_read(folders, mesh, reads, monkeypatch):
     monkeypatch.setattr(jax, "make_array_from_single_device_arrays", lambda *a, **k: None)
     shardings = shardings_of(config, mesh)
     weights.load(folders("heads"), config, shardings)
-    structs = jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
+    structs = jax.eval_shape(functools.partial(fresh.init, config=config), jax.random.key(0))
     sizes = jax.tree.map(
         lambda leaf, s: math.prod(s.shard_shape(leaf.shape)) * min(2, len(local(leaf.shape, s))),
         structs,

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from models.llama import model
+from models.llama import fresh
 from models.llama.config import CONFIGS
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
@@ -19,7 +19,7 @@ TINY = CONFIGS["tiny"]
 
 @pytest.fixture(scope="module")
 def params():
-    return jax.jit(functools.partial(model.init, config=TINY))(jax.random.key(0))
+    return jax.jit(functools.partial(fresh.init, config=TINY))(jax.random.key(0))
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from models.llama import model, sharding
+from models.llama import model, parameters, sharding
 from models.llama.config import CONFIGS, LlamaConfig, RopeScaling
+from models.llama.fresh import init
 from models.llama.weights import load as weights
 from models.llama.weights import save
 from models.llama.weights.config import read_config
@@ -61,7 +62,7 @@ LLAMA3 = LlamaConfig(
 @functools.cache
 def fresh(config):
     rng = np.random.default_rng(1)
-    structs = jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
+    structs = jax.eval_shape(functools.partial(init, config=config), jax.random.key(0))
     return jax.tree.map(
         lambda struct: jnp.asarray(rng.normal(scale=0.3, size=struct.shape), struct.dtype), structs
     )
@@ -112,7 +113,7 @@ def test_round_trip_is_exact(config, mesh, tmp_path):
 
 def test_scanned_and_unrolled_write_the_same_files(tmp_path):
     weights.save(fresh(TINY), TINY, tmp_path / "scanned")
-    unstacked = model.unstack_layers(fresh(TINY))
+    unstacked = parameters.unstack_layers(fresh(TINY))
     weights.save(unstacked, UNROLLED, tmp_path / "unrolled")
     names = sorted(path.name for path in (tmp_path / "scanned").iterdir())
     assert names == ["config.json", "model.safetensors"]

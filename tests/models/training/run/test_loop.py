@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.llama import model
+from models.llama import fresh, objective
 from models.llama.config import CONFIGS
 from models.training.data import source as data
 from models.training.run.loop import Schedule, TrainingError, TrainState, train
@@ -89,9 +89,9 @@ def test_llama_learns_in_a_few_steps():
     optimizer = make_optimizer(OptimizerConfig(name="adamw", total_steps=20, learning_rate=1e-2))
 
     def loss_fn(params, batch):
-        return model.loss(params, batch["inputs"], batch["targets"], TINY)
+        return objective.loss(params, batch["inputs"], batch["targets"], TINY)
 
-    params = model.init(jax.random.key(0), TINY)
+    params = fresh.init(jax.random.key(0), TINY)
     state = TrainState(params, optimizer.init(params))
     step = jax.jit(make_train_step(loss_fn, optimizer, microbatches=2), donate_argnums=(0, 1))
     outcome, notes = run(step, state, map(windows, itertools.count()), steps=20)

@@ -1,0 +1,91 @@
+"""Draws fresh parameters: of a whole model, or of one layer after the other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from models.llama.config import LlamaConfig
+from models.llama.parameters import Params, layer_with_states
+
+LAYERS = "layers/"
+"""What the paths of a layer's parameters begin with, in `LlamaConfig.parameter_shapes`."""
+
+
+def init(key: jax.Array, config: LlamaConfig) -> Params:
+    """Draws fresh parameters.
+
+    They are normal with standard deviation `initializer_range`. Projections into the residual
+    stream are divided by `sqrt(2 * layers)`, so that its variance does not grow with depth. Norms
+    are 1, biases 0.
+
+    Args:
+        key: a `jax.random.key`.
+        config: the model.
+
+    Returns:
+        Nested dicts. With `scan_layers` the leaves under `layers` have a leading dim L. Without it
+        `layers` has a dict for each layer, with the keys `"0"`, `"1"`, ... Both have the same
+        numbers.
+    """
+    outer_key, keys_L = init_keys(key, config)
+    params = init_outer(outer_key, config)
+    if config.scan_layers:
+        # One layer after the other: making all at once would need their memory several times.
+        params["layers"] = jax.lax.map(functools.partial(init_layer, config=config), keys_L)
+        return params
+    params["layers"] = {
+        str(index): init_layer(keys_L[index], config) for index in range(config.num_hidden_layers)
+    }
+    return params
+
+
+def init_keys(key: jax.Array, config: LlamaConfig) -> tuple[jax.Array, jax.Array]:
+    """(the key for `init_outer`, the keys (L,) for `init_layer`) with which `init` calls them."""
+    outer_key, layers_key = jax.random.split(key)
+    return outer_key, jax.random.split(layers_key, config.num_hidden_layers)
+
+
+def init_outer(key: jax.Array, config: LlamaConfig) -> Params:
+    """Draws fresh parameters of everything but the layers."""
+    shapes = config.parameter_shapes()
+    outer = {path: shape for path, shape in shapes.items() if not path.startswith(LAYERS)}
+    return _init_leaves(key, outer, config)
+
+
+def init_layer(key: jax.Array, config: LlamaConfig) -> Params:
+    """Draws fresh parameters of one layer."""
+    shapes = config.parameter_shapes()
+    inner = {p.removeprefix(LAYERS): s for p, s in shapes.items() if p.startswith(LAYERS)}
+    return layer_with_states(_init_leaves(key, inner, config), config)
+
+
+def _init_leaves(
+    key: jax.Array, shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig
+) -> Params:
+    params: Params = {}
+    for path, leaf_key in zip(shapes, jax.random.split(key, len(shapes)), strict=True):
+        _insert(params, path, _init_leaf(leaf_key, path, shapes[path], config))
+    return params
+
+
+def _init_leaf(key: jax.Array, path: str, shape: tuple[int, ...], config: LlamaConfig) -> jax.Array:
+    if path.endswith("norm/weight"):
+        return jnp.ones(shape, config.param_dtype)
+    if path.endswith("/bias"):
+        return jnp.zeros(shape, config.param_dtype)
+    into_residual = path.endswith(("o_proj/weight", "down_proj/weight"))
+    scale = (2 * config.num_hidden_layers) ** -0.5 if into_residual else 1.0
+    return (scale * config.initializer_range * jax.random.normal(key, shape)).astype(
+        config.param_dtype
+    )
+
+
+def _insert(params: Params, path: str, leaf: jax.Array) -> None:
+    *parents, last = path.split("/")
+    for parent in parents:
+        params = params.setdefault(parent, {})
+    params[last] = leaf
