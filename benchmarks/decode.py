@@ -30,8 +30,9 @@ import numpy as np
 import spmd
 from models import decode
 from models.function import Function
-from models.llama.config import LlamaConfig, named_config
+from models.llama.config import LlamaConfig
 from models.llama.decode import LlamaRows
+from models.llama.named import named_config
 from models.llama.quantize import QUANTIZATIONS, quantized_types
 from serving.bundle.bundle import Bundle
 from serving.bundle.memory import compile_bundle

@@ -33,8 +33,10 @@ import spmd
 from benchmarks.decode import random_weights
 from benchmarks.load_client import WORDS
 from models import decode
-from models.llama.config import ConfigError, LlamaConfig, named_config
+from models.llama.config import LlamaConfig
 from models.llama.decode import LlamaRows
+from models.llama.errors import ConfigError
+from models.llama.named import named_config
 from models.llama.quantize import quantized_types
 from models.llama.weights.sources import Source
 from scripts.export_llama import make_shape

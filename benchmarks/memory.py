@@ -35,7 +35,8 @@ import spmd
 from benchmarks.programs import catalog
 from benchmarks.programs.program import Program as CatalogProgram
 from models.llama import fresh, objective, sharding
-from models.llama.config import LlamaConfig, named_config
+from models.llama.config import LlamaConfig
+from models.llama.named import named_config
 from spmd.cli.flags import Parser, positive
 from spmd.explain.memory import Memory
 

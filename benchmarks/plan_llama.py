@@ -31,7 +31,9 @@ import spmd
 from benchmarks.hlo.modelled import modelled
 from benchmarks.hlo.schedule import read_schedule
 from models.llama import fresh, objective, sharding
-from models.llama.config import LlamaConfig, named_config
+from models.llama.config import LlamaConfig
+from models.llama.flops import flops_per_token
+from models.llama.named import named_config
 from spmd.cli.flags import Parser, Switch, words
 from spmd.explain.memory import Memory
 
@@ -190,11 +192,11 @@ def fewest_microbatches(row: Row, seq_len: int, wanted: int) -> tuple[int, spmd.
 
 
 def mfu(row: Row, seq_len: int, seconds: float) -> str:
-    """Both conventions of `LlamaConfig.flops_per_token`: causal, and PaLM's."""
+    """Both conventions of `models.llama.flops.flops_per_token`: causal, and PaLM's."""
     config, topology = row.config, spmd.Topology(row.topology)
     peak = topology.peak_flops("bf16") * topology.count * seconds
     tokens = row.batch * seq_len
-    shares = (config.flops_per_token(seq_len, c) * tokens / peak for c in ("causal", "palm"))
+    shares = (flops_per_token(config, seq_len, c) * tokens / peak for c in ("causal", "palm"))
     return " / ".join(f"{share:.1%}" for share in shares)
 
 

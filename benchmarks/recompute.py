@@ -25,7 +25,8 @@ import optax
 import spmd
 from benchmarks.train import parse_axes, parse_mesh, time_steps
 from models.llama import fresh, sharding
-from models.llama.config import LlamaConfig, named_config
+from models.llama.config import LlamaConfig
+from models.llama.named import named_config
 from models.llama.training import argument_types, train_step
 from spmd.cli.flags import Parser, Switch, positive, words
 

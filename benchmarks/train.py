@@ -37,8 +37,10 @@ from benchmarks import kernels, torch_fsdp
 from benchmarks.energy import SECONDS, joules
 from benchmarks.kernels import Kernel, Kinds, kinds_of
 from models.llama import sharding
-from models.llama.config import ATTENTIONS, MATMULS, LlamaConfig, named_config
+from models.llama.config import ATTENTIONS, MATMULS, LlamaConfig
+from models.llama.flops import flops_per_token
 from models.llama.fresh import init
+from models.llama.named import named_config
 from models.llama.training import Step, argument_types, train_step
 from models.training.run.metrics import peak_flops
 from models.training.run.optimizer import initial_state
@@ -133,7 +135,7 @@ class Row:
         """As `HEADER` has them."""
         rate = given.global_batch * given.seq_len / self.ahead / devices
         peak = peak_flops(jax.devices()[0].device_kind, config.dtype)
-        mfu = config.flops_per_token(given.seq_len) * rate / peak if peak else float("nan")
+        mfu = flops_per_token(config, given.seq_len) * rate / peak if peak else float("nan")
         times = (f"{self.seconds * 1e3:.1f}", f"{self.ahead * 1e3:.1f}", f"{rate:,.0f}")
         energy = "-" if math.isnan(self.joules) else f"{self.joules:.1f}"
         sizes = (f"{self.bytes / 2**30:.1f}", f"{self.compile_seconds:.1f}", f"{self.loss:.4f}")

@@ -20,7 +20,9 @@ from pathlib import Path
 from rich.console import Console
 
 from models.decode import ServingShape
-from models.llama.config import DTYPES, ConfigError, named_config
+from models.llama.config import DTYPES
+from models.llama.errors import ConfigError
+from models.llama.named import named_config
 from models.llama.quantize import QUANTIZATIONS
 from models.llama.weights.files import WeightsError
 from models.llama.weights.sources import Source, checkpoint_source, fresh_source, hf_source

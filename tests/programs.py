@@ -13,7 +13,8 @@ import optax
 
 import spmd
 from models.llama import fresh, sharding
-from models.llama.config import LlamaConfig, named_config
+from models.llama.config import LlamaConfig
+from models.llama.named import named_config
 from models.llama.training import train_step
 
 

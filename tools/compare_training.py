@@ -16,7 +16,7 @@ import os
 from collections.abc import Sequence
 
 import spmd
-from models.llama.config import CONFIGS, named_config
+from models.llama.named import CONFIGS, named_config
 from models.training.data import source as data
 from spmd.cli.flags import Parser, positive
 from tools.training_peers import apart, losses

@@ -90,7 +90,7 @@ class Server:
 def write_bundle(folder: Path) -> None:
     """A bundle of a tiny model with random weights: 8 slots of 256 tokens."""
     from models.decode import ServingShape
-    from models.llama.config import named_config
+    from models.llama.named import named_config
     from models.llama.weights.sources import fresh_source
     from serving.llama_bundle import write_llama_bundle
 

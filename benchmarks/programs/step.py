@@ -9,7 +9,7 @@ import optax
 
 import spmd
 from models.llama import sharding
-from models.llama.config import named_config
+from models.llama.named import named_config
 from models.llama.training import argument_types, train_step
 
 

@@ -8,15 +8,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Literal
 
-from models.llama.published import PUBLISHED
+from models.llama.errors import ConfigError
+from models.llama.rope_scaling import RopeScaling
 
-FlopConvention = Literal["causal", "palm"]
-"""How an MFU counts; see `LlamaConfig.flops_per_token`."""
-
-FLOP_CONVENTIONS: tuple[FlopConvention, ...] = ("causal", "palm")
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "composite", "xla", "cudnn", "einsum")
 MATMULS = ("dtype", "fp8")
@@ -28,63 +23,6 @@ BIASED = {"none": "", "qkv": "qkv", "qkvo": "qkvo"}
 MAY_BE_ZERO = (
     "max_window_layers", "num_experts", "num_experts_per_tok", "router_aux_loss_coef",
 )  # fmt: skip
-
-RopeType = Literal["linear", "llama3"]
-ROPE_TYPES: tuple[RopeType, ...] = ("linear", "llama3")
-
-
-class ConfigError(ValueError):
-    """A model configuration that cannot be built."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """How rotary frequencies are slowed down for sequences longer than those of pretraining.
-
-    `linear` divides all of them by `factor`. `llama3` divides those whose wavelength is above
-    `original_max_position_embeddings / low_freq_factor`, keeps those below
-    `original_max_position_embeddings / high_freq_factor`, and interpolates in between.
-
-    Args:
-        rope_type: `"linear"` or `"llama3"`.
-        factor: at least 1.
-        low_freq_factor: of `llama3` only; below `high_freq_factor`.
-        high_freq_factor: of `llama3` only.
-        original_max_position_embeddings: of `llama3` only; tokens of a sequence in pretraining.
-
-    Raises:
-        ConfigError: another type, a number that is missing, superfluous or out of range.
-    """
-
-    rope_type: RopeType
-    factor: float
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    original_max_position_embeddings: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.rope_type not in ROPE_TYPES:
-            raise ConfigError(
-                f"rope_type {self.rope_type!r} is not supported; {' and '.join(ROPE_TYPES)} are"
-            )
-        if self.factor < 1:
-            raise ConfigError(f"the factor of rope scaling must be at least 1, not {self.factor}")
-        own = (self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings)
-        if self.rope_type == "linear":
-            if any(number is not None for number in own):
-                raise ConfigError("linear rope scaling has a factor and nothing else")
-            return
-        low, high, original = own
-        if low is None or high is None or original is None:
-            raise ConfigError(
-                "llama3 rope scaling needs low_freq_factor, high_freq_factor and "
-                "original_max_position_embeddings"
-            )
-        if not 0 < low < high or original < 1:
-            raise ConfigError(
-                f"llama3 rope scaling needs 0 < low_freq_factor < high_freq_factor, not {low} and "
-                f"{high}, and positive original_max_position_embeddings, not {original}"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -331,83 +269,3 @@ class LlamaConfig:
             math.prod(shape) * (self.num_hidden_layers if path.startswith("layers/") else 1)
             for path, shape in self.parameter_shapes().items()
         )
-
-    def flops_per_token(self, seq_len: int, convention: FlopConvention = "causal") -> float:
-        """FLOPs that one token of a training step (forward and backward) is credited with.
-
-        Two conventions are in use, and their MFUs are not comparable:
-
-        - `"causal"`: 6 for every parameter that multiplies something (the embedding table is
-          only looked up, unless it is tied to the output), plus `6 * layers * heads * head_dim *
-          seq_len` for attention, of which a causal model needs only half; with a window, for as
-          many keys as a token sees in the mean.
-        - `"palm"`: 6 for every parameter, plus `12 * layers * heads * head_dim * seq_len`:
-          attention as if no position were masked (Chowdhery et al. 2022, appendix B).
-
-        Recomputed activations count in neither, nor experts that a token does not take.
-
-        Args:
-            seq_len: tokens of a sequence.
-            convention: `"causal"` or `"palm"`.
-        """
-        width = self.num_attention_heads * self.head_width
-        idle = self.num_experts - self.num_experts_per_tok
-        expert = 3 * self.hidden_size * self.expert_width
-        parameters = self.parameter_count() - self.num_hidden_layers * idle * expert
-        if convention == "palm":
-            return 6.0 * parameters + 12.0 * self.num_hidden_layers * width * seq_len
-        looked_up = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
-        keys = 0.0
-        for span, window in self.window_spans:
-            most = min(window or seq_len, seq_len)
-            keys += len(span) * most * (2 - most / seq_len)  # twice what is seen in the mean
-        return 6.0 * (parameters - looked_up) + 6.0 * width * keys
-
-
-# Named configurations
-
-CONFIGS: Mapping[str, LlamaConfig] = MappingProxyType(
-    {
-        "tiny": LlamaConfig(
-            vocab_size=256,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        ),
-        "quickstart": LlamaConfig(
-            vocab_size=256,
-            hidden_size=128,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            initializer_range=0.08,
-        ),
-        "quickstart-experts": LlamaConfig(
-            model_type="mixtral",
-            vocab_size=256,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_experts=8,
-            num_experts_per_tok=2,
-            router_aux_loss_coef=0.02,
-            initializer_range=0.08,
-        ),
-        **{name: LlamaConfig(**fields) for name, fields in PUBLISHED.items()},
-    }
-)
-"""The named configurations: three small ones, and those that were published."""
-
-
-def named_config(name: str) -> LlamaConfig:
-    """The configuration called `name`.
-
-    Raises:
-        ConfigError: there is none of that name; lists those there are.
-    """
-    if name not in CONFIGS:
-        raise ConfigError(f"no model is called {name!r}; there are {', '.join(CONFIGS)}")
-    return CONFIGS[name]

@@ -21,7 +21,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from models.llama.config import ConfigError, LlamaConfig
+from models.llama.config import LlamaConfig
+from models.llama.errors import ConfigError
 
 Array = npt.NDArray[Any]
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from models.llama.config import LlamaConfig, RopeScaling
+from models.llama.config import LlamaConfig
+from models.llama.rope_scaling import RopeScaling
 
 
 def rope_frequencies(config: LlamaConfig) -> npt.NDArray[np.float32]:

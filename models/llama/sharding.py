@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import jax
 
 import spmd
-from models.llama.config import ConfigError, LlamaConfig
+from models.llama.config import LlamaConfig
+from models.llama.errors import ConfigError
 from models.llama.marks import Mark
 from models.placement import Entry, Fitted, Spec, fitted, present
 
@@ -198,7 +199,7 @@ def parameter_rules(
     A dim that its axis does not divide is not split; `dropped_marks` lists these.
 
     Example:
-        >>> from models.llama.config import named_config
+        >>> from models.llama.named import named_config
         >>> rules = parameter_rules(named_config("tiny"), {"data": 4, "model": 2})
         >>> rules["layers/mlp/up_proj/weight"]
         (None, 'model', 'data')

@@ -11,7 +11,8 @@ import numpy as np
 
 import spmd
 from models.llama import sharding
-from models.llama.config import FLOP_CONVENTIONS, LlamaConfig
+from models.llama.config import LlamaConfig
+from models.llama.flops import FLOP_CONVENTIONS, flops_per_token
 from models.llama.fresh import init, init_keys, init_layer, init_outer
 from models.llama.generate import generate, make_next_logits
 from models.llama.parameters import with_states
@@ -132,7 +133,7 @@ def init_params(config: LlamaConfig, key: jax.Array, shardings: Any) -> Any:
 def step_cost(run: RunConfig, mesh: spmd.Mesh) -> StepCost:
     """What a step processes, to turn seconds into rates."""
     model: LlamaConfig = run.model
-    flops: dict[str, float] = {c: model.flops_per_token(run.seq_len, c) for c in FLOP_CONVENTIONS}
+    flops: dict[str, float] = {c: flops_per_token(model, run.seq_len, c) for c in FLOP_CONVENTIONS}
     return StepCost(
         tokens=run.global_batch * run.seq_len,
         devices=mesh.size,

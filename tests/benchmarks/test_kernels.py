@@ -13,7 +13,7 @@ import pytest
 from benchmarks import torch_fsdp
 from benchmarks.kernels import Kernel, kinds_of
 from models.llama import fresh, model
-from models.llama.config import named_config
+from models.llama.named import named_config
 
 
 def test_a_step_by_kind() -> None:

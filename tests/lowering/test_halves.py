@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import spmd
 from benchmarks.hlo.schedule import read_schedule
 from models.llama import sharding
-from models.llama.config import named_config
+from models.llama.named import named_config
 from models.llama.training import argument_types, train_step
 from spmd import trial
 from spmd.ir.program import Program

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 
 from models.llama import fresh
-from models.llama.config import CONFIGS
+from models.llama.named import CONFIGS
 from models.llama.weights import load as weights
 from models.training.data.tokenizer import load_tokenizer, same_ids
 from scripts import train_llama

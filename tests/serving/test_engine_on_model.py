@@ -13,7 +13,7 @@ import pytest
 
 import spmd
 from models.decode import ServingShape
-from models.llama.config import named_config
+from models.llama.named import named_config
 from models.llama.weights.sources import fresh_source
 from models.training.data.tokenizer import ByteTokenizer
 from serving.bundle.bundle import Bundle

@@ -11,7 +11,9 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from models.llama.config import ROPE_TYPES, ConfigError, LlamaConfig, RopeScaling
+from models.llama.config import LlamaConfig
+from models.llama.errors import ConfigError
+from models.llama.rope_scaling import ROPE_TYPES, RopeScaling
 from models.llama.weights.families import SIZES, Family, family_of, read_parts, write_parts
 from models.training.paths import AnyPath, as_path
 

@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from models.llama.config import ConfigError, LlamaConfig
+from models.llama.config import LlamaConfig
+from models.llama.errors import ConfigError
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 32_000,

@@ -16,7 +16,7 @@ import jax
 import spmd
 from benchmarks.shardy import marked_text
 from models.llama import sharding
-from models.llama.config import named_config
+from models.llama.named import named_config
 from models.llama.training import argument_types, train_step
 from tests.corpus.program import mark as mark_words
 from tests.corpus.programs import PROGRAMS

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from models.llama import fresh
-from models.llama.config import CONFIGS
+from models.llama.named import CONFIGS
 from tests.models.llama.weights import checkpoints
 
 

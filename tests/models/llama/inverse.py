@@ -1,4 +1,4 @@
-"""What undoes `models.llama.model.unstack_layers` and `models.llama.quantize.quantize_weight`."""
+"""What undoes `parameters.unstack_layers` and `quantize.quantize_weight` of `models.llama`."""
 
 from __future__ import annotations
 

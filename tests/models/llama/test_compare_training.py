@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import spmd
-from models.llama.config import CONFIGS
+from models.llama.named import CONFIGS
 from models.training.data.source import PackedTokens, from_documents, whole
 from tools.training_peers import apart, losses
 

@@ -14,7 +14,8 @@ from safetensors.numpy import load_file
 
 import spmd
 from models.llama import fresh, parameters, sharding
-from models.llama.config import CONFIGS, LlamaConfig
+from models.llama.config import LlamaConfig
+from models.llama.named import CONFIGS
 from models.llama.training import batch_loss, train_step
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config

@@ -13,8 +13,9 @@ import optax
 import pytest
 
 from models.llama import parameters
-from models.llama.config import CONFIGS, ConfigError
+from models.llama.errors import ConfigError
 from models.llama.fresh import init
+from models.llama.named import CONFIGS
 from models.llama.training import train_step
 from models.llama.weights.save import _sources
 from models.training.checkpoints.store import Checkpoints

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from models.llama import fresh, parameters
-from models.llama.config import CONFIGS
+from models.llama.named import CONFIGS
 from tests.models.llama.inverse import stack_layers
 
 TINY = CONFIGS["tiny"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from models.llama import marks, model, parameters
-from models.llama.config import CONFIGS
+from models.llama.named import CONFIGS
 
 TINY = CONFIGS["tiny"]
 UNROLLED = dataclasses.replace(TINY, scan_layers=False)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.llama import objective, parameters
-from models.llama.config import CONFIGS
+from models.llama.named import CONFIGS
 from tests.models.llama.inverse import stack_layers
 
 TINY = CONFIGS["tiny"]

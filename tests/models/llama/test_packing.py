@@ -8,7 +8,7 @@ import pytest
 
 import spmd
 from models.llama import sharding
-from models.llama.config import CONFIGS
+from models.llama.named import CONFIGS
 from models.llama.training import batch_loss
 from models.training.data import source as data
 

@@ -9,8 +9,9 @@ import pytest
 
 import spmd
 from models.llama import fresh, objective, parameters
-from models.llama.config import CONFIGS, ConfigError
+from models.llama.errors import ConfigError
 from models.llama.marks import MARK_POINTS
+from models.llama.named import CONFIGS
 from models.llama.remat import check_can_offload, checkpoint_policy
 from tests.models.llama.inverse import stack_layers
 

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 
 from models.llama import fresh
-from models.llama.config import CONFIGS
+from models.llama.named import CONFIGS
 from models.llama.weights import load as weights
 from models.llama.weights.sources import checkpoint_source, hf_source
 from models.training.data.tokenizer import load_tokenizer, same_ids

@@ -9,8 +9,8 @@ import pytest
 
 import spmd
 from models.llama import objective, sharding
-from models.llama.config import CONFIGS
 from models.llama.fresh import init
+from models.llama.named import CONFIGS
 from models.llama.trainer import LlamaProgram, init_params
 from models.training.checkpoints.store import Checkpoints
 from models.training.data import source as data

@@ -14,7 +14,8 @@ import tokenizers
 from rich.console import Console
 
 from models.llama import fresh
-from models.llama.config import CONFIGS, ConfigError
+from models.llama.errors import ConfigError
+from models.llama.named import CONFIGS
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
 from models.training.data.tokenizer import ByteTokenizer, load_tokenizer, same_ids

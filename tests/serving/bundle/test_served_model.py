@@ -19,7 +19,7 @@ import pytest
 
 import spmd
 from models.decode import ServingShape
-from models.llama.config import named_config
+from models.llama.named import named_config
 from models.llama.weights.sources import fresh_source
 from scripts import generate_text
 from serving.bundle.read import load_bundle

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from models.llama import fresh, marks, model, parameters
-from models.llama.config import CONFIGS
+from models.llama.named import CONFIGS
 from models.llama.rope import rope_angles
 from models.llama.weights import load as weights
 from models.llama.weights.convert import write_hf, write_ranks

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from models.llama import fresh
-from models.llama.config import CONFIGS
+from models.llama.named import CONFIGS
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
 from models.llama.weights.files import WeightsError, open_folder

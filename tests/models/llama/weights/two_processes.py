@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from models.llama.config import CONFIGS
+from models.llama.named import CONFIGS
 from models.llama.sharding import parameter_rules
 from models.llama.weights import load as weights
 from models.llama.weights.names import parameters

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from models.llama import fresh, objective
-from models.llama.config import CONFIGS
+from models.llama.named import CONFIGS
 from models.training.data import source as data
 from models.training.run.loop import Schedule, TrainingError, TrainState, train
 from models.training.run.metrics import StepCost

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from models.llama.config import CONFIGS
+from models.llama.named import CONFIGS
 from models.training.run.description import RunConfig, RunError, RunFolder, check_same_model
 from models.training.run.optimizer import OptimizerConfig, OptimizerError
 from models.training.run.profile import ProfileRange

@@ -1,10 +1,13 @@
-"""Published models, as fields of `LlamaConfig`: Llama and its relatives."""
+"""The models that have a name: published ones, Llama and its relatives, and small ones to try."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
+
+from models.llama.config import LlamaConfig
+from models.llama.errors import ConfigError
 
 Fields = Mapping[str, Any]
 
@@ -186,3 +189,51 @@ PUBLISHED: Mapping[str, Fields] = MappingProxyType(
     }
 )
 """Name -> what such a model is, as first published; `mistral-7b` is 0.1."""
+
+# All of them
+
+CONFIGS: Mapping[str, LlamaConfig] = MappingProxyType(
+    {
+        "tiny": LlamaConfig(
+            vocab_size=256,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        ),
+        "quickstart": LlamaConfig(
+            vocab_size=256,
+            hidden_size=128,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            initializer_range=0.08,
+        ),
+        "quickstart-experts": LlamaConfig(
+            model_type="mixtral",
+            vocab_size=256,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_experts=8,
+            num_experts_per_tok=2,
+            router_aux_loss_coef=0.02,
+            initializer_range=0.08,
+        ),
+        **{name: LlamaConfig(**fields) for name, fields in PUBLISHED.items()},
+    }
+)
+"""The named configurations: three small ones, and those that were published."""
+
+
+def named_config(name: str) -> LlamaConfig:
+    """The configuration called `name`.
+
+    Raises:
+        ConfigError: there is none of that name; lists those there are.
+    """
+    if name not in CONFIGS:
+        raise ConfigError(f"no model is called {name!r}; there are {', '.join(CONFIGS)}")
+    return CONFIGS[name]
