@@ -38,7 +38,7 @@ from models.llama.decode import LlamaRows
 from models.llama.errors import ConfigError
 from models.llama.named import named_config
 from models.llama.quantize import quantized_types
-from models.llama.weights.sources import Source
+from models.llama.weights.tensors import Source
 from scripts.export_llama import make_shape
 from scripts.flags.user_errors import ending_on_interrupt, one_message
 from scripts.serve_bundle import USER_ERRORS

@@ -36,7 +36,8 @@ from models.llama.weights.convert import write_hf, write_ranks
 from models.llama.weights.files import WeightsError
 from models.llama.weights.first_checkpoint import write_run
 from models.llama.weights.ranks import SHARDING_FILE, ranks_source
-from models.llama.weights.sources import Source, checkpoint_source, hf_source
+from models.llama.weights.sources import checkpoint_source, hf_source
+from models.llama.weights.tensors import Source
 from models.training.checkpoints.found import AUTO, CheckpointError
 from models.training.checkpoints.relayout import relayout
 from models.training.run.description import RunFolder

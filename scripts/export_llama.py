@@ -25,7 +25,8 @@ from models.llama.errors import ConfigError
 from models.llama.named import named_config
 from models.llama.quantize import QUANTIZATIONS
 from models.llama.weights.files import WeightsError
-from models.llama.weights.sources import Source, checkpoint_source, fresh_source, hf_source
+from models.llama.weights.sources import checkpoint_source, fresh_source, hf_source
+from models.llama.weights.tensors import Source
 from models.training.checkpoints.found import AUTO, CheckpointError
 from models.training.data.beginnings import as_trained, prompt_ids
 from models.training.data.tokenizer import BYTES, load_tokenizer

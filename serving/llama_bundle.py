@@ -17,7 +17,7 @@ from models.decode import ServingShape
 from models.llama import quantize
 from models.llama.decode import LlamaRows
 from models.llama.weights.files import Array, Index
-from models.llama.weights.sources import Source, Tensor
+from models.llama.weights.tensors import Source, Tensor
 from serving.bundle.manifest import PLATFORMS
 from serving.language_bundle import write_language_bundle
 

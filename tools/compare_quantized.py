@@ -32,7 +32,7 @@ from models.llama.config import LlamaConfig
 from models.llama.decode import LlamaRows
 from models.llama.errors import ConfigError
 from models.llama.weights.files import WeightsError
-from models.llama.weights.sources import Source
+from models.llama.weights.tensors import Source
 from models.training.checkpoints.found import CheckpointError
 from models.training.data import source as data
 from models.training.data.tokenizer import BYTES, load_tokenizer

@@ -2,7 +2,7 @@
 
 Such a file can describe models that are not ours. A key that may change what the model computes is
 either supported or an error. Only keys that are known to change nothing are ignored. What tells
-families apart is in `families.py`.
+families apart is in `family_parts.py`, rotary embeddings in `rope_keys.py`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 from models.llama.config import LlamaConfig
 from models.llama.errors import ConfigError
-from models.llama.rope_scaling import ROPE_TYPES, RopeScaling
-from models.llama.weights.families import SIZES, Family, family_of, read_parts, write_parts
+from models.llama.weights.families import SIZES, Family, family_of, typed
+from models.llama.weights.family_parts import read_parts, write_parts
+from models.llama.weights.rope_keys import ROPE_KEYS, parse_rope, scaling_to_hf
 from models.training.paths import AnyPath, as_path
 
 CONFIG_FILE = "config.json"
 
-_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
 _TOKENS: Mapping[str, Any] = {"bos_token_id": 1, "eos_token_id": 2}
 """Keys of tokens -> transformers' default for a Llama."""
 
@@ -104,8 +104,8 @@ def parse_config(values: Mapping[str, Any], ignore_keys: Collection[str] = ()) -
     _check_supported(values, family)
     _check_known(values, family, ignore_keys)
     given = {**SIZES, **_TOKENS, **family.defaults, **values}
-    sizes = {key: _typed(key, given[key], default) for key, default in SIZES.items()}
-    theta, scaling = _parse_rope(given, family.theta)
+    sizes = {key: typed(key, given[key], default) for key, default in SIZES.items()}
+    theta, scaling = parse_rope(given, family.theta)
     return LlamaConfig(
         **sizes,
         **read_parts(values, family, sizes["num_hidden_layers"]),
@@ -132,7 +132,7 @@ def _check_supported(values: Mapping[str, Any], family: Family) -> None:
 
 def _check_known(values: Mapping[str, Any], family: Family, ignore_keys: Collection[str]) -> None:
     own = {"architectures", *family.keys}
-    known = {*SIZES, *_ROPE_KEYS, *_TOKENS, *_SUPPORTED, *_HARMLESS, *own, *ignore_keys}
+    known = {*SIZES, *ROPE_KEYS, *_TOKENS, *_SUPPORTED, *_HARMLESS, *own, *ignore_keys}
     unknown = sorted(set(values) - known)
     if unknown:
         raise ConfigError(
@@ -140,21 +140,6 @@ def _check_known(values: Mapping[str, Any], family: Family, ignore_keys: Collect
             f"remove them, or pass --ignore_config_keys {','.join(unknown)} "
             "(ignore_keys of read_config)"
         )
-
-
-def _typed(key: str, value: Any, default: Any) -> Any:
-    """Checks that `value` has the type of the default; None becomes the default."""
-    if value is None:
-        return default
-    if isinstance(default, bool):
-        fits, required = isinstance(value, bool), "true or false"
-    elif isinstance(default, float):
-        fits, required = isinstance(value, int | float), "a number"
-    else:
-        fits, required = isinstance(value, int), "an integer"
-    if not fits or isinstance(value, bool) != isinstance(default, bool):
-        raise ConfigError(f"{key} must be {required}, not {json.dumps(value)}")
-    return float(value) if isinstance(default, float) else value
 
 
 def _token_id(key: str, value: Any) -> int | None:
@@ -168,92 +153,6 @@ def _token_ids(value: Any) -> int | tuple[int, ...] | None:
         return _token_id("eos_token_id", value)
     ids = (_token_id("eos_token_id", item) for item in value)
     return tuple(item for item in ids if item is not None)
-
-
-# Rotary embeddings
-
-
-def _parse_rope(values: Mapping[str, Any], default: float) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling). `rope_scaling` beside `rope_theta` is the older form."""
-    found = {
-        key: _parse_rope_entry(key, values[key], values, default)
-        for key in ("rope_scaling", "rope_parameters")
-        if values.get(key)
-    }
-    if len(set(found.values())) > 1:
-        raise ConfigError("rope_scaling and rope_parameters disagree; remove one of them")
-    if found:
-        return next(iter(found.values()))
-    return _typed("rope_theta", values.get("rope_theta"), default), None
-
-
-def _parse_rope_entry(
-    key: str, entry: Any, values: Mapping[str, Any], default: float
-) -> tuple[float, RopeScaling | None]:
-    if not isinstance(entry, dict):
-        raise ConfigError(f"{key} must be an object or null, not {json.dumps(entry)}")
-    rope_type = entry.get("rope_type", entry.get("type", "default"))
-    if rope_type not in ("default", *ROPE_TYPES):
-        raise ConfigError(
-            f"rope_type {json.dumps(rope_type)} of {key} is not supported; "
-            f"default, {' and '.join(ROPE_TYPES)} are"
-        )
-    _check_rope_keys(key, rope_type, entry)
-    return _theta(key, entry, values, default), _scaling(key, rope_type, entry, values)
-
-
-def _check_rope_keys(key: str, rope_type: str, entry: Mapping[str, Any]) -> None:
-    # transformers reads the original length for llama3 alone, but it stands with others too.
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"}
-    known |= {"original_max_position_embeddings"}
-    if rope_type == "llama3":
-        known |= {"low_freq_factor", "high_freq_factor"}
-    unknown = sorted(set(entry) - known)
-    if unknown:
-        raise ConfigError(f"{key} has keys that {rope_type} scaling lacks: {', '.join(unknown)}")
-    if entry.get("partial_rotary_factor") not in (None, 1.0):
-        raise ConfigError(f"partial_rotary_factor of {key} must be 1: whole heads are rotated")
-
-
-def _scaling(
-    key: str, rope_type: str, entry: Mapping[str, Any], values: Mapping[str, Any]
-) -> RopeScaling | None:
-    factor, low, high = (
-        _typed(f"{name} of {key}", entry.get(name), 0.0)
-        for name in ("factor", "low_freq_factor", "high_freq_factor")
-    )
-    if rope_type == "default":
-        if factor not in (0.0, 1.0):
-            raise ConfigError(f"{key} has a factor, {factor}, but no rope_type to apply it")
-        return None
-    if not factor:
-        raise ConfigError(f"{key} of type {rope_type} has no factor")
-    if rope_type == "linear":
-        return RopeScaling(rope_type="linear", factor=factor)
-    return RopeScaling(
-        rope_type="llama3",
-        factor=factor,
-        low_freq_factor=low or None,
-        high_freq_factor=high or None,
-        original_max_position_embeddings=_original_length(entry, values),
-    )
-
-
-def _theta(key: str, entry: Mapping[str, Any], values: Mapping[str, Any], default: float) -> float:
-    outer: float = _typed("rope_theta", values.get("rope_theta"), default)
-    inner: float = _typed(f"rope_theta of {key}", entry.get("rope_theta"), outer)
-    if inner != outer and values.get("rope_theta") is not None:
-        raise ConfigError(f"rope_theta is {outer}, and {inner} in {key}; remove one of them")
-    return inner
-
-
-def _original_length(entry: Mapping[str, Any], values: Mapping[str, Any]) -> int:
-    """The length of sequences in pretraining, looked up in the same places as by transformers."""
-    name = "original_max_position_embeddings"
-    places = (values.get(name), entry.get(name), values.get("max_position_embeddings"))
-    found = next((place for place in places if place is not None), None)
-    length: int = _typed(name, found, SIZES["max_position_embeddings"])
-    return length
 
 
 # Writing
@@ -285,23 +184,9 @@ def to_hf(config: LlamaConfig, dtype: str) -> dict[str, Any]:
         "attention_dropout": 0.0,
         **({"mlp_bias": False, "pretraining_tp": 1} if config.model_type == "llama" else {}),
         "rope_theta": config.rope_theta,
-        "rope_scaling": _scaling_to_hf(config.rope_scaling),
+        "rope_scaling": scaling_to_hf(config.rope_scaling),
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(eos) if isinstance(eos, tuple) else eos,
         "torch_dtype": dtype,
         "use_cache": True,
-    }
-
-
-def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    if scaling.rope_type == "linear":
-        return {"rope_type": "linear", "factor": scaling.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_position_embeddings,
     }

@@ -36,7 +36,7 @@ from models.llama.weights.save import (
     TOKENIZER_FILES,
     check_can_save,
 )
-from models.llama.weights.sources import Source, Tensor
+from models.llama.weights.tensors import Source, Tensor
 from models.progress import Advance, bytes_bar
 
 PROGRESS_FILE = "progress.json"

@@ -23,7 +23,7 @@ from models.llama.config import LlamaConfig
 from models.llama.weights.files import Array, Index, WeightsError
 from models.llama.weights.names import Parameter, parameters
 from models.llama.weights.save import appearing, check_can_save
-from models.llama.weights.sources import Source, Tensor
+from models.llama.weights.tensors import Source, Tensor
 from models.progress import Advance, bytes_bar
 from models.training.checkpoints.found import CheckpointError
 from models.training.checkpoints.pieces import Pieces

@@ -29,14 +29,8 @@ from models.llama.config import LlamaConfig
 from models.llama.weights.config import read_config
 from models.llama.weights.files import Array, Index, WeightsError, read_slice
 from models.llama.weights.names import EMBEDDING, HEAD
-from models.llama.weights.sources import (
-    NUMPY_NAMES,
-    Source,
-    Tensor,
-    stamps,
-    tensor_shapes,
-    unrolled,
-)
+from models.llama.weights.sources import NUMPY_NAMES
+from models.llama.weights.tensors import Source, Tensor, stamps, tensor_shapes, unrolled
 
 SHARDING_FILE = "sharding.json"
 FORMAT = "spmd-ranks"

@@ -1,21 +1,14 @@
-"""The tensors of a Llama, read when they are asked for: from files, a checkpoint, or drawn anew.
-
-Whatever they come from, they have Hugging Face's names and shapes.
-"""
+"""Where a Llama's tensors come from: files, a checkpoint of training, or chance."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from models.llama import fresh
@@ -26,113 +19,11 @@ from models.llama.weights.files import Array, Index, WeightsError, open_folder
 from models.llama.weights.load import check_can_load
 from models.llama.weights.names import HEAD, Parameter, parameters
 from models.llama.weights.save import local_tokenizer
+from models.llama.weights.tensors import Source, Tensor, stamps, tensor_shapes, unrolled
 from models.training.checkpoints.found import AUTO, find_saved
 from models.training.checkpoints.pieces import chunk_shape
 from models.training.paths import AnyPath, array_spec, as_path
 from models.training.run.description import RunFolder
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """A tensor that is read when it is asked for: all of it by `numpy.asarray`, or a slice.
-
-    Attributes:
-      name: Hugging Face's name.
-      shape: its shape.
-      dtype: numpy's name of its dtype.
-      read: returns a slice, in any dtype that can be converted to this one.
-      together: tensors with the same value are stored in the same place; reading them one after
-        the other is quickest.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    read: Callable[[Index], Array]
-    together: str = ""
-
-    def __getitem__(self, index: Index) -> Array:
-        """Reads a slice; `index` has a slice with start and stop for each dim."""
-        return self.read(index).astype(self.dtype, copy=False)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        del copy
-        whole = self[tuple(slice(0, size) for size in self.shape)]
-        return whole if dtype is None else whole.astype(dtype)
-
-    def astype(self, dtype: str) -> Tensor:
-        """The same tensor in another dtype; it is converted when it is read."""
-        return dataclasses.replace(self, dtype=dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """A model's config and tensors.
-
-    Attributes:
-      config: the model, with layers unrolled.
-      tensors: in the order in which the model uses them.
-      about: where they come from, for people.
-      tokenizer_from: a folder with tokenizer files; None if there is none.
-      stamps: sizes and times of the files; they differ if a file has changed.
-    """
-
-    config: LlamaConfig
-    tensors: Mapping[str, Tensor]
-    about: str
-    tokenizer_from: Path | None = None
-    stamps: tuple[str, ...] = ()
-
-    def with_tokenizer(self, folder: Path) -> Source:
-        """The same source with tokenizer files from another folder."""
-        return dataclasses.replace(self, tokenizer_from=folder)
-
-    def astype(self, dtype: str | None) -> Source:
-        """The same source with all tensors in another dtype; None keeps every tensor's bits."""
-        if dtype is None:
-            return self
-        tensors = {name: tensor.astype(dtype) for name, tensor in self.tensors.items()}
-        return dataclasses.replace(self, tensors=tensors)
-
-    def tree(self) -> Any:
-        """The tensors as a tree like that of `fresh.init` with layers unrolled."""
-        wanted, treedef = parameters(self.config)
-        return jax.tree.unflatten(treedef, [self._whole(p) for p in wanted])
-
-    def _whole(self, parameter: Parameter) -> Tensor:
-        """A parameter: its one tensor, or its experts' together."""
-        parts = [self.tensors[name] for name in parameter.names]
-        if not parameter.leading:
-            return parts[0]
-        return Tensor(
-            parameter.path, parameter.shape, parts[0].dtype,
-            lambda index: np.stack([part[index[1:]] for part in parts[index[0]]]),
-        )  # fmt: skip
-
-
-def unrolled(config: LlamaConfig) -> LlamaConfig:
-    """The same model with layers unrolled."""
-    return dataclasses.replace(config, scan_layers=False)
-
-
-def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of a model."""
-    wanted = parameters(unrolled(config))[0]
-    return {name: p.tensor_shape for p in wanted for name in p.names}
-
-
-def stamps(folder: AnyPath) -> tuple[str, ...]:
-    """Name, size and time of every file directly in a folder."""
-    inside: list[AnyPath] = list(folder.iterdir())
-    files = sorted((path for path in inside if path.is_file()), key=lambda path: path.name)
-    found = [(path.name, path.stat()) for path in files]
-    return tuple(f"{name} {status.st_size} {status.st_mtime_ns}" for name, status in found)
-
 
 # Hugging Face's files
 
