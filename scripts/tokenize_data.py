@@ -25,7 +25,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from models.training.data import token_folder
 from models.training.data.documents import FORMATS, Format, Source
 from models.training.data.files import find_files
-from models.training.data.tokenize import ON_ERROR, PIECE_BYTES, OnError, Options, tokenize
+from models.training.data.shard_jobs import ON_ERROR, PIECE_BYTES, OnError, Options
+from models.training.data.tokenize import tokenize
 from models.training.data.tokenizer import BYTES
 from models.training.errors import DataError
 from models.training.paths import AnyPath, as_path

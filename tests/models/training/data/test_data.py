@@ -7,7 +7,8 @@ import pytest
 
 from models.training.data import source as data
 from models.training.data.documents import Source
-from models.training.data.tokenize import Options, tokenize
+from models.training.data.shard_jobs import Options
+from models.training.data.tokenize import tokenize
 from models.training.paths import name_within
 
 

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from models.training.data import corpus
 from models.training.data.loader import Loader, _HostRows, place, rows_of_host
 from models.training.data.samples import PackedTokens
-from models.training.data.tokenize import Options, tokenize
+from models.training.data.shard_jobs import Options
+from models.training.data.tokenize import tokenize
 from tests.waiting import wait_until
 
 SPEC = P("data", None)

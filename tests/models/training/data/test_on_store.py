@@ -10,8 +10,9 @@ import pytest
 
 from models.training.data import source as data
 from models.training.data.files import find_files
+from models.training.data.shard_jobs import Options
 from models.training.data.token_folder import damages, open_folder
-from models.training.data.tokenize import Options, tokenize
+from models.training.data.tokenize import tokenize
 from models.training.errors import DataError
 from models.training.paths import StorePath, file_sizes
 from scripts import tokenize_data

@@ -10,12 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from models.training.data import documents, token_folder
-from models.training.data.documents import Bad, Source, Text
-from models.training.data.tokenize import Options, tokenize
+from models.training.data.documents import Source, Text, plain_text
+from models.training.data.shard_jobs import Options
+from models.training.data.tokenize import tokenize
 from models.training.data.tokenizer import load_tokenizer
 from models.training.errors import DataError
 from tests.waiting import wait_until
@@ -97,50 +96,8 @@ def test_formats_and_compressions(tmp_path, workers):
     assert [s["file"] for s in manifest["shards"]].count(str(tmp_path / "b.parquet")) > 2
 
 
-def texts_of(piece, source):
-    """The texts of a piece, all of which can be read."""
-    for item in documents.read(piece, source):
-        assert isinstance(item, Text)
-        yield item.text
-
-
-SEPARATORS = ["|", "<>", "||", "aa"]
-
-
-@given(
-    st.lists(st.text("ab|<>é\n", max_size=12), max_size=12),
-    st.sampled_from(SEPARATORS),
-    st.integers(1, 40),
-)
-def test_pieces_of_text_are_its_documents(tmp_path_factory, texts, separator, piece_bytes):
-    path = tmp_path_factory.getbasetemp() / "pieces.txt"
-    path.write_text(separator.join(texts))
-    source = Source(separator=separator)
-    pieces = documents.cut(path, source, piece_bytes)
-    found = [text for piece in pieces for text in texts_of(piece, source)]
-    assert found == [t for t in path.read_text().split(separator) if t.strip()]
-
-
-@given(st.lists(st.text(max_size=30), max_size=12), st.integers(1, 60), st.booleans())
-def test_pieces_of_jsonl_are_its_lines(tmp_path_factory, texts, piece_bytes, ends):
-    path = tmp_path_factory.getbasetemp() / "pieces.jsonl"
-    lines = [json.dumps({"text": text}) for text in texts]
-    path.write_text("\n".join(lines) + "\n" * ends)
-    pieces = documents.cut(path, Source(), piece_bytes)
-    found = [item for piece in pieces for item in documents.read(piece, Source())]
-    wanted: list[str | None] = []
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            wanted.append(None)
-        else:
-            wanted += [text] if text.strip() else []
-    assert [None if isinstance(item, Bad) else item.text for item in found] == wanted
-
-
 def test_long_documents_come_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(plain_text, "BLOCK_BYTES", 64)
     texts = ["naïve words\n" * 40, "é" * 500, "short"]
     path = tmp_path / "a.txt"
     path.write_text("<end>".join(texts))
@@ -181,7 +138,7 @@ def test_bad_lines(tmp_path, line, message):
 
 
 def test_bad_text_leaves_nothing_of_its_document(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(plain_text, "BLOCK_BYTES", 64)
     path = tmp_path / "a.txt"
     path.write_bytes(b"first|" + b"many words\n" * 50 + b"\xff" + b"\nmore" * 50 + b"|last")
     options = Options(source=Source(separator="|"), on_error="skip")

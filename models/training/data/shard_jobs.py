@@ -1,0 +1,205 @@
+"""Makes shards of tokens, each of one piece of a file, with several processes.
+
+A shard whose record is in the folder is done, and is not made again.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import concurrent.futures.process
+import dataclasses
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from models.training.data import documents, shard_writer
+from models.training.data.documents import Bad, Piece, Source, Text
+from models.training.data.shard_writer import Record
+from models.training.data.tokenizer import BYTES, Tokenizer, load_tokenizer
+from models.training.errors import DataError
+from models.training.paths import AnyPath
+
+OnError = Literal["stop", "skip"]
+ON_ERROR: tuple[OnError, ...] = ("stop", "skip")
+
+PIECE_BYTES = 64 * 2**20
+ENCODED_AT_ONCE = 2**20
+"""Number of characters that go to the tokenizer in one call."""
+
+RECORD = ".shard.json"
+"""The ending of a shard's record, which is deleted once the manifest has its content."""
+
+EXAMPLES = 5
+"""How many messages about skipped documents a shard's record keeps."""
+
+Report = Callable[[Record, int], None]
+"""Called with the record of each shard that is done, and the number of all shards."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How to tokenize.
+
+    Args:
+        tokenizer: `bytes`, a `tokenizer.json`, or a folder with one.
+        eos_token: ends documents; None finds out.
+        bos_token: begins documents; None finds out, "" uses none.
+        source: how to find documents in files.
+        on_error: whether a document that cannot be read stops the run, or is counted and skipped.
+        piece_bytes: about how much of a file becomes one shard.
+    """
+
+    tokenizer: str = BYTES
+    eos_token: str | None = None
+    bos_token: str | None = None
+    source: Source = dataclasses.field(default_factory=Source)
+    on_error: OnError = "stop"
+    piece_bytes: int = PIECE_BYTES
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Loads the tokenizer."""
+        return load_tokenizer(self.tokenizer, self.eos_token, self.bos_token)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A piece that is to become a shard."""
+
+    name: str
+    piece: Piece
+    options: Options
+    folder: AnyPath
+
+
+def run_jobs(jobs: Sequence[Job], workers: int, report: Report) -> list[Record]:
+    """The records of all jobs, in order."""
+    records: dict[str, Record] = {}
+    missing = []
+    for job in jobs:
+        record = _found_record(job)
+        if record is None:
+            missing.append(job)
+        else:
+            records[job.name] = record
+            report(record, len(jobs))
+    for record in _run_missing(missing, workers):
+        records[record["name"]] = record
+        report(record, len(jobs))
+    return [records[job.name] for job in jobs]
+
+
+def _run_missing(jobs: Sequence[Job], workers: int) -> Iterator[Record]:
+    if workers <= 1 or len(jobs) <= 1:
+        yield from map(make_shard, jobs)
+        return
+    # Fresh processes: a copy of this one would have its threads' locks, but not its threads.
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(min(workers, len(jobs)), context, _begin_worker)
+    try:
+        futures = [pool.submit(make_shard, job) for job in jobs]
+        for future in concurrent.futures.as_completed(futures):
+            yield future.result()
+    except concurrent.futures.process.BrokenProcessPool as error:
+        raise DataError(
+            "a process that tokenises has died, perhaps for want of memory; run again, with fewer "
+            "--workers, and it goes on"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin_worker() -> None:
+    """Sets up a worker process: one tokenizer thread, and it ends when its parent does."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    multiprocessing.connection.wait([sentinel])
+    os._exit(1)
+
+
+def make_shard(job: Job) -> Record:
+    """Tokenizes one piece; its record is written last.
+
+    Raises:
+        DataError: a document cannot be read and must not be skipped.
+    """
+    options, tokenizer = job.options, job.options.load_tokenizer()
+    dtype = shard_writer.token_dtype(tokenizer.vocab_size)
+    # The byte tokenizer ends documents with the byte 0.
+    forbidden = "\0" if options.tokenizer == BYTES else ""
+    source = dataclasses.replace(options.source, forbidden=forbidden)
+    bad: list[str] = []
+    skipped = 0
+    with shard_writer.ShardWriter(job.folder, job.name, dtype) as writer:
+        for group in _grouped(documents.read(job.piece, source)):
+            if isinstance(group, Bad):
+                if options.on_error == "stop":
+                    raise DataError(f"{group.message}; --on_error skip leaves such documents out")
+                # The earlier parts of a long document may have been written already.
+                writer.drop_open()
+                skipped += 1
+                bad += [group.message] if len(bad) < EXAMPLES else []
+                continue
+            _write(writer, group, tokenizer)
+        record = writer.finish()
+    record |= {"file": str(job.piece.path), "skipped": skipped, "examples": bad}
+    shard_writer.write_whole(record_path(job), as_json(record))
+    return record
+
+
+def _grouped(items: Iterable[Text | Bad]) -> Iterator[list[Text] | Bad]:
+    """Collects texts into groups that are worth a call of the tokenizer; keeps the order."""
+    group: list[Text] = []
+    size = 0
+    for item in items:
+        is_text = isinstance(item, Text)
+        if group and (not is_text or size >= ENCODED_AT_ONCE):
+            yield group
+            group, size = [], 0
+        if isinstance(item, Bad):
+            yield item
+        else:
+            group.append(item)
+            size += len(item.text)
+    if group:
+        yield group
+
+
+def _write(writer: shard_writer.ShardWriter, group: list[Text], tokenizer: Tokenizer) -> None:
+    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    encoded = tokenizer.encode_batch([item.text for item in group])
+    for item, ids in zip(group, encoded, strict=True):
+        begin = bos if not writer.is_open else []
+        end = [tokenizer.eos_id] if item.is_last else []
+        writer.add(np.concatenate([begin, ids, end]), is_last=item.is_last)
+
+
+def record_path(job: Job) -> AnyPath:
+    """Where the record of a job's shard is."""
+    return job.folder / f"{job.name}{RECORD}"
+
+
+def _found_record(job: Job) -> Record | None:
+    """The record that an earlier run wrote for a shard, if the shard's files have its hashes."""
+    try:
+        record: Record = json.loads(record_path(job).read_text(encoding="utf-8"))
+        paths = shard_writer.shard_paths(job.folder, job.name)
+        hashes = [shard_writer.sha256_of(path) for path in paths]
+    except (OSError, ValueError):
+        return None
+    return record if hashes == [record["sha256"], record["index_sha256"]] else None
+
+
+def as_json(value: Any) -> bytes:
+    """What is written of a record or a manifest."""
+    return json.dumps(value, indent=2).encode() + b"\n"
