@@ -31,23 +31,23 @@ from models.training.checkpoints.found import (
     CheckpointError,
     Found,
     first_line,
-    first_whole,
     saved_steps,
     unfinished,
-    wanted_steps,
 )
-from models.training.checkpoints.manifest import MANIFEST, find_damage, write_manifest
+from models.training.checkpoints.manifest import write_manifest
 from models.training.checkpoints.remote import StoreManager
+from models.training.checkpoints.restoring import (
+    agreed_steps,
+    find,
+    restored_state,
+    set_aside_after,
+)
 from models.training.checkpoints.saving import Manager, Saving, open_manager
 from models.training.checkpoints.shared import check_shared
 from models.training.checkpoints.together import Together
-from models.training.paths import AnyPath, StorePath, move_tree, remove_tree
+from models.training.paths import AnyPath, StorePath, remove_tree
 from models.training.run.loop import TrainState
 from models.training.run.sinks import Record
-from spmd import launch
-
-HASHING_S = 4 * 3600.0
-"""So many seconds later than the fastest process the slowest may have hashed its share."""
 
 MAX_FAILURES = 3
 """When so many saves in a row have failed, the run ends."""
@@ -234,11 +234,9 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, the latest first; damaged ones are among them.
 
-        All processes have to ask, and hear what process 0 sees: a disk may show them different
-        things for a while.
+        All processes have to ask, and hear what process 0 sees.
         """
-        steps = json.dumps(saved_steps(self.folder))
-        return list(json.loads(launch.from_first(steps, label="steps of checkpoints")))
+        return agreed_steps(self.folder)
 
     def find(self, wanted: int | str = AUTO) -> Found | None:
         """Finds a checkpoint to go on from.
@@ -253,26 +251,7 @@ class Checkpoints:
             CheckpointError: the wanted step has no checkpoint or a damaged one, or all checkpoints
                 are damaged.
         """
-        steps = wanted_steps(self.folder, self.steps(), wanted)
-        found = first_whole(self.folder, steps, self._damage, self.notes)
-        if found is None and wanted != AUTO:
-            raise CheckpointError(
-                f"{self.notes[-1]}; resume from another step or the latest whole one (auto)"
-            )
-        if found is None and steps:
-            raise CheckpointError(
-                f"no checkpoint in {self.folder} is whole: {'; '.join(self.notes)}; choose "
-                "another folder to start anew"
-            )
-        return found
-
-    def _damage(self, folder: AnyPath) -> str | None:
-        """What is wrong with a checkpoint, the same on all processes; each reads some files."""
-        damage = find_damage(folder, jax.process_index(), jax.process_count())
-        # All processes have to agree, or some would restore one step and some another.
-        label = f"the checkpoint of step {folder.name}"
-        said = launch.exchange(damage or "", label=label, timeout_s=HASHING_S)
-        return next((text for text in said if text), None)
+        return find(self.folder, wanted, self.notes)
 
     def restore(self, found: Found, targets: TrainState) -> TrainState:
         """Reads the state of a checkpoint in the shardings of `targets`, whatever mesh saved it.
@@ -292,51 +271,11 @@ class Checkpoints:
         Raises:
             CheckpointError: it has other arrays than `targets`.
         """
-        tree = {"params": targets.params}
-        if found.has_optimizer:
-            tree["opt_state"] = targets.opt_state
-        wanted = tables.by_path(tree)
-        saved = found.meta["arrays"]
-        layouts = (tables.is_stacked(saved), tables.is_stacked(wanted))
-        is_same = None in layouts or layouts[0] == layouts[1]
-        structs = wanted if is_same else tables.other_layout(wanted)
-        problem = tables.mismatch(saved, structs, any_dtype=not found.has_optimizer)
-        if problem is not None:
-            raise CheckpointError(
-                f"the checkpoint of step {found.step} does not fit this run: {problem}"
-                + ("" if is_same else " (layers stacked in one and unrolled in the other)")
-            )
-        leaves = self._read(found.step, structs)
-        if not is_same:
-            leaves = tables.convert(leaves, wanted)
+        restored = restored_state(self._manager, found, targets)
         # Only now that reading succeeded: a restore that fails changes nothing.
-        self._set_aside_after(found.step)
-        restored = tables.like(tree, leaves)
-        return TrainState(restored["params"], restored.get("opt_state"), found.step)
-
-    def _read(self, step: int, structs: Mapping[str, Any]) -> dict[str, Any]:
-        try:
-            return self._manager.restore_state(step, structs)
-        except Exception as error:
-            raise CheckpointError(
-                f"the checkpoint of step {step} cannot be read: {first_line(error)}"
-            ) from error
-
-    def _set_aside_after(self, step: int) -> None:
-        later = [other for other in self.steps() if other > step]
-        failure = ""
-        if jax.process_index() == 0:
-            try:
-                for other in later:
-                    _set_aside(self.folder / str(other))
-            except (OSError, CheckpointError) as error:
-                failure = str(error)
-        # Nobody may save a step that process 0 still moves.
-        failure = launch.from_first(failure, label="checkpoints set aside")
-        if failure:
-            raise CheckpointError(failure)
-        if later:
+        if set_aside_after(self.folder, found.step):
             self._manager.reload()
+        return restored
 
 
 def _remove_unfinished(folder: AnyPath, only: int | None = None) -> None:
@@ -353,15 +292,6 @@ def _interrupted(folder: AnyPath) -> list[str]:
         f"the save of step {step} was interrupted; what it had written is removed"
         for step, _ in unfinished(folder)
     ]
-
-
-def _set_aside(folder: AnyPath) -> None:
-    for number in range(1000):
-        name = f"aside-{folder.name}" + (f"-{number}" if number else "")
-        if not folder.with_name(name).exists():
-            move_tree(folder, folder.with_name(name), MANIFEST)
-            return
-    raise CheckpointError(f"{folder} cannot be moved: remove what is called aside-{folder.name}")
 
 
 def _not_saved(saving: Saving) -> str:
