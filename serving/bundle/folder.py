@@ -20,7 +20,8 @@ from models.llama.weights.save import appearing
 from models.progress import Advance, bytes_bar
 from serving.bundle.checked import LARGEST, read_json
 from serving.bundle.function import BundleError
-from serving.bundle.manifest import MANIFEST, Manifest, StoredFile, from_json
+from serving.bundle.manifest import MANIFEST, Manifest, StoredFile
+from serving.bundle.manifest_json import from_json
 
 HASHING_THREADS = 8
 DEEPEST = 8

@@ -33,9 +33,9 @@ from serving.bundle.manifest import (
     WEIGHTS,
     Entrypoint,
     Manifest,
-    check,
-    to_json,
 )
+from serving.bundle.manifest_checks import check
+from serving.bundle.manifest_json import to_json
 from serving.bundle.tensors import MAX_FILE_BYTES, write_weights
 from spmd.errors import SpmdError
 from spmd.frontend.artifact import Calls, artifact_version, function_artifact
