@@ -45,8 +45,9 @@ from scripts.serve_bundle import USER_ERRORS
 from serving.bundle.bundle import Bundle
 from serving.bundle.memory import compile_bundle
 from serving.bundle.write import TOKENIZER
+from serving.http.language import Loaded
+from serving.http.limits import Options
 from serving.http.server import serve
-from serving.http.service import Loaded, Options
 from serving.language_backend import info
 from serving.language_bundle import SMALL, check_shape, contract
 from serving.load import load_model

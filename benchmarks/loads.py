@@ -42,7 +42,7 @@ from benchmarks.workloads import WORKLOADS, Costs, Workload, floor_seconds
 from models.llama.config import DTYPES
 from models.llama.quantize import QUANTIZATIONS
 from scripts.export_llama import numbers
-from serving.http.service import Options
+from serving.http.limits import Options
 from spmd.cli.flags import Parser, positive, words
 from spmd.cli.specs import symbol_values
 

@@ -16,7 +16,7 @@ from serving.bundle.function import BundleError
 from serving.bundle.write import TOKENIZER
 from serving.engine.backend import Backend
 from serving.engine.model_backend import ModelBackend, generate
-from serving.http.service import Loaded
+from serving.http.language import Loaded
 from serving.language_backend import is_language_model, model_backend
 from serving.tensor_backend import BundleInfer
 

@@ -20,10 +20,10 @@ from serving.engine.engine import Engine
 from serving.engine.records import State
 from serving.http import logs, probes
 from serving.http.access import Exchange
+from serving.http.limits import Options
 from serving.http.metrics import Metrics
 from serving.http.options import HttpOptions
 from serving.http.server import CLOSING_SECONDS, IDLE_SECONDS
-from serving.http.service import Options
 from serving.http.traffic import RequestMetrics
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.test_docker import of_kind

@@ -10,8 +10,9 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from serving.bundle.programs import (
 )
 from serving.bundle.symbols import Planned, plan_sized, too_much
 from serving.bundle.tensors import check_stored, read_weights
+from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import as_mesh, platform_of
 from spmd.options import Options
 
@@ -96,14 +98,7 @@ def load_bundle(
     if manifest.weights:
         check_stored(folder / WEIGHTS, manifest.weights)
     wanted = _wanted(manifest, functions)
-    # Processes of one job share the checking, and say so to each other before anything else.
-    meanwhile = [name for name in manifest.files if name.startswith(f"{WEIGHTS}/")]
-    meanwhile = meanwhile if verify and jax.process_count() == 1 else []
-    if verify:
-        names = sorted(manifest.files.keys() - set(meanwhile))
-        size = sum(manifest.files[name].size for name in names)
-        _tell(console, f"checking {len(names)} files, {size / 1e9:.2f} GB")
-        check_hashes(folder, manifest, console, names)
+    unchecked = _check_files(folder, manifest, console) if verify else []
     cache = Cache(cache_dir) if cache_dir is not None else None
     with _fitting(folder), contextlib.ExitStack() as caching:
         if cache is not None:
@@ -112,42 +107,23 @@ def load_bundle(
         names = with_primary(manifest, wanted)
         modules = Modules(folder, manifest, names, mesh.refined(), options, cache)
         with _status(console) as say:
-
-            def plan(values: Mapping[str, Sizes], whole: bool) -> Planned:
-                sized = manifest.sized(values)
-                names = with_primary(sized, wanted if whole else heaviest(manifest, wanted))
-                return Planned(
-                    values, sized, *plan_functions(sized, names, mesh, modules.lower, say, values)
-                )
-
+            plan = _planner(manifest, wanted, mesh, modules, say)
             planned = plan_sized(manifest, symbols, mesh, options, memory_share, plan)
         manifest, notes = planned.manifest, planned.notes
         wanted = [entry.name for name in wanted for entry in manifest.variants(name)]
         _tell(console, f"compiling {len(wanted)} functions, and reading weights meanwhile")
-
-        def weights(placed: Placed) -> Mapping[str, jax.Array]:
-            with contextlib.ExitStack() as checking:
-                if meanwhile:
-                    pool = checking.enter_context(concurrent.futures.ThreadPoolExecutor(1))
-                    checked = pool.submit(check_hashes, folder, manifest, None, meanwhile)
-                    checking.callback(checked.result)
-                arrays = read_weights(folder / WEIGHTS, manifest.weights, placed, console)
-            _tell(console, f"the weights are read{' and checked' if meanwhile else ''}")
-            return arrays
-
-        @contextlib.contextmanager
-        def waiting() -> Iterator[None]:
-            with _status(console) as say:
-                say(f"compiling {len(wanted)} functions")
-                yield
-
-        emitted = planned.emitted
-        needed = None if first is None else first(manifest)
         parts = compile_functions(
-            manifest, mesh, emitted, wanted, options, weights, waiting, needed
+            manifest,
+            mesh,
+            planned.emitted,
+            wanted,
+            options,
+            functools.partial(_read, folder, manifest, unchecked, console),
+            functools.partial(_compiling, len(wanted), console),
+            None if first is None else first(manifest),
         )
         notes += too_much(planned, parts.programs, mesh)
-        notes += nothing_split(manifest, emitted, mesh)
+        notes += nothing_split(manifest, planned.emitted, mesh)
         if cache is not None:
             notes += cache.notes
         bundle = Bundle(manifest, mesh, parts, notes, planned.symbols)
@@ -163,6 +139,62 @@ def _wanted(manifest: Manifest, functions: Collection[str] | None) -> list[str]:
             f"there is no function {unknown[0]!r}; there are {', '.join(manifest.functions)}"
         )
     return names
+
+
+def _check_files(folder: Path, manifest: Manifest, console: Console | None) -> list[str]:
+    """Checks the files' hashes; returns the names of those that are checked while they are read.
+
+    These are the weights. Processes of one job share the checking, and say so to each other before
+    anything else; so there it is done at once.
+    """
+    later = [name for name in manifest.files if name.startswith(f"{WEIGHTS}/")]
+    later = later if jax.process_count() == 1 else []
+    names = sorted(manifest.files.keys() - set(later))
+    size = sum(manifest.files[name].size for name in names)
+    _tell(console, f"checking {len(names)} files, {size / 1e9:.2f} GB")
+    check_hashes(folder, manifest, console, names)
+    return later
+
+
+def _planner(
+    manifest: Manifest, wanted: Sequence[str], mesh: Mesh, modules: Modules, say: Say
+) -> Callable[[Mapping[str, Sizes], bool], Planned]:
+    """What plans the wanted functions, or the heaviest of them, at the sizes of symbols."""
+
+    def plan(values: Mapping[str, Sizes], whole: bool) -> Planned:
+        sized = manifest.sized(values)
+        names = with_primary(sized, wanted if whole else heaviest(manifest, wanted))
+        return Planned(
+            values, sized, *plan_functions(sized, names, mesh, modules.lower, say, values)
+        )
+
+    return plan
+
+
+def _read(
+    folder: Path,
+    manifest: Manifest,
+    unchecked: Sequence[str],
+    console: Console | None,
+    placed: Placed,
+) -> Mapping[str, jax.Array]:
+    """Reads the weights onto the mesh, and meanwhile compares the hashes of files."""
+    with contextlib.ExitStack() as checking:
+        if unchecked:
+            pool = checking.enter_context(concurrent.futures.ThreadPoolExecutor(1))
+            checked = pool.submit(check_hashes, folder, manifest, None, unchecked)
+            checking.callback(checked.result)
+        arrays = read_weights(folder / WEIGHTS, manifest.weights, placed, console)
+    _tell(console, f"the weights are read{' and checked' if unchecked else ''}")
+    return arrays
+
+
+@contextlib.contextmanager
+def _compiling(count: int, console: Console | None) -> Iterator[None]:
+    """Says in a terminal that what is waited for is the compiler."""
+    with _status(console) as say:
+        say(f"compiling {count} functions")
+        yield
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ import functools
 from serving.grammar.compiler import Grammar, Grammars
 from serving.grammar.guide import GrammarError, TooHard
 from serving.grammar.place import find_problem
+from serving.http.language import Language
 from serving.http.protocol import Ask, ChatAsk
-from serving.http.service import Language
 from serving.http.structure import compile_structure, refusal
 from serving.http.tools.ask import Tools
 from serving.http.tools.grammar import calls_grammar

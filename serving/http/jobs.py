@@ -11,9 +11,9 @@ from models.training.data.beginnings import prompt_ids
 from serving.engine.choice import Job
 from serving.errors import ApiError, invalid
 from serving.grammar.compiler import Grammar
+from serving.http.language import Language
 from serving.http.protocol import Ask, ChatAsk, CompletionAsk, seeds
 from serving.http.restrictions import bad_words, restricted
-from serving.http.service import Language
 from serving.http.tools.formats import Format
 
 

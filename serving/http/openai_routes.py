@@ -20,6 +20,7 @@ from serving.http.asked_grammar import asks_for_grammar, compile_grammar
 from serving.http.bounds import Bounds
 from serving.http.fields import parse_object
 from serving.http.jobs import Work, chat_work, completion_work
+from serving.http.language import Language, Loaded
 from serving.http.protocol import Ask, parse_chat, parse_completion
 from serving.http.requests import (
     EventStream,
@@ -30,7 +31,7 @@ from serving.http.requests import (
     visiting,
 )
 from serving.http.responses import Answer
-from serving.http.service import Language, Loaded, Service
+from serving.http.service import Service
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 """What a header shows of names that strangers chose."""

@@ -16,7 +16,8 @@ from starlette.types import Receive, Scope, Send
 from serving.engine.stream import Failed, Lost, Misguided, Stopped
 from serving.errors import ApiError, invalid
 from serving.http.admission import Visit, address_of
-from serving.http.service import PROCESS_LOST, Options, Service
+from serving.http.limits import Options
+from serving.http.service import PROCESS_LOST, Service
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 

@@ -11,8 +11,8 @@ from serving.engine.masks import counted_masks
 from serving.errors import invalid
 from serving.grammar.compiler import Grammar
 from serving.grammar.guide import GrammarError
+from serving.http.language import Language
 from serving.http.protocol import Ask
-from serving.http.service import Language
 from serving.http.structure import refusal
 
 

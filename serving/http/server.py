@@ -25,9 +25,11 @@ from serving.errors import ServingError
 from serving.http import logs
 from serving.http.app import make_app
 from serving.http.connections import Addresses, Protocol
+from serving.http.language import Loaded
+from serving.http.limits import Options
 from serving.http.options import HttpOptions
 from serving.http.others import Others
-from serving.http.service import Loaded, Options, Service
+from serving.http.service import Service
 
 if TYPE_CHECKING:
     from serving.http.tracing import Tracing

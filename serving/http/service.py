@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
-from models.training.data.tokenizer import Tokenizer
-from serving.engine.backend import Backend
 from serving.engine.batches import Batches
 from serving.engine.engine import Engine
-from serving.engine.infer import Infer
 from serving.engine.statistics import Statistics
 from serving.engine.stream import SHUTTING_DOWN, Lost
 from serving.engine.workers import Workers
 from serving.errors import ApiError, ServingError
-from serving.grammar.compiler import Grammars
 from serving.http.admission import Admission
-from serving.http.bounds import Bounds
-from serving.http.chat_template import ChatTemplate
 from serving.http.datatypes import check_datatypes
 from serving.http.fields import SHORT
-from serving.http.metrics import Metrics
-from serving.http.tools.formats import BY_NAME
+from serving.http.language import Heed, Language, Loaded
+from serving.http.limits import Options
 from serving.http.traffic import RequestMetrics, Traffic
 
 STOP_SECONDS = 10.0
@@ -35,171 +26,6 @@ PROCESS_LOST = "process_lost"
 """The code of what fails since a process of those that run the model was lost."""
 
 Status = Literal["loading", "ready", "draining", "failed"]
-
-Heed = Callable[[Exception], None]
-"""Is told what the model raised, before clients are."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Loaded:
-    """A model that was loaded: a language model, a function of tensors, or both.
-
-    Attributes:
-      name: the model's name in requests.
-      backend: the language model; None if there is none.
-      tokenizer: the language model's; None if there is none.
-      stop_ids: ids that end a completion, beside the tokenizer's `eos_id`.
-      chat_template: in Jinja; None takes a plain one.
-      special_tokens: texts that the template may use by name. `bos_token` and `eos_token` are found
-        out from the tokenizer.
-      infer: the function of tensors; None if there is none.
-      background: a thread that makes the model faster while it is served.
-    """
-
-    name: str
-    backend: Backend | None = None
-    tokenizer: Tokenizer | None = None
-    stop_ids: frozenset[int] = frozenset()
-    chat_template: str | None = None
-    special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    infer: Infer | None = None
-    background: threading.Thread | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The server's limits and keys.
-
-    Attributes:
-      api_keys: a request needs one of them; if there are none, anybody may use the model.
-      max_waiting: how many requests there may be beyond those that have slots. Those whose text is
-        being tokenized count as well.
-      token_budget: rows of a group in a step that has both rows that draw and chunks of prompts;
-        None takes what the model's backend finds best.
-      choices: the most completions that one request may ask for.
-      stops: the most stop strings that one request may have.
-      grammar_bytes: the largest grammar, schemas and tools included.
-      tool_format: how the model writes calls of tools; None takes what its chat template tells.
-      body_bytes: the largest body of a request.
-      body_seconds: a body has to arrive within this time.
-      bodies_bytes: how much memory all bodies together may take.
-      text_threads: how many texts are tokenized at a time, of short ones and of long ones each.
-      header_seconds: a client that connects has to send a request's headers within this time.
-      write_seconds: an answer of which nothing is read for so long is cut off.
-      connections: how many there may be.
-      address_connections: how many of them may come from one address.
-      stall_seconds: a call of the model that takes longer counts as hung: `/health` says 503.
-      drain_seconds: how long requests may go on when the server is told to end.
-
-    Raises:
-      ServingError: a number is too small.
-    """
-
-    api_keys: tuple[str, ...] = ()
-    max_waiting: int = 256
-    token_budget: int | None = None
-    choices: int = 32
-    stops: int = 16
-    grammar_bytes: int = 64 * 2**10
-    tool_format: str | None = None
-    body_bytes: int = 16 * 2**20
-    body_seconds: float = 30.0
-    bodies_bytes: int = 256 * 2**20
-    text_threads: int = 2
-    header_seconds: float = 20.0
-    write_seconds: float = 120.0
-    connections: int = 4096
-    address_connections: int = 1024
-    stall_seconds: float = 300.0
-    drain_seconds: float = 30.0
-
-    def __post_init__(self) -> None:
-        least = {
-            "max_waiting": 0, "token_budget": 1, "choices": 1, "stops": 0, "grammar_bytes": 1,
-            "body_bytes": 1, "body_seconds": 0, "bodies_bytes": 1, "text_threads": 1,
-            "header_seconds": 0, "write_seconds": 0, "connections": 1, "address_connections": 1,
-            "stall_seconds": 0, "drain_seconds": 0,
-        }  # fmt: skip
-        for name, low in least.items():
-            value = getattr(self, name)
-            if value is not None and not value >= low:  # nor NaN
-                raise ServingError(f"{name} is {value}; it has to be at least {low}")
-        if self.tool_format is not None and self.tool_format not in BY_NAME:
-            raise ServingError(
-                f"tool_format is {self.tool_format!r}; it has to be one of {', '.join(BY_NAME)}"
-            )
-
-
-class Language:
-    """A language model with its engine, chat template and metrics.
-
-    Args:
-      loaded: the model.
-      options: limits and keys.
-      requests: the metrics of all requests.
-      heed: is told what the model raised.
-
-    Raises:
-      ServingError: the tokenizer does not belong to the model, or the chat template is broken.
-    """
-
-    def __init__(
-        self,
-        loaded: Loaded,
-        options: Options,
-        requests: RequestMetrics,
-        heed: Heed = lambda error: None,
-    ) -> None:
-        if loaded.backend is None or loaded.tokenizer is None:
-            raise ServingError("a language model needs a backend and a tokenizer")
-        self.backend = loaded.backend
-        self.tokenizer = loaded.tokenizer
-        self.stop_ids = loaded.stop_ids | {loaded.tokenizer.eos_id}
-        self.template = ChatTemplate(
-            loaded.chat_template,
-            {**special_tokens(loaded.tokenizer), **loaded.special_tokens},
-            options.tool_format,
-        )
-        limits = loaded.backend.limits
-        known = loaded.tokenizer.vocab_size
-        if known > limits.vocab_size:
-            raise ServingError(
-                f"{loaded.name}: the tokenizer has {known} ids, the model {limits.vocab_size}"
-            )
-        self.bounds = Bounds(
-            max_length=limits.longest,
-            vocab_size=limits.vocab_size,
-            top_logprobs=limits.top_logprobs,
-            choices=min(options.choices, limits.slots + options.max_waiting),
-            stops=options.stops,
-        )
-        self.grammars = Grammars(
-            loaded.tokenizer, limits.vocab_size, self.stop_ids, options.grammar_bytes
-        )
-        self.metrics = Metrics(requests, loaded.backend, lambda: self.engine.state())
-        self.engine = Engine(
-            loaded.backend,
-            self.decode,
-            loaded.tokenizer.encode_batch(["a"])[0].tolist(),
-            observer=self.metrics,
-            token_budget=options.token_budget,
-            heed=heed,
-        )
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Token ids -> text.
-
-        A model may have more ids than its tokenizer, so that its vocabulary divides evenly. Those
-        have no text.
-        """
-        known = self.tokenizer.vocab_size
-        return self.tokenizer.decode([i for i in ids if i < known])
-
-
-def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
-    """The texts of the tokens that begin and end documents, under the names that templates use."""
-    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-    return {name: tokenizer.decode([i]) for name, i in ids.items() if i is not None}
 
 
 class Service:

@@ -11,8 +11,8 @@ from serving.engine.infer import TensorSpec
 from serving.engine.statistics import Statistics, Tally
 from serving.errors import ApiError
 from serving.http.datatypes import NAMES
+from serving.http.language import Loaded
 from serving.http.requests import service_of
-from serving.http.service import Loaded
 
 VERSION = "1"
 """Of the model: there is one."""

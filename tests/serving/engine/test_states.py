@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from serving.http.service import Options
+from serving.http.limits import Options
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import MODEL, Live, get, serving
 from tests.waiting import PATIENCE, wait_until

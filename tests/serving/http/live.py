@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import httpx
 
 from models.training.data.tokenizer import ByteTokenizer
+from serving.http.language import Loaded
+from serving.http.limits import Options
 from serving.http.options import HttpOptions
 from serving.http.server import Server, listen
-from serving.http.service import Loaded, Options, Service
+from serving.http.service import Service
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.waiting import PATIENCE, wait_until
 

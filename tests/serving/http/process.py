@@ -22,7 +22,8 @@ from pathlib import Path
 from models.training.data.tokenizer import ByteTokenizer
 import serving.http.service
 from serving.http.server import serve
-from serving.http.service import Loaded, Options
+from serving.http.language import Loaded
+from serving.http.limits import Options
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.waiting import PATIENCE, wait_until
 

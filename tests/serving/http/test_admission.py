@@ -21,8 +21,9 @@ from serving.engine.infer import Array, TensorSpec
 from serving.engine.records import Finished
 from serving.http.admission import SPARE, Budget
 from serving.http.fields import SHORT
+from serving.http.language import Loaded
+from serving.http.limits import Options
 from serving.http.requests import client_of
-from serving.http.service import Loaded, Options
 from tests.serving.engine.fake_backend import LIMITS
 from tests.serving.http.live import Live, get, post, serving
 from tests.waiting import PATIENCE, wait_until

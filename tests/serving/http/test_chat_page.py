@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from serving.engine.backend import Part
-from serving.http.service import Options
+from serving.http.limits import Options
 from tests.explain.browser import Browser, find_browser
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
 from tests.serving.http.live import MODEL, Live, get, serving

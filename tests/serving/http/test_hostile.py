@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.http.service import Options
+from serving.http.limits import Options
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import Live, post
 from tests.serving.http.live import serving as serving_live

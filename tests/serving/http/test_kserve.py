@@ -12,7 +12,8 @@ import pytest
 
 from serving.engine.infer import Array, TensorSpec
 from serving.errors import ServingError
-from serving.http.service import Loaded, Service
+from serving.http.language import Loaded
+from serving.http.service import Service
 from tests.serving.http.live import Live, get, post, serving
 
 

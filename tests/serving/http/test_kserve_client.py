@@ -14,7 +14,8 @@ from tritonclient.utils import InferenceServerException
 
 from serving.engine.infer import Array, TensorSpec
 from serving.http.datatypes import DATATYPES
-from serving.http.service import Loaded, Options
+from serving.http.language import Loaded
+from serving.http.limits import Options
 from tests.serving.http.live import Live, get, post, serving
 from tests.waiting import PATIENCE
 

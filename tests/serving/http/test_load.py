@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.http.service import Options
+from serving.http.limits import Options
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
 from tests.serving.http.live import Live, get, serving
 from tests.waiting import PATIENCE

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from serving.http.service import Options
+from serving.http.limits import Options
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import MODEL, Live, serving
 from tests.waiting import PATIENCE

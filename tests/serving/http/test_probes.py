@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 
-from serving.http.service import Options
+from serving.http.limits import Options
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import Live, get, post, serving
 from tests.waiting import wait_until

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.http.service import Options
+from serving.http.limits import Options
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import Live, serving
 from tests.serving.http.scripted import LARGE

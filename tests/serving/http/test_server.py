@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from serving.errors import ServingError
+from serving.http.limits import Options
 from serving.http.server import listen
-from serving.http.service import Options
 from tests.serving.http.live import get, post
 from tests.serving.http.process import Start, starting
 from tests.waiting import wait_until

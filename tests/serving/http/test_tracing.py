@@ -170,7 +170,8 @@ def test_without_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_flag_they_are_not_imported() -> None:
     program = (
-        "import sys; from serving.http.server import Server; from serving.http.service import *;"
+        "import sys; from serving.http.server import Server; from serving.http.language import *;"
+        "from serving.http.service import *;"
         "Server(Service()); print([n for n in sys.modules if n.startswith('opentelemetry')])"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)

@@ -8,8 +8,8 @@ import pytest
 
 from serving.errors import ApiError, ServingError
 from serving.http.chat_template import ChatTemplate
+from serving.http.limits import Options
 from serving.http.messages import parse_messages
-from serving.http.service import Options
 from tests.serving.http.tools.templates import (
     LLAMA,
     MISTRAL,

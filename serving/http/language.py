@@ -1,0 +1,120 @@
+"""A model that was loaded; a language model, with all that its requests need."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Mapping
+
+from models.training.data.tokenizer import Tokenizer
+from serving.engine.backend import Backend
+from serving.engine.engine import Engine
+from serving.engine.infer import Infer
+from serving.errors import ServingError
+from serving.grammar.compiler import Grammars
+from serving.http.bounds import Bounds
+from serving.http.chat_template import ChatTemplate
+from serving.http.limits import Options
+from serving.http.metrics import Metrics
+from serving.http.traffic import RequestMetrics
+
+Heed = Callable[[Exception], None]
+"""Is told what the model raised, before clients are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A model that was loaded: a language model, a function of tensors, or both.
+
+    Attributes:
+      name: the model's name in requests.
+      backend: the language model; None if there is none.
+      tokenizer: the language model's; None if there is none.
+      stop_ids: ids that end a completion, beside the tokenizer's `eos_id`.
+      chat_template: in Jinja; None takes a plain one.
+      special_tokens: texts that the template may use by name. `bos_token` and `eos_token` are found
+        out from the tokenizer.
+      infer: the function of tensors; None if there is none.
+      background: a thread that makes the model faster while it is served.
+    """
+
+    name: str
+    backend: Backend | None = None
+    tokenizer: Tokenizer | None = None
+    stop_ids: frozenset[int] = frozenset()
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    infer: Infer | None = None
+    background: threading.Thread | None = None
+
+
+class Language:
+    """A language model with its engine, chat template and metrics.
+
+    Args:
+      loaded: the model.
+      options: limits and keys.
+      requests: the metrics of all requests.
+      heed: is told what the model raised.
+
+    Raises:
+      ServingError: the tokenizer does not belong to the model, or the chat template is broken.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        options: Options,
+        requests: RequestMetrics,
+        heed: Heed = lambda error: None,
+    ) -> None:
+        if loaded.backend is None or loaded.tokenizer is None:
+            raise ServingError("a language model needs a backend and a tokenizer")
+        self.backend = loaded.backend
+        self.tokenizer = loaded.tokenizer
+        self.stop_ids = loaded.stop_ids | {loaded.tokenizer.eos_id}
+        self.template = ChatTemplate(
+            loaded.chat_template,
+            {**special_tokens(loaded.tokenizer), **loaded.special_tokens},
+            options.tool_format,
+        )
+        limits = loaded.backend.limits
+        known = loaded.tokenizer.vocab_size
+        if known > limits.vocab_size:
+            raise ServingError(
+                f"{loaded.name}: the tokenizer has {known} ids, the model {limits.vocab_size}"
+            )
+        self.bounds = Bounds(
+            max_length=limits.longest,
+            vocab_size=limits.vocab_size,
+            top_logprobs=limits.top_logprobs,
+            choices=min(options.choices, limits.slots + options.max_waiting),
+            stops=options.stops,
+        )
+        self.grammars = Grammars(
+            loaded.tokenizer, limits.vocab_size, self.stop_ids, options.grammar_bytes
+        )
+        self.metrics = Metrics(requests, loaded.backend, lambda: self.engine.state())
+        self.engine = Engine(
+            loaded.backend,
+            self.decode,
+            loaded.tokenizer.encode_batch(["a"])[0].tolist(),
+            observer=self.metrics,
+            token_budget=options.token_budget,
+            heed=heed,
+        )
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Token ids -> text.
+
+        A model may have more ids than its tokenizer, so that its vocabulary divides evenly. Those
+        have no text.
+        """
+        known = self.tokenizer.vocab_size
+        return self.tokenizer.decode([i for i in ids if i < known])
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
+    """The texts of the tokens that begin and end documents, under the names that templates use."""
+    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    return {name: tokenizer.decode([i]) for name, i in ids.items() if i is not None}
