@@ -57,19 +57,15 @@ register_composite(
     arithmetic=ARITHMETIC,
     lower=lower_gradient,
 )
-register_composite(
-    PIECE,
-    piece_rule,
-    decomposition=partial(piece, attention_reference.forward),
-    kernels=_on_each("forward", lambda kernel: partial(piece, kernel)),
-    flops=forward_flops,
-    arithmetic=ARITHMETIC,
-)
-register_composite(
-    PIECE_GRADIENT,
-    piece_gradient_rule,
-    decomposition=partial(piece_gradient, attention_reference.gradient),
-    kernels=_on_each("gradient", lambda kernel: partial(piece_gradient, kernel)),
-    flops=gradient_flops,
-    arithmetic=ARITHMETIC,
-)
+for name, rule, run, kernel_of, flops in (
+    (PIECE, piece_rule, piece, "forward", forward_flops),
+    (PIECE_GRADIENT, piece_gradient_rule, piece_gradient, "gradient", gradient_flops),
+):
+    register_composite(
+        name,
+        rule,
+        decomposition=partial(run, getattr(attention_reference, kernel_of)),
+        kernels=_on_each(kernel_of, partial(partial, run)),
+        flops=flops,
+        arithmetic=ARITHMETIC,
+    )
