@@ -19,7 +19,7 @@ from serving.engine.actions import Counts
 from serving.engine.engine import Engine
 from serving.engine.records import State
 from serving.http import logs, probes
-from serving.http.access import Exchange
+from serving.http.exchange import Exchange
 from serving.http.limits import Options
 from serving.http.metrics import Metrics
 from serving.http.options import HttpOptions

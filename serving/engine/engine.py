@@ -21,12 +21,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from serving.engine import threads
 from serving.engine.actions import Counts, Progress, Request, Step
 from serving.engine.backend import Backend, Tokens, Words
 from serving.engine.calls import Calls, Done
 from serving.engine.choice import Choice, Delta, Job, NotFinite, Token, read_scores
+from serving.engine.entry import Entry
 from serving.engine.guide import Guide, GuideError, Guides
-from serving.engine.records import Entry, Observer, State
+from serving.engine.records import Observer, State
 from serving.engine.scheduler import Scheduler
 from serving.engine.stream import Failed, Misguided, Stopped, Stream, deliver, shutting_down
 from serving.engine.text import Decode, Pieces
@@ -199,7 +201,7 @@ class Engine:
     @property
     def ended(self) -> bool:
         """Whether no thread runs."""
-        return not any(thread.is_alive() for thread in self._threads)
+        return threads.ended(self._threads)
 
     def stop(self, timeout: float = 10.0, why: Callable[[], Stopped] = shutting_down) -> None:
         """Ends the threads after the step that is under way; unfinished requests fail.
@@ -212,10 +214,7 @@ class Engine:
             self._stopping, self._stopped = True, why
             self._tell()
         self._fail_all(why())
-        end = time.monotonic() + timeout
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(max(0.0, end - time.monotonic()))
+        threads.join(self._threads, timeout)
 
     def _tell(self) -> None:
         """Makes the scheduler be asked again; under the lock."""

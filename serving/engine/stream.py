@@ -6,12 +6,9 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING
 
 from serving.engine.choice import Delta
-
-if TYPE_CHECKING:  # it imports this module
-    from serving.engine.records import Finished
+from serving.engine.records import Finished
 
 
 class Failed(RuntimeError):

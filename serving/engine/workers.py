@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar, cast
 
+from serving.engine import threads as all_threads
 from serving.engine.fairness import FairQueue
 from serving.engine.records import Finished
 from serving.engine.stream import Stopped, shutting_down
@@ -161,7 +162,7 @@ class Workers:
     @property
     def ended(self) -> bool:
         """Whether no thread runs."""
-        return not any(thread.is_alive() for thread in self._threads)
+        return all_threads.ended(self._threads)
 
     def stop(self, timeout: float = 10.0, why: Callable[[], Stopped] = shutting_down) -> None:
         """Ends the threads after the calls that run; calls that wait fail.
@@ -181,10 +182,7 @@ class Workers:
             self._wake.notify_all()
         for call in open_calls:
             _answer(call, None, why())
-        end = time.monotonic() + timeout
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(max(0.0, end - time.monotonic()))
+        all_threads.join(self._threads, timeout)
 
     # -----------------------------------------------------------------------------------------
 
