@@ -6,10 +6,11 @@ Shapes are in the names:
     E experts    M width inside an expert    T all rows (B * S)
     X choices of all rows (B * S * C)    R choices that are computed at a time
 
-Rows are sorted by their expert and multiplied by `jax.lax.ragged_dot`: there is no capacity, and no
-row is dropped. Sorting depends on the numbers, so a partitioner that looks into it sees gathers
-from anywhere, and has to bring all rows together. Under `spmd.jit` the op stays whole. One device
-can compute it for any of the rows and any of the experts, and what it finds is then a summand:
+Rows are sorted by their expert and multiplied by `jax.lax.ragged_dot`, on GPUs by a kernel of ours
+(`ragged_triton`): there is no capacity, and no row is dropped. Sorting depends on the numbers, so a
+partitioner that looks into it sees gathers from anywhere, and has to bring all rows together. Under
+`spmd.jit` the op stays whole. One device can compute it for any of the rows and any of the experts,
+and what it finds is then a summand:
 
     rows are split       every device has its own rows and all experts (they are gathered)
     experts are split    every device has all rows of its group (they are gathered) and its own
@@ -35,9 +36,13 @@ from spmd.errors import ArgumentError
 from spmd.ir.dialect.composites import arguments_of
 from spmd.ir.program import OpKind
 from spmd.lowering.register import register_composite
+from spmd.ops import ragged_triton
 
 FORWARD = "spmd.experts"
 GRADIENT = "spmd.experts_grad"
+
+Product = Callable[[Any, Any, Any], Any]
+"""(rows (R, I) sorted by expert, weights (E, O, I), rows of each expert) -> (R, O)."""
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 """On all of them what one device computes stays a function of its own, so that its time is that of
@@ -82,6 +87,7 @@ def forward(
     numbers_E: Any,
     *weights: Any,
     count: int,
+    product: Product | None = None,
 ) -> Any:
     """What the experts at hand, whose numbers are given, add to the rows at hand.
 
@@ -90,20 +96,20 @@ def forward(
       chosen_BSC, numbers_E: from 1 on; 0 is none.
       *weights: gate, up and down of the experts at hand.
       count: how many experts there are in all.
+      product: what multiplies rows with the weights of their experts.
     """
     choices = _Choices.of(chosen_BSC, numbers_E, count)
     x_TH, gates_X = x_BSH.reshape(-1, x_BSH.shape[-1]), gates_BSC.reshape(-1)
 
     def turn(i: Any, out_TH: Any) -> Any:
         part = choices.turn(i)
-        return out_TH.at[part.row_R].add(
-            _added(x_TH[part.row_R], gates_X[part.at_R], part, weights)
-        )
+        added_RH = _added(x_TH[part.row_R], gates_X[part.at_R], part, weights, product)
+        return out_TH + choices.summed(i, added_RH)
 
     return choices.turns(turn, jnp.zeros_like(x_TH)).reshape(x_BSH.shape)
 
 
-def gradient(*operands: Any, count: int) -> Any:
+def gradient(*operands: Any, count: int, product: Product | None = None) -> Any:
     """Gradients of rows, gates and weights: the operands are those of `forward`, and its `dout`."""
     x_BSH, gates_BSC, chosen_BSC, numbers_E, *weights, dout_BSH = operands
     choices = _Choices.of(chosen_BSC, numbers_E, count)
@@ -114,14 +120,14 @@ def gradient(*operands: Any, count: int) -> Any:
         part = choices.turn(i)
 
         def added(x_RH: Any, gates_R: Any, *weights: Any) -> Any:
-            return _added(x_RH, gates_R, part, weights)
+            return _added(x_RH, gates_R, part, weights, product)
 
         _, pull = jax.vjp(added, x_TH[part.row_R], gates_X[part.at_R], *weights)
         dx_RH, dgates_R, *dweights = pull(dout_TH[part.row_R])
         dx_TH, dgates_X, *before = sums
         return (
-            dx_TH.at[part.row_R].add(dx_RH),
-            dgates_X.at[part.at_R].add(dgates_R),
+            dx_TH + choices.summed(i, dx_RH),
+            dgates_X + choices.returned(i, dgates_R),
             *(total + x.astype(total.dtype) for total, x in zip(before, dweights, strict=True)),
         )
 
@@ -155,7 +161,8 @@ class _Choices(NamedTuple):
     if experts are chosen alike, and a quarter more, and mostly there is one.
 
     Attributes:
-      order_X: the places of choices; those of experts that are elsewhere are last.
+      order_X: the choices, sorted; those of experts that are elsewhere are last.
+      place_TC: where each row's choices are in that order.
       ends_E: where each expert's choices end.
       choices: of each row.
       size: choices of a turn.
@@ -163,6 +170,7 @@ class _Choices(NamedTuple):
     """
 
     order_X: Any
+    place_TC: Any
     ends_E: Any
     choices: int
     size: int
@@ -175,9 +183,13 @@ class _Choices(NamedTuple):
         place_X = jnp.where(jnp.any(is_chosen_XE, 1), jnp.argmax(is_chosen_XE, 1), here)
         ends_E = jnp.cumsum(jnp.sum(is_chosen_XE, axis=0, dtype=jnp.int32))
         choices, total = chosen_BSC.shape[-1], chosen_X.shape[0]
+        order_X = jnp.argsort(place_X, stable=True)
+        places_X = jnp.arange(total, dtype=order_X.dtype)
+        sorted_X = jnp.zeros_like(order_X).at[order_X].set(places_X, unique_indices=True)
         most = total // choices * min(choices, here)  # no row chooses an expert twice
         size = min(most, -(-total * here * 5 // (count * 4)))
-        return _Choices(jnp.argsort(place_X, stable=True), ends_E, choices, size, most)
+        place_TC = sorted_X.reshape(-1, choices)
+        return _Choices(order_X, place_TC, ends_E, choices, size, most)
 
     def turn(self, i: Any) -> _Part:
         """The choices of turn `i`."""
@@ -189,6 +201,28 @@ class _Choices(NamedTuple):
         sizes_E = jnp.diff(bounds_E, prepend=0)
         return _Part(at_R, at_R // self.choices, is_here_R1, sizes_E)
 
+    def summed(self, i: Any, x_RH: Any) -> Any:
+        """(T, H): the sum of what turn `i` has found for each row's choices."""
+        shape = (self.place_TC.shape[0], x_RH.shape[1])
+        # Term by term: XLA would write all terms of one reduction before it adds them.
+        found = (self._found(i, c, x_RH).astype(jnp.float32) for c in range(self.choices))
+        return sum(found, jnp.zeros(shape, jnp.float32)).astype(x_RH.dtype)
+
+    def returned(self, i: Any, x_R: Any) -> Any:
+        """(X,) of what turn `i` has found for each choice."""
+        return jnp.stack([self._found(i, c, x_R) for c in range(self.choices)], 1).reshape(-1)
+
+    def _found(self, i: Any, c: int, x_R: Any) -> Any:
+        """(T, ...) of each row's choice `c`; 0 if turn `i` did not have it.
+
+        Adding to rows in the order of the choices would be in no order on a GPU, and so not give
+        the same twice.
+        """
+        at_T = self.place_TC[:, c] - i * self.size
+        is_there_T = (at_T >= 0) & (at_T < self.size)
+        found = x_R.at[at_T].get(mode="clip")
+        return jnp.where(is_there_T.reshape(-1, *(1,) * (x_R.ndim - 1)), found, 0)
+
     def turns(self, turn: Callable[[Any, Any], Any], carry: Any) -> Any:
         """As many turns as it takes."""
         if self.size >= self.most:
@@ -197,14 +231,17 @@ class _Choices(NamedTuple):
         return jax.lax.fori_loop(0, needed, turn, carry)
 
 
-def _added(x_RH: Any, gates_R: Any, part: _Part, weights: Sequence[Any]) -> Any:
+def _added(
+    x_RH: Any, gates_R: Any, part: _Part, weights: Sequence[Any], product: Product | None
+) -> Any:
     """What each choice adds to its row."""
+    product = product or _ragged
     gate_EMH, up_EMH, down_EHM = weights
     # No product of padding is defined: it is hidden on the way in, for the gradient's sake, and on
     # the way out.
     x_RH = jnp.where(part.is_here_R1, x_RH, 0)
-    gate_RM, up_RM = (_product(x_RH, weight, part.sizes_E) for weight in (gate_EMH, up_EMH))
-    out_RH = _product(jax.nn.silu(gate_RM) * up_RM, down_EHM, part.sizes_E)
+    gate_RM, up_RM = (product(x_RH, weight, part.sizes_E) for weight in (gate_EMH, up_EMH))
+    out_RH = product(jax.nn.silu(gate_RM) * up_RM, down_EHM, part.sizes_E)
     return jnp.where(part.is_here_R1, out_RH, 0) * gates_R[:, None].astype(out_RH.dtype)
 
 
@@ -215,9 +252,15 @@ _BY_ROWS = jax.lax.RaggedDotDimensionNumbers(
 )
 
 
-def _product(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
-    """Each row times its expert's weights."""
+def _ragged(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
+    """Each row times its expert's weights, as XLA multiplies them."""
     return jax.lax.ragged_dot_general(x_RI, weights_EOI, sizes_E, _BY_ROWS)
+
+
+def _on_gpus(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
+    """The same, by a kernel for those that it takes."""
+    found = ragged_triton.product(x_RI, weights_EOI, sizes_E)
+    return _ragged(x_RI, weights_EOI, sizes_E) if found is NotImplemented else found
 
 
 @jax.custom_vjp
@@ -270,13 +313,20 @@ def _flops(kind: OpKind, products: int) -> float:
     return 2.0 * products * rows * width * inner
 
 
+def _kernels(function: Any) -> dict[str, Any]:
+    """Platform -> what one device computes."""
+    return dict.fromkeys(PLATFORMS, function) | {
+        "cuda": functools.partial(function, product=_on_gpus)
+    }
+
+
 _OPERANDS = "b s h, b s c, b s c, e, e m h, e m h, e h m"
 _WHOLE = {"h": "replicate", "c": "replicate", "e": "reduce", "m": "reduce"}
 
 register_composite(
     FORWARD,
     f"{_OPERANDS} -> b s h",
-    kernels=dict.fromkeys(PLATFORMS, forward),
+    kernels=_kernels(forward),
     kinds=_WHOLE,
     reduction="add",
     flops=functools.partial(_flops, products=3),
@@ -284,7 +334,7 @@ register_composite(
 register_composite(
     GRADIENT,
     f"{_OPERANDS}, b s h -> b s h, b s c, e m h, e m h, e h m",
-    kernels=dict.fromkeys(PLATFORMS, gradient),
+    kernels=_kernels(gradient),
     kinds={**_WHOLE, "b": "reduce", "s": "reduce"},
     reduction="add",
     flops=functools.partial(_flops, products=9),

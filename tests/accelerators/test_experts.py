@@ -1,4 +1,4 @@
-"""A mixture of experts on real accelerators, which have a `ragged_dot`: beside a loop over experts.
+"""A mixture of experts on real accelerators, which have kernels for it: beside a loop over experts.
 
 See `test_attention.py` for the command.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import spmd
@@ -33,3 +34,18 @@ def test_experts(name: str) -> None:
     step = spmd.jit(loss(experts, mark), mesh=mesh)
     with jax.default_matmul_precision("float32"):
         close(step(*args), jax.jit(loss(plain))(*args), 1e-3)
+
+
+@pytest.mark.parametrize("inner", [256, 192, 72], ids=["wide tiles", "narrow tiles", "no tiles"])
+def test_experts_in_half_precision(inner: int) -> None:
+    """Of groups of many sizes, among them empty ones; the same twice, bit for bit."""
+    mesh = spmd.make_mesh(devices=DEVICES[:1], x=1)
+    args = operands(b=3, s=150, count=9, h=256, m=inner)
+    halves = [x if x.dtype == "int32" else jnp.asarray(x, jnp.bfloat16) for x in args]
+    step = spmd.jit(loss(experts), mesh=mesh)
+    found, again = step(*halves), step(*halves)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
+        assert jnp.array_equal(a, b)
+    wide = [x if x.dtype == "int32" else x.astype(jnp.float32) for x in halves]
+    with jax.default_matmul_precision("float32"):
+        close(found[1], jax.jit(loss(plain))(*wide)[1], 0.03)

@@ -1,0 +1,74 @@
+"""Products by group, step by step in jax, beside `jax.lax.ragged_dot`: values and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmd.ops import ragged_triton
+from spmd.ops.experts import _ragged as plain
+
+ROWS = 200
+
+
+def loss(product: Any, x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
+    """A sum over the rows that are in groups."""
+    is_there_R1 = (jnp.arange(ROWS) < jnp.sum(sizes_E))[:, None]
+    y_RO = product(jnp.where(is_there_R1, x_RI, 0), weights_EOI, sizes_E)
+    return jnp.sum(jnp.sin(jnp.where(is_there_R1, y_RO, 0).astype(jnp.float32)))
+
+
+def operands(outputs: int, inputs: int, sizes: Any, dtype: Any = jnp.bfloat16) -> Any:
+    rng = np.random.default_rng(outputs + inputs)
+    x, w = rng.standard_normal((ROWS, inputs)), rng.standard_normal((len(sizes), outputs, inputs))
+    return jnp.asarray(x, dtype), jnp.asarray(w / 8, dtype), jnp.asarray(sizes, jnp.int32)
+
+
+def interpreted(*args: Any) -> Any:
+    return ragged_triton.product(*args, interpret=True)
+
+
+@settings(max_examples=8)
+@given(st.lists(st.integers(0, ROWS // 4), min_size=1, max_size=4), st.sampled_from([64, 128]))
+def test_product_and_gradients_are_those_of_ragged_dot(sizes: list[int], outputs: int) -> None:
+    args = operands(outputs, 64, sizes)
+    found, want = (
+        jax.jit(jax.value_and_grad(lambda x, w, f=f: loss(f, x, w, args[2]), (0, 1)))(*args[:2])
+        for f in (interpreted, plain)
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.float32(a), np.float32(b), atol=0.03, rtol=0.02)
+
+
+def test_tiles_begin_where_groups_do() -> None:
+    about = ragged_triton.tile_rows(jnp.asarray([5, 0, 3]), 8, 4)
+    assert about.tolist() == [[0, 0, 4], [0, 4, 1], [2, 5, 3], [2, 0, 0], [2, 0, 0]]
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=9), st.integers(0, 30))
+def test_every_row_of_a_group_is_in_one_tile(sizes: list[int], behind: int) -> None:
+    rows = max(1, sum(sizes) + behind)
+    about = np.asarray(ragged_triton.tile_rows(jnp.asarray(sizes), rows, 16))
+    found = [(group, start + i) for group, start, count in about for i in range(count)]
+    groups = np.repeat(np.arange(len(sizes)), sizes)
+    assert found == [(group, row) for row, group in enumerate(groups)]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        operands(64, 64, [3], jnp.float32),
+        operands(72, 64, [3]),
+        operands(64, 72, [3]),
+    ],
+    ids=["32 bits", "outputs", "inputs"],
+)
+def test_what_is_not_for_the_kernel(args: Any) -> None:
+    assert ragged_triton.product(*args) is NotImplemented
