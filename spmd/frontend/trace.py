@@ -124,12 +124,7 @@ def trace(
         static_argnames=tuple(static_argnames),
         keep_unused=True,  # argument i of the module stays argument i of the function
     )
-    try:
-        traced = jitted.trace(*args, **kwargs)
-    except ValueError as error:
-        if "does not match the specs of the input" in str(error):
-            raise _explicit_axes(error) from error
-        raise
+    traced = _traced(jitted, args, kwargs)
     program = traced.jaxpr
     if len(program.in_avals) > len(jax.tree.leaves(traced.in_avals)):  # jax adds such values
         raise _closed_over_tracer(traced.fun_name)
@@ -148,18 +143,33 @@ def trace(
     composites = _composites_of(program.jaxpr) if symbolic else ()
     rules = [(primitive, _lower_composite) for primitive in dict.fromkeys(composites)]
     parameters = _parameters(order, [*(calls.lowering_rules() if calls else ()), *rules])
+    module = _lowered(traced, platform, parameters)
+    if not symbolic and is_dynamic(module):  # it calls what `jax.export` made, for any shapes
+        module = refine(module, [aval.shape for aval in program.in_avals])
+    _renumber(module, order, positions)
+    manual = [other for is_manual, other in meshes if is_manual]
+    return Trace(module, out, manual, jax_meshes, tuple(calls.callbacks) if calls else ())
+
+
+def _traced(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A function, traced by jax; what jax says of explicit axes is an error of ours."""
+    try:
+        return jitted.trace(*args, **kwargs)
+    except ValueError as error:
+        if "does not match the specs of the input" in str(error):
+            raise _explicit_axes(error) from error
+        raise
+
+
+def _lowered(traced: Any, platform: str, parameters: Any) -> Any:
+    """The StableHLO module; what jax says of orders of devices is an error of ours."""
     try:
         lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
     except ValueError as error:
         if "incompatible devices for jitted" in str(error):
             raise _orders_of_devices(error) from error
         raise
-    module = lowered.compiler_ir("stablehlo")
-    if not symbolic and is_dynamic(module):  # it calls what `jax.export` made, for any shapes
-        module = refine(module, [aval.shape for aval in program.in_avals])
-    _renumber(module, order, positions)
-    manual = [other for is_manual, other in meshes if is_manual]
-    return Trace(module, out, manual, jax_meshes, tuple(calls.callbacks) if calls else ())
+    return lowered.compiler_ir("stablehlo")
 
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:

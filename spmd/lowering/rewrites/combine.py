@@ -66,6 +66,79 @@ class _Bucket:
         return now > self.until and self.bytes > FEW_BYTES
 
 
+class _Waiting:
+    """What waits in a block: reductions, in a bucket for each key, and small ops that read them.
+
+    A bucket is flushed, and becomes a collective, in front of the first op that reads a member,
+    when it is full, or when `until` is over:
+
+        %1 = all_reduce %0    waits in bucket {data}
+        %2 = dot %0, %0
+        %4 = all_reduce %2    joins it
+        %5 = tanh %1          reads a member: the collective for %1 and %4 goes in front of it
+
+    A member that reads another member's result flushes the bucket too, so that no collective ever
+    needs its own result. An op that only puts a member's few bytes somewhere is put off: it counts
+    as no reader, and waits for its own.
+
+    Args:
+      b: where the ops go.
+    """
+
+    def __init__(self, b: Builder) -> None:
+        self._b = b
+        self._buckets: dict[_Key, _Bucket] = {}
+        self._key_of: dict[Value, _Key] = {}
+        self._late: dict[Value, tuple[int, Op]] = {}  # the op, and its place
+
+    def has_any(self, values: Iterable[Value]) -> bool:
+        """Whether some of the values are not made yet."""
+        return any(v in self._key_of or v in self._late for v in values)
+
+    def put_off(self, op: Op, place: int) -> None:
+        """Lets an op wait until its results are read."""
+        self._late.update((result, (place, op)) for result in op.results)
+
+    def add(self, op: Op, now: float, seconds: float, most: int) -> None:
+        """Lets a reduction that takes `seconds` alone wait, in a buffer of `most` bytes."""
+        key = _key(op)
+        if key in self._buckets and self._buckets[key].bytes + _bytes(op) > most:
+            self._flush(key)
+        self._buckets.setdefault(key, _Bucket(now)).add(op, seconds)
+        self._key_of[op.results[0]] = key
+
+    def make(self, values: Iterable[Value]) -> None:
+        """Makes those of the values that wait, and all that they need."""
+        ask, needed = [*values], set[Value]()
+        while ask:
+            value = ask.pop()
+            if value not in needed:
+                needed.add(value)
+                ask += self._late[value][1].operands if value in self._late else ()
+        for key in dict.fromkeys(self._key_of[v] for v in sorted(needed) if v in self._key_of):
+            self._flush(key)
+        late = {self._late.pop(v) for v in needed if v in self._late}
+        for _, op in sorted(late, key=itemgetter(0)):
+            self._b.append(op)
+
+    def flush_over(self, now: float) -> None:
+        """Makes the collectives that have waited long enough."""
+        for key in [key for key, bucket in self._buckets.items() if bucket.is_over(now)]:
+            self._flush(key)
+
+    def flush_all(self) -> None:
+        """Makes all that waits."""
+        for key in list(self._buckets):
+            self._flush(key)
+        self.make(list(self._late))
+
+    def _flush(self, key: _Key) -> None:
+        bucket = self._buckets.pop(key)
+        for member in bucket.ops:
+            del self._key_of[member.results[0]]
+        combined(self._b, bucket.ops)
+
+
 def combine(program: Program, clock: Clock, target: int) -> Program:
     """Combines small collectives within each block.
 
@@ -86,68 +159,29 @@ class _Combiner:
 
     def region(self, old: Region) -> Region:
         """A block with its collectives combined."""
-        # Reductions wait in one bucket for each key. A bucket is flushed, and becomes a collective,
-        # in front of the first op that reads a member, when it is full, or when `until` is over:
-        #
-        #   %1 = all_reduce %0    waits in bucket {data}
-        #   %2 = dot %0, %0
-        #   %4 = all_reduce %2    joins it
-        #   %5 = tanh %1          reads a member: the collective for %1 and %4 goes in front of it
-        #
-        # A member that reads another member's result flushes the bucket too, so that no collective
-        # ever needs its own result. Gathers are grouped ahead of the walk, see `gathers`. What only
-        # puts a member's few bytes somewhere (`late`) is no reader: it waits for its own.
         inside = {id(op): tuple(map(self.region, op.regions)) for op in old.ops if op.regions}
         self.b.begin(isolated=True)
         starts = self.clock.starts(old)
         start_of = {id(op): start for op, start in zip(old.ops, starts, strict=True)}
         together = self.gathers(old, starts)
-        waiting: dict[_Key, _Bucket] = {}
-        bucket_of: dict[Value, _Key] = {}
-        late: dict[Value, tuple[int, Op]] = {}  # the op, and its place
-
-        def flush(key: _Key) -> None:
-            bucket = waiting.pop(key)
-            for member in bucket.ops:
-                del bucket_of[member.results[0]]
-            combined(self.b, bucket.ops)
-
-        def make(values: Iterable[Value]) -> None:
-            ask, needed = [*values], set[Value]()
-            while ask:
-                value = ask.pop()
-                if value not in needed:
-                    needed.add(value)
-                    ask += late[value][1].operands if value in late else ()
-            for key in dict.fromkeys(bucket_of[v] for v in sorted(needed) if v in bucket_of):
-                flush(key)
-            for _, op in sorted({late.pop(v) for v in needed if v in late}, key=itemgetter(0)):
-                self.b.append(op)
-
+        waiting = _Waiting(self.b)
         for place, op in enumerate(self.started_early(old)):
             group = together.get(id(op), [op])
             reads = [v for member in group for v in member.operands]
             reads += [v for r in op.regions for v in free_values(r)]
-            if any(v in bucket_of or v in late for v in reads) and _can_wait(op):
-                late.update((result, (place, op)) for result in op.results)
+            if waiting.has_any(reads) and _can_wait(op):
+                waiting.put_off(op, place)
                 continue
-            make(reads)
+            waiting.make(reads)
             now = start_of[id(op)]
-            for key in [k for k, bucket in waiting.items() if bucket.is_over(now)]:
-                flush(key)
+            waiting.flush_over(now)
             if op.regions:
                 self.b.append(op._replace(regions=inside[id(op)]))
             elif self.is_small(op) and op.collective != "all_gather":
-                key = _key(op)
-                if key in waiting and waiting[key].bytes + _bytes(op) > self.target:
-                    flush(key)
-                waiting.setdefault(key, _Bucket(now)).add(op, self.clock.exchange(op))
-                bucket_of[op.results[0]] = key
+                waiting.add(op, now, self.clock.exchange(op), self.target)
             elif group:
                 combined(self.b, group)
-        for key in list(waiting):
-            flush(key)
-        make(list(late))
+        waiting.flush_all()
         return self.b.end(old.args, old.results)
 
     # What may travel together.
