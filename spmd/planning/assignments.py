@@ -92,7 +92,11 @@ def every_assignment(rule: Rule, mesh: Mesh, held: Axes) -> list[Assignment]:
 
 
 def going_round(rule: Rule, assignment: Assignment, sizes: Sequence[int]) -> tuple[Assignment, ...]:
-    """The same with ring factors split, where one can be."""
+    """An assignment that splits ring factors, too: attention's keys, whose pieces then go round.
+
+    Returns:
+      That assignment alone, or nothing where the rule has no ring factor that can be split.
+    """
     round_ = list(assignment)
     for number, _ in rule.rings:
         round_[number] = ring_axes(rule, number, assignment, sizes)
@@ -100,7 +104,10 @@ def going_round(rule: Rule, assignment: Assignment, sizes: Sequence[int]) -> tup
 
 
 def without_exchanges(rule: Rule, assignment: Assignment) -> Assignment:
-    """The same with windows and merges whole: that may cost less than what they exchange."""
+    """An assignment in which no window and no merge is split.
+
+    Devices then exchange no halos and merge nothing, at the price of computing more each.
+    """
     halos = {halo.factor for halo in rule.halos}
     return tuple(
         () if number in halos or factor.kind in (WINDOW, MERGE) else axes
@@ -118,10 +125,14 @@ def moved_whole(
     states: Sequence[tuple[Sequence[tuple[int, ...]], States]],
     sizes: Sequence[int],
 ) -> Iterable[Assignment]:
-    """The same with the atoms of dims that it has whole on factors that pass instead.
+    """Assignments that split other dims, where the op needs those whole that its values have split.
 
-    So a sort along a split dim costs an all-to-all there and back, and nothing is ever gathered.
-    Every factor that all these values share leads once; what has no room there goes to the others.
+    A sort along a dim needs the dim whole. If its operand comes with that dim split over `a`, one
+    can gather it; or split another dim, along which the sort passes, over `a`. That costs an
+    all-to-all there and one back, and no device ever holds all of the operand.
+
+    One assignment for each passing factor that all such values share: it takes as many atoms as fit
+    into it, and the other passing factors take the rest.
 
     Args:
       rule: the op's rule.

@@ -186,7 +186,11 @@ def axis_sets(mesh: Mesh, used: set[int]) -> list[Axes]:
 
 
 def _without(assignment: Assignment, partial: Axes) -> Assignment:
-    """An assignment up to the atoms over which operands are partial: they can split nothing."""
+    """An assignment without the atoms over which operands are partial, as these can split nothing.
+
+    Each factor keeps the atoms in front of the first such one: what is behind it would have other
+    pieces without it.
+    """
     return tuple(
         axes[: next((k for k, a in enumerate(axes) if a in partial), len(axes))]
         for axes in assignment

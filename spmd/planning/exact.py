@@ -75,7 +75,11 @@ def weighed(problem: Problem) -> tuple[Plan, CostNetwork]:
 
 
 def with_hidden(costs: CostNetwork) -> CostNetwork | None:
-    """The network in which reshards cost what the machine cannot hide; None if that is most."""
+    """The same network with cheaper reshards: each costs only what arithmetic cannot hide of it.
+
+    Returns:
+      The network; None for a machine that hides so little that its plans would gain nothing.
+    """
     problem = costs.problem
     exposed = max(LEAST_EXPOSED, 1 - problem.topology.chip.overlap)
     if exposed >= MOST_EXPOSED:

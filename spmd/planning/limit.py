@@ -113,7 +113,12 @@ def fastest_within(
 
 
 def _without_detours(best: Trial, limit: int, try_out: TryOut) -> Plan:
-    """A plan that fits, or the same with what is made again sooner than written and read again."""
+    """A plan that fits, or a faster one whose loops collect less.
+
+    To write a value to memory in a forward loop and to read it in the backward loop may take longer
+    than to compute it again. So the same plan is tried at a low price of memory, at which values
+    are made again where that is nearly free; it is taken if its program is faster.
+    """
     if not best.collects:
         return best.plan
     price = best.seconds / limit * FIRST

@@ -211,7 +211,10 @@ class CostNetwork:
         return (wanted,) if wanted is not None else None
 
     def _as_it_is(self, use: Use) -> Table:
-        """Costs of a result that nothing asks for: it is brought into whole axes at most."""
+        """Costs of a result for which the user gave no sharding, in each state that its op leaves.
+
+        It may stay as it is, but for what jax cannot name: parts of axes, and terms of a sum.
+        """
         value = self._values[use.source, use.result]
         resharder, boundary = self.problem.resharder, self.problem.boundary
         left = self.domains.left[use.source][use.result]

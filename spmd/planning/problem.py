@@ -67,9 +67,14 @@ class Problem:
         return tuple([made[dims] for dims in proposals])
 
     def boundary(self, value: Value, fallback: Sharding) -> Sharding:
-        """How an argument or a result lies: as proposed, else as it is.
+        """How an argument or a result lies in memory between calls.
 
-        That is in whole axes, but for the parts of axes that it is marked with.
+        It is split over whole axes, and over the parts of axes that it is marked with: jax knows no
+        others.
+
+        Args:
+          value: the argument or the result.
+          fallback: its sharding if propagation proposed none.
         """
         shape = self.program.types[value].shape
         mark = self.propagated.marks.get(value)
@@ -88,7 +93,16 @@ def posed(
     results: Sequence[Sharding | None],
     links: Sequence[tuple[int, int]],
 ) -> Problem:
-    """The problem of a program under marks, from which axes flow; other arguments are free."""
+    """What is to be planned: a program in which axes flow from the marks to all other values.
+
+    Args:
+      program: the program.
+      mesh: its mesh.
+      marks: value -> its mark. An argument without one may be split in any way.
+      topology: the machine to cost on.
+      results: for each result, the sharding that the user asked for, or None.
+      links: (result, argument) of donated arguments and their updates.
+    """
     args, made = program.body.args, program.body.results
     pairs = [(made[result], args[argument]) for result, argument in links]
     propagated = propagate(program, mesh, marks, cheap_values(program), pairs)

@@ -164,7 +164,9 @@ class Problem:
         return Line(latency, sent * max([self.paces[a] for a in axes]), sent, 1)
 
     def bounds(self, dims: Dims, partial: Axes) -> list[Line]:
-        """Lines that no path from here to `dst` can undercut; none if that may be free.
+        """Lower bounds of what it costs to come from here to `dst`; none if it may cost nothing.
+
+        Each is a line in the value's size. A search leaves out what such a bound rules out.
 
         Bytes: a device must receive what its final tile has beyond its present one; what is partial
         must be reduced, at best into the smallest tiles. Collectives: every dim that has to lose

@@ -183,7 +183,13 @@ class _Writer:
     def deal(
         self, values: Sequence[Value], cuts: Sequence[Cut | None], made: Sequence[Value]
     ) -> None:
-        """Says what carries are, of which some are two."""
+        """Notes what a loop's carries have become: one value each, or two halves where it is cut.
+
+        Args:
+          values: the carries of the old loop.
+          cuts: for each, how it is cut; None for what stays whole.
+          made: the new values, in order.
+        """
         each = iter(made)
         for value, cut in zip(values, cuts, strict=True):
             if cut is None:

@@ -11,7 +11,7 @@ AGAIN = "again, rather than held"
 
 
 def again(loc: Loc) -> Loc:
-    """Where an op comes from that is done again."""
+    """The source line of an op, with the note that it is computed a second time there."""
     return loc._replace(note=f"{loc.note} ({AGAIN})" if loc.note else AGAIN)
 
 

@@ -89,7 +89,10 @@ class _Block:
                 break
 
     def keep(self, value: Value) -> float:
-        """Holding a value; arguments and results of the block are there anyway."""
+        """Price of holding a value across the moment; 0 for the block's arguments and results.
+
+        Those are in memory anyway.
+        """
         if value not in self.makers or value in self.returned:
             return 0.0
         # What is computed inside its readers has no memory of its own: what it is made of does.
@@ -100,7 +103,11 @@ class _Block:
         return self.runs * self.costs.again(op)
 
     def early(self, value: Value, op: Op) -> float:
-        """Having a value when an op is done again, though it is needed by itself only later."""
+        """Price of making a value for an op that is done again, earlier than anybody else reads it.
+
+        It then lies in memory from there on: as long as that is a layer's time it is as dear as
+        holding it.
+        """
         # A layer's values, made again together, take the memory of one layer: little beside what
         # all layers would hold. What is held for longer than that saves nothing: making the input
         # of one layer again would hold the values of all those in front of it.

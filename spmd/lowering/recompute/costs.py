@@ -39,7 +39,10 @@ class Costs:
         return Clock(self.program, self.mesh, self.topology)
 
     def again(self, op: Op) -> float:
-        """Doing an op again, with all that is inside it; infinite if it may not be done twice."""
+        """Seconds of computing an op a second time, with all that is inside it.
+
+        They are infinite if it must not run twice.
+        """
         about = op.kind.about
         if about.has_effect or not op.results or not (about.is_repeatable or about.is_barrier):
             return math.inf
@@ -60,12 +63,12 @@ class Costs:
         return max(1, self.clock.index.runs(op))
 
     def held(self, value: Value, pieces: int = 1) -> float:
-        """Holding a value, or as many pieces like it, at the fullest moment."""
+        """Price of a value, or of so many pieces like it, in memory at the fullest moment."""
         # Equal layers, and products with equal contracted dims, save as much for each byte: at one
         # price they would all be held or none. So the price is a little higher for later values.
         slope = 1 + SPREAD * value / len(self.program.types)
         return self.price * slope * self.program.types[value].bytes * pieces
 
     def moved(self, value: Value) -> float:
-        """Writing a value to memory and reading it again."""
+        """Seconds of writing a value to memory and reading it again."""
         return 2 * self.program.types[value].bytes / self.topology.hbm_bandwidth

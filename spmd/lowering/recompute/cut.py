@@ -93,7 +93,12 @@ def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: Prices) -> 
 
 
 def _read(network: _Network, value: Value, ops: Sequence[Op], prices: Prices) -> None:
-    """Ops that are done again need a value, the earlier the dearer: the earliest one pays."""
+    """Adds the edges of a value that ops read which may be done again.
+
+    If one of them is, the value has to be there by then. The earlier that is, the longer it lies in
+    memory, and the more it costs (`prices.early`). Of several only the earliest one counts. So the
+    prices are a staircase: each step costs what its op asks for beyond the step before.
+    """
     # With early prices 1, 3 and 3 of three ops: steps of 1, 2 and 0, each with the one before it.
     last, before = 0.0, None
     for early, op in sorted(
