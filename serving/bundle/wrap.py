@@ -93,13 +93,7 @@ def wrap_stablehlo(
     arg_names = _named("argument", args, names[0], arg_names)
     result_names = _named("result", results, names[1], result_names)
     arrays = lazy_tensors(weights) if isinstance(weights, str | Path) else dict(weights or {})
-    tensors = matched(list(arrays), arg_names) if arrays else {}
-    unused = sorted(arrays.keys() - tensors.keys())
-    if unused:
-        raise BundleError(
-            f"no argument of the module is called {unused[0]!r}; they are "
-            f"{', '.join(arg_names[:8])}{', ...' if len(arg_names) > 8 else ''}"
-        )
+    tensors = _tensors_of(list(arrays), arg_names)
     held = {argument: arrays[tensor] for tensor, argument in tensors.items()}
     arguments = tuple(_argument(n, t, n in held) for n, t in zip(arg_names, args, strict=True))
     entry = Entrypoint(
@@ -146,6 +140,22 @@ def _named(
             f"the module has {len(types)} {what}s; give each a name of its own, not {list(given)}"
         )
     return given
+
+
+def _tensors_of(names: Sequence[str], arg_names: Sequence[str]) -> dict[str, str]:
+    """Name of a weight -> the argument that it is.
+
+    Raises:
+      BundleError: a weight that is no argument.
+    """
+    tensors = matched(names, arg_names) if names else {}
+    unused = sorted(set(names) - tensors.keys())
+    if unused:
+        raise BundleError(
+            f"no argument of the module is called {unused[0]!r}; they are "
+            f"{', '.join(arg_names[:8])}{', ...' if len(arg_names) > 8 else ''}"
+        )
+    return tensors
 
 
 def _argument(name: str, type_: SizedType, is_weight: bool) -> Argument:
