@@ -5,6 +5,8 @@ Shapes are in the names, as in `model.py`.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -44,11 +46,13 @@ def loss(
         weights_BS: the weight of each target in the mean; None weighs all the same.
     """
     if config.zigzag > 1:  # a mean over positions does not depend on their order
-        if positions_BS is None:
-            positions_BS = jnp.arange(inputs_BS.shape[1])
-        inputs_BS, targets_BS, segment_ids_BS, positions_BS, weights_BS = (
-            None if x is None else spmd.ops.zigzag(x, config.zigzag, dim=-1)
-            for x in (inputs_BS, targets_BS, segment_ids_BS, positions_BS, weights_BS)
+        order = functools.partial(spmd.ops.zigzag, parts=config.zigzag, dim=-1)
+        inputs_BS, targets_BS = order(inputs_BS), order(targets_BS)
+        positions_BS = order(
+            jnp.arange(inputs_BS.shape[1]) if positions_BS is None else positions_BS
+        )
+        segment_ids_BS, weights_BS = (
+            None if x_BS is None else order(x_BS) for x_BS in (segment_ids_BS, weights_BS)
         )
     logits_BSV, loads = logits_and_loads(
         params, inputs_BS, config, mark, segment_ids_BS, positions_BS

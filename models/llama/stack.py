@@ -80,7 +80,9 @@ def _grouped(layers: Params, span: range, group: int, config: LlamaConfig) -> Pa
         layers = jax.tree.map(lambda x: x[span.start : span.stop], layers)
     if group == 1:
         return layers
-    return jax.tree.map(lambda x: x.reshape(len(span) // group, group, *x.shape[1:]), layers)
+    count = len(span) // group
+    grouped: Params = jax.tree.map(lambda x: x.reshape(count, group, *x.shape[1:]), layers)
+    return grouped
 
 
 def _apart(stacked: Params, group: int) -> list[Params]:
