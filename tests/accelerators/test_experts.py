@@ -41,11 +41,11 @@ def test_experts_in_half_precision(inner: int) -> None:
     """Of groups of many sizes, among them empty ones; the same twice, bit for bit."""
     mesh = spmd.make_mesh(devices=DEVICES[:1], x=1)
     args = operands(b=3, s=150, count=9, h=256, m=inner)
-    halves = [x if x.dtype == "int32" else jnp.asarray(x, jnp.bfloat16) for x in args]
+    halves = [x if x.dtype == "int32" else jnp.asarray(x / 4, jnp.bfloat16) for x in args]
     step = spmd.jit(loss(experts), mesh=mesh)
     found, again = step(*halves), step(*halves)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
         assert jnp.array_equal(a, b)
     wide = [x if x.dtype == "int32" else x.astype(jnp.float32) for x in halves]
     with jax.default_matmul_precision("float32"):
-        close(found[1], jax.jit(loss(plain))(*wide)[1], 0.03)
+        close(found[1], jax.jit(loss(plain))(*wide)[1], 0.02)
