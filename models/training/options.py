@@ -49,7 +49,7 @@ def metrics_words(text: str) -> tuple[str, ...]:
 def _check_metrics(names: tuple[str, ...]) -> None:
     for name in names:
         if name not in METRICS:
-            raise RunError(f"metrics: {name!r} is none of {', '.join(METRICS)}")
+            raise RunError(f"{name!r} is no file of metrics; there are {', '.join(METRICS)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

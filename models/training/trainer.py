@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +25,16 @@ from models.training.checkpoints.found import CheckpointError, Found
 from models.training.checkpoints.store import Checkpoints
 from models.training.data.batches import Dataset, fingerprint, open_batches, structs_of
 from models.training.errors import DataError, RunError, TrainingError
+from models.training.hooks import Hooks
 from models.training.options import Options
 from models.training.program import Marks, Program
 from models.training.run import output
-from models.training.run.compiled import keeping_compiled
 from models.training.run.description import RunFolder
 from models.training.run.loop import Outcome, Schedule, TrainState, train
 from models.training.run.optimizer import OptimizerConfig, OptimizerError
 from models.training.run.profile import ProfileError, Profiler
 from models.training.run.sinks import Sinks
-from models.training.run.start import find_checkpoint, first_state
+from models.training.run.start import find_checkpoint, first_state, opened, watched
 from models.training.run.step import LossFn
 from models.training.run.stop import STOPPED_EXIT_CODE, StopSignals
 from spmd import launch
@@ -54,23 +52,6 @@ USER_ERRORS = (
     OSError,
 )
 """What a user can mend: one message instead of a traceback."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Hooks:
-    """What a program adds to a run; every process calls each of them.
-
-    Args:
-        before: called with the checkpoint to go on from, or None; raises an error if that is not of
-            this run, or returns what has changed since.
-        first_params: makes the parameters to start from, such as weights of others; None draws
-            them.
-        after: called after the last step of a run that was not stopped, while the watchdog watches.
-    """
-
-    before: Callable[[Found | None], list[str]] = lambda found: []
-    first_params: Callable[[Program], Any] = lambda program: None
-    after: Callable[[Program, Outcome, launch.Watch], None] = lambda program, outcome, watch: None
 
 
 class Trainer:
@@ -191,9 +172,10 @@ class Trainer:
         """
         self._agree()
         with contextlib.ExitStack() as stack:
-            watch = stack.enter_context(self._watched())
+            watch = stack.enter_context(watched(self.options.watchdog_timeout, self.folder))
             stop = stack.enter_context(StopSignals(lambda: watch.doing))
-            checkpoints, found = self._open(stack)
+            checkpoints = stack.enter_context(opened(self.folder, self.options, self.about))
+            found = self._found(checkpoints)
             program = self._compiled(watch)
             with watch.may_take("making the first state"):
                 state = first_state(
@@ -206,25 +188,13 @@ class Trainer:
                 )
             with output.make_sinks(self.options, self.folder, self.console, state.step) as sinks:
                 outcome = self._train(program, state, stop, watch, sinks, checkpoints, found)
-            self._tell(outcome, program, stop.name)
+            for line in output.ending(outcome, self.options, program.cost, stop.name, self.folder):
+                self.console.print(line)
             if not outcome.is_stopped:
                 self.hooks.after(program, outcome, watch)
         return outcome
 
     # The parts of a run, in order.
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[launch.Watch]:
-        """What hears of progress; too long without any ends the job."""
-        timeout = self.options.watchdog_timeout
-        if not timeout:
-            yield launch.Unwatched()
-            return
-        where = Path(tempfile.gettempdir()) / f"watchdog-{os.getpid()}"
-        if self.folder is not None:
-            where = self.folder.path / "watchdog"
-        with launch.Watchdog(timeout, where) as dog:
-            yield dog
 
     def _agree(self) -> None:
         """All processes have the same options, sources and data, or each gets an error."""
@@ -234,25 +204,14 @@ class Trainer:
         launch.check_same({"data (hash)": fingerprint(self.data)}, label="data")
         launch.check_same_sources()
 
-    def _open(self, stack: contextlib.ExitStack) -> tuple[Checkpoints | None, Found | None]:
-        """The checkpoints of the run folder, and the one to go on from."""
-        if self.folder is None:
-            return None, None
-        options = self.options
-        self.folder.make()
-        stack.enter_context(self.folder.kept_up())
-        stack.enter_context(keeping_compiled(self.folder.compiled))
-        checkpoints = Checkpoints(
-            self.folder.checkpoints,
-            keep_last=options.keep_last,
-            keep_every=options.keep_every,
-            about=self.about,
-        )
-        stack.enter_context(checkpoints)
-        found = find_checkpoint(checkpoints, options.resume, self.console)
+    def _found(self, checkpoints: Checkpoints | None) -> Found | None:
+        """The checkpoint to go on from."""
+        if checkpoints is None:
+            return None
+        found = find_checkpoint(checkpoints, self.options.resume, self.console)
         for change in self.hooks.before(found):
             self.console.print(f"changed since the checkpoint: {change}")
-        return checkpoints, found
+        return found
 
     def _compiled(self, watch: launch.Watch) -> Program:
         started = time.perf_counter()
@@ -301,13 +260,6 @@ class Trainer:
                 should_stop=stop.is_requested,
                 watch=watch,
             )
-
-    def _tell(self, outcome: Outcome, program: Program, signal: str | None) -> None:
-        says = output.achieved(outcome, self.options.steps, program.cost)
-        if says:
-            self.console.print(says)
-        if outcome.is_stopped:
-            self.console.print(output.stopped(outcome, signal, self.folder))
 
     def write_report(self, program: Program, path: Path, *, prices: bool) -> None:
         """The page on the partitioning; with what other decisions would have cost takes a while."""

@@ -23,7 +23,8 @@ class Parser(argparse.ArgumentParser):
     Args:
       prog: how the program is called.
       about: what `--help` says first; the program's docstring, with examples.
-      settings: whether flags may come from YAML files, by `--settings FILE`: see `spmd.cli.settings`.
+      settings: whether flags may come from YAML files, by `--settings FILE`, as `spmd.cli.settings`
+        says.
 
     Example:
       >>> flags = Parser("spmd-explain", "Explains a program.")
@@ -61,7 +62,8 @@ class Parser(argparse.ArgumentParser):
         words[:end] = map(_underscored, words[:end])
         given, unknown = super().parse_known_args(self._from_files(words[:end]) + words, namespace)
         if getattr(given, "print_settings", False) and not unknown:
-            self.exit(0, self.settings_text(given))
+            print(self.settings_text(given), end="")
+            self.exit()
         return given, unknown
 
     def _from_files(self, words: Sequence[str]) -> list[str]:

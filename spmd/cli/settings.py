@@ -104,6 +104,8 @@ def _root(file: str | Path) -> yaml.Node:
 def _syntax_error(file: str | Path, error: yaml.YAMLError) -> str:
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     where = f"{file}:{mark.line + 1}" if mark else str(file)
+    if problem and problem.startswith("but"):
+        problem = f"{getattr(error, 'context', '')} {problem}"
     says = " ".join(str(problem or error).split())
     hint = "; indent with spaces" if r"'\t'" in says else ""
     return f"{where}: this is not YAML: {says}{hint}"

@@ -157,8 +157,8 @@ class RunFolder:
     """Where a run's results are.
 
     Args:
-        path: the folder, with `config.json`, `settings.yaml`, `metrics.jsonl`, `report.html`, and the folders
-            `checkpoints`, `tensorboard`, `tokenizer`, `compiled` and `profile`.
+        path: the folder, with `config.json`, `settings.yaml`, `metrics.jsonl`, `report.html`, and
+            the folders `checkpoints`, `tensorboard`, `tokenizer`, `compiled` and `profile`.
         kept: for a run on an object store, its folder there, with the same files; `path` is then a
             temporary folder.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, cast
 
@@ -73,14 +74,30 @@ def write_report(
         console.print(f"the report could not be written: {error}")
 
 
-def achieved(outcome: Outcome, steps: int, cost: StepCost) -> str:
-    """What training achieved; empty if it was stopped before its first step.
+def ending(
+    outcome: Outcome,
+    options: Options,
+    cost: StepCost,
+    signal: str | None,
+    folder: RunFolder | None,
+) -> Iterator[str]:
+    """What training achieved, and if it was stopped, how to go on.
 
     Args:
         outcome: of the loop.
-        steps: of the whole run.
+        options: of the run.
         cost: what a step processes.
+        signal: what it was stopped by.
+        folder: where it was saved.
     """
+    achieved = _achieved(outcome, options.steps, cost)
+    if achieved:
+        yield achieved
+    if outcome.is_stopped:
+        yield _stopped(outcome, signal, folder)
+
+
+def _achieved(outcome: Outcome, steps: int, cost: StepCost) -> str:
     if outcome.first is None or outcome.last is None or outcome.typical_seconds is None:
         return "" if outcome.is_stopped else f"nothing left to do: {steps} steps have been taken"
     rate = cost.tokens / outcome.typical_seconds
@@ -93,8 +110,7 @@ def achieved(outcome: Outcome, steps: int, cost: StepCost) -> str:
     )
 
 
-def stopped(outcome: Outcome, signal: str | None, folder: RunFolder | None) -> str:
-    """What stopped a run, and how to go on."""
+def _stopped(outcome: Outcome, signal: str | None, folder: RunFolder | None) -> str:
     if folder is None:
         then = "nothing was saved: there is no run_dir"
     elif outcome.last is None:

@@ -1,9 +1,13 @@
-"""Where a run begins: at a checkpoint of its folder, or with fresh parameters."""
+"""How a run begins: watched, in an open folder, at a checkpoint or with fresh parameters."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -11,8 +15,58 @@ from rich.console import Console
 from models.training.checkpoints.found import Found
 from models.training.checkpoints.store import Checkpoints
 from models.training.errors import RunError
+from models.training.options import Options
 from models.training.program import Program
+from models.training.run.compiled import keeping_compiled
+from models.training.run.description import RunFolder
 from models.training.run.loop import TrainState
+from spmd import launch
+
+
+@contextlib.contextmanager
+def watched(timeout: float, folder: RunFolder | None) -> Iterator[launch.Watch]:
+    """What hears of progress; too long without any ends the job.
+
+    Args:
+        timeout: seconds without a step; 0 watches nothing.
+        folder: where stacks are written; a temporary folder if there is none.
+    """
+    if not timeout:
+        yield launch.Unwatched()
+        return
+    where = Path(tempfile.gettempdir()) / f"watchdog-{os.getpid()}"
+    if folder is not None:
+        where = folder.path / "watchdog"
+    with launch.Watchdog(timeout, where) as dog:
+        yield dog
+
+
+@contextlib.contextmanager
+def opened(
+    folder: RunFolder | None, options: Options, about: Mapping[str, Any]
+) -> Iterator[Checkpoints | None]:
+    """The checkpoints of a run's folder, which is made and kept up meanwhile; None without one.
+
+    Args:
+        folder: the run's.
+        options: which checkpoints are kept.
+        about: what checkpoints say of the run.
+    """
+    if folder is None:
+        yield None
+        return
+    folder.make()
+    with (
+        folder.kept_up(),
+        keeping_compiled(folder.compiled),
+        Checkpoints(
+            folder.checkpoints,
+            keep_last=options.keep_last,
+            keep_every=options.keep_every,
+            about=about,
+        ) as checkpoints,
+    ):
+        yield checkpoints
 
 
 def find_checkpoint(

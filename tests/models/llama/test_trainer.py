@@ -140,7 +140,8 @@ def test_on_another_mesh_and_with_layers_unrolled(whole, half_way, mesh, scan_la
 
 def test_evaluates_what_the_loss_is(whole):
     trainer = whole.trainer
-    dataset = windows(dataclasses.replace(trainer.run, seed=9))
+    options = dataclasses.replace(trainer.run.options, seed=9)
+    dataset = windows(dataclasses.replace(trainer.run, options=options))
     state, _ = take(trainer, trainer.fresh_state(), 1)
     got = trainer.evaluation(dataset, 2)(state.params)
     params = jax.device_get(state.params)
