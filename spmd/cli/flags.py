@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
         """The flags in the files that `--settings` names; those of the command line come after."""
         if not any(flag.dest == "settings" for flag in self._actions):
             return []
-        from spmd.cli import settings  # not at the top: it needs PyYAML, and this file
+        from spmd.cli import settings  # not at the top: it needs PyYAML
 
         try:
             read = [settings.read(file, self) for file in _values_of("--settings", words)]
@@ -80,24 +80,9 @@ class Parser(argparse.ArgumentParser):
 
     def settings_text(self, given: argparse.Namespace) -> str:
         """YAML that reads back to what was given."""
-        from spmd.cli import settings
+        from spmd.cli import settings  # as above
 
         return settings.write(self, given)
-
-    def settable(self) -> list[argparse.Action]:
-        """The flags that a file of settings may have."""
-        others = ("help", "settings", "print_settings")
-        return [flag for flag in self._actions if flag.option_strings and flag.dest not in others]
-
-    def value(self, flag: argparse.Action, text: str) -> Any:
-        """What a flag is with this text.
-
-        Raises:
-          argparse.ArgumentError: it cannot be read, or is none of its choices.
-        """
-        value = self._get_value(flag, text)
-        self._check_value(flag, value)
-        return value
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with one line, as the list of all flags would hide it."""
@@ -169,11 +154,6 @@ def positive(text: str) -> int:
 def words(text: str) -> tuple[str, ...]:
     """Words joined by commas; none of an empty text."""
     return tuple(text.split(",")) if text else ()
-
-
-def flag_name(flag: argparse.Action) -> str:
-    """A flag's name without dashes."""
-    return flag.option_strings[0].lstrip("-")
 
 
 def _values_of(name: str, words: Sequence[str]) -> list[str]:

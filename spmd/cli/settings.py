@@ -21,17 +21,19 @@ from typing import Any
 
 import yaml
 
-from spmd.cli.flags import Parser, Switch, flag_name
 from spmd.errors import SpmdError
 
 TAG = "tag:yaml.org,2002:"
+
+NOT_SETTINGS = ("help", "settings", "print_settings")
+"""Flags that are no settings."""
 
 
 class SettingsError(SpmdError):
     """A file of settings that cannot be read; the message is one line, with the file and line."""
 
 
-def read(file: str | Path, parser: Parser) -> dict[str, list[str]]:
+def read(file: str | Path, parser: argparse.ArgumentParser) -> dict[str, list[str]]:
     """The words that a command line would have for each setting of a file; none for null.
 
     Args:
@@ -41,7 +43,7 @@ def read(file: str | Path, parser: Parser) -> dict[str, list[str]]:
     Raises:
         SettingsError: the file cannot be read, names no flag, or gives one what it does not take.
     """
-    flags = {flag_name(flag): flag for flag in parser.settable()}
+    flags = {_name(flag): flag for flag in _settable(parser)}
     lines: dict[str, int] = {}
     found: dict[str, list[str]] = {}
     for key, value in _root(file).value:
@@ -61,7 +63,7 @@ def read(file: str | Path, parser: Parser) -> dict[str, list[str]]:
     return found
 
 
-def write(parser: Parser, given: argparse.Namespace) -> str:
+def write(parser: argparse.ArgumentParser, given: argparse.Namespace) -> str:
     """All settings as a file that reads back to the same ones, in groups as `--help` has them.
 
     Args:
@@ -70,12 +72,21 @@ def write(parser: Parser, given: argparse.Namespace) -> str:
     """
     lines = []
     for group in parser._action_groups:
-        flags = [flag for flag in group._group_actions if flag in parser.settable()]
+        flags = [flag for flag in group._group_actions if flag in _settable(parser)]
         if flags and group.title not in (None, "options"):
             lines.append(f"\n# {group.title}\n")
         for flag in flags:
-            lines.append(f"{flag_name(flag)}: {_dump(_plain(getattr(given, flag.dest)))}\n")
+            lines.append(f"{_name(flag)}: {_dump(_plain(getattr(given, flag.dest)))}\n")
     return "".join(lines).lstrip("\n")
+
+
+def _settable(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    flags = [flag for flag in parser._actions if flag.option_strings]
+    return [flag for flag in flags if flag.dest not in NOT_SETTINGS]
+
+
+def _name(flag: argparse.Action) -> str:
+    return flag.option_strings[0].lstrip("-")
 
 
 # Reading
@@ -111,15 +122,15 @@ def _syntax_error(file: str | Path, error: yaml.YAMLError) -> str:
     return f"{where}: this is not YAML: {says}{hint}"
 
 
-def _words(parser: Parser, flag: argparse.Action, node: yaml.Node) -> list[str]:
+def _words(parser: argparse.ArgumentParser, flag: argparse.Action, node: yaml.Node) -> list[str]:
     """What a command line says; a list or mapping is joined, as flags spell it."""
-    name, truth = f"--{flag_name(flag)}", _truth(node)
+    name, truth = f"--{_name(flag)}", _truth(node)
     if node.tag == f"{TAG}null":
         return []
-    if isinstance(flag, Switch):
+    if flag.nargs == 0:  # a switch
         if truth is None:
             raise argparse.ArgumentError(flag, f"takes true or false, not {_shown(node)}")
-        return [name if truth else f"--no{flag_name(flag)}"]
+        return [name if truth else f"--no{_name(flag)}"]
     if flag.nargs == argparse.OPTIONAL and truth is not None:
         return [name] if truth else []
     if isinstance(flag, argparse._AppendAction) and isinstance(node, yaml.SequenceNode):
@@ -130,8 +141,19 @@ def _words(parser: Parser, flag: argparse.Action, node: yaml.Node) -> list[str]:
         text = ",".join(f"{_item(flag, k)}={_item(flag, v)}" for k, v in node.value)
     else:
         text = _item(flag, node)
-    _check_kind(flag, node, parser.value(flag, text))
+    _check_kind(flag, node, _value(parser, flag, text))
     return [f"{name}={text}"]
+
+
+def _value(parser: argparse.ArgumentParser, flag: argparse.Action, text: str) -> Any:
+    """What a flag is with this text.
+
+    Raises:
+        argparse.ArgumentError: it cannot be read, or is none of its choices.
+    """
+    value = parser._get_value(flag, text)
+    parser._check_value(flag, value)
+    return value
 
 
 def _check_kind(flag: argparse.Action, node: yaml.Node, value: Any) -> None:

@@ -10,6 +10,7 @@ from models.training.run.optimizer import OPTIMIZERS, SCHEDULES
 from scripts import export_llama, serve_bundle
 from scripts.flags.run import make_run
 from scripts.flags.train import make_parser
+from tests.markdown import ROOT, blocks_of
 
 PARSER = make_parser("")
 
@@ -71,6 +72,15 @@ def test_the_command_line_overrides_a_file(tmp_path_factory, words, more):
     file = PARSER.settings_text(PARSER.parse_args(words))
     both = from_file(file, tmp_path_factory.getbasetemp(), *more)
     assert vars(both) == {**vars(PARSER.parse_args([*words, *more])), "settings": both.settings}
+
+
+def test_the_file_in_the_documentation(tmp_path):
+    page = (ROOT / "docs/training.md").read_text()
+    (block,) = (block for block in blocks_of(page) if block.language == "yaml")
+    words = ["--model=llama3.2-1b", "--data=/corpus/a,/corpus/b", "--steps=10000", "--noscan"]
+    words += ["--learning_rate=3e-4", "--save_every=500", "--resume"]
+    again = from_file(block.text, tmp_path)
+    assert vars(again) == {**vars(PARSER.parse_args(words)), "settings": again.settings}
 
 
 def test_other_scripts_have_settings(tmp_path):
