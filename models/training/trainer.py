@@ -5,13 +5,12 @@
     take steps, evaluate, save, stop         models/training/run/loop.py
     print, write metrics and the report      models/training/run/output.py
 
-What is checked before is here, and the order of these things.
+The order of these things is here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ import optax
 import spmd
 from models.training.checkpoints.found import CheckpointError, Found
 from models.training.checkpoints.store import Checkpoints
-from models.training.data.batches import Dataset, fingerprint, open_batches, structs_of
+from models.training.data.batches import Dataset, open_batches, structs_of
 from models.training.errors import DataError, RunError, TrainingError
 from models.training.hooks import Hooks
 from models.training.options import Options
@@ -34,7 +33,7 @@ from models.training.run.loop import Outcome, Schedule, TrainState, train
 from models.training.run.optimizer import OptimizerConfig, OptimizerError
 from models.training.run.profile import ProfileError, Profiler
 from models.training.run.sinks import Sinks
-from models.training.run.start import find_checkpoint, first_state, opened, watched
+from models.training.run.start import agree, find_checkpoint, first_state, opened, watched
 from models.training.run.step import LossFn
 from models.training.run.stop import STOPPED_EXIT_CODE, StopSignals
 from spmd import launch
@@ -170,7 +169,7 @@ class Trainer:
             TrainingError: loss or gradients are not finite.
             LaunchError: processes differ in what they are to do.
         """
-        self._agree()
+        agree(self.options, self.data)
         with contextlib.ExitStack() as stack:
             watch = stack.enter_context(watched(self.options.watchdog_timeout, self.folder))
             stop = stack.enter_context(StopSignals(lambda: watch.doing))
@@ -195,14 +194,6 @@ class Trainer:
         return outcome
 
     # The parts of a run, in order.
-
-    def _agree(self) -> None:
-        """All processes have the same options, sources and data, or each gets an error."""
-        options = {name: str(value) for name, value in dataclasses.asdict(self.options).items()}
-        del options["run_dir"]  # whether they share it is checked by what they see in it
-        launch.check_same(options, label="options of the trainer")
-        launch.check_same({"data (hash)": fingerprint(self.data)}, label="data")
-        launch.check_same_sources()
 
     def _found(self, checkpoints: Checkpoints | None) -> Found | None:
         """The checkpoint to go on from."""

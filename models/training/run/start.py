@@ -1,8 +1,9 @@
-"""How a run begins: watched, in an open folder, at a checkpoint or with fresh parameters."""
+"""How a run begins: agreed on, watched, its folder open, at a checkpoint or anew."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import tempfile
 import time
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from models.training.checkpoints.found import Found
 from models.training.checkpoints.store import Checkpoints
+from models.training.data.batches import Dataset, fingerprint
 from models.training.errors import RunError
 from models.training.options import Options
 from models.training.program import Program
@@ -21,6 +23,19 @@ from models.training.run.compiled import keeping_compiled
 from models.training.run.description import RunFolder
 from models.training.run.loop import TrainState
 from spmd import launch
+
+
+def agree(options: Options, data: Dataset) -> None:
+    """All processes have the same options, sources and data, or each gets an error.
+
+    Raises:
+        LaunchError: they differ; names in what.
+    """
+    values = {name: str(value) for name, value in dataclasses.asdict(options).items()}
+    del values["run_dir"]  # whether they share it is checked by what they see in it
+    launch.check_same(values, label="options of the trainer")
+    launch.check_same({"data (hash)": fingerprint(data)}, label="data")
+    launch.check_same_sources()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import argparse
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -93,3 +94,19 @@ def test_other_scripts_have_settings(tmp_path):
     served = serve_bundle.make_parser().parse_args(["bundle", "--settings", str(file)])
     assert (served.port, served.api_key) == (80, ["a", "b"])
     assert served.mesh == {"data": 1, "model": 8}
+
+
+@pytest.mark.parametrize(
+    ("parser", "words"),
+    [
+        (export_llama.make_parser(), ["--out=o", "--rows=1,16", "--tokenizer=a", "--length=32,64"]),
+        (serve_bundle.make_parser(), ["bundle", "--api_key=a", "--allow_origins=https://b,c"]),
+    ],
+    ids=["export", "serve"],
+)
+def test_other_scripts_print_theirs(parser, words, tmp_path):
+    flags = parser.parse_args(words)
+    file = tmp_path / "printed.yaml"
+    file.write_text(parser.settings_text(flags))
+    again = parser.parse_args([*(word for word in words if word == "bundle"), f"--settings={file}"])
+    assert vars(again) == {**vars(flags), "settings": again.settings}
