@@ -25,6 +25,7 @@ from models.llama.config import DTYPES, MATMULS, LlamaConfig
 from models.llama.named import named_config
 from models.llama.trainer import LlamaProgram
 from models.training.data import source as data
+from models.training.options import Options
 from models.training.run.description import RunConfig
 from models.training.run.optimizer import OptimizerConfig, default_learning_rate
 from spmd.cli.flags import Parser, Switch, positive, words
@@ -60,7 +61,8 @@ def losses(given: argparse.Namespace, matmul: str) -> tuple[list[float], float]:
     rate = given.learning_rate or default_learning_rate("adamw", model.parameter_count())
     run = RunConfig(
         model=model,
-        optimizer=OptimizerConfig(name="adamw", total_steps=given.steps, learning_rate=rate),
+        optimizer=OptimizerConfig(name="adamw", learning_rate=rate),
+        options=Options(steps=given.steps),
         mesh=given.mesh,
         seq_len=given.seq_len,
         global_batch=given.global_batch,

@@ -47,7 +47,7 @@ USER_ERRORS = (
 
 def make_parser() -> Parser:
     """The flags."""
-    parser = Parser("scripts/export_llama", __doc__)
+    parser = Parser("scripts/export_llama", __doc__, settings=True)
     add = parser.add_argument
     add("--out", required=True, type=on_disk, help="the folder to make")
     add("--init_from", help="folder or URL in Hugging Face's format")

@@ -71,7 +71,7 @@ LIMITS = {
 
 def make_parser() -> Parser:
     """The flags."""
-    parser = Parser("scripts/serve", __doc__)
+    parser = Parser("scripts/serve", __doc__, settings=True)
     bundle_flags.add_flags(parser)
     default = Options()
     add = parser.add_argument

@@ -7,6 +7,7 @@ inferred by the compiler, and created where it belongs.
 Examples:
     python scripts/train_llama.py --mesh data=4,model=2
     python scripts/train_llama.py --run_dir runs/a --save_every 50 --resume
+    python scripts/train_llama.py --settings runs/a/settings.yaml --run_dir runs/b --seed 1
     python scripts/train_llama.py --model llama2-7b --mesh data=8 --noscan --seq_len 4096 \
         --global_batch 16 --data '/corpus/*.txt' --run_dir runs/7b --save_every 500
     python scripts/train_llama.py --init_from Llama-3.2-1B --export_hf Llama-3.2-1B-tuned
@@ -18,7 +19,6 @@ longer than --watchdog_timeout.
 """
 
 import argparse
-import dataclasses
 import logging
 import sys
 import tempfile
@@ -40,19 +40,13 @@ from models.llama.trainer import LlamaProgram, sample_text
 from models.llama.weights.load import WeightsError
 from models.training.checkpoints.found import Found
 from models.training.data import source as data
+from models.training.errors import RunError
 from models.training.program import Program
-from models.training.run.description import RunConfig, RunError, RunFolder, check_same_model
+from models.training.run.description import RunConfig, RunFolder, check_same_model
 from models.training.run.loop import Outcome
-from models.training.trainer import USER_ERRORS, Hooks, Options, Trainer, exit_code
+from models.training.trainer import USER_ERRORS, Hooks, Trainer, exit_code
 from scripts.flags import weights as weight_flags
-from scripts.flags.run import (
-    evaluates_first,
-    format_axes,
-    heartbeat_timeout,
-    make_mesh,
-    make_run,
-    wanted_step,
-)
+from scripts.flags.run import format_axes, heartbeat_timeout, make_mesh, make_run
 from scripts.flags.train import make_parser
 from scripts.flags.user_errors import one_message
 from spmd import launch
@@ -74,21 +68,12 @@ def load_data(run: RunConfig) -> tuple[data.PackedTokens, data.PackedTokens]:
         data_config(run),
         seq_len=run.seq_len,
         batch_size=run.global_batch,
-        seed=run.seed,
+        seed=run.options.seed,
         vocab_size=run.model.vocab_size,
     )
 
 
 # The run
-
-
-def make_options(run: RunConfig, given: argparse.Namespace) -> Options:
-    """How long the run is, what it keeps, and when it looks up."""
-    values = {**vars(given), **vars(run)}
-    names = {field.name for field in dataclasses.fields(Options)} & values.keys()
-    chosen = {name: values[name] for name in names}
-    chosen |= {"resume": wanted_step(given), "evaluates_first": evaluates_first(given)}
-    return Options(**{**chosen, "steps": run.steps, "log_every": run.lines_every})
 
 
 def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> Trainer:
@@ -97,7 +82,7 @@ def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> 
     tokenizer = data.tokenizer_of(data_config(run))
     launch.check_same(by_flag(run, given) | {"training text (hash)": train_data.fingerprint})
     of_data = {
-        "seed": run.seed,
+        "seed": run.options.seed,
         "fingerprint": train_data.fingerprint,
         "tokenizer": data.identity(tokenizer),
     }
@@ -110,6 +95,8 @@ def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> 
         changes = changes_since(found, run, of_data) if found else []
         if trainer.folder is not None and launch.is_main_process():
             trainer.folder.write_config(run)
+            settings = make_parser(None).settings_text(given)
+            trainer.folder.settings.write_text(settings, encoding="utf-8")
             weight_flags.write_tokenizer(tokenizer, trainer.folder.tokenizer)
         return changes
 
@@ -120,7 +107,7 @@ def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> 
         lambda: LlamaProgram(run, mesh, train_data.struct()),
         train_data,
         held_out=held_out,
-        options=make_options(run, given),
+        options=run.options,
         hooks=Hooks(before=before, first_params=first_params, after=after),
         about={"config": run.to_json(), "data": of_data},
     )
@@ -212,9 +199,10 @@ def print_run(
         f"mesh {format_axes(mesh.shape)}: {mesh.size} of {jax.device_count()} "
         f"{jax.devices()[0].device_kind} devices"
     )
-    parts = f" in {run.microbatches} microbatches" if run.microbatches > 1 else ""
+    microbatches = run.options.microbatches
+    parts = f" in {microbatches} microbatches" if microbatches > 1 else ""
     console.print(
-        f"{run.global_batch} x {run.seq_len} tokens a step{parts}, {run.steps} steps, from "
+        f"{run.global_batch} x {run.seq_len} tokens a step{parts}, {run.options.steps} steps, from "
         f"{train_data.token_count:,} tokens of "
         f"{', '.join(run.data) or 'the Python standard library'}"
     )
@@ -242,7 +230,9 @@ def by_flag(run: RunConfig, given: argparse.Namespace) -> dict[str, str]:
     flags = {"optimizer.name": "--optimizer", "optimizer.total_steps": "--steps"}
     flags |= {f"optimizer.{name}": f"--{name}" for name in vars(given)}
     flags |= {name: f"--{name}" for name in vars(given)}
-    return {flags.get(name, name): str(value) for name, value in run.flat().items()}
+    values = run.flat()
+    del values["run_dir"]  # whether they share it is checked by what they see in it
+    return {flags.get(name, name): str(value) for name, value in values.items()}
 
 
 def run_training(given: argparse.Namespace) -> int:

@@ -29,7 +29,7 @@ import pytest
 
 from tests.markdown import PAGES, ROOT, Block, blocks_of, name_of
 
-LANGUAGES = {"python", "sh", "text", "json", "cpp"}
+LANGUAGES = {"python", "sh", "text", "json", "yaml", "cpp"}
 NOT_RUN = "not run: "
 ELSEWHERE = {
     "docs/examples.md": "tests/test_examples.py",

@@ -47,9 +47,9 @@ class LlamaProgram(Program):
             batch,
             lambda structs: sharding.mark_batch(structs, mesh, table),
             mesh=mesh,
-            optimizer=run.optimizer,
-            microbatches=run.microbatches,
-            on_nonfinite=run.on_nonfinite,
+            optimizer=run.optimizer.ending_at(run.options.steps),
+            microbatches=run.options.microbatches,
+            on_nonfinite=run.options.on_nonfinite,
             eval_loss=batch_loss(evaluated, points),
             cost=step_cost(run, mesh),
         )
@@ -94,7 +94,7 @@ def sample_text(
     step = spmd.jit(make_next_logits(run.model), mesh=mesh, out_specs=(None,))
     next_logits = step.compile(params, np.zeros((1, window), np.int32), np.int32(0))
     ids = tokenizer.encode_batch([prompt])[0].tolist()
-    added = generate(next_logits, params, ids, tokens=tokens, window=window, seed=run.seed)
+    added = generate(next_logits, params, ids, tokens=tokens, window=window, seed=run.options.seed)
     text = prompt + tokenizer.decode(added)
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 

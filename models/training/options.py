@@ -4,13 +4,52 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from models.training.checkpoints.found import AUTO
+from models.training.errors import RunError
 from models.training.run.profile import ProfileRange
-from models.training.run.step import OnNonfinite
+from models.training.run.step import ON_NONFINITE, OnNonfinite
+from spmd.cli.fields import from_yaml, read_by
+from spmd.cli.flags import words
 
 METRICS = ("jsonl", "tensorboard")
 """The files of metrics that a run can write."""
+
+POSITIVE = ("steps", "microbatches", "keep_last")
+AT_LEAST_ZERO = (
+    *("max_skipped", "eval_every", "eval_batches", "save_every", "keep_every", "log_every"),
+    *("seed", "watchdog_timeout"),
+)
+
+
+def resume_step(text: str) -> int | str:
+    """`"12"` -> 12; `"auto"` stays.
+
+    Raises:
+        RunError: it is neither.
+    """
+    if text == AUTO:
+        return text
+    if not text.isdecimal():
+        raise RunError(f"{text!r} is no step, and not {AUTO}")
+    return int(text)
+
+
+def metrics_words(text: str) -> tuple[str, ...]:
+    """Names of `METRICS`, joined by commas.
+
+    Raises:
+        RunError: one is none of them.
+    """
+    _check_metrics(words(text))
+    return words(text)
+
+
+def _check_metrics(names: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in METRICS:
+            raise RunError(f"{name!r} is no file of metrics; there are {', '.join(METRICS)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,13 +62,13 @@ class Options:
             (`s3://`, `gs://`); None writes nothing.
         resume: go on from a checkpoint in `run_dir`: a step, or `"auto"`, the latest that is whole,
             and anew where there is none. None starts anew, and refuses a folder that holds a run.
-        seed: of the first parameters.
+        seed: of the first parameters; Llamas' of samples and generated text, too.
         microbatches: number of parts that a batch is processed in, one after the other.
         on_nonfinite: what a loss or gradient that is not finite does: `"stop"` or `"skip"`.
         max_skipped: the most steps in a row that may be skipped.
         eval_every: steps between evaluations; 0 evaluates at the end only.
         eval_batches: batches of an evaluation; 0 makes none.
-        evaluates_first: whether a fresh run evaluates before its first step.
+        eval_first: whether a fresh run evaluates before its first step.
         save_every: steps between checkpoints; 0 saves at the end only.
         keep_last: how many of the latest checkpoints are kept.
         keep_every: those of every n-th step are kept too; 0 keeps none of them.
@@ -38,26 +77,61 @@ class Options:
         profile: steps to trace.
         watchdog_timeout: seconds without a step after which the run ends; 0 never does.
         verbose: whether every sharding and collective is printed.
+
+    Raises:
+        RunError: a number is out of range, or a name is unknown.
     """
 
     steps: int
     run_dir: str | Path | None = None
-    resume: int | str | None = AUTO
+    resume: int | str | None = dataclasses.field(default=AUTO, metadata=read_by(resume_step))
     seed: int = 0
     microbatches: int = 1
     on_nonfinite: OnNonfinite = "stop"
     max_skipped: int = 10
     eval_every: int = 0
     eval_batches: int = 8
-    evaluates_first: bool = False
+    eval_first: bool = False
     save_every: int = 0
     keep_last: int = 3
     keep_every: int = 0
     log_every: int = 0
-    metrics: tuple[str, ...] = METRICS
-    profile: ProfileRange | None = None
+    metrics: tuple[str, ...] = dataclasses.field(default=METRICS, metadata=read_by(metrics_words))
+    profile: ProfileRange | None = dataclasses.field(
+        default=None, metadata=read_by(ProfileRange.parse)
+    )
     watchdog_timeout: float = 1800.0
     verbose: bool = False
+
+    def __post_init__(self) -> None:
+        for name in POSITIVE:
+            if getattr(self, name) < 1:
+                raise RunError(f"{name} must be positive, not {getattr(self, name)}")
+        for name in AT_LEAST_ZERO:
+            if getattr(self, name) < 0:
+                raise RunError(f"{name} must not be negative, and is {getattr(self, name)}")
+        if self.on_nonfinite not in ON_NONFINITE:
+            raise RunError(
+                f"on_nonfinite is {self.on_nonfinite!r}, not one of {', '.join(ON_NONFINITE)}"
+            )
+        _check_metrics(self.metrics)
+
+    @classmethod
+    def from_yaml(cls, file: str | Path, **overrides: Any) -> Options:
+        """The options in a file, each by its name: `steps: 100`.
+
+        Args:
+            file: YAML, as `scripts/train_llama.py --settings` reads it; `null` is None.
+            overrides: options that go before those of the file.
+
+        Raises:
+            SettingsError: the file cannot be read, or has what is no option; says the line.
+            RunError: as for `Options`.
+
+        Example:
+            >>> Options.from_yaml("run.yaml", run_dir="runs/b")
+        """
+        return from_yaml(cls, file, **overrides)
 
     @property
     def lines_every(self) -> int:

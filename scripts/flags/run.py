@@ -14,11 +14,12 @@ from models.llama import sharding
 from models.llama.config import LlamaConfig
 from models.llama.marks import MARK_POINTS
 from models.llama.remat import check_can_offload, checkpoint_policy
-from models.training.checkpoints.found import AUTO
-from models.training.run.description import RunConfig, RunError
+from models.training.errors import RunError
+from models.training.options import Options
+from models.training.run.description import RunConfig
 from models.training.run.optimizer import OptimizerConfig, default_learning_rate
-from models.training.run.profile import ProfileRange
 from scripts.flags import weights
+from spmd.cli.fields import taken
 
 
 def make_run(given: argparse.Namespace, platform: str) -> RunConfig:
@@ -35,28 +36,19 @@ def make_run(given: argparse.Namespace, platform: str) -> RunConfig:
     if rate is None:
         tuned = bool(given.init_from)
         rate = default_learning_rate(given.optimizer, model.parameter_count(), tuned=tuned)
-    optimizer = OptimizerConfig(
-        name=given.optimizer,
-        total_steps=given.steps,
-        learning_rate=rate,
-        warmup_steps=given.warmup_steps,
-        schedule=given.schedule,
-        final_fraction=given.final_fraction,
-        decay_fraction=given.decay_fraction,
-        beta1=given.beta1,
-        beta2=given.beta2,
-        weight_decay=given.weight_decay,
-        clip_norm=given.clip_norm or None,
-    )
-    values = vars(given)
-    same = {field.name for field in dataclasses.fields(RunConfig)} & set(values)
-    same -= {"model", "optimizer", "profile", "tokenizer"}
-    return RunConfig(
+    return taken(
+        RunConfig,
+        given,
         model=model,
         tokenizer=weights.chosen_tokenizer(given, model),
-        optimizer=optimizer,
-        profile=ProfileRange.parse(given.profile) if given.profile else None,
-        **{name: values[name] for name in same},
+        optimizer=taken(
+            OptimizerConfig,
+            given,
+            name=given.optimizer,
+            learning_rate=rate,
+            clip_norm=given.clip_norm or None,
+        ),
+        options=taken(Options, given, eval_first=_evaluates_first(given)),
     )
 
 
@@ -94,28 +86,18 @@ def heartbeat_timeout(given: argparse.Namespace) -> float:
     return seconds
 
 
-def evaluates_first(given: argparse.Namespace) -> bool:
+def _evaluates_first(given: argparse.Namespace) -> bool:
     """Whether to evaluate before the first step: it says what trained weights are worth so far."""
     return bool(given.init_from) if given.eval_first is None else bool(given.eval_first)
-
-
-def wanted_step(given: argparse.Namespace) -> int | str | None:
-    """What `--resume` asks for: a step, `"auto"`, or None."""
-    text: str | None = given.resume
-    if text is None or text == AUTO:
-        return text
-    if not text.isdecimal():
-        raise RunError(f"--resume: {text!r} is no step, and not {AUTO}")
-    return int(text)
 
 
 def _check_paths(given: argparse.Namespace) -> None:
     """Raise `RunError` for paths that cannot work, before anything is loaded."""
     if given.run_dir is None:
-        for name in ("resume", "save_every", "profile"):
-            if getattr(given, name):
+        kept = {"resume": given.resume is not None, "profile": given.profile is not None}
+        for name, is_wanted in (kept | {"save_every": given.save_every}).items():
+            if is_wanted:
                 raise RunError(f"--{name} needs --run_dir, the folder that keeps what is written")
-    wanted_step(given)
     if not given.report:
         return
     path = Path(given.report).absolute()

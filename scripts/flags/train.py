@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from models.llama import sharding
-from models.llama.config import ATTENTIONS, DTYPES, MATMULS, STAGE_SCHEDULES
+from models.llama.config import ATTENTIONS, DTYPES, MATMULS, STAGE_SCHEDULES, LlamaConfig
 from models.llama.marks import MARK_POINTS
 from models.training.checkpoints.found import AUTO
-from models.training.data import source as data
-from models.training.options import METRICS
-from models.training.run.optimizer import OPTIMIZERS, SCHEDULES
-from models.training.run.step import ON_NONFINITE
+from models.training.options import METRICS, Options
+from models.training.run.description import RunConfig
+from models.training.run.optimizer import OPTIMIZERS, SCHEDULES, OptimizerConfig
 from scripts.flags import weights
-from spmd.cli.flags import Add, Parser, Switch, positive, words
+from spmd.cli.fields import of_fields
+from spmd.cli.flags import Add, Parser, Switch, positive
 from spmd.cli.specs import mesh_axes
 
 
@@ -23,103 +23,84 @@ def make_parser(about: str | None) -> Parser:
     Args:
         about: what `--help` says first.
     """
-    parser = Parser("scripts/train_llama.py", about)
+    parser = Parser("scripts/train_llama.py", about, settings=True)
     for title, add_flags in GROUPS.items():
         add_flags(parser.add_argument_group(title).add_argument)
     return parser
 
 
 def _model(add: Add) -> None:
+    of_model = of_fields(add, LlamaConfig)
     weights.add_model_flags(add)
     add("--layers", type=positive, help="so many layers instead of the model's own")
     add(
         "--scan",
         action=Switch,
-        default=True,
+        default=LlamaConfig.scan_layers,
         help="run the layers in a scan (compiles faster) or unroll them",
     )
     add("--dtype", choices=DTYPES, help="to compute in (default: float32 on CPU, else bfloat16)")
-    add(
-        "--param_dtype",
-        choices=DTYPES,
-        default="float32",
-        help="what parameters are stored and updated in",
-    )
-    add(
+    of_model("--param_dtype", choices=DTYPES, help="what parameters are stored and updated in")
+    of_model(
         "--attention",
         choices=ATTENTIONS,
-        default="auto",
         help="what computes attention; auto is the platform's fused kernel where it has one",
     )
-    add(
+    of_model(
         "--zigzag",
         type=positive,
-        default=1,
         help="the size of the axis seq, so that all its devices have as much to attend to",
     )
-    add(
+    of_model(
         "--matmul",
         choices=MATMULS,
-        default="dtype",
         help="what the layers' projections are multiplied in: --dtype, or 8-bit floats",
     )
-    add(
+    of_model(
         "--remat",
-        default="none",
         help="activations to keep for the backward pass: none (recompute nothing), full (recompute "
         "all), dots, dots_no_batch, save_attention, save:NAMES or offload:NAMES (to the host's "
         f"memory), with names of {', '.join(MARK_POINTS)}",
     )
-    add("--remat_every", type=int, default=1, help="recompute in every n-th layer only")
-    add(
+    of_model("--remat_every", help="recompute in every n-th layer only")
+    of_model(
         "--stage_microbatches",
-        type=int,
-        default=1,
         help="with --mesh stage=S: parts of a batch that go through a pipeline of S stages",
     )
-    add(
+    of_model(
         "--stage_schedule",
         choices=STAGE_SCHEDULES,
-        default="auto",
         help="the pipeline's schedule; auto takes the one that is predicted to be the fastest",
     )
 
 
 def _devices(add: Add) -> None:
+    of_run, of_options = of_fields(add, RunConfig), of_fields(add, Options)
     add("--mesh", type=mesh_axes, default="data=4,model=2", help="mesh axes and their sizes")
-    add(
+    of_run(
         "--dcn",
         type=mesh_axes,
-        default={},
         help="how much of each axis crosses slices or hosts, as in replica=2; such a part is the "
         "axis's outer one",
     )
-    add(
-        "--sharding",
-        choices=sorted(sharding.TABLES),
-        default="2d",
-        help="what is split over what, by name",
-    )
+    of_run("--sharding", choices=sorted(sharding.TABLES), help="what is split over what, by name")
     add(
         "--heartbeat_timeout",
         type=float,
         default=60.0,
         help="seconds of silence after which another process counts as lost",
     )
-    add(
+    of_options(
         "--watchdog_timeout",
-        type=float,
-        default=1800.0,
         help="seconds without a step, after which stacks are written and the run ends; compiling, "
         "evaluating and saving may take ten times as long; 0: off",
     )
 
 
 def _data(add: Add) -> None:
-    add(
+    of_run, of_options = of_fields(add, RunConfig), of_fields(add, Options)
+    of_run(
         "--data",
-        type=words,
-        default=(),
         help="folders made by scripts/tokenize_data, mixed by their shares if given as folder@0.7; "
         "or files, directories or glob patterns of text; or URLs of these, s3:// or gs:// "
         "(default: Python's standard library)",
@@ -129,69 +110,49 @@ def _data(add: Add) -> None:
         help="of text in --data: a tokenizer.json, a folder with one, or `bytes` (default: that of "
         "--init_from, else bytes); folders of tokens know theirs, which has to be the same",
     )
-    add(
+    of_run(
         "--packing",
-        choices=data.PACKINGS,
-        default="none",
         help="whether documents that share a sequence are kept apart: by attention, positions and "
         "loss",
     )
-    add("--seq_len", type=int, default=128, help="tokens of a sequence")
-    add("--global_batch", type=int, default=16, help="sequences of a step, on all devices")
-    add(
-        "--microbatches",
-        type=int,
-        default=1,
-        help="parts of a batch, one after the other; one reduction",
-    )
+    of_run("--seq_len", default=128, help="tokens of a sequence")
+    of_run("--global_batch", default=16, help="sequences of a step, on all devices")
+    of_options("--microbatches", help="parts of a batch, one after the other; one reduction")
 
 
 def _training(add: Add) -> None:
-    add("--steps", type=int, default=200, help="training steps, counted from the very first")
+    of_optimizer, of_options = of_fields(add, OptimizerConfig), of_fields(add, Options)
+    of_options("--steps", default=200, help="training steps, counted from the very first")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="which optimizer")
-    add(
+    of_optimizer(
         "--learning_rate",
-        type=float,
         help="at its peak (default: by optimizer and model size; a small one with --init_from)",
     )
-    add("--schedule", choices=SCHEDULES, default="cosine", help="how the learning rate goes")
-    add("--final_fraction", type=float, default=0.1, help="of it is left at the end")
-    add("--decay_fraction", type=float, default=0.1, help="of the steps, in which wsd falls")
-    add("--beta1", type=float, default=0.9, help="AdamW's, of the gradients' mean")
-    add("--beta2", type=float, default=0.95, help="AdamW's, of their squares' mean")
-    add("--warmup_steps", type=int, help="(default: a tenth of the run, at most 100)")
-    add("--weight_decay", type=float, default=0.1, help="AdamW's; norms and biases are not")
-    add(
-        "--clip_norm",
-        type=float,
-        default=1.0,
-        help="largest global norm of the gradients; 0 does not clip",
+    of_optimizer("--schedule", choices=SCHEDULES, help="how the learning rate goes")
+    of_optimizer("--final_fraction", help="of it is left at the end")
+    of_optimizer("--decay_fraction", help="of the steps, in which wsd falls")
+    of_optimizer("--beta1", help="AdamW's, of the gradients' mean")
+    of_optimizer("--beta2", help="AdamW's, of their squares' mean")
+    of_optimizer("--warmup_steps", help="(default: a tenth of the run, at most 100)")
+    of_optimizer("--weight_decay", help="AdamW's; norms and biases are not")
+    of_optimizer("--clip_norm", help="largest global norm of the gradients; 0 does not clip")
+    of_fields(add, RunConfig)(
+        "--z_loss", help="weight of the squared log-normalizer of the softmax"
     )
-    add(
-        "--z_loss",
-        type=float,
-        default=0.0,
-        help="weight of the squared log-normalizer of the softmax",
-    )
-    add(
-        "--on_nonfinite",
-        choices=ON_NONFINITE,
-        default="stop",
-        help="what a loss or gradient that is not finite does",
-    )
-    add("--max_skipped", type=int, default=10, help="so many steps in a row may be skipped")
-    add("--seed", type=int, default=0, help="of parameters, samples and generated text")
+    of_options("--on_nonfinite", help="what a loss or gradient that is not finite does")
+    of_options("--max_skipped", help="so many steps in a row may be skipped")
+    of_options("--seed", help="of parameters, samples and generated text")
 
 
 def _evaluation(add: Add) -> None:
-    add("--eval_every", type=int, default=0, help="steps between held-out losses; 0: at the end")
-    add(
+    of_options = of_fields(add, Options)
+    of_options("--eval_every", help="steps between held-out losses; 0: at the end")
+    of_options(
         "--eval_first",
-        action=Switch,
         default=None,
         help="evaluate before the first step, too (default: with --init_from)",
     )
-    add("--eval_batches", type=int, default=8, help="held-out batches of an evaluation; 0: none")
+    of_options("--eval_batches", help="held-out batches of an evaluation; 0: none")
     add(
         "--sample_tokens",
         type=int,
@@ -201,43 +162,36 @@ def _evaluation(add: Add) -> None:
 
 
 def _checkpoints(add: Add) -> None:
-    add("--run_dir", help="folder or URL for checkpoints, metrics, traces and the report")
-    add(
+    of_options = of_fields(add, Options)
+    of_options("--run_dir", help="folder or URL for checkpoints, metrics, traces and the report")
+    of_options(
         "--resume",
         nargs="?",
         const=AUTO,
+        default=None,
         metavar="STEP",
         help="go on from a checkpoint in --run_dir: a step, or auto, the latest that is whole; "
         "auto (or no word) starts anew where there is none",
     )
-    add("--save_every", type=int, default=0, help="steps between checkpoints; 0: at the end only")
-    add("--keep_last", type=int, default=3, help="so many of the latest checkpoints are kept")
-    add("--keep_every", type=int, default=0, help="those of every n-th step are kept too; 0: none")
+    of_options("--save_every", help="steps between checkpoints; 0: at the end only")
+    of_options("--keep_last", help="so many of the latest checkpoints are kept")
+    of_options("--keep_every", help="those of every n-th step are kept too; 0: none")
 
 
 def _output(add: Add) -> None:
-    add(
+    of_options = of_fields(add, Options)
+    of_options(
         "--metrics",
-        type=metrics_words,
-        default=",".join(METRICS),
         help=f"what is written into --run_dir: {', '.join(METRICS)}; '' for nothing",
     )
-    add("--log_every", type=int, default=0, help="steps between lines of progress; 0: twenty lines")
-    add("--profile", help="steps to trace, first:last, both included, as in 10:13")
+    of_options("--log_every", help="steps between lines of progress; 0: twenty lines")
+    of_options("--profile", help="steps to trace, first:last, both included, as in 10:13")
     add(
         "--report",
         help="HTML page on the partitioning, with prices of other plans; without: a plain one in "
         "--run_dir",
     )
-    add("--verbose", action=Switch, help="also print every sharding and collective")
-
-
-def metrics_words(text: str) -> tuple[str, ...]:
-    """Names of `METRICS`, joined by commas."""
-    names = words(text)
-    if set(names) - set(METRICS):
-        raise ValueError
-    return names
+    of_options("--verbose", help="also print every sharding and collective")
 
 
 GROUPS: Mapping[str, Callable[[Add], None]] = {

@@ -8,6 +8,7 @@ code 2.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
@@ -22,6 +23,8 @@ class Parser(argparse.ArgumentParser):
     Args:
       prog: how the program is called.
       about: what `--help` says first; the program's docstring, with examples.
+      settings: whether flags may come from YAML files, by `--settings FILE`, as `spmd.cli.settings`
+        says.
 
     Example:
       >>> flags = Parser("spmd-explain", "Explains a program.")
@@ -30,17 +33,56 @@ class Parser(argparse.ArgumentParser):
       True
     """
 
-    def __init__(self, prog: str, about: str | None, **more: Any) -> None:
+    def __init__(
+        self, prog: str, about: str | None, *, settings: bool = False, **more: Any
+    ) -> None:
         super().__init__(prog, description=about, formatter_class=_Help, allow_abbrev=False, **more)
+        if settings:
+            self._add_settings_flags()
+
+    def _add_settings_flags(self) -> None:
+        self.add_argument(
+            "--settings",
+            action="append",
+            default=[],
+            metavar="FILE",
+            help="YAML with flags by name, as in `steps: 100`; a flag beside it overrides it, and "
+            "so does a later file",
+        )
+        self.add_argument(
+            "--print_settings", action=Switch, help="print all flags as such a file, and end"
+        )
 
     def parse_known_args(  # type: ignore[override]  # typeshed has overloads for other namespaces
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """As argparse's, after dashes within flags have become underscores."""
-        given = list(sys.argv[1:] if args is None else args)
-        end = given.index("--") if "--" in given else len(given)  # what follows are no flags
-        given[:end] = map(_underscored, given[:end])
-        return super().parse_known_args(given, namespace)
+        words = list(sys.argv[1:] if args is None else args)
+        end = words.index("--") if "--" in words else len(words)  # what follows are no flags
+        words[:end] = map(_underscored, words[:end])
+        given, unknown = super().parse_known_args(self._from_files(words[:end]) + words, namespace)
+        if getattr(given, "print_settings", False) and not unknown:
+            print(self.settings_text(given), end="")
+            self.exit()
+        return given, unknown
+
+    def _from_files(self, words: Sequence[str]) -> list[str]:
+        """The flags in the files that `--settings` names; those of the command line come after."""
+        if not any(flag.dest == "settings" for flag in self._actions):
+            return []
+        from spmd.cli import settings  # not at the top: it needs PyYAML
+
+        try:
+            read = [settings.read(file, self) for file in _values_of("--settings", words)]
+        except settings.SettingsError as error:
+            self.error(str(error))
+        return [word for file in read for flag in file.values() for word in flag]
+
+    def settings_text(self, given: argparse.Namespace) -> str:
+        """YAML that reads back to what was given."""
+        from spmd.cli import settings  # as above
+
+        return settings.write(self, given)
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with one line, as the list of all flags would hide it."""
@@ -98,8 +140,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         text, default = action.help or "", action.default
         if default is None or default is False or default in ("", [], (), {}, argparse.SUPPRESS):
             return text
-        shown = str(default).lower() if default is True else str(default)
-        return f"{text} [{shown.replace('%', '%%')}]"
+        return f"{text} [{_spelled(default).replace('%', '%%')}]"
 
 
 def positive(text: str) -> int:
@@ -113,6 +154,26 @@ def positive(text: str) -> int:
 def words(text: str) -> tuple[str, ...]:
     """Words joined by commas; none of an empty text."""
     return tuple(text.split(",")) if text else ()
+
+
+def _values_of(name: str, words: Sequence[str]) -> list[str]:
+    """What a flag is given among the words, as `--name=value` or `--name value`."""
+    found = []
+    for word, after in itertools.pairwise([*words, "--"]):
+        if word.startswith(f"{name}="):
+            found.append(word.partition("=")[2])
+        elif word == name and not after.startswith("--"):
+            found.append(after)
+    return found
+
+
+def _spelled(value: Any) -> str:
+    """A default as one would write it on the command line."""
+    if isinstance(value, dict):
+        return ",".join(f"{name}={_spelled(item)}" for name, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(_spelled, value))
+    return str(value).lower() if value is True else str(value)
 
 
 def _underscored(word: str) -> str:

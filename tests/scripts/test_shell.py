@@ -95,6 +95,7 @@ def test_quickstart_help_needs_no_environment(tmp_path: Path):
         ("", "--mesh=data=4,model=2 --report=quickstart_report.html"),
         ("--mesh data=2,model=4", "--report=quickstart_report.html --mesh data=2,model=4"),
         ("--mesh=data=8 --report=r.html", "--mesh=data=8 --report=r.html"),
+        ("--settings run.yaml --mesh data=8", "--settings run.yaml --mesh data=8"),
         ("--steps 3", "--mesh=data=4,model=2 --report=quickstart_report.html --steps 3"),
     ],
 )

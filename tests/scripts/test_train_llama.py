@@ -15,6 +15,7 @@ from models.llama.named import CONFIGS
 from models.llama.weights import load as weights
 from models.training.data.tokenizer import load_tokenizer, same_ids
 from scripts import train_llama
+from scripts.flags.train import make_parser
 
 TINY = CONFIGS["tiny"]
 
@@ -80,6 +81,10 @@ def test_fine_tuning_a_restart_and_an_export(trained, tmp_path, capsys):
     assert same_ids(load_tokenizer(str(out)), load_tokenizer(str(trained / "model")))
     assert load_tokenizer(str(tmp_path / "run/tokenizer")).eos_id == 1
     assert not (tmp_path / "run/tensorboard").exists()
+    settings = ["--settings", str(tmp_path / "run/settings.yaml")]
+    again = make_parser("").parse_args(settings)
+    assert (again.steps, again.save_every, again.export_hf) == (4, 2, str(out))
+    assert (again.mesh, again.data) == ({"data": 2}, (str(trained / "text.jsonl"),))
     for _ in range(2):  # the first of them reads a checkpoint for the first time
         shutil.rmtree(tmp_path / "run/checkpoints/4")
         code, asked = run(trained, tmp_path, "--resume")

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from models.training.data.source import BYTES, Packing
+from models.training.errors import RunError
+from models.training.options import Options
 from models.training.paths import AnyPath, StorePath, as_path
 from models.training.run.mirror import Mirror
 from models.training.run.optimizer import OptimizerConfig
-from models.training.run.profile import ProfileRange
-from models.training.run.step import ON_NONFINITE, OnNonfinite
 
 FREE_TO_CHANGE = frozenset(
     f"model.{name}"
@@ -30,35 +30,20 @@ FREE_TO_CHANGE = frozenset(
 """How a model is run, not what it computes: a resumed run may have other values."""
 
 
-class RunError(ValueError):
-    """A run that cannot be made; the message is one line."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What to train, on what data, for how long, and what to keep.
+    """What to train, on what data, and with which options.
 
     Args:
         model: a frozen dataclass of sizes and dtypes.
-        optimizer: the optimizer, with the number of steps.
+        optimizer: the optimizer; its schedule ends with the run unless it says where.
+        options: how long the run is, and what it keeps, as for a run of any model.
         mesh: axis -> size.
         dcn: axis -> how many of its parts are on different slices, connected by slow links.
         sharding: name of the table of specs.
         seq_len: tokens of a sequence.
         global_batch: sequences of a step, on all devices together.
-        microbatches: number of parts that a step's batch is processed in, one after the other.
         z_loss: weight of the squared log-normalizer in the loss; 0 leaves it out.
-        on_nonfinite: whether a step whose loss or gradients are not finite is to `"stop"` the run
-            or to be left out (`"skip"`).
-        max_skipped: the most steps in a row that may be skipped.
-        eval_every: steps between evaluations; 0 evaluates at the end only.
-        eval_batches: batches of an evaluation; 0 makes none.
-        save_every: steps between checkpoints; 0 saves at the end only.
-        keep_last: how many of the latest checkpoints are kept.
-        keep_every: checkpoints of every n-th step are kept too; 0 keeps none of them.
-        log_every: steps between lines of progress; 0 prints about twenty lines in all.
-        profile: steps to trace.
-        seed: for parameters, the order of samples, and generated text.
         data: names of the data, see `DataConfig.sources`.
         tokenizer: for text that is not tokenized yet.
         packing: whether documents that share a sequence are kept apart.
@@ -69,72 +54,46 @@ class RunConfig:
 
     model: Any
     optimizer: OptimizerConfig
+    options: Options
     mesh: Mapping[str, int]
     seq_len: int
     global_batch: int
     dcn: Mapping[str, int] = dataclasses.field(default_factory=dict)
     sharding: str = "2d"
-    microbatches: int = 1
     z_loss: float = 0.0
-    on_nonfinite: OnNonfinite = "stop"
-    max_skipped: int = 10
-    eval_every: int = 0
-    eval_batches: int = 8
-    save_every: int = 0
-    keep_last: int = 3
-    keep_every: int = 0
-    log_every: int = 0
-    profile: ProfileRange | None = None
-    seed: int = 0
     data: tuple[str, ...] = ()
     tokenizer: str = BYTES
     packing: Packing = "none"
 
     def __post_init__(self) -> None:
-        self._check_ranges()
-        self._check_batch()
-
-    def _check_ranges(self) -> None:
-        for name in ("seq_len", "global_batch", "microbatches", "keep_last"):
+        for name in ("seq_len", "global_batch"):
             if getattr(self, name) < 1:
                 raise RunError(f"{name} must be positive, not {getattr(self, name)}")
-        at_least_zero = ("z_loss", "max_skipped", "eval_every", "eval_batches", "save_every")
-        for name in (*at_least_zero, "keep_every", "log_every", "seed"):
-            if getattr(self, name) < 0:
-                raise RunError(f"{name} must not be negative, and is {getattr(self, name)}")
-        if self.on_nonfinite not in ON_NONFINITE:
-            raise RunError(
-                f"on_nonfinite is {self.on_nonfinite!r}, not one of {', '.join(ON_NONFINITE)}"
-            )
+        if self.z_loss < 0:
+            raise RunError(f"z_loss must not be negative, and is {self.z_loss}")
+        self._check_batch()
 
     def _check_batch(self) -> None:
         axes = ("replica", "data", "expert", *(("model",) if self.sharding == "fsdp" else ()))
         split = [axis for axis in axes if self.mesh.get(axis, 1) > 1] or ["data"]
         ways = math.prod(self.mesh.get(axis, 1) for axis in split)
-        unit = ways * self.microbatches
+        unit = ways * self.options.microbatches
         if self.global_batch % unit == 0:
             return
         over = " x ".join(f"{axis}={self.mesh.get(axis, 1)}" for axis in split)
-        if self.microbatches > 1:
-            over += f" times {self.microbatches} microbatches"
+        if self.options.microbatches > 1:
+            over += f" times {self.options.microbatches} microbatches"
         raise RunError(
             f"global_batch: {self.global_batch} sequences do not divide over {over}; the "
             f"next that do are {math.ceil(self.global_batch / unit) * unit}"
         )
 
-    @property
-    def steps(self) -> int:
-        """The number of steps of the run."""
-        return self.optimizer.total_steps
-
-    @property
-    def lines_every(self) -> int:
-        """Steps between lines of progress."""
-        return self.log_every or max(1, self.steps // 20)
-
     def to_json(self) -> dict[str, Any]:
-        """The whole configuration as plain values."""
-        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self), default=dict))
+        """The whole configuration as plain values, with the options beside the other fields."""
+        optimizer = self.optimizer.ending_at(self.options.steps)
+        values = dataclasses.asdict(dataclasses.replace(self, optimizer=optimizer))
+        values |= values.pop("options")
+        plain: dict[str, Any] = json.loads(json.dumps(values, default=_plain))
         return plain
 
     def flat(self) -> dict[str, Any]:
@@ -179,6 +138,10 @@ def check_same_model(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
     return [f"{k}: {theirs[k]} -> {ours[k]}" for k in changed if k.startswith(told)]
 
 
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else str(value)
+
+
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in values.items():
@@ -194,8 +157,8 @@ class RunFolder:
     """Where a run's results are.
 
     Args:
-        path: the folder, with `config.json`, `metrics.jsonl`, `report.html`, and the folders
-            `checkpoints`, `tensorboard`, `tokenizer`, `compiled` and `profile`.
+        path: the folder, with `config.json`, `settings.yaml`, `metrics.jsonl`, `report.html`, and
+            the folders `checkpoints`, `tensorboard`, `tokenizer`, `compiled` and `profile`.
         kept: for a run on an object store, its folder there, with the same files; `path` is then a
             temporary folder.
     """
@@ -289,6 +252,11 @@ class RunFolder:
             probe.unlink(missing_ok=True)  # all processes try, at the same moment
         except OSError as error:
             raise RunError(f"run_dir: {self.path} cannot be written: {error.strerror}") from error
+
+    @property
+    def settings(self) -> Path:
+        """What was asked for, as a program reads it again."""
+        return self.path / "settings.yaml"
 
     def write_config(self, config: RunConfig) -> None:
         """Writes `config.json`."""

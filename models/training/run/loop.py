@@ -9,28 +9,17 @@ Reading metrics waits for the device. One step late, the device has its next ste
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-import jax
-
-from models.training.run.metrics import StepCost, memory_in_use
+from models.training.run.metrics import StepCost
 from models.training.run.profile import Profiler
+from models.training.run.reader import Reader
 from models.training.run.sinks import Record, Sink
-from models.training.run.step import StepMetrics, TrainStep
+from models.training.run.step import TrainStep
 from spmd.launch import Unwatched, Watch
-
-TYPICAL_OF = 1000
-"""The time of a typical step is the median of this many of the last steps."""
-
-
-class TrainingError(RuntimeError):
-    """A run that cannot go on: loss or gradients are not finite."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,133 +142,117 @@ def train(
     """
     started = time.perf_counter()
     watch = Unwatched() if watch is None else watch
-    reader = _Reader(cost, schedule, sinks, watch)
-    profiler = profiler or Profiler(None)
-    is_stopped = not schedule.is_last(state.step) and should_stop(state.step)
+    reader = Reader(cost, schedule.max_skipped, sinks, watch)
+    loop = _Loop(
+        step,
+        state,
+        batches,
+        schedule,
+        reader=reader,
+        evaluate=evaluate,
+        saver=saver,
+        profiler=profiler or Profiler(None),
+        should_stop=should_stop,
+        watch=watch,
+    )
+    loop.run()
+    return Outcome(
+        loop.state,
+        reader.first,
+        reader.last,
+        loop.eval_loss,
+        reader.typical_seconds,
+        time.perf_counter() - started,
+        reader.skipped,
+        loop.is_stopped,
+    )
+
+
+@dataclasses.dataclass
+class _Loop:
+    """What `train` was given, the state so far, and what is done between steps."""
+
+    step: TrainStep
+    state: TrainState
+    batches: Iterator[Any]
+    schedule: Schedule
+    _: dataclasses.KW_ONLY
+    reader: Reader
+    evaluate: Callable[[Any], float] | None
+    saver: Saver | None
+    profiler: Profiler
+    should_stop: Callable[[int], bool]
+    watch: Watch
     eval_loss: float | None = None
+    is_stopped: bool = False
 
-    def evaluated() -> float | None:
-        if evaluate is None:
-            return None
-        reader.flush()
-        with watch.may_take("evaluating"):
-            loss = evaluate(state.params)
-        _tell(sinks, {"step": state.step, "eval_loss": loss})
-        reader.restart_clock()
-        return loss
+    def run(self) -> None:
+        """Takes all steps, and waits for what is on its way."""
+        if not self._is_over():
+            self._hear_stop()
+        with self.profiler:
+            if self.schedule.evaluates_first and not self._is_over():
+                self._evaluate()
+            while not self._is_over():
+                self._take_step()
+                self._look_up()
+            self.reader.flush()
+            self._finish_saving()
 
-    with profiler:
-        if schedule.evaluates_first and not (is_stopped or schedule.is_last(state.step)):
-            eval_loss = evaluated()
-        while not schedule.is_last(state.step) and not is_stopped:
-            profiler.before(state.step + 1)
-            params, opt_state, metrics = step(state.params, state.opt_state, next(batches))
-            state = TrainState(params, opt_state, state.step + 1)
-            reader.push(state.step, metrics)
-            is_stopped = should_stop(state.step) and not schedule.is_last(state.step)
-            if profiler.ends_with(state.step):
-                reader.flush()
-                profiler.after(state.step)
-            if saver is not None:
-                _tell(sinks, *saver.poll())
-            if schedule.evaluates_after(state.step) and not is_stopped:
-                eval_loss = evaluated()
-            if saver is not None and (schedule.saves_after(state.step) or is_stopped):
-                reader.flush()
-                for sink in sinks:  # a resumed run does not take the steps before again
-                    sink.flush()
-                with watch.may_take("saving"):
-                    saver.save(state)
-                reader.restart_clock()
-        reader.flush()
-        if saver is not None:
-            try:
-                with watch.may_take("waiting for the last save"):
-                    saver.finish()
-            finally:  # the record of the last save, even if it failed
-                _tell(sinks, *saver.poll())
-    seconds = time.perf_counter() - started
-    return reader.outcome(state, seconds, eval_loss, is_stopped)
+    def _is_over(self) -> bool:
+        return self.is_stopped or self.schedule.is_last(self.state.step)
 
+    def _hear_stop(self) -> None:
+        """Asks whether to stop; after the last step there is nothing to stop."""
+        number = self.state.step
+        self.is_stopped = self.should_stop(number) and not self.schedule.is_last(number)
 
-def _tell(sinks: Sequence[Sink], *records: Record) -> None:
-    for record in records:
-        for sink in sinks:
-            sink.write(record)
+    def _take_step(self) -> None:
+        number = self.state.step + 1
+        self.profiler.before(number)
+        batch = next(self.batches)
+        params, opt_state, metrics = self.step(self.state.params, self.state.opt_state, batch)
+        self.state = TrainState(params, opt_state, number)
+        self.reader.push(number, metrics)
 
+    def _look_up(self) -> None:
+        """What comes after a step: signals, traces, records of saves, an evaluation, a save."""
+        number = self.state.step
+        self._hear_stop()
+        if self.profiler.ends_with(number):
+            self.reader.flush()
+            self.profiler.after(number)
+        if self.saver is not None:
+            self.reader.tell(*self.saver.poll())
+        if self.schedule.evaluates_after(number) and not self.is_stopped:
+            self._evaluate()
+        if self.schedule.saves_after(number) or self.is_stopped:
+            self._save()
 
-class _Reader:
-    """Reads the metrics of steps, one step late, and collects what an `Outcome` needs."""
-
-    def __init__(
-        self,
-        cost: StepCost,
-        schedule: Schedule,
-        sinks: Sequence[Sink],
-        watch: Watch,
-    ) -> None:
-        self.cost, self.schedule, self.sinks, self.watch = cost, schedule, sinks, watch
-        self.pending: tuple[int, StepMetrics] | None = None
-        self.started = time.perf_counter()
-        self.first: Record | None = None
-        self.last: Record | None = None
-        self.seconds: collections.deque[float] = collections.deque(maxlen=TYPICAL_OF)
-        self.skipped = self.skipped_in_a_row = 0
-
-    def push(self, number: int, metrics: StepMetrics) -> None:
-        """Reads the metrics of the step before, and keeps these for the next call."""
-        self.flush()
-        self.pending = number, metrics
-
-    def flush(self) -> None:
-        """Reads the metrics that are still to be read, if there are any."""
-        if self.pending is None:
+    def _evaluate(self) -> None:
+        if self.evaluate is None:
             return
-        (number, arrays), self.pending = self.pending, None
-        metrics = {name: float(value) for name, value in jax.device_get(arrays).items()}
-        now = time.perf_counter()
-        seconds, self.started = now - self.started, now
-        self.watch.beat(step=number)
-        record: Record = {"step": number, "seconds": seconds, **metrics}
-        record |= self.cost.rates(seconds) | memory_in_use()
-        self._keep(record)
-        _tell(self.sinks, record)
-        self._check(record)
+        self.reader.flush()
+        with self.watch.may_take("evaluating"):
+            self.eval_loss = self.evaluate(self.state.params)
+        self.reader.tell({"step": self.state.step, "eval_loss": self.eval_loss})
+        self.reader.restart_clock()
 
-    def restart_clock(self) -> None:
-        """Leaves the time since the last step (an evaluation, a save) out of the next step's."""
-        self.started = time.perf_counter()
-
-    def _keep(self, record: Record) -> None:
-        if self.first is None:
-            self.first = record
-        elif self.last is self.first:
-            self.seconds.clear()  # the first step's seconds are not like the others'
-        self.last = record
-        self.seconds.append(record["seconds"])
-
-    def _check(self, record: Record) -> None:
-        number = int(record["step"])
-        bad = [n for n in ("loss", "grad_norm") if not math.isfinite(record.get(n, 0.0))]
-        if not bad:
-            self.skipped_in_a_row = 0
+    def _save(self) -> None:
+        if self.saver is None:
             return
-        name = "loss" if bad[0] == "loss" else "gradient norm"
-        advice = "a lower learning rate, a longer warmup or clipping may help"
-        if "skipped" not in record:
-            raise TrainingError(f"the {name} of step {number} is {record[bad[0]]}; {advice}")
-        self.skipped += 1
-        self.skipped_in_a_row += 1
-        if self.skipped_in_a_row > self.schedule.max_skipped:
-            raise TrainingError(
-                f"the {name} of step {number} is {record[bad[0]]}, and so it was in the "
-                f"{self.schedule.max_skipped} steps before, all skipped; {advice}"
-            )
+        self.reader.flush()
+        for sink in self.reader.sinks:  # a resumed run does not take the steps before again
+            sink.flush()
+        with self.watch.may_take("saving"):
+            self.saver.save(self.state)
+        self.reader.restart_clock()
 
-    def outcome(
-        self, state: TrainState, seconds: float, eval_loss: float | None, is_stopped: bool
-    ) -> Outcome:
-        typical = statistics.median(self.seconds) if self.seconds else None
-        return Outcome(
-            state, self.first, self.last, eval_loss, typical, seconds, self.skipped, is_stopped
-        )
+    def _finish_saving(self) -> None:
+        if self.saver is None:
+            return
+        try:
+            with self.watch.may_take("waiting for the last save"):
+                self.saver.finish()
+        finally:  # the record of the last save, even if it failed
+            self.reader.tell(*self.saver.poll())

@@ -35,7 +35,8 @@ class OptimizerConfig:
 
     Args:
         name: `"adamw"` or `"adafactor"`.
-        total_steps: length of the run; the schedule reaches its end here.
+        total_steps: the schedule reaches its end here; None is the end of the run
+            (`Options.steps`).
         learning_rate: at the peak. Adafactor's is relative to the scale of each parameter.
         warmup_steps: steps of linear warmup; None takes a tenth of the run, 1 to 100.
         schedule: one of `SCHEDULES`.
@@ -51,7 +52,7 @@ class OptimizerConfig:
     """
 
     name: str
-    total_steps: int
+    total_steps: int | None = None
     learning_rate: float
     warmup_steps: int | None = None
     schedule: str = "cosine"
@@ -64,7 +65,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _check_name(self.name)
-        if self.total_steps < 1:
+        if self.total_steps is not None and self.total_steps < 1:
             raise OptimizerError(f"total_steps must be positive, not {self.total_steps}")
         if self.learning_rate <= 0:
             raise OptimizerError(f"learning_rate must be positive, not {self.learning_rate}")
@@ -84,6 +85,10 @@ class OptimizerConfig:
             raise OptimizerError(f"weight_decay must not be negative, not {self.weight_decay}")
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise OptimizerError(f"clip_norm must be positive, not {self.clip_norm}")
+
+    def ending_at(self, steps: int) -> OptimizerConfig:
+        """The same, whose schedule ends with a run of so many steps unless it says where."""
+        return dataclasses.replace(self, total_steps=self.total_steps or steps)
 
 
 def default_learning_rate(name: str, parameters: int, *, tuned: bool = False) -> float:
@@ -108,10 +113,12 @@ def _check_name(name: str) -> None:
 
 def make_schedule(config: OptimizerConfig) -> optax.Schedule:
     """Step -> learning rate: linear up to the peak, then as the schedule's name says."""
-    peak, warmup = config.learning_rate, config.warmup_steps
+    peak, warmup, steps = config.learning_rate, config.warmup_steps, config.total_steps
+    if steps is None:
+        raise OptimizerError("total_steps: the schedule's end is not known; see `ending_at`")
     if warmup is None:
-        warmup = min(100, max(1, config.total_steps // 10))
-    rest = max(config.total_steps - warmup, 1)
+        warmup = min(100, max(1, steps // 10))
+    rest = max(steps - warmup, 1)
     end = peak * config.final_fraction
     rise = optax.linear_schedule(peak / (warmup + 1), peak, max(warmup, 1))
     if config.schedule == "cosine":
@@ -121,7 +128,7 @@ def make_schedule(config: OptimizerConfig) -> optax.Schedule:
     else:
         falling = 0
         if config.schedule == "wsd":
-            falling = min(rest, max(1, round(config.total_steps * config.decay_fraction)))
+            falling = min(rest, max(1, round(steps * config.decay_fraction)))
         then = (
             optax.linear_schedule(peak, end, falling, rest - falling)
             if falling

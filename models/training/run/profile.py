@@ -20,6 +20,9 @@ class ProfileRange:
     first: int
     last: int
 
+    def __str__(self) -> str:
+        return f"{self.first}:{self.last}"
+
     @classmethod
     def parse(cls, text: str) -> ProfileRange:
         """Parses a range: `"10:13"` is steps 10, 11, 12 and 13.

@@ -14,6 +14,7 @@ from models.llama.named import CONFIGS
 from models.llama.trainer import LlamaProgram, init_params
 from models.training.checkpoints.store import Checkpoints
 from models.training.data import source as data
+from models.training.options import Options
 from models.training.run.description import RunConfig
 from models.training.run.loop import Schedule, train
 from models.training.run.optimizer import OptimizerConfig
@@ -27,18 +28,17 @@ TEXT = data.encode("".join(chr(33 + i * i % 90) for i in range(4000)))
 def make_run(mesh, **model_changes):
     return RunConfig(
         model=dataclasses.replace(SMALL, **model_changes),
-        optimizer=OptimizerConfig(name="adamw", total_steps=STEPS, learning_rate=1e-2),
+        optimizer=OptimizerConfig(name="adamw", learning_rate=1e-2),
+        options=Options(steps=STEPS, microbatches=2, on_nonfinite="skip"),
         mesh=mesh,
         seq_len=16,
         global_batch=16,
-        microbatches=2,
-        on_nonfinite="skip",
     )
 
 
 def windows(run):
     text = data.whole(data.from_documents([TEXT], 256))
-    return data.PackedTokens([text], run.seq_len, run.global_batch, seed=run.seed)
+    return data.PackedTokens([text], run.seq_len, run.global_batch, seed=run.options.seed)
 
 
 def make_trainer(mesh, **model_changes):
@@ -141,7 +141,8 @@ def test_on_another_mesh_and_with_layers_unrolled(whole, half_way, mesh, scan_la
 
 def test_evaluates_what_the_loss_is(whole):
     trainer = whole.trainer
-    dataset = windows(dataclasses.replace(trainer.run, seed=9))
+    options = dataclasses.replace(trainer.run.options, seed=9)
+    dataset = windows(dataclasses.replace(trainer.run, options=options))
     state, _ = take(trainer, trainer.fresh_state(), 1)
     got = trainer.evaluation(dataset, 2)(state.params)
     params = jax.device_get(state.params)

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import spmd
-from models.training.run.description import RunError
+from models.training.errors import RunError
 from models.training.run.optimizer import OptimizerConfig
 from models.training.trainer import exit_code
 from tests.models.training.own_model import data, init, loss, make_trainer

@@ -32,7 +32,9 @@ from models.training.checkpoints.found import CheckpointError, find_saved
 from models.training.checkpoints.pieces import chunk_shape, chunks
 from models.training.checkpoints.relayout import relayout
 from models.training.checkpoints.store import Checkpoints
-from models.training.run.description import RunConfig, RunError, check_same_model
+from models.training.errors import RunError
+from models.training.options import Options
+from models.training.run.description import RunConfig, check_same_model
 from models.training.run.loop import TrainState
 from models.training.run.optimizer import OptimizerConfig
 from scripts import convert_checkpoints as script
@@ -56,7 +58,8 @@ def trainer(whole):
     """One compiled step for all tests; parameters are float32."""
     run = RunConfig(
         model=dataclasses.replace(read_config(whole), param_dtype="float32"),
-        optimizer=OptimizerConfig(name="adamw", total_steps=4, learning_rate=1e-2),
+        optimizer=OptimizerConfig(name="adamw", learning_rate=1e-2),
+        options=Options(steps=4),
         mesh={"data": 4, "model": 2},
         seq_len=16,
         global_batch=8,

@@ -10,7 +10,8 @@ import pytest
 from models.llama import fresh, objective
 from models.llama.named import CONFIGS
 from models.training.data import source as data
-from models.training.run.loop import Schedule, TrainingError, TrainState, train
+from models.training.errors import TrainingError
+from models.training.run.loop import Schedule, TrainState, train
 from models.training.run.metrics import StepCost
 from models.training.run.optimizer import OptimizerConfig, make_optimizer
 from models.training.run.profile import Profiler, ProfileRange

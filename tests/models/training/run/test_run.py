@@ -7,11 +7,14 @@ import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from models.llama.named import CONFIGS
-from models.training.run.description import RunConfig, RunError, RunFolder, check_same_model
+from models.training.errors import RunError
+from models.training.options import Options
+from models.training.run.description import RunConfig, RunFolder, check_same_model
 from models.training.run.optimizer import OptimizerConfig, OptimizerError
 from models.training.run.profile import ProfileRange
 from models.training.run.stop import StopSignals
@@ -19,11 +22,11 @@ from tests.waiting import wait_until
 
 RUN = RunConfig(
     model=CONFIGS["tiny"],
-    optimizer=OptimizerConfig(name="adamw", total_steps=100, learning_rate=1e-3),
+    optimizer=OptimizerConfig(name="adamw", learning_rate=1e-3),
+    options=Options(steps=100, profile=ProfileRange(2, 3), run_dir=Path("runs/a")),
     mesh={"data": 4, "model": 2},
     seq_len=16,
     global_batch=16,
-    profile=ProfileRange(2, 3),
     data=("a.txt",),
 )
 
@@ -32,11 +35,12 @@ RUN = RunConfig(
     ("changes", "message"),
     [
         ({"seq_len": 0}, "seq_len must be positive, not 0"),
-        ({"keep_last": 0}, "keep_last must be positive"),
         ({"z_loss": -1.0}, "z_loss must not be negative, and is -1.0"),
-        ({"on_nonfinite": "hope"}, "on_nonfinite is 'hope', not one of stop, skip"),
         ({"global_batch": 6}, "6 sequences do not divide over data=4; the next that do are 8"),
-        ({"microbatches": 3}, "over data=4 times 3 microbatches; the next that do are 24"),
+        (
+            {"options": Options(steps=1, microbatches=3)},
+            "over data=4 times 3 microbatches; the next that do are 24",
+        ),
     ],
 )
 def test_bad_runs(changes, message):
@@ -61,6 +65,8 @@ def test_config_json(tmp_path):
     assert read == RUN.to_json()
     assert read["model"]["hidden_size"] == 32
     assert read["profile"] == {"first": 2, "last": 3}
+    assert (read["steps"], read["optimizer"]["total_steps"]) == (100, 100)
+    assert read["run_dir"] == "runs/a"
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
@@ -72,23 +78,55 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 # A checkpoint's config and this run's
 
 
-def other(model=None, optimizer=None, **changes):
+OLD_CONFIG = {
+    "optimizer": {
+        "name": "adamw", "total_steps": 100, "learning_rate": 1e-3, "warmup_steps": None,
+        "schedule": "cosine", "final_fraction": 0.1, "decay_fraction": 0.1, "beta1": 0.9,
+        "beta2": 0.95, "weight_decay": 0.1, "clip_norm": 1.0,
+    },
+    "mesh": {"data": 4, "model": 2}, "seq_len": 16, "global_batch": 16, "dcn": {}, "sharding": "2d",
+    "microbatches": 1, "z_loss": 0.0, "on_nonfinite": "stop", "max_skipped": 10, "eval_every": 0,
+    "eval_batches": 8, "save_every": 0, "keep_last": 3, "keep_every": 0, "log_every": 0,
+    "profile": {"first": 2, "last": 3}, "seed": 0, "data": ["a.txt"], "tokenizer": "bytes",
+    "packing": "none",
+}  # fmt: skip
+"""As runs wrote it before their options had a class of their own, but for the model."""
+
+
+def other(model=None, optimizer=None, options=None, **changes):
     return dataclasses.replace(
         RUN,
         model=dataclasses.replace(RUN.model, **(model or {})),
         optimizer=dataclasses.replace(RUN.optimizer, **(optimizer or {})),
+        options=dataclasses.replace(RUN.options, **(options or {})),
         **changes,
     )
 
 
 def test_the_same_run_and_how_it_is_run():
     assert check_same_model(RUN.to_json(), RUN) == []
-    moved = other(model={"scan_layers": False, "remat": "full"}, mesh={"data": 8}, save_every=3)
+    moved = other(
+        model={"scan_layers": False, "remat": "full"},
+        mesh={"data": 8},
+        options={"save_every": 3, "run_dir": "runs/b", "resume": 12},
+    )
     assert check_same_model(RUN.to_json(), moved) == []
 
 
+def test_runs_of_older_configs_go_on():
+    old = {"model": RUN.to_json()["model"], **OLD_CONFIG}
+    assert check_same_model(old, RUN) == []
+    assert check_same_model(old, other(options={"steps": 200, "seed": 1}, seq_len=32)) == [
+        "optimizer.total_steps: 100 -> 200",
+        "seq_len: 16 -> 32",
+        "seed: 0 -> 1",
+    ]
+    with pytest.raises(RunError, match=r"model\.hidden_size is 32 there and 64 here"):
+        check_same_model(old, other(model={"hidden_size": 64}))
+
+
 def test_what_changes_the_outcome_is_told():
-    changed = other(optimizer={"total_steps": 200}, global_batch=32)
+    changed = other(options={"steps": 200}, global_batch=32)
     assert check_same_model(RUN.to_json(), changed) == [
         "optimizer.total_steps: 100 -> 200",
         "global_batch: 16 -> 32",

@@ -1,0 +1,120 @@
+"""What a run says, and the files that it writes for people: numbers, the report, its end."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, cast
+
+from rich.console import Console
+
+import spmd
+from models.training.options import Options
+from models.training.run.background import Background
+from models.training.run.description import RunFolder
+from models.training.run.loop import Outcome
+from models.training.run.metrics import StepCost
+from models.training.run.records import JsonLines, TensorBoard
+from models.training.run.sinks import Forgiving, Sinks, Terminal
+from spmd import launch
+
+
+def make_console() -> Console:
+    """Where a run prints; process 0 alone does."""
+    return Console(
+        file=cast(IO[str], Forgiving()),
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+        quiet=not launch.is_main_process(),
+    )
+
+
+def make_sinks(options: Options, folder: RunFolder | None, console: Console, step: int) -> Sinks:
+    """Where numbers go; nowhere but on process 0.
+
+    Args:
+        options: which files are written, and how often a line is printed.
+        folder: holds the files; None writes none.
+        console: shows the lines.
+        step: the one to go on from: what files have of later ones is dropped.
+    """
+    if not launch.is_main_process():
+        return Sinks()
+    sinks = Sinks([Terminal(console, options.steps, options.lines_every)])
+    if folder is not None and "jsonl" in options.metrics:
+        lines = functools.partial(JsonLines, folder.metrics, after=step)
+        sinks.append(Background(str(folder.metrics), lines))
+    if folder is not None and "tensorboard" in options.metrics:
+        events = functools.partial(TensorBoard, folder.tensorboard, after=step)
+        sinks.append(Background(str(folder.tensorboard), events))
+    return sinks
+
+
+def write_report(
+    step: spmd.Compiled, path: Path, folder: RunFolder | None, console: Console, *, prices: bool
+) -> None:
+    """Writes the page on the partitioning, on process 0.
+
+    Args:
+        step: the compiled training step.
+        path: where to.
+        folder: the run's, if it has one: says where people find the page.
+        console: gets a line.
+        prices: whether the page says what other decisions would have cost, which takes a while.
+    """
+    if not launch.is_main_process():
+        return
+    try:
+        step.report(path, prices=prices)
+        shown = path.absolute() if folder is None else folder.shown(path)
+        console.print(f"report: {shown}")
+    except OSError as error:  # training is worth more
+        console.print(f"the report could not be written: {error}")
+
+
+def ending(
+    outcome: Outcome,
+    options: Options,
+    cost: StepCost,
+    signal: str | None,
+    folder: RunFolder | None,
+) -> Iterator[str]:
+    """What training achieved, and if it was stopped, how to go on.
+
+    Args:
+        outcome: of the loop.
+        options: of the run.
+        cost: what a step processes.
+        signal: what it was stopped by.
+        folder: where it was saved.
+    """
+    achieved = _achieved(outcome, options.steps, cost)
+    if achieved:
+        yield achieved
+    if outcome.is_stopped:
+        yield _stopped(outcome, signal, folder)
+
+
+def _achieved(outcome: Outcome, steps: int, cost: StepCost) -> str:
+    if outcome.first is None or outcome.last is None or outcome.typical_seconds is None:
+        return "" if outcome.is_stopped else f"nothing left to do: {steps} steps have been taken"
+    rate = cost.tokens / outcome.typical_seconds
+    held_out = "" if outcome.eval_loss is None else f", held out {outcome.eval_loss:.3f}"
+    skipped = f"; {outcome.skipped} steps skipped" if outcome.skipped else ""
+    return (
+        f"loss {outcome.first['loss']:.3f} -> {outcome.last['loss']:.3f}{held_out}; "
+        f"{1000 * outcome.typical_seconds:.0f} ms a step, {rate:,.0f} {cost.unit}/s; "
+        f"{outcome.seconds:.0f} s in all{skipped}"
+    )
+
+
+def _stopped(outcome: Outcome, signal: str | None, folder: RunFolder | None) -> str:
+    if folder is None:
+        then = "nothing was saved: there is no run_dir"
+    elif outcome.last is None:
+        then = "there was nothing new to save, resuming goes on"
+    else:
+        then = f"saved in {folder.checkpoints}, resuming goes on"
+    return f"stopped by {signal} after step {outcome.state.step}: {then}"

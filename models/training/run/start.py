@@ -1,0 +1,140 @@
+"""How a run begins: agreed on, watched, its folder open, at a checkpoint or anew."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from models.training.checkpoints.found import Found
+from models.training.checkpoints.store import Checkpoints
+from models.training.data.batches import Dataset, fingerprint
+from models.training.errors import RunError
+from models.training.options import Options
+from models.training.program import Program
+from models.training.run.compiled import keeping_compiled
+from models.training.run.description import RunFolder
+from models.training.run.loop import TrainState
+from spmd import launch
+
+
+def agree(options: Options, data: Dataset) -> None:
+    """All processes have the same options, sources and data, or each gets an error.
+
+    Raises:
+        LaunchError: they differ; names in what.
+    """
+    values = {name: str(value) for name, value in dataclasses.asdict(options).items()}
+    del values["run_dir"]  # whether they share it is checked by what they see in it
+    launch.check_same(values, label="options of the trainer")
+    launch.check_same({"data (hash)": fingerprint(data)}, label="data")
+    launch.check_same_sources()
+
+
+@contextlib.contextmanager
+def watched(timeout: float, folder: RunFolder | None) -> Iterator[launch.Watch]:
+    """What hears of progress; too long without any ends the job.
+
+    Args:
+        timeout: seconds without a step; 0 watches nothing.
+        folder: where stacks are written; a temporary folder if there is none.
+    """
+    if not timeout:
+        yield launch.Unwatched()
+        return
+    where = Path(tempfile.gettempdir()) / f"watchdog-{os.getpid()}"
+    if folder is not None:
+        where = folder.path / "watchdog"
+    with launch.Watchdog(timeout, where) as dog:
+        yield dog
+
+
+@contextlib.contextmanager
+def opened(
+    folder: RunFolder | None, options: Options, about: Mapping[str, Any]
+) -> Iterator[Checkpoints | None]:
+    """The checkpoints of a run's folder, which is made and kept up meanwhile; None without one.
+
+    Args:
+        folder: the run's.
+        options: which checkpoints are kept.
+        about: what checkpoints say of the run.
+    """
+    if folder is None:
+        yield None
+        return
+    folder.make()
+    with (
+        folder.kept_up(),
+        keeping_compiled(folder.compiled),
+        Checkpoints(
+            folder.checkpoints,
+            keep_last=options.keep_last,
+            keep_every=options.keep_every,
+            about=about,
+        ) as checkpoints,
+    ):
+        yield checkpoints
+
+
+def find_checkpoint(
+    checkpoints: Checkpoints, wanted: int | str | None, console: Console
+) -> Found | None:
+    """Where a run goes on; None to start anew.
+
+    Raises:
+        RunError: it is to start anew, and the folder holds a run.
+        CheckpointError: the wanted step has no checkpoint, or all are damaged.
+    """
+    if wanted is None:
+        steps = checkpoints.steps()
+        if not steps:
+            return None
+        raise RunError(
+            f"run_dir: {checkpoints.folder.parent} holds a run that has come to step {steps[0]}; "
+            "go on from there with --resume (Options.resume), or name another folder"
+        )
+    found = checkpoints.find(wanted)
+    for note in checkpoints.notes:
+        console.print(note)
+    if found is None:
+        console.print("no checkpoint yet: starting anew")
+    return found
+
+
+def first_state(
+    program: Program,
+    checkpoints: Checkpoints | None,
+    found: Found | None,
+    first_params: Callable[[Program], Any],
+    *,
+    seed: int,
+    console: Console,
+) -> TrainState:
+    """The state to go on from: a checkpoint's, or a fresh one, perhaps with given weights.
+
+    Args:
+        program: whose state it is.
+        checkpoints: of the run folder, if there is one.
+        found: the checkpoint, if there is one.
+        first_params: makes the parameters of a fresh one; None draws them.
+        seed: draws them.
+        console: gets a line on what is restored.
+    """
+    if checkpoints is None or found is None:
+        return program.fresh_state(first_params(program), seed=seed)
+    started = time.perf_counter()
+    state = checkpoints.restore(found, program.targets())
+    seconds = time.perf_counter() - started
+    console.print(f"resuming after step {found.step}, restored in {seconds:.1f} s")
+    if state.opt_state is None:
+        console.print("the checkpoint holds weights alone: the optimizer starts anew")
+        return program.fresh_state(state.params, found.step)
+    return state

@@ -1,0 +1,130 @@
+"""Flags and settings that are fields of a dataclass: type, choices and default are said there.
+
+save_every: int = 0                            type=int, default=0
+on_nonfinite: Literal["stop", "skip"] = ..     choices=("stop", "skip")
+verbose: bool = False                          action=Switch
+metrics: tuple[str, ...] = METRICS             type=words
+profile: ProfileRange | None = field(          type: the function
+default=None, metadata=read_by(ProfileRange.parse))
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from spmd.cli.flags import Add, Parser, Switch, words
+
+T = TypeVar("T")
+
+
+def read_by(read: Callable[[str], Any]) -> Mapping[str, Any]:
+    """Metadata of a field whose type alone does not say how a text is read.
+
+    Args:
+        read: text -> value; raises a ValueError that says what is wrong.
+    """
+
+    def value(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return {"type": value}
+
+
+def of_fields(add: Add, cls: type[Any]) -> Add:
+    """`add_argument` for flags that are named as the fields of a dataclass.
+
+    Args:
+        add: of a parser or of a group of flags.
+        cls: the dataclass; what a call says itself goes before what its field says.
+
+    Example:
+        >>> parser = Parser("train", None)
+        >>> _ = of_fields(parser.add_argument, Options)("--save_every", help="steps between saves")
+        >>> parser.parse_args([]).save_every
+        0
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+
+    def add_field(name: str, **said: Any) -> argparse.Action:
+        field = fields[name.removeprefix("--")]
+        return add(name, **{**_flag(field, hints[field.name]), **said})
+
+    return add_field
+
+
+def taken(cls: type[T], given: argparse.Namespace, **others: Any) -> T:
+    """A dataclass whose fields are what flags of the same names were given.
+
+    Args:
+        cls: the dataclass.
+        given: the flags; those that name no field are left alone.
+        others: fields that are not what a flag says.
+    """
+    names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    return cls(**{name: value for name, value in vars(given).items() if name in names} | others)
+
+
+def from_yaml(cls: type[T], file: str | Path, **overrides: Any) -> T:
+    """A dataclass from a file of settings, whose names are those of the fields.
+
+    Args:
+        cls: the dataclass.
+        file: the file; `null` is None for a field that may be None, else the default.
+        overrides: fields that go before the file's.
+
+    Raises:
+        SettingsError: the file cannot be read, or names no field, or gives one what it does not
+            take; or a field that has no default is missing.
+    """
+    from spmd.cli import settings  # not at the top: it needs PyYAML
+
+    parser = Parser(cls.__name__, None)
+    add = of_fields(parser.add_argument, cls)
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    for field in fields:
+        add(f"--{field.name}")
+    read = settings.read(file, parser)
+    given = vars(parser.parse_args([word for flag in read.values() for word in flag]))
+    hints = typing.get_type_hints(cls)
+    values = {
+        name: given[name] if said else None
+        for name, said in read.items()
+        if said or types.NoneType in typing.get_args(hints[name])
+    } | overrides
+    for field in fields:
+        if _default(field) is dataclasses.MISSING and field.name not in values:
+            raise settings.SettingsError(f"{file}: {field.name} is missing")
+    return cls(**values)
+
+
+def _flag(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    """What `add_argument` needs to know."""
+    default = _default(field)
+    said: dict[str, Any] = {} if default is dataclasses.MISSING else {"default": default}
+    if "type" in field.metadata:
+        return {**said, "type": field.metadata["type"]}
+    if isinstance(hint, types.UnionType) and types.NoneType in typing.get_args(hint):
+        (hint, *_) = (kind for kind in typing.get_args(hint) if kind is not types.NoneType)
+    if typing.get_origin(hint) is Literal:
+        return {**said, "choices": typing.get_args(hint)}
+    if typing.get_origin(hint) is tuple:
+        return {**said, "type": words}
+    if hint is bool:
+        return {**said, "action": Switch}
+    return {**said, "type": hint} if hint in (int, float) else said
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default

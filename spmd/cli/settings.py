@@ -1,0 +1,218 @@
+"""Flags in YAML files: a flag's name without its dashes, and what it is given.
+
+    mesh: {data: 4, model: 2}     --mesh=data=4,model=2
+    data: [a.txt, b.txt]          --data=a.txt,b.txt
+    learning_rate: 1e-4           --learning_rate=1e-4
+    scan: false                   --noscan
+    resume: true                  --resume
+    tokenizer: null               nothing: as if the line were not there
+
+A file becomes flags, which are read as those of the command line are. A value is the text that is
+written: YAML 1.1 on its own would read `1e-4` as text, `10:13` as the number 613, `off` as false.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spmd.errors import SpmdError
+
+TAG = "tag:yaml.org,2002:"
+
+NOT_SETTINGS = ("help", "settings", "print_settings")
+"""Flags that are no settings."""
+
+
+class SettingsError(SpmdError):
+    """A file of settings that cannot be read; the message is one line, with the file and line."""
+
+
+def read(file: str | Path, parser: argparse.ArgumentParser) -> dict[str, list[str]]:
+    """The words that a command line would have for each setting of a file; none for null.
+
+    Args:
+        file: its path.
+        parser: whose flags may be in it.
+
+    Raises:
+        SettingsError: the file cannot be read, names no flag, or gives one what it does not take.
+    """
+    flags = {_name(flag): flag for flag in _settable(parser)}
+    lines: dict[str, int] = {}
+    found: dict[str, list[str]] = {}
+    for key, value in _root(file).value:
+        where = f"{file}:{_line(key)}"
+        if not isinstance(key, yaml.ScalarNode):
+            raise SettingsError(f"{where}: a setting's name is a word, not a list or mapping")
+        name = str(key.value).replace("-", "_")
+        if name not in flags:
+            raise SettingsError(f"{where}: no setting is called {name!r}{_nearest(name, flags)}")
+        if name in lines:
+            raise SettingsError(f"{where}: {name} is given twice, first in line {lines[name]}")
+        lines[name] = _line(key)
+        try:
+            found[name] = _words(parser, flags[name], value)
+        except argparse.ArgumentError as error:
+            raise SettingsError(f"{file}:{_line(value)}: {name}: {error.message}") from error
+    return found
+
+
+def write(parser: argparse.ArgumentParser, given: argparse.Namespace) -> str:
+    """All settings as a file that reads back to the same ones, in groups as `--help` has them.
+
+    Args:
+        parser: whose flags they are.
+        given: what it read.
+    """
+    lines = []
+    for group in parser._action_groups:
+        flags = [flag for flag in group._group_actions if flag in _settable(parser)]
+        if flags and group.title not in (None, "options"):
+            lines.append(f"\n# {group.title}\n")
+        for flag in flags:
+            lines.append(f"{_name(flag)}: {_dump(_plain(getattr(given, flag.dest)))}\n")
+    return "".join(lines).lstrip("\n")
+
+
+def _settable(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    flags = [flag for flag in parser._actions if flag.option_strings]
+    return [flag for flag in flags if flag.dest not in NOT_SETTINGS]
+
+
+def _name(flag: argparse.Action) -> str:
+    return flag.option_strings[0].lstrip("-")
+
+
+# Reading
+
+
+def _root(file: str | Path) -> yaml.Node:
+    try:
+        with open(file, encoding="utf-8") as stream:
+            root = yaml.compose(stream, Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise SettingsError(f"{file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{file}: is no text in UTF-8") from error
+    except yaml.YAMLError as error:
+        raise SettingsError(_syntax_error(file, error)) from error
+    if root is None:
+        raise SettingsError(f"{file}: holds no settings; write them as in `steps: 100`")
+    if not isinstance(root, yaml.MappingNode):
+        raise SettingsError(
+            f"{file}:{_line(root)}: settings are lines of a name, a colon, a space and a value, as "
+            "in `steps: 100`"
+        )
+    return root
+
+
+def _syntax_error(file: str | Path, error: yaml.YAMLError) -> str:
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    where = f"{file}:{mark.line + 1}" if mark else str(file)
+    if problem and problem.startswith("but"):
+        problem = f"{getattr(error, 'context', '')} {problem}"
+    says = " ".join(str(problem or error).split())
+    hint = "; indent with spaces" if r"'\t'" in says else ""
+    return f"{where}: this is not YAML: {says}{hint}"
+
+
+def _words(parser: argparse.ArgumentParser, flag: argparse.Action, node: yaml.Node) -> list[str]:
+    """What a command line says; a list or mapping is joined, as flags spell it."""
+    name, truth = f"--{_name(flag)}", _truth(node)
+    if node.tag == f"{TAG}null":
+        return []
+    if flag.nargs == 0:  # a switch
+        if truth is None:
+            raise argparse.ArgumentError(flag, f"takes true or false, not {_shown(node)}")
+        return [name if truth else f"--no{_name(flag)}"]
+    if flag.nargs == argparse.OPTIONAL and truth is not None:
+        return [name] if truth else []
+    if isinstance(flag, argparse._AppendAction) and isinstance(node, yaml.SequenceNode):
+        return [word for item in node.value for word in _words(parser, flag, item)]
+    if isinstance(node, yaml.SequenceNode):
+        text = ",".join(_item(flag, item) for item in node.value)
+    elif isinstance(node, yaml.MappingNode):
+        text = ",".join(f"{_item(flag, k)}={_item(flag, v)}" for k, v in node.value)
+    else:
+        text = _item(flag, node)
+    _check_kind(flag, node, _value(parser, flag, text))
+    return [f"{name}={text}"]
+
+
+def _value(parser: argparse.ArgumentParser, flag: argparse.Action, text: str) -> Any:
+    """What a flag is with this text.
+
+    Raises:
+        argparse.ArgumentError: it cannot be read, or is none of its choices.
+    """
+    value = parser._get_value(flag, text)
+    parser._check_value(flag, value)
+    return value
+
+
+def _check_kind(flag: argparse.Action, node: yaml.Node, value: Any) -> None:
+    """A list was read as so many items, and a mapping as so many: else it was not meant."""
+    for kind, word, types in (
+        (yaml.SequenceNode, "list", (list, tuple)),
+        (yaml.MappingNode, "mapping", (dict,)),
+    ):
+        if not isinstance(node, kind):
+            continue
+        if not isinstance(value, types):
+            raise argparse.ArgumentError(flag, f"does not take a {word}")
+        if len(value) != len(node.value):
+            raise argparse.ArgumentError(flag, f"a comma is within an item of this {word}")
+
+
+def _item(flag: argparse.Action, node: yaml.Node) -> str:
+    if not isinstance(node, yaml.ScalarNode) or node.tag == f"{TAG}null":
+        what = "nothing" if isinstance(node, yaml.ScalarNode) else "a list or mapping"
+        raise argparse.ArgumentError(flag, f"there is {what} where a single value belongs")
+    text = str(node.value)
+    is_odd = node.tag == f"{TAG}float" and text.lower().endswith((".inf", ".nan"))
+    return text.replace(".", "") if is_odd else text
+
+
+def _truth(node: yaml.Node) -> bool | None:
+    if node.tag != f"{TAG}bool":
+        return None
+    return {"true": True, "false": False}.get(node.value.lower())  # `no` and `off` are words
+
+
+def _shown(node: yaml.Node) -> str:
+    return repr(node.value) if isinstance(node, yaml.ScalarNode) else "a list or mapping"
+
+
+def _nearest(name: str, flags: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name, flags, n=1)
+    return f"; the nearest is {near[0]!r}" if near else ""
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+# Writing
+
+
+def _plain(value: Any) -> Any:
+    """A flag's value as YAML has it; others as their text, which the flag reads."""
+    if isinstance(value, Mapping):
+        # No flag is written as an empty mapping: it is the default of one that was left out.
+        return {str(key): _plain(item) for key, item in value.items()} or None
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float)) else str(value)
+
+
+def _dump(value: Any) -> str:
+    text: str = yaml.safe_dump(
+        [value], default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False
+    )
+    return text.strip()[1:-1]
