@@ -129,7 +129,7 @@ class Checkpoints:
             state.step, self._meta(state.step, leaves), started, self._together
         )
         try:
-            self._manager.save_state(state.step, leaves)
+            self._manager.save_state(state.step, tables.without_keys(leaves))
         except Exception as error:
             saving.error = error
         saving.stall = time.perf_counter() - started
@@ -316,7 +316,8 @@ class Checkpoints:
 
     def _read(self, step: int, structs: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            return self._manager.restore_state(step, structs)
+            leaves = self._manager.restore_state(step, tables.without_keys(structs))
+            return tables.with_keys(leaves, structs)
         except Exception as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} cannot be read: {first_line(error)}"
