@@ -69,8 +69,9 @@ class Program:
         cost: StepCost | None = None,
     ) -> None:
         self.mesh, self._init, self._eval_loss = mesh, init, eval_loss or loss
-        self._params = marked(jax.eval_shape(init, jax.random.key(0)), mesh, marks)
-        check_trained(self._params)
+        structs = jax.eval_shape(init, jax.random.key(0))
+        check_trained(structs)
+        self._params = marked(structs, mesh, marks)
         self._batch = marked(batch, mesh, batch_marks)
         schedule = None
         if isinstance(optimizer, OptimizerConfig):

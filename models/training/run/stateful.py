@@ -56,15 +56,17 @@ def loss_and_state(result: Any, variables: Any) -> tuple[Any, Any]:
     Raises:
         ArgumentError: it returned no state, or another one than it was given.
     """
-    if not isinstance(variables, Stateful):
-        return result, None
-    if not isinstance(result, tuple) or len(result) != 2:
+    has_state = isinstance(variables, Stateful)
+    if isinstance(result, tuple) != has_state or (has_state and len(result) != 2):
         raise ArgumentError(
-            "the loss of a model with a state returned no state",
+            f"the loss of a model with{'' if has_state else 'out'} a state returned another thing",
             actual=type(result).__name__,
-            required="a tuple: (mean loss, the next state)",
-            fix="return what the model has made of `variables.state`, or that itself",
+            required="a tuple: (mean loss, the next state)" if has_state else "the mean loss",
+            fix="let `init` return `Stateful(params, state)`, and `loss` (mean loss, the next "
+            "state), if the model has a state; else parameters, and the loss alone",
         )
+    if not has_state:
+        return result, None
     loss, state = result
     found, wanted = _structs(state), _structs(variables.state)
     differ = [path for path in {**wanted, **found} if found.get(path) != wanted.get(path)]
