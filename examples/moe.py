@@ -50,8 +50,8 @@ params |= {"gate": normal(2, E, M, H), "up": normal(3, E, M, H), "down": normal(
 text = np.cumsum(np.random.default_rng(5).integers(1, 4, (B, S + 1), np.int32), 1) % V
 
 mesh = spmd.make_mesh(data=2, expert=4)
-rules = {name: ("expert", None, None) for name in ("gate", "up", "down")}
-rules |= {name: (None, None) for name in ("embed", "router")}
+split, whole = ("expert", None, None), (None, None)
+rules = {"gate": split, "up": split, "down": split, "embed": whole, "router": whole}
 params = spmd.mark_tree(params, mesh, rules)
 text = spmd.mark_sharding(text, mesh, (("data", "expert"), None))
 compiled = spmd.jit(train_step, mesh=mesh, donate_argnums=0).compile(params, text)

@@ -35,7 +35,7 @@ class Model(eqx.Module):
     def __call__(self, tokens, key):
         x = jax.vmap(self.embed)(tokens) + self.embed.weight[128:]
         y = jax.vmap(self.norms[0])(x)
-        x = x + self.attention(y, y, y, mask=np.tri(LENGTH, dtype=bool))
+        x = x + self.attention(y, y, y, mask=jax.numpy.tri(LENGTH, dtype=bool))
         x = x + self.dropout(jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x)), key=key)
         return jax.vmap(self.norms[2])(x) @ self.embed.weight[:128].T / WIDTH**0.5
 
@@ -68,20 +68,24 @@ def eval_loss(variables, text):
     return mean_loss(model, text, variables.state)
 
 
-trainer = Trainer(
-    init,
-    loss,
-    {"params/*_proj/weight": ("columns", "rows"), "*/mlp/layers/0/weight": ("columns", "rows")},
-    data,
-    mesh=spmd.make_mesh(rows=4, columns=2),
-    batch_marks={"*": ("rows",)},
-    optimizer=optax.adamw(3e-3),
-    held_out=lambda step: data(step, TEXT[30_000:]),
-    eval_loss=eval_loss,
-    options=Options(steps=100, eval_every=50, eval_batches=1),
-)
-trainer.console.quiet = True  # what it prints of each step differs from day to day
-outcome = trainer.run()
+def train():
+    trainer = Trainer(
+        init,
+        loss,
+        {"params/*_proj/weight": ("columns", "rows"), "*/mlp/layers/0/weight": ("columns", "rows")},
+        data,
+        mesh=spmd.make_mesh(rows=4, columns=2),
+        batch_marks={"*": ("rows",)},
+        optimizer=optax.adamw(3e-3),
+        held_out=lambda step: data(step, TEXT[30_000:]),
+        eval_loss=eval_loss,
+        options=Options(steps=100, eval_every=50, eval_batches=1),
+    )
+    trainer.console.quiet = True  # what it prints of each step differs from day to day
+    return trainer.run()
+
+
+outcome = train()
 print(f"loss {outcome.last['loss']:.2f}, held out {outcome.eval_loss:.2f}")
 model = eqx.combine(outcome.state.params.params, static)  # a model again, its arrays split
 print(f"hidden units {model.mlp.layers[0].weight.sharding.spec}")

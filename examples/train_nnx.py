@@ -57,22 +57,26 @@ def eval_loss(variables, batch):
     return mean_loss(model, batch)
 
 
+def train(folder, steps, mesh):
+    trainer = Trainer(
+        init,
+        loss,
+        {"params/up/kernel/*": ("rows", "columns")},
+        data,
+        mesh=mesh,
+        batch_marks={"*": ("rows",)},
+        optimizer=optax.adamw(3e-3),
+        held_out=lambda step: data(10_000 + step),
+        eval_loss=eval_loss,
+        options=Options(steps=steps, run_dir=folder, save_every=50, eval_batches=1),
+    )
+    trainer.console.quiet = True  # what it prints of each step differs from day to day
+    return trainer.run()
+
+
 with tempfile.TemporaryDirectory() as folder:
     for steps, sizes in ((100, {"rows": 4, "columns": 2}), (200, {"rows": 2, "columns": 4})):
-        trainer = Trainer(
-            init,
-            loss,
-            {"params/up/kernel/*": ("rows", "columns")},
-            data,
-            mesh=spmd.make_mesh(**sizes),
-            batch_marks={"*": ("rows",)},
-            optimizer=optax.adamw(3e-3),
-            held_out=lambda step: data(10_000 + step),
-            eval_loss=eval_loss,
-            options=Options(steps=steps, run_dir=folder, save_every=50, eval_batches=1),
-        )
-        trainer.console.quiet = True  # what it prints of each step differs from day to day
-        outcome = trainer.run()
+        outcome = train(folder, steps, spmd.make_mesh(**sizes))
         print(f"{sizes}: steps {outcome.first['step']} to {outcome.state.step}")
         print(f"  loss {outcome.last['loss']:.2f}, held out {outcome.eval_loss:.2f}")
 params = outcome.state.params.params

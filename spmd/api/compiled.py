@@ -12,7 +12,6 @@ import jax
 import jax.export
 import jax.numpy as jnp
 from jax import jit as plain_jit  # users may put spmd.jit in its place
-from jax.experimental.layout import Format
 
 from spmd.api.boundary import Boundary
 from spmd.api.dispatch import NAN_FOUND

@@ -54,7 +54,7 @@ def like(tree: Any, leaves: Mapping[str, Any]) -> Any:
 
 
 def without_keys(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays, or structs of them, with the data of key arrays in their place, which can be saved."""
+    """Arrays or structs, with the data of key arrays, which can be saved, in their place."""
     return {path: _key_data(leaf) if _is_key(leaf) else leaf for path, leaf in leaves.items()}
 
 

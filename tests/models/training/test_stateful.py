@@ -164,7 +164,7 @@ def test_parameters_without_a_gradient_are_named():
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda state: None, r"with a state(?s:.*)required: a tuple: \(mean loss, the next state\)"),
+        (lambda state: None, r"with a state(?s:.*)required: a tuple: \(mean loss, the next"),
         (lambda state: {**state, "mean": state["mean"].astype(jnp.bfloat16)},
          r"in 1 leaves\n.*mean: bfloat16\[8\]\n.*mean: float32\[8\]"),
         (lambda state: {"mean": state["mean"]}, r"in 2 leaves\n.*count: none"),
