@@ -79,8 +79,9 @@ def loss_and_state(result: Any, variables: Any) -> tuple[Any, Any]:
             fix="return a state of the same paths, shapes and dtypes",
         )
     # By its leaves: libraries' own nodes may remember more of a call than their arrays.
+    leaves = _leaves(state)
     structure = jax.tree.structure(variables.state)
-    return loss, jax.tree.unflatten(structure, jax.tree.leaves(state))
+    return loss, jax.tree.unflatten(structure, [leaves[path] for path in wanted])
 
 
 def check_trained(variables: Any) -> None:
