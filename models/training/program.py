@@ -21,6 +21,7 @@ from models.training.run.optimizer import (
     make_optimizer,
     make_schedule,
 )
+from models.training.run.stateful import check_trained, loss_alone
 from models.training.run.step import LossFn, OnNonfinite, batch_weight, make_train_step
 from spmd.launch import Watch
 
@@ -33,8 +34,10 @@ class Program:
     """The compiled training step of a model, with everything that belongs to it.
 
     Args:
-        init: key -> parameters, any tree; traced, so that each device makes only its part.
-        loss: (params, batch) -> mean loss, weighted by `batch["weights"]` if the batch has them.
+        init: key -> parameters, any tree, or a `Stateful`; traced, so that each device makes only
+            its part.
+        loss: (params, batch) -> mean loss, weighted by `batch["weights"]` if the batch has them; of
+            a `Stateful` (mean loss, the next state).
         marks: of the parameters.
         batch: structs of a batch.
         batch_marks: of a batch.
@@ -42,7 +45,8 @@ class Program:
         optimizer: which one, or one of optax.
         microbatches: number of parts that a batch is processed in, one after the other.
         on_nonfinite: what a loss or gradient that is not finite does.
-        eval_loss: what an evaluation computes; `loss` if left out.
+        eval_loss: what an evaluation computes; `loss` if left out. A state that it returns is
+            dropped.
         cost: what a step processes; its rows, if left out.
 
     Attributes:
@@ -65,7 +69,9 @@ class Program:
         cost: StepCost | None = None,
     ) -> None:
         self.mesh, self._init, self._eval_loss = mesh, init, eval_loss or loss
-        self._params = marked(jax.eval_shape(init, jax.random.key(0)), mesh, marks)
+        structs = jax.eval_shape(init, jax.random.key(0))
+        check_trained(structs)
+        self._params = marked(structs, mesh, marks)
         self._batch = marked(batch, mesh, batch_marks)
         schedule = None
         if isinstance(optimizer, OptimizerConfig):
@@ -121,7 +127,7 @@ class Program:
         @functools.cache
         def compiled() -> Any:
             def weighted(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-                return self._eval_loss(params, batch), batch_weight(batch)
+                return loss_alone(self._eval_loss(params, batch)), batch_weight(batch)
 
             # As the steps leave them: in other layouts they would be moved at each call.
             params = jax.tree.map(_with_sharding, self._params, self.step.in_formats[0])

@@ -34,11 +34,12 @@ from models.training.run.optimizer import OptimizerConfig, OptimizerError
 from models.training.run.profile import ProfileError, Profiler
 from models.training.run.sinks import Sinks
 from models.training.run.start import agree, find_checkpoint, first_state, opened, watched
+from models.training.run.stateful import Stateful
 from models.training.run.step import LossFn
 from models.training.run.stop import STOPPED_EXIT_CODE, StopSignals
 from spmd import launch
 
-__all__ = ["USER_ERRORS", "Hooks", "Options", "Trainer", "exit_code"]
+__all__ = ["USER_ERRORS", "Hooks", "Options", "Stateful", "Trainer", "exit_code"]
 
 USER_ERRORS = (
     RunError,
@@ -59,8 +60,10 @@ class Trainer:
     In a job of several processes all of them make the same trainer, after `spmd.initialize()`.
 
     Args:
-        init: key -> parameters; traced, so that each device makes only its part.
-        loss: (params, batch) -> mean loss, weighted by `batch["weights"]` if the batch has them.
+        init: key -> parameters, or a `Stateful` with what is kept beside them; traced, so that each
+            device makes only its part.
+        loss: (params, batch) -> mean loss, weighted by `batch["weights"]` if the batch has them; of
+            a `Stateful` (mean loss, the next state).
         marks: of the parameters, by path: `{"*/kernel": ("rows", "columns")}`. The rest is
             inferred.
         data: step -> the whole batch of that step, a dict of numpy arrays; steps count from 0.
@@ -70,6 +73,7 @@ class Trainer:
             where.
         options: how long, and what is kept.
         held_out: as `data`, for evaluations; None makes none.
+        eval_loss: what evaluations compute, as without dropout; `loss` if left out.
         hooks: what is done besides.
 
     Attributes:
@@ -98,6 +102,7 @@ class Trainer:
         optimizer: OptimizerConfig | optax.GradientTransformation,
         options: Options,
         held_out: Dataset | None = None,
+        eval_loss: LossFn | None = None,
         hooks: Hooks | None = None,
     ) -> None:
         def compile_step() -> Program:
@@ -114,6 +119,7 @@ class Trainer:
                 optimizer=rule,
                 microbatches=options.microbatches,
                 on_nonfinite=options.on_nonfinite,
+                eval_loss=eval_loss,
             )
 
         self._set(compile_step, data, held_out, options, hooks or Hooks())

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmd.api.arguments import key_dtype, mesh_sharding, order_of
 from spmd.api.tracing import Traced
 from spmd.ir.types import numpy_dtype
-from spmd.lowering.emitted import Emitted, formats
+from spmd.lowering.emitted import Emitted, Placement, formats
 from spmd.lowering.execute import x64_if
 
 
@@ -27,6 +27,7 @@ class Boundary:
     Attributes:
       arguments, results: their shardings.
       argument_formats, result_formats: with their layouts, where these have orders of their own.
+      seen_arguments, seen_results: the same as callers see them, who have key arrays.
     """
 
     def __init__(self, traced: Traced, emitted: Emitted, mesh: JaxMesh) -> None:
@@ -43,6 +44,12 @@ class Boundary:
         self._key_dtypes = traced.key_dtypes
         dtypes = [key_dtype(struct) for struct in traced.out_structs]
         self._key_results = [(i, dtype) for i, dtype in enumerate(dtypes) if dtype is not None]
+        argument_ranks = [len(type_.shape) for type_ in emitted.argument_types]
+        given = zip(self.argument_formats, self._key_dtypes, argument_ranks, strict=True)
+        self.seen_arguments = tuple(_seen(*one) for one in given)
+        self.seen_results = tuple(
+            _seen(*one) for one in zip(self.result_formats, dtypes, ranks, strict=True)
+        )
         # As it came the last time: an argument with the very same object needs no look at it.
         self._known: list[Any] = [object()] * len(self.arguments)
 
@@ -128,6 +135,17 @@ class Boundary:
             return False
         self._known[index] = have
         return True
+
+
+def _seen(placed: Placement, dtype: Any, rank: int) -> Format:
+    """Where an array lies; a key array lacks the last dim of its data, and has their order."""
+    if dtype is None:
+        return placed if isinstance(placed, Format) else Format(None, placed)
+    sharding = placed.sharding if isinstance(placed, Format) else placed
+    assert isinstance(sharding, NamedSharding)
+    entries = (*sharding.spec, *[None] * rank)[: rank - 1]
+    kind = sharding.memory_kind
+    return Format(None, NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=kind))
 
 
 def _as_told(planned: NamedSharding, spec: PartitionSpec | None, rank: int) -> NamedSharding:

@@ -12,7 +12,6 @@ import jax
 import jax.export
 import jax.numpy as jnp
 from jax import jit as plain_jit  # users may put spmd.jit in its place
-from jax.experimental.layout import Format
 
 from spmd.api.boundary import Boundary
 from spmd.api.dispatch import NAN_FOUND
@@ -252,13 +251,14 @@ class Compiled(Planned):
     @property
     def in_shardings(self) -> Any:
         """Pytree of the arguments' `NamedSharding`s: positional ones, then keywords if any."""
-        args, kwargs = jax.tree.unflatten(self.traced.in_tree, self._boundary.arguments)
+        args, kwargs = self.input_shardings
         return (args, kwargs) if kwargs else args
 
     @property
     def out_shardings(self) -> Any:
         """Pytree of the results' `NamedSharding`s."""
-        return jax.tree.unflatten(self.traced.out_tree, self._boundary.results)
+        shardings = (placed.sharding for placed in self._boundary.seen_results)
+        return jax.tree.unflatten(self.traced.out_tree, shardings)
 
     @property
     def in_formats(self) -> Any:
@@ -273,12 +273,10 @@ class Compiled(Planned):
     @property
     def out_formats(self) -> Any:
         """Pytree of the results' `Format`s, as `out_shardings`."""
-        formats = map(_format, self._boundary.result_formats)
-        return jax.tree.unflatten(self.traced.out_tree, formats)
+        return jax.tree.unflatten(self.traced.out_tree, self._boundary.seen_results)
 
     def _unflattened_formats(self) -> Any:
-        formats = map(_format, self._boundary.argument_formats)
-        return jax.tree.unflatten(self.traced.in_tree, formats)
+        return jax.tree.unflatten(self.traced.in_tree, self._boundary.seen_arguments)
 
     def init(self, argnum: int, fn: Callable[..., Any], *args: Any) -> Any:
         """Creates an argument directly in the sharding and layout that this program wants it in.
@@ -392,7 +390,8 @@ class Compiled(Planned):
     @property
     def input_shardings(self) -> Any:
         """((positional, ...), {name: ...}) of the arguments' `NamedSharding`s."""
-        return jax.tree.unflatten(self.traced.in_tree, self._boundary.arguments)
+        shardings = (placed.sharding for placed in self._boundary.seen_arguments)
+        return jax.tree.unflatten(self.traced.in_tree, shardings)
 
     @property
     def output_shardings(self) -> Any:
@@ -431,10 +430,6 @@ class Compiled(Planned):
                 actual=f"it is for {self.mesh.size} devices that are not here",
                 fix="compile without topology= to run it on the mesh's devices",
             )
-
-
-def _format(placed: Any) -> Format:
-    return placed if isinstance(placed, Format) else Format(None, placed)
 
 
 def _around(

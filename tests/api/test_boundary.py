@@ -35,6 +35,32 @@ def test_key_arrays(mesh: spmd.Mesh, impl: str) -> None:
     np.testing.assert_array_equal(jax.random.key_data(key), want)
 
 
+def test_shardings_and_formats_are_those_of_key_arrays(mesh: spmd.Mesh) -> None:
+    """Not of their data, which have one dim more."""
+
+    def fn(key: Any, keys: Any, x: jax.Array) -> Any:
+        return jax.random.split(key), keys, x + jax.vmap(jax.random.uniform)(keys)
+
+    def make(seed: int) -> Any:
+        return jax.random.split(jax.random.key(seed), 8)
+
+    specs = (None, ("data",), ("data",))
+    key, keys, x = jax.random.key(0), make(1), jnp.ones(8)
+    compiled = spmd.jit(fn, mesh=mesh, in_specs=specs, out_specs=specs).compile(key, keys, x)
+    found = [sharding.spec for sharding in compiled.in_shardings]
+    assert found == [P(), P("data"), P("data")]
+    assert [len(sharding.spec) for sharding in compiled.out_shardings] == [1, 1, 1]
+    assert [placed.sharding for placed in compiled.in_formats] == list(compiled.in_shardings)
+    assert [placed.sharding for placed in compiled.out_formats] == list(compiled.out_shardings)
+    made = compiled.init(1, make, 1)
+    assert made.sharding.is_equivalent_to(compiled.in_shardings[1], 1)
+    got = compiled(jax.device_put(key, compiled.in_shardings[0]), made, x)
+    assert got[1].sharding.is_equivalent_to(compiled.out_shardings[1], 1)
+    for one, other in zip(got, fn(key, keys, x), strict=True):
+        assert one.dtype == other.dtype
+    np.testing.assert_allclose(got[2], fn(key, keys, x)[2], rtol=1e-6)
+
+
 def test_arguments_are_placed_wherever_they_lie_at_the_time(mesh: spmd.Mesh) -> None:
     x: Any = spmd.mark_sharding(jnp.arange(64.0).reshape(8, 8), mesh, ("data", "model"))
     y, key = jnp.ones(8), jax.random.key(0)

@@ -93,7 +93,8 @@ def restored_state(manager: Manager, found: Found, targets: TrainState) -> Train
 
 def _read(manager: Manager, step: int, structs: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return manager.restore_state(step, structs)
+        leaves = manager.restore_state(step, tables.without_keys(structs))
+        return tables.with_keys(leaves, structs)
     except Exception as error:
         raise CheckpointError(
             f"the checkpoint of step {step} cannot be read: {first_line(error)}"

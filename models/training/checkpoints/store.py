@@ -129,7 +129,7 @@ class Checkpoints:
             state.step, self._meta(state.step, leaves), started, self._together
         )
         try:
-            self._manager.save_state(state.step, leaves)
+            self._manager.save_state(state.step, tables.without_keys(leaves))
         except Exception as error:
             saving.error = error
         saving.stall = time.perf_counter() - started

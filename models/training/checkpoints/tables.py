@@ -53,6 +53,32 @@ def like(tree: Any, leaves: Mapping[str, Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), [leaves[path] for path in by_path(tree)])
 
 
+def without_keys(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays or structs, with the data of key arrays, which can be saved, in their place."""
+    return {path: _key_data(leaf) if _is_key(leaf) else leaf for path, leaf in leaves.items()}
+
+
+def with_keys(leaves: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays of `without_keys` -> arrays as in `wanted`."""
+    return {
+        path: jax.random.wrap_key_data(leaf, impl=wanted[path].dtype)
+        if _is_key(wanted[path])
+        else leaf
+        for path, leaf in leaves.items()
+    }
+
+
+def _is_key(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _key_data(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        return jax.random.key_data(leaf)
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
+
+
 def describe(leaves: Mapping[str, Any]) -> Table:
     """Shape, dtype and spec of every array, as `meta.json` has them."""
     return {

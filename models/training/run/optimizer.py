@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from models.training.run.stateful import joined, parted
 from spmd.ops import fp8
 
 OPTIMIZERS = ("adamw", "adafactor")
@@ -156,8 +157,8 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def initial_state(optimizer: optax.GradientTransformation, params: Any) -> Any:
-    """The optimizer's state for all parameters but the states of 8-bit products."""
-    return optimizer.init(fp8.split(params)[0])
+    """The optimizer's state for all parameters but the model's state, and 8-bit products'."""
+    return optimizer.init(fp8.split(parted(params)[0])[0])
 
 
 def updated(
@@ -165,12 +166,14 @@ def updated(
 ) -> tuple[Any, Any]:
     """Parameters and optimizer state after an update.
 
-    States of 8-bit products are replaced by their gradients, which are the next states: see
-    `spmd.ops.fp8_dot`.
+    States are replaced by what stands in their places in the gradients, the next states: that of a
+    `Stateful`, and those of 8-bit products (`spmd.ops.fp8_dot`).
     """
-    (weights, _), (grads, states) = fp8.split(params), fp8.split(grads)
+    (trained, _), (grads, state) = parted(params), parted(grads)
+    (weights, _), (grads, states) = fp8.split(trained), fp8.split(grads)
     updates, opt_state = optimizer.update(grads, opt_state, weights)
-    return fp8.merge(optax.apply_updates(weights, updates), states), opt_state
+    trained = fp8.merge(optax.apply_updates(weights, updates), states)
+    return joined(trained, state, params), opt_state
 
 
 def updates_taken(opt_state: Any) -> jax.Array:

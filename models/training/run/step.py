@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import optax
 
 from models.training.run.optimizer import updated, updates_taken
+from models.training.run.stateful import joined, loss_and_state, parted
 from spmd.ops import fp8
 
-LossFn = Callable[[Any, Any], jax.Array]
-"""(params, batch) -> mean loss, weighted by `batch["weights"]` if the batch has them."""
+LossFn = Callable[[Any, Any], Any]
+"""(params, batch) -> mean loss, weighted by `batch["weights"]` if the batch has them; of a
+`Stateful` (mean loss, the next state)."""
 
 StepMetrics = dict[str, jax.Array]
 TrainStep = Callable[[Any, Any, Any], tuple[Any, Any, StepMetrics]]
@@ -52,7 +54,7 @@ def make_train_step(
 
     def train_step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, StepMetrics]:
         loss, grads = loss_and_grads(loss_fn, params, batch, microbatches)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(fp8.split(grads)[0])}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(fp8.split(parted(grads)[0])[0])}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(updates_taken(opt_state)), jnp.float32)
         new_params, new_state = updated(optimizer, grads, opt_state, params)
@@ -78,7 +80,8 @@ def loss_and_grads(
     Loss and gradients are summed over the microbatches, each times its weight, and divided once at
     the end: the result is that of the whole batch. As the sum is linear, a partitioner can leave
     the gradients unreduced until the loop's end, and reduce them once. Of states of 8-bit products,
-    whose gradients are the next states, the maximum is taken.
+    whose gradients are the next states, the maximum is taken. The state of a `Stateful` goes from
+    one microbatch to the next.
 
     Args:
         loss_fn: mean loss of a batch.
@@ -87,29 +90,49 @@ def loss_and_grads(
         microbatches: number of parts.
 
     Returns:
-        (loss, gradients), these in the parameters' dtypes.
+        (loss, gradients), these in the parameters' dtypes; where `params` have a state, gradients
+        have the next one.
     """
     if microbatches == 1:
-        return jax.value_and_grad(loss_fn)(params, batch)
+        return _loss_and_grads(loss_fn, params, batch)
+    trained, first = parted(params)
 
     def add(sums: Any, micro: Any) -> tuple[Any, None]:
+        sums, states, state = sums
         weight, micro = batch_weight(micro), _not_weightless(micro)
-        loss, grads = jax.value_and_grad(lambda p: weight * loss_fn(p, micro))(params)
+        loss, grads = _loss_and_grads(loss_fn, joined(trained, state, params), micro, weight)
+        grads, state = parted(grads)
         grads, found = fp8.split(grads)
-        sums, states = sums
         sums = jax.tree.map(
             lambda total, x: total + x.astype(total.dtype), sums, (weight, loss, grads)
         )
-        return (sums, jax.tree.map(jnp.maximum, states, found)), None
+        return (sums, jax.tree.map(jnp.maximum, states, found), state), None
 
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
     zero, (zeros, states) = jnp.zeros((), jnp.float32), fp8.split(zeros)
-    start = (zero, zero, zeros), states
-    ((weight, loss, grads), states), _ = jax.lax.scan(add, start, split_batch(batch, microbatches))
+    start = (zero, zero, zeros), states, first
+    sums, _ = jax.lax.scan(add, start, split_batch(batch, microbatches))
+    (weight, loss, grads), states, state = sums
     grads = jax.tree.map(
-        lambda total, leaf: (total / weight).astype(leaf.dtype), grads, fp8.split(params)[0]
+        lambda total, leaf: (total / weight).astype(leaf.dtype), grads, fp8.split(trained)[0]
     )
-    return loss / weight, fp8.merge(grads, states)
+    return loss / weight, joined(fp8.merge(grads, states), state, params)
+
+
+def _loss_and_grads(
+    loss_fn: LossFn, params: Any, batch: Any, weight: jax.Array | None = None
+) -> tuple[jax.Array, Any]:
+    """Both of one batch, times a weight; where `params` have a state, gradients have the next."""
+    trained, given = parted(params)
+
+    def weighted(trained: Any) -> tuple[Any, Any]:
+        # Its nodes are made anew here: flax lets variables be changed only in the trace of theirs.
+        variables = joined(trained, jax.tree.map(lambda leaf: leaf, given), params)
+        loss, state = loss_and_state(loss_fn(variables, batch), variables)
+        return (loss if weight is None else weight * loss), state
+
+    (loss, state), grads = jax.value_and_grad(weighted, has_aux=True)(trained)
+    return loss, joined(grads, state, params)
 
 
 def split_batch(batch: Any, microbatches: int) -> Any:

@@ -128,6 +128,34 @@ def test_restores_onto_any_mesh(two_saved, tmp_path, devices8, shape):
         assert_same(checkpoints.restore(found, targets(expected)), expected)
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_key_arrays_are_key_arrays_again(tmp_path, mesh42, devices8, impl):
+    def state(mesh):
+        keys = jax.random.split(jax.random.key(7, impl=impl), 8)
+        placed = [NamedSharding(mesh, spec) for spec in (P("data"), P())]
+        return TrainState({"keys": jax.device_put(keys, placed[0])},
+                          {"key": jax.device_put(keys[0], placed[1])}, 3)  # fmt: skip
+
+    save(tmp_path, state(mesh42))
+    expected = state(make_mesh(devices8, 2, 4))
+    with Checkpoints(tmp_path) as checkpoints:
+        found = latest(checkpoints)
+        dtype = str(jax.random.key(0, impl=impl).dtype)
+        assert found.meta["arrays"]["params/keys"] == {
+            "shape": [8],
+            "dtype": dtype,
+            "spec": ["data"],
+        }
+        got = checkpoints.restore(found, targets(expected))
+        other = TrainState({"keys": jax.ShapeDtypeStruct((8,), np.uint32)}, got.opt_state)
+        with pytest.raises(CheckpointError, match=rf"params/keys is {dtype} \[8\]"):
+            checkpoints.restore(found, other)
+    for one, like in ((got.params["keys"], expected.params["keys"]),
+                      (got.opt_state["key"], expected.opt_state["key"])):  # fmt: skip
+        assert (one.dtype, one.sharding) == (like.dtype, like.sharding)
+        np.testing.assert_array_equal(jax.random.key_data(one), jax.random.key_data(like))
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 def test_layers_may_be_stacked_in_one_and_unrolled_in_the_other(
     tmp_path, mesh42, devices8, stacked

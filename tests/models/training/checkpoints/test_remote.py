@@ -17,8 +17,10 @@ def state(step, spec=("data", "model"), shape=(4, 2)):
     """Of several dtypes; what is not split is written once."""
     mesh = jax.make_mesh(shape, ("data", "model"))
     w = np.arange(64, dtype=np.float32).reshape(8, 8) + step
+    keys = jax.random.split(jax.random.key(step, impl="rbg"), 8)
     params = {
         "w": jax.device_put(w, NamedSharding(mesh, PartitionSpec(*spec))),
+        "keys": jax.device_put(keys, NamedSharding(mesh, PartitionSpec(spec[0]))),
         "layers": {"0": {"b": jnp.full((), step, jnp.bfloat16)}},
     }
     return TrainState(params, {"count": jnp.int32(step), "m": params["w"] * 2}, step)
@@ -33,6 +35,10 @@ def targets(like):
 
 
 def assert_same(got, expected):
+    assert got.params["keys"].dtype == expected.params["keys"].dtype
+    assert got.params["keys"].sharding == expected.params["keys"].sharding
+    for tree in (got.params, expected.params):
+        tree["keys"] = jax.random.key_data(tree["keys"])
     jax.tree.map(np.testing.assert_array_equal, got.params, expected.params)
     jax.tree.map(np.testing.assert_array_equal, got.opt_state, expected.opt_state)
 

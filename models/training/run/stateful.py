@@ -1,0 +1,111 @@
+"""`Stateful`: parameters, and what a model keeps from step to step without its being trained."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from spmd.errors import ArgumentError
+
+
+class Stateful(NamedTuple):
+    """What `init` returns of a model that has a state: means of batch norms, keys, counts.
+
+    `loss` takes it in the place of parameters, and returns (mean loss, the next state). Gradients,
+    the optimizer and the norm are those of `params` alone. A step that is skipped keeps the state.
+    Of several microbatches, each gets the state that the one before returned.
+
+    Attributes:
+        params: any tree of floats; they are trained.
+        state: any tree, also of integers and of `jax.random.key`s.
+
+    Example:
+        >>> def init(key):
+        ...     return Stateful({"w": jax.random.normal(key, (64, 64))}, {"mean": jnp.zeros(64)})
+        >>> def loss(variables, batch):
+        ...     params, state = variables
+        ...     y = batch["x"] @ params["w"]
+        ...     mean = 0.9 * state["mean"] + 0.1 * y.mean(0)
+        ...     return jnp.mean((y - batch["y"]) ** 2), {"mean": mean}
+    """
+
+    params: Any
+    state: Any
+
+
+def parted(variables: Any) -> tuple[Any, Any]:
+    """(what is trained, the state), None where there is no state."""
+    return tuple(variables) if isinstance(variables, Stateful) else (variables, None)
+
+
+def joined(params: Any, state: Any, like: Any) -> Any:
+    """A `Stateful` where `like` is one; otherwise the parameters."""
+    return Stateful(params, state) if isinstance(like, Stateful) else params
+
+
+def loss_alone(result: Any) -> Any:
+    """The loss of what a loss function returned, with a state or without."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def loss_and_state(result: Any, variables: Any) -> tuple[Any, Any]:
+    """(loss, next state) of what a loss function of `variables` returned; None is no state.
+
+    Raises:
+        ArgumentError: it returned no state, or another one than it was given.
+    """
+    has_state = isinstance(variables, Stateful)
+    if isinstance(result, tuple) != has_state or (has_state and len(result) != 2):
+        raise ArgumentError(
+            f"the loss of a model with{'' if has_state else 'out'} a state returned another thing",
+            actual=type(result).__name__,
+            required="a tuple: (mean loss, the next state)" if has_state else "the mean loss",
+            fix="let `init` return `Stateful(params, state)`, and `loss` (mean loss, the next "
+            "state), if the model has a state; else parameters, and the loss alone",
+        )
+    if not has_state:
+        return result, None
+    loss, state = result
+    found, wanted = _structs(state), _structs(variables.state)
+    differ = [path for path in {**wanted, **found} if found.get(path) != wanted.get(path)]
+    if differ:
+        path = differ[0]
+        raise ArgumentError(
+            f"the loss returned another state than it was given, in {len(differ)} leaves",
+            actual=f"{path}: {found.get(path, 'none')}",
+            required=f"{path}: {wanted.get(path, 'none')}",
+            fix="return a state of the same paths, shapes and dtypes",
+        )
+    # By its leaves: libraries' own nodes may remember more of a call than their arrays.
+    leaves = _leaves(state)
+    structure = jax.tree.structure(variables.state)
+    return loss, jax.tree.unflatten(structure, [leaves[path] for path in wanted])
+
+
+def check_trained(variables: Any) -> None:
+    """Raises an error that names the parameters which have no gradient.
+
+    Raises:
+        ArgumentError: there are some.
+    """
+    structs = _leaves(parted(variables)[0])
+    wrong = [p for p, leaf in structs.items() if not jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    if wrong:
+        raise ArgumentError(
+            f"{len(wrong)} of {len(structs)} parameters cannot be trained: they are no floats",
+            actual=f"{wrong[0]}: {structs[wrong[0]].dtype}",
+            required="floats",
+            fix="let `init` return `Stateful(params, state)` with them in `state`, and `loss` "
+            "(mean loss, the next state); or leave them out, if they never change",
+        )
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(p, simple=True, separator="/") or "it": x for p, x in pairs}
+
+
+def _structs(tree: Any) -> dict[str, str]:
+    return {p: f"{jnp.result_type(x)}{list(jnp.shape(x))}" for p, x in _leaves(tree).items()}
