@@ -15,26 +15,32 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 if "jax" not in sys.modules:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
-import optax
 
 import spmd
-from benchmarks.hlo.schedule import read_schedule
-from benchmarks.tpu import placed
+from benchmarks.compiled_ahead import COLUMNS as ALL_COLUMNS
+from benchmarks.compiled_ahead import (
+    Built,
+    Case,
+    attempt,
+    by_jax,
+    by_spmd,
+    cells,
+    mesh_of,
+    print_head,
+    print_line,
+)
 from models.llama import sharding
 from models.llama.config import LlamaConfig
 from models.llama.named import named_config
-from models.llama.training import argument_types, train_step
 from spmd.cli.flags import Parser, Switch, words
-from spmd.errors import SpmdError
-from spmd.explain.memory import Memory
 from spmd.ir.dialect import rule
 
 
@@ -55,26 +61,6 @@ ROWS = {
 PROGRAMS = ("ring", "gathered", "usual", "jax.jit")
 
 
-class Built(NamedTuple):
-    """What became of a program; None where nothing says so.
-
-    Attributes:
-      seconds, waiting, peak: as predicted.
-      sent: bytes that one device sends in a step.
-      alive: the most bytes that are alive at once in the machine's compiler's schedule.
-      allocated: bytes on one device, as that compiler lays them.
-      compiling: seconds.
-    """
-
-    seconds: float | None = None
-    waiting: float | None = None
-    peak: int | None = None
-    sent: int | None = None
-    alive: int | None = None
-    allocated: int | None = None
-    compiling: float | None = None
-
-
 def config_of(given: Any, row: Row, name: str) -> LlamaConfig:
     """The model: layers scanned and recomputed."""
     config = named_config(given.model)
@@ -89,37 +75,16 @@ def config_of(given: Any, row: Row, name: str) -> LlamaConfig:
 
 def build(given: Any, row: Row, name: str) -> Built:
     """Plans a program, and compiles it where a compiler is."""
-    config, optimizer = config_of(given, row, name), optax.adamw(1e-4)
-    mesh = spmd.Mesh(None, tuple(row.axes.values()), tuple(row.axes))
-    topology, table = spmd.Topology(row.topology), sharding.table_named(given.sharding)
-    types = argument_types(config, optimizer, mesh, (1, given.seq_len), table)
-    step = train_step(config, optimizer, sharding.activation_marks(mesh, config, table))
-    can_compile = given.compile and topology.platform == "tpu"
-    start = time.perf_counter()
+    case = Case(
+        config_of(given, row, name),
+        mesh_of(row.axes),
+        spmd.Topology(row.topology),
+        (1, given.seq_len),
+        sharding.table_named(given.sharding),
+    )
     if name == "jax.jit":
-        if not can_compile:
-            return Built()
-        there = placed(types, optimizer, mesh, topology)
-        where = jax.tree.map(lambda x: x.sharding, there)
-        plain = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*where[:2], None))
-        peer = plain.lower(*there).compile()
-        sent = read_schedule(peer.as_text() or "").bytes
-        return _compiled(Built(sent=sent), peer.memory_analysis(), start)
-    jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1))
-    lowered = jitted.lower(*types, topology=topology)
-    sent = sum(c.bytes * c.count for c in lowered.collectives)
-    timeline = lowered.timeline
-    built = Built(timeline.seconds, timeline.exposed_seconds, lowered.predicted_memory.peak, sent)
-    if not can_compile:
-        return built
-    return _compiled(built, lowered.compile().executable.memory_analysis(), start)
-
-
-def _compiled(built: Built, analysis: Any, start: float) -> Built:
-    """With the compiler's figures."""
-    seconds = time.perf_counter() - start
-    alive, allocated = analysis.peak_memory_in_bytes, Memory.of(analysis).peak_bytes
-    return built._replace(alive=alive, allocated=allocated, compiling=seconds)
+        return by_jax(case, given.compile)
+    return by_spmd(case, given.compile)[0]
 
 
 def attempted(given: Any, row: Row, name: str) -> tuple[Built, str]:
@@ -127,39 +92,14 @@ def attempted(given: Any, row: Row, name: str) -> tuple[Built, str]:
     most = rule.MOST_PIECES
     rule.MOST_PIECES = 1 if name == "gathered" else most
     try:
-        return build(given, row, name), ""
-    except (SpmdError, jax.errors.JaxRuntimeError) as error:
-        return Built(), str(error).strip().splitlines()[0][:200]
+        return attempt(partial(build, given, row, name), Built())
     finally:
         rule.MOST_PIECES = most
 
 
-def cells(built: Built) -> Iterator[str]:
-    """A line of the table."""
-    gib, gb = 2**30, 1e9
-    for number, unit, digits in (
-        (built.seconds, 1, 2),
-        (built.waiting, 1, 2),
-        (built.sent, gb, 1),
-        (built.peak, gib, 1),
-        (built.alive, gib, 1),
-        (built.allocated, gib, 1),
-        (built.compiling, 1, 0),
-    ):
-        yield "-" if number is None else f"{number / unit:.{digits}f}"
-
-
-HEADER = (
-    "row",
-    "program",
-    "predicted s",
-    "of that waiting",
-    "GB sent",
-    "predicted GiB",
-    "alive GiB",
-    "compiler GiB",
-    "compile s",
-)
+SAID = ("seconds", "waiting", "sent", "peak", "alive", "allocated", "compiling")
+# The compiler says no cycles of kernels that are ours, so it says no time.
+COLUMNS = {head: column for head, column in ALL_COLUMNS.items() if column.field in SAID}
 
 
 def make_parser() -> Parser:
@@ -182,14 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = named_config(given.model)
     layers = given.layers or config.num_hidden_layers
     print(f"jax {jax.__version__}, {given.model}, {layers} layers, 1 x {given.seq_len}, AdamW")
-    print("| " + " | ".join(HEADER) + " |")
-    print("|" + " --- |" * len(HEADER))
+    print_head(("row", "program", *COLUMNS))
     for name in given.rows:
         for program in given.programs:
             built, problem = attempted(given, ROWS[name], program)
-            print("| " + " | ".join([name, program, *cells(built)]) + " |", flush=True)
-            if problem:
-                print(f"    {problem}")
+            print_line([name, program, *cells(built, COLUMNS)], problem)
 
 
 if __name__ == "__main__":

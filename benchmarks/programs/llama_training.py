@@ -1,4 +1,4 @@
-"""Llama training steps: fully sharded and two-dimensional, with and without accumulation."""
+"""Llama training steps: fully sharded, two-dimensional, over stages, with accumulation."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ CONFIG = LlamaConfig(
     attention="einsum",  # every partitioner sees the same ops
 )
 BATCH, LENGTH, MICROBATCHES = 16, 128, 8
+STAGE_MICROBATCHES = 4
 
 LossAndGrads = Callable[[Any, Any], Any]
 """(params, batch) -> (loss, gradients)."""
@@ -51,21 +52,37 @@ def llama_training_programs() -> list[Program]:
         programs += on_meshes(
             f"llama-train/accumulate-{name}", partial(build, accumulate=name), *meshes
         )
+    for schedule in ("gpipe", "1f1b", "interleaved"):
+        programs += on_meshes(
+            f"llama-train/stages-{schedule}", partial(build, schedule=schedule), "2x4x1", "2x2x2"
+        )
     return programs
 
 
 def build(
-    mesh: spmd.Mesh, scan: bool = True, split_sequence: bool = False, accumulate: str = ""
+    mesh: spmd.Mesh,
+    scan: bool = True,
+    split_sequence: bool = False,
+    accumulate: str = "",
+    schedule: str = "auto",
 ) -> Built:
     """AdamW on the mean loss of a batch, or of `MICROBATCHES` of them one after another.
 
     Args:
-      mesh: with axes `data` and `model`; where `model` has size 1 this is plain FSDP.
+      mesh: with axes `data` and `model`; where `model` has size 1 this is plain FSDP. Over an axis
+        `stage` is a pipeline.
       scan: whether the layers are scanned.
       split_sequence: whether the residual stream is split over `model` along the sequence.
       accumulate: a key of `ACCUMULATE`, or nothing for one batch.
+      schedule: the pipeline's.
     """
-    config = dataclasses.replace(CONFIG, scan_layers=scan)
+    config = dataclasses.replace(
+        CONFIG,
+        scan_layers=scan,
+        stages=mesh.shape.get("stage", 1),
+        stage_microbatches=STAGE_MICROBATCHES,
+        stage_schedule=schedule,
+    )
     mark = marks(mesh, config, split_sequence)
     optimizer = optax.adamw(1e-3)
 

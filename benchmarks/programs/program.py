@@ -54,6 +54,8 @@ MESHES: Mapping[str, Mapping[str, int]] = {
     "4x2": {"data": 4, "model": 2},
     "2x4": {"data": 2, "model": 4},
     "1x8": {"data": 1, "model": 8},
+    "2x4x1": {"stage": 2, "data": 4, "model": 1},
+    "2x2x2": {"stage": 2, "data": 2, "model": 2},
 }
 
 

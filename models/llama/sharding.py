@@ -12,7 +12,7 @@ cross slices too (`dcn={"data": 2}`); then parameters are gathered over the slow
 
 Activations are split along the sequence over `seq` (`docs/long_sequences.md`), parameters over
 `data` and `seq` together. Over `stage` stacked layers are split, where the config has a pipeline
-(`LlamaConfig.stages`).
+(`LlamaConfig.stages`), and the sequences behind it: no stage computes the logits of all.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ MESH_AXES = ("replica", "data", "expert", "seq", "model", "stage")
 
 BATCH = ("replica", "data", "expert")
 """The axes over which a batch's sequences are spread."""
+
+LEAVING = (*BATCH, "stage")
+"""The same behind a pipeline."""
 
 WEIGHTS = ("data", "seq")
 """The axes over which parameters are split beside `model`."""
@@ -73,7 +76,7 @@ ACTIVATION_SPECS: Mapping[str, Spec] = {
     "attention_weights": (BATCH, "model", "seq", None),
     "attention_output": (BATCH, "seq", "model"),
     "mlp_output": (BATCH, "seq", "model"),
-    "logits": (BATCH, "seq", "model"),
+    "logits": (LEAVING, "seq", "model"),
 }
 """Point of `marks.MARK_POINTS` -> spec of the value there.
 
@@ -140,7 +143,9 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         # Parameters and sequences over both axes; a layer is gathered when it is computed.
         "fsdp": Table(
             TWO_D.over({WEIGHTS: (*WEIGHTS, "model"), "model": None}).parameters,
-            TWO_D.over({BATCH: _ALL_AXES, "model": None}).activations,
+            TWO_D.over(
+                {BATCH: _ALL_AXES, LEAVING: (*_ALL_AXES, "stage"), "model": None}
+            ).activations,
             (_ALL_AXES, None),
         ),
         # Parameters over `model` alone, as Megatron-LM splits them; the stream is whole.
@@ -248,6 +253,8 @@ def _parameters(
 def _activations(
     config: LlamaConfig, mesh_shape: Mapping[str, int], table: Table
 ) -> dict[str, Fitted]:
+    if config.stages == 1:
+        mesh_shape = {axis: size for axis, size in mesh_shape.items() if axis != "stage"}
     return {
         name: fitted(name, table.activations[name], sizes, mesh_shape)
         for name, sizes in _split_units(config).items()

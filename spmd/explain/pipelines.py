@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.compiler import Stages
+from spmd.explain.costs import spent
 from spmd.explain.words import bytes_text, plural, seconds_text, share_text
 from spmd.ir.pipelines import SHIFT, Pipeline, pipeline_of
+from spmd.ir.program import Value
 from spmd.predict.timeline import Slot
 
 
@@ -22,6 +24,7 @@ class PipelineRow(NamedTuple):
       seconds: what its loops are predicted to take, forward and backward.
       sends: how many times one device sends to its neighbour.
       sent: bytes of these, in all.
+      waited: how much longer these make a run, seconds; the rest is hidden behind arithmetic.
       held: bytes that forward loops leave to backward ones, and of steps that are computed again
         those of one window; 0 without a gradient.
     """
@@ -32,6 +35,7 @@ class PipelineRow(NamedTuple):
     seconds: float
     sends: int
     sent: int
+    waited: float
     held: int
 
     @property
@@ -59,11 +63,17 @@ class PipelineRow(NamedTuple):
                 f"{share_text(idle, whole)} of {seconds_text(whole)} in its loops: "
                 f"{self.steps - self.of.busy_steps} of {self.steps} steps fill and drain",
             ),
-            ("sent to neighbours", f"{bytes_text(self.sent)} in {plural(self.sends, 'permute')}"),
+            ("sent to neighbours", sent_text(self.sent, self.sends, self.waited)),
         ]
         if self.held:
             rows.append(("held for the gradient", bytes_text(self.held)))
         return tuple(rows)
+
+
+def sent_text(sent: int, sends: int, waited: float) -> str:
+    """`704 KiB in 22 permutes, 12 us of waiting`."""
+    waiting = f"{seconds_text(waited)} of" if waited else "no"
+    return f"{bytes_text(sent)} in {plural(sends, 'permute')}, {waiting} waiting"
 
 
 def pipeline_rows(stages: Stages) -> list[PipelineRow]:
@@ -72,7 +82,11 @@ def pipeline_rows(stages: Stages) -> list[PipelineRow]:
     for slots in _loops(stages.timeline.slots):
         if (of := pipeline_of(slots[0].op.loc.scope)) is not None:
             found.setdefault((of, slots[0].op.loc.trail), []).append(slots)
-    return [_row(of, source, loops) for (of, source), loops in found.items()]
+    if not found:
+        return []
+    parts = spent(stages.timeline, stages.plan.topology)
+    waits = {part.slot.op.results: part.seconds for part in parts if _is_shift(part.slot)}
+    return [_row(of, source, loops, waits) for (of, source), loops in found.items()]
 
 
 def _loops(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
@@ -89,7 +103,12 @@ def _loops(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
         yield inside
 
 
-def _row(of: Pipeline, source: str, loops: Sequence[Sequence[Slot]]) -> PipelineRow:
+def _row(
+    of: Pipeline,
+    source: str,
+    loops: Sequence[Sequence[Slot]],
+    waits: Mapping[tuple[Value, ...], float],
+) -> PipelineRow:
     forward = [slots for slots in loops if not _is_backward(slots[0])]
     backward = [slots for slots in loops if _is_backward(slots[0])]
     shifts = [slot for slots in loops for slot in slots if _is_shift(slot)]
@@ -103,6 +122,7 @@ def _row(of: Pipeline, source: str, loops: Sequence[Sequence[Slot]]) -> Pipeline
         sum(slots[0].seconds for slots in loops),
         sum(slot.trips for slot in shifts),
         sum(slot.trips * slot.op.kind.operands[0].bytes for slot in shifts),
+        sum(waits[slot.op.results] for slot in shifts),
         held + max((_passed(inner[:-1], inner[1:]) for inner in windows), default=0),
     )
 

@@ -62,6 +62,14 @@ class Pipeline(NamedTuple):
         """Steps in which `stages` microbatches pass a stage."""
         return self.stages * self.chunks
 
+    def work(self, stage: int, step: int) -> tuple[int, int] | None:
+        """(microbatch, chunk) that a stage computes in a step; None while it fills and drains."""
+        done = step - stage
+        if not 0 <= done < self.busy_steps:
+            return None
+        group, place = divmod(done, self.window)
+        return group * self.stages + place % self.stages, place // self.stages
+
     @property
     def schedule(self) -> str:
         """The schedule's name."""

@@ -69,6 +69,11 @@ def lower_gradient(op: LocalOp) -> Sequence[Value]:
     return b.convert(dq, type_.dtype), *sums
 
 
+def ring_reason(label: str) -> str:
+    """Why a piece is sent, of an op with this label: what the report finds it by."""
+    return f"keys and values of {label} go round"
+
+
 def _is_by_pieces(op: LocalOp) -> bool:
     """Whether it is known at compile time what a device sees of which piece."""
     (_, queries, _, _), (_, keys, _, _) = (t.shape for t in op.op.kind.operands[:2])
@@ -158,7 +163,7 @@ class _Here:
 
     def _sent(self, x: Value, way: int) -> Value:
         pairs = to_next(self.axes, self.op.mesh, way)
-        with self.b.noted(f"keys and values of {self.op.op.label} go round"):
+        with self.b.noted(ring_reason(self.op.op.label)):
             return self.b.collective(
                 "collective_permute", x, self.b.types[x], self.axes, pairs=pairs
             )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from spmd.ir.description import Passes, Traffic
 from spmd.ir.dialect.halo import Halo, exchange, reads_of
 from spmd.ir.dialect.merge import rounds
 from spmd.ir.dialect.rule import Rule
 from spmd.ir.program import OpKind
-from spmd.ir.types import dtype_bits, local_type
+from spmd.ir.types import TensorType, dtype_bits, local_type
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, local_shape, piece_sizes
 from spmd.mesh.topology import Topology
@@ -53,14 +53,22 @@ def ring_seconds(
 ) -> float:
     """Time in which all pieces of what goes round have been on all devices."""
     seconds = 0.0
+    for axes, piece in ring_pieces(kind, rule, assignment, mesh):
+        args = "collective_permute", axes, piece.bytes, piece.bytes, mesh, topology
+        seconds += (mesh.extent(axes) - 1) * collective_seconds(*args)
+    return seconds
+
+
+def ring_pieces(
+    kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh
+) -> Iterator[tuple[Axes, TensorType]]:
+    """The axes round which something goes, and one device's piece of it: of each such value."""
     for number, _ in rule.rings:
         axes = assignment[number]
         for type_, dims in zip((*kind.operands, *kind.results), rule.values, strict=True):
             if axes and any(number in dim for dim in dims):
-                piece = local_type(type_, project(rule, dims, assignment, mesh.atom_sizes), mesh)
-                args = "collective_permute", axes, piece.bytes, piece.bytes, mesh, topology
-                seconds += (mesh.extent(axes) - 1) * collective_seconds(*args)
-    return seconds
+                sharding = project(rule, dims, assignment, mesh.atom_sizes)
+                yield axes, local_type(type_, sharding, mesh)
 
 
 def halo_seconds(

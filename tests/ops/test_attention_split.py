@@ -251,14 +251,14 @@ def test_long_sequences_go_round_and_short_ones_are_gathered() -> None:
     assert not [c for c in long.collectives if c.kind == "all_gather"]
     assert [c for c in short.collectives if c.kind == "all_gather"]
     lines = {
-        name: text[text.index("\nrings\n") :].splitlines()[2:6]
+        name: text[text.index("\nrings\n") :].splitlines()[2:8]
         for name, lowered in (("long", long), ("short", short))
         if (text := lowered.explain())
     }
-    assert "spmd.attention at" in lines["long"][0] and "8 pieces go round seq" in lines["long"][0]
-    assert "gathered instead: " in lines["long"][1] and lines["long"][1].endswith(" more")
-    assert "gathers seq" in lines["short"][0]
-    assert "going round instead: " in lines["short"][1] and lines["short"][1].endswith(" more")
+    assert "spmd.attention: 8 pieces go round seq in zigzag order, at" in lines["long"][0]
+    assert "gathered instead" in lines["long"][5] and lines["long"][5].endswith(" more")
+    assert "8 pieces are gathered over seq" in lines["short"][0]
+    assert "going round instead" in lines["short"][4] and lines["short"][4].endswith(" more")
 
 
 @pytest.mark.parametrize("topology", ["h200:8", "v5p:2x2x2"])

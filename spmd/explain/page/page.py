@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from spmd.explain.decisions import conflict_rows
 from spmd.explain.facts import Facts
-from spmd.explain.page import decided, picture, run
+from spmd.explain.page import decided, picture, pipelined, run
 from spmd.explain.page import parts as h
 from spmd.explain.page.first import first_screen, resource
 from spmd.explain.page.html import Html, tag
@@ -74,6 +74,10 @@ def _sections(facts: Facts) -> list[_Section]:
                  "neither waits for the other", run.timeline_chart(facts), True),
         _Section("measured", "Measured", facts.measured.title if facts.measured else "",
                  run.measured(facts), True),
+        _Section("pipelines", "Pipelines", "which stage works on what in which step",
+                 pipelined.pipelines(facts), True),
+        _Section("rings", "Rings", "operands that come piece by piece, and those that could",
+                 pipelined.rings(facts), True),
         _Section("plan", "The plan", "against the greedy one and the best there can be",
                  run.quality(facts), True),
         _Section("collectives", "Collectives", f"{plural(len(facts.collectives), 'op')}, "

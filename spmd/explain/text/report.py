@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from spmd.explain.collectives import collective_rows, traffic
 from spmd.explain.costly import CostlyMark, costly_text
 from spmd.explain.costs import code_lines, largest
 from spmd.explain.decisions import conflict_rows, loser_text, marks_title
 from spmd.explain.facts import Facts, memory_rows, quality_rows
-from spmd.explain.pipelines import pipeline_rows
+from spmd.explain.pipelines import PipelineRow, pipeline_rows
 from spmd.explain.recomputed import recomputed_rows, recomputed_title
-from spmd.explain.rings import ring_rows, ring_text
+from spmd.explain.rings import RingRow, ring_rows
 from spmd.explain.tables import (
     collective_table,
     largest_table,
@@ -173,8 +175,7 @@ def _time(facts: Facts) -> str:
 
 def _rings(facts: Facts) -> Lines:
     """What goes round, and what could."""
-    rows = ring_rows(facts.plan, facts.prices)
-    return section("rings", [line for row in rows for line in ring_text(row)])
+    return _titled("rings", ring_rows(facts.stages, facts.prices))
 
 
 def _recomputed(facts: Facts) -> Lines:
@@ -188,11 +189,16 @@ def _recomputed(facts: Facts) -> Lines:
 
 def _pipelines(facts: Facts) -> Lines:
     """What pipelines wait for, send and hold."""
+    return _titled("pipelines", pipeline_rows(facts.stages))
+
+
+def _titled(title: str, rows: Sequence[PipelineRow | RingRow]) -> Lines:
+    """Rows that have a title and parts of their own."""
     lines: list[str] = []
-    for row in pipeline_rows(facts.stages):
+    for row in rows:
         lines.append(f"{row.title}, at {source_text(row.source)}")
         lines += [f"  {line}" for line in aligned(row.parts)]
-    return section("pipelines", lines)
+    return section(title, lines)
 
 
 def _marks(facts: Facts) -> Lines:

@@ -56,11 +56,21 @@ def test_tied_parameters_have_no_rule_for_the_output():
 
 def test_what_fits_is_not_dropped():
     assert sharding.dropped_marks(TINY, SHAPE) == ()
-    everywhere = {"replica": 2, "data": 2, "expert": 2, "seq": 2, "model": 2}
-    einsum = dataclasses.replace(TINY, attention="einsum")
+    everywhere = dict.fromkeys(sharding.MESH_AXES, 2)
+    einsum = dataclasses.replace(TINY, attention="einsum", stages=2, stage_microbatches=2)
     assert sharding.activation_specs(einsum, everywhere) == sharding.ACTIVATION_SPECS
     fused = set(sharding.activation_specs(TINY, everywhere))
     assert fused == set(sharding.ACTIVATION_SPECS) - {"attention_weights"}
+
+
+@pytest.mark.parametrize("table", ["2d", "fsdp", "tensor-sequence"])
+def test_behind_a_pipeline_sequences_are_split_over_its_stages(table: str) -> None:
+    mesh = {"stage": 2, "data": 2, "model": 2}
+    staged = dataclasses.replace(TINY, stages=2, stage_microbatches=2)
+    specs = sharding.activation_specs(staged, mesh, sharding.TABLES[table])
+    plain = sharding.activation_specs(TINY, mesh, sharding.TABLES[table])
+    assert "stage" in specs["logits"][0] and "stage" not in plain["logits"][0]
+    assert {name for name in specs if specs[name] != plain[name]} == {"logits"}
 
 
 @pytest.mark.parametrize("name", ["llama2-7b", "llama2-13b", "llama2-70b"])

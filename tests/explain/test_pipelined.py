@@ -1,0 +1,96 @@
+"""What reports say of pipelines over stages, in text and as a picture."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import spmd
+from spmd.explain.page.grid import shown_steps
+from spmd.explain.page.page import render
+from spmd.explain.page.pipelined import pipelines
+from spmd.explain.pipelines import pipeline_rows
+
+
+def lowered(schedule: str, stages: int = 4, microbatches: int = 8, batch: int = 256) -> Any:
+    """The gradient of eight layers over stages."""
+    mesh = spmd.Mesh(None, (stages, 2), ("stage", "data"))
+
+    def loss(w: Any, x: Any) -> Any:
+        def layer(w: Any, x: Any) -> Any:
+            return x + jnp.tanh(x @ w)
+
+        counts = {"stages": stages, "microbatches": microbatches}
+        return jnp.mean(spmd.pipeline(layer, w, x, schedule=schedule, **counts) ** 2)
+
+    specs = (("stage", None, None), ("data", None))
+    structs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 128, 128), (batch, 128))]
+    step = spmd.jit(jax.grad(loss), mesh=mesh, in_specs=specs)
+    return step.lower(*structs, topology=spmd.Topology(f"h200:{2 * stages}"))
+
+
+@pytest.fixture(scope="module")
+def gpipe() -> Any:
+    return lowered("gpipe")
+
+
+def test_what_is_sent_is_what_the_collectives_send(gpipe: Any) -> None:
+    (row,) = pipeline_rows(gpipe.stages)
+    own = [c for c in gpipe.collectives if c.kind == "collective_permute"]
+    assert row.sent == sum(c.bytes * c.count for c in own)
+    assert row.sends == sum(c.count for c in own) == 2 * 11
+    whole = sum(c.seconds * c.count for c in own)
+    assert 0 < row.waited <= whole * 1.001
+    assert row.held > 0
+
+
+def test_text_and_page_have_the_same_facts(gpipe: Any) -> None:
+    (row,) = pipeline_rows(gpipe.stages)
+    text = gpipe.explain(prices=False).partition("\npipelines\n")[2]
+    page = render(gpipe._facts())
+    assert row.title in text and row.title in page
+    for what, figures in row.parts:
+        assert re.search(rf"{what} +{re.escape(figures)}", text)
+        assert f"<dt>{what}</dt><dd>{figures}</dd>" in page
+
+
+def test_the_picture_has_every_step(gpipe: Any) -> None:
+    page = pipelines(gpipe._facts())
+    for stage in range(4):
+        for step in range(11):
+            idle = f"step {step}: stage {stage} has nothing to do"
+            busy = f"step {step}: stage {stage} works on microbatch {step - stage}<"
+            assert (busy if 0 <= step - stage < 8 else idle) in page
+    assert len(re.findall(r"stage \d has nothing to do", page)) == 4 * 3
+    assert [name in page for name in (">fill<", ">all stages work<", ">drain<")] == [True] * 3
+
+
+def test_long_pipelines_are_cut_in_the_middle() -> None:
+    page = pipelines(lowered("interleaved", 2, 32)._facts())
+    assert "works on microbatch 0, chunk 1 of its layers" in page
+    assert "step 0: stage 0" in page and "step 64: stage 1" in page
+    assert "step 32: stage 0" not in page and "…" in page
+    assert "chunk" not in pipelines(lowered("1f1b", 2)._facts())
+
+
+def test_fewer_microbatches_than_stages() -> None:
+    page = pipelines(lowered("gpipe", 8, 2)._facts())
+    assert ">some work<" in page and ">all stages work<" not in page
+    assert len(re.findall(r"stage \d has nothing to do", page)) == 8 * 7
+
+
+def test_a_program_without_pipelines_has_no_section(compiled: Any) -> None:
+    page = render(compiled._facts())
+    assert 'id="pipelines"' not in page and 'id="rings"' not in page
+
+
+@pytest.mark.parametrize("count", [1, 5, 6, 100])
+def test_shown_steps(count: int) -> None:
+    shown = shown_steps(count, 5)
+    assert len(shown) == min(count, 5)
+    assert (None in shown) is (count > 5)
+    assert (shown[0], shown[-1]) == (0, count - 1)

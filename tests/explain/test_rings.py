@@ -1,0 +1,96 @@
+"""What reports say of attention whose keys go round a ring of devices, or could."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import spmd
+from spmd.explain.page.page import render
+from spmd.explain.page.pipelined import rings
+from spmd.explain.rings import RingRow, Travel, ring_rows
+
+LENGTH, HEADS, KEY_HEADS, WIDTH = 131_072, 32, 8, 128
+
+
+def lowered(length: int, zigzag: int = 1) -> spmd.Lowered:
+    """The gradient of two layers of attention, eight devices with a part of the sequence each."""
+    mesh, spec = spmd.Mesh(None, (8,), ("seq",)), (None, "seq")
+    shapes = [(1, length, n, WIDTH) for n in (HEADS, KEY_HEADS, KEY_HEADS)]
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        for _ in range(2):
+            q = spmd.ops.attention(q, k, v, zigzag=zigzag)
+        return jnp.sum(q.astype(jnp.float32))
+
+    step = spmd.jit(jax.grad(loss, (0, 1, 2)), mesh=mesh, in_specs=(spec,) * 3)
+    return step.lower(*args, topology=spmd.Topology("h200:8"))
+
+
+@pytest.fixture(scope="module")
+def long() -> Any:
+    return lowered(LENGTH, 8)
+
+
+def travels(rows: list[RingRow]) -> list[Travel]:
+    assert all(row.travel is not None for row in rows)
+    return [row.travel for row in rows if row.travel is not None]
+
+
+def test_what_goes_round_is_counted(long: Any) -> None:
+    rows = ring_rows(long.stages)
+    forward, backward = rows
+    piece = 2 * LENGTH // 8 * KEY_HEADS * WIDTH * 2  # keys and values, bf16
+    assert (forward.op, forward.ops) == ("spmd.attention", 2)
+    assert (forward.pieces, forward.goes_round, forward.is_zigzag, forward.is_causal) == (
+        8, True, True, True
+    )  # fmt: skip
+    assert forward.piece == piece and backward.piece == 2 * piece
+    assert forward.sent_once == 7 * piece
+    assert (forward.held_round, forward.held_gathered) == (3 * piece, 8 * piece)
+    own = [c for c in long.collectives if c.kind == "collective_permute"]
+    assert sum(t.sent for t in travels(rows)) == sum(c.bytes * c.count for c in own)
+    assert sum(t.sends for t in travels(rows)) == sum(c.count for c in own)
+    assert all(0 <= t.waited < forward.arithmetic for t in travels(rows))
+
+
+def test_text_and_page_have_the_same_facts(long: Any) -> None:
+    text = long.explain(prices=False).partition("\nrings\n")[2]
+    page = render(long._facts())
+    for row in ring_rows(long.stages):
+        assert row.title in text and row.title in page
+        for what, figures in row.parts:
+            assert re.search(rf"{what} +{re.escape(figures)}", text)
+            assert f"<dt>{what}</dt><dd>{figures}</dd>" in page
+
+
+def test_the_picture_shows_who_has_which_piece(long: Any) -> None:
+    page = rings(long._facts())
+    assert page.count("<svg") == 1  # forward and gradient look alike
+    for device in range(8):
+        for step in range(8):
+            piece = (device - step) % 8
+            said = f"step {step}: device {device} computes 50% of its scores with piece {piece}<"
+            assert said in page
+
+
+def test_in_the_usual_order_the_mask_leaves_some_nothing() -> None:
+    page = rings(lowered(LENGTH)._facts())
+    assert page.count("sees nothing of piece") == 28
+    assert "in zigzag order" not in page
+    assert "step 1: device 1 computes 100% of its scores with piece 0<" in page
+
+
+def test_what_is_gathered_is_said_without_a_picture() -> None:
+    short = lowered(2048)
+    rows = ring_rows(short.stages)
+    assert rows and not any(row.goes_round or row.travel for row in rows)
+    page = rings(short._facts())
+    assert "8 pieces are gathered over seq" in page
+    assert "<svg" not in page
+    assert dict(rows[0].parts)["each holds"].startswith("8 MiB; going round 3 MiB")
