@@ -14,6 +14,7 @@ import spmd
 from spmd.explain.collectives import collective_rows
 from spmd.explain.words import source_text
 from tests.explain.browser import Browser, find_browser
+from tests.explain.programs import pipelined_step
 
 PROGRAM = find_browser()
 pytestmark = pytest.mark.skipif(
@@ -156,6 +157,22 @@ def test_loops_unfold(page: Browser) -> None:
 
 def test_nothing_is_wider_than_the_page(page: Browser) -> None:
     assert page.run("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_pipelines_picture_scrolls_inside_a_narrow_page(tmp_path: Path) -> None:
+    assert PROGRAM is not None
+    pipelined_step("interleaved", 4, 32).report(str(tmp_path / "report.html"))
+    with Browser(PROGRAM, tmp_path / "profile") as browser:
+        narrow = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        browser.call("Emulation.setDeviceMetricsOverride", **narrow)
+        browser.open(tmp_path / "report.html")
+        assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+        # Squares keep their size, so that their numbers can be read.
+        picture = "document.querySelector('svg.grid')"
+        assert browser.run(f"{picture}.getBoundingClientRect().width > 1000")
+        assert browser.run(f"{picture}.parentElement.getBoundingClientRect().right <= innerWidth")
+        titles = f"[...{picture}.querySelectorAll('title')].map(t => t.textContent)"
+        assert "step 66: stage 3 works on microbatch 31" in browser.run(titles)[-1]
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -5,37 +5,18 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-import spmd
 from spmd.explain.page.grid import shown_steps
 from spmd.explain.page.page import render
 from spmd.explain.page.pipelined import pipelines
 from spmd.explain.pipelines import pipeline_rows
-
-
-def lowered(schedule: str, stages: int = 4, microbatches: int = 8, batch: int = 256) -> Any:
-    """The gradient of eight layers over stages."""
-    mesh = spmd.Mesh(None, (stages, 2), ("stage", "data"))
-
-    def loss(w: Any, x: Any) -> Any:
-        def layer(w: Any, x: Any) -> Any:
-            return x + jnp.tanh(x @ w)
-
-        counts = {"stages": stages, "microbatches": microbatches}
-        return jnp.mean(spmd.pipeline(layer, w, x, schedule=schedule, **counts) ** 2)
-
-    specs = (("stage", None, None), ("data", None))
-    structs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 128, 128), (batch, 128))]
-    step = spmd.jit(jax.grad(loss), mesh=mesh, in_specs=specs)
-    return step.lower(*structs, topology=spmd.Topology(f"h200:{2 * stages}"))
+from tests.explain.programs import pipelined_step
 
 
 @pytest.fixture(scope="module")
 def gpipe() -> Any:
-    return lowered("gpipe")
+    return pipelined_step("gpipe")
 
 
 def test_what_is_sent_is_what_the_collectives_send(gpipe: Any) -> None:
@@ -70,15 +51,15 @@ def test_the_picture_has_every_step(gpipe: Any) -> None:
 
 
 def test_long_pipelines_are_cut_in_the_middle() -> None:
-    page = pipelines(lowered("interleaved", 2, 32)._facts())
+    page = pipelines(pipelined_step("interleaved", 2, 32)._facts())
     assert "works on microbatch 0, chunk 1 of its layers" in page
     assert "step 0: stage 0" in page and "step 64: stage 1" in page
     assert "step 32: stage 0" not in page and "…" in page
-    assert "chunk" not in pipelines(lowered("1f1b", 2)._facts())
+    assert "chunk" not in pipelines(pipelined_step("1f1b", 2)._facts())
 
 
 def test_fewer_microbatches_than_stages() -> None:
-    page = pipelines(lowered("gpipe", 8, 2)._facts())
+    page = pipelines(pipelined_step("gpipe", 8, 2)._facts())
     assert ">some work<" in page and ">all stages work<" not in page
     assert len(re.findall(r"stage \d has nothing to do", page)) == 8 * 7
 
