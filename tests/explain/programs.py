@@ -18,8 +18,8 @@ def pipelined_step(schedule: str, stages: int = 4, microbatches: int = 8) -> spm
         def layer(w: Any, x: Any) -> Any:
             return x + jnp.tanh(x @ w)
 
-        counts = {"stages": stages, "microbatches": microbatches}
-        return jnp.mean(spmd.pipeline(layer, w, x, schedule=schedule, **counts) ** 2)
+        y = spmd.pipeline(layer, w, x, stages=stages, microbatches=microbatches, schedule=schedule)
+        return jnp.mean(y**2)
 
     specs = (("stage", None, None), ("data", None))
     structs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 128, 128), (256, 128))]
