@@ -64,6 +64,7 @@ MLIR_FILES = (
     "spmd/lowering/execute.py",
     "spmd/lowering/host.py",
     "spmd/lowering/local/composite.py",
+    "spmd/lowering/local/manual.py",
     "benchmarks/shardy.py",  # runs Shardy's own passes, the peer
     "benchmarks/shardy_bytes.py",  # the same
 )

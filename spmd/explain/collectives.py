@@ -12,7 +12,7 @@ from spmd.measure.labels import layer_of
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
-from spmd.reshard.comm import collective_seconds, group_size, run_as, wire_bytes
+from spmd.predict.exchanges import Exchange
 
 
 class Collective(NamedTuple):
@@ -48,30 +48,31 @@ def list_collectives(partitioned: Partitioned, topology: Topology) -> tuple[Coll
         for op in region.ops:
             for inner in op.regions:
                 yield from found(inner, times * index.runs(op))
-            if op.collective and "axes" in op.kind.attrs:
-                yield _collective(op, times, mesh, topology)
+            if (exchange := Exchange.of(op, mesh)) is not None:
+                yield _collective(op, exchange, times, mesh, topology)
 
     return tuple(found(program.body, 1))
 
 
-def _collective(op: Op, times: int, mesh: Mesh, topology: Topology) -> Collective:
-    kind, axes = op.collective, op.kind.attrs["axes"]
-    names = tuple(str(ref) for ref in axis_refs(axes, mesh))
-    seconds = collective_seconds(kind, axes, *_sizes(op), mesh, topology)
-    sent = sent_bytes(op, mesh, topology)
-    layer = layer_of(op.loc)
-    return Collective(kind, names, sent, times, op.loc.trail, op.loc.note, seconds, layer)
+def _collective(
+    op: Op, exchange: Exchange, times: int, mesh: Mesh, topology: Topology
+) -> Collective:
+    return Collective(
+        exchange.kind,
+        tuple(str(ref) for ref in axis_refs(exchange.axes, mesh)),
+        exchange.sent_bytes(mesh, topology),
+        times,
+        op.loc.trail,
+        op.loc.note if op.collective else f"{op.label} is split over what splits its rows, too",
+        exchange.seconds(mesh, topology),
+        layer_of(op.loc),
+    )
 
 
 def sent_bytes(op: Op, mesh: Mesh, topology: Topology) -> int:
-    """What one device sends in one run of a collective."""
-    kind = run_as(op.collective, op.kind.attrs.get("axes", ()), mesh, topology)
-    return wire_bytes(kind, group_size(op.kind.attrs, mesh), *_sizes(op))
-
-
-def _sizes(op: Op) -> tuple[int, int]:
-    """Bytes of what a device puts into a collective, and of what it gets."""
-    return sum(t.bytes for t in op.kind.operands), sum(t.bytes for t in op.kind.results)
+    """What one device sends in one run of an op; 0 if it exchanges nothing."""
+    exchange = Exchange.of(op, mesh)
+    return exchange.sent_bytes(mesh, topology) if exchange else 0
 
 
 class Total(NamedTuple):

@@ -91,7 +91,7 @@ def costs(timeline: Timeline, mesh: Mesh, topology: Topology) -> tuple[Cost, ...
     """What a run's time is spent on, the largest cost first."""
     found: dict[object, list[Spent]] = {}
     for part in spent(timeline, topology):
-        key = (part.slot.lane, _kind(part.slot), part.slot.op.loc.user_frames[:2])
+        key = (part.slot.lane, part.slot.kind, part.slot.op.loc.user_frames[:2])
         found.setdefault(key, []).append(part)
     made = [_cost(members, mesh, topology) for members in found.values()]
     return tuple(sorted(made, key=lambda cost: -cost.seconds))
@@ -120,20 +120,18 @@ def _cost(members: Sequence[Spent], mesh: Mesh, topology: Topology) -> Cost:
     longest = max(slots, key=lambda slot: slot.seconds * slot.trips)
     is_compute = longest.lane == COMPUTE
     return Cost(
-        _kind(longest),
+        longest.kind,
         "" if is_compute else longest.lane,
         longest.op.loc.user_frames[:2],
         numberless(longest.op.loc.note),
         len(slots),
         sum(slot.trips for slot in slots),
-        sum(sent_bytes(slot.op, mesh, topology) * slot.trips for slot in slots if not is_compute),
+        0
+        if is_compute
+        else sum(sent_bytes(slot.op, mesh, topology) * slot.trips for slot in slots),
         sum(part.seconds for part in members),
         sum(part.hidden for part in members),
     )
-
-
-def _kind(slot: Slot) -> str:
-    return COMPUTE if slot.lane == COMPUTE else slot.op.collective
 
 
 def _seconds_beside(slots: Sequence[Slot]) -> list[float]:

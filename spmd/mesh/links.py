@@ -34,20 +34,44 @@ def links_of(chip: Chip, shape: tuple[int, ...], mesh: Mesh) -> tuple[Link, ...]
     return tuple(links)
 
 
+def detour_of(chip: Chip, shape: tuple[int, ...], mesh: Mesh, axis: int) -> float:
+    """How much longer messages of all to all along a mesh axis take than to neighbours.
+
+    Each passes a quarter of a ring on its way, or as much of a line: of a dim of 8 chips with two
+    ports each link carries twice what a port sends. An axis that covers no dims counts on one port
+    anyway.
+    """
+    if not chip.torus_dims:
+        return 1.0
+    dims = [dim for dim in _torus_dims(chip, shape, mesh)[axis] if dim < len(shape)]
+    sizes = [(shape[dim], _ways(chip, shape[dim])) for dim in dims]
+    ways = sum(each for _, each in sizes)
+    return max([1.0, *(ways * length / 4 / each for length, each in sizes)])
+
+
 def _torus_links(chip: Chip, shape: tuple[int, ...], mesh: Mesh) -> tuple[Link, ...]:
     """The link of each axis, from the torus dims that the axis covers."""
+    return tuple(_dims_link(chip, shape, dims) for dims in _torus_dims(chip, shape, mesh))
+
+
+def _torus_dims(chip: Chip, shape: tuple[int, ...], mesh: Mesh) -> list[tuple[int, ...]]:
+    """The torus dims that each axis covers, if any."""
     # Minor axes choose first, as in jax's mesh_utils: they are expected to communicate most.
     # On v5e:4x4 with data=4, model=4, `model` takes torus dim 1 and `data` dim 0. With data=2,
     # model=8, no set of dims multiplies to 8 or 2: such axes count on one port in one direction.
     all_dims = (*shape, chip.cores) if chip.cores > 1 else shape
     free = list(range(len(all_dims)))
-    links = [_dims_link(chip, shape, ())] * len(mesh.sizes)
+    found: list[tuple[int, ...]] = [()] * len(mesh.sizes)
     for axis in reversed(range(len(mesh.sizes))):
         size = mesh.sizes[axis] // mesh.dcn_sizes[axis]
-        dims = _cover(size, free, all_dims)
-        links[axis] = _dims_link(chip, shape, dims)
+        dims = found[axis] = _cover(size, free, all_dims)
         free = [dim for dim in free if dim not in dims]
-    return tuple(links)
+    return found
+
+
+def _ways(chip: Chip, size: int) -> int:
+    """A ring sends both ways at once, a line one way."""
+    return 2 if size % chip.wrap == 0 else 1
 
 
 def _cover(size: int, free: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
@@ -70,5 +94,5 @@ def _dims_link(chip: Chip, shape: tuple[int, ...], dims: Sequence[int]) -> Link:
     if chip.core is not None and dims == (len(shape),):
         return chip.core
     dims = [dim for dim in dims if dim < len(shape)]
-    ways = sum(2 if shape[dim] % chip.wrap == 0 else 1 for dim in dims)
+    ways = sum(_ways(chip, shape[dim]) for dim in dims)
     return Link(chip.ici.bandwidth * max(ways, 1), chip.ici.latency)

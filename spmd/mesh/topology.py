@@ -21,7 +21,7 @@ from spmd.mesh.chips import (
     chip_from_json,
     chip_to_json,
 )
-from spmd.mesh.links import links_of
+from spmd.mesh.links import detour_of, links_of
 from spmd.mesh.mesh import Mesh
 
 
@@ -140,6 +140,13 @@ class Topology:
     def atom_links(self, mesh: Mesh) -> tuple[Link, ...]:
         """The link behind each atom of the mesh; an axis's major atoms are its slow part."""
         return _atom_links(self, mesh)
+
+    def detour(self, mesh: Mesh, axis: int) -> float:
+        """How much longer messages of all to all along a mesh axis take than to neighbours.
+
+        In a torus they pass through the devices in between; behind a switch it is 1.
+        """
+        return detour_of(self.chip, self.shape, mesh, axis)
 
     def measured(self, kind: str, devices: int) -> Measured | None:
         """The measurement of a kind of collective among `devices` devices of one host.

@@ -6,26 +6,25 @@ Shapes are in the names:
     E experts    M width inside an expert    T all rows (B * S)
     X choices of all rows (B * S * C)    R choices that are computed at a time
 
-Rows are sorted by their expert and multiplied by `jax.lax.ragged_dot`, on GPUs by a kernel of ours
-(`ragged_triton`): there is no capacity, and no row is dropped. Sorting depends on the numbers, so a
-partitioner that looks into it sees gathers from anywhere, and has to bring all rows together. Under
-`spmd.jit` the op stays whole. One device can compute it for any of the rows and any of the experts,
-and what it finds is then a summand:
+Rows are sorted by their expert and multiplied by `jax.lax.ragged_dot`: there is no capacity, and no
+row is dropped. Sorting depends on the numbers, so a partitioner that looks into it sees gathers
+from anywhere, and has to bring all rows together. Under `spmd.jit` the op stays whole. One device
+can compute it for any of the rows and any of the experts, and what it finds is then a summand:
 
     rows are split       every device has its own rows and all experts (they are gathered)
     experts are split    every device has all rows of its group (they are gathered) and its own
                          experts; results are summed, each where it is needed
+    both are split       over the same devices: every choice of a row is sent to its expert, and
+                         comes back (`spmd.ops.experts_exchange`)
     M is split           as in any MLP: results are summed
 
-The planner takes what sends least. Rows are not sent to their experts alone: any device may be
-chosen by all rows, and an exchange whose sizes are known before it runs would have to be large
-enough for that, C times what the gather sends.
+The planner takes what is fastest. Of N devices with as many rows each, a gather sends N - 1 times
+these, an exchange C times, less what stays: it is for more devices than choices.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,20 +32,16 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from spmd.errors import ArgumentError
-from spmd.ir.dialect.composites import arguments_of
-from spmd.ir.program import OpKind
+from spmd.ir.dialect.composites import AXES, arguments_of
+from spmd.ir.dialect.rule import Exchange, Rule, parse_rule
+from spmd.ir.program import OpKind, Value
+from spmd.lowering.local.composite import lower_composite, lower_exchanging
+from spmd.lowering.local.table import LocalOp
 from spmd.lowering.register import register_composite
-from spmd.ops import ragged_triton
+from spmd.ops import experts_exchange, experts_local, experts_tpu, ragged_triton
 
 FORWARD = "spmd.experts"
 GRADIENT = "spmd.experts_grad"
-
-Product = Callable[[Any, Any, Any], Any]
-"""(rows (R, I) sorted by expert, weights (E, O, I), rows of each expert) -> (R, O)."""
-
-PLATFORMS = ("cpu", "cuda", "tpu")
-"""On all of them what one device computes stays a function of its own, so that its time is that of
-the rows that are expected, and not of those that there is room for."""
 
 
 def experts(
@@ -80,192 +75,15 @@ def experts(
     return out_BSH
 
 
-def forward(
-    x_BSH: Any,
-    gates_BSC: Any,
-    chosen_BSC: Any,
-    numbers_E: Any,
-    *weights: Any,
-    count: int,
-    product: Product | None = None,
-) -> Any:
-    """What the experts at hand, whose numbers are given, add to the rows at hand.
-
-    Args:
-      x_BSH, gates_BSC: as for `experts`.
-      chosen_BSC, numbers_E: from 1 on; 0 is none.
-      *weights: gate, up and down of the experts at hand.
-      count: how many experts there are in all.
-      product: what multiplies rows with the weights of their experts.
-    """
-    choices = _Choices.of(chosen_BSC, numbers_E, count)
-    x_TH, gates_X = x_BSH.reshape(-1, x_BSH.shape[-1]), gates_BSC.reshape(-1)
-
-    def turn(i: Any, out_TH: Any) -> Any:
-        part = choices.turn(i)
-        added_RH = _added(x_TH[part.row_R], gates_X[part.at_R], part, weights, product)
-        return out_TH + choices.summed(i, added_RH)
-
-    return choices.turns(turn, jnp.zeros_like(x_TH)).reshape(x_BSH.shape)
-
-
-def gradient(*operands: Any, count: int, product: Product | None = None) -> Any:
-    """Gradients of rows, gates and weights: the operands are those of `forward`, and its `dout`."""
-    x_BSH, gates_BSC, chosen_BSC, numbers_E, *weights, dout_BSH = operands
-    choices = _Choices.of(chosen_BSC, numbers_E, count)
-    x_TH, dout_TH = (x.reshape(-1, x.shape[-1]) for x in (x_BSH, dout_BSH))
-    gates_X = gates_BSC.reshape(-1)
-
-    def turn(i: Any, sums: Any) -> Any:
-        part = choices.turn(i)
-
-        def added(x_RH: Any, gates_R: Any, *weights: Any) -> Any:
-            return _added(x_RH, gates_R, part, weights, product)
-
-        _, pull = jax.vjp(added, x_TH[part.row_R], gates_X[part.at_R], *weights)
-        dx_RH, dgates_R, *dweights = pull(dout_TH[part.row_R])
-        dx_TH, dgates_X, *before = sums
-        return (
-            dx_TH + choices.summed(i, dx_RH),
-            dgates_X + choices.returned(i, dgates_R),
-            *(total + x.astype(total.dtype) for total, x in zip(before, dweights, strict=True)),
-        )
-
-    nothing = (jnp.zeros_like(x_TH), jnp.zeros_like(gates_X))
-    zeros = (jnp.zeros(x.shape, jnp.float32) for x in weights)
-    dx_TH, dgates_X, *dweights = choices.turns(turn, (*nothing, *zeros))
-    found = (total.astype(x.dtype) for total, x in zip(dweights, weights, strict=True))
-    return dx_TH.reshape(x_BSH.shape), dgates_X.reshape(gates_BSC.shape), *found
-
-
-class _Part(NamedTuple):
-    """The choices of one turn.
-
-    Attributes:
-      at_R: their places among all choices.
-      row_R: the rows that made them.
-      is_here_R1: whether there is such a choice; the last ones are padding.
-      sizes_E: how many there are of each expert at hand, one expert behind the other.
-    """
-
-    at_R: Any
-    row_R: Any
-    is_here_R1: Any
-    sizes_E: Any
-
-
-class _Choices(NamedTuple):
-    """The choices of experts at hand, sorted by these, taken in turns.
-
-    All rows may choose experts at hand, but that is seldom: a turn has as many choices as there are
-    if experts are chosen alike, and a quarter more, and mostly there is one.
-
-    Attributes:
-      order_X: the choices, sorted; those of experts that are elsewhere are last.
-      place_TC: where each row's choices are in that order.
-      ends_E: where each expert's choices end.
-      choices: of each row.
-      size: choices of a turn.
-      most: choices that there may be.
-    """
-
-    order_X: Any
-    place_TC: Any
-    ends_E: Any
-    choices: int
-    size: int
-    most: int
-
-    @staticmethod
-    def of(chosen_BSC: Any, numbers_E: Any, count: int) -> _Choices:
-        chosen_X, here = chosen_BSC.reshape(-1), numbers_E.shape[0]
-        is_chosen_XE = (chosen_X[:, None] == numbers_E) & (numbers_E > 0)
-        place_X = jnp.where(jnp.any(is_chosen_XE, 1), jnp.argmax(is_chosen_XE, 1), here)
-        ends_E = jnp.cumsum(jnp.sum(is_chosen_XE, axis=0, dtype=jnp.int32))
-        choices, total = chosen_BSC.shape[-1], chosen_X.shape[0]
-        order_X = jnp.argsort(place_X, stable=True)
-        places_X = jnp.arange(total, dtype=order_X.dtype)
-        sorted_X = jnp.zeros_like(order_X).at[order_X].set(places_X, unique_indices=True)
-        most = total // choices * min(choices, here)  # no row chooses an expert twice
-        size = min(most, -(-total * here * 5 // (count * 4)))
-        place_TC = sorted_X.reshape(-1, choices)
-        return _Choices(order_X, place_TC, ends_E, choices, size, most)
-
-    def turn(self, i: Any) -> _Part:
-        """The choices of turn `i`."""
-        start = i * self.size
-        padded = jnp.pad(self.order_X, (0, self.size))
-        at_R = jax.lax.dynamic_slice_in_dim(padded, start, self.size)
-        bounds_E = jnp.clip(self.ends_E - start, 0, self.size)
-        is_here_R1 = (jnp.arange(self.size) < bounds_E[-1])[:, None]
-        sizes_E = jnp.diff(bounds_E, prepend=0)
-        return _Part(at_R, at_R // self.choices, is_here_R1, sizes_E)
-
-    def summed(self, i: Any, x_RH: Any) -> Any:
-        """(T, H): the sum of what turn `i` has found for each row's choices."""
-        shape = (self.place_TC.shape[0], x_RH.shape[1])
-        # Term by term: XLA would write all terms of one reduction before it adds them.
-        found = (self._found(i, c, x_RH).astype(jnp.float32) for c in range(self.choices))
-        return sum(found, jnp.zeros(shape, jnp.float32)).astype(x_RH.dtype)
-
-    def returned(self, i: Any, x_R: Any) -> Any:
-        """(X,) of what turn `i` has found for each choice."""
-        return jnp.stack([self._found(i, c, x_R) for c in range(self.choices)], 1).reshape(-1)
-
-    def _found(self, i: Any, c: int, x_R: Any) -> Any:
-        """(T, ...) of each row's choice `c`; 0 if turn `i` did not have it.
-
-        Adding to rows in the order of the choices would be in no order on a GPU, and so not give
-        the same twice.
-        """
-        at_T = self.place_TC[:, c] - i * self.size
-        is_there_T = (at_T >= 0) & (at_T < self.size)
-        found = x_R.at[at_T].get(mode="clip")
-        return jnp.where(is_there_T.reshape(-1, *(1,) * (x_R.ndim - 1)), found, 0)
-
-    def turns(self, turn: Callable[[Any, Any], Any], carry: Any) -> Any:
-        """As many turns as it takes."""
-        if self.size >= self.most:
-            return turn(0, carry)
-        needed = (self.ends_E[-1] + self.size - 1) // self.size
-        return jax.lax.fori_loop(0, needed, turn, carry)
-
-
-def _added(
-    x_RH: Any, gates_R: Any, part: _Part, weights: Sequence[Any], product: Product | None
-) -> Any:
-    """What each choice adds to its row."""
-    product = product or _ragged
-    gate_EMH, up_EMH, down_EHM = weights
-    # No product of padding is defined: it is hidden on the way in, for the gradient's sake, and on
-    # the way out.
-    x_RH = jnp.where(part.is_here_R1, x_RH, 0)
-    gate_RM, up_RM = (product(x_RH, weight, part.sizes_E) for weight in (gate_EMH, up_EMH))
-    out_RH = product(jax.nn.silu(gate_RM) * up_RM, down_EHM, part.sizes_E)
-    return jnp.where(part.is_here_R1, out_RH, 0) * gates_R[:, None].astype(out_RH.dtype)
-
-
-_BY_ROWS = jax.lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((1,), (2,)), ((), ())),
-    lhs_ragged_dimensions=(0,),
-    rhs_group_dimensions=(0,),
-)
-
-
-def _ragged(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
-    """Each row times its expert's weights, as XLA multiplies them."""
-    return jax.lax.ragged_dot_general(x_RI, weights_EOI, sizes_E, _BY_ROWS)
-
-
 def _on_gpus(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
     """The same, by a kernel for those that it takes."""
     found = ragged_triton.product(x_RI, weights_EOI, sizes_E)
-    return _ragged(x_RI, weights_EOI, sizes_E) if found is NotImplemented else found
+    return experts_local.ragged(x_RI, weights_EOI, sizes_E) if found is NotImplemented else found
 
 
 @jax.custom_vjp
 def _mix(*operands: Any) -> Any:
-    return _run(FORWARD, forward, operands)
+    return _run(FORWARD, experts_local.forward, operands)
 
 
 def _mix_forward(*operands: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -274,7 +92,7 @@ def _mix_forward(*operands: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _mix_backward(operands: tuple[Any, ...], dout_BSH: Any) -> tuple[Any, ...]:
-    dx, dgates, *dweights = _run(GRADIENT, gradient, (*operands, dout_BSH))
+    dx, dgates, *dweights = _run(GRADIENT, experts_local.gradient, (*operands, dout_BSH))
     return dx, dgates, None, None, *dweights
 
 
@@ -309,35 +127,92 @@ def _flops(kind: OpKind, products: int) -> float:
     """Of so many products of each chosen row: of all choices, the share of the experts at hand."""
     (batch, length, width), (_, _, choices) = (t.shape for t in kind.operands[:2])
     here, inner, _ = kind.operands[4].shape
-    rows = batch * length * choices * here / int(arguments_of(kind)["count"])
-    return 2.0 * products * rows * width * inner
-
-
-def _kernels(function: Any) -> dict[str, Any]:
-    """Platform -> what one device computes."""
-    return dict.fromkeys(PLATFORMS, function) | {
-        "cuda": functools.partial(function, product=_on_gpus)
-    }
+    # Where choices are sent to their experts, as many come as go.
+    share = 1.0 if AXES in kind.attrs else here / int(arguments_of(kind)["count"])
+    return 2.0 * products * batch * length * choices * share * width * inner
 
 
 _OPERANDS = "b s h, b s c, b s c, e, e m h, e m h, e h m"
 _WHOLE = {"h": "replicate", "c": "replicate", "e": "reduce", "m": "reduce"}
 
+
+def _rule(kind: OpKind, results: str, kinds: dict[str, str], trips: int) -> Rule:
+    """The rule of one of the two; rows go to the experts and back in so many trips in all."""
+    text = f"{_OPERANDS}{results}"
+    rule = parse_rule(text, kind.operands, kind.results, kinds=kinds, reduction="add")
+    rows, choices = kind.operands[:2]
+    ((b,), (s,), _), ((e,),) = rule.operands[0], rule.operands[3]
+    sent = rows.bytes * choices.shape[-1] * trips
+    return rule.with_exchange(e, Exchange((b, s), sent))
+
+
+def _lower(op: LocalOp) -> tuple[Value, ...]:
+    """On one device: by an exchange where the same devices split rows and experts."""
+    ((e,),) = op.rule.operands[3]
+    return (
+        lower_exchanging(op, e)
+        if op.rule.is_exchanged(e, op.choice.assignment)
+        else lower_composite(op)
+    )
+
+
+class _Platform(NamedTuple):
+    """What computes on a platform.
+
+    Attributes:
+      send: how rows are exchanged.
+      product: what multiplies rows by their experts.
+    """
+
+    send: experts_exchange.Send
+    product: experts_local.Product
+
+    def kernel(self, name: str) -> Any:
+        """`forward` or `gradient` on one device, alone or together with others."""
+
+        def run(*operands: Any, count: int, axes: tuple[str, ...] = ()) -> Any:
+            how = {"count": count, "product": self.product}
+            if not axes:
+                return getattr(experts_local, name)(*operands, **how)
+            x, gates, chosen, _, *rest = operands  # every device knows which experts it has
+            exchange = getattr(experts_exchange, name)
+            return exchange(x, gates, chosen, *rest, axes=axes, send=self.send, **how)
+
+        return run
+
+
+# On all of them what one device computes stays a function of its own, so that its time is that of
+# the rows that are expected, and not of those that there is room for.
+_PLATFORMS = {
+    "cpu": _Platform(experts_exchange.by_gather, experts_local.ragged),
+    "cuda": _Platform(experts_exchange.by_collective, _on_gpus),
+    "tpu": _Platform(experts_exchange.by_collective, experts_tpu.product),
+}
+
+
+def _kernels(name: str) -> dict[str, Any]:
+    """Platform -> what computes one of the two there."""
+    return {name_: platform.kernel(name) for name_, platform in _PLATFORMS.items()}
+
+
 register_composite(
     FORWARD,
-    f"{_OPERANDS} -> b s h",
-    kernels=_kernels(forward),
-    kinds=_WHOLE,
-    reduction="add",
+    functools.partial(_rule, results=" -> b s h", kinds=_WHOLE, trips=2),
+    kernels=_kernels("forward"),
     flops=functools.partial(_flops, products=3),
+    lower=_lower,
 )
 register_composite(
     GRADIENT,
-    f"{_OPERANDS}, b s h -> b s h, b s c, e m h, e m h, e h m",
-    kernels=_kernels(gradient),
-    kinds={**_WHOLE, "b": "reduce", "s": "reduce"},
-    reduction="add",
+    functools.partial(
+        _rule,
+        results=", b s h -> b s h, b s c, e m h, e m h, e h m",
+        kinds={**_WHOLE, "b": "reduce", "s": "reduce"},
+        trips=3,
+    ),
+    kernels=_kernels("gradient"),
     flops=functools.partial(_flops, products=9),
+    lower=_lower,
 )
 
 

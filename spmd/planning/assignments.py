@@ -14,6 +14,7 @@ from spmd.propagation.projection import (
     dim_to_factors,
     fitting,
     is_legal_assignment,
+    may_exchange,
     ring_axes,
     unsplit,
 )
@@ -36,7 +37,7 @@ def assignments_around(
 
     Every state leads once, and the first states of the other values split what it leaves free; then
     every state is tried alone. What needs an exchange where it is split is also tried whole, atoms
-    of dims that are whole also on other factors, and what may go round also does.
+    of dims that are whole also on other factors, and what may go round, or be exchanged, also is.
 
     Args:
       rule: the op's rule.
@@ -67,6 +68,9 @@ def assignments_around(
     legal += [m for a in legal[:MOST_MOVED] for m in moved_whole(rule, a, likely, sizes)]
     whole = unsplit(rule)
     legal = [each for a in legal for each in (a, *going_round(rule, a, sizes))]
+    if rule.exchanges:
+        wanted = [c for options in claims for c in options]
+        legal = [each for a in legal for each in (a, *exchanging(rule, a, wanted, sizes))]
     kept = tuple(dict.fromkeys(legal))[: MOST_ASSIGNMENTS - 1]
     return kept if whole in kept else (*kept, whole)
 
@@ -88,7 +92,11 @@ def every_assignment(rule: Rule, mesh: Mesh, held: Axes) -> list[Assignment]:
         divides = all(is_even(rule.factors[f].size, assignment[f], mesh) for f in factors)
         if divides and is_legal_assignment(rule, tuple(assignment), mesh.atom_sizes):
             found.append(tuple(assignment))
-    return [each for a in found for each in (a, *going_round(rule, a, mesh.atom_sizes))]
+    found = [each for a in found for each in (a, *going_round(rule, a, mesh.atom_sizes))]
+    if not rule.exchanges:
+        return found
+    wanted = [{number: own} for number, _ in rule.exchanges for own in axes]
+    return [each for a in found for each in (a, *exchanging(rule, a, wanted, mesh.atom_sizes))]
 
 
 def going_round(rule: Rule, assignment: Assignment, sizes: Sequence[int]) -> tuple[Assignment, ...]:
@@ -101,6 +109,18 @@ def going_round(rule: Rule, assignment: Assignment, sizes: Sequence[int]) -> tup
     for number, _ in rule.rings:
         round_[number] = ring_axes(rule, number, assignment, sizes)
     return (tuple(round_),) if tuple(round_) != assignment else ()
+
+
+def exchanging(
+    rule: Rule, assignment: Assignment, wanted: Iterable[Claims], sizes: Sequence[int]
+) -> tuple[Assignment, ...]:
+    """The same with factors split that may be by atoms of others, as operands and results are."""
+    found: dict[Assignment, None] = {}
+    for number, _ in rule.exchanges:
+        for axes in dict.fromkeys(claims.get(number, ()) for claims in wanted):
+            if not assignment[number] and may_exchange(rule, number, axes, assignment, sizes):
+                found[(*assignment[:number], axes, *assignment[number + 1 :])] = None
+    return tuple(found)
 
 
 def without_exchanges(rule: Rule, assignment: Assignment) -> Assignment:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from spmd.ir.description import Passes, Traffic
 from spmd.ir.dialect.halo import Halo, exchange, reads_of
 from spmd.ir.dialect.merge import rounds
-from spmd.ir.dialect.rule import Rule
+from spmd.ir.dialect.rule import Exchange, Rule
 from spmd.ir.program import OpKind
 from spmd.ir.types import TensorType, dtype_bits, local_type
 from spmd.mesh.mesh import Mesh
@@ -28,6 +28,7 @@ def op_seconds(
     exchanges = own_seconds(kind, rule, assignment, mesh, topology)
     exchanges += halo_seconds(kind, rule, assignment, mesh, topology)
     exchanges += merge_seconds(rule, assignment, mesh, topology)
+    exchanges += exchange_seconds(rule, assignment, mesh, topology)
     memory = local_bytes(kind, rule, assignment, mesh) / topology.hbm_bandwidth * passes(kind)
     # Pieces go round while the ones before them are computed with.
     rings = ring_seconds(kind, rule, assignment, mesh, topology)
@@ -69,6 +70,23 @@ def ring_pieces(
             if axes and any(number in dim for dim in dims):
                 sharding = project(rule, dims, assignment, mesh.atom_sizes)
                 yield axes, local_type(type_, sharding, mesh)
+
+
+def exchange_seconds(rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology) -> float:
+    """Time in which what belongs to pieces of factors that exchange gets there, and back."""
+    seconds = 0.0
+    for number, trips in rule.exchanges:
+        if rule.is_exchanged(number, assignment):
+            sent = exchanged_bytes(trips, assignment, mesh)
+            args = "ragged_all_to_all", assignment[number], sent, sent, mesh, topology
+            seconds += collective_seconds(*args) + 2 * sent / topology.hbm_bandwidth
+    return seconds
+
+
+def exchanged_bytes(trips: Exchange, assignment: Assignment, mesh: Mesh) -> int:
+    """Bytes that a device has for the others of its group, and itself, in an exchange."""
+    split = mesh.extent({a for f in trips.along for a in assignment[f]})
+    return math.ceil(trips.bytes / split)
 
 
 def halo_seconds(

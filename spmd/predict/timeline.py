@@ -16,7 +16,7 @@ where they are stored (`spmd.predict.fusion`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from spmd.ir.description import Role, Traffic
@@ -28,8 +28,8 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
 from spmd.predict.arithmetic import arithmetic_seconds
+from spmd.predict.exchanges import RAGGED, Exchange
 from spmd.predict.fusion import stored_values
-from spmd.reshard.comm import collective_seconds
 
 COMPUTE = "compute"
 
@@ -58,6 +58,11 @@ class Slot(NamedTuple):
     def seconds(self) -> float:
         """How long it takes; for a loop, all iterations."""
         return self.end - self.start
+
+    @property
+    def kind(self) -> str:
+        """`compute`, or of a collective its kind."""
+        return COMPUTE if self.lane == COMPUTE else self.op.collective or RAGGED
 
 
 class Timeline(NamedTuple):
@@ -155,7 +160,7 @@ class _Schedule:
     def op(self, op: Op, start: float, trips: int, depth: int) -> float:
         known = self.ready
         ready = max([known.get(v, start) for v in op.operands], default=start)
-        for part, lane, seconds in (*self.local.copies(op), (op, *self.cost(op))):
+        for part, lane, seconds in (*self.local.copies(op), *self.costs(op)):
             if seconds:
                 begin = self.begin(lane, ready, seconds, start)
                 ready = begin + seconds
@@ -182,16 +187,14 @@ class _Schedule:
         self.free[lane] = begin + seconds
         return begin
 
-    def cost(self, op: Op) -> tuple[str, float]:
-        """The lane of an op and its seconds there."""
-        kind = op.collective
-        if kind and "axes" in op.kind.attrs:
-            axes = op.kind.attrs["axes"]
-            sent = sum(t.bytes for t in op.kind.operands)
-            received = sum(t.bytes for t in op.kind.results)
-            seconds = collective_seconds(kind, axes, sent, received, self.mesh, self.topology)
-            return ", ".join(sorted(str(ref) for ref in axis_refs(axes, self.mesh))), seconds
-        return COMPUTE, self.local.seconds(op)
+    def costs(self, op: Op) -> Iterator[tuple[Op, str, float]]:
+        """The op with each of its lanes and its seconds there; a composite may exchange first."""
+        exchange = Exchange.of(op, self.mesh)
+        if exchange is not None:
+            lane = ", ".join(sorted(str(ref) for ref in axis_refs(exchange.axes, self.mesh)))
+            yield op, lane, exchange.seconds(self.mesh, self.topology)
+        if not op.collective or exchange is None:
+            yield op, COMPUTE, self.local.seconds(op)
 
     def control_flow(self, op: Op, start: float, trips: int, depth: int) -> float:
         """A loop takes one iteration's time as often as it runs; a case its longest branch's.

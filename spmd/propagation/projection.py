@@ -97,7 +97,7 @@ def factors_to_dim(
 def is_legal_assignment(rule: Rule, assignment: Assignment, atom_sizes: Sequence[int]) -> bool:
     """No atom twice, `replicate` factors whole, dims of several factors equal and contiguous.
 
-    Only a ring has the atoms of another factor, too.
+    Only rings, and factors that may exchange, have the atoms of another one, too.
     """
     used: set[int] = set(rule.held)
     for number, (factor, axes) in enumerate(zip(rule.factors, assignment, strict=True)):
@@ -107,6 +107,10 @@ def is_legal_assignment(rule: Rule, assignment: Assignment, atom_sizes: Sequence
             continue
         if factor.ring is not None:
             if axes and axes != ring_axes(rule, number, assignment, atom_sizes):
+                return False
+            continue
+        if rule.is_exchanged(number, assignment):
+            if not may_exchange(rule, number, axes, assignment, atom_sizes):
                 return False
             continue
         if not used.isdisjoint(axes) or (axes and factor.kind == REPLICATE):
@@ -126,6 +130,17 @@ def ring_axes(rule: Rule, number: int, assignment: Assignment, atom_sizes: Seque
     axes, along = assignment[factor.ring.along], rule.factors[factor.ring.along]
     pieces = math.prod(atom_sizes[a] for a in axes)
     return axes if factor.ring.allows(pieces, factor.size, along.size) else ()
+
+
+def may_exchange(
+    rule: Rule, number: int, axes: Axes, assignment: Assignment, atom_sizes: Sequence[int]
+) -> bool:
+    """Whether a factor may be split over atoms that split the ones that it exchanges along."""
+    factor = rule.factors[number]
+    assert factor.exchange is not None, "no factor that exchanges"
+    along = {a for f in factor.exchange.along for a in assignment[f]}
+    is_even = factor.size % math.prod(atom_sizes[a] for a in axes) == 0
+    return bool(axes) and is_even and along.issuperset(axes) and along.isdisjoint(rule.held)
 
 
 def unsplit(rule: Rule) -> Assignment:

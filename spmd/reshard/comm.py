@@ -22,8 +22,10 @@ KINDS = (
     "reduce_scatter",
     "all_reduce",
     "collective_broadcast",
+    "ragged_all_to_all",
 )
-"""Every kind of step; `slice` moves nothing, a broadcast is only ever the user's own."""
+"""Every kind of step; `slice` moves nothing, a broadcast is only ever the user's own. The ragged
+all-to-all is inside of composites, and its bytes are those that are expected."""
 
 
 def group_size(attrs: Mapping[str, Any], mesh: Mesh) -> int:
@@ -47,7 +49,7 @@ def wire_bytes(kind: str, group_size: int, local_in_bytes: int, local_out_bytes:
     others = group_size - 1
     if kind == "all_gather":
         return -(-local_out_bytes * others // group_size)
-    if kind in ("reduce_scatter", "all_to_all"):
+    if kind in ("reduce_scatter", "all_to_all", "ragged_all_to_all"):
         return -(-local_in_bytes * others // group_size)
     if kind == "all_reduce":
         return -(-2 * local_in_bytes * others // group_size)
@@ -62,7 +64,7 @@ def latency_steps(kind: str, atom_sizes: Sequence[int]) -> int:
     """
     if kind == "slice" or not atom_sizes:
         return 0
-    if kind in ("all_to_all", "collective_permute"):
+    if kind in ("all_to_all", "ragged_all_to_all", "collective_permute"):
         return 2
     rounds = sum(atom_sizes) - len(atom_sizes)
     return 1 + (2 * rounds if kind == "all_reduce" else rounds)
@@ -120,8 +122,12 @@ def collective_terms(
         return 0.0, 0.0
     links = [topology.atom_links(mesh)[a] for a in atoms]
     if all(link == topology.chip.ici for link in links):
-        measured = topology.measured(kind, mesh.extent(atoms))
+        like = "all_to_all" if kind == "ragged_all_to_all" else kind
+        measured = topology.measured(like, mesh.extent(atoms))
         if measured is not None:
             return measured.latency, 1 / measured.bandwidth
     steps = latency_steps(kind, [mesh.atom_sizes[a] for a in atoms])
-    return max(x.latency for x in links) * steps, 1 / min(x.bandwidth for x in links)
+    pace = 1 / min(x.bandwidth for x in links)
+    if kind == "ragged_all_to_all":
+        pace *= max(topology.detour(mesh, axis) for axis in {mesh.atoms[a].axis for a in atoms})
+    return max(x.latency for x in links) * steps, pace

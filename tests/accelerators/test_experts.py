@@ -20,6 +20,7 @@ from tests.ops.test_experts import loss, operands, plain
 SPLITS: dict[str, dict[str, Any]] = {
     "rows": {"rows": ("x", None, None)},
     "experts": {"in": ("x", None, None), "out": ("x", None, None)},
+    "both": dict.fromkeys(("rows", "in", "out"), ("x", None, None)),
 }
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.ops import experts
+from spmd.ops import experts, experts_exchange, experts_local, experts_tpu
 from tests.ops.test_attention import EVERY_FLOP_COUNTS, close, locally
 
 EXPERTS, CHOICES = 6, 2
@@ -71,6 +71,10 @@ SPLITS = {
     "rows, experts and width": ({"x": 2, "y": 2, "z": 2}, ("x",), ("y", "z"), (2, 3)),
     "sequence": ({"x": 2, "y": 4}, (None, "x"), ("y",), (4, 2)),
     "uneven rows": ({"x": 8}, (None, "x"), (), (4, 6)),
+    "rows and experts alike": ({"x": 2}, ("x",), ("x",), (2, 3)),
+    "rows over more": ({"x": 2, "y": 3}, (("x", "y"),), ("y",), (1, 2)),
+    "sequence and experts alike, and width": ({"x": 3, "y": 2}, (None, "x"), ("x", "y"), (4, 2)),
+    "uneven rows and experts alike": ({"x": 3}, ("x",), ("x",), (2, 2)),
 }
 """Name -> axes, spec of rows, spec of (experts, width inside), and rows and experts of a device."""
 
@@ -113,6 +117,77 @@ def test_all_rows_may_choose_one_devices_experts(devices8: Any) -> None:
     close(compiled(*args), jax.jit(loss(plain))(*args))
 
 
+@pytest.fixture(scope="module")
+def exchanging(devices8: Any) -> Any:
+    """Loss and gradients where four devices split rows and eight experts, and by a loop."""
+    mesh = spmd.make_mesh(devices=devices8[:4], x=4)
+
+    def mark(name: str, x: Any) -> Any:
+        return spmd.mark_sharding(x, mesh, ("x", None, None)[: x.ndim])
+
+    step = spmd.jit(loss(experts, mark), mesh=mesh, options=EVERY_FLOP_COUNTS)
+    compiled = step.compile(*operands(count=8))
+    kinds = [c.kind for c in compiled.collectives if c.kind == "ragged_all_to_all"]
+    assert len(kinds) == 2, "there and back, and the gradient's"
+    return compiled, jax.jit(loss(plain))
+
+
+ROUTES = {
+    "one expert": lambda rng: np.array([rng.integers(8), rng.integers(8)]),
+    "one device's": lambda rng: 2 * rng.integers(4) + np.array([0, 1]),
+    "any": lambda rng: rng.permutation(8)[:CHOICES],
+}
+
+
+@pytest.mark.parametrize("name", ROUTES)
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_reach_their_experts_however_many_there_are(
+    name: str, seed: int, exchanging: Any
+) -> None:
+    """Crowded devices take several turns; every choice counts, in value and gradient."""
+    compiled, reference = exchanging
+    x, gates, chosen, *weights = operands(count=8)
+    rng = np.random.default_rng(seed)
+    first = ROUTES[name](rng)
+    route = [first if name != "any" else ROUTES[name](rng) for _ in range(chosen.size // CHOICES)]
+    chosen = np.asarray(route, np.int32).reshape(chosen.shape)
+    if name == "one expert":  # no row chooses one twice
+        chosen[..., 1] = (chosen[..., 0] + 1 + rng.integers(7, size=chosen.shape[:2])) % 8
+    args = (x, gates, chosen, *weights)
+    close(compiled(*args), reference(*args))
+
+
+def test_gradient_of_weights_by_the_kernel_for_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sorted rows, the last of which belong to no expert, and an expert that has none."""
+    monkeypatch.setattr(experts_tpu, "INTERPRET", True)
+    rng = np.random.default_rng(0)
+    x, dout, weights = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        for shape in ((512, 256), (512, 128), (4, 128, 256))
+    )
+    sizes = jnp.asarray([200, 0, 130, 7], jnp.int32)
+    is_here = (jnp.arange(512) < 337)[:, None]
+    found, want = (
+        jax.vjp(lambda x, w, f=f: f(jnp.where(is_here, x, 0), w, sizes), x, weights)[1](
+            jnp.where(is_here, dout, 0)
+        )
+        for f in (experts_tpu.product, experts_local.ragged)
+    )
+    assert experts_tpu._tiles(x.shape, weights.shape) == (512, 128, 256)
+    close(found, want, 1e-4)
+
+
+def test_gates_travel_bit_by_bit() -> None:
+    """A gate that is no number of the rows' dtype arrives as it is, and so does a zero."""
+    gates = np.array([0.0, 1 / 3, -1e-30, 3e38], np.float32)
+    for dtype, width in ((jnp.bfloat16, 128), (jnp.float32, 8), (jnp.float16, 6)):
+        rows = jnp.ones((4, width), dtype)
+        sent = experts_exchange._with(rows, jnp.asarray(gates))
+        assert sent.dtype == dtype
+        assert sent.shape[1] % 128 == 0 or width % 128
+        assert np.array_equal(experts_exchange._without(sent, width, jnp.float32), gates)
+
+
 def test_mapped_scanned_and_recomputed() -> None:
     x, gates, chosen, *weights = operands()
 
@@ -128,8 +203,8 @@ def test_mapped_scanned_and_recomputed() -> None:
     close(jax.jit(run(experts))(x), jax.jit(run(plain))(x))
 
 
-def planned(batch: int) -> Any:
-    """A layer of four experts on an axis of their own, rows split over all devices."""
+def planned(batch: int, choices: int = 2) -> Any:
+    """A layer of eight experts on an axis of their own, rows split over all devices."""
     mesh = spmd.Mesh(None, (2, 4), ("data", "expert"))
 
     def struct(shape: tuple[int, ...], spec: Any, dtype: Any = jnp.bfloat16) -> Any:
@@ -137,19 +212,20 @@ def planned(batch: int) -> Any:
 
     rows, own = (("data", "expert"), None, None), ("expert", None, None)
     args = (
-        struct((batch, 1024, 1024), rows), struct((batch, 1024, 2), rows, jnp.float32),
-        struct((batch, 1024, 2), rows, jnp.int32), struct((4, 2048, 1024), own),
-        struct((4, 2048, 1024), own), struct((4, 1024, 2048), own),
+        struct((batch, 1024, 1024), rows), struct((batch, 1024, choices), rows, jnp.float32),
+        struct((batch, 1024, choices), rows, jnp.int32), struct((8, 1024, 1024), own),
+        struct((8, 1024, 1024), own), struct((8, 1024, 1024), own),
     )  # fmt: skip
     fn = lambda *args: spmd.mark_sharding(experts(*args), mesh, rows)  # noqa: E731
     lowered = spmd.jit(fn, mesh=mesh).lower(*args, topology=spmd.Topology("h200:8"))
     return [(c.kind, c.axes) for c in lowered.collectives if c.bytes > 1e6]
 
 
-def test_what_is_smaller_is_gathered() -> None:
-    """Few rows go to all experts, and their sums back; experts go to many rows."""
+def test_what_is_smaller_is_sent() -> None:
+    """Few rows go to their experts, or to all; experts go to many rows."""
     there, back = ("all_gather", ("expert",)), ("reduce_scatter", ("expert",))
-    assert planned(8) == [there, back]
+    assert planned(8) == [("ragged_all_to_all", ("expert",))]
+    assert planned(16, choices=8) == [there, back]
     assert planned(512) == [there] * 3
 
 

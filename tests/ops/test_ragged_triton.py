@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spmd.ops import ragged_triton
-from spmd.ops.experts import _ragged as plain
+from spmd.ops.experts_local import ragged as plain
 
 ROWS = 200
 

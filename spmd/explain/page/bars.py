@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from spmd.ir.control_flow import UNKNOWN_TRIPS
 from spmd.mesh.mesh import Mesh
+from spmd.predict.exchanges import Exchange
 from spmd.predict.timeline import COMPUTE, Slot, Timeline
 
 
@@ -107,9 +108,11 @@ def _segment(slot: Slot, mesh: Mesh, begin: float) -> Segment:
     op, start = slot.op, slot.start - begin
     if slot.lane == COMPUTE:
         return Segment((COMPUTE,), COMPUTE, op.label, op.loc.trail, start, slot.seconds)
-    axes = dict.fromkeys(mesh.axis_names[mesh.atoms[a].axis] for a in op.kind.attrs["axes"])
-    label = f"{op.collective} over {slot.lane}"
-    return Segment(tuple(axes), op.collective, label, op.loc.trail, start, slot.seconds)
+    exchange = Exchange.of(op, mesh)
+    atoms = exchange.axes if exchange else ()
+    axes = dict.fromkeys(mesh.axis_names[mesh.atoms[a].axis] for a in atoms)
+    label = f"{slot.kind} over {slot.lane}"
+    return Segment(tuple(axes), slot.kind, label, op.loc.trail, start, slot.seconds)
 
 
 def merged(segments: Sequence[Segment], least: float) -> list[Segment]:

@@ -25,6 +25,17 @@ KERNEL = "spmd.kernel"
 WORKSPACE = "spmd.workspace"
 """Attribute of a composite in one device's program: bytes that it holds while it runs."""
 
+AXES = "spmd.axes"
+"""Attribute of a composite in one device's program: the atoms along which it exchanges by itself.
+
+Its kernel gets their names as `axes`, for jax's collectives."""
+
+SENT = "spmd.sent"
+"""Attribute of such a composite: bytes that a device has for its group, itself included."""
+
+MESH = "spmd.mesh"
+"""Attribute of such a composite: the sizes of the mesh's atoms."""
+
 Function = Callable[..., Any]
 """A JAX function of local arrays; a composite's attributes are its keyword arguments."""
 

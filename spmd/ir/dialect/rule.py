@@ -56,6 +56,18 @@ class Ring(NamedTuple):
         return is_even and pieces <= MOST_PIECES and self.wanted in (0, pieces)
 
 
+class Exchange(NamedTuple):
+    """How a factor may be split by atoms that split others, the op exchanging what that takes.
+
+    Attributes:
+      along: these others.
+      bytes: what all devices of a mesh have for each other then, if only these others are split.
+    """
+
+    along: tuple[int, ...]
+    bytes: float
+
+
 MOST_PIECES = 64
 """Pieces that go round are written out, one after another: no more than so many."""
 
@@ -78,12 +90,15 @@ class Factor(NamedTuple):
         Then its pieces go round, and each device meets all of them.
       axes: the atoms of a fixed factor.
       ring: of a ring factor, how it may be split.
+      exchange: of one that atoms of other factors may split evenly, too, what that takes. A result
+        that these split owes nothing over them.
     """
 
     size: int
     kind: str = PASS
     axes: tuple[int, ...] = ()
     ring: Ring | None = None
+    exchange: Exchange | None = None
 
 
 class Rule(NamedTuple):
@@ -131,6 +146,24 @@ class Rule(NamedTuple):
     def rings(self) -> tuple[tuple[int, Ring], ...]:
         """The numbers of the ring factors, and how they may be split."""
         return tuple((i, f.ring) for i, f in enumerate(self.factors) if f.ring is not None)
+
+    @property
+    def exchanges(self) -> tuple[tuple[int, Exchange], ...]:
+        """The numbers of the factors that others' atoms may split, and what that takes."""
+        pairs = ((i, f.exchange) for i, f in enumerate(self.factors))
+        return tuple((i, exchange) for i, exchange in pairs if exchange is not None)
+
+    def with_exchange(self, factor: int, exchange: Exchange) -> Rule:
+        """The same rule with an exchange for a factor."""
+        factors = list(self.factors)
+        factors[factor] = factors[factor]._replace(exchange=exchange)
+        return self._replace(factors=tuple(factors))
+
+    def is_exchanged(self, factor: int, assignment: Sequence[Sequence[int]]) -> bool:
+        """Whether atoms of other factors split one under an assignment."""
+        exchange = self.factors[factor].exchange
+        others = exchange.along if exchange else ()
+        return any(not set(assignment[factor]).isdisjoint(assignment[f]) for f in others)
 
     @property
     def halos(self) -> tuple[Halo, ...]:

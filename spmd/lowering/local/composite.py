@@ -26,9 +26,12 @@ from spmd.frontend.trace import trace
 from spmd.ir.description import COMPOSITE
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.composites import (
+    AXES,
     KERNEL,
+    MESH,
     PLATFORM,
     PREFIX,
+    SENT,
     WORKSPACE,
     Function,
     arguments_of,
@@ -37,7 +40,9 @@ from spmd.ir.dialect.composites import (
 from spmd.ir.program import OpKind, Program, Value
 from spmd.ir.rewrite import append_ops
 from spmd.ir.types import Attribute, TensorType, needs_x64, numpy_dtype
+from spmd.lowering.local.manual import among_devices, atom_name, inline_manual, of_one_device
 from spmd.lowering.local.table import LocalOp
+from spmd.planning.cost import exchanged_bytes
 from spmd.predict.memory import peak_memory
 
 
@@ -64,6 +69,20 @@ class _Declined(Exception):
 def lower_composite(op: LocalOp, **changed: Attribute) -> tuple[Value, ...]:
     """The composite for one device, some of its own attributes changed."""
     return append_composite(op.b, op.operands, op.result_types(), with_own(op.attrs, **changed))
+
+
+def lower_exchanging(op: LocalOp, factor: int) -> tuple[Value, ...]:
+    """The composite for one device of a group that exchanges what split operands need.
+
+    Args:
+      op: the op.
+      factor: the factor that exchanges.
+    """
+    exchange, axes = op.rule.factors[factor].exchange, op.choice.assignment[factor]
+    assert exchange is not None, "no factor that exchanges"
+    sent = exchanged_bytes(exchange, op.choice.assignment, op.mesh)
+    attrs = {**op.attrs, AXES: axes, SENT: sent, MESH: op.mesh.atom_sizes}
+    return append_composite(op.b, op.operands, op.result_types(), attrs)
 
 
 def with_own(attrs: Mapping[str, Attribute], **changed: Attribute) -> dict[str, Attribute]:
@@ -136,6 +155,10 @@ def traced_composite(kind: OpKind) -> Traced | None:
 def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
     attributes = arguments_of(kind)
 
+    sizes, axes = kind.attrs.get(MESH, ()), kind.attrs.get(AXES, ())
+    if axes:
+        attributes["axes"] = tuple(map(atom_name, axes))
+
     def run(*operands: Any) -> Any:
         results = function(*operands, **attributes)
         if results is NotImplemented:
@@ -145,7 +168,8 @@ def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
     structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in kind.operands]
     try:
         with jax.enable_x64(needs_x64((*kind.operands, *kind.results))), device_of(platform):
-            module = trace(run, structs, {}, platform=platform).module
+            whole = among_devices(run, sizes) if axes else run
+            module = trace(whole, structs, {}, platform=platform).module
     except _Declined:
         return None
     except Exception as error:
@@ -165,6 +189,9 @@ def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
             fix="make the rule and the functions given to spmd.register_composite fit",
         )
     program = _read(module)
+    if axes:
+        program = program and of_one_device(program)
+        inline_manual(module)
     # Of a kernel nothing is known but what is around its calls.
     workspace = peak_memory(program, (), platform).temporary if program else 0
     entry, functions = _functions(module, kind.attrs["name"])

@@ -1,0 +1,268 @@
+"""Experts that are split over the devices that split the rows: choices are sent to their expert.
+
+Shapes are in the names, as in `spmd.ops.experts`, and
+
+    N devices that exchange    E experts of one device    X choices of its own rows
+    R choices that it computes at a time
+
+Each device sorts its choices by their expert, and tells the others how many there are of each. So
+all know where the rows of which device are to lie at which:
+
+    device 0 has  a a b c c c        sends   a a b to device 0, c c c to 1
+    device 1 has  a b b b d d        sends   a b b b to device 0, d d to 1
+    device 0 gets a a b | a b b b    in turns of 5 choices: a a b a b, then b b
+    device 1 gets c c c | d d        in one turn
+
+What an expert says goes back the same way. A turn has room for a quarter more than there are if
+experts are chosen alike, so mostly there is one; a crowded device takes several, and the others of
+its group take part in these with what they have for it. Nothing is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from spmd.ops.experts_local import Part, Product, added, inverse, said, turn_size
+
+Send = Callable[[Any, Any, "Places", tuple[str, ...]], Any]
+"""(rows, where they arrive, places, axes) -> that, with what the others have sent."""
+
+LANES = 128
+"""Widths of rows stay multiples of this."""
+
+
+class Places(NamedTuple):
+    """What goes from each device to each other one, from the one at hand.
+
+    Attributes:
+      here_N: where the rows for each device start.
+      sent_N: how many there are.
+      there_N: where they start at that device.
+      got_N: how many rows come from each.
+    """
+
+    here_N: Any
+    sent_N: Any
+    there_N: Any
+    got_N: Any
+
+
+def by_collective(x: Any, out: Any, places: Places, axes: tuple[str, ...]) -> Any:
+    """By the collective of TPUs and GPUs."""
+    return jax.lax.ragged_all_to_all(x, out, *places, axis_name=axes)
+
+
+def by_gather(x: Any, out: Any, places: Places, axes: tuple[str, ...]) -> Any:
+    """The same where there is no such collective: each device picks its rows out of all."""
+    every = jax.lax.all_gather((x, places), axes)
+    me = jax.lax.axis_index(axes)
+    rows, (here_NN, sent_NN, there_NN, _) = every
+    row_R1 = jnp.arange(out.shape[0])[:, None]
+    first_N, count_N = there_NN[:, me], sent_NN[:, me]
+    is_from_RN = (row_R1 >= first_N) & (row_R1 < first_N + count_N)
+    device_R = jnp.argmax(is_from_RN, axis=1)
+    place_R = here_NN[device_R, me] + row_R1[:, 0] - first_N[device_R]
+    picked = rows[device_R, jnp.clip(place_R, 0, x.shape[0] - 1)]
+    return jnp.where(jnp.any(is_from_RN, axis=1)[:, None], picked, out)
+
+
+def forward(
+    x_BSH: Any,
+    gates_BSC: Any,
+    chosen_BSC: Any,
+    *weights: Any,
+    count: int,
+    axes: tuple[str, ...],
+    send: Send,
+    product: Product | None = None,
+) -> Any:
+    """The sum of the chosen experts of the rows at hand, wherever these experts are.
+
+    Args:
+      x_BSH, gates_BSC: as for `spmd.ops.experts`.
+      chosen_BSC: the experts, from 1 on; 0 is none.
+      *weights: gate, up and down of the experts at hand.
+      count: how many experts there are in all.
+      axes: the axes of the devices that exchange; they split the experts evenly.
+      send: how rows are exchanged.
+      product: what multiplies; see `experts_local.forward`.
+    """
+    route = _Route.of(chosen_BSC, weights[0].shape[0], count, axes)
+    x_XH = route.sorted(x_BSH)
+
+    def turn(i: Any, out_XH: Any) -> Any:
+        there, back, part = route.turn(i)
+        x_RH = send(x_XH, _room(x_XH, route.size), there, axes)
+        said_RH = said(x_RH[part.at_R], part, weights, product)
+        return send(_undone(said_RH, part), out_XH, back, axes)
+
+    out_XH = route.turns(turn, jnp.zeros_like(x_XH))
+    is_any_TC = ((chosen_BSC > 0) & (chosen_BSC <= count)).reshape(route.place_TC.shape)
+    gates_TC = jnp.where(is_any_TC, gates_BSC.reshape(route.place_TC.shape), 0)
+    return route.summed(out_XH, gates_TC.astype(x_BSH.dtype)).reshape(x_BSH.shape)
+
+
+def gradient(
+    *operands: Any,
+    count: int,
+    axes: tuple[str, ...],
+    send: Send,
+    product: Product | None = None,
+) -> Any:
+    """Gradients of rows, gates and weights: the operands are those of `forward`, and its `dout`."""
+    x_BSH, gates_BSC, chosen_BSC, *weights, dout_BSH = operands
+    route = _Route.of(chosen_BSC, weights[0].shape[0], count, axes)
+    width = x_BSH.shape[-1]
+    sent_XW = jnp.concatenate([route.sorted(x_BSH), route.sorted(dout_BSH)], axis=1)
+    sent_XW = _with(sent_XW, gates_BSC.reshape(-1)[route.order_X])
+
+    def turn(i: Any, sums: Any) -> Any:
+        there, back, part = route.turn(i)
+        got_RW = send(sent_XW, _room(sent_XW, route.size), there, axes)[part.at_R]
+        x_RH, dout_RH = got_RW[:, :width], got_RW[:, width : 2 * width]
+        gates_R = jnp.where(part.is_here_R1[:, 0], _without(got_RW, 2 * width, gates_BSC.dtype), 0)
+
+        def of(x_RH: Any, gates_R: Any, *weights: Any) -> Any:
+            return added(x_RH, gates_R, part, weights, product)
+
+        _, pull = jax.vjp(of, x_RH, gates_R, *weights)
+        dx_RH, dgates_R, *dweights = pull(jnp.where(part.is_here_R1, dout_RH, 0))
+        found_XW, *before = sums
+        found_XW = send(_undone(_with(dx_RH, dgates_R), part), found_XW, back, axes)
+        totals = (t + x.astype(t.dtype) for t, x in zip(before, dweights, strict=True))
+        return found_XW, *totals
+
+    nothing_XW = _with(jnp.zeros_like(sent_XW[:, :width]), jnp.zeros_like(gates_BSC.reshape(-1)))
+    zeros = (jnp.zeros(x.shape, jnp.float32) for x in weights)
+    found_XW, *dweights = route.turns(turn, (nothing_XW, *zeros))
+    dx_BSH = route.summed(found_XW[:, :width]).reshape(x_BSH.shape)
+    dgates_X = _without(found_XW, width, gates_BSC.dtype)[route.place_TC.reshape(-1)]
+    cast = (total.astype(x.dtype) for total, x in zip(dweights, weights, strict=True))
+    return dx_BSH, dgates_X.reshape(gates_BSC.shape), *cast
+
+
+class _Route(NamedTuple):
+    """Which choices go where.
+
+    Attributes:
+      order_X: the places of this device's choices, sorted by their expert; those of none are last.
+      place_TC: where each row's choices are in that order.
+      counts_NE: how many choices each device has of each of the experts here.
+      sizes_NN: how many choices each device has for each.
+      me: the device.
+      choices: of each row.
+      size: choices of a turn.
+      most: choices that may come.
+    """
+
+    order_X: Any
+    place_TC: Any
+    counts_NE: Any
+    sizes_NN: Any
+    me: Any
+    choices: int
+    size: int
+    most: int
+
+    @staticmethod
+    def of(chosen_BSC: Any, here: int, count: int, axes: tuple[str, ...]) -> _Route:
+        chosen_X, devices = chosen_BSC.reshape(-1), count // here
+        place_X = jnp.where((chosen_X > 0) & (chosen_X <= count), chosen_X - 1, count)
+        is_chosen = place_X[:, None] == jnp.arange(count)
+        counts = jax.lax.all_gather(jnp.sum(is_chosen, axis=0, dtype=jnp.int32), axes)
+        counts = counts.reshape(devices, devices, here)
+        me = jax.lax.axis_index(axes)
+        choices, total = chosen_BSC.shape[-1], chosen_X.shape[0]
+        most = devices * (total // choices) * min(choices, here)  # no row chooses an expert twice
+        order_X = jnp.argsort(place_X, stable=True)
+        return _Route(
+            order_X,
+            inverse(order_X).reshape(-1, choices),
+            counts[:, me],
+            jnp.sum(counts, axis=2),
+            me,
+            choices,
+            turn_size(total, most),
+            most,
+        )
+
+    def sorted(self, x_BSH: Any) -> Any:
+        """The row of each choice."""
+        return x_BSH.reshape(-1, x_BSH.shape[-1])[self.order_X // self.choices]
+
+    def summed(self, x_XH: Any, weights_TC: Any = None) -> Any:
+        """(T, H): the sum of what belongs to each row's choices, each with its weight."""
+        # Term by term: XLA would write all terms of one reduction before it adds them.
+        total_TH = jnp.zeros((self.place_TC.shape[0], x_XH.shape[1]), jnp.float32)
+        for c in range(self.choices):
+            term_TH = x_XH[self.place_TC[:, c]]
+            if weights_TC is not None:
+                term_TH = term_TH * weights_TC[:, c, None]
+            total_TH += term_TH.astype(jnp.float32)
+        return total_TH.astype(x_XH.dtype)
+
+    def turn(self, i: Any) -> tuple[Places, Places, Part]:
+        """The places of turn `i`, those of the way back, and what arrives, by expert."""
+        start, me = i * self.size, self.me
+        # Rows from a device lie behind those from the devices before it; a turn takes of that the
+        # part from `start` on.
+        before_NN = jnp.cumsum(self.sizes_NN, axis=0) - self.sizes_NN
+        first_NN = jnp.clip(start - before_NN, 0, self.sizes_NN)
+        last_NN = jnp.clip(start + self.size - before_NN, 0, self.sizes_NN)
+        sent_NN, there_NN = last_NN - first_NN, jnp.maximum(before_NN + first_NN - start, 0)
+        here_NN = jnp.cumsum(self.sizes_NN, axis=1) - self.sizes_NN + first_NN
+        there = Places(here_NN[me], sent_NN[me], there_NN[me], sent_NN[:, me])
+        back = Places(there_NN[:, me], sent_NN[:, me], here_NN[:, me], sent_NN[me])
+        return there, back, self._part(start)
+
+    def _part(self, start: Any) -> Part:
+        """What arrives in the turn from `start` on, sorted by expert."""
+        # From each device come those of the first expert, of the second, ...
+        here = self.counts_NE.shape[1]
+        ends = jnp.cumsum(self.counts_NE.reshape(-1))
+        row_R = start + jnp.arange(self.size)
+        piece_R = jnp.sum(row_R[:, None] >= ends, axis=1)
+        is_here_R = row_R < ends[-1]
+        expert_R = jnp.where(is_here_R, piece_R % here, here)
+        at_R = jnp.argsort(expert_R, stable=True)
+        sizes_E = jnp.sum(expert_R[:, None] == jnp.arange(here), axis=0, dtype=jnp.int32)
+        is_first_R1 = (jnp.arange(self.size) < jnp.sum(sizes_E))[:, None]
+        return Part(at_R, at_R, is_first_R1, sizes_E)
+
+    def turns(self, turn: Callable[[Any, Any], Any], carry: Any) -> Any:
+        """As many turns as it takes on the device of the group that has most to do."""
+        if self.size >= self.most:
+            return turn(0, carry)
+        most = jnp.max(jnp.sum(self.sizes_NN, axis=0))
+        return jax.lax.fori_loop(0, (most + self.size - 1) // self.size, turn, carry)
+
+
+def _room(x_XH: Any, size: int) -> Any:
+    return jnp.zeros((size, x_XH.shape[1]), x_XH.dtype)
+
+
+def _undone(x_RH: Any, part: Part) -> Any:
+    """Rows in the order in which they came."""
+    return x_RH[inverse(part.at_R)]
+
+
+def _with(x_RH: Any, gates_R: Any) -> Any:
+    """Rows with their gates behind them, bit by bit, so that both are sent together."""
+    wide_R = gates_R.astype(jnp.promote_types(gates_R.dtype, x_RH.dtype))
+    bits_RK = jax.lax.bitcast_convert_type(wide_R, x_RH.dtype).reshape(wide_R.shape[0], -1)
+    padding = -bits_RK.shape[1] % LANES if x_RH.shape[1] % LANES == 0 else 0
+    return jnp.concatenate([x_RH, jnp.pad(bits_RK, ((0, 0), (0, padding)))], axis=1)
+
+
+def _without(x_RW: Any, width: int, dtype: Any) -> Any:
+    """The gates behind rows of a width."""
+    wide = jnp.promote_types(dtype, x_RW.dtype)
+    parts = wide.itemsize // x_RW.dtype.itemsize
+    bits_RK = x_RW[:, width : width + parts]
+    if parts == 1:
+        bits_RK = bits_RK[:, 0]
+    return jax.lax.bitcast_convert_type(bits_RK, wide).astype(dtype)

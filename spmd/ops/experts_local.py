@@ -1,0 +1,214 @@
+"""Experts on one device: the sum of what the experts at hand add to the rows at hand, by turns.
+
+Shapes are in the names, as in `spmd.ops.experts`. `ragged_dot` multiplies rows that are sorted by
+their expert.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Product = Callable[[Any, Any, Any], Any]
+"""(rows sorted by their expert, weights, rows of each expert) -> each row times its expert's."""
+
+
+def forward(
+    x_BSH: Any,
+    gates_BSC: Any,
+    chosen_BSC: Any,
+    numbers_E: Any,
+    *weights: Any,
+    count: int,
+    product: Product | None = None,
+) -> Any:
+    """What the experts at hand, whose numbers are given, add to the rows at hand.
+
+    Args:
+      x_BSH, gates_BSC: as for `experts`.
+      chosen_BSC, numbers_E: from 1 on; 0 is none.
+      *weights: gate, up and down of the experts at hand.
+      count: how many experts there are in all.
+      product: what multiplies rows with the weights of their experts.
+    """
+    choices = _Choices.of(chosen_BSC, numbers_E, count)
+    x_TH, gates_X = x_BSH.reshape(-1, x_BSH.shape[-1]), gates_BSC.reshape(-1)
+
+    def turn(i: Any, out_TH: Any) -> Any:
+        part = choices.turn(i)
+        added_RH = added(x_TH[part.row_R], gates_X[part.at_R], part, weights, product)
+        return out_TH + choices.summed(i, added_RH)
+
+    return choices.turns(turn, jnp.zeros_like(x_TH)).reshape(x_BSH.shape)
+
+
+def gradient(*operands: Any, count: int, product: Product | None = None) -> Any:
+    """Gradients of rows, gates and weights: the operands are those of `forward`, and its `dout`."""
+    x_BSH, gates_BSC, chosen_BSC, numbers_E, *weights, dout_BSH = operands
+    choices = _Choices.of(chosen_BSC, numbers_E, count)
+    x_TH, dout_TH = (x.reshape(-1, x.shape[-1]) for x in (x_BSH, dout_BSH))
+    gates_X = gates_BSC.reshape(-1)
+
+    def turn(i: Any, sums: Any) -> Any:
+        part = choices.turn(i)
+
+        def of(x_RH: Any, gates_R: Any, *weights: Any) -> Any:
+            return added(x_RH, gates_R, part, weights, product)
+
+        _, pull = jax.vjp(of, x_TH[part.row_R], gates_X[part.at_R], *weights)
+        dx_RH, dgates_R, *dweights = pull(dout_TH[part.row_R])
+        dx_TH, dgates_X, *before = sums
+        return (
+            dx_TH + choices.summed(i, dx_RH),
+            dgates_X + choices.returned(i, dgates_R),
+            *(total + x.astype(total.dtype) for total, x in zip(before, dweights, strict=True)),
+        )
+
+    nothing = (jnp.zeros_like(x_TH), jnp.zeros_like(gates_X))
+    zeros = (jnp.zeros(x.shape, jnp.float32) for x in weights)
+    dx_TH, dgates_X, *dweights = choices.turns(turn, (*nothing, *zeros))
+    found = (total.astype(x.dtype) for total, x in zip(dweights, weights, strict=True))
+    return dx_TH.reshape(x_BSH.shape), dgates_X.reshape(gates_BSC.shape), *found
+
+
+class Part(NamedTuple):
+    """The choices of one turn.
+
+    Attributes:
+      at_R: their places among all choices.
+      row_R: the rows that made them.
+      is_here_R1: whether there is such a choice; the last ones are padding.
+      sizes_E: how many there are of each expert at hand, one expert behind the other.
+    """
+
+    at_R: Any
+    row_R: Any
+    is_here_R1: Any
+    sizes_E: Any
+
+
+def inverse(order_X: Any) -> Any:
+    """Where each place of a permutation went."""
+    places_X = jnp.arange(order_X.shape[0], dtype=order_X.dtype)
+    return jnp.zeros_like(order_X).at[order_X].set(places_X, unique_indices=True)
+
+
+def turn_size(share: float, most: int) -> int:
+    """Choices of a turn: the share of the experts at hand if all are chosen alike, and a quarter.
+
+    Args:
+      share: that share.
+      most: choices that there may be.
+    """
+    return min(most, math.ceil(share * 5 / 4))
+
+
+class _Choices(NamedTuple):
+    """The choices of experts at hand, sorted by these, taken in turns.
+
+    All rows may choose experts at hand, but that is seldom: a turn has as many choices as there are
+    if experts are chosen alike, and a quarter more, and mostly there is one.
+
+    Attributes:
+      order_X: the choices, sorted; those of experts that are elsewhere are last.
+      place_TC: where each row's choices are in that order.
+      ends_E: where each expert's choices end.
+      choices: of each row.
+      size: choices of a turn.
+      most: choices that there may be.
+    """
+
+    order_X: Any
+    place_TC: Any
+    ends_E: Any
+    choices: int
+    size: int
+    most: int
+
+    @staticmethod
+    def of(chosen_BSC: Any, numbers_E: Any, count: int) -> _Choices:
+        chosen_X, here = chosen_BSC.reshape(-1), numbers_E.shape[0]
+        is_chosen_XE = (chosen_X[:, None] == numbers_E) & (numbers_E > 0)
+        place_X = jnp.where(jnp.any(is_chosen_XE, 1), jnp.argmax(is_chosen_XE, 1), here)
+        ends_E = jnp.cumsum(jnp.sum(is_chosen_XE, axis=0, dtype=jnp.int32))
+        choices, total = chosen_BSC.shape[-1], chosen_X.shape[0]
+        order_X = jnp.argsort(place_X, stable=True)
+        most = total // choices * min(choices, here)  # no row chooses an expert twice
+        size = turn_size(total * here / count, most)
+        place_TC = inverse(order_X).reshape(-1, choices)
+        return _Choices(order_X, place_TC, ends_E, choices, size, most)
+
+    def turn(self, i: Any) -> Part:
+        """The choices of turn `i`."""
+        start = i * self.size
+        padded = jnp.pad(self.order_X, (0, self.size))
+        at_R = jax.lax.dynamic_slice_in_dim(padded, start, self.size)
+        bounds_E = jnp.clip(self.ends_E - start, 0, self.size)
+        is_here_R1 = (jnp.arange(self.size) < bounds_E[-1])[:, None]
+        sizes_E = jnp.diff(bounds_E, prepend=0)
+        return Part(at_R, at_R // self.choices, is_here_R1, sizes_E)
+
+    def summed(self, i: Any, x_RH: Any) -> Any:
+        """(T, H): the sum of what turn `i` has found for each row's choices."""
+        shape = (self.place_TC.shape[0], x_RH.shape[1])
+        # Term by term: XLA would write all terms of one reduction before it adds them.
+        found = (self._found(i, c, x_RH).astype(jnp.float32) for c in range(self.choices))
+        return sum(found, jnp.zeros(shape, jnp.float32)).astype(x_RH.dtype)
+
+    def returned(self, i: Any, x_R: Any) -> Any:
+        """(X,) of what turn `i` has found for each choice."""
+        return jnp.stack([self._found(i, c, x_R) for c in range(self.choices)], 1).reshape(-1)
+
+    def _found(self, i: Any, c: int, x_R: Any) -> Any:
+        """(T, ...) of each row's choice `c`; 0 if turn `i` did not have it.
+
+        Adding to rows in the order of the choices would be in no order on a GPU, and so not give
+        the same twice.
+        """
+        at_T = self.place_TC[:, c] - i * self.size
+        is_there_T = (at_T >= 0) & (at_T < self.size)
+        found = x_R.at[at_T].get(mode="clip")
+        return jnp.where(is_there_T.reshape(-1, *(1,) * (x_R.ndim - 1)), found, 0)
+
+    def turns(self, turn: Callable[[Any, Any], Any], carry: Any) -> Any:
+        """As many turns as it takes."""
+        if self.size >= self.most:
+            return turn(0, carry)
+        needed = (self.ends_E[-1] + self.size - 1) // self.size
+        return jax.lax.fori_loop(0, needed, turn, carry)
+
+
+def added(
+    x_RH: Any, gates_R: Any, part: Part, weights: Sequence[Any], product: Product | None
+) -> Any:
+    """What each choice adds to its row."""
+    out_RH = said(x_RH, part, weights, product)
+    return out_RH * gates_R[:, None].astype(out_RH.dtype)
+
+
+def said(x_RH: Any, part: Part, weights: Sequence[Any], product: Product | None) -> Any:
+    """What its expert says to each row, all of them sorted by their expert."""
+    product = product or ragged
+    gate_EMH, up_EMH, down_EHM = weights
+    # No product of padding is defined: it is hidden on the way in, for the gradient's sake, and on
+    # the way out.
+    x_RH = jnp.where(part.is_here_R1, x_RH, 0)
+    gate_RM, up_RM = (product(x_RH, weight, part.sizes_E) for weight in (gate_EMH, up_EMH))
+    out_RH = product(jax.nn.silu(gate_RM) * up_RM, down_EHM, part.sizes_E)
+    return jnp.where(part.is_here_R1, out_RH, 0)
+
+
+_BY_ROWS = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())),
+    lhs_ragged_dimensions=(0,),
+    rhs_group_dimensions=(0,),
+)
+
+
+def ragged(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
+    """Each row times its expert's weights, as XLA multiplies them."""
+    return jax.lax.ragged_dot_general(x_RI, weights_EOI, sizes_E, _BY_ROWS)
