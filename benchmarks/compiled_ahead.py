@@ -35,6 +35,7 @@ class Built(NamedTuple):
       alive: the most bytes that are alive at once in that schedule.
       allocated: bytes on one device, as that compiler lays them.
       compiling: seconds.
+      text: the compiler's HLO.
     """
 
     seconds: float | None = None
@@ -46,6 +47,7 @@ class Built(NamedTuple):
     alive: int | None = None
     allocated: int | None = None
     compiling: float | None = None
+    text: str = ""
 
 
 class Case(NamedTuple):
@@ -112,7 +114,8 @@ def by_jax(case: Case, compiles: bool = True) -> Built:
 def _compiled(built: Built, case: Case, executable: Any, start: float) -> Built:
     """With the compiler's figures; bytes are the plan's, where there is one."""
     seconds, analysis = time.perf_counter() - start, executable.memory_analysis()
-    step = modelled(executable.as_text() or "", case.mesh, case.topology)
+    text = executable.as_text() or ""
+    step = modelled(text, case.mesh, case.topology)
     return built._replace(
         sent=step.sent if built.sent is None else built.sent,
         kernels=step.kernel_seconds,
@@ -120,6 +123,7 @@ def _compiled(built: Built, case: Case, executable: Any, start: float) -> Built:
         alive=analysis.peak_memory_in_bytes,
         allocated=Memory.of(analysis).peak_bytes,
         compiling=seconds,
+        text=text,
     )
 
 

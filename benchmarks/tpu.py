@@ -11,6 +11,7 @@ Example:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -139,9 +140,15 @@ def build(
     return Built(text, temporary, time.perf_counter() - start)
 
 
+@functools.cache
+def mesh_ahead(mesh: spmd.Mesh, topology: spmd.Topology) -> jax.sharding.Mesh:
+    """The mesh on the slice's devices; those of two calls of jax's would not be the same ones."""
+    return jax_mesh(mesh, devices_ahead(mesh, topology))
+
+
 def placed(types: Any, optimizer: Any, mesh: spmd.Mesh, topology: spmd.Topology) -> Any:
     """The arguments on the slice's devices; the optimizer's moments lie as their parameters."""
-    where = jax_mesh(mesh, devices_ahead(mesh, topology))
+    where = mesh_ahead(mesh, topology)
 
     def place(x: Any, like: Any) -> Any:
         spec = [None if entry is spmd.OPEN else entry for entry in like.sharding.spec]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from benchmarks.hlo.issued import Issued, Reader
 from benchmarks.hlo.runs import Runs
 from benchmarks.hlo.scatter import scattered_bytes
+from spmd.ir.control_flow import UNKNOWN_TRIPS
 from spmd.measure.hlo import Instruction, Module, op_name_of, parse_module_text, source_of
 from spmd.reshard.comm import wire_bytes
 
@@ -86,7 +87,13 @@ def hlo_collectives(
     return tuple(counted(account))
 
 
-def read_account(text: str, *, guess_trips: bool = True, scatter_slices: bool = False) -> Account:
+def read_account(
+    text: str,
+    *,
+    guess_trips: bool = True,
+    scatter_slices: bool = False,
+    unknown_trips: int = UNKNOWN_TRIPS,
+) -> Account:
     """The collectives of each computation, `count` being 1; for arguments see `hlo_collectives`."""
     module = parse_module_text(text)
     scattered = scattered_bytes(module) if scatter_slices else {}
@@ -100,7 +107,8 @@ def read_account(text: str, *, guess_trips: bool = True, scatter_slices: bool = 
         for name, computation in module.computations.items()
     }
     sent = {name: [collective.bytes for collective in own] for name, own in found.items()}
-    return Account(module, found, Runs(module, sent, guess_trips=guess_trips))
+    runs = Runs(module, sent, guess_trips=guess_trips, unknown_trips=unknown_trips)
+    return Account(module, found, runs)
 
 
 def counted(account: Account) -> Iterator[HloCollective]:

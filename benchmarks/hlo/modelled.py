@@ -7,10 +7,13 @@ less the kernels that the schedule has beside them. Nothing of this is measured.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
-from benchmarks.hlo.collectives import HloCollective, read_account
-from benchmarks.hlo.schedule import estimated_cycles, read_schedule
+from benchmarks.hlo.collectives import HloCollective, counted, read_account
+from benchmarks.hlo.schedule import estimated_cycles
+from spmd.ir.control_flow import UNKNOWN_TRIPS
+from spmd.measure.hlo import Instruction
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import latency_steps
@@ -46,22 +49,41 @@ class Modelled(NamedTuple):
         return self.kernel_seconds + self.exposed_seconds
 
 
-def modelled(text: str, mesh: Mesh, topology: Topology) -> Modelled:
+Seconds = Callable[[Instruction], float]
+"""Of an instruction, what it takes beyond the cycles that the compiler writes on it."""
+
+
+def nothing_more(instruction: Instruction) -> float:
+    """No time but what the compiler estimates."""
+    del instruction
+    return 0.0
+
+
+def modelled(
+    text: str,
+    mesh: Mesh,
+    topology: Topology,
+    more: Seconds = nothing_more,
+    turns: int = UNKNOWN_TRIPS,
+) -> Modelled:
     """Reads a scheduled module.
 
     Args:
       text: `compiled.as_text("hlo")`.
       mesh: its mesh.
       topology: the slice, of a chip in `CLOCKS`.
+      more: of kernels of which the compiler estimates nothing, what they take.
+      turns: how often a loop runs of which nobody knows that.
     """
     clock = CLOCKS[topology.chip.name]
-    account, schedule = read_account(text), read_schedule(text)
+    account = read_account(text, unknown_trips=turns)
     counts = account.runs.counts()
-    exposed, alone = 0.0, []
+    kernel_seconds, exposed, alone = 0.0, 0.0, []
     large = large_hidden = 0
     for name, own in account.collectives.items():
         computation = account.module.computations[name] if counts[name] else ()
-        kernels = [estimated_cycles(instruction) / clock for instruction in computation]
+        kernels = [estimated_cycles(x) / clock + more(x) for x in computation]
+        kernel_seconds += counts[name] * sum(kernels)
         left = [*kernels]  # what each kernel can still hide
         for collective in own if counts[name] else ():
             beside = any(kernels[place] for place in collective.flight)
@@ -73,8 +95,8 @@ def modelled(text: str, mesh: Mesh, topology: Topology) -> Modelled:
                 large_hidden += counts[name] if beside else 0
                 if not beside:
                     alone.append((collective._replace(count=counts[name]), waited))
-    seconds = schedule.cycles / clock
-    return Modelled(seconds, exposed, schedule.bytes, large, large_hidden, tuple(alone))
+    sent = sum(c.bytes * c.count for c in counted(account))
+    return Modelled(kernel_seconds, exposed, sent, large, large_hidden, tuple(alone))
 
 
 def _hide(needed: float, flight: range, left: list[float]) -> float:

@@ -121,6 +121,7 @@ def _exchanged(spec: Spec, axes: Mapping[Entry, Entry]) -> Spec:
 
 
 TWO_D = Table(PARAMETER_SPECS, ACTIVATION_SPECS)
+_EXPERTS = {name: spec for name, spec in PARAMETER_SPECS.items() if "/experts/" in name}
 _TENSOR = TWO_D._replace(parameters=TWO_D.over({WEIGHTS: None}).parameters)
 _ALL_AXES = (*BATCH, "model")
 _SEQUENCE = (BATCH, ("seq", "model"), None)
@@ -139,6 +140,10 @@ TABLES: Mapping[str, Table] = MappingProxyType(
                 "layers/mlp/experts/up_proj/weight": ("data", "model", "seq"),
                 "layers/mlp/experts/down_proj/weight": ("data", "seq", "model"),
             }
+        ),
+        # Experts over an axis of their own, and all else over it as well: less is held, mostly.
+        "2d-all": TWO_D._replace(
+            parameters={**TWO_D.over({WEIGHTS: ("data", "expert", "seq")}).parameters, **_EXPERTS}
         ),
         # Parameters and sequences over both axes; a layer is gathered when it is computed.
         "fsdp": Table(

@@ -134,6 +134,9 @@ def test_experts_are_on_their_axis_or_on_the_batchs():
     assert sharding.parameter_rules(config, SHAPE)[path] == (None, None, "data", "model")
     folded = sharding.parameter_rules(config, SHAPE, sharding.table_named("2d-experts"))
     assert folded[path] == (None, "data", None, "model")
+    everything = sharding.parameter_rules(config, shape, sharding.table_named("2d-all"))
+    assert everything[path] == (None, "expert", "data", "model")
+    assert everything["layers/self_attn/q_proj/weight"] == (None, ("data", "expert"), "model")
     assert sharding.activation_specs(config, shape)["logits"] == (("data", "expert"), None, "model")
     (note,) = sharding.dropped_marks(dataclasses.replace(config, num_experts=3), shape)[:1]
     assert "expert=2 does not divide 3 (dim 0), which stays whole" in note

@@ -1,0 +1,243 @@
+"""Experts split over many TPUs: a training step by us, by GSPMD, and with expert layers by hand.
+
+`ours` is what `spmd.jit` makes of the step, and `ours-gathered` what it makes if it may not send
+rows to their experts. The others are compiled by `jax.jit` with the same marks: `jax.jit` has the
+same expert layer, `one-hot` one for GSPMD, which drops tokens, and `gathered` and `exchanged` one
+in a `shard_map` (`benchmarks/experts_peers.py`). Attention is an einsum in all of them. Nothing
+runs: `predicted` is our plan's, the rest is read from what the TPU compiler made (`tpu` extra),
+minutes for each program.
+
+Example:
+    benchmarks/run experts --rows mixtral-64 --layers 2
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+if "jax" not in sys.modules:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+import spmd
+from benchmarks import experts_peers as peers
+from benchmarks.compiled_ahead import (
+    Built,
+    Case,
+    attempt,
+    by_jax,
+    by_spmd,
+    mesh_of,
+    print_head,
+    print_line,
+)
+from benchmarks.hlo.modelled import Modelled, Seconds, modelled
+from benchmarks.tpu import mesh_ahead
+from models.llama import sharding
+from models.llama.config import LlamaConfig
+from models.llama.named import named_config
+from spmd.cli.flags import Parser, Switch, words
+from spmd.measure.hlo import Instruction, arrays
+from spmd.planning import assignments
+
+
+class Row(NamedTuple):
+    """One configuration.
+
+    Attributes:
+      model: named config, or one of `MODELS`.
+      topology: the slice.
+      axes: sizes of the mesh's axes.
+      batch: sequences in a step.
+    """
+
+    model: str
+    topology: str
+    axes: Mapping[str, int]
+    batch: int
+
+
+ROWS = {
+    "mixtral-64": Row("mixtral-8x7b", "v5p:4x4x4", {"data": 8, "expert": 8}, 128),
+    "mixtral-64-model": Row("mixtral-8x7b", "v5p:4x4x4", {"data": 4, "expert": 8, "model": 2}, 128),
+    "mixtral-64-data": Row("mixtral-8x7b", "v5p:4x4x4", {"data": 64}, 128),
+    "256-512": Row("256-experts", "v5p:8x8x8", {"data": 8, "expert": 64}, 512),
+}
+
+MODELS: Mapping[str, Any] = {
+    "256-experts": {
+        "hidden_size": 7168,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "num_experts": 256,
+        "moe_intermediate_size": 2048,
+    },
+}
+"""Name -> fields in which it differs from Qwen3-235B-A22B: experts and width as DeepSeek-V3's."""
+
+OURS = ("ours", "ours-gathered")
+PROGRAMS = (*OURS, "jax.jit", "one-hot", "gathered", "exchanged")
+
+CAPACITY = 1.25
+"""Places of an expert (`one-hot`), or rows on a device (`exchanged`), over its share of choices."""
+
+
+def config_of(given: Any, row: Row) -> LlamaConfig:
+    """The model: layers scanned and recomputed."""
+    if row.model in MODELS:
+        config = dataclasses.replace(named_config("qwen3-235b-a22b"), **MODELS[row.model])
+    else:
+        config = named_config(row.model)
+    layers = given.layers or config.num_hidden_layers
+    return dataclasses.replace(
+        config, num_hidden_layers=layers, dtype="bfloat16", attention="einsum", remat="full"
+    )
+
+
+def case_of(given: Any, row: Row) -> Case:
+    """The training step, on its machine."""
+    shape = (given.batch or row.batch, given.seq_len)
+    topology, table = spmd.Topology(row.topology), sharding.table_named(given.sharding)
+    return Case(config_of(given, row), mesh_of(row.axes), topology, shape, table)
+
+
+@contextlib.contextmanager
+def layer_of(name: str, case: Case) -> Iterator[None]:
+    """Puts a program's expert layer in the place of ours, or forbids ours to send rows."""
+    if name in ("ours", "jax.jit"):
+        yield
+        return
+    if name in OURS:
+        with mock.patch.object(assignments, "exchanging", return_value=()):
+            yield
+        return
+    mesh = mesh_ahead(case.mesh, case.topology)
+    made = {
+        "one-hot": lambda: peers.one_hot(mesh, CAPACITY),
+        "gathered": lambda: peers.gathered(mesh),
+        "exchanged": lambda: peers.exchanged(mesh, CAPACITY),
+    }
+    with mock.patch.object(spmd.ops, "experts", made[name]()):
+        yield
+
+
+def build(given: Any, name: str, case: Case) -> Built:
+    """Plans or compiles one program."""
+    with layer_of(name, case):
+        return by_spmd(case, given.compile)[0] if name in OURS else by_jax(case, given.compile)
+
+
+def judged(given: Any, row: Row, name: str, case: Case, built: Built) -> Modelled | None:
+    """Time by the compiler's schedule."""
+    if not built.text:
+        return None
+    config = config_of(given, row)
+    choices = (given.batch or row.batch) * given.seq_len * config.num_experts_per_tok
+    flops = 2.0 * choices * config.hidden_size * config.expert_width
+    # jax.jit's program has no room to spare: what it computes on several devices counts on each.
+    most = flops / (1 if name == "jax.jit" else case.mesh.size)
+    return modelled(built.text, case.mesh, case.topology, ragged(case, most), turns=1)
+
+
+def ragged(case: Case, most: float) -> Seconds:
+    """The time of products of rows by their experts, at the chip's peak.
+
+    Args:
+      case: the program.
+      most: operations of one product if experts are chosen alike. There is room for more rows than
+        that, which the kernel leaves out.
+    """
+
+    def seconds(instruction: Instruction) -> float:
+        if not instruction.name.startswith("ragged-dot-none"):
+            return 0.0
+        given = instruction.rest.partition("operand_layout_constraints={")[2].partition("}, front")[
+            0
+        ]
+        (_, rows), (_, weights) = arrays(given)[-2:]
+        flops = min(2.0 * math.prod(rows) * weights[-1], most)
+        return flops / case.topology.peak_flops("bf16")
+
+    return seconds
+
+
+def line(built: Built, step: Modelled | None) -> Iterator[str]:
+    """Cells of the table."""
+    gib = 2**30
+    figures: tuple[tuple[float | None, float, int], ...] = (
+        (built.sent, 1e9, 1),
+        (built.seconds, 1, 2),
+        (built.waiting, 1, 2),
+        (step and step.seconds, 1, 2),
+        (step and step.exposed_seconds, 1, 2),
+        (step and step.sent, 1e9, 1),
+        (built.peak, gib, 1),
+        (built.alive, gib, 1),
+        (built.allocated, gib, 1),
+        (built.compiling, 1, 0),
+    )
+    for number, unit, digits in figures:
+        yield "-" if number is None else f"{number / unit:.{digits}f}"
+
+
+HEADER = (
+    "row",
+    "program",
+    "GB sent",
+    "predicted s",
+    "of that waiting",
+    "modelled s",
+    "of that waiting",
+    "compiler's GB sent",
+    "predicted GiB",
+    "alive GiB",
+    "compiler GiB",
+    "compile s",
+)
+
+
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("benchmarks/run experts", __doc__)
+    add = parser.add_argument
+    add("--rows", type=words, default=",".join(ROWS), help="which configurations")
+    add("--programs", type=words, default=",".join(PROGRAMS), help="what is made of the step")
+    add("--layers", type=int, default=0, help="so many layers instead of all")
+    add("--batch", type=int, default=0, help="so many sequences in a step")
+    add("--seq_len", type=int, default=4096, help="tokens in a sequence")
+    add("--sharding", default="2d", help="table of specs")
+    add("--compile", action=Switch, default=True, help="run the TPU compiler")
+    add("--keep", type=Path, help="folder that keeps the TPU compiler's HLO")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints one table."""
+    given = make_parser().parse_args(arguments)
+    print(f"jax {jax.__version__}, sequences of {given.seq_len}, AdamW")
+    print_head(HEADER)
+    for name in given.rows:
+        row = ROWS[name]
+        for program in given.programs:
+            case = case_of(given, row)
+            built, problem = attempt(partial(build, given, program, case), Built())
+            if given.keep and built.text:
+                given.keep.mkdir(parents=True, exist_ok=True)
+                (given.keep / f"{name}_{program}.hlo").write_text(built.text, encoding="utf-8")
+            step = judged(given, row, program, case, built)
+            print_line([name, program, *line(built, step)], problem)
+
+
+if __name__ == "__main__":
+    main()

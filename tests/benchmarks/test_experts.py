@@ -1,0 +1,93 @@
+"""Experts over many TPUs: lines of the table without a compiler, and layers written by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from benchmarks import experts, experts_peers
+from benchmarks.hlo.modelled import estimated_cycles
+from spmd.measure.hlo import parse_module_text
+from spmd.ops import experts_exchange, experts_tpu
+from tests.ops.test_attention import close
+from tests.ops.test_experts import loss, operands, plain
+
+
+def test_lines_without_a_compiler(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = experts.Row("mixtral-8x7b", "v5p:2x2x2", {"data": 2, "expert": 4}, 32)
+    monkeypatch.setitem(experts.ROWS, "small", small)
+    flags = ["--rows", "small", "--layers", "1", "--seq_len", "4096", "--nocompile"]
+    experts.main([*flags, "--programs", "ours,ours-gathered,gathered"])
+    head, *lines = [line for line in capsys.readouterr().out.splitlines() if line[0] == "|"]
+    names = [cell.strip() for cell in head.strip("|").split("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+    ours, whole, gathered = (dict(zip(names, row, strict=True)) for row in rows)
+    assert 0 < float(ours["GB sent"]) < float(whole["GB sent"])
+    assert 0 < float(ours["predicted s"]) <= float(whole["predicted s"])
+    assert float(ours["predicted GiB"]) > 1
+    assert gathered["GB sent"] == gathered["compiler GiB"] == "-"
+
+
+@pytest.fixture
+def mesh(devices8: Any) -> jax.sharding.Mesh:
+    axes = {"data": 2, "expert": 2, "model": 2}
+    types = (AxisType.Auto,) * 3
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=devices8)
+
+
+PEERS = {
+    "one-hot": lambda mesh: experts_peers.one_hot(mesh, 8.0),
+    "gathered": experts_peers.gathered,
+    "exchanged": lambda mesh: experts_peers.exchanged(mesh, 8.0),
+}
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_layers_by_hand_are_right(
+    name: str, mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for all tokens they give what a loop over the experts gives."""
+    monkeypatch.setattr(experts_tpu, "INTERPRET", True)
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", by_gather)
+    args = operands(b=8, count=4)
+    close(jax.jit(loss(PEERS[name](mesh)))(*args), jax.jit(loss(plain))(*args))
+
+
+def by_gather(x: Any, out: Any, *places: Any, axis_name: str) -> Any:
+    """CPUs have no such collective."""
+    return experts_exchange.by_gather(x, out, experts_exchange.Places(*places), (axis_name,))
+
+
+def test_products_by_experts_count_rows_that_are_expected() -> None:
+    text = """HloModule m, is_scheduled=true, num_partitions=8
+
+ENTRY %main (p: bf16[64,16], q: bf16[2,16,32]) -> bf16[64,32] {
+  %p = bf16[64,16]{1,0} parameter(0)
+  %q = bf16[2,16,32]{2,1,0} parameter(1)
+  ROOT %ragged-dot-none.1 = bf16[64,32]{1,0} custom-call(%p, %q), custom_call_target="tpu_custom_call", operand_layout_constraints={bf16[64,16]{1,0}, bf16[2,16,32]{2,1,0}}, metadata={}
+}
+"""  # noqa: E501
+    case: Any = SimpleNamespace(topology=SimpleNamespace(peak_flops=lambda dtype: 1e3))
+    *_, product = parse_module_text(text).computations["main"]
+    whole = 2 * 64 * 16 * 32
+    assert estimated_cycles(product) == 0
+    assert experts.ragged(case, 1e9)(product) == pytest.approx(whole / 1e3)
+    assert experts.ragged(case, 1e4)(product) == pytest.approx(1e4 / 1e3)
+
+
+def test_places_that_an_expert_lacks_drop_tokens(mesh: jax.sharding.Mesh) -> None:
+    x, gates, _, *weights = operands(b=8, count=4)
+    chosen = np.zeros((*x.shape[:2], 1), np.int32)
+    out = experts_peers.one_hot(mesh, 1.0)(x, gates[..., :1], chosen, *weights)
+    want = plain(x, gates[..., :1], chosen, *weights)
+    kept = -(-x.shape[1] // 4)
+    close(out[:, :kept], want[:, :kept])
+    assert not jnp.any(out[:, kept:])
