@@ -208,6 +208,7 @@ def test_a_skipped_step_keeps_the_state():
     assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)  # of what is trained alone
 
 
+@pytest.mark.heavy  # own_model.py runs in two processes, too
 def test_two_processes(tmp_path: Path):
     said = run_both(Path(__file__), tmp_path / "run")
     assert said[0] == said[1]
