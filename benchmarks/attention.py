@@ -53,6 +53,17 @@ def milliseconds(given: argparse.Namespace, run: Callable[..., Any], args: Seque
     return 1e3 * statistics.median(times)
 
 
+def timed_cells(
+    given: argparse.Namespace, run: Callable[..., Any], args: Sequence[Any], flops: float
+) -> list[str]:
+    """Milliseconds and TFLOP/s, or why there are none."""
+    try:
+        took = milliseconds(given, run, args)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return [str(error).strip().splitlines()[0][:60], "-"]
+    return [f"{took:.2f}", f"{flops / took / 1e9:.0f}"]
+
+
 def row(given: argparse.Namespace, name: str, length: int) -> str:
     """One line of the table."""
     batch = max(1, given.tokens // length)
@@ -66,14 +77,9 @@ def row(given: argparse.Namespace, name: str, length: int) -> str:
         ids = jnp.arange(length, dtype=jnp.int32) * 4 // length
         segments = jnp.broadcast_to(ids, (batch, length))
     product = batch * given.heads * length * length * given.width  # two FLOPs, of which half
-    cells = []
+    cells: list[str] = []
     for run, products in zip(functions(name, segments), (2, 7), strict=True):
-        try:
-            took = milliseconds(given, run, args)
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            cells += [str(error).strip().splitlines()[0][:60], "-"]
-        else:
-            cells += [f"{took:.2f}", f"{products * product / took / 1e9:.0f}"]
+        cells += timed_cells(given, run, args, products * product)
     return f"| {name} | {batch} x {length} | {' | '.join(cells)} |"
 
 

@@ -151,8 +151,12 @@ COLUMNS: Mapping[str, Column] = {
 def cells(built: Built, columns: Mapping[str, Column] = COLUMNS) -> Iterator[str]:
     """A line of the table."""
     for field, unit, digits in columns.values():
-        number = getattr(built, field)
-        yield "-" if number is None else f"{number / unit:.{digits}f}"
+        yield cell(getattr(built, field), unit, digits)
+
+
+def cell(number: float | None, unit: float, digits: int) -> str:
+    """A number in a unit; a dash where nothing says it."""
+    return "-" if number is None else f"{number / unit:.{digits}f}"
 
 
 def attempt(build: Callable[[], Any], otherwise: Any) -> tuple[Any, str]:

@@ -37,6 +37,7 @@ from benchmarks.compiled_ahead import (
     attempt,
     by_jax,
     by_spmd,
+    cell,
     mesh_of,
     print_head,
     print_line,
@@ -187,8 +188,7 @@ def line(built: Built, step: Modelled | None) -> Iterator[str]:
         (built.allocated, gib, 1),
         (built.compiling, 1, 0),
     )
-    for number, unit, digits in figures:
-        yield "-" if number is None else f"{number / unit:.{digits}f}"
+    yield from (cell(*figure) for figure in figures)
 
 
 HEADER = (

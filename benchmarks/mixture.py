@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 import spmd
-from benchmarks.attention import milliseconds
+from benchmarks.attention import timed_cells
 from spmd.cli.flags import Parser, positive, words
 from spmd.ops import experts
 
@@ -78,16 +78,11 @@ def row(given: argparse.Namespace, model: str, name: str) -> str:
     sizes = MODELS[model]
     args = operands(sizes, given.tokens, given.dtype)
     product = 2 * given.tokens * sizes.choices * sizes.hidden * sizes.inner
-    cells = []
+    cells: list[str] = []
     # The backward pass has two products for each of the forward's; what it computes again, the
     # three of the forward pass, is its own affair.
     for run, products in zip(functions(name), (3, 9), strict=True):
-        try:
-            took = milliseconds(given, run, args)
-        except jax.errors.JaxRuntimeError as error:
-            cells += [str(error).strip().splitlines()[0][:60], "-"]
-        else:
-            cells += [f"{took:.2f}", f"{products * product / took / 1e9:.0f}"]
+        cells += timed_cells(given, run, args, products * product)
     return f"| {model} | {given.tokens} | {name} | {' | '.join(cells)} |"
 
 

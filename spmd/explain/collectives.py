@@ -12,7 +12,7 @@ from spmd.measure.labels import layer_of
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
-from spmd.predict.exchanges import Exchange
+from spmd.predict.transfers import Transfer
 
 
 class Collective(NamedTuple):
@@ -20,7 +20,7 @@ class Collective(NamedTuple):
 
     Attributes:
       kind: as in `spmd.reshard.comm.KINDS`.
-      axes: the mesh axes (or sub-axes) along which devices exchange.
+      axes: the mesh axes (or sub-axes) along which devices transfer.
       bytes: bytes that one device sends in one execution, in the way in which the backend runs it.
       count: executions in one run of the program (loops multiply).
       source: the user's source line, and its caller's.
@@ -48,31 +48,31 @@ def list_collectives(partitioned: Partitioned, topology: Topology) -> tuple[Coll
         for op in region.ops:
             for inner in op.regions:
                 yield from found(inner, times * index.runs(op))
-            if (exchange := Exchange.of(op, mesh)) is not None:
-                yield _collective(op, exchange, times, mesh, topology)
+            if (transfer := Transfer.of(op, mesh)) is not None:
+                yield _collective(op, transfer, times, mesh, topology)
 
     return tuple(found(program.body, 1))
 
 
 def _collective(
-    op: Op, exchange: Exchange, times: int, mesh: Mesh, topology: Topology
+    op: Op, transfer: Transfer, times: int, mesh: Mesh, topology: Topology
 ) -> Collective:
     return Collective(
-        exchange.kind,
-        tuple(str(ref) for ref in axis_refs(exchange.axes, mesh)),
-        exchange.sent_bytes(mesh, topology),
+        transfer.kind,
+        tuple(str(ref) for ref in axis_refs(transfer.axes, mesh)),
+        transfer.sent_bytes(mesh, topology),
         times,
         op.loc.trail,
         op.loc.note if op.collective else f"{op.label} is split over what splits its rows, too",
-        exchange.seconds(mesh, topology),
+        transfer.seconds(mesh, topology),
         layer_of(op.loc),
     )
 
 
 def sent_bytes(op: Op, mesh: Mesh, topology: Topology) -> int:
     """What one device sends in one run of an op; 0 if it exchanges nothing."""
-    exchange = Exchange.of(op, mesh)
-    return exchange.sent_bytes(mesh, topology) if exchange else 0
+    transfer = Transfer.of(op, mesh)
+    return transfer.sent_bytes(mesh, topology) if transfer else 0
 
 
 class Total(NamedTuple):

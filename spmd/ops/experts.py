@@ -76,7 +76,7 @@ def experts(
 
 
 def _on_gpus(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
-    """The same, by a kernel for those that it takes."""
+    """Each row times its expert's weights: by our kernel, or by XLA where that does not fit it."""
     found = ragged_triton.product(x_RI, weights_EOI, sizes_E)
     return experts_local.ragged(x_RI, weights_EOI, sizes_E) if found is NotImplemented else found
 

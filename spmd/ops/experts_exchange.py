@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from spmd.ops.experts_local import Part, Product, added, inverse, said, turn_size
+from spmd.ops.experts_local import Part, Product, added, inverse, said, summed, turn_size
 
 Send = Callable[[Any, Any, "Places", tuple[str, ...]], Any]
 """(rows, where they arrive, places, axes) -> that, with what the others have sent."""
@@ -196,14 +196,12 @@ class _Route(NamedTuple):
 
     def summed(self, x_XH: Any, weights_TC: Any = None) -> Any:
         """(T, H): the sum of what belongs to each row's choices, each with its weight."""
-        # Term by term: XLA would write all terms of one reduction before it adds them.
-        total_TH = jnp.zeros((self.place_TC.shape[0], x_XH.shape[1]), jnp.float32)
-        for c in range(self.choices):
+
+        def term(c: int) -> Any:
             term_TH = x_XH[self.place_TC[:, c]]
-            if weights_TC is not None:
-                term_TH = term_TH * weights_TC[:, c, None]
-            total_TH += term_TH.astype(jnp.float32)
-        return total_TH.astype(x_XH.dtype)
+            return term_TH if weights_TC is None else term_TH * weights_TC[:, c, None]
+
+        return summed(map(term, range(self.choices)))
 
     def turn(self, i: Any) -> tuple[Places, Places, Part]:
         """The places of turn `i`, those of the way back, and what arrives, by expert."""

@@ -7,7 +7,7 @@ their expert.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -97,6 +97,18 @@ def inverse(order_X: Any) -> Any:
     return jnp.zeros_like(order_X).at[order_X].set(places_X, unique_indices=True)
 
 
+def summed(terms: Iterable[Any]) -> Any:
+    """The sum of arrays in float32, in their dtype.
+
+    They are added one after the other: of one reduction XLA would write all terms first.
+    """
+    first, *others = terms
+    total = first.astype(jnp.float32)
+    for term in others:
+        total += term.astype(jnp.float32)
+    return total.astype(first.dtype)
+
+
 def turn_size(share: float, most: int) -> int:
     """Choices of a turn: the share of the experts at hand if all are chosen alike, and a quarter.
 
@@ -154,10 +166,7 @@ class _Choices(NamedTuple):
 
     def summed(self, i: Any, x_RH: Any) -> Any:
         """(T, H): the sum of what turn `i` has found for each row's choices."""
-        shape = (self.place_TC.shape[0], x_RH.shape[1])
-        # Term by term: XLA would write all terms of one reduction before it adds them.
-        found = (self._found(i, c, x_RH).astype(jnp.float32) for c in range(self.choices))
-        return sum(found, jnp.zeros(shape, jnp.float32)).astype(x_RH.dtype)
+        return summed(self._found(i, c, x_RH) for c in range(self.choices))
 
     def returned(self, i: Any, x_R: Any) -> Any:
         """(X,) of what turn `i` has found for each choice."""

@@ -28,8 +28,8 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
 from spmd.predict.arithmetic import arithmetic_seconds
-from spmd.predict.exchanges import RAGGED, Exchange
 from spmd.predict.fusion import stored_values
+from spmd.predict.transfers import RAGGED, Transfer
 
 COMPUTE = "compute"
 
@@ -189,11 +189,11 @@ class _Schedule:
 
     def costs(self, op: Op) -> Iterator[tuple[Op, str, float]]:
         """The op with each of its lanes and its seconds there; a composite may exchange first."""
-        exchange = Exchange.of(op, self.mesh)
-        if exchange is not None:
-            lane = ", ".join(sorted(str(ref) for ref in axis_refs(exchange.axes, self.mesh)))
-            yield op, lane, exchange.seconds(self.mesh, self.topology)
-        if not op.collective or exchange is None:
+        transfer = Transfer.of(op, self.mesh)
+        if transfer is not None:
+            lane = ", ".join(sorted(str(ref) for ref in axis_refs(transfer.axes, self.mesh)))
+            yield op, lane, transfer.seconds(self.mesh, self.topology)
+        if not op.collective or transfer is None:
             yield op, COMPUTE, self.local.seconds(op)
 
     def control_flow(self, op: Op, start: float, trips: int, depth: int) -> float:

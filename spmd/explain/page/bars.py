@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from spmd.ir.control_flow import UNKNOWN_TRIPS
 from spmd.mesh.mesh import Mesh
-from spmd.predict.exchanges import Exchange
 from spmd.predict.timeline import COMPUTE, Slot, Timeline
+from spmd.predict.transfers import Transfer
 
 
 class Segment(NamedTuple):
@@ -108,8 +108,8 @@ def _segment(slot: Slot, mesh: Mesh, begin: float) -> Segment:
     op, start = slot.op, slot.start - begin
     if slot.lane == COMPUTE:
         return Segment((COMPUTE,), COMPUTE, op.label, op.loc.trail, start, slot.seconds)
-    exchange = Exchange.of(op, mesh)
-    atoms = exchange.axes if exchange else ()
+    transfer = Transfer.of(op, mesh)
+    atoms = transfer.axes if transfer else ()
     axes = dict.fromkeys(mesh.axis_names[mesh.atoms[a].axis] for a in atoms)
     label = f"{slot.kind} over {slot.lane}"
     return Segment(tuple(axes), slot.kind, label, op.loc.trail, start, slot.seconds)

@@ -15,8 +15,8 @@ RAGGED = "ragged_all_to_all"
 """The kind of what composites exchange."""
 
 
-class Exchange(NamedTuple):
-    """What is exchanged.
+class Transfer(NamedTuple):
+    """What an op brings from device to device.
 
     Attributes:
       kind: as in `spmd.reshard.comm.KINDS`.
@@ -32,16 +32,16 @@ class Exchange(NamedTuple):
     group: int
 
     @staticmethod
-    def of(op: Op, mesh: Mesh) -> Exchange | None:
+    def of(op: Op, mesh: Mesh) -> Transfer | None:
         """That of an op along axes of the mesh; None if it is none."""
         attrs = op.kind.attrs
         if AXES in attrs:
             axes, sent = attrs[AXES], attrs[SENT]
-            return Exchange(RAGGED, axes, sent, sent, mesh.extent(axes))
+            return Transfer(RAGGED, axes, sent, sent, mesh.extent(axes))
         if not op.collective or "axes" not in attrs:
             return None
         put, got = (sum(t.bytes for t in x) for x in (op.kind.operands, op.kind.results))
-        return Exchange(op.collective, attrs["axes"], put, got, group_size(attrs, mesh))
+        return Transfer(op.collective, attrs["axes"], put, got, group_size(attrs, mesh))
 
     def seconds(self, mesh: Mesh, topology: Topology) -> float:
         """Predicted time."""
