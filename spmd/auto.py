@@ -211,7 +211,7 @@ def _open_plan(request: Request, memory_limit: int | None) -> Plan:
     entries = request.arg_entries or (None,) * len(problem.arguments)
     free = [entry is None or None in entry for entry in entries]
     options = Options(memory_limit=memory_limit)
-    problem = replace(opened(problem, free), is_open=True)
+    problem = opened(problem, free)
     return plan_problem(problem, options, request.donated).plan
 
 

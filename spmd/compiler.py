@@ -1,6 +1,6 @@
 """The compiler, top to bottom: every stage in order, timed, checked, printable.
 
-    import -> canonicalize -> separate -> unroll -> sink -> propagate
+    import -> canonicalize -> separate -> dedupe -> unroll -> sink -> propagate
     plan -> partition -> optimize -> time -> layouts -> expand -> emit
 
 The planner proposes a few plans. Each is partitioned, optimized and timed (`spmd.trial`), and the
@@ -25,6 +25,7 @@ from spmd.frontend.separate import separate
 from spmd.frontend.unflatten import unflatten
 from spmd.frontend.unroll import unroll
 from spmd.ir.callbacks import Callback
+from spmd.ir.dedupe import dedupe
 from spmd.ir.dialect.composites import PLATFORM, whole_composites
 from spmd.ir.legality import check_program
 from spmd.ir.program import Program
@@ -172,7 +173,8 @@ def _front(request: Request, clock: Stopwatch) -> Imported:
     """What a module says."""
     imported = clock("import", _import, request)
     canonical = clock("canonicalize", _canonical, imported.program)
-    return imported._replace(program=clock("separate", separate, canonical))
+    separated = clock("separate", separate, canonical)
+    return imported._replace(program=clock("dedupe", dedupe, separated))
 
 
 def _problem(request: Request, imported: Imported, program: Program, clock: Stopwatch) -> Problem:

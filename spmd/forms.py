@@ -18,15 +18,13 @@ from typing import NamedTuple
 from spmd.errors import PlanError
 from spmd.frontend.unroll import unroll
 from spmd.ir.program import Program
+from spmd.planning.exact import RUNS
 from spmd.planning.plan import Weighed
 from spmd.predict.backends import backend_of
 from spmd.trial import Trial
 
 MOST_TRIPS = 64
 """Loops that run more often stay loops, if nobody says otherwise."""
-
-RUNS = 3_000
-"""How often a program is taken to run, where time to compile is weighed against time to run."""
 
 WRITTEN_OUT_GAIN, MOST_GAIN = 0.02, 0.2
 """Share of its time that a program must win by having its loops written out, and the most that is

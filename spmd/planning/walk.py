@@ -73,7 +73,7 @@ class Walk:
 
     def as_it_is(self, value: Value) -> Sharding:
         """The sharding of a result that nothing asks for."""
-        return self.problem.boundary(value, self.full_state(value))
+        return self.problem.left(value, self.full_state(value))
 
     # Values.
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from spmd.ir.dead import remove_dead
+from spmd.ir.dedupe import dedupe
 from spmd.ir.program import Program, Value
 from spmd.lowering.halves.interleave import interleave
 from spmd.lowering.rewrites.clock import Clock
 from spmd.lowering.rewrites.combine import combine
-from spmd.lowering.rewrites.dedupe import dedupe
 from spmd.lowering.rewrites.hoist import hoist
 from spmd.lowering.rewrites.narrow import narrow
 from spmd.lowering.rewrites.order import order
