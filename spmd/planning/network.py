@@ -22,8 +22,7 @@ from spmd.planning.plan import Choice
 from spmd.planning.problem import Problem
 from spmd.planning.solver.network import FORBIDDEN, Network, Table
 from spmd.planning.units import ARGUMENT, CARRY, OP, WHOLE, Units, Use
-from spmd.reshard.paths import Path
-from spmd.reshard.resharder import States, seconds_of
+from spmd.reshard.resharder import States
 
 MOST_COPIES = 4
 """Second copies of one value that are looked at."""
@@ -121,10 +120,6 @@ class CostNetwork:
 
     # What is counted; another network may count something else.
 
-    def figure(self, path: Path) -> float:
-        """What a reshard costs."""
-        return self.exposed * seconds_of(path)
-
     def own_cost(self, op: Op, choice: Choice) -> float:
         """What a choice costs by itself."""
         later = LATER * any([s.partial for s in choice.results])
@@ -218,8 +213,8 @@ class CostNetwork:
         value = self._values[use.source, use.result]
         resharder, boundary = self.problem.resharder, self.problem.boundary
         left = self.domains.left[use.source][use.result]
-        paths = [resharder.path(value, state, boundary(value, state)) for state in left]
-        return np.array([self.figure(path) for path in paths])
+        seconds = [resharder.seconds(value, state, boundary(value, state)) for state in left]
+        return self.exposed * np.array(seconds)
 
     def _table(self, source: int, index: int, states: States, needs: States) -> Table:
         """Costs of the reshard of a value from each state to each need."""
@@ -227,7 +222,7 @@ class CostNetwork:
         resharder = self.problem.resharder
         key = (states, needs, self._type(source, index), resharder.held(value))
         if key not in self._tables:
-            table = resharder.table(value, states, needs, self.figure)
+            table = self.exposed * resharder.table(value, states, needs)
             self._tables[key] = np.minimum(table, FORBIDDEN)
         return self._tables[key]
 
