@@ -150,9 +150,11 @@ class Distances:
         self._tick = 2.0 ** (math.frexp(64 * float(seconds.max(initial=1e-9)))[1] - 53)
         self._ticks = np.rint(seconds / self._tick)
         self._usable = np.flatnonzero(usable)
+        nodes = np.arange(len(atlas.pieces) + 1)
+        self._first = np.searchsorted(atlas.source[self._usable], nodes).tolist()
         self._to = atlas.by_target[usable[atlas.by_target]]
         self._rows: dict[int, Array] = {}
-        self._bounds: dict[int, list[float]] = {}
+        self._bounds: dict[tuple[int, int], list[float]] = {}
         self._out: dict[int, list[tuple[float, int, int, int]]] = {}
 
     def node(self, sharding: Sharding) -> int | None:
@@ -197,9 +199,11 @@ class Distances:
 
     def path(self, start: int, goal: int) -> tuple[tuple[Move, ...], float, int] | None:
         """The cheapest moves with their seconds and bytes; None where no moves lead."""
-        # A*: what is left, if memory did not matter, is the bound.
-        pieces, left = self._atlas.piece_list, self._left(goal)
+        # A* that knows what is left: only nodes of cheapest paths are looked at, for the one among
+        # them that sends the fewest bytes, and of these in the fewest steps.
+        pieces = self._atlas.piece_list
         least = min(pieces[start], pieces[goal])
+        left = self._left(goal, least)
         best: dict[int, tuple[float, int, int]] = {start: (0.0, 0, 0)}
         came: dict[int, tuple[int, int]] = {}
         heap = [((0.0, 0, 0), best[start], start)]
@@ -215,7 +219,7 @@ class Distances:
                 continue
             time, sent, steps = cost
             for ticks, more, there, number in self._moves_from(here):
-                if pieces[there] >= least:
+                if pieces[there] >= least and left[there] < math.inf:
                     total = (time + ticks, sent + more, steps + 1)
                     if there not in best or total < best[there]:
                         best[there], came[there] = total, (here, number)
@@ -223,25 +227,26 @@ class Distances:
                         heapq.heappush(heap, (estimate, total, there))
         return None
 
-    def _left(self, goal: int) -> list[float]:
-        """Ticks from every node to one, in pieces of whatever size."""
-        found = self._bounds.get(goal)
+    def _left(self, goal: int, least: int) -> list[float]:
+        """Ticks from every node to one, with the value in so many pieces at least."""
+        found = self._bounds.get((goal, least))
         if found is None:
             atlas, moves = self._atlas, self._usable
             near = np.full((len(atlas.pieces), 1), math.inf)
             near[goal] = 0
+            fits = atlas.pieces >= least
+            moves = moves[fits[atlas.source[moves]] & fits[atlas.target[moves]]]
             every = np.ones(len(moves), dtype=bool)
             _follow(near, atlas.target[moves], atlas.source[moves], self._ticks[moves], every)
-            found = self._bounds[goal] = near[:, 0].tolist()
+            found = self._bounds[goal, least] = near[:, 0].tolist()
         return found
 
     def _moves_from(self, node: int) -> list[tuple[float, int, int, int]]:
         """Ticks, bytes, target and number of each usable move out of a node."""
         found = self._out.get(node)
         if found is None:
-            atlas, moves = self._atlas, self._usable
-            at = moves[slice(*np.searchsorted(atlas.source[moves], (node, node + 1)))]
-            columns = (self._ticks[at], self._sent[at], atlas.target[at], at)
+            at = self._usable[self._first[node] : self._first[node + 1]]
+            columns = (self._ticks[at], self._sent[at], self._atlas.target[at], at)
             found = list(zip(*(column.tolist() for column in columns), strict=True))
             self._out[node] = found
         return found
