@@ -104,8 +104,9 @@ def reshard(
     """The cheapest path from one sharding of a value to another.
 
     Fewest predicted seconds; then fewest bytes, then fewest steps. Exact on meshes of up to
-    `EXACT_ATOMS` atoms; on larger ones atoms that play the same part are taken together, and where
-    more than `EXACT_DIGITS` parts are left, only steps that lead towards `dst` are tried.
+    `EXACT_ATOMS` atoms. On larger ones steps between shardings over whole axes move whole axes
+    (`atlas`); between others atoms that play the same part are taken together, and where more than
+    `EXACT_DIGITS` parts are left, only steps that lead towards `dst` are tried.
 
     Args:
       src: sharding that the value has.
