@@ -27,7 +27,7 @@ from spmd.reshard.moves import Move, Moves
 from spmd.reshard.problem import Problem
 from spmd.reshard.question import EXACT_ATOMS, Digit, Dims, Names, Question, atom_digits
 
-MOST_NODES = 3000
+MOST_NODES = 4500
 """Larger graphs are not made."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -188,6 +188,8 @@ class Distances:
         found = near.copy()
         for level in np.unique(pieces)[::-1]:
             columns = np.flatnonzero(pieces[sources] >= level)
+            if not columns.size:
+                continue
             part, let_in = near[:, columns], fewest >= level
             _follow(part, source[let_in], target[let_in], ticks[let_in], fewest[let_in] == level)
             near[:, columns] = part
@@ -260,7 +262,7 @@ def _follow(near: Array, source: Array, target: Array, ticks: Array, look: Array
       source, target, ticks: of the moves, which are sorted by their target.
       look: which ones to follow at first; later those out of nodes that were come nearer to.
     """
-    at = np.flatnonzero(look)
+    at = np.flatnonzero(look & np.isfinite(near).any(1)[source])
     while at.size:
         ends = target[at]
         starts = np.flatnonzero(np.diff(ends, prepend=-1))
