@@ -254,9 +254,8 @@ class CostNetwork:
         value = self._values[use.source, use.result]
         resharder, states = self.problem.resharder, self.domains.left[use.source][use.result]
         lies = tuple([self.problem.left(value, state) for state in states])
-        paths = [resharder.path(value, *ends) for ends in zip(states, lies, strict=True)]
-        seconds = np.array([path.seconds for path in paths])
-        return seconds + SMALLER * np.array(self._bytes(value, lies))
+        seconds = [resharder.seconds(value, *ends) for ends in zip(states, lies, strict=True)]
+        return np.array(seconds) + SMALLER * np.array(self._bytes(value, lies))
 
     def _table(self, source: int, index: int, states: States, needs: States) -> Table:
         """Costs of the reshard of a value from each state to each need."""
