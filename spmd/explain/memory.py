@@ -108,6 +108,8 @@ def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
     changes = [[0] * len(KINDS) for _ in range(count + 1)]
     changes[0] = [use.arguments, use.results - use.aliased, 0, 0]
     for kind, buffer in zip(kinds, use.buffers, strict=True):
+        if buffer.in_result:
+            continue
         changes[buffer.start][KINDS.index(kind)] += buffer.bytes
         changes[min(buffer.end + 1, count)][KINDS.index(kind)] -= buffer.bytes
     held = accumulate(changes[:-1], lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
@@ -126,7 +128,7 @@ def _at_peak(use: MemoryUse, program: Program, kinds: Sequence[str]) -> tuple[Al
     held = [
         (kind, b.label, types[b.value], b.op.loc.trail, b.bytes)
         for kind, b in zip(kinds, use.buffers, strict=True)
-        if b.start <= use.peak_at <= b.end
+        if b.start <= use.peak_at <= b.end and not b.in_result
     ]
     results = zip(program.result_names, body.results, strict=True)
     for kind, leaves in (

@@ -30,6 +30,10 @@ class Backend(NamedTuple):
       combines: all-reduces that do not wait for each other become one.
       joins_outermost: gathers and reduce-scatters join and cut pieces along the outermost dim in
         memory; a tensor in which another dim lies there is transposed.
+      rewrites_windows: running totals (cumsum) are totals of tiles and what lies before each tile,
+        and select_and_scatter is a scatter to indices that are found first (`ReduceWindowRewriter`,
+        `SelectAndScatterExpander`).
+      fills_results: values that are dead by then lie in a result's memory before it is made.
       compile_seconds: what one more op of a program takes to compile, seconds.
       waits_at_loops: one trip of a loop begins when the one before has ended, its collectives too,
         which could run beside the next trip's arithmetic otherwise.
@@ -44,6 +48,8 @@ class Backend(NamedTuple):
     repeats: bool = False
     combines: bool = False
     joins_outermost: bool = False
+    rewrites_windows: bool = False
+    fills_results: bool = False
     compile_seconds: float = 0.0
     waits_at_loops: bool = False
 
@@ -60,13 +66,21 @@ _CPU = Backend(
     drops_barriers=True,
     repeats=True,
     combines=True,
+    rewrites_windows=True,
+    fills_results=True,
 )
 
 
 # 32 layers of a Llama took 20 s more on GPUs when they were written out. For v5e:4x4 libtpu 0.0.42
 # took 157 s of two cores' time for two layers written out, and 205 s for four: 802 ops more. It
 # compiles with all cores, of which hosts of TPUs have at least 24: a sixth of that is reckoned.
-_GPU = Backend(joins_outermost=True, compile_seconds=2e-3, waits_at_loops=True)
+_GPU = Backend(
+    joins_outermost=True,
+    rewrites_windows=True,
+    fills_results=True,
+    compile_seconds=2e-3,
+    waits_at_loops=True,
+)
 _TPU = Backend(compile_seconds=1e-2, waits_at_loops=True)
 
 
