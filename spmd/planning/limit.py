@@ -68,7 +68,7 @@ def fastest_within(
     """The fastest plan found that keeps to a limit.
 
     Args:
-      memory_limit: bytes on one device; if left out, what the topology has room for, which is a wish.
+      memory_limit: bytes on one device; if left out, what the topology has room for: a wish.
       tried: plans made without prices.
       priced: makes a plan at given prices.
       try_out: predicts what it takes.
