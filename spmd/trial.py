@@ -134,4 +134,5 @@ class Trial:
         memory = self._memory
         values = [(buffer.name, buffer.bytes) for buffer in memory.at_peak()[:3]]
         results = memory.results - memory.aliased
-        return [("arguments", memory.arguments), ("results", results), *values]
+        held = [("arguments", memory.arguments), ("results", results), *values]
+        return [*held, ("constants", memory.constants)] if memory.constants else held

@@ -143,6 +143,8 @@ def memory_rows(facts: Facts) -> tuple[tuple[str, str], ...]:
             ("peak, predicted", f"{bytes_text(use.peak)} of {limit}"),
             ("on the device", room_for(use.peak, facts.plan.topology)),
         ]
+        if use.constants:
+            rows.insert(2, ("constants, whole on every device", bytes_text(use.constants)))
     if facts.compiled is not None and facts.compiled.peak_bytes:
         rows.append(("peak, as XLA allocates it", bytes_text(facts.compiled.peak_bytes)))
     return tuple(rows)

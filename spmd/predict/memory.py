@@ -67,6 +67,7 @@ class MemoryUse(NamedTuple):
       peak_at: number of the kernel at which that is.
       buffers: memory of all other values, in order of `start`.
       order: the op of each kernel, as they run.
+      constants: bytes of its constants, which every device has whole, throughout.
     """
 
     arguments: int
@@ -77,11 +78,13 @@ class MemoryUse(NamedTuple):
     peak_at: int
     buffers: tuple[Buffer, ...]
     order: tuple[Op, ...]
+    constants: int = 0
 
     @property
     def peak(self) -> int:
         """Bytes of one device in all."""
-        return self.arguments + self.results - self.aliased + self.temporary
+        held = self.arguments + self.results - self.aliased + self.temporary
+        return held + self.constants
 
     def at_peak(self) -> tuple[Buffer, ...]:
         """The buffers that are held at the peak, largest first, without arguments and results."""
@@ -100,6 +103,13 @@ def peak_memory(
       platform: `cpu`, `cuda` or `tpu`, whose backends order kernels differently; None for any.
     """
     return predict(program, donated, backend_of(platform))
+
+
+def constant_bytes(program: Program) -> int:
+    """Bytes of a program's constants; those of equal elements are made where they are read."""
+    attrs = (op.kind.attrs for op in program.walk() if op.kind.about.is_constant)
+    constants = (found["value"] for found in attrs)
+    return sum(len(dense.data) for dense in constants if not dense.splat)
 
 
 def predict(program: Program, donated: Sequence[int], backend: Backend) -> MemoryUse:
@@ -261,6 +271,7 @@ class _Simulation:
             most_at,
             tuple(buffers),
             tuple(self.order),
+            constant_bytes(self.program),
         )
 
     def region(self, kernels: Sequence[Kernel]) -> None:

@@ -319,3 +319,27 @@ def test_an_all_gather_along_an_inner_dim_is_transposed_into_its_result() -> Non
     use = peak_memory(lowered.stages.optimized.program, (), "cpu")
     assert use.results == SIZE
     assert use.temporary == SIZE  # what is gathered; the piece before lies in the result's place
+
+
+def test_constants_are_whole_on_every_device() -> None:
+    """However the planner splits what reads them, and against the limit, too."""
+    table = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
+    mesh = spmd.Mesh(None, (8,), ("data",))
+    x = jax.ShapeDtypeStruct((1024, 1024), np.float32)
+    x = spmd.mark_sharding(x, mesh, ("data", None))
+    lowered = spmd.jit(lambda x: x + table, mesh=mesh).lower(x)
+    use = lowered.predicted_memory
+    assert use.constants == table.nbytes
+    assert use.peak == table.nbytes + 2 * table.nbytes // 8 + use.temporary
+    assert use.temporary <= 4  # the device's number
+    assert lowered.memory.peak_bytes == use.peak
+    assert "constants, whole on every device  4 MiB" in lowered.explain(prices=False)
+    assert len(lowered.as_text()) < 1 << 16
+    options = spmd.Options(memory_limit=table.nbytes)
+    with pytest.raises(spmd.errors.PlanError, match="constants"):
+        spmd.jit(lambda x: x + table, mesh=mesh, options=options).lower(x)
+
+
+def test_constants_of_equal_elements_take_nothing() -> None:
+    ones = np.ones((1024, 1024), np.float32)
+    assert use_of(lambda x: x + ones, (1024, 1024)).constants == 0
