@@ -32,9 +32,9 @@ class Backend(NamedTuple):
       combines: all-reduces that do not wait for each other become one.
       joins_outermost: gathers and reduce-scatters join and cut pieces along the outermost dim in
         memory; a tensor in which another dim lies there is transposed.
-      rewrites_windows: running totals (cumsum) are totals of tiles and what lies before each tile,
-        and select_and_scatter is a scatter to indices that are found first (`ReduceWindowRewriter`,
-        `SelectAndScatterExpander`).
+      rewrites_windows: running totals (cumsum) are totals of tiles and what lies before each tile
+        (`ReduceWindowRewriter`).
+      finds_indices: select_and_scatter is a scatter to indices that are found first.
       fills_results: values that are dead by then lie in a result's memory before it is made.
       fills: the share of a device's memory that a prediction may fill; the rest is headroom, for
         what the compiler takes beyond it.
@@ -53,6 +53,7 @@ class Backend(NamedTuple):
     combines: bool = False
     joins_outermost: bool = False
     rewrites_windows: bool = False
+    finds_indices: bool = False
     fills_results: bool = False
     fills: float = 1.0
     compile_seconds: float = 0.0
@@ -72,6 +73,7 @@ _CPU = Backend(
     repeats=True,
     combines=True,
     rewrites_windows=True,
+    finds_indices=True,
     fills_results=True,
 )
 

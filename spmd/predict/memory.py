@@ -321,7 +321,7 @@ class _Simulation:
     def hold_workspace(self, kernel: Kernel) -> None:
         """Allocates what a composite holds while it runs, beside its operands and results."""
         size = kernel.op.kind.attrs.get(WORKSPACE, 0)
-        if self.backend.rewrites_windows and kernel.op.name == "stablehlo.select_and_scatter":
+        if self.backend.finds_indices and kernel.op.name == "stablehlo.select_and_scatter":
             # Each dim's index is a tensor of its own, for all elements and for what is chosen.
             image, source = kernel.op.kind.operands[:2]
             size = image.rank * 4 * (image.size + source.size) + source.bytes

@@ -309,7 +309,8 @@ def test_gradients_of_pooling_find_indices_first() -> None:
     shape, size = (4, 32, 32, 8), 4 * 32 * 32 * 8 * 4
     grad = jax.grad(lambda x: (pooled(x) ** 2).sum())
     assert use_of(grad, shape, platform="cpu").temporary >= 5 * size  # four indices; their choice
-    assert use_of(grad, shape, platform="tpu").temporary < 3 * size
+    for platform in ("cuda", "tpu"):
+        assert use_of(grad, shape, platform=platform).temporary < 3 * size
 
 
 def test_an_all_gather_along_an_inner_dim_is_transposed_into_its_result() -> None:
