@@ -17,8 +17,9 @@ class Options:
     Attributes:
       topology: the machine to plan for; guessed from the mesh's devices when left out.
       planner: `exact` weighs all decisions together, `greedy` takes them in program order.
-      memory_limit: bytes that one device may use. Without it the plan aims at the memory that the
-        topology's devices have, and says so where it misses it; with it, missing it is an error.
+      memory_limit: bytes that one device may be predicted to use: missing it is an error. Without
+        it the plan aims at what the topology's devices have room for, which on GPUs is 90% of their
+        memory and on TPUs 60% (`spmd.predict.backends`), and says so where it misses it.
       recompute: whether a program may make values again (a gathered weight, an activation) rather
         than hold them, where memory is short or where that is faster; `explain()` tells which.
       combine_bytes: small gathers and reductions over the same axes travel together, up to this

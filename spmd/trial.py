@@ -16,6 +16,7 @@ from spmd.lowering.rewrites.optimize import schedule, simplify
 from spmd.lowering.rewrites.room import Room
 from spmd.options import Options
 from spmd.planning.plan import Plan, Recomputed
+from spmd.predict.backends import memory_for
 from spmd.predict.memory import MemoryUse, peak_memory
 from spmd.predict.timeline import Timeline, predict_timeline
 from spmd.progress import Stopwatch
@@ -65,7 +66,7 @@ class Trial:
 
     @property
     def _room(self) -> Room:
-        memory = self.plan.topology.memory(self._options.memory_limit)
+        memory = memory_for(self.plan.topology, self._options.memory_limit)
         return Room(memory, tuple(self.plan.problem.links.values()))
 
     def _recompute(self, program: Program) -> tuple[Program, tuple[Recomputed, ...]]:
@@ -133,4 +134,5 @@ class Trial:
         memory = self._memory
         values = [(buffer.name, buffer.bytes) for buffer in memory.at_peak()[:3]]
         results = memory.results - memory.aliased
-        return [("arguments", memory.arguments), ("results", results), *values]
+        held = [("arguments", memory.arguments), ("results", results), *values]
+        return [*held, ("constants", memory.constants)] if memory.constants else held

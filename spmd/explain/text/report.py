@@ -87,7 +87,7 @@ def summarize(facts: Facts, costly: CostlyMark | None = None) -> str:
         more = f"; {facts.compiled_text}" if facts.compiled_text else ""
         lines.append(
             f"  memory       {rows['peak, predicted']} predicted, {rows['temporary']} of it "
-            f"temporary{more}"
+            f"temporary: {rows['on the device']}{more}"
         )
     lines.append(f"  time         {_time(facts)}")
     if facts.measured is not None:
