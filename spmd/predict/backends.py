@@ -33,6 +33,7 @@ class Backend(NamedTuple):
       compile_seconds: what one more op of a program takes to compile, seconds.
       waits_at_loops: one trip of a loop begins when the one before has ended, its collectives too,
         which could run beside the next trip's arithmetic otherwise.
+      waits_for: kinds of collectives that nothing is computed beside.
     """
 
     widens_halves: bool = False
@@ -46,6 +47,7 @@ class Backend(NamedTuple):
     joins_outermost: bool = False
     compile_seconds: float = 0.0
     waits_at_loops: bool = False
+    waits_for: tuple[str, ...] = ()
 
 
 _KEEPS_HALVES = (0, 11)
@@ -67,7 +69,11 @@ _CPU = Backend(
 # took 157 s of two cores' time for two layers written out, and 205 s for four: 802 ops more. It
 # compiles with all cores, of which hosts of TPUs have at least 24: a sixth of that is reckoned.
 _GPU = Backend(joins_outermost=True, compile_seconds=2e-3, waits_at_loops=True)
-_TPU = Backend(compile_seconds=1e-2, waits_at_loops=True)
+_TPU = Backend(
+    compile_seconds=1e-2,
+    waits_at_loops=True,
+    waits_for=("reduce_scatter", "all_reduce", "all_to_all"),  # docs/benchmarks/tpu.md
+)
 
 
 def backend_of(platform: str | None) -> Backend:

@@ -1,6 +1,7 @@
 """The rewrites of the local program, in order: each one's result may give the next one more to do.
 
-`simplify` comes first, then recomputation (`spmd.lowering.recompute`), then `schedule`.
+`simplify` comes first, then recomputation (`spmd.lowering.recompute`), then `schedule`, of the
+program as it is and of the one whose sums travel (`ring`): `spmd.trial` takes the faster.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from spmd.lowering.rewrites.hoist import hoist
 from spmd.lowering.rewrites.narrow import narrow
 from spmd.lowering.rewrites.order import order
 from spmd.lowering.rewrites.regather import regather
-from spmd.lowering.rewrites.ring import ring
 from spmd.lowering.rewrites.room import Room
 from spmd.lowering.rewrites.share import share_gathers
 from spmd.lowering.rewrites.slices import slice_collectives
@@ -65,10 +65,8 @@ def schedule(
       room: the memory of one device.
       half_of: of a program in halves, which one a value is made for, 0 or 1.
     """
-    # `ring` comes first: it makes products, whose time the others look up. A flat buffer is split
-    # in levels, not each small collective in it.
-    # `order` comes last, since every other rewrite changes what there is to be ordered.
-    program = ring(program, mesh, topology)
+    # A flat buffer is split in levels, not each small collective in it. `order` comes last, since
+    # every other rewrite changes what there is to be ordered.
     clock = Clock(program, mesh, topology)
     if half_of:
         program = interleave(program, half_of, clock)
