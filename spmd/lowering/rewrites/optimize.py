@@ -15,6 +15,7 @@ from spmd.lowering.rewrites.clock import Clock
 from spmd.lowering.rewrites.combine import combine
 from spmd.lowering.rewrites.dedupe import dedupe
 from spmd.lowering.rewrites.hoist import hoist
+from spmd.lowering.rewrites.join_ffts import join_ffts
 from spmd.lowering.rewrites.narrow import narrow
 from spmd.lowering.rewrites.order import order
 from spmd.lowering.rewrites.regather import regather
@@ -36,7 +37,7 @@ def simplify(program: Program, mesh: Mesh, room: Room) -> Program:
     """
     # `regather` undoes pairs of scatter and gather, which `two_level` makes on purpose, so it comes
     # before.
-    deduped = dedupe(program)
+    deduped = dedupe(join_ffts(program))
     program = narrow(deduped)
     program = hoist(program, room)
     program = regather(program)
