@@ -20,7 +20,8 @@ from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.types import Opaque
 
-FFT = "stablehlo.fft"
+LENGTHS = "fft_length"
+"""The attribute that FFTs alone have."""
 
 MOST_DIMS = 3
 """XLA has no FFT of more."""
@@ -42,7 +43,7 @@ class _Part(NamedTuple):
 
 def join_ffts(program: Program) -> Program:
     """Joins FFTs that nothing but transposes there and back is between."""
-    if not any(op.name == FFT for op in program.walk()):
+    if not any(LENGTHS in op.kind.attrs for op in program.walk()):
         return program
     users, index = users_of(program), Index(program)
     made = {v: op for v, op in index.producers.items() if len(users.get(v, ())) == 1}
@@ -53,9 +54,10 @@ def join_ffts(program: Program) -> Program:
             kind = _kind(parts[:count], op.kind.results[0].rank)
             if kind is not None:
                 chosen = sorted(parts[:count], key=lambda part: part.dim)
-                lengths = tuple([part.op.kind.attrs["fft_length"][0] for part in chosen])
-                attrs = {"fft_length": lengths, "fft_type": kind}
-                return b.op(FFT, (now(parts[count - 1].operand),), op.kind.results, attrs)
+                lengths = tuple([part.op.kind.attrs[LENGTHS][0] for part in chosen])
+                attrs = {LENGTHS: lengths, "fft_type": kind}
+                name = parts[0].op.name
+                return b.op(name, (now(parts[count - 1].operand),), op.kind.results, attrs)
         return None
 
     return remove_dead(edit_ops(program, edit))
@@ -75,22 +77,20 @@ def _parts(op: Op | None, made: Mapping[Value, Op]) -> list[_Part]:
 
 def _part(op: Op, made: Mapping[Value, Op]) -> _Part | None:
     last = op.kind.results[0].rank - 1 if op.results else 0
-    if op.name == FFT:
-        is_single = len(op.kind.attrs["fft_length"]) == 1
-        return _Part(op.operands[0], last, op) if is_single else None
+    if len(op.kind.attrs.get(LENGTHS, ())) == 1:
+        return _Part(op.operands[0], last, op)
     if not op.kind.about.is_transpose:
         return None
     fft = made.get(op.operands[0])
-    there = made.get(fft.operands[0]) if fft is not None and fft.name == FFT else None
-    if fft is None or there is None or there.kind.attrs.get("permutation") is None:
+    if fft is None or len(fft.kind.attrs.get(LENGTHS, ())) != 1:
         return None
-    order = op.kind.attrs["permutation"]
-    dim = order[last]
+    there, order = made.get(fft.operands[0]), op.kind.attrs["permutation"]
     swap = [*range(last + 1)]
-    swap[dim], swap[last] = last, dim
-    is_swap = list(order) == swap == list(there.kind.attrs["permutation"])
-    is_single = len(fft.kind.attrs["fft_length"]) == 1
-    return _Part(there.operands[0], dim, fft) if is_swap and is_single else None
+    swap[order[last]], swap[last] = last, order[last]
+    if there is None or not there.kind.about.is_transpose or list(order) != swap:
+        return None
+    is_back = there.kind.attrs["permutation"] == order
+    return _Part(there.operands[0], order[last], fft) if is_back else None
 
 
 def _kind(parts: Sequence[_Part], rank: int) -> Opaque | None:
