@@ -13,6 +13,7 @@ from spmd.lowering.partition import Partitioned, partition
 from spmd.lowering.recompute.recompute import recompute
 from spmd.lowering.recompute.stacks import has_pairs
 from spmd.lowering.rewrites.optimize import schedule, simplify
+from spmd.lowering.rewrites.ring import ring
 from spmd.lowering.rewrites.room import Room
 from spmd.options import Options
 from spmd.planning.plan import Plan, Recomputed
@@ -53,8 +54,7 @@ class Trial:
             program, again = clock("recompute", self._recompute, program)
             self.plan = plan._replace(recomputed=again)
         self.simplified = program
-        program = clock("optimize", self._schedule, program)
-        self.optimized = self.partitioned._replace(program=program)
+        self._schedule(program)
 
     @cached_property
     def _simple(self) -> Program:
@@ -85,21 +85,33 @@ class Trial:
         """Whether the program fits in memory only because bytes have a price."""
         return self._unpriced.bytes > self._room.bytes
 
-    def _schedule(self, program: Program, half_of: Mapping[Value, int] | None = None) -> Program:
-        plan, options, room = self.plan, self._options, self._room
-        most, ahead = options.combine_bytes, options.prefetch
-        return schedule(program, plan.mesh, plan.topology, most, ahead, room, half_of)
+    def _schedule(self, program: Program, half_of: Mapping[Value, int] | None = None) -> None:
+        """Schedules a program, with sums that travel where that is faster and there is room."""
+        mesh, topology, room = self.plan.mesh, self.plan.topology, self._room
+        most, ahead = self._options.combine_bytes, self._options.prefetch
+
+        def take(program: Program) -> None:
+            args = program, mesh, topology, most, ahead, room, half_of
+            scheduled = self.clock("optimize", schedule, *args)
+            self.optimized = self.partitioned._replace(program=scheduled)
+            for name in ("timeline", "_memory"):
+                vars(self).pop(name, None)
+
+        take(program)
+        travelling = self.clock("optimize", ring, program, mesh, topology)
+        if travelling is not program:
+            whole = copy.copy(self)
+            take(travelling)
+            if self.seconds >= whole.seconds or self.bytes > max(whole.bytes, room.bytes):
+                vars(self).update(vars(whole))
 
     def in_halves(self, seed: Seed) -> Trial:
         """The same with some arguments in halves."""
         other = copy.copy(self)
-        for name in ("timeline", "_memory"):
-            vars(other).pop(name, None)
         arguments = self.simplified.body.args
         cuts = {arguments[number]: cut for number, cut in seed.cuts}
         program, half_of = self.clock("halves", in_halves, self.simplified, cuts)
-        program = self.clock("optimize", self._schedule, program, half_of)
-        other.optimized = self.partitioned._replace(program=program)
+        other._schedule(program, half_of)
         return other
 
     def seeds(self) -> list[Seed]:

@@ -41,6 +41,7 @@ class Backend(NamedTuple):
       compile_seconds: what one more op of a program takes to compile, seconds.
       waits_at_loops: one trip of a loop begins when the one before has ended, its collectives too,
         which could run beside the next trip's arithmetic otherwise.
+      waits_for: kinds of collectives that nothing is computed beside.
     """
 
     widens_halves: bool = False
@@ -58,6 +59,7 @@ class Backend(NamedTuple):
     fills: float = 1.0
     compile_seconds: float = 0.0
     waits_at_loops: bool = False
+    waits_for: tuple[str, ...] = ()
 
 
 _KEEPS_HALVES = (0, 11)
@@ -91,7 +93,12 @@ _GPU = Backend(
     compile_seconds=2e-3,
     waits_at_loops=True,
 )
-_TPU = Backend(fills=0.6, compile_seconds=1e-2, waits_at_loops=True)
+_TPU = Backend(
+    fills=0.6,
+    compile_seconds=1e-2,
+    waits_at_loops=True,
+    waits_for=("reduce_scatter", "all_reduce", "all_to_all"),  # docs/benchmarks/tpu.md
+)
 
 
 def backend_of(platform: str | None) -> Backend:
