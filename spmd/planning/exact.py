@@ -40,9 +40,9 @@ CLOSE = 1e-6
 RUNS = 3_000
 """How often a program is taken to run, where time to compile is weighed against time to run."""
 
-HOPED, SECONDS_AN_OP, MOST_TRIES = 0.1, 2e-4, 24
+HOPED, SECONDS_AN_OP, MOST_TRIES, MOST_OPS = 0.1, 5e-4, 24, 1_500
 """Nearby plans are tried out for as long as a run that becomes so much shorter would save, each op
-of each taking so many seconds; and so many plans at most."""
+of each taking so many seconds; and so many plans, of so many ops altogether, at most."""
 
 MOST_EXPOSED = 0.5
 """Where a machine hides less than the rest, plans of hidden communication are not proposed."""

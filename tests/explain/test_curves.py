@@ -16,9 +16,9 @@ from tests.programs import llama
 MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
 
 
-def lowered(fn: Any, *shapes: Any, specs: Any = None, donate: Any = ()) -> spmd.Lowered:
+def lowered(fn: Any, *shapes: Any, specs: Any = None, **options: Any) -> spmd.Lowered:
     structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    jitted = spmd.jit(fn, mesh=MESH, in_specs=specs, donate_argnums=donate)
+    jitted = spmd.jit(fn, mesh=MESH, in_specs=specs, **options)
     return jitted.lower(*structs, topology=spmd.Topology("h200:8"))
 
 
@@ -88,7 +88,7 @@ def test_memory_over_a_chain_of_products() -> None:
 
     shape, size = (1024, 1024), 1024 * 1024 * 4
     specs = (("data", None), (None, None))
-    low = lowered(chain, shape, shape, specs=specs)
+    low = lowered(chain, shape, shape, specs=specs, out_specs=("data", None))
     program, use = low.stages.optimized.program, low.predicted_memory
     curve = memory_curve(use, program)
     arguments, piece = size + size // 4, size // 4
@@ -99,7 +99,7 @@ def test_memory_over_a_chain_of_products() -> None:
         (arguments, piece, 0, 0),
     )
     assert [row.kind for row in curve.at_peak].count(RESULTS) == 1
-    donated = lowered(chain, shape, shape, specs=specs, donate=(0,))
+    donated = lowered(chain, shape, shape, specs=specs, out_specs=("data", None), donate_argnums=(0,))
     again = memory_curve(donated.predicted_memory, donated.stages.optimized.program)
     assert again.steps[0] == (arguments, 0, 0, piece)
 

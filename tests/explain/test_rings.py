@@ -14,7 +14,7 @@ from spmd.explain.page.page import render
 from spmd.explain.page.pipelined import rings
 from spmd.explain.rings import RingRow, Travel, ring_rows
 
-LENGTH, HEADS, KEY_HEADS, WIDTH = 131_072, 32, 8, 128
+LENGTH, HEADS, KEY_HEADS, WIDTH = 131_072, 32, 4, 128  # heads that eight devices do not divide
 
 
 def lowered(length: int, zigzag: int = 1) -> spmd.Lowered:

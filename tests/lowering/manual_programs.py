@@ -247,7 +247,7 @@ def nested(mesh: Any) -> Function:
     other = mesh.axis_names[1]
 
     def inner(x: Any, w: Any) -> Any:
-        return lax.psum(x @ w, other) + lax.axis_index(other)
+        return lax.psum(x @ w + lax.axis_index(other), other)
 
     def body(x: Any, w: Any) -> Any:
         part = jax.shard_map(
