@@ -27,8 +27,14 @@ from spmd.planning.solver.solve import solve
 from spmd.planning.units import ARGUMENT, CARRY, OP, WHOLE, Units, Use
 from spmd.reshard.resharder import States
 
+ROUNDS = 3
+"""How often a network is made anew with the copies that pay in the cheapest state of the last."""
+
 MOST_COPIES = 4
 """Second copies of one value that are looked at."""
+
+ROUNDS = 3
+"""How often a network is made anew with the copies that pay in the cheapest state of the last."""
 
 MOST_COPIES = 4
 """States in which one value may be copied."""
@@ -76,8 +82,13 @@ class CostNetwork:
         for use in units.uses:
             self._uses.setdefault((use.source, use.result), []).append(use)
         self._owned = [self._own(number) for number in range(len(units.units))]
+        self._copies: Mapping[tuple[int, int], States] = {}
         self._build({}, shares=True)
-        self._build(self._agreed(solve(self.network).states))
+        for _ in range(ROUNDS):
+            copies = self._agreed(solve(self.network).states)
+            if copies == self._copies:
+                break
+            self._build(copies)
 
     def _build(self, copies: Mapping[tuple[int, int], States], shares: bool = False) -> None:
         """Makes the variables, and what reshards cost.
@@ -87,6 +98,7 @@ class CostNetwork:
           shares: whether each use bears its share only of a reshard that all could read.
         """
         self.__dict__.pop("network", None)
+        self._copies = copies
         self._reshards = Network()
         self.variables = [self._variable(i, copies) for i in range(len(self.units.units))]
         for (source, index), uses in self._uses.items():
@@ -116,19 +128,23 @@ class CostNetwork:
         """Of each class the result, and its states, that several uses need and it is not left in.
 
         Args:
-          states: a joint state in which nothing is copied.
+          states: a joint state.
         """
         found: dict[int, tuple[float, int, States]] = {}
         for (source, index), uses in self._uses.items():
-            left = self.domains.left[source][index][states[self.variables[source].number]]
+            variable = self.variables[source]
+            choice, _ = variable.rows[states[variable.number]]
+            left = self.domains.left[source][index][choice]
             times: dict[Sharding, int] = {}
             for use in uses:
                 if (needs := self._needs(use)) is not None and len(needs) > 1:
-                    need = needs[states[self.variables[use.target].number]]
+                    target = self.variables[use.target]
+                    need = needs[target.rows[states[target.number]][0]]
                     times[need] = times.get(need, 0) + use.trips
             runs = self._runs(source, index)
             reads = sum(use.trips for use in uses) > runs
             shared = tuple([need for need in times if reads and need != left])
+            shared = tuple(dict.fromkeys((*self._copies.get((source, index), ()), *shared)))
             size = self._type(source, index).bytes
             if shared and size > found.get(source, (0.0,))[0]:
                 found[source] = size, index, shared[:MOST_COPIES]

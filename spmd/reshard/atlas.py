@@ -262,7 +262,8 @@ def _follow(near: Array, source: Array, target: Array, ticks: Array, look: Array
       source, target, ticks: of the moves, which are sorted by their target.
       look: which ones to follow at first; later those out of nodes that were come nearer to.
     """
-    at = np.flatnonzero(look & np.isfinite(near).any(1)[source])
+    reached: Array = np.isfinite(near).any(axis=1)
+    at = np.flatnonzero(look & reached[source])
     while at.size:
         ends = target[at]
         starts = np.flatnonzero(np.diff(ends, prepend=-1))
