@@ -125,9 +125,8 @@ def _nearby(costs: CostNetwork, best: Trial, try_out: TryOut) -> list[Trial]:
     """
     ops = sum(1 for _ in costs.problem.program.walk())
     found: list[Trial] = []
-    tries = min(
-        MOST_TRIES, int(best.seconds * HOPED * RUNS / (SECONDS_AN_OP * ops + SECONDS_AN_OP))
-    )
+    worth = int(best.seconds * HOPED * RUNS / (SECONDS_AN_OP * max(1, ops)))
+    tries = min(MOST_TRIES, MOST_OPS // max(1, ops), worth)
     if not tries:
         return []
     network, seen = costs.network, [best.plan]

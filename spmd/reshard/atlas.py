@@ -262,7 +262,7 @@ def _follow(near: Array, source: Array, target: Array, ticks: Array, look: Array
       source, target, ticks: of the moves, which are sorted by their target.
       look: which ones to follow at first; later those out of nodes that were come nearer to.
     """
-    reached: Array = np.isfinite(near).any(axis=1)
+    reached = np.asarray(np.isfinite(near).any(axis=1))
     at = np.flatnonzero(look & reached[source])
     while at.size:
         ends = target[at]
