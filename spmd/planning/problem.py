@@ -77,12 +77,18 @@ class Problem:
     def left(self, value: Value, state: Sharding) -> Sharding:
         """How a result lies in memory for which nobody gave a sharding: as its producer leaves it.
 
-        What jax cannot name is gathered: terms of a sum, and parts of axes. One that is marked
-        inside of the program, some dims open, lies as is proposed.
+        Terms of a sum are added up to whichever pieces that takes the least time for. Parts of
+        axes, which jax cannot name, are gathered. One that is marked inside of the program, some
+        dims open, lies as is proposed.
         """
         if value in self.propagated.marks:
             return self.suggested(value)
-        return Sharding(whole_axes(state.dims, self.program.types[value].shape, self.mesh))
+        type_ = self.program.types[value]
+        if state.partial:
+            ways = every_state(type_, self.mesh)
+            seconds = self.resharder.table(value, (state,), ways)[0]
+            return min(zip(seconds, ways, strict=True), key=lambda way: way[0])[1]
+        return Sharding(whole_axes(state.dims, type_.shape, self.mesh))
 
 
 def posed(
