@@ -77,9 +77,7 @@ def assignments_around(
 def placements(
     rule: Rule, base: Assignment, runs: Sequence[Axes], sizes: Sequence[int]
 ) -> list[Assignment]:
-    """Every way to lay runs of atoms on the factors of an op, or nowhere.
-
-    A factor takes the longest beginning of a run by which its pieces stay equal.
+    """Every way to lay runs of atoms on factors of an op that they divide evenly, or nowhere.
 
     Args:
       rule: the op's rule.
@@ -97,32 +95,18 @@ def placements(
     ]
     found = [base]
     for atoms in runs:
-        for assignment in tuple(found):
-            for number in factors:
-                if longer := _longer(rule, assignment, number, atoms, sizes):
-                    found.append(longer)
+        found += [
+            (*have[:number], have[number] + atoms, *have[number + 1 :])
+            for have in found
+            for number in factors
+            if rule.factors[number].size % math.prod([sizes[a] for a in have[number] + atoms]) == 0
+        ]
     legal = [a for a in found if is_legal_assignment(rule, a, sizes)]
     legal = [each for a in legal for each in (a, *going_round(rule, a, sizes))]
     if not rule.exchanges:
         return legal
     wanted = [{number: own} for number, _ in rule.exchanges for own in runs]
     return [each for a in legal for each in (a, *exchanging(rule, a, wanted, sizes))]
-
-
-def _longer(
-    rule: Rule, assignment: Assignment, number: int, atoms: Axes, sizes: Sequence[int]
-) -> Assignment | None:
-    """An assignment in which a factor is split by as many of some atoms as divide it evenly."""
-    have, size = assignment[number], rule.factors[number].size
-    extent, taken = math.prod([sizes[a] for a in have]), 0
-    for atom in atoms:
-        extent *= sizes[atom]
-        if size % extent:
-            break
-        taken += 1
-    if not taken:
-        return None
-    return (*assignment[:number], have + atoms[:taken], *assignment[number + 1 :])
 
 
 def going_round(rule: Rule, assignment: Assignment, sizes: Sequence[int]) -> tuple[Assignment, ...]:

@@ -9,15 +9,17 @@ communication, and of these the one is taken whose program is predicted to be th
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
+from spmd.mesh.sharding import Axes
 from spmd.planning.choices import Choices
 from spmd.planning.decode import decoded
 from spmd.planning.domains import domains_of
 from spmd.planning.greedy import plan_greedily
 from spmd.planning.limit import Prices, Trial, TryOut, fastest_within
-from spmd.planning.network import CostNetwork
+from spmd.planning.network import Copies, CostNetwork
 from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem
 from spmd.planning.solver.bounds import excesses
@@ -34,13 +36,13 @@ TOGETHER = 2
 ROUNDS = 3
 """How often each pair is placed, at most."""
 
-CLOSE = 1e-6
-"""Relative difference of times that is none."""
+CLOSE = 1e-3
+"""Relative difference of times for which no pair is placed again."""
 
 RUNS = 3_000
 """How often a program is taken to run, where time to compile is weighed against time to run."""
 
-HOPED, SECONDS_AN_OP, MOST_TRIES, MOST_OPS = 0.1, 5e-4, 24, 1_500
+HOPED, SECONDS_AN_OP, MOST_TRIES, MOST_OPS = 0.1, 5e-4, 24, 800
 """Nearby plans are tried out for as long as a run that becomes so much shorter would save, each op
 of each taking so many seconds; and so many plans, of so many ops altogether, at most."""
 
@@ -98,21 +100,23 @@ def weighed(problem: Problem) -> tuple[Plan, CostNetwork]:
     greedy = plan_greedily(problem, choices)
     units = units_of(problem)
     axes = [atoms for atoms in problem.mesh.axis_atoms.values() if atoms]
+
+    def network(placed: Sequence[Axes], base: Plan | None, known: Copies | None) -> CostNetwork:
+        domains = domains_of(problem, units, choices, placed, base)
+        return CostNetwork(problem, units, choices, domains, known)
+
     if len(axes) <= TOGETHER:
-        return greedy, CostNetwork(
-            problem, units, choices, domains_of(problem, units, choices, axes)
-        )
-    base, since = greedy, 0
+        return greedy, network(axes, None, None)
     pairs = list(itertools.combinations(axes, TOGETHER))
+    base, costs, since = greedy, None, 0
     for pair in itertools.islice(itertools.cycle(pairs), ROUNDS * len(pairs)):
-        costs = CostNetwork(
-            problem, units, choices, domains_of(problem, units, choices, pair, base)
-        )
+        costs = network(pair, base, costs.copies if costs else None)
         found = decoded(costs, solve(costs.network))
         is_better = found.seconds < base.seconds * (1 - CLOSE)
         base, since = (found, 0) if is_better else (base, since + 1)
         if since == len(pairs):
             break
+    assert costs is not None
     return greedy, costs
 
 

@@ -27,14 +27,8 @@ from spmd.planning.solver.solve import solve
 from spmd.planning.units import ARGUMENT, CARRY, OP, WHOLE, Units, Use
 from spmd.reshard.resharder import States
 
-ROUNDS = 3
-"""How often a network is made anew with the copies that pay in the cheapest state of the last."""
-
 MOST_COPIES = 4
 """Second copies of one value that are looked at."""
-
-ROUNDS = 3
-"""How often a network is made anew with the copies that pay in the cheapest state of the last."""
 
 MOST_COPIES = 4
 """States in which one value may be copied."""
@@ -63,15 +57,31 @@ class Variable(NamedTuple):
     copies: States = ()
 
 
+Copies = Mapping[tuple[int, int], States]
+"""Class and result -> states in which a copy of that value may be made as well."""
+
+
 class CostNetwork:
     """The network of a program, and how its variables stand for classes of units.
 
+    Args:
+      problem, units, choices, domains: the program, and what there is to choose from.
+      known: copies that paid in a network of the same units; looked for if left out.
+
     Attributes:
       variables: for each class of units, its variable.
+      copies: what may be copied.
       exposed: the share of a reshard's time that counts; the rest hides behind arithmetic.
     """
 
-    def __init__(self, problem: Problem, units: Units, choices: Choices, domains: Domains) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        units: Units,
+        choices: Choices,
+        domains: Domains,
+        known: Copies | None = None,
+    ) -> None:
         self.problem, self.units, self.choices, self.domains = problem, units, choices, domains
         self.exposed = 1.0
         self._tables: dict[object, Table] = {}
@@ -82,15 +92,14 @@ class CostNetwork:
         for use in units.uses:
             self._uses.setdefault((use.source, use.result), []).append(use)
         self._owned = [self._own(number) for number in range(len(units.units))]
-        self._copies: Mapping[tuple[int, int], States] = {}
-        self._build({}, shares=True)
-        for _ in range(ROUNDS):
-            copies = self._agreed(solve(self.network).states)
-            if copies == self._copies:
-                break
+        if known is None:
+            self._build({}, shares=True)
+            known = self._agreed(solve(self.network).states)
+        self._build(known)
+        if (copies := self._agreed(solve(self.network).states)) != known:
             self._build(copies)
 
-    def _build(self, copies: Mapping[tuple[int, int], States], shares: bool = False) -> None:
+    def _build(self, copies: Copies, shares: bool = False) -> None:
         """Makes the variables, and what reshards cost.
 
         Args:
@@ -98,7 +107,7 @@ class CostNetwork:
           shares: whether each use bears its share only of a reshard that all could read.
         """
         self.__dict__.pop("network", None)
-        self._copies = copies
+        self.copies = copies
         self._reshards = Network()
         self.variables = [self._variable(i, copies) for i in range(len(self.units.units))]
         for (source, index), uses in self._uses.items():
@@ -124,7 +133,7 @@ class CostNetwork:
         other.exposed = exposed
         return other
 
-    def _agreed(self, states: Sequence[int]) -> dict[tuple[int, int], States]:
+    def _agreed(self, states: Sequence[int]) -> Copies:
         """Of each class the result, and its states, that several uses need and it is not left in.
 
         Args:
@@ -144,7 +153,7 @@ class CostNetwork:
             runs = self._runs(source, index)
             reads = sum(use.trips for use in uses) > runs
             shared = tuple([need for need in times if reads and need != left])
-            shared = tuple(dict.fromkeys((*self._copies.get((source, index), ()), *shared)))
+            shared = tuple(dict.fromkeys((*self.copies.get((source, index), ()), *shared)))
             size = self._type(source, index).bytes
             if shared and size > found.get(source, (0.0,))[0]:
                 found[source] = size, index, shared[:MOST_COPIES]
@@ -198,7 +207,7 @@ class CostNetwork:
 
     # Variables.
 
-    def _variable(self, number: int, copies: Mapping[tuple[int, int], States]) -> Variable:
+    def _variable(self, number: int, copies: Copies) -> Variable:
         left = self.domains.left[number]
         rows = [(choice, -1) for choice in range(len(self._owned[number]))]
         copied = next((i for i in range(len(left)) if (number, i) in copies), -1)

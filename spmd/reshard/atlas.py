@@ -4,8 +4,8 @@ The shardings that a plan weighs split dims over whole axes. There are few enoug
 all of them down, and every step that leads from one to another: then a table of what all reshards
 take is a few operations on arrays.
 
-A *unit* is an axis, or the part of one behind equal links. A *node* says in which order units split
-each dim, and which are partial; steps move whole units.
+A *unit* is an axis, or the part of one behind equal links; of a mesh of few atoms, an atom.
+A *node* says in which order units split each dim, and which are partial; steps move whole units.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from spmd.reshard.moves import Move, Moves
 from spmd.reshard.problem import Problem
 from spmd.reshard.question import EXACT_ATOMS, Digit, Dims, Names, Question, atom_digits
 
-MOST_NODES = 4500
-"""Larger graphs are not made."""
+MOST_NODES, MOST_EXACT = 4500, 1000
+"""Larger graphs are not made; nor larger ones of single atoms, whose paths can be searched for."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -106,14 +106,18 @@ def _states(digits: Axes, rank: int) -> Iterator[tuple[Dims, Axes]]:
 @lru_cache(maxsize=64)
 def atlas(mesh: Mesh, topology: Topology, rank: int) -> Atlas | None:
     """The graph of values of a rank; None where it is large, or steps may move parts of units."""
-    looks, units = atom_digits(mesh, topology), []
+    looks = atom_digits(mesh, topology)
+    units: list[Axes] = []
     for axis in mesh.axis_atoms.values():
-        units += [tuple(run) for _, run in groupby(axis, looks.__getitem__)]
+        if len(looks) <= EXACT_ATOMS:
+            units += [(atom,) for atom in axis]
+        else:
+            units += [tuple(run) for _, run in groupby(axis, looks.__getitem__)]
     nodes = sum(
         math.comb(len(units), k) * math.perm(max(k + rank - 1, 0), k) * 2 ** (len(units) - k)
         for k in range(len(units) + 1)
     )
-    if len(units) < len(looks) <= EXACT_ATOMS or nodes > MOST_NODES:
+    if nodes > (MOST_EXACT if len(looks) <= EXACT_ATOMS else MOST_NODES):
         return None
     return Atlas(tuple(units), rank, mesh, topology)
 
