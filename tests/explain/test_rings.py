@@ -93,4 +93,4 @@ def test_what_is_gathered_is_said_without_a_picture() -> None:
     page = rings(short._facts())
     assert "8 pieces are gathered over seq" in page
     assert "<svg" not in page
-    assert dict(rows[0].parts)["each holds"].startswith("8 MiB; going round 3 MiB")
+    assert dict(rows[0].parts)["each holds"].startswith("4 MiB; going round 1.5 MiB")
