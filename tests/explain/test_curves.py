@@ -99,7 +99,8 @@ def test_memory_over_a_chain_of_products() -> None:
         (arguments, piece, 0, 0),
     )
     assert [row.kind for row in curve.at_peak].count(RESULTS) == 1
-    donated = lowered(chain, shape, shape, specs=specs, out_specs=("data", None), donate_argnums=(0,))
+    options = {"out_specs": ("data", None), "donate_argnums": (0,)}
+    donated = lowered(chain, shape, shape, specs=specs, **options)
     again = memory_curve(donated.predicted_memory, donated.stages.optimized.program)
     assert again.steps[0] == (arguments, 0, 0, piece)
 

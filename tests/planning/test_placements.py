@@ -1,4 +1,4 @@
-"""Every placement: no plan that marks added by hand lead to is predicted to be faster than the free one."""
+"""Every placement: marks added by hand make no plan faster, by predicted time."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ def drawn(draw: random.Random) -> Drawn:
 
 
 def beaten(seed: int, draws: int) -> float:
-    """The predicted time of the free plan, over that of the fastest among plans with marks drawn."""
+    """Predicted time of the free plan, over that of the fastest of some with random marks."""
     draw = random.Random(seed)
     program = drawn(draw)
     args = [
