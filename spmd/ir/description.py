@@ -36,7 +36,7 @@ class Traffic(IntEnum):
 
 
 class Passes(IntEnum):
-    """How often an op reads its operands: once, log2(size) times, or once for each column."""
+    """How often an op reads its operands: once, log2(size) times, or once for each block of columns."""
 
     ONCE = 0
     LOGARITHMIC = 1

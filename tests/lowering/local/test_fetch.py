@@ -179,7 +179,8 @@ def conv(x: Any, k: Any) -> Any:
 
 
 def test_a_large_image_exchanges_its_borders() -> None:
-    compiled = spmd.jit(conv, mesh=MESH, in_specs=(SPEC, ())).compile(IMAGE, KERNEL)
+    jitted = spmd.jit(conv, mesh=MESH, in_specs=(SPEC, ()), out_specs=SPEC)
+    compiled = jitted.compile(IMAGE, KERNEL)
     assert [c.kind for c in compiled.collectives] == ["collective_permute"] * 2
     for c in compiled.collectives:
         assert c.bytes == 8 * 1 * 512 * 64 * 4
@@ -201,7 +202,8 @@ def test_a_kernel_gradient_is_a_sum_of_pieces() -> None:
 
 def test_running_totals_exchange_totals() -> None:
     x = jax.ShapeDtypeStruct((64, 4096), jnp.float32)
-    step = spmd.jit(lambda x: jnp.cumsum(x, 1), mesh=MESH, in_specs=((None, "data"),))
+    spec = (None, "data")
+    step = spmd.jit(lambda x: jnp.cumsum(x, 1), mesh=MESH, in_specs=(spec,), out_specs=spec)
     (gather,) = step.compile(x).collectives
     assert gather.kind == "all_gather"
     assert gather.bytes == 64 * 3 * 4
