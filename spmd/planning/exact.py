@@ -23,7 +23,6 @@ from spmd.planning.network import Copies, CostNetwork
 from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem
 from spmd.planning.solver.bounds import excesses
-from spmd.planning.solver.network import FORBIDDEN
 from spmd.planning.solver.solve import solve
 from spmd.planning.units import units_of
 
@@ -45,6 +44,9 @@ RUNS = 3_000
 HOPED, SECONDS_AN_OP, MOST_TRIES, MOST_OPS = 0.1, 5e-4, 24, 800
 """Nearby plans are tried out for as long as a run that becomes so much shorter would save, each op
 of each taking so many seconds; and so many plans, of so many ops altogether, at most."""
+
+NEAR = 1.1
+"""Plans whose sum of costs is larger than the best one's by more than that are not nearby."""
 
 MOST_EXPOSED = 0.5
 """Where a machine hides less than the rest, plans of hidden communication are not proposed."""
@@ -134,6 +136,7 @@ def _nearby(costs: CostNetwork, best: Trial, try_out: TryOut) -> list[Trial]:
     if not tries:
         return []
     network, seen = costs.network, [best.plan]
+    most = best.plan.seconds * NEAR
     alive = [np.arange(len(own)) for own in network.unary]
     for _, variable, state in excesses(network)[: 2 * tries]:
         if len(found) == tries:
@@ -142,7 +145,7 @@ def _nearby(costs: CostNetwork, best: Trial, try_out: TryOut) -> list[Trial]:
             continue
         pinned = [np.array([state]) if v == variable else kept for v, kept in enumerate(alive)]
         solution = solve(network.restricted(pinned))
-        if solution.cost >= FORBIDDEN / 2:
+        if solution.cost > most:
             continue
         states = [int(kept[s]) for kept, s in zip(pinned, solution.states, strict=True)]
         plan = decoded(costs, solution._replace(states=tuple(states)))

@@ -404,11 +404,14 @@ EVERYONE = region(
           : (tensor<2x4xf32>) -> tensor<2x4xf32>""",
     axes='"x", "y"',
 )
+# Devices along the free axis y have different ids, and equal rows: the id of a row is half of theirs.
 IDS = region(
     """%d = stablehlo.partition_id : tensor<ui32>
         %e = stablehlo.replica_id : tensor<ui32>
         %f = stablehlo.subtract %d, %e : tensor<ui32>
-        %g = stablehlo.convert %f : (tensor<ui32>) -> tensor<f32>
+        %two = stablehlo.constant dense<2> : tensor<ui32>
+        %row = stablehlo.divide %f, %two : tensor<ui32>
+        %g = stablehlo.convert %row : (tensor<ui32>) -> tensor<f32>
         %h = stablehlo.broadcast_in_dim %g, dims = [] : (tensor<f32>) -> tensor<2x4xf32>
         %r = stablehlo.add %a, %h : tensor<2x4xf32>""",
     axes='"x", "y"',

@@ -284,7 +284,7 @@ BLOCKS = A.reshape(4, 2, 4)
     [
         (SEVERAL_OPERANDS, np.tile(2 * BLOCKS.sum(0), (4, 1))),
         (EVERYONE, np.tile(2 * BLOCKS.sum(0), (4, 1))),
-        (IDS, (BLOCKS + 2 * np.arange(4).reshape(4, 1, 1)).reshape(8, 4)),
+        (IDS, (BLOCKS + np.arange(4).reshape(4, 1, 1)).reshape(8, 4)),
     ],
     ids=["several_operands", "everyone", "ids"],
 )
