@@ -36,7 +36,7 @@ class Traffic(IntEnum):
 
 
 class Passes(IntEnum):
-    """How often an op reads its operands: once, log2(size) times, or once for each block of columns."""
+    """How often an op reads its operands: once, log2(size) times, or once for each column."""
 
     ONCE = 0
     LOGARITHMIC = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
-from spmd.ir.description import Traffic
+from spmd.ir.description import Passes, Traffic
 from spmd.ir.dialect.halo import Halo, exchange, reads_of
 from spmd.ir.dialect.merge import rounds
 from spmd.ir.dialect.rule import Exchange, Rule
@@ -14,7 +14,7 @@ from spmd.ir.types import TensorType, dtype_bits, local_type
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, local_shape, piece_sizes
 from spmd.mesh.topology import Topology
-from spmd.predict.arithmetic import arithmetic_seconds, passes
+from spmd.predict.arithmetic import arithmetic_seconds
 from spmd.propagation.projection import Assignment, project
 from spmd.reshard.comm import collective_seconds
 
@@ -119,6 +119,17 @@ def halo_moves(halo: Halo, size: int, axes: Axes, mesh: Mesh) -> tuple[tuple[str
         piece = piece_sizes(size, axes, mesh)[-1]
         return (("all_gather", piece, devices * piece),)
     return tuple(("collective_permute", length, length) for length in plan.lengths)
+
+
+def passes(kind: OpKind) -> float:
+    """How often an op goes through its operands: factorisations once for each column."""
+    shape = max((t.shape for t in kind.operands), key=math.prod, default=())
+    longest = max(shape[-2:], default=1)
+    if kind.about.passes == Passes.COLUMNS:
+        return max(1, longest)
+    if kind.about.passes == Passes.LOGARITHMIC:
+        return 1 + math.log2(max(2, max(shape, default=2)))
+    return 1
 
 
 def is_fused(kind: OpKind) -> bool:

@@ -28,7 +28,7 @@ from spmd.ir.types import DotDims, dtype_bits
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
-from spmd.predict.arithmetic import arithmetic_seconds, passes
+from spmd.predict.arithmetic import arithmetic_seconds
 from spmd.predict.backends import backend_of
 from spmd.predict.fusion import stored_values
 from spmd.predict.transfers import RAGGED, Transfer
@@ -311,7 +311,7 @@ class LocalTimes:
         else:
             read = sum(self._bytes_read(op).values())
         seconds = arithmetic_seconds(kind, self.topology)
-        return max(seconds, (read + written) / self.topology.hbm_bandwidth * passes(kind))
+        return max(seconds, (read + written) / self.topology.hbm_bandwidth)
 
     def _bytes_read(self, op: Op) -> dict[Value, float]:
         """The bytes that an op reads from memory, with all that is computed inside it, by value."""
