@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -43,6 +44,9 @@ class Options:
       verbose: print the time of every stage.
       progress: say what a compilation of more than a second or two is doing, in one line that is
         erased at the end; on terminals and in notebooks alone, never in logs.
+      cache_dir: the folder in which plans are kept, so that the next start with the same program
+        plans nothing; `none` keeps nothing. Left out: `$SPMD_CACHE_DIR`, else jax's compilation
+        cache, else `~/.cache/spmd`.
       compiler_options: passed to XLA as they are, over what is set for the platform by default
         (`spmd.lowering.xla_options.DEFAULTS`).
     """
@@ -60,6 +64,7 @@ class Options:
     check: bool = False
     verbose: bool = False
     progress: bool = True
+    cache_dir: str | os.PathLike[str] | None = None
     compiler_options: Mapping[str, str | bool | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

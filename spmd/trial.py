@@ -32,6 +32,7 @@ class Trial:
       partitioned: the local program.
       simplified: the local program before its collectives are scheduled.
       optimized: the local program after its rewrites.
+      seed: what of it is in halves, if anything.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Trial:
             unpriced = Trial(plan._replace(byte_price=0.0), options, donated, clock)
         self._options, self._donated, self.clock = options, donated, clock
         self._unpriced, self.plan = unpriced or self, plan
+        self.seed: Seed | None = None
         self.partitioned: Partitioned = (
             unpriced.partitioned if unpriced else clock("partition", partition, plan)
         )
@@ -108,6 +110,7 @@ class Trial:
     def in_halves(self, seed: Seed) -> Trial:
         """The same with some arguments in halves."""
         other = copy.copy(self)
+        other.seed = seed
         arguments = self.simplified.body.args
         cuts = {arguments[number]: cut for number, cut in seed.cuts}
         program, half_of = self.clock("halves", in_halves, self.simplified, cuts)
