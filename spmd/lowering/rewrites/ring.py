@@ -194,9 +194,13 @@ def _term(value: Value, dim: int, count: int, made: Mapping[Value, Op]) -> _Term
     if cut := _cut(op, dim):
         return _Term(value, dim, op, tuple(_Term(v, cut.get(i)) for i, v in enumerate(op.operands)))
     inner = operand_dim(op.kind, dim) if is_elementwise(op.kind) or is_move(op.kind) else None
-    if inner is None or any(type_.shape[inner] % count for type_ in op.kind.operands):
+    if inner is None or any(t.shape[inner] % count for t in op.kind.operands if t.rank):
         return _Term(value, dim)
-    return _Term(value, dim, op, tuple(_term(v, inner, count, made) for v in op.operands))
+    operands = tuple(
+        _term(v, inner, count, made) if type_.rank else _Term(v, None)  # a scalar is read whole
+        for v, type_ in zip(op.operands, op.kind.operands, strict=True)
+    )
+    return _Term(value, dim, op, operands)
 
 
 def _cut(product: Op, dim: int) -> dict[int, int]:
