@@ -162,7 +162,8 @@ def test_a_step_is_what_it_was() -> None:
     rng = np.random.RandomState(0)
     w, x = (rng.randint(-3, 4, shape).astype(np.float32) for shape in ((64, 48), (128, 64)))
     w_, x_ = (spmd.mark_sharding(v, mesh, ("data", None)) for v in (w, x))
-    jitted = spmd.jit(step, mesh=mesh, options=spmd.Options(topology=TPUS, check=True))
+    options = spmd.Options(topology=TPUS, check=True)
+    jitted = spmd.jit(step, mesh=mesh, out_specs=("data", None), options=options)
     compiled = jitted.compile(w_, x_)
     kinds = [c.kind for c in compiled.collectives]
     assert kinds.count("collective_permute") == 7
