@@ -47,7 +47,7 @@ def test_the_page_runs(
     monkeypatch.chdir(built)
     names: dict[str, Any] = {}
     exec(compile(block("python"), str(PAGE), "exec"), names)
-    assert "all_to_all" in capsys.readouterr().out
+    assert "all_gather" in capsys.readouterr().out
 
     compiled = names["step"].compile(names["x"], names["w"])
     assert [c.axes for c in compiled.collectives] == [("model",)]
