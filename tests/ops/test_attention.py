@@ -416,8 +416,9 @@ def kernel_calls(topology: str, split: bool = False, **sizes: Any) -> str:
     dtype, packed = sizes.get("dtype", jnp.bfloat16), sizes.get("packed", False)
     window = sizes.get("window")
     mesh = spmd.Mesh(None, (4,), ("x",))
-    q, k = (jax.ShapeDtypeStruct((4, length, n, width), dtype) for n in (4, 2))
-    args = [q, k, k, jax.ShapeDtypeStruct((4, length), jnp.int32)]
+    rows, heads = (1, (3, 1)) if split else (4, (4, 2))  # else heads or rows would be split
+    q, k = (jax.ShapeDtypeStruct((rows, length, n, width), dtype) for n in heads)
+    args = [q, k, k, jax.ShapeDtypeStruct((rows, length), jnp.int32)]
     spec = (None, "x") if split else ("x",)
     marks = {"q": spread(spec), "k": spread(() if split else spec)}
 
