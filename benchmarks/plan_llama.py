@@ -36,12 +36,7 @@ from models.llama.flops import flops_per_token
 from models.llama.named import named_config
 from spmd.cli.flags import Parser, Switch, words
 from spmd.explain.memory import Memory
-
-HEADROOM = 0.6
-"""Share of a device's memory that a prediction may fill.
-
-The TPU compiler reports up to 1.65 times the prediction where many layers' inputs are stacked.
-"""
+from spmd.predict.backends import room_for
 
 
 class Row(NamedTuple):
@@ -185,7 +180,7 @@ def fewest_microbatches(row: Row, seq_len: int, wanted: int) -> tuple[int, spmd.
     accumulate = wanted or 1
     while True:
         lowered = lower(row, seq_len, accumulate)
-        fits = lowered.predicted_memory.peak < HEADROOM * spmd.Topology(row.topology).hbm_bytes
+        fits = room_for(lowered.predicted_memory.peak, spmd.Topology(row.topology)) == "fits"
         if wanted or fits or accumulate * row.mesh[0] >= row.batch:
             return accumulate, lowered
         accumulate *= 2

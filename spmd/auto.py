@@ -119,7 +119,7 @@ def auto(
       mesh: a mesh, or several to choose from.
       *args: arrays or `ShapeDtypeStruct`s, marked or not.
       topology: the machine to plan for; guessed from the mesh when left out.
-      memory_limit: bytes that one device may use; the topology's memory when left out.
+      memory_limit: bytes that one device may use; what the topology has room for when left out.
       donate_argnums: as for `spmd.jit`: donated arguments and their updates look alike.
       static_argnums: as for `spmd.jit`.
 
@@ -211,7 +211,7 @@ def _open_plan(request: Request, memory_limit: int | None) -> Plan:
     entries = request.arg_entries or (None,) * len(problem.arguments)
     free = [entry is None or None in entry for entry in entries]
     options = Options(memory_limit=memory_limit)
-    problem = replace(opened(problem, free), is_open=True)
+    problem = opened(problem, free)
     return plan_problem(problem, options, request.donated).plan
 
 

@@ -1,6 +1,6 @@
 """The compiler, top to bottom: every stage in order, timed, checked, printable.
 
-    import -> canonicalize -> separate -> unroll -> sink -> propagate
+    import -> canonicalize -> separate -> dedupe -> unroll -> sink -> propagate
     plan -> partition -> optimize -> time -> layouts -> expand -> emit
 
 The planner proposes a few plans. Each is partitioned, optimized and timed (`spmd.trial`), and the
@@ -11,26 +11,33 @@ Each stage is a pure function from a frozen value to a frozen value.
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from spmd.forms import fastest, forms_in_halves, forms_written_out
+import jax
+
+from spmd.forms import MOST_TRIPS, fastest, forms_in_halves, forms_written_out
 from spmd.frontend.accumulate import accumulate
 from spmd.frontend.canonicalize.run import canonicalize
-from spmd.frontend.importer.module import Imported, import_module
+from spmd.frontend.importer.module import Imported, import_module, module_text
 from spmd.frontend.marks import Entries, collect_marks, result_mark
 from spmd.frontend.separate import separate
 from spmd.frontend.unflatten import unflatten
 from spmd.frontend.unroll import unroll
 from spmd.ir.callbacks import Callback
+from spmd.ir.dedupe import dedupe
 from spmd.ir.dialect.composites import PLATFORM, whole_composites
+from spmd.ir.dialect.registry import TAUGHT
 from spmd.ir.legality import check_program
 from spmd.ir.program import Program
 from spmd.ir.types import Order
 from spmd.lowering.emitted import Emitted, emit_local
 from spmd.lowering.expand import expand
+from spmd.lowering.halves.cut import Cut
+from spmd.lowering.halves.seeds import Seed
 from spmd.lowering.layouts import lay_out
 from spmd.lowering.legality import check_local
 from spmd.lowering.partition import Partitioned
@@ -43,11 +50,16 @@ from spmd.planning.greedy import plan_greedily
 from spmd.planning.legality import check_plan
 from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem, posed
+from spmd.planning.record import recorded, replayed
 from spmd.predict.timeline import Timeline
 from spmd.progress import Stopwatch
 from spmd.propagation.propagated import Propagated
 from spmd.propagation.sink import sink_invariants
+from spmd.store import key_of, store_in
 from spmd.trial import Trial
+
+PLANNED = "planned"
+"""The kind of what is kept of a compilation: the form, and the plan."""
 
 
 @contextmanager
@@ -112,6 +124,7 @@ class Stages:
       timeline: its predicted schedule.
       emitted: the local program as text, to be compiled.
       seconds: stage -> seconds, in order.
+      is_read: whether the plan was kept by an earlier start.
     """
 
     program: Program
@@ -122,6 +135,7 @@ class Stages:
     timeline: Timeline
     emitted: Emitted
     seconds: Mapping[str, float] = field(default_factory=dict)
+    is_read: bool = False
 
 
 def compile_module(request: Request, options: Options) -> Stages:
@@ -132,32 +146,96 @@ def compile_module(request: Request, options: Options) -> Stages:
     """
     clock = Stopwatch(options.verbose)
     with _no_garbage_collection():
+        store = store_in(options.cache_dir, PLANNED)
+        key = clock("keep", _key, request, options) if store else ""
+        kept = clock("keep", store.get, key) if store and key else None
         imported = _front(request, clock)
-
-        def planned(program: Program) -> Trial:
-            problem = _problem(request, imported, program, clock)
-            return plan_problem(problem, options, request.donated, clock)
-
-        program = clock("unroll", unroll, imported.program, options.unroll or 0)
-        trial = planned(program)
-        if options.unroll is None:
-            forms = forms_written_out(trial, program, planned, request.platform)
-            trial = fastest(trial, forms, options.memory_limit)
+        if kept is not None:
+            trial = _replayed(kept, request, options, imported, clock)
+        else:
+            trial, is_written_out = _chosen(request, options, imported, clock)
+            if store and key:
+                clock("keep", lambda: store.put(key, _record(trial, is_written_out)))
         platform, links, orders = request.platform, request.links, request.arg_orders
         args = trial.optimized, links, orders, platform, options.layouts
         laid_out = clock("layouts", lay_out, *args)
         emitted = _emit(laid_out, request.donated, clock)
-        plan, parts, timeline, seconds = (
-            trial.plan,
-            trial.partitioned,
-            trial.timeline,
-            clock.seconds,
-        )
-        made = plan.program, plan.propagated, plan, parts, laid_out, timeline, emitted, seconds
-        stages = Stages(*made)
+        plan, parts, timeline = trial.plan, trial.partitioned, trial.timeline
+        made = plan.program, plan.propagated, plan, parts, laid_out, timeline, emitted
+        stages = Stages(*made, clock.seconds, kept is not None)
         if options.check:
             check_stages(stages)
     return stages
+
+
+def _chosen(
+    request: Request, options: Options, imported: Imported, clock: Stopwatch
+) -> tuple[Trial, bool]:
+    """The fastest plan of the fastest form, and whether that has its loops written out."""
+
+    def planned(program: Program) -> Trial:
+        problem = _problem(request, imported, program, clock)
+        return plan_problem(problem, options, request.donated, clock)
+
+    program = clock("unroll", unroll, imported.program, options.unroll or 0)
+    first = trial = planned(program)
+    if options.unroll is None:
+        forms = forms_written_out(trial, program, planned, request.platform)
+        trial = fastest(trial, forms, options.memory_limit)
+    return trial, trial is not first
+
+
+def _record(trial: Trial, is_written_out: bool) -> bytes:
+    """What was chosen, to be kept."""
+    cuts = trial.seed and trial.seed.cuts
+    record = {"plan": recorded(trial.plan), "cuts": cuts, "is_written_out": is_written_out}
+    return json.dumps(record).encode()
+
+
+def _replayed(
+    kept: bytes, request: Request, options: Options, imported: Imported, clock: Stopwatch
+) -> Trial:
+    """What an earlier start chose, brought down to one device.
+
+    Planning finds the same in every process, so one that reads a plan and one that makes it agree.
+    """
+    record = json.loads(kept)
+    program = clock("unroll", unroll, imported.program, options.unroll or 0)
+    if record["is_written_out"]:
+        program = clock("unroll", unroll, program, MOST_TRIPS)
+    problem = _problem(request, imported, program, clock)
+    plan = clock("read", replayed, record["plan"], problem)
+    trial = Trial(plan, options, request.donated, clock)
+    if record["cuts"] is None:
+        return trial
+    cuts = tuple((number, Cut(*cut)) for number, cut in record["cuts"])
+    return trial.in_halves(Seed(cuts, 0.0))
+
+
+def _key(request: Request, options: Options) -> str:
+    """The name of what is kept of a compilation: all that decides it. Empty: nothing is kept.
+
+    Where ops come from decides nothing. What users' own rules and lowerings do no name can tell, so
+    programs that have such ops are planned anew.
+    """
+    text, platform = module_text(request.module), request.platform
+    if any(name in text for name in TAUGHT):
+        return ""
+    # Of options, all but those that only say how the compiler and XLA go about it.
+    deciding = replace(
+        options, topology=None, check=False, verbose=False, progress=False, cache_dir=None,
+        compiler_options={},
+    )  # fmt: skip
+    return key_of(
+        text,
+        replace(request, module=None, function=None, callbacks=()),
+        deciding,
+        request.mesh.dcn_sizes,
+        [(call.label, call.is_debug, call.has_effect) for call in request.callbacks],
+        [name for name in sorted(whole_composites(platform)) if name in text],
+        jax.config.jax_enable_x64,  # type: ignore[attr-defined]
+        jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
+    )
 
 
 def propagated_of(request: Request) -> Propagated:
@@ -172,7 +250,8 @@ def _front(request: Request, clock: Stopwatch) -> Imported:
     """What a module says."""
     imported = clock("import", _import, request)
     canonical = clock("canonicalize", _canonical, imported.program)
-    return imported._replace(program=clock("separate", separate, canonical))
+    separated = clock("separate", separate, canonical)
+    return imported._replace(program=clock("dedupe", dedupe, separated))
 
 
 def _problem(request: Request, imported: Imported, program: Program, clock: Stopwatch) -> Problem:

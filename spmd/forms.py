@@ -18,15 +18,13 @@ from typing import NamedTuple
 from spmd.errors import PlanError
 from spmd.frontend.unroll import unroll
 from spmd.ir.program import Program
+from spmd.planning.exact import RUNS
 from spmd.planning.plan import Weighed
-from spmd.predict.backends import backend_of
+from spmd.predict.backends import backend_of, memory_for
 from spmd.trial import Trial
 
 MOST_TRIPS = 64
 """Loops that run more often stay loops, if nobody says otherwise."""
-
-RUNS = 3_000
-"""How often a program is taken to run, where time to compile is weighed against time to run."""
 
 WRITTEN_OUT_GAIN, MOST_GAIN = 0.02, 0.2
 """Share of its time that a program must win by having its loops written out, and the most that is
@@ -63,7 +61,7 @@ def fastest(trial: Trial, forms: Iterable[Form], memory_limit: int | None) -> Tr
     Args:
       trial: the program as it is.
       forms: the others. One of a price below zero is wanted, even if it is slower.
-      memory_limit: bytes that one device may use; the topology's memory when left out.
+      memory_limit: bytes that one device may use; what the topology has room for when left out.
     """
     tried = [(form, *_tried(trial, form, memory_limit)) for form in forms]
     fit = [other for _, other, refusal in tried if other is not None and not refusal]
@@ -91,7 +89,7 @@ def _tried(trial: Trial, form: Form, memory_limit: int | None) -> tuple[Trial | 
         return None, too_large
     if trial.seconds - other.seconds < form.price:
         return other, too_slow
-    limit = max(trial.bytes, trial.plan.topology.memory(memory_limit))
+    limit = max(trial.bytes, memory_for(trial.plan.topology, memory_limit))
     return other, too_large if other.bytes > limit else ""
 
 

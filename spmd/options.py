@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -17,8 +18,9 @@ class Options:
     Attributes:
       topology: the machine to plan for; guessed from the mesh's devices when left out.
       planner: `exact` weighs all decisions together, `greedy` takes them in program order.
-      memory_limit: bytes that one device may use. Without it the plan aims at the memory that the
-        topology's devices have, and says so where it misses it; with it, missing it is an error.
+      memory_limit: bytes that one device may be predicted to use: missing it is an error. Without
+        it the plan aims at what the topology's devices have room for, which on GPUs is 90% of their
+        memory and on TPUs 60% (`spmd.predict.backends`), and says so where it misses it.
       recompute: whether a program may make values again (a gathered weight, an activation) rather
         than hold them, where memory is short or where that is faster; `explain()` tells which.
       combine_bytes: small gathers and reductions over the same axes travel together, up to this
@@ -42,6 +44,9 @@ class Options:
       verbose: print the time of every stage.
       progress: say what a compilation of more than a second or two is doing, in one line that is
         erased at the end; on terminals and in notebooks alone, never in logs.
+      cache_dir: the folder in which plans are kept, so that the next start with the same program
+        plans nothing; `none` keeps nothing. Left out: `$SPMD_CACHE_DIR`, else jax's compilation
+        cache, else `~/.cache/spmd`.
       compiler_options: passed to XLA as they are, over what is set for the platform by default
         (`spmd.lowering.xla_options.DEFAULTS`).
     """
@@ -59,6 +64,7 @@ class Options:
     check: bool = False
     verbose: bool = False
     progress: bool = True
+    cache_dir: str | os.PathLike[str] | None = None
     compiler_options: Mapping[str, str | bool | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -13,9 +13,11 @@ from spmd.lowering.partition import Partitioned, partition
 from spmd.lowering.recompute.recompute import recompute
 from spmd.lowering.recompute.stacks import has_pairs
 from spmd.lowering.rewrites.optimize import schedule, simplify
+from spmd.lowering.rewrites.ring import ring
 from spmd.lowering.rewrites.room import Room
 from spmd.options import Options
 from spmd.planning.plan import Plan, Recomputed
+from spmd.predict.backends import memory_for
 from spmd.predict.memory import MemoryUse, peak_memory
 from spmd.predict.timeline import Timeline, predict_timeline
 from spmd.progress import Stopwatch
@@ -30,6 +32,7 @@ class Trial:
       partitioned: the local program.
       simplified: the local program before its collectives are scheduled.
       optimized: the local program after its rewrites.
+      seed: what of it is in halves, if anything.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Trial:
             unpriced = Trial(plan._replace(byte_price=0.0), options, donated, clock)
         self._options, self._donated, self.clock = options, donated, clock
         self._unpriced, self.plan = unpriced or self, plan
+        self.seed: Seed | None = None
         self.partitioned: Partitioned = (
             unpriced.partitioned if unpriced else clock("partition", partition, plan)
         )
@@ -52,8 +56,7 @@ class Trial:
             program, again = clock("recompute", self._recompute, program)
             self.plan = plan._replace(recomputed=again)
         self.simplified = program
-        program = clock("optimize", self._schedule, program)
-        self.optimized = self.partitioned._replace(program=program)
+        self._schedule(program)
 
     @cached_property
     def _simple(self) -> Program:
@@ -65,7 +68,7 @@ class Trial:
 
     @property
     def _room(self) -> Room:
-        memory = self.plan.topology.memory(self._options.memory_limit)
+        memory = memory_for(self.plan.topology, self._options.memory_limit)
         return Room(memory, tuple(self.plan.problem.links.values()))
 
     def _recompute(self, program: Program) -> tuple[Program, tuple[Recomputed, ...]]:
@@ -84,21 +87,34 @@ class Trial:
         """Whether the program fits in memory only because bytes have a price."""
         return self._unpriced.bytes > self._room.bytes
 
-    def _schedule(self, program: Program, half_of: Mapping[Value, int] | None = None) -> Program:
-        plan, options, room = self.plan, self._options, self._room
-        most, ahead = options.combine_bytes, options.prefetch
-        return schedule(program, plan.mesh, plan.topology, most, ahead, room, half_of)
+    def _schedule(self, program: Program, half_of: Mapping[Value, int] | None = None) -> None:
+        """Schedules a program, with sums that travel where that is faster and there is room."""
+        mesh, topology, room = self.plan.mesh, self.plan.topology, self._room
+        most, ahead = self._options.combine_bytes, self._options.prefetch
+
+        def take(program: Program) -> None:
+            args = program, mesh, topology, most, ahead, room, half_of
+            scheduled = self.clock("optimize", schedule, *args)
+            self.optimized = self.partitioned._replace(program=scheduled)
+            for name in ("timeline", "_memory"):
+                vars(self).pop(name, None)
+
+        take(program)
+        travelling = self.clock("optimize", ring, program, mesh, topology)
+        if travelling is not program:
+            whole = copy.copy(self)
+            take(travelling)
+            if self.seconds >= whole.seconds or self.bytes > max(whole.bytes, room.bytes):
+                vars(self).update(vars(whole))
 
     def in_halves(self, seed: Seed) -> Trial:
         """The same with some arguments in halves."""
         other = copy.copy(self)
-        for name in ("timeline", "_memory"):
-            vars(other).pop(name, None)
+        other.seed = seed
         arguments = self.simplified.body.args
         cuts = {arguments[number]: cut for number, cut in seed.cuts}
         program, half_of = self.clock("halves", in_halves, self.simplified, cuts)
-        program = self.clock("optimize", self._schedule, program, half_of)
-        other.optimized = self.partitioned._replace(program=program)
+        other._schedule(program, half_of)
         return other
 
     def seeds(self) -> list[Seed]:
@@ -133,4 +149,5 @@ class Trial:
         memory = self._memory
         values = [(buffer.name, buffer.bytes) for buffer in memory.at_peak()[:3]]
         results = memory.results - memory.aliased
-        return [("arguments", memory.arguments), ("results", results), *values]
+        held = [("arguments", memory.arguments), ("results", results), *values]
+        return [*held, ("constants", memory.constants)] if memory.constants else held

@@ -44,6 +44,8 @@ def _prepare_environment() -> None:
     given = {flag.partition("=")[0] for flag in flags}
     flags += [f"{name}={value}" for name, value in XLA_FLAGS.items() if name not in given]
     os.environ["XLA_FLAGS"] = " ".join(flags)
+    # Tests plan anew, and write nothing into the folders of whoever runs them.
+    os.environ["SPMD_CACHE_DIR"] = "none"
     os.environ["JAX_PLATFORMS"] = os.environ.get("SPMD_TEST_PLATFORM", "cpu")
     # Several processes share a GPU: the first one must not take three quarters of its memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

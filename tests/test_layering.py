@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 # From the bottom up. A package may import those below it, and those beside it as long as no circle
 # comes of it.
 LAYERS = (
-    ("spmd.errors", "spmd.progress"),
+    ("spmd.errors", "spmd.progress", "spmd.store"),
     ("spmd.ir", "spmd.mesh", "spmd.options"),
     ("spmd.frontend",),
     ("spmd.propagation",),

@@ -31,6 +31,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 from spmd.mesh.spec import jax_mesh
 from spmd.options import Options
+from spmd.store import user_folder
 
 _SETTINGS = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -44,8 +45,7 @@ _CANNOT_WRITE = "Error writing persistent compilation cache entry"
 
 def default_cache_dir() -> Path:
     """The user's cache folder for this: `$XDG_CACHE_HOME/spmd`, else `~/.cache/spmd`."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "spmd"
+    return user_folder()
 
 
 class Cache:
@@ -159,6 +159,7 @@ def _remove_older(folder: Path, moment: float) -> None:
 
 
 def _key(module: bytes, mesh: Mesh, options: Options, asked: Any) -> str:
+    options = dataclasses.replace(options, cache_dir=None)  # where plans are kept decides nothing
     devices = [d for d in jax_mesh(mesh).devices.flat]
     kinds = sorted({f"{d.platform} {d.device_kind}" for d in devices})
     parts = (

@@ -31,6 +31,7 @@ from spmd.lowering.execute import compile_emitted, x64_if
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import jax_mesh
 from spmd.options import Options
+from spmd.store import NOWHERE
 
 Spec = Sequence[Any] | None
 """One entry for each dim, as `spmd.mark_sharding` takes it; None is left open as a whole."""
@@ -165,6 +166,7 @@ def emitted_of(module: Any, mesh: Mesh, asked: Asked, options: Options) -> Emitt
     arguments: Sequence[Spec] = asked.arguments
     if asked.auto:
         arguments = auto_specs(module, mesh, arguments, asked.results, options, asked.updates)
+    options = dataclasses.replace(options, cache_dir=NOWHERE)  # a bundle's cache keeps all of it
     lowered = lower_stablehlo(module, mesh, arguments, asked.results, options, asked.updates)
     # The functions share weights and state: these lie in one way for all.
     emitted = lowered.stages.emitted.major_to_minor()

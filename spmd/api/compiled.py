@@ -401,7 +401,7 @@ class Compiled(Planned):
     @cached_property
     def memory(self) -> Memory:
         """Bytes per device, as XLA reports them; `predicted_memory` is what we expected."""
-        return Memory.of(self.executable.memory_analysis())
+        return Memory.of(self.executable.memory_analysis(), self.predicted_memory.constants)
 
     def as_text(self, stage: str = "planned") -> str:
         """The program after a stage; `hlo` is XLA's optimized module."""

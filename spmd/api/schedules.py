@@ -18,6 +18,7 @@ from spmd.errors import ArgumentError, MeshError, PlanError
 from spmd.ir.pipelines import SCHEDULES, Pipeline, pipeline_of
 from spmd.mesh.mesh import Mesh
 from spmd.planning.plan import Weighed
+from spmd.predict.backends import memory_for
 from spmd.predict.memory import peak_memory
 
 DEFAULT = "gpipe"
@@ -89,7 +90,7 @@ def in_fastest_schedule(plan: Callable[[bool], _Planned], memory_limit: int | No
     Args:
       plan: traces and plans it, again for each schedule that its pipelines leave open; told whether
         jax may take a trace that it has made before.
-      memory_limit: bytes that one device may use; the topology's memory when left out.
+      memory_limit: bytes that one device may use; what the topology has room for when left out.
 
     Raises:
       PlanError: it keeps to the memory limit in no schedule.
@@ -150,7 +151,7 @@ def _excess(planned: _Planned | PlanError, memory_limit: int | None, share: floa
     traced, stages = planned
     topology, donated = stages.plan.topology, traced.request.donated
     use = peak_memory(stages.optimized.program, donated, topology.platform)
-    return max(0.0, use.peak - share * topology.memory(memory_limit))
+    return max(0.0, use.peak - share * memory_for(topology, memory_limit))
 
 
 def _weighed(

@@ -15,6 +15,7 @@ from spmd.explain.memory import Memory
 from spmd.explain.prices import Prices
 from spmd.explain.words import bytes_text, plural, seconds_text
 from spmd.planning.plan import Plan
+from spmd.predict.backends import room_for
 from spmd.predict.memory import MemoryUse
 from spmd.predict.timeline import Timeline, least_seconds
 
@@ -140,7 +141,10 @@ def memory_rows(facts: Facts) -> tuple[tuple[str, str], ...]:
             ("results in donated arguments", bytes_text(use.aliased)),
             ("temporary", bytes_text(use.temporary)),
             ("peak, predicted", f"{bytes_text(use.peak)} of {limit}"),
+            ("on the device", room_for(use.peak, facts.plan.topology)),
         ]
+        if use.constants:
+            rows.insert(2, ("constants, whole on every device", bytes_text(use.constants)))
     if facts.compiled is not None and facts.compiled.peak_bytes:
         rows.append(("peak, as XLA allocates it", bytes_text(facts.compiled.peak_bytes)))
     return tuple(rows)

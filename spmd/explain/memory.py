@@ -28,6 +28,7 @@ class Memory(NamedTuple):
       temporary: the largest set of intermediate values alive at once.
       code: the executable itself.
       is_predicted: whether this is our prediction, and not XLA's report.
+      constants: those of the program, which every device has whole; XLA does not report them.
     """
 
     arguments: int
@@ -36,15 +37,22 @@ class Memory(NamedTuple):
     temporary: int
     code: int
     is_predicted: bool = False
+    constants: int = 0
 
     @property
     def peak_bytes(self) -> int:
         """Upper bound of what the program needs at once."""
-        return self.arguments + self.results - self.aliased + self.temporary
+        held = self.arguments + self.results - self.aliased + self.temporary
+        return held + self.constants
 
     @staticmethod
-    def of(analysis: Any) -> Memory:
-        """From `Compiled.memory_analysis()`; zeros where a backend reports nothing."""
+    def of(analysis: Any, constants: int = 0) -> Memory:
+        """From `Compiled.memory_analysis()`; zeros where a backend reports nothing.
+
+        Args:
+          analysis: XLA's report.
+          constants: bytes of the program's constants.
+        """
         if analysis is None:
             return Memory(0, 0, 0, 0, 0)
         return Memory(
@@ -53,12 +61,14 @@ class Memory(NamedTuple):
             analysis.alias_size_in_bytes,
             analysis.temp_size_in_bytes,
             analysis.generated_code_size_in_bytes,
+            constants=constants,
         )
 
     @staticmethod
     def predicted(use: MemoryUse) -> Memory:
         """From our own prediction, before XLA has seen the program."""
-        return Memory(use.arguments, use.results, use.aliased, use.temporary, 0, True)
+        held = use.arguments, use.results, use.aliased, use.temporary
+        return Memory(*held, 0, True, use.constants)
 
 
 class Alive(NamedTuple):
@@ -106,8 +116,10 @@ def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
     count = len(use.order)
     kinds = [SAVED if _is_saved(buffer, use.order) else TEMPORARY for buffer in use.buffers]
     changes = [[0] * len(KINDS) for _ in range(count + 1)]
-    changes[0] = [use.arguments, use.results - use.aliased, 0, 0]
+    changes[0] = [use.arguments + use.constants, use.results - use.aliased, 0, 0]
     for kind, buffer in zip(kinds, use.buffers, strict=True):
+        if buffer.in_result:
+            continue
         changes[buffer.start][KINDS.index(kind)] += buffer.bytes
         changes[min(buffer.end + 1, count)][KINDS.index(kind)] -= buffer.bytes
     held = accumulate(changes[:-1], lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
@@ -126,7 +138,12 @@ def _at_peak(use: MemoryUse, program: Program, kinds: Sequence[str]) -> tuple[Al
     held = [
         (kind, b.label, types[b.value], b.op.loc.trail, b.bytes)
         for kind, b in zip(kinds, use.buffers, strict=True)
-        if b.start <= use.peak_at <= b.end
+        if b.start <= use.peak_at <= b.end and not b.in_result
+    ]
+    held += [
+        (ARGUMENTS, "constant", op.kind.results[0], op.loc.trail, len(op.kind.attrs["value"].data))
+        for op in program.walk()
+        if op.kind.about.is_constant and not op.kind.attrs["value"].splat
     ]
     results = zip(program.result_names, body.results, strict=True)
     for kind, leaves in (

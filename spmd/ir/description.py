@@ -96,6 +96,7 @@ class Description(NamedTuple):
       along: the attribute that says along which dim devices have their pieces.
       region: of control flow, what its regions are: `loop`, `branches` or `manual`.
       selector: dtype of the scalar that chooses among its branches.
+      tells_devices: its result depends on which device it runs on, beside its operands.
       is_exit: it hands a value of a manual region to the region around it.
       is_global: only the whole program has it, never one device's.
       is_local: only one device's program has it.
@@ -134,6 +135,7 @@ class Description(NamedTuple):
     along: str = ""
     region: str = ""
     selector: str = ""
+    tells_devices: bool = False
     is_exit: bool = False
     is_global: bool = False
     is_local: bool = False

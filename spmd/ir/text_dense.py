@@ -1,7 +1,8 @@
-"""The elements of a constant as text, exact to the bit."""
+"""The elements of a constant as text: exact to the bit, or where they are many, a digest."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +14,14 @@ from spmd.ir.types import Dense, numpy_dtype
 READABLE_ELEMENTS = 16
 """Constants of more elements are written as the hexadecimal digits of their bytes."""
 
+LARGEST = 1 << 16
+"""Constants of more bytes are written as a digest of them, which tells them apart and no more."""
+
 
 def dense_text(dense: Dense) -> str:
     """The elements of a constant; whatever would not read back bit by bit is hexadecimal."""
+    if len(dense.data) > LARGEST:
+        return f"sha256 {hashlib.sha256(dense.data).hexdigest()}"
     try:
         dtype = numpy_dtype(dense.type.dtype)
     except KeyError:

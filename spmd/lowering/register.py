@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from spmd.errors import SpmdError
@@ -51,6 +52,7 @@ def register_rule(
     def lowered(op: LocalOp) -> tuple[Value, ...]:
         return tuple(lower(op) if lower is not None else _masked(op).emit())
 
+    _note(name)
     registry.op(name)(made)
     local(name)(lowered)
 
@@ -115,9 +117,16 @@ def register_composite(
     made = _rule_function(name, rule, kinds or {}, reduction, linear)
     add_composite(Composite(name, decomposition, dict(kernels or {})))
     traits = {"flops": flops, "bytes_read": bytes_read, "arithmetic": arithmetic}
+    _note(name)
     registry.op(f"composite:{name}", **traits)(made)
     lowered = lower or lower_composite
     local(f"composite:{name}")(lambda op: tuple(lowered(_masked(op))))
+
+
+def _note(name: str) -> None:
+    """Notes an op that a caller from outside of this package teaches."""
+    if sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] != "spmd":
+        registry.TAUGHT.add(name.rpartition(":")[2])
 
 
 def _rule_function(

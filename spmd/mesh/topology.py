@@ -92,10 +92,6 @@ class Topology:
         """Memory of one device, bytes."""
         return self.chip.hbm_bytes
 
-    def memory(self, limit: int | None) -> int:
-        """Bytes that a program may use on one device: the given limit, else all there are."""
-        return self.hbm_bytes if limit is None else limit
-
     @property
     def hbm_bandwidth(self) -> float:
         """Bytes/s between one device and its memory."""

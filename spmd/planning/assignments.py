@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from spmd.ir.dialect.rule import FIXED, MERGE, PASS, REPLICATE, RING, UNCLAIMED, WINDOW, Rule
-from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, is_even
+from spmd.mesh.sharding import Axes, Sharding
 from spmd.propagation.projection import (
     Assignment,
     dim_to_factors,
@@ -75,28 +74,39 @@ def assignments_around(
     return kept if whole in kept else (*kept, whole)
 
 
-def every_assignment(rule: Rule, mesh: Mesh, held: Axes) -> list[Assignment]:
-    """Every way to lay whole axes that are not held on factors that they divide."""
-    axes = [atoms for atoms in mesh.axis_atoms.values() if atoms and not set(atoms) & set(held)]
+def placements(
+    rule: Rule, base: Assignment, runs: Sequence[Axes], sizes: Sequence[int]
+) -> list[Assignment]:
+    """Every way to lay runs of atoms on factors of an op that they divide evenly, or nowhere.
+
+    Args:
+      rule: the op's rule.
+      base: atoms that split factors already, none of the runs' among them.
+      runs: whole axes, mostly; none of their atoms is held.
+      sizes: sizes of the mesh's atoms.
+
+    Example:
+      Two axes have 16 places on the product `b i, i j -> b j`: each splits `b`, `i`, `j`, or idles.
+    """
     factors = [
         number
         for number, factor in enumerate(rule.factors)
         if factor.kind not in UNCLAIMED and factor.size > 1
     ]
-    found = []
-    for places in itertools.product([-1, *factors], repeat=len(axes)):
-        assignment = list(unsplit(rule))
-        for place, atoms in zip(places, axes, strict=True):
-            if place >= 0:
-                assignment[place] += atoms
-        divides = all(is_even(rule.factors[f].size, assignment[f], mesh) for f in factors)
-        if divides and is_legal_assignment(rule, tuple(assignment), mesh.atom_sizes):
-            found.append(tuple(assignment))
-    found = [each for a in found for each in (a, *going_round(rule, a, mesh.atom_sizes))]
+    found = [base]
+    for atoms in runs:
+        found += [
+            (*have[:number], have[number] + atoms, *have[number + 1 :])
+            for have in found
+            for number in factors
+            if rule.factors[number].size % math.prod([sizes[a] for a in have[number] + atoms]) == 0
+        ]
+    legal = [a for a in found if is_legal_assignment(rule, a, sizes)]
+    legal = [each for a in legal for each in (a, *going_round(rule, a, sizes))]
     if not rule.exchanges:
-        return found
-    wanted = [{number: own} for number, _ in rule.exchanges for own in axes]
-    return [each for a in found for each in (a, *exchanging(rule, a, wanted, mesh.atom_sizes))]
+        return legal
+    wanted = [{number: own} for number, _ in rule.exchanges for own in runs]
+    return [each for a in legal for each in (a, *exchanging(rule, a, wanted, sizes))]
 
 
 def going_round(rule: Rule, assignment: Assignment, sizes: Sequence[int]) -> tuple[Assignment, ...]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 
 from spmd.ir.dialect.registry import rule_of
-from spmd.ir.dialect.rule import Rule
+from spmd.ir.dialect.rule import REDUCE, Rule
 from spmd.ir.program import Op, OpKind
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
-from spmd.planning.assignments import assignments_around, every_assignment
+from spmd.planning.assignments import assignments_around, placements
 from spmd.planning.cost import op_seconds
 from spmd.planning.plan import Choice
 from spmd.planning.problem import Problem
@@ -27,9 +28,6 @@ from spmd.reshard.resharder import States
 MOST_CARRIED = 12
 """Choices with partial operands among those that are made from what lies around an op."""
 
-MOST_OPEN = 40
-"""Assignments looked at where nothing is known: those that take the least time of their own."""
-
 Partial = tuple[tuple[int, ...], Axes, str]
 """A group of operands that flow through an op partial: (their positions, over what, how)."""
 
@@ -37,12 +35,12 @@ Partial = tuple[tuple[int, ...], Axes, str]
 class Choices:
     """Makes choices for the ops of one problem.
 
-    A choice follows from an assignment and from what is partial. Two planners ask for it with the
-    states that are known where they are: `around` what one op's values may be, or `everywhere`.
+    A choice follows from an assignment and from what is partial. Planners ask for those that lead
+    on from states that are known `around` an op, and for axes `placed` in every way.
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.propagated = problem.propagated
+        self.problem, self.propagated = problem, problem.propagated
         self.mesh, self.topology = problem.mesh, problem.topology
         self.resharder = problem.resharder
         self._made: dict[object, tuple[Choice, ...]] = {}
@@ -76,27 +74,64 @@ class Choices:
             self._made[key] = tuple(dict.fromkeys(options))
         return self._made[key]
 
-    def everywhere(self, op: Op) -> tuple[Choice, ...]:
-        """The choices of an op around which nothing is known; held axes split and owe nothing."""
+    def placed(
+        self, op: Op, axes: Sequence[Axes], base: Choice | None = None
+    ) -> tuple[Choice, ...]:
+        """The choices in which some axes have every place that they may have, whoever wished so.
+
+        An axis splits a factor, or is one over which operands flow through partial, or is idle.
+
+        Args:
+          op: the op.
+          axes: atoms of each axis to place; of those that are held nothing is made.
+          base: where all other axes are; nowhere if left out.
+        """
         if op.is_mark:
             return self.of_mark(op)
         held = self.resharder.held(op.results[0])
-        key = (op.kind, held)
+        key = (op.kind, held, tuple(axes), base)
         if key not in self._made:
             rule = rule_of(op.kind, op.loc)
-            assignments = every_assignment(rule, self.mesh, held)
-            assignments.sort(key=lambda a: self.own_seconds(op, a))
-            del assignments[MOST_OPEN:]
-            carried = [
-                self._carried(op.kind, rule, assignment, (tuple(group), partial, "add"))
-                for group in rule.linear
-                for assignment in assignments
-                for partial in axis_sets(self.mesh, {*held, *itertools.chain(*assignment)})
-            ]
-            found = [*(self._plain(op.kind, rule, a) for a in assignments), *carried]
-            options = dict.fromkeys(choice for choice in found if choice is not None)
-            self._made[key] = tuple(options)
+            runs = [atoms for atoms in axes if not set(atoms) & {*held, *rule.held}]
+            moved = set(itertools.chain(*runs))
+            start = base.assignment if base else unsplit(rule)
+            start = tuple([tuple([a for a in own if a not in moved]) for own in start])
+            flowing = _flowing(base, moved) if base else None
+            assignments = placements(rule, start, runs, self.mesh.atom_sizes)
+            found: list[Choice | None] = []
+            if flowing is None:
+                found += [self._plain(op.kind, rule, a) for a in assignments]
+            for partial in self._partials(rule, runs, flowing):
+                owed = set(partial[1])
+                found += [
+                    self._carried(op.kind, rule, a, partial)
+                    for a in assignments
+                    if owed.isdisjoint(itertools.chain(*a))
+                ]
+            self._made[key] = tuple(dict.fromkeys([c for c in found if c is not None]))
         return self._made[key]
+
+    def _partials(
+        self, rule: Rule, runs: Sequence[Axes], flowing: Partial | None
+    ) -> Iterable[Partial]:
+        """What may flow through an op partial over any of some axes, beside what does already."""
+        sets = axis_sets(runs)
+        if flowing is not None:
+            group, already, how = flowing
+            yield flowing
+            yield from ((group, tuple(sorted((*already, *more))), how) for more in sets)
+            return
+        kinds = [how for how in self.reductions if rule.lets_through(how)]
+        for group, how, over in itertools.product(rule.linear, kinds, sets):
+            yield tuple(group), over, how
+
+    @cached_property
+    def reductions(self) -> tuple[str, ...]:
+        """How partial values of this program are put together."""
+        kinds = dict.fromkeys([op.kind for op in self.problem.program.walk() if not op.regions])
+        rules = [rule_of(kind) for kind in kinds if not kind.about.is_mark]
+        reduces = [r.reduction for r in rules if any(f.kind == REDUCE for f in r.factors)]
+        return tuple(dict.fromkeys(reduces))
 
     def of_mark(self, op: Op) -> tuple[Choice, ...]:
         """The one choice that a mark leaves: what it says."""
@@ -175,14 +210,23 @@ def partials_of(rule: Rule, operands: Sequence[States]) -> Iterable[Partial]:
                 yield group, partial, kind
 
 
-def axis_sets(mesh: Mesh, used: set[int]) -> list[Axes]:
-    """Every set of whole axes that are not in use, as ascending atoms."""
-    free = [atoms for atoms in mesh.axis_atoms.values() if atoms and used.isdisjoint(atoms)]
+def axis_sets(runs: Sequence[Axes]) -> list[Axes]:
+    """Every set of some axes but the empty one, as ascending atoms."""
     return [
         tuple(sorted(itertools.chain(*chosen)))
-        for count in range(1, len(free) + 1)
-        for chosen in itertools.combinations(free, count)
+        for count in range(1, len(runs) + 1)
+        for chosen in itertools.combinations(runs, count)
     ]
+
+
+def _flowing(choice: Choice, moved: Collection[int]) -> Partial | None:
+    """What flows through a choice partial, but for some atoms."""
+    group = tuple([i for i, state in enumerate(choice.operands) if state.partial])
+    if not group:
+        return None
+    state = choice.operands[group[0]]
+    over = tuple([a for a in state.partial if a not in moved])
+    return (group, over, state.kind) if over else None
 
 
 def _without(assignment: Assignment, partial: Axes) -> Assignment:

@@ -8,19 +8,45 @@ communication, and of these the one is taken whose program is predicted to be th
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from spmd.mesh.sharding import Axes
 from spmd.planning.choices import Choices
 from spmd.planning.decode import decoded
 from spmd.planning.domains import domains_of
 from spmd.planning.greedy import plan_greedily
-from spmd.planning.limit import Prices, TryOut, fastest_within
-from spmd.planning.network import CostNetwork
+from spmd.planning.limit import Prices, Trial, TryOut, fastest_within
+from spmd.planning.network import Copies, CostNetwork
 from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem
+from spmd.planning.solver.bounds import excesses
 from spmd.planning.solver.solve import solve
 from spmd.planning.units import units_of
 
 LEAST_EXPOSED = 0.1
 """Share of its time that a reshard costs at least, where the machine could hide all of it."""
+
+TOGETHER = 2
+"""Axes that are placed together."""
+
+ROUNDS = 3
+"""How often each pair is placed, at most."""
+
+CLOSE = 1e-3
+"""Relative difference of times for which no pair is placed again."""
+
+RUNS = 3_000
+"""How often a program is taken to run, where time to compile is weighed against time to run."""
+
+HOPED, SECONDS_AN_OP, MOST_TRIES, MOST_OPS = 0.1, 5e-4, 24, 800
+"""Nearby plans are tried out for as long as a run that becomes so much shorter would save, each op
+of each taking so many seconds; and so many plans, of so many ops altogether, at most."""
+
+NEAR = 1.1
+"""Plans whose sum of costs is larger than the best one's by more than that are not nearby."""
 
 MOST_EXPOSED = 0.5
 """Where a machine hides less than the rest, plans of hidden communication are not proposed."""
@@ -51,11 +77,12 @@ def plan_exactly(
     """
     greedy, costs = weighed(problem)
     proposed = [decoded(costs, solve(costs.network)), greedy]
-    if costs.has_open_arguments and not problem.is_open:
+    if costs.has_open_arguments:
         proposed.append(decoded(costs, solve(costs.closed())))
     if (hidden := with_hidden(costs)) is not None:
         proposed.append(decoded(hidden, solve(hidden.network)))
     tried = [try_out(plan) for plan in _different(proposed)]
+    tried += _nearby(costs, min(tried, key=lambda trial: trial.seconds), try_out)
 
     def priced(prices: Prices) -> Plan:
         return decoded(costs, solve(costs.priced(prices)))
@@ -66,12 +93,69 @@ def plan_exactly(
 
 
 def weighed(problem: Problem) -> tuple[Plan, CostNetwork]:
-    """The greedy plan, and the network of all that is weighed against it."""
+    """The greedy plan, and the network of every placement.
+
+    Two axes are placed together, on every op. Of more axes every pair in turn, all others where the
+    best plan so far has them, until no pair finds anything better.
+    """
     choices = Choices(problem)
     greedy = plan_greedily(problem, choices)
     units = units_of(problem)
-    domains = domains_of(problem, units, choices, greedy)
-    return greedy, CostNetwork(problem, units, choices, domains)
+    axes = [atoms for atoms in problem.mesh.axis_atoms.values() if atoms]
+
+    def network(placed: Sequence[Axes], base: Plan | None, known: Copies | None) -> CostNetwork:
+        domains = domains_of(problem, units, choices, placed, base)
+        return CostNetwork(problem, units, choices, domains, known)
+
+    if len(axes) <= TOGETHER:
+        return greedy, network(axes, None, None)
+    pairs = list(itertools.combinations(axes, TOGETHER))
+    base, costs, since = greedy, None, 0
+    for pair in itertools.islice(itertools.cycle(pairs), ROUNDS * len(pairs)):
+        costs = network(pair, base, costs.copies if costs else None)
+        found = decoded(costs, solve(costs.network))
+        is_better = found.seconds < base.seconds * (1 - CLOSE)
+        base, since = (found, 0) if is_better else (base, since + 1)
+        if since == len(pairs):
+            break
+    assert costs is not None
+    return greedy, costs
+
+
+def _nearby(costs: CostNetwork, best: Trial, try_out: TryOut) -> list[Trial]:
+    """Plans that are about as cheap as the cheapest, each with one decision pinned otherwise.
+
+    A sum of costs and the time of a program differ where rewrites merge and hide what was summed
+    up. So the decisions that cost the least in the sum are tried out, as many as the program's size
+    allows; those that turn out to be faster stay pinned.
+    """
+    ops = sum(1 for _ in costs.problem.program.walk())
+    found: list[Trial] = []
+    worth = int(best.seconds * HOPED * RUNS / (SECONDS_AN_OP * max(1, ops)))
+    tries = min(MOST_TRIES, MOST_OPS // max(1, ops), worth)
+    if not tries:
+        return []
+    network, seen = costs.network, [best.plan]
+    most = best.plan.seconds * NEAR
+    alive = [np.arange(len(own)) for own in network.unary]
+    for _, variable, state in excesses(network)[: 2 * tries]:
+        if len(found) == tries:
+            break
+        if state not in alive[variable]:
+            continue
+        pinned = [np.array([state]) if v == variable else kept for v, kept in enumerate(alive)]
+        solution = solve(network.restricted(pinned))
+        if solution.cost > most:
+            continue
+        states = [int(kept[s]) for kept, s in zip(pinned, solution.states, strict=True)]
+        plan = decoded(costs, solution._replace(states=tuple(states)))
+        if not _different([*seen, plan])[len(seen) :]:
+            continue
+        seen.append(plan)
+        found.append(try_out(plan))
+        if found[-1].seconds < best.seconds:
+            best, alive = found[-1], pinned
+    return found
 
 
 def with_hidden(costs: CostNetwork) -> CostNetwork | None:
@@ -80,11 +164,10 @@ def with_hidden(costs: CostNetwork) -> CostNetwork | None:
     Returns:
       The network; None for a machine that hides so little that its plans would gain nothing.
     """
-    problem = costs.problem
-    exposed = max(LEAST_EXPOSED, 1 - problem.topology.chip.overlap)
+    exposed = max(LEAST_EXPOSED, 1 - costs.problem.topology.chip.overlap)
     if exposed >= MOST_EXPOSED:
         return None
-    return CostNetwork(problem, costs.units, costs.choices, costs.domains, exposed)
+    return costs.with_exposed(exposed)
 
 
 def _different(plans: list[Plan]) -> list[Plan]:

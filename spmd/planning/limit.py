@@ -16,6 +16,7 @@ from spmd.errors import PlanError, bytes_text
 from spmd.ir.program import Value
 from spmd.planning.liveness import bound_of, peak_of
 from spmd.planning.plan import Plan
+from spmd.predict.backends import memory_for
 
 Prices = Mapping[Value, float]
 """Seconds for each byte that one device holds of a value."""
@@ -67,7 +68,7 @@ def fastest_within(
     """The fastest plan found that keeps to a limit.
 
     Args:
-      memory_limit: bytes on one device; if left out, the topology's memory, which is a wish.
+      memory_limit: bytes on one device; if left out, what the topology has room for: a wish.
       tried: plans made without prices.
       priced: makes a plan at given prices.
       try_out: predicts what it takes.
@@ -77,7 +78,7 @@ def fastest_within(
       PlanError: no plan keeps to the limit that was given.
     """
     best = min(tried, key=lambda trial: trial.seconds)
-    limit = best.plan.topology.memory(memory_limit)
+    limit = memory_for(best.plan.topology, memory_limit)
     if bound_of(best.plan) <= limit or best.bytes <= limit:
         return _without_detours(best, limit, try_out) if recompute else best.plan
     everything = [*tried]
@@ -92,14 +93,14 @@ def fastest_within(
         found = min(fitting, key=lambda trial: trial.seconds)
         return _noted(
             found.plan,
-            f"the fastest plan needs {bytes_text(best.bytes)} on a device, and there are "
-            f"{bytes_text(limit)}: this one takes {found.seconds / best.seconds:.2f} times as long"
-            f"{_again(found.plan)}",
+            f"the fastest plan needs {bytes_text(best.bytes)} on a device, and there is room for "
+            f"{bytes_text(limit)}: this one takes {found.seconds / best.seconds:.2f} times as "
+            f"long{_again(found.plan)}",
         )
     least = min(everything, key=lambda trial: trial.bytes)
     need = bytes_text(least.bytes)
     if memory_limit is None:
-        text = f"it is predicted to need {need} on a device; there are {bytes_text(limit)}"
+        text = f"it is predicted to need {need} on a device; there is room for {bytes_text(limit)}"
         return _noted(least.plan, text)
     error = PlanError(
         f"no plan was found that keeps to {bytes_text(limit)} on a device",

@@ -13,6 +13,7 @@ from spmd.ir.program import Region, Value
 from spmd.mesh.sharding import Sharding, local_shape
 from spmd.planning.cost import is_fused
 from spmd.planning.plan import Plan
+from spmd.predict.memory import constant_bytes
 
 Held = tuple[Value, Sharding]
 """A value in one of the states in which it exists."""
@@ -45,6 +46,7 @@ def bound_of(plan: Plan) -> int:
     live = _Liveness(plan)
     states = enumerate(plan.states)
     total = sum(live.bytes((v, s)) for v, s in states if s is not None)
+    total += constant_bytes(plan.program)  # whole, however they are split
     for value, state in plan.copies.items():
         total += live.bytes((value, state))
     for op in plan.program.walk():

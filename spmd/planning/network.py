@@ -8,7 +8,9 @@ times the trips of the loops around it. Units that look alike are one variable.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -21,18 +23,21 @@ from spmd.planning.domains import Domains
 from spmd.planning.plan import Choice
 from spmd.planning.problem import Problem
 from spmd.planning.solver.network import FORBIDDEN, Network, Table
+from spmd.planning.solver.solve import solve
 from spmd.planning.units import ARGUMENT, CARRY, OP, WHOLE, Units, Use
-from spmd.reshard.paths import Path
-from spmd.reshard.resharder import States, seconds_of
+from spmd.reshard.resharder import States
 
 MOST_COPIES = 4
 """Second copies of one value that are looked at."""
+
+MOST_COPIES = 4
+"""States in which one value may be copied."""
 
 LATER = 1e-12
 """What a partial result costs on top, in seconds: of equals, the plan that reduces early."""
 
 SMALLER = 1e-15
-"""Seconds for each byte of an argument: of equals, the plan whose arguments are smaller."""
+"""Seconds for each byte of arguments and results: of equals, the plan in which they are smaller."""
 
 
 class Variable(NamedTuple):
@@ -52,12 +57,20 @@ class Variable(NamedTuple):
     copies: States = ()
 
 
+Copies = Mapping[tuple[int, int], States]
+"""Class and result -> states in which a copy of that value may be made as well."""
+
+
 class CostNetwork:
     """The network of a program, and how its variables stand for classes of units.
 
+    Args:
+      problem, units, choices, domains: the program, and what there is to choose from.
+      known: copies that paid in a network of the same units; looked for if left out.
+
     Attributes:
-      network: variables and costs, without names.
       variables: for each class of units, its variable.
+      copies: what may be copied.
       exposed: the share of a reshard's time that counts; the rest hides behind arithmetic.
     """
 
@@ -67,11 +80,10 @@ class CostNetwork:
         units: Units,
         choices: Choices,
         domains: Domains,
-        exposed: float = 1.0,
+        known: Copies | None = None,
     ) -> None:
         self.problem, self.units, self.choices, self.domains = problem, units, choices, domains
-        self.exposed = exposed
-        self.network = Network()
+        self.exposed = 1.0
         self._tables: dict[object, Table] = {}
         self._values: dict[tuple[int, int], Value] = {}  # the first value of each class and result
         for value, place in enumerate(units.of):
@@ -79,9 +91,78 @@ class CostNetwork:
         self._uses: dict[tuple[int, int], list[Use]] = {}
         for use in units.uses:
             self._uses.setdefault((use.source, use.result), []).append(use)
-        self.variables = [self._variable(i) for i in range(len(units.units))]
+        self._owned = [self._own(number) for number in range(len(units.units))]
+        if known is None:
+            self._build({}, shares=True)
+            known = self._agreed(solve(self.network).states)
+        self._build(known)
+        if (copies := self._agreed(solve(self.network).states)) != known:
+            self._build(copies)
+
+    def _build(self, copies: Copies, shares: bool = False) -> None:
+        """Makes the variables, and what reshards cost.
+
+        Args:
+          copies: class and result -> states in which a copy of that value may be made as well.
+          shares: whether each use bears its share only of a reshard that all could read.
+        """
+        self.__dict__.pop("network", None)
+        self.copies = copies
+        self._reshards = Network()
+        self.variables = [self._variable(i, copies) for i in range(len(self.units.units))]
         for (source, index), uses in self._uses.items():
-            self._connect(source, index, uses)
+            runs = self._runs(source, index)
+            share = min(1.0, runs / sum(use.trips for use in uses)) if shares and runs else 1.0
+            self._connect(source, index, uses, share)
+
+    @cached_property
+    def network(self) -> Network:
+        """Variables and costs, without names."""
+        network = Network()
+        for variable, own in zip(self.variables, self._owned, strict=True):
+            reshards = self._reshards.unary[variable.number]
+            network.variable(own[[choice for choice, _ in variable.rows]] + self.exposed * reshards)
+        for pair, costs in self._reshards.pairs.items():
+            network.pairs[pair] = np.minimum(self.exposed * costs, FORBIDDEN)
+        return network
+
+    def with_exposed(self, exposed: float) -> CostNetwork:
+        """The same network, in which another share of a reshard's time counts."""
+        other = copy.copy(self)
+        other.__dict__.pop("network", None)
+        other.exposed = exposed
+        return other
+
+    def _agreed(self, states: Sequence[int]) -> Copies:
+        """Of each class the result, and its states, that several uses need and it is not left in.
+
+        Args:
+          states: a joint state.
+        """
+        found: dict[int, tuple[float, int, States]] = {}
+        for (source, index), uses in self._uses.items():
+            variable = self.variables[source]
+            choice, _ = variable.rows[states[variable.number]]
+            left = self.domains.left[source][index][choice]
+            times: dict[Sharding, int] = {}
+            for use in uses:
+                if (needs := self._needs(use)) is not None and len(needs) > 1:
+                    target = self.variables[use.target]
+                    need = needs[target.rows[states[target.number]][0]]
+                    times[need] = times.get(need, 0) + use.trips
+            runs = self._runs(source, index)
+            reads = sum(use.trips for use in uses) > runs
+            shared = tuple([need for need in times if reads and need != left])
+            shared = tuple(dict.fromkeys((*self.copies.get((source, index), ()), *shared)))
+            size = self._type(source, index).bytes
+            if shared and size > found.get(source, (0.0,))[0]:
+                found[source] = size, index, shared[:MOST_COPIES]
+        return {(source, index): shared for source, (_, index, shared) in found.items()}
+
+    def _runs(self, source: int, index: int) -> int:
+        """How often a value is made in one run of the program."""
+        is_inside = self.units.units[source].role == CARRY and index
+        return self.units.inner[source] if is_inside else self.units.trips[source]
 
     @property
     def has_open_arguments(self) -> bool:
@@ -114,16 +195,10 @@ class CostNetwork:
             left = [price * b for b in self._bytes(value, self.domains.left[number][index])]
             copies = variable.copies if variable.copied == index else ()
             copied = [price * b for b in self._bytes(value, copies)]
-            for row, (choice, copy) in enumerate(variable.rows):
-                more = copied[copy] if copies and copy >= 0 else 0.0
+            for row, (choice, again) in enumerate(variable.rows):
+                more = copied[again] if copies and again >= 0 else 0.0
                 network.unary[variable.number][row] += left[choice] + more
         return network
-
-    # What is counted; another network may count something else.
-
-    def figure(self, path: Path) -> float:
-        """What a reshard costs."""
-        return self.exposed * seconds_of(path)
 
     def own_cost(self, op: Op, choice: Choice) -> float:
         """What a choice costs by itself."""
@@ -132,23 +207,20 @@ class CostNetwork:
 
     # Variables.
 
-    def _variable(self, number: int) -> Variable:
-        unit, left = self.units.units[number], self.domains.left[number]
-        trips, inner = self.units.trips[number], self.units.inner[number]
-        own = self._own(number)
-        shared = {i: found for i in range(len(left)) if (found := self._shared(number, i))}
-        copied = max(shared, key=lambda i: self._type(number, i).bytes, default=-1)
-        copies = shared.get(copied, ())
-        rows = [(choice, -1) for choice in range(len(own))]
-        costs = list(own)
-        if copies:
-            made = self._table(number, copied, left[copied], copies)
-            made = made * (inner if unit.role == CARRY and copied else trips)
-            for (choice, copy), seconds in np.ndenumerate(made):
-                if copies[copy] != left[copied][choice] and seconds < FORBIDDEN:
-                    rows.append((choice, copy))
-                    costs.append(own[choice] + seconds)
-        return Variable(self.network.variable(costs), tuple(rows), copied, copies)
+    def _variable(self, number: int, copies: Copies) -> Variable:
+        left = self.domains.left[number]
+        rows = [(choice, -1) for choice in range(len(self._owned[number]))]
+        copied = next((i for i in range(len(left)) if (number, i) in copies), -1)
+        made = [0.0] * len(rows)
+        states = copies.get((number, copied), ())
+        if states:
+            costs = self._table(number, copied, left[copied], states)
+            runs = self._runs(number, copied)
+            for (choice, again), seconds in np.ndenumerate(costs):
+                if states[again] != left[copied][choice] and seconds < FORBIDDEN:
+                    rows.append((choice, again))
+                    made.append(seconds * runs)
+        return Variable(self._reshards.variable(made), tuple(rows), copied, states)
 
     def _own(self, number: int) -> Table:
         """What each choice of a class costs by itself."""
@@ -163,40 +235,29 @@ class CostNetwork:
             return np.array([LATER * bool(s.partial) for s in left[0]])
         return np.zeros(1)
 
-    def _shared(self, source: int, index: int) -> States:
-        """States that several uses could need and not every choice leaves: copies that may pay."""
-        uses = self._uses.get((source, index), ())
-        if len(uses) < 2 and sum(use.trips for use in uses) <= self.units.trips[source]:
-            return ()
-        states = set(self.domains.left[source][index])
-        count: dict[Sharding, int] = {}
-        for use in uses:
-            for need in dict.fromkeys(self._needs(use) or ()):
-                count[need] = count.get(need, 0) + 1
-        shared = [need for need, users in count.items() if users > 1 and states != {need}]
-        return tuple(sorted(shared, key=lambda need: -count[need])[:MOST_COPIES])
-
     # Edges.
 
-    def _connect(self, source: int, index: int, uses: Sequence[Use]) -> None:
-        """Adds the reshards between a value and its uses."""
+    def _connect(self, source: int, index: int, uses: Sequence[Use], share: float) -> None:
+        """Adds a share of the reshards between a value and its uses."""
         variable, left = self.variables[source], self.domains.left[source][index]
         choices = [choice for choice, _ in variable.rows]
         for use in uses:
             needs = self._needs(use)
             if needs is None:
-                self.network.unary[variable.number] += self._as_it_is(use)[choices] * use.trips
+                costs = self._as_it_is(use)[choices] * use.trips
+                self._reshards.unary[variable.number] += costs
                 continue
             rows = self._table(source, index, left, needs)[choices]
             if variable.copied == index:
                 again = self._table(source, index, variable.copies, needs)
-                with_copy = [row for row, (_, copy) in enumerate(variable.rows) if copy >= 0]
+                with_copy = [row for row, (_, made) in enumerate(variable.rows) if made >= 0]
                 copies = [variable.rows[row][1] for row in with_copy]
                 rows[with_copy] = np.minimum(rows[with_copy], again[copies])
             if rows.any():
                 target = self.variables[use.target]
                 columns = [choice for choice, _ in target.rows]
-                self.network.pair(variable.number, target.number, rows[:, columns] * use.trips)
+                costs = rows[:, columns] * (use.trips * share)
+                self._reshards.pair(variable.number, target.number, costs)
 
     def _needs(self, use: Use) -> States | None:
         """What the target of a use needs for each of its choices; None if that asks for nothing."""
@@ -216,10 +277,10 @@ class CostNetwork:
         It may stay as it is, but for what jax cannot name: parts of axes, and terms of a sum.
         """
         value = self._values[use.source, use.result]
-        resharder, boundary = self.problem.resharder, self.problem.boundary
-        left = self.domains.left[use.source][use.result]
-        paths = [resharder.path(value, state, boundary(value, state)) for state in left]
-        return np.array([self.figure(path) for path in paths])
+        resharder, states = self.problem.resharder, self.domains.left[use.source][use.result]
+        lies = tuple([self.problem.left(value, state) for state in states])
+        seconds = [resharder.seconds(value, *ends) for ends in zip(states, lies, strict=True)]
+        return np.array(seconds) + SMALLER * np.array(self._bytes(value, lies))
 
     def _table(self, source: int, index: int, states: States, needs: States) -> Table:
         """Costs of the reshard of a value from each state to each need."""
@@ -227,7 +288,7 @@ class CostNetwork:
         resharder = self.problem.resharder
         key = (states, needs, self._type(source, index), resharder.held(value))
         if key not in self._tables:
-            table = resharder.table(value, states, needs, self.figure)
+            table = resharder.table(value, states, needs)
             self._tables[key] = np.minimum(table, FORBIDDEN)
         return self._tables[key]
 

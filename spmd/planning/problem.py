@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,7 +10,7 @@ from spmd.ir.index import Index
 from spmd.ir.program import Program, Value
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Mark, Sharding, is_even, replicated
+from spmd.mesh.sharding import Axes, Mark, Sharding, is_even
 from spmd.mesh.topology import Topology
 from spmd.propagation.cheap import cheap_values
 from spmd.propagation.propagate import propagate
@@ -29,7 +28,6 @@ class Problem:
       arguments: for each argument the shardings that it may have, first what the marks suggest.
       results: for each result, the sharding that the user asked for, or None.
       links: result -> argument of donated arguments and their updates, which look alike.
-      is_open: whether proposals count for little, so that everything is weighed everywhere.
     """
 
     propagated: Propagated
@@ -37,7 +35,6 @@ class Problem:
     arguments: tuple[States, ...]
     results: tuple[Sharding | None, ...]
     links: Mapping[int, int]
-    is_open: bool = False
 
     @property
     def program(self) -> Program:
@@ -66,23 +63,32 @@ class Problem:
         made = {dims: Sharding(dims) if any(dims) else None for dims in dict.fromkeys(proposals)}
         return tuple([made[dims] for dims in proposals])
 
-    def boundary(self, value: Value, fallback: Sharding) -> Sharding:
-        """How an argument or a result lies in memory between calls.
+    def suggested(self, value: Value) -> Sharding:
+        """How an argument lies in memory between calls if it lies as the marks suggest.
 
         It is split over whole axes, and over the parts of axes that it is marked with: jax knows no
         others.
-
-        Args:
-          value: the argument or the result.
-          fallback: its sharding if propagation proposed none.
         """
-        shape = self.program.types[value].shape
         mark = self.propagated.marks.get(value)
-        promised = mark.dims if mark else ()
-        dims = whole_axes(self.propagated.proposals[value], shape, self.mesh, promised)
-        if any(dims) or mark:
-            return Sharding(dims)
-        return Sharding(whole_axes(fallback.dims, shape, self.mesh))
+        shape = self.program.types[value].shape
+        proposal = self.propagated.proposals[value]
+        return Sharding(whole_axes(proposal, shape, self.mesh, mark.dims if mark else ()))
+
+    def left(self, value: Value, state: Sharding) -> Sharding:
+        """How a result lies in memory for which nobody gave a sharding: as its producer leaves it.
+
+        Terms of a sum are added up to whichever pieces that takes the least time for. Parts of
+        axes, which jax cannot name, are gathered. One that is marked inside of the program, some
+        dims open, lies as is proposed.
+        """
+        if value in self.propagated.marks:
+            return self.suggested(value)
+        type_ = self.program.types[value]
+        if state.partial:
+            ways = every_state(type_, self.mesh)
+            seconds = self.resharder.table(value, (state,), ways)[0]
+            return min(zip(seconds, ways, strict=True), key=lambda way: way[0])[1]
+        return Sharding(whole_axes(state.dims, type_.shape, self.mesh))
 
 
 def posed(
@@ -124,10 +130,10 @@ def problem_of(
       result_marks: for each result, the sharding that the user asked for, or None.
       links: (result, argument) of donated arguments and their updates.
     """
-    body, types = propagated.program.body, propagated.program.types
+    body = propagated.program.body
     marks = tuple(result_marks) or (None,) * len(body.results)
     problem = Problem(propagated, topology, (), marks, dict(links))
-    arguments = tuple((problem.boundary(v, replicated(types[v].rank)),) for v in body.args)
+    arguments = tuple((problem.suggested(v),) for v in body.args)
     return replace(problem, arguments=arguments)
 
 
@@ -155,15 +161,21 @@ def opened(problem: Problem, free: Sequence[bool]) -> Problem:
 def every_state(type_: TensorType, mesh: Mesh) -> States:
     """Every way to split a value's dims over whole axes that divide them, the finest first."""
     axes = [atoms for atoms in mesh.axis_atoms.values() if atoms]
-    found: list[Sharding] = []
-    for places in itertools.product(range(-1, type_.rank), repeat=len(axes)):
-        dims: list[Axes] = [()] * type_.rank
-        for place, atoms in zip(places, axes, strict=True):
-            if place >= 0:
-                dims[place] += atoms
-        if all(is_even(n, a, mesh) for n, a in zip(type_.shape, dims, strict=True)):
-            found.append(Sharding(tuple(dims)))
+    found = laid(type_, ((),) * type_.rank, axes, mesh)
     return tuple(sorted(found, key=lambda s: -len(s.used)))
+
+
+def laid(type_: TensorType, dims: Sequence[Axes], runs: Sequence[Axes], mesh: Mesh) -> States:
+    """Every way to lay runs of atoms on dims that they divide, behind what is there, or nowhere."""
+    found = [tuple(dims)]
+    for atoms in runs:
+        found += [
+            (*have[:d], have[d] + atoms, *have[d + 1 :])
+            for have in found
+            for d, size in enumerate(type_.shape)
+            if is_even(size, have[d] + atoms, mesh)
+        ]
+    return tuple([Sharding(each) for each in found])
 
 
 def whole_axes(

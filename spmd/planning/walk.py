@@ -73,7 +73,8 @@ class Walk:
 
     def as_it_is(self, value: Value) -> Sharding:
         """The sharding of a result that nothing asks for."""
-        return self.problem.boundary(value, self.full_state(value))
+        state = self.states[value]
+        return self.problem.left(value, state or replicated(self.types[value].rank))
 
     # Values.
 

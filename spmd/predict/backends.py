@@ -7,7 +7,9 @@ are compared with XLA's figures for every program (`benchmarks/memory.py`).
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from spmd.mesh.topology import Topology
 
 
 class Backend(NamedTuple):
@@ -30,9 +32,16 @@ class Backend(NamedTuple):
       combines: all-reduces that do not wait for each other become one.
       joins_outermost: gathers and reduce-scatters join and cut pieces along the outermost dim in
         memory; a tensor in which another dim lies there is transposed.
+      rewrites_windows: running totals (cumsum) are totals of tiles and what lies before each tile
+        (`ReduceWindowRewriter`).
+      finds_indices: select_and_scatter is a scatter to indices that are found first.
+      fills_results: values that are dead by then lie in a result's memory before it is made.
+      fills: the share of a device's memory that a prediction may fill; the rest is headroom, for
+        what the compiler takes beyond it.
       compile_seconds: what one more op of a program takes to compile, seconds.
       waits_at_loops: one trip of a loop begins when the one before has ended, its collectives too,
         which could run beside the next trip's arithmetic otherwise.
+      waits_for: kinds of collectives that nothing is computed beside.
     """
 
     widens_halves: bool = False
@@ -44,8 +53,13 @@ class Backend(NamedTuple):
     repeats: bool = False
     combines: bool = False
     joins_outermost: bool = False
+    rewrites_windows: bool = False
+    finds_indices: bool = False
+    fills_results: bool = False
+    fills: float = 1.0
     compile_seconds: float = 0.0
     waits_at_loops: bool = False
+    waits_for: tuple[str, ...] = ()
 
 
 _KEEPS_HALVES = (0, 11)
@@ -60,16 +74,53 @@ _CPU = Backend(
     drops_barriers=True,
     repeats=True,
     combines=True,
+    rewrites_windows=True,
+    finds_indices=True,
+    fills_results=True,
 )
 
 
 # 32 layers of a Llama took 20 s more on GPUs when they were written out. For v5e:4x4 libtpu 0.0.42
 # took 157 s of two cores' time for two layers written out, and 205 s for four: 802 ops more. It
 # compiles with all cores, of which hosts of TPUs have at least 24: a sixth of that is reckoned.
-_GPU = Backend(joins_outermost=True, compile_seconds=2e-3, waits_at_loops=True)
-_TPU = Backend(compile_seconds=1e-2, waits_at_loops=True)
+# The TPU compiler reports up to 1.8 times the prediction, where many layers' inputs are stacked
+# (docs/benchmarks/tpu.md); XLA on GPUs up to a tenth more.
+_GPU = Backend(
+    joins_outermost=True,
+    fills=0.9,
+    rewrites_windows=True,
+    fills_results=True,
+    compile_seconds=2e-3,
+    waits_at_loops=True,
+)
+_TPU = Backend(
+    fills=0.6,
+    compile_seconds=1e-2,
+    waits_at_loops=True,
+    waits_for=("reduce_scatter", "all_reduce", "all_to_all"),  # docs/benchmarks/tpu.md
+)
 
 
 def backend_of(platform: str | None) -> Backend:
     """The backend for `cpu`, `cuda` or `tpu`."""
     return {"cpu": _CPU, "cuda": _GPU, "tpu": _TPU}.get(platform or "", Backend())
+
+
+def memory_for(topology: Topology, limit: int | None) -> int:
+    """Bytes that a program may be predicted to take on one device.
+
+    Args:
+      topology: the devices.
+      limit: the user's, which is one of the predicted figure and taken as it is; if left out, it is
+        the devices' memory less the backend's headroom.
+    """
+    if limit is not None:
+        return limit
+    return int(backend_of(topology.platform).fills * topology.hbm_bytes)
+
+
+def room_for(peak: int, topology: Topology) -> Literal["fits", "tight", "does not fit"]:
+    """Whether a program fits a device: `tight` without the headroom that its compiler may take."""
+    if peak <= memory_for(topology, None):
+        return "fits"
+    return "tight" if peak <= topology.hbm_bytes else "does not fit"

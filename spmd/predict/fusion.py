@@ -12,7 +12,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from spmd.ir.description import Role
-from spmd.ir.program import Op, Program, Region, Value, free_values
+from spmd.ir.dialect.window import running_dim
+from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values
 from spmd.predict.backends import Backend
 from spmd.predict.operands import is_library_reduce, transposed_operands
 
@@ -24,17 +25,20 @@ class Fused(NamedTuple):
       stored: whether it has memory of its own.
       root: the value in whose memory it lies.
       summed: whether a library's reduction reads it, perhaps under another name.
+      needed: whether a reader needs it in memory.
     """
 
     stored: tuple[bool, ...]
     root: tuple[Value, ...]
     summed: tuple[bool, ...]
+    needed: tuple[bool, ...]
 
 
 def fuse(program: Program, backend: Backend) -> Fused:
     """Which values of a local program a backend stores, and where the others lie."""
     found = _Fusion(program, backend)
-    return Fused(tuple(found.stored), tuple(found.root), tuple(found.summed))
+    stored, root, summed, needed = found.stored, found.root, found.summed, found.needed
+    return Fused(tuple(stored), tuple(root), tuple(summed), tuple(needed))
 
 
 def stored_values(program: Program) -> frozenset[Value]:
@@ -54,6 +58,22 @@ def wants_stored(op: Op, what: Role, position: int) -> bool:
     if what == Role.UPDATE:
         return position < len(op.results) or op.kind.about.is_scatter
     return what == Role.CALL
+
+
+def copied_operands(kind: OpKind, backend: Backend) -> Mapping[int, tuple[int, ...]]:
+    """Positions of the operands that a backend copies first, and the order of the copies' dims.
+
+    An all-to-all's is cut in pieces; a running total goes along the innermost dim.
+    """
+    if backend.rewrites_windows and (running := running_dim(kind)) is not None:
+        rank = kind.operands[0].rank
+        order = (*(d for d in range(rank) if d != running), running)
+        return {} if running == rank - 1 else dict.fromkeys(range(len(kind.results)), order)
+    if not backend.transposes:
+        return {}
+    if kind.about.collective == "all_to_all":
+        return {i: tuple(range(type_.rank)) for i, type_ in enumerate(kind.operands)}
+    return transposed_operands(kind)
 
 
 MANY = 16
@@ -209,7 +229,7 @@ class _Fusion:
     def store(self, op: Op, what: Role) -> None:
         for value in op.results:
             self.stored[value] = True
-        copied = transposed_operands(op.kind) if self.backend.transposes else ()
+        copied = copied_operands(op.kind, self.backend)
         is_library = self.backend.library_reduces and is_library_reduce(op.kind)
         for i, value in enumerate(op.operands):
             self.read(value, 1, i not in copied and wants_stored(op, what, i))

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from spmd.ir.description import Role
+from spmd.ir.dialect.window import running_dim
 from spmd.ir.program import Op, Program, Region, Value, free_values
 from spmd.ir.types import TensorType
 from spmd.predict.backends import Backend
-from spmd.predict.fusion import Fused, fuse, is_untouched, wants_stored
+from spmd.predict.fusion import Fused, copied_operands, fuse, is_untouched, wants_stored
 from spmd.predict.kernel_order import Dependence, Kernel, breadth_first, combined
-from spmd.predict.operands import is_library_reduce, transposed_operands, transposed_results
+from spmd.predict.operands import is_library_reduce, transposed_results
 
 
 class Kernels(NamedTuple):
@@ -128,6 +129,8 @@ class _Builder:
         elif op.results and not any(map(self.fused.stored.__getitem__, op.results)):
             summed = self.fused.summed[op.results[0]]
             read = (self.read if summed else self.inside)(op.operands)
+            if self.backend.breadth_first and op.kind.about.tells_devices:
+                read = (*read, self.device(op, kernels))
             self.inputs.update(dict.fromkeys(op.results, read))
         else:
             self.kernel(op, what, kernels)
@@ -161,16 +164,34 @@ class _Builder:
             self.made_of[op.results[0]] = self.inside(operands)
             if self.is_unary(op):
                 self.again.add(op.results[0])
-        if self.backend.transposes:
-            for position, order in transposed_operands(op.kind).items():
-                operands[position] = self.copy(op, operands[position], order, kernels)
+        for position, order in copied_operands(op.kind, self.backend).items():
+            operands[position] = self.copy(op, operands[position], order, kernels)
         for value in op.results:
             self.inputs[value] = (value,)
         over = what <= Role.UPDATE and not (self.backend.breadth_first and op.kind.about.is_scatter)
-        kernels.append(Kernel(op, self.operands(op, what, operands), op.results, over))
-        if self.backend.transposes and (order := transposed_results(op.kind)):
-            for value in op.results:
-                self.inputs[value] = (self.copy(op, value, order, kernels),)
+        reads = self.operands(op, what, operands)
+        if not (makes := self.first_made(op)):
+            kernels.append(Kernel(op, reads, op.results, over))
+            return
+        kernels.append(Kernel(op, reads, makes))
+        for value, first in zip(op.results, makes, strict=True):
+            if op.kind.about.collective or self.fused.needed[value]:
+                kernels.append(Kernel(op, (first,), (value,), is_copy=True))
+            else:  # what its readers add to it is small
+                self.inputs[value] = (first,)
+
+    def first_made(self, op: Op) -> tuple[Value, ...]:
+        """New values, from which a second kernel makes an op's results; empty if there is none.
+
+        All-gathers along an inner dim are transposed, an all-to-all's pieces are joined, and
+        running totals are totals of tiles at first.
+        """
+        collective = op.kind.about.collective
+        is_two = self.backend.transposes and (
+            collective == "all_to_all" or bool(transposed_results(op.kind))
+        )
+        is_two = is_two or (self.backend.rewrites_windows and running_dim(op.kind) is not None)
+        return tuple(map(self.copy_of, op.results)) if is_two else ()
 
     def operands(self, op: Op, what: Role, operands: list[Value]) -> tuple[Value, ...]:
         """The stored values that a kernel reads for its operands, or their copies."""
@@ -197,6 +218,15 @@ class _Builder:
             reads = self.inside((value,), self.types[value].rank > 2)
             kernels.append(Kernel(op, reads, (found,), is_copy=True))
         return found
+
+    def device(self, op: Op, kernels: list[Kernel]) -> Value:
+        """The device's number in this region, which is a kernel: what needs it alone waits."""
+        key = ("device",)
+        if key not in self.copies:
+            self.types.append(TensorType((), "ui32"))
+            self.copies[key] = len(self.types) - 1
+            kernels.append(Kernel(op, (), (self.copies[key],), is_copy=True))
+        return self.copies[key]
 
     def control_flow(self, op: Op) -> Kernel:
         is_loop = op.is_loop

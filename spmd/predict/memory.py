@@ -6,12 +6,14 @@
 Time is the number of a kernel in the order in which they run (`spmd.predict.kernels`), a loop's
 kernels before the loop itself. Rules: an elementwise kernel writes over an operand of the same size
 that nobody reads again, a loop's carries lie in one place as long as the loop runs, and donated
-arguments are overwritten by the results of the same type.
+arguments are overwritten by the results of the same type. The place of a result is free until the
+result is made: other values lie there before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from spmd.ir.description import Role
@@ -31,6 +33,7 @@ class Buffer(NamedTuple):
       bytes: on one device.
       start, end: numbers of the first kernel and of the last one during which it is held.
       is_copy: whether it is a transposed copy of the value.
+      in_result: whether it lies in the place of a result that is made later, and takes no memory.
     """
 
     value: Value
@@ -39,6 +42,7 @@ class Buffer(NamedTuple):
     start: int
     end: int
     is_copy: bool = False
+    in_result: bool = False
 
     @property
     def label(self) -> str:
@@ -63,6 +67,7 @@ class MemoryUse(NamedTuple):
       peak_at: number of the kernel at which that is.
       buffers: memory of all other values, in order of `start`.
       order: the op of each kernel, as they run.
+      constants: bytes of its constants, which every device has whole, throughout.
     """
 
     arguments: int
@@ -73,15 +78,17 @@ class MemoryUse(NamedTuple):
     peak_at: int
     buffers: tuple[Buffer, ...]
     order: tuple[Op, ...]
+    constants: int = 0
 
     @property
     def peak(self) -> int:
         """Bytes of one device in all."""
-        return self.arguments + self.results - self.aliased + self.temporary
+        held = self.arguments + self.results - self.aliased + self.temporary
+        return held + self.constants
 
     def at_peak(self) -> tuple[Buffer, ...]:
         """The buffers that are held at the peak, largest first, without arguments and results."""
-        held = [b for b in self.buffers if b.start <= self.peak_at <= b.end]
+        held = [b for b in self.buffers if b.start <= self.peak_at <= b.end and not b.in_result]
         return tuple(sorted(held, key=lambda b: -b.bytes))
 
 
@@ -96,6 +103,13 @@ def peak_memory(
       platform: `cpu`, `cuda` or `tpu`, whose backends order kernels differently; None for any.
     """
     return predict(program, donated, backend_of(platform))
+
+
+def constant_bytes(program: Program) -> int:
+    """Bytes of a program's constants; those of equal elements are made where they are read."""
+    attrs = (op.kind.attrs for op in program.walk() if op.kind.about.is_constant)
+    constants = (found["value"] for found in attrs)
+    return sum(len(dense.data) for dense in constants if not dense.splat)
 
 
 def predict(program: Program, donated: Sequence[int], backend: Backend) -> MemoryUse:
@@ -154,8 +168,56 @@ class _Uses:
         return value
 
 
+class _Place:
+    """The memory of a result, in which other values can lie before the result is made.
+
+    Attributes:
+      bytes: how much it is.
+      taken: numbers of the first and last kernel of each time in which something lies there.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.bytes = size
+        self.taken: list[tuple[int, int]] = []
+
+    def take(self, buffer: Buffer) -> bool:
+        """Puts a buffer here if it fits, and returns whether it does."""
+        start, end = buffer.start, buffer.end
+        if buffer.bytes > self.bytes or any(a <= end and start <= b for a, b in self.taken):
+            return False
+        self.taken.append((start, end))
+        return True
+
+
+def _in_places(
+    buffers: Sequence[Buffer], numbers: Sequence[int], places: Sequence[_Place]
+) -> list[Buffer]:
+    """Marks those of some buffers that lie in results' places.
+
+    The largest is put first, in the smallest place that fits, which is the order that XLA's buffer
+    assignment takes (`BufferAssigner::AssignSingleHloBuffer`).
+    """
+    found, places = list(buffers), sorted(places, key=lambda place: place.bytes)
+    for i in sorted(numbers, key=lambda i: (-found[i].bytes, found[i].start)):
+        if any(place.take(found[i]) for place in places):
+            found[i] = found[i]._replace(in_result=True)
+    return found
+
+
+def _most_held(buffers: Sequence[Buffer], length: int) -> tuple[int, int]:
+    """The most bytes that are held at once, and the number of the kernel at which they are."""
+    change = [0] * (length + 2)
+    for buffer in buffers:
+        if not buffer.in_result:
+            change[buffer.start] += buffer.bytes
+            change[buffer.end + 1] -= buffer.bytes
+    held = list(accumulate(change))
+    most = max(held)
+    return most, held.index(most)
+
+
 class _Simulation:
-    """Runs over the kernels in order: allocates, frees, and remembers the most that was held.
+    """Runs over the kernels in order: allocates, frees, and remembers what was held until when.
 
     Attributes:
       now: the number of the kernel that runs.
@@ -163,6 +225,8 @@ class _Simulation:
         carry's): the last kernel that reads what lies there before, and the last that needs the
         value.
       at_home: values that lie in an argument's or in a carry's memory.
+      places: of the results: the home of each one -> its place.
+      whole: numbers of the buffers that are one piece of memory each.
       dying: number of a kernel -> the buffers that are freed behind it.
     """
 
@@ -172,7 +236,10 @@ class _Simulation:
         self.widened = ("bf16", "f16") if backend.widens_halves else ()
         self.uses = _Uses(program, kernels)
         self.program, self.kernels, self.aliases = program, kernels, aliases
-        self.held = self.most = self.most_at = self.now = 0
+        self.backend = backend
+        self.now = 0
+        self.places: dict[Value, _Place] = {}
+        self.whole: list[int] = []
         self.order: list[Op] = []
         self.buffers: list[Buffer] = []
         self.dying: dict[int, list[int]] = {}
@@ -184,20 +251,27 @@ class _Simulation:
         for position, value in enumerate(body.results):
             argument = self.aliases.get(position)
             free_from = -1 if argument is None else last[body.args[argument]]
-            self.homes.setdefault(self.uses.home(value), (free_from, self.uses.length))
+            home = self.uses.home(value)
+            self.homes.setdefault(home, (free_from, self.uses.length))
+            self.places.setdefault(home, place := _Place(types[value].bytes))
+            place.taken.append((-1, free_from))
             if argument is not None:
                 self.at_home.add(body.args[argument])
         self.region(self.kernels.body)
         sizes = [types[v].bytes for v in body.results]
+        places = list(self.places.values()) if self.backend.fills_results else ()
+        buffers = _in_places(self.buffers, self.whole, places)
+        most, most_at = _most_held(buffers, self.uses.length)
         return MemoryUse(
             sum(types[v].bytes for v in body.args),
             sum(sizes),
             sum(sizes[position] for position in self.aliases),
             frozenset(self.aliases),
-            self.most,
-            self.most_at,
-            tuple(self.buffers),
+            most,
+            most_at,
+            tuple(buffers),
             tuple(self.order),
+            constant_bytes(self.program),
         )
 
     def region(self, kernels: Sequence[Kernel]) -> None:
@@ -213,8 +287,7 @@ class _Simulation:
                     self.make(kernel, value)
                 self.hold_workspace(kernel)
             self.control_flow(kernel)
-            for number in self.dying.pop(self.now, ()):
-                self.held -= self.buffers[number].bytes
+            self.dying.pop(self.now, None)
             self.order.append(kernel.op)
             self.now += 1
 
@@ -232,27 +305,32 @@ class _Simulation:
         # %2; an elementwise kernel may write over it as it goes, a dot may not.
         now, last = self.now, self.uses.last
         free_from, end = self.homes.get(value, (None, last[value]))
-        if free_from is not None and (free_from < now or (free_from == now and kernel.writes_over)):
-            return
-        end = max(end, self.end_of(kernel))
         size = self.bytes(value)
         if kernel.writes_over:
             self.take_over(size)
+        if free_from is not None and (free_from < now or (free_from == now and kernel.writes_over)):
+            if value in self.places:
+                self.places[value].taken.append((now, self.uses.length))
+            return
+        end = max(end, self.end_of(kernel))
         of = self.kernels.copied.get(value, value)
+        if kernel.op.collective != "all_to_all" or of == value:  # else one buffer for each device
+            self.whole.append(len(self.buffers))
         self.hold(Buffer(of, kernel.op, size, now, end, kernel.is_copy))
 
     def hold_workspace(self, kernel: Kernel) -> None:
         """Allocates what a composite holds while it runs, beside its operands and results."""
         size = kernel.op.kind.attrs.get(WORKSPACE, 0)
+        if self.backend.finds_indices and kernel.op.name == "stablehlo.select_and_scatter":
+            # Each dim's index is a tensor of its own, for all elements and for what is chosen.
+            image, source = kernel.op.kind.operands[:2]
+            size = image.rank * 4 * (image.size + source.size) + source.bytes
         if size and not kernel.is_copy:
             self.hold(Buffer(kernel.makes[0], kernel.op, size, self.now, self.now))
 
     def hold(self, buffer: Buffer) -> None:
-        self.held += buffer.bytes
         self.dying.setdefault(buffer.end, []).append(len(self.buffers))
         self.buffers.append(buffer)
-        if self.held > self.most:
-            self.most, self.most_at = self.held, self.now
 
     def bytes(self, value: Value) -> int:
         """Bytes of a value that is neither an argument nor a result."""
@@ -266,7 +344,6 @@ class _Simulation:
             if buffer.bytes == size and buffer.start < self.now:
                 del self.dying[self.now][i]
                 self.buffers[number] = buffer._replace(end=self.now - 1)
-                self.held -= size
                 return
 
     def end_of(self, kernel: Kernel) -> int:

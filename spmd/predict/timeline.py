@@ -3,7 +3,8 @@
 Arithmetic runs on one lane, collectives on one lane for each class of links: a collective starts
 when its operands are there and its links are free, and whoever reads its result waits for it. While
 arithmetic waits, a later op whose operands are there goes first, as in XLA's own schedulers. So
-communication that independent arithmetic can hide costs nothing but the rest of it.
+communication that independent arithmetic can hide costs nothing but the rest of it. Collectives
+that a backend waits for (`Backend.waits_for`) take the lane of arithmetic, too.
 
     before: g = all_gather w; y = dot x, x; z = dot y, g
     after:  compute | dot ..... | dot ... |
@@ -28,6 +29,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
 from spmd.predict.arithmetic import arithmetic_seconds
+from spmd.predict.backends import backend_of
 from spmd.predict.fusion import stored_values
 from spmd.predict.transfers import RAGGED, Transfer
 
@@ -137,6 +139,7 @@ class _Schedule:
         self.program, self.mesh, self.topology = program, mesh, topology
         self.index = Index(program)
         self.local = LocalTimes(program, topology, self.index)
+        self.waits_for = backend_of(topology.platform).waits_for
         self.ready: dict[Value, float] = {}
         self.free: dict[str, float] = {}
         self.gaps: list[tuple[float, float]] = []
@@ -162,7 +165,12 @@ class _Schedule:
         ready = max([known.get(v, start) for v in op.operands], default=start)
         for part, lane, seconds in (*self.local.copies(op), *self.costs(op)):
             if seconds:
-                begin = self.begin(lane, ready, seconds, start)
+                if lane != COMPUTE and part.collective in self.waits_for:
+                    ready = max(ready, self.free.get(lane, start))
+                    begin = self.begin(COMPUTE, ready, seconds, start)
+                    self.free[lane] = begin + seconds
+                else:
+                    begin = self.begin(lane, ready, seconds, start)
                 ready = begin + seconds
                 self.slots.append(Slot(part, lane, begin, ready, trips, depth))
         for value in op.results:

@@ -28,11 +28,14 @@ from spmd.ir.types import TensorType, dtype_bits, local_type
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, format_sharding, is_even, is_legal
 from spmd.mesh.topology import Topology
+from spmd.reshard.atlas import Distances, distances
 from spmd.reshard.comm import collective_seconds, collective_terms, run_as, wire_bytes
 from spmd.reshard.moves import Move
 from spmd.reshard.problem import moved, pieces_after
 from spmd.reshard.question import Asked, Dims, Names
 from spmd.reshard.search import Answer, answers, direct_answers, is_small
+
+Table = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Step(NamedTuple):
@@ -101,8 +104,9 @@ def reshard(
     """The cheapest path from one sharding of a value to another.
 
     Fewest predicted seconds; then fewest bytes, then fewest steps. Exact on meshes of up to
-    `EXACT_ATOMS` atoms; on larger ones atoms that play the same part are taken together, and where
-    more than `EXACT_DIGITS` parts are left, only steps that lead towards `dst` are tried.
+    `EXACT_ATOMS` atoms. On larger ones steps between shardings over whole axes move whole axes
+    (`atlas`); between others atoms that play the same part are taken together, and where more than
+    `EXACT_DIGITS` parts are left, only steps that lead towards `dst` are tried.
 
     Args:
       src: sharding that the value has.
@@ -147,6 +151,54 @@ def reshard(
         return path
     torn = {d for step in path.steps for d in torn_dims(step, type_.shape, mesh)}
     return _untorn(src, dst, type_, mesh, topology, held, torn) if torn else path
+
+
+def reshard_seconds(
+    states: Sequence[Sharding],
+    needs: Sequence[Sharding],
+    type_: TensorType,
+    mesh: Mesh,
+    topology: Topology,
+    held: Axes = (),
+) -> Table:
+    """Seconds of `reshard` from each state (rows) to each need (columns), where an atlas has them.
+
+    Infinite where there can be no path, not a number where that has to be asked one by one.
+    """
+    result = np.full((len(states), len(needs)), math.nan)
+    room = tuple([math.gcd(size, mesh.size) for size in type_.shape])
+    known = distances(room, type_.size * dtype_bits(type_.dtype), held, mesh, topology)
+    if known is None:
+        return result
+    rows, columns = (_alike(shardings, known) for shardings in (states, needs))
+    known.learn([node for at in rows.values() for _, node in at])
+    for (partial, _), at in rows.items():
+        table = known.table([node for _, node in at])
+        for (wanted, kind), there in columns.items():
+            place = np.ix_([i for i, _ in at], [j for j, _ in there])
+            if not can_reshard(states[at[0][0]], needs[there[0][0]]):
+                result[place] = math.inf
+                continue
+            kept = [a for a in wanted if a in partial]
+            ends = [needs[j].with_partial(kept, kind) for j, _ in there]
+            nodes = np.array([known.node(end) for end in ends])
+            seconds = table[:, nodes]
+            if len(kept) < len(wanted) and kind not in WHOLE_TERMS:
+                seconds += [mask_seconds(end, type_, mesh, topology) for end in ends]
+            result[place] = np.where(np.isinf(seconds), math.nan, seconds)
+    return result
+
+
+def _alike(
+    shardings: Sequence[Sharding], known: Distances
+) -> dict[tuple[Axes, str], list[tuple[int, int]]]:
+    """Numbers and nodes of the shardings that have one, by what they are partial over."""
+    found: dict[tuple[Axes, str], list[tuple[int, int]]] = {}
+    for i, sharding in enumerate(shardings):
+        node = known.node(sharding)
+        if node is not None:
+            found.setdefault((sharding.partial, sharding.kind), []).append((i, node))
+    return found
 
 
 def _check(src: Sharding, dst: Sharding, type_: TensorType, mesh: Mesh) -> None:
@@ -324,9 +376,16 @@ def _cheapest(
     mesh: Mesh,
     topology: Topology,
 ) -> Path:
-    """The cheapest of the paths that are best for some size of the value."""
+    """The cheapest path among those of whole axes, else of those that are best for some size."""
     room = tuple([math.gcd(size, mesh.size) for size in shape])
     bits = math.prod(shape) * dtype_bits(dtype)
+    known = distances(room, bits, held, mesh, topology)
+    if known is not None:
+        start, goal = known.node(src), known.node(dst)
+        found = None if start is None or goal is None else known.path(start, goal)
+        if found is not None:
+            answer, seconds, sent = found
+            return Path(_Route((), answer, known.names, src, dst).steps, seconds, sent)
     ways = [(route, *_cost(route, bits)) for route in routes(src, dst, room, held, mesh, topology)]
     if not ways:
         raise LegalityError(

@@ -127,7 +127,7 @@ class Asked:
         mesh: Mesh,
         topology: Topology,
     ) -> None:
-        self._mesh, self._letters = mesh, _letters(mesh, topology)
+        self._mesh, self._letters = mesh, atom_digits(mesh, topology)
         letters = self._letters
         many, alike = len(letters) > EXACT_ATOMS, len(set(letters)) == 1
         dims, kept = [], []
@@ -170,7 +170,7 @@ class Asked:
 
 
 @lru_cache(maxsize=64)
-def _letters(mesh: Mesh, topology: Topology) -> tuple[Digit, ...]:
+def atom_digits(mesh: Mesh, topology: Topology) -> tuple[Digit, ...]:
     """Every atom of a mesh as a digit.
 
     A digit has one pace for all kinds of collectives: with one for each, no bound would come near

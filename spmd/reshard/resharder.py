@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
 from spmd.mesh.topology import Topology
-from spmd.reshard.paths import Path, can_reshard, reshard
+from spmd.reshard.paths import Path, Table, can_reshard, reshard, reshard_seconds
 
 States = tuple[Sharding, ...]
 """Shardings that one value may be in."""
@@ -22,15 +21,8 @@ States = tuple[Sharding, ...]
 Ways = dict[tuple[Sharding, Sharding], Path]
 """From where to where -> the path that is known."""
 
-Table = np.ndarray[Any, np.dtype[np.float64]]
-
 NO_WAY = Path((), math.inf, 0)
 """The path between shardings that no collectives connect."""
-
-
-def seconds_of(path: Path) -> float:
-    """What a path is usually judged by."""
-    return path.seconds
 
 
 class Resharder:
@@ -85,17 +77,13 @@ class Resharder:
         paths = ((have, self.path(value, have, wanted)) for have in copies)
         return min(paths, key=lambda way: way[1].seconds)
 
-    def table(
-        self,
-        value: Value,
-        states: States,
-        needs: States,
-        figure: Callable[[Path], float] = seconds_of,
-    ) -> Table:
-        """A figure of the way from each state (rows) to each need (columns)."""
-        place = {need: i for i, need in enumerate(dict.fromkeys(needs))}
-        rows = {
-            have: [figure(self.path(value, have, need)) if have != need else 0.0 for need in place]
-            for have in dict.fromkeys(states)
-        }
-        return np.array([rows[state] for state in states])[:, [place[need] for need in needs]]
+    def table(self, value: Value, states: States, needs: States) -> Table:
+        """Seconds of the way from each state (rows) to each need (columns)."""
+        row = {have: i for i, have in enumerate(dict.fromkeys(states))}
+        column = {need: i for i, need in enumerate(dict.fromkeys(needs))}
+        type_, haves, wanted = self.index.program.types[value], tuple(row), tuple(column)
+        held = self.held(value)
+        found = reshard_seconds(haves, wanted, type_, self.mesh, self.topology, held)
+        for i, j in np.argwhere(np.isnan(found)).tolist():
+            found[i, j] = self.seconds(value, haves[i], wanted[j])
+        return found[np.ix_([row[state] for state in states], [column[need] for need in needs])]

@@ -89,7 +89,7 @@ def test_open_arguments_are_placed_as_planned() -> None:
     mesh, built = Program("tiny/step", AXES, build_scanned_step).make()
     lowered = spmd.jit(built.fn, mesh=mesh).lower(*built.args)
     placed = placed_arguments(lowered, built.args)
-    assert tuple(placed[1].sharding.spec) == ("data", None)  # the momentum, like its weight
+    assert tuple(placed[1].sharding.spec) == ("data", "model")  # momentum: a piece each
     lower_with_jax(built, placed)
 
 

@@ -188,7 +188,7 @@ def test_opening_an_argument_says_what_it_holds_more() -> None:
     plan = lowered(lambda x, w: marked(x, w, False), *SHAPES, specs=specs).stages.plan
     reliefs = {r.marks.name: r for r in mark_prices(plan, tries=5).reliefs}
     relief = reliefs["argument w"]
-    assert relief.price.argument_bytes == 3 * 1024 * 1024  # 4 MiB whole, 1 MiB of it here
+    assert relief.price.argument_bytes == 1024 * 1024  # 2 MiB over model, 1 MiB of it here
     assert relief.price.bytes < 0
 
 

@@ -113,7 +113,7 @@ def test_a_notebook_escapes_names(lowered: Any) -> None:
 
 def test_repr_is_one_line_of_figures(lowered: Any) -> None:
     assert re.fullmatch(
-        r"<spmd\.Lowered forward on data=4, model=2 \(8 h200\): 2 collectives, 6 MiB sent per "
+        r"<spmd\.Lowered forward on data=4, model=2 \(8 h200\): 2 collectives, 4.5 MiB sent per "
         r"device, [\d.]+ MiB memory per device, predicted [\d.]+ us>",
         repr(lowered),
     )

@@ -49,7 +49,7 @@ def test_a_gather_names_the_argument() -> None:
 
     w = spmd.mark_sharding(jax.ShapeDtypeStruct((512, 512), jnp.float32), MESH, ("data", None))
     x = spmd.mark_sharding(jax.ShapeDtypeStruct((8192, 512), jnp.float32), MESH, ("data", None))
-    jitted = spmd.jit(step, mesh=MESH)
+    jitted = spmd.jit(step, mesh=MESH, out_specs=("data", None))
     program = jitted.lower({"layers": [{"w": w}]}, x, topology=spmd.Topology("h200:8"))
     (found,) = program.collectives
     assert found.kind == "all_gather"
@@ -60,7 +60,7 @@ def test_a_gather_names_the_argument() -> None:
 
 def test_a_mark_that_needs_something_is_named_with_its_line() -> None:
     def step(x: Any, w: Any) -> Any:
-        return spmd.mark_sharding(block(x, w), MESH, (None, "data"))
+        return block(spmd.mark_sharding(x, MESH, (None, "data")), w)
 
     program = lowered(step, (1024, 512), (512, 256), specs=(("data", None), ()))
     reasons = [c.reason for c in program.collectives]
@@ -138,7 +138,7 @@ def test_the_text_names_the_mark_that_forbids_something_cheaper() -> None:
         h = spmd.mark_sharding(block(x, w), MESH, (None, "data"))
         return h * 2
 
-    program = lowered(step, (1024, 512), (512, 256), specs=(("data", None), ()))
+    program = lowered(step, (1024, 512), (512, 256), specs=(("data", None), (None, "model")))
     text = program.explain()
     section = text[text.index("marks that forbid") : text.index("memory per device")]
     assert re.search(
@@ -173,7 +173,7 @@ def test_a_marked_value_says_what_the_mark_costs() -> None:
     def step(x: Any, w: Any) -> Any:
         return spmd.mark_sharding(block(x, w), MESH, (None, "data")) * 2
 
-    program = lowered(step, (1024, 512), (512, 256), specs=(("data", None), ()))
+    program = lowered(step, (1024, 512), (512, 256), specs=(("data", None), (None, "model")))
     ops = program.stages.plan.program.walk()
     value = next(op.results[0] for op in ops if op.name == "spmd.mark")
     assert re.search(r"without this mark: .* less sent", program.explain(f"%{value}"))

@@ -205,6 +205,13 @@ def test_constants_are_readable(array, dtype, text):
     assert f"value = {text}}}" in format_program(one_op({"value": Dense.of(array, dtype)}))
 
 
+def test_large_constants_are_digests():
+    one, other = (np.arange(1 << 18) + i for i in range(2))
+    texts = [format_program(one_op({"value": Dense.of(x, "i32")})) for x in (one, one, other)]
+    assert texts[0] == texts[1] != texts[2]
+    assert "sha256" in texts[0] and len(texts[0]) < 1000
+
+
 def test_a_nan_with_a_payload_is_written_as_its_bits():
     dense = Dense(TensorType((), "f32"), bytes.fromhex("0100c0ff"), True)
     text = format_program(one_op({"value": dense}))

@@ -247,7 +247,7 @@ def nested(mesh: Any) -> Function:
     other = mesh.axis_names[1]
 
     def inner(x: Any, w: Any) -> Any:
-        return lax.psum(x @ w, other) + lax.axis_index(other)
+        return lax.psum(x @ w + lax.axis_index(other), other)
 
     def body(x: Any, w: Any) -> Any:
         part = jax.shard_map(
@@ -404,11 +404,14 @@ EVERYONE = region(
           : (tensor<2x4xf32>) -> tensor<2x4xf32>""",
     axes='"x", "y"',
 )
+# Devices along the free axis y have different ids, and equal rows: the id of a row is half of theirs.
 IDS = region(
     """%d = stablehlo.partition_id : tensor<ui32>
         %e = stablehlo.replica_id : tensor<ui32>
         %f = stablehlo.subtract %d, %e : tensor<ui32>
-        %g = stablehlo.convert %f : (tensor<ui32>) -> tensor<f32>
+        %two = stablehlo.constant dense<2> : tensor<ui32>
+        %row = stablehlo.divide %f, %two : tensor<ui32>
+        %g = stablehlo.convert %row : (tensor<ui32>) -> tensor<f32>
         %h = stablehlo.broadcast_in_dim %g, dims = [] : (tensor<f32>) -> tensor<2x4xf32>
         %r = stablehlo.add %a, %h : tensor<2x4xf32>""",
     axes='"x", "y"',

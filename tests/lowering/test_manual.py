@@ -72,8 +72,13 @@ ATOL = {"inside_scan": 2e-4}
 2e-5 here, plain jax.jit by 5e-5; how much depends on the CPU."""
 
 
-def assert_same(fn: Any, mesh: spmd.Mesh, specs: Any, atol: float = 1e-5) -> spmd.Compiled:
-    compiled = spmd.jit(fn, mesh=mesh, in_specs=specs, options=Options(check=True)).compile(X, W)
+def assert_same(
+    fn: Any, mesh: spmd.Mesh, specs: Any, atol: float = 1e-5, out_specs: Any = None
+) -> spmd.Compiled:
+    jitted = spmd.jit(
+        fn, mesh=mesh, in_specs=specs, out_specs=out_specs, options=Options(check=True)
+    )
+    compiled = jitted.compile(X, W)
 
     def check(got: Any, want: Any) -> None:
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=atol, err_msg=f"specs {specs}")
@@ -144,7 +149,7 @@ def test_nothing_moves_but_what_the_user_wrote() -> None:
 
     fn = manual(jax_mesh(mesh), body, (P("x", None), P()), P())
     specs = (("x", None), (None, "y"))
-    compiled = assert_same(fn, mesh, specs)
+    compiled = assert_same(fn, mesh, specs, out_specs=(None, "y"))
     (record,) = compiled.collectives
     assert (record.kind, record.axes, record.reason) == ("all_reduce", ("x",), BY_USER)
     assert "test_manual.py" in record.source
@@ -161,7 +166,7 @@ def test_free_axes_split_the_inside() -> None:
         return jnp.tanh(lax.psum(x @ w, "x"))
 
     fn = manual(jax_mesh(mesh), body, (P("x"), P()), P())
-    compiled = assert_same(fn, mesh, (("x", "y"), ("y", None)))
+    compiled = assert_same(fn, mesh, (("x", "y"), ("y", None)), out_specs=(None, None))
     kinds = {(c.kind, c.axes) for c in compiled.collectives}
     assert ("all_reduce", ("x",)) in kinds
     assert "partial add {y}" in compiled.as_text("planned")
@@ -197,11 +202,13 @@ def test_equal_ops_inside_and_outside_are_planned_apart() -> None:
 def test_axes_that_name_groups() -> None:
     mesh = spmd.make_mesh(x=4, y=2)
     fn = next(p for p in PROGRAMS if p.name == "groups").make(jax_mesh(mesh))
-    lowered = spmd.jit(fn, mesh=mesh).lower(X, W)
+    whole = (None, None)
+    lowered = spmd.jit(fn, mesh=mesh, in_specs=(whole, whole)).lower(X, W)
     kinds = [(c.kind, c.axes) for c in lowered.collectives]
     assert kinds == [("all_gather", ("x",)), ("reduce_scatter", ("x",))]
     gathered, scattered = lowered.collectives
-    assert gathered.bytes == 4 * 8 * 4  # one of two members sends its own rows to the other
+    # One of two members sends its own rows to the other; y splits the columns.
+    assert gathered.bytes == 4 * 8 * 4 // 2
     assert scattered.bytes == gathered.bytes
     assert "groups = [[0, 6], [2, 4], [1, 7], [3, 5]]" in lowered.as_text("local")
 
@@ -284,7 +291,7 @@ BLOCKS = A.reshape(4, 2, 4)
     [
         (SEVERAL_OPERANDS, np.tile(2 * BLOCKS.sum(0), (4, 1))),
         (EVERYONE, np.tile(2 * BLOCKS.sum(0), (4, 1))),
-        (IDS, (BLOCKS + 2 * np.arange(4).reshape(4, 1, 1)).reshape(8, 4)),
+        (IDS, (BLOCKS + np.arange(4).reshape(4, 1, 1)).reshape(8, 4)),
     ],
     ids=["several_operands", "everyone", "ids"],
 )

@@ -114,10 +114,10 @@ def training(name: str) -> spmd.Lowered:
 def test_the_network_costs_what_the_plan_costs(name: str) -> None:
     request, stages = inputs(training(name))
     problem = problem_of(stages.propagated, request.topology, (), request.links)
-    # With every unit on its own, the network knows what the plan knows.
-    units = units_of(problem, radius=100)
+    units = units_of(problem)
     choices = Choices(problem)
-    network = CostNetwork(problem, units, choices, domains_of(problem, units, choices))
+    axes = [atoms for atoms in problem.mesh.axis_atoms.values() if atoms]
+    network = CostNetwork(problem, units, choices, domains_of(problem, units, choices, axes))
     solution = solve(network.network)
     trial = plan_problem(problem, spmd.Options())
     check_plan(trial.plan)

@@ -7,10 +7,10 @@ import pytest
 import spmd
 from spmd.ir.dialect.rule import REDUCE, Exchange, Rule, RuleBuilder
 from spmd.mesh.sharding import Sharding
-from spmd.planning.assignments import assignments_around, every_assignment
+from spmd.planning.assignments import assignments_around, placements
 from spmd.planning.choices import plain_choice
 from spmd.planning.cost import exchange_seconds
-from spmd.propagation.projection import is_legal_assignment
+from spmd.propagation.projection import is_legal_assignment, unsplit
 
 MESH = spmd.Mesh(None, (4, 2), ("x", "y"))
 X, Y = MESH.axis_atoms["x"], MESH.axis_atoms["y"]
@@ -41,7 +41,7 @@ def test_planners_are_offered_it_where_operands_are_split_so() -> None:
     around = assignments_around(rule, states, sizes)
     assert ((*X, *Y), (), Y) in around and ((*X, *Y), (), ()) in around
     assert ((*X, *Y), (), X) not in around
-    every = every_assignment(rule, MESH, ())
+    every = placements(rule, unsplit(rule), list(MESH.axis_atoms.values()), MESH.atom_sizes)
     assert ((*X, *Y), (), Y) in every and ((*X, *Y), (), X) in every
     assert len(set(every)) == len(every)
     assert all(is_legal_assignment(rule, each, sizes) for each in (*around, *every))

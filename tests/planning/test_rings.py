@@ -9,10 +9,10 @@ from spmd.ir.dialect.rule import PASS, REDUCE, Rule, RuleBuilder
 from spmd.ir.program import OpKind
 from spmd.ir.types import TensorType
 from spmd.mesh.sharding import Sharding
-from spmd.planning.assignments import assignments_around, every_assignment
+from spmd.planning.assignments import assignments_around, placements
 from spmd.planning.choices import plain_choice
 from spmd.planning.cost import op_seconds
-from spmd.propagation.projection import is_legal_assignment
+from spmd.propagation.projection import is_legal_assignment, unsplit
 
 MESH = spmd.Mesh(None, (4, 2), ("x", "y"))
 X, Y = MESH.axis_atoms["x"], MESH.axis_atoms["y"]
@@ -41,7 +41,10 @@ def test_a_ring_has_the_atoms_of_the_factor_that_it_goes_along() -> None:
 
 def test_planners_are_offered_both_ways() -> None:
     rule = ring_rule()
-    for split in (every_assignment(rule, MESH, ()), around(rule)):
+    for split in (
+        placements(rule, unsplit(rule), list(MESH.axis_atoms.values()), MESH.atom_sizes),
+        around(rule),
+    ):
         assert (X, (), ()) in split and (X, (), X) in split
         assert len(set(split)) == len(split)
         assert all(is_legal_assignment(rule, each, MESH.atom_sizes) for each in split)

@@ -87,9 +87,11 @@ def summarize(facts: Facts, costly: CostlyMark | None = None) -> str:
         more = f"; {facts.compiled_text}" if facts.compiled_text else ""
         lines.append(
             f"  memory       {rows['peak, predicted']} predicted, {rows['temporary']} of it "
-            f"temporary{more}"
+            f"temporary: {rows['on the device']}{more}"
         )
     lines.append(f"  time         {_time(facts)}")
+    if facts.stages.is_read:
+        lines.append("  plan         as an earlier start made it")
     if facts.measured is not None:
         lines.append(f"  measured     {facts.measured.title}")
     if again := recomputed_rows(plan):
@@ -149,7 +151,7 @@ def _header(facts: Facts) -> list[str]:
     rows = [
         ("mesh", f"{plan.mesh} ({plan.mesh.size} devices)"),
         ("topology", str(plan.topology)),
-        ("solver", plan.solver),
+        ("solver", plan.solver + (", in an earlier start" if facts.stages.is_read else "")),
         ("predicted", _time(facts)),
         ("measured", facts.measured.title if facts.measured else ""),
         *((what, text) for what, _, text in quality_rows(facts)),

@@ -132,6 +132,11 @@ def parse_module(source: Any) -> ir.Module:
         ) from error
 
 
+def module_text(module: ir.Module) -> str:
+    """All that a module says but where its ops come from."""
+    return str(module.operation.get_asm(enable_debug_info=False, assume_verified=True))
+
+
 def signature(module: ir.Module) -> tuple[tuple[TensorType, ...], tuple[TensorType, ...]]:
     """Types of the arguments and results of a module's function.
 

@@ -18,12 +18,9 @@ from spmd.ir.program import OpKind
 DEVICE_IDS = ("stablehlo.partition_id", "stablehlo.replica_id")
 """Ops that tell the devices apart, in the user's programs and in what is emitted."""
 
-describe(Description(is_local=True, role=Role.INSIDE), "axis_index", dialect="spmd")
-describe(
-    Description(is_local=True, along="dim", traffic=Traffic.PIECE, role=Role.INSIDE),
-    "local_slice",
-    dialect="spmd",
-)
+_LOCAL = Description(is_local=True, role=Role.INSIDE, tells_devices=True)
+describe(_LOCAL, "axis_index", dialect="spmd")
+describe(_LOCAL._replace(along="dim", traffic=Traffic.PIECE), "local_slice", dialect="spmd")
 
 
 @op(*DEVICE_IDS, is_same_locally=True, is_manual=True)

@@ -47,6 +47,10 @@ def op(*names: str, **traits: Any) -> Callable[[RuleFunction], RuleFunction]:
     return register
 
 
+TAUGHT: set[str] = set()
+"""Names, as modules have them, of the ops whose functions are not this package's own."""
+
+
 def _add(name: str, description: Description) -> None:
     if name in DESCRIPTIONS:
         raise SpmdError(f"op {name} already has a rule", fix="keep one of them")

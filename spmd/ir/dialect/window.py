@@ -186,8 +186,11 @@ class Sliding:
         return (self.strides[d], self.base[d], self.padding[d]) == (1, 1, (0, 0))
 
 
-def _running_dim(kind: OpKind, sliding: Sliding) -> int | None:
-    """The dim along which a `reduce_window` is a running total, if it is one."""
+def running_dim(kind: OpKind) -> int | None:
+    """The dim along which a `reduce_window` is a running total; None for all other ops."""
+    if kind.name != "stablehlo.reduce_window":
+        return None
+    sliding = Sliding(kind, kind.operands[0].rank)
     # jax writes cumsum as windows as long as the dim, padded by one element less in front of it: of
     # 4 elements, result i is the sum of x[i - 3] to x[i], where what lies below x[0] is padding.
     # Padding behind the dim makes the total run backwards.
@@ -216,7 +219,7 @@ def _reduce_window(kind: OpKind) -> Rule:
     count = len(kind.operands) // 2
     build = RuleBuilder()
     sliding = Sliding(kind, kind.operands[0].rank)
-    running = _running_dim(kind, sliding)
+    running = running_dim(kind)
     pairs: list[Pair] = []
     for d, size in enumerate(kind.operands[0].shape):
         if d == running:

@@ -1,6 +1,7 @@
 """The rewrites of the local program, in order: each one's result may give the next one more to do.
 
-`simplify` comes first, then recomputation (`spmd.lowering.recompute`), then `schedule`.
+`simplify` comes first, then recomputation (`spmd.lowering.recompute`), then `schedule`, of the
+program as it is and of the one whose sums travel (`ring`): `spmd.trial` takes the faster.
 """
 
 from __future__ import annotations
@@ -8,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from spmd.ir.dead import remove_dead
+from spmd.ir.dedupe import dedupe
 from spmd.ir.program import Program, Value
 from spmd.lowering.halves.interleave import interleave
 from spmd.lowering.rewrites.clock import Clock
 from spmd.lowering.rewrites.combine import combine
-from spmd.lowering.rewrites.dedupe import dedupe
 from spmd.lowering.rewrites.hoist import hoist
+from spmd.lowering.rewrites.join_ffts import join_ffts
 from spmd.lowering.rewrites.narrow import narrow
 from spmd.lowering.rewrites.order import order
 from spmd.lowering.rewrites.regather import regather
-from spmd.lowering.rewrites.ring import ring
 from spmd.lowering.rewrites.room import Room
 from spmd.lowering.rewrites.share import share_gathers
 from spmd.lowering.rewrites.slices import slice_collectives
@@ -36,7 +37,7 @@ def simplify(program: Program, mesh: Mesh, room: Room) -> Program:
     """
     # `regather` undoes pairs of scatter and gather, which `two_level` makes on purpose, so it comes
     # before.
-    deduped = dedupe(program)
+    deduped = dedupe(join_ffts(program))
     program = narrow(deduped)
     program = hoist(program, room)
     program = regather(program)
@@ -65,10 +66,8 @@ def schedule(
       room: the memory of one device.
       half_of: of a program in halves, which one a value is made for, 0 or 1.
     """
-    # `ring` comes first: it makes products, whose time the others look up. A flat buffer is split
-    # in levels, not each small collective in it.
-    # `order` comes last, since every other rewrite changes what there is to be ordered.
-    program = ring(program, mesh, topology)
+    # A flat buffer is split in levels, not each small collective in it. `order` comes last, since
+    # every other rewrite changes what there is to be ordered.
     clock = Clock(program, mesh, topology)
     if half_of:
         program = interleave(program, half_of, clock)

@@ -7,9 +7,10 @@ after, four devices, of which this is the d-th; piece i is the i-th quarter of `
         `%9 = dot piece[d-3], %1; ...; %3 = add %11, dot piece[d], %1`
 
 The TPU compiler waits for every reduce-scatter, and for no permute: each is under way while the
-next piece is multiplied. What elementwise ops make of products on the way to the sum is made piece
-by piece, too. Wang et al. 2023, "Overlap Communication with Dependent Computation via
-Decomposition in Large Deep Learning Models".
+next piece is multiplied. But operands that are read whole are read once for each piece, and every
+step has its latency. So a sum is taken apart where that is predicted to be faster. What elementwise
+ops make of products on the way to the sum is made piece by piece, too. Wang et al. 2023, "Overlap
+Communication with Dependent Computation via Decomposition in Large Deep Learning Models".
 
 Over a whole slice, whose devices jax puts in an order in which each is next to the one before it,
 pieces go round both ways at once, half of the way each: the fifth of eight devices gets the terms
@@ -20,7 +21,7 @@ that ring are no neighbours in the torus.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from typing import NamedTuple
 
@@ -32,51 +33,50 @@ from spmd.ir.dialect.registry import rule_of
 from spmd.ir.dialect.rule import PASS
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops
+from spmd.ir.types import TensorType
 from spmd.lowering.divergence import HELD
 from spmd.lowering.local.dims import dynamic_take_dim, to_next
 from spmd.lowering.rewrites.moves import again, is_elementwise, is_move, operand_dim, pieces_of
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 from spmd.mesh.topology import Topology
+from spmd.predict.timeline import predict_timeline
+from spmd.reshard.comm import collective_seconds
 
 MOST_DEVICES = 8
 """Among more devices sums are left to the compiler, but for those over a whole slice."""
 
-LEAST_BYTES = 16 << 20
-"""Smaller sums take no longer than starting the pieces of a product does.
 
-Nor do sums whose pieces are smaller than those of this one among `MOST_DEVICES`.
-"""
-
-
-def ring(program: Program, mesh: Mesh, topology: Topology, least: int = LEAST_BYTES) -> Program:
-    """Takes reduce-scatters of products apart; programs for other machines than TPUs stay.
+def ring(program: Program, mesh: Mesh, topology: Topology) -> Program:
+    """Takes reduce-scatters of products apart, each where that makes it faster.
 
     Args:
-      program: a local program.
+      program: a local program; one for other machines than TPUs stays.
       mesh: its mesh.
       topology: the machine.
-      least: bytes of the smallest sum that is worth it.
     """
     # A permute is an exchange among all of the mesh: not where devices go different ways.
     if topology.platform != "tpu" or any(HELD in op.kind.attrs for op in program.walk()):
         return program
     slow = {a for a, link in enumerate(topology.atom_links(mesh)) if link == topology.chip.dcn}
 
-    def worth(op: Op) -> bool:
+    def is_near(op: Op) -> bool:
         if op.collective != "reduce_scatter":
             return False
-        axes, whole, piece = op.kind.attrs["axes"], op.kind.operands[0], op.kind.results[0]
-        large = whole.bytes >= least and piece.bytes >= least // MOST_DEVICES
+        axes = op.kind.attrs["axes"]
         near = 1 < mesh.extent(axes) <= MOST_DEVICES or _is_whole(axes, mesh, topology)
-        return large and near and slow.isdisjoint(axes)
+        return near and slow.isdisjoint(axes)
 
-    found = {
-        result: term
-        for result, (op, term) in _terms(program, worth).items()
-        if mesh.extent(op.kind.attrs["axes"]) <= MOST_DEVICES
-        or _cut_bytes(term, program) <= op.kind.operands[0].bytes
-    }
+    known: dict[object, bool] = {}  # equal sums of equal products, as of layers, are weighed once
+
+    def is_faster(op: Op, term: _Term) -> bool:
+        key = op.kind, term.form(program)
+        if key not in known:
+            known[key] = _seconds_less(program, op, term, mesh, topology) > 0
+        return known[key]
+
+    terms = _terms(program, is_near).items()
+    found = {result: term for result, (op, term) in terms if is_faster(op, term)}
 
     def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
         term = found.get(op.results[0]) if op.results else None
@@ -86,6 +86,34 @@ def ring(program: Program, mesh: Mesh, topology: Topology, least: int = LEAST_BY
         return (_in_pieces(b, op, term, now, mesh, ways),)
 
     return remove_dead(edit_ops(program, edit)) if found else program
+
+
+def _seconds_less(
+    program: Program, scatter: Op, term: _Term, mesh: Mesh, topology: Topology
+) -> float:
+    """By how much a sum that is taken apart is faster, with the product in front of it.
+
+    A step takes as long as the piece that is made, with what it reads and its addition, or as the
+    one that travels meanwhile, whichever is longer.
+    """
+    axes, (type_,) = scatter.kind.attrs["axes"], scatter.kind.results
+    count = mesh.extent(axes)
+    inputs = tuple(dict.fromkeys(term.leaves()))
+
+    def seconds(args: Sequence[Value], ops: Sequence[Op], result: Value, b: Builder) -> float:
+        body = Region((*inputs, *args), tuple(ops), (result,))
+        alone = program._replace(body=body, types=tuple(b.types))
+        return predict_timeline(alone, mesh, topology).seconds
+
+    b = Builder(program.types)
+    whole = seconds((), (*term.ops(), scatter), scatter.results[0], b)
+    number, arrived = b.value(TensorType((), "i32")), b.value(type_)
+    b.begin()
+    total = b.binary("add", arrived, _piece(b, term, number, count, lambda value: value))
+    made = seconds((number, arrived), b.end((), ()).ops, total, b)
+    sizes = type_.bytes, type_.bytes
+    travels = collective_seconds("collective_permute", axes, *sizes, mesh, topology)
+    return whole - count * max(made, travels)
 
 
 def _is_whole(axes: Axes, mesh: Mesh, topology: Topology) -> bool:
@@ -114,16 +142,24 @@ class _Term(NamedTuple):
         is_product = self.op is not None and self.op.kind.about.flops is not None
         return is_product or any(operand.has_product for operand in self.operands)
 
+    def leaves(self) -> Iterator[Value]:
+        """What pieces are cut out of, or read whole."""
+        if self.op is None:
+            yield self.value
+        for operand in self.operands:
+            yield from operand.leaves()
 
-def _cut_bytes(term: _Term, program: Program) -> int:
-    """Bytes of what pieces are cut out of; among many devices that takes longer than the sum.
+    def ops(self) -> Iterator[Op]:
+        """What makes the whole of them, in order."""
+        for operand in self.operands:
+            yield from operand.ops()
+        if self.op is not None:
+            yield self.op
 
-    Two layers of Llama-2 7B with 16384 tokens on each of 16 v4 chips: operands are four times the
-    sums, and the TPU compiler's kernels take 29 ms more, of which sums would take 13.
-    """
-    if term.op is None:
-        return 0 if term.dim is None else program.types[term.value].bytes
-    return sum(_cut_bytes(operand, program) for operand in term.operands)
+    def form(self, program: Program) -> object:
+        """What its time depends on: the ops and types it is made of, not its values' numbers."""
+        made = self.op.kind if self.op else program.types[self.value]
+        return made, self.dim, tuple(operand.form(program) for operand in self.operands)
 
 
 def _terms(program: Program, worth: Callable[[Op], bool]) -> dict[Value, tuple[Op, _Term]]:
@@ -158,9 +194,13 @@ def _term(value: Value, dim: int, count: int, made: Mapping[Value, Op]) -> _Term
     if cut := _cut(op, dim):
         return _Term(value, dim, op, tuple(_Term(v, cut.get(i)) for i, v in enumerate(op.operands)))
     inner = operand_dim(op.kind, dim) if is_elementwise(op.kind) or is_move(op.kind) else None
-    if inner is None or any(type_.shape[inner] % count for type_ in op.kind.operands):
+    if inner is None or any(t.shape[inner] % count for t in op.kind.operands if t.rank):
         return _Term(value, dim)
-    return _Term(value, dim, op, tuple(_term(v, inner, count, made) for v in op.operands))
+    operands = tuple(
+        _term(v, inner, count, made) if type_.rank else _Term(v, None)  # a scalar is read whole
+        for v, type_ in zip(op.operands, op.kind.operands, strict=True)
+    )
+    return _Term(value, dim, op, operands)
 
 
 def _cut(product: Op, dim: int) -> dict[int, int]:

@@ -50,6 +50,23 @@ class _Pair(NamedTuple):
     to_first: Table
 
 
+def excesses(network: Network, sweeps: int = 6) -> list[tuple[float, int, int]]:
+    """How much more than the least cost it takes at least to be in a state, the least first.
+
+    Returns:
+      (excess, variable, state) of every state of a variable that has several.
+    """
+    passing = Passing(network)
+    passing.run(sweeps)
+    _, excess = passing.bound()
+    return sorted(
+        (float(more), v, state)
+        for v, costs in enumerate(excess)
+        if len(costs) > 1
+        for state, more in enumerate(costs)
+    )
+
+
 class Passing:
     """Messages between the variables of a network; they are kept from one run to the next."""
 

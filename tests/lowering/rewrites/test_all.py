@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 from spmd.ir.dead import remove_dead
+from spmd.ir.dedupe import dedupe
 from spmd.ir.text import format_program
-from spmd.lowering.rewrites.dedupe import dedupe
 from spmd.mesh.mesh import Mesh
 from tests.ir.text_parse import parse_program
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 
 from spmd.ir.dead import remove_dead
+from spmd.ir.dedupe import dedupe
 from spmd.ir.program import Program
-from spmd.lowering.rewrites.dedupe import dedupe
 from spmd.lowering.rewrites.narrow import narrow
 from spmd.lowering.rewrites.share import share_gathers
 from spmd.mesh.mesh import Mesh

@@ -1,0 +1,290 @@
+"""All ways between the shardings of a value over whole axes, at once: a graph, and numpy.
+
+The shardings that a plan weighs split dims over whole axes. There are few enough of these to write
+all of them down, and every step that leads from one to another: then a table of what all reshards
+take is a few operations on arrays.
+
+A *unit* is an axis, or the part of one behind equal links; of a mesh of few atoms, an atom.
+A *node* says in which order units split each dim, and which are partial; steps move whole units.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import groupby, permutations, product
+from typing import Any
+
+import numpy as np
+
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes, Sharding
+from spmd.mesh.topology import Topology
+from spmd.reshard.comm import KINDS, collective_terms, run_as, wire_bytes
+from spmd.reshard.moves import Move, Moves
+from spmd.reshard.problem import Problem
+from spmd.reshard.question import EXACT_ATOMS, Digit, Dims, Names, Question, atom_digits
+
+MOST_NODES, MOST_EXACT = 4500, 1000
+"""Larger graphs are not made; nor larger ones of single atoms, whose paths can be searched for."""
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Atlas:
+    """The nodes of values of one rank on one mesh, and the moves between them.
+
+    Attributes:
+      units: atoms of each unit.
+      nodes: dims in atoms, and partial atoms -> number of the node.
+      extents: of each node and dim, into how many pieces it is split.
+      pieces: of each node, into how many pieces it splits the value.
+      moves: every step, in the order of the nodes that they start from.
+      source, target: of each move, its nodes.
+      by_target: the moves in the order of the nodes that they lead to.
+      latency, pace: of each move, seconds however small the value is, and for each byte.
+      sends: what decides how many bytes a move sends: its kind as it is run (an index of `KINDS`),
+        how many devices exchange with one another, pieces before and after.
+      send: of each move, the row of `sends`.
+      atoms: of each move, bits of the atoms along which devices exchange.
+    """
+
+    def __init__(self, units: tuple[Axes, ...], rank: int, mesh: Mesh, topology: Topology) -> None:
+        self.units, names = units, Names(units, (), ())
+        digits = tuple([Digit(tuple([mesh.atom_sizes[a] for a in u]), 0.0, 1.0) for u in units])
+        whole: Dims = ((),) * rank
+        problem = Problem(Question(digits, whole, whole, (), (mesh.size,) * rank))
+        states = list(_states(problem.digits, rank))
+        number = {state: i for i, state in enumerate(states)}
+        self.nodes = {
+            (tuple(map(names.atoms, dims)), tuple(sorted(names.atoms(partial)))): i
+            for i, (dims, partial) in enumerate(states)
+        }
+        extents = [[problem.extent(axes) for axes in dims] for dims, _ in states]
+        self.extents = np.array(extents, dtype=np.int64).reshape(len(states), rank)
+        self.pieces = self.extents.prod(1)
+        self.piece_list: list[int] = self.pieces.tolist()
+        self.moves: list[Move] = []
+        source, every = [], Moves(problem)
+        for i, (dims, partial) in enumerate(states):
+            out = list(every.out_of(dims, partial, mesh.size))
+            self.moves += out
+            source += [i] * len(out)
+        self.source = np.array(source, dtype=np.int64)
+        target = [number[move.dims, move.partial] for move in self.moves]
+        self.target = np.array(target, dtype=np.int64)
+        self.by_target = np.argsort(self.target, kind="stable")
+        # Many moves are of one kind and among the same units.
+        looks: dict[tuple[str, Axes], int] = {}
+        look = [looks.setdefault((m.kind, tuple(sorted(m.axes))), len(looks)) for m in self.moves]
+        terms = []
+        for kind, axes in looks:
+            atoms = names.atoms(axes)
+            run = run_as(kind, atoms, mesh, topology)
+            seconds = collective_terms(run, atoms, mesh, topology)
+            terms.append(
+                (KINDS.index(run), mesh.extent(atoms), sum(1 << a for a in atoms), *seconds)
+            )
+        columns = np.array(terms or [(0,) * 5]).T[:, look]
+        self.atoms = columns[2].astype(np.int64)
+        self.latency, self.pace = columns[3:]
+        pieces = self.pieces[[self.source, self.target]]
+        sends = np.concatenate([columns[:2].astype(np.int64), pieces])
+        self.sends, self.send = np.unique(sends.T, axis=0, return_inverse=True)
+
+
+def _states(digits: Axes, rank: int) -> Iterator[tuple[Dims, Axes]]:
+    """Every order of some digits on every dim, and some of the others partial."""
+    for places in product(range(rank + 2), repeat=len(digits)):
+        there = [tuple([a for a in digits if places[a] == p]) for p in range(rank + 2)]
+        for dims in product(*map(permutations, there[:rank])):
+            yield dims, there[rank]
+
+
+@lru_cache(maxsize=64)
+def atlas(mesh: Mesh, topology: Topology, rank: int) -> Atlas | None:
+    """The graph of values of a rank; None where it is large, or steps may move parts of units."""
+    looks = atom_digits(mesh, topology)
+    units: list[Axes] = []
+    for axis in mesh.axis_atoms.values():
+        if len(looks) <= EXACT_ATOMS:
+            units += [(atom,) for atom in axis]
+        else:
+            units += [tuple(run) for _, run in groupby(axis, looks.__getitem__)]
+    nodes = sum(
+        math.comb(len(units), k) * math.perm(max(k + rank - 1, 0), k) * 2 ** (len(units) - k)
+        for k in range(len(units) + 1)
+    )
+    if nodes > (MOST_EXACT if len(looks) <= EXACT_ATOMS else MOST_NODES):
+        return None
+    return Atlas(tuple(units), rank, mesh, topology)
+
+
+class Distances:
+    """What the moves take for values of one size, and with it all reshards.
+
+    Times are whole ticks, so that a sum is the same in whatever order it is added up.
+
+    Args:
+      atlas: the graph, of as many dims as can be split.
+      room: for each dim, what its size has in common with the number of devices.
+      bits: of the value.
+      held: atoms that no step may use.
+
+    Attributes:
+      names: what the digits and dims of moves stand for.
+    """
+
+    def __init__(self, atlas: Atlas, room: tuple[int, ...], bits: int, held: Axes) -> None:
+        self._atlas = atlas
+        dims = tuple([d for d, common in enumerate(room) if common > 1])
+        self.names = Names(atlas.units, dims, ((),) * len(room))
+        common = np.array([room[d] for d in dims], dtype=np.int64)
+        self._legal = (common % atlas.extents == 0).all(1)
+        legal = self._legal[atlas.source] & self._legal[atlas.target]
+        usable = legal & (atlas.atoms & sum(1 << a for a in held) == 0)
+        prices = [
+            wire_bytes(KINDS[kind], group, -(-bits // (8 * before)), -(-bits // (8 * after)))
+            for kind, group, before, after in atlas.sends.tolist()
+        ]
+        self._sent = np.array(prices, dtype=np.int64)[atlas.send]
+        seconds = np.where(usable, atlas.latency + self._sent * atlas.pace, 0)
+        self._tick = 2.0 ** (math.frexp(64 * float(seconds.max(initial=1e-9)))[1] - 53)
+        self._ticks = np.rint(seconds / self._tick)
+        self._usable = np.flatnonzero(usable)
+        nodes = np.arange(len(atlas.pieces) + 1)
+        self._first = np.searchsorted(atlas.source[self._usable], nodes).tolist()
+        self._to = atlas.by_target[usable[atlas.by_target]]
+        self._rows: dict[int, Array] = {}
+        self._bounds: dict[tuple[int, int], list[float]] = {}
+        self._out: dict[int, list[tuple[float, int, int, int]]] = {}
+
+    def node(self, sharding: Sharding) -> int | None:
+        """The node of a sharding; None if the value does not divide, or it splits a unit."""
+        dims = tuple([sharding.dims[d] for d in self.names.dims])
+        node = self._atlas.nodes.get((dims, sharding.partial))
+        whole = node is not None and self._legal[node]
+        return node if whole and sum(map(bool, dims)) == sum(map(bool, sharding.dims)) else None
+
+    def table(self, sources: Sequence[int]) -> Array:
+        """Seconds from some nodes (rows) to all; infinite where no moves lead."""
+        self.learn(sources)
+        return np.array([self._rows[s] for s in sources]) * self._tick
+
+    def learn(self, sources: Sequence[int]) -> None:
+        """Works out the rows of many tables at once."""
+        new = [s for s in dict.fromkeys(sources) if s not in self._rows]
+        for start in range(0, len(new), 128):
+            self._add_rows(np.array(new[start : start + 128]))
+
+    def _add_rows(self, sources: Array) -> None:
+        """Ticks from some nodes to all others, in no larger pieces than the larger end's."""
+        # Sizes of pieces are let in one by one, the smallest pieces first. When the larger of two
+        # ends has just been let in, and all ways are followed, their distance is known.
+        pieces, moves = self._atlas.pieces, self._to
+        source, target = self._atlas.source[moves], self._atlas.target[moves]
+        ticks = self._ticks[moves]
+        fewest = np.minimum(pieces[source], pieces[target])
+        near = np.full((len(pieces), len(sources)), math.inf)
+        near[sources, np.arange(len(sources))] = 0
+        found = near.copy()
+        for level in np.unique(pieces)[::-1]:
+            columns = np.flatnonzero(pieces[sources] >= level)
+            if not columns.size:
+                continue
+            part, let_in = near[:, columns], fewest >= level
+            _follow(part, source[let_in], target[let_in], ticks[let_in], fewest[let_in] == level)
+            near[:, columns] = part
+            done = np.ix_(pieces >= level, pieces[sources] == level)
+            found[done] = near[done]
+            found[pieces == level] = near[pieces == level]
+        for s, row in zip(sources.tolist(), found.T, strict=True):
+            self._rows[s] = np.ascontiguousarray(row)
+
+    def path(self, start: int, goal: int) -> tuple[tuple[Move, ...], float, int] | None:
+        """The cheapest moves with their seconds and bytes; None where no moves lead."""
+        # A* that knows what is left: only nodes of cheapest paths are looked at, for the one among
+        # them that sends the fewest bytes, and of these in the fewest steps.
+        pieces = self._atlas.piece_list
+        least = min(pieces[start], pieces[goal])
+        left = self._left(goal, least)
+        best: dict[int, tuple[float, int, int]] = {start: (0.0, 0, 0)}
+        came: dict[int, tuple[int, int]] = {}
+        heap = [((0.0, 0, 0), best[start], start)]
+        while heap:
+            _, cost, here = heapq.heappop(heap)
+            if here == goal:
+                moves = []
+                while here != start:
+                    here, number = came[here]
+                    moves.append(self._atlas.moves[number])
+                return tuple(moves[::-1]), cost[0] * self._tick, cost[1]
+            if cost > best[here]:
+                continue
+            time, sent, steps = cost
+            for ticks, more, there, number in self._moves_from(here):
+                if pieces[there] >= least and left[there] < math.inf:
+                    total = (time + ticks, sent + more, steps + 1)
+                    if there not in best or total < best[there]:
+                        best[there], came[there] = total, (here, number)
+                        estimate = (total[0] + left[there], *total[1:])
+                        heapq.heappush(heap, (estimate, total, there))
+        return None
+
+    def _left(self, goal: int, least: int) -> list[float]:
+        """Ticks from every node to one, with the value in so many pieces at least."""
+        found = self._bounds.get((goal, least))
+        if found is None:
+            atlas, moves = self._atlas, self._usable
+            near = np.full((len(atlas.pieces), 1), math.inf)
+            near[goal] = 0
+            fits = atlas.pieces >= least
+            moves = moves[fits[atlas.source[moves]] & fits[atlas.target[moves]]]
+            every = np.ones(len(moves), dtype=bool)
+            _follow(near, atlas.target[moves], atlas.source[moves], self._ticks[moves], every)
+            found = self._bounds[goal, least] = near[:, 0].tolist()
+        return found
+
+    def _moves_from(self, node: int) -> list[tuple[float, int, int, int]]:
+        """Ticks, bytes, target and number of each usable move out of a node."""
+        found = self._out.get(node)
+        if found is None:
+            at = self._usable[self._first[node] : self._first[node + 1]]
+            columns = (self._ticks[at], self._sent[at], self._atlas.target[at], at)
+            found = list(zip(*(column.tolist() for column in columns), strict=True))
+            self._out[node] = found
+        return found
+
+
+def _follow(near: Array, source: Array, target: Array, ticks: Array, look: Array) -> None:
+    """Follows moves for as long as they lead nearer.
+
+    Args:
+      near: for each node (rows), ticks that it is away from some others (columns); changed.
+      source, target, ticks: of the moves, which are sorted by their target.
+      look: which ones to follow at first; later those out of nodes that were come nearer to.
+    """
+    reached = np.asarray(np.isfinite(near).any(axis=1))
+    at = np.flatnonzero(look & reached[source])
+    while at.size:
+        ends = target[at]
+        starts = np.flatnonzero(np.diff(ends, prepend=-1))
+        ends = ends[starts]
+        best = np.minimum.reduceat(near[source[at]] + ticks[at, None], starts, axis=0)
+        nearer = (best < near[ends]).any(1)
+        ends = ends[nearer]
+        near[ends] = np.minimum(near[ends], best[nearer])
+        fresh = np.zeros(len(near), dtype=bool)
+        fresh[ends] = True
+        at = np.flatnonzero(fresh[source])
+
+
+@lru_cache(maxsize=128)
+def distances(
+    room: tuple[int, ...], bits: int, held: Axes, mesh: Mesh, topology: Topology
+) -> Distances | None:
+    """What is known of values of one size that divide as `room` does; None without an atlas."""
+    found = atlas(mesh, topology, sum(common > 1 for common in room))
+    return None if found is None else Distances(found, room, bits, held)

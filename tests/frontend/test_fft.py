@@ -1,0 +1,68 @@
+"""FFTs of several dims: planned one dim at a time, and one op again where nothing is exchanged."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+
+GPUS = spmd.Topology("h200:8")
+SHAPE = (16, 8, 24)
+
+
+def spectrum(x: Any) -> Any:
+    return jnp.abs(jnp.fft.rfft2(x)).sum()
+
+
+CASES = {
+    "fft2": lambda x: jnp.fft.fft2(x + 1j),
+    "ifft2": lambda x: jnp.fft.ifft2(x + 1j * x[::-1]),
+    "rfft2": jnp.fft.rfft2,
+    "irfft2": lambda x: jnp.fft.irfft2(x + 1j * x[::-1]),
+    "fftn": jnp.fft.fftn,
+    "rfftn": jnp.fft.rfftn,
+    "irfftn": lambda x: jnp.fft.irfftn(x + 1j * x[::-1], s=(16, 8, 30)),
+    "gradient of rfft2": jax.grad(spectrum),
+    "gradient of irfftn": jax.grad(lambda x: (jnp.fft.irfftn(x * (1 + 2j)) ** 3).sum()),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dim", range(3))
+def test_values_are_those_of_one_device(name: str, dim: int) -> None:
+    fn, mesh = CASES[name], spmd.make_mesh(x=8)
+    x = np.random.RandomState(0).randn(*SHAPE).astype(np.float32)
+    spec = tuple("x" if d == dim else None for d in range(3))
+    options = spmd.Options(check=True)
+    got = spmd.jit(fn, mesh=mesh, in_specs=(spec,), options=options)(x)
+    np.testing.assert_allclose(got, jax.jit(fn)(x), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("out", [None, (None, "x")])
+def test_split_rows_are_exchanged_between_the_dims(out: Any) -> None:
+    mesh = spmd.make_mesh(x=8)
+    x = spmd.mark_sharding(jax.ShapeDtypeStruct((8192, 8192), jnp.complex64), mesh, ("x", None))
+    lowered = spmd.jit(jnp.fft.fft2, mesh=mesh, out_specs=out).lower(x, topology=GPUS)
+    (exchange,) = lowered.collectives
+    assert (exchange.kind, exchange.bytes) == ("all_to_all", 7 * 8192 * 8192 // 8)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("devices", [1, 8])
+def test_where_nothing_is_exchanged_they_stay_one(name: str, devices: int) -> None:
+    """Whole on one device, or one of a batch on each: as jax had written them."""
+    fn, mesh = CASES[name], spmd.Mesh(None, (devices,), ("x",))
+    fn = jax.vmap(fn)
+    x = spmd.mark_sharding(jax.ShapeDtypeStruct((8, *SHAPE), jnp.float32), mesh, ("x",))
+    lowered = spmd.jit(fn, mesh=mesh).lower(x, topology=spmd.Topology(f"h200:{devices}"))
+    found = [op for op in lowered.stages.optimized.program.walk() if op.name == "stablehlo.fft"]
+    lengths = [list(op.kind.attrs["fft_length"]) for op in found]
+    stated = re.findall(r"length = (\[.*?\])", lowered.as_text("stablehlo"))
+    assert sorted(lengths) == sorted(json.loads(text) for text in stated)

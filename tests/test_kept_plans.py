@@ -1,0 +1,282 @@
+"""Plans that an earlier start made: what is read is what would be planned, and only then."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import spmd
+from spmd import compiler
+from spmd.planning.plan import Plan
+from tests.programs import mlp
+
+MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
+SCRIPT = Path(__file__).parent / "kept_plan.py"
+
+
+class Planned(AssertionError):
+    """A plan was made where one should have been read."""
+
+
+@pytest.fixture
+def no_planner(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Forbids planning from when it is called."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise Planned
+
+    def forbid() -> None:
+        for planner in ("plan_exactly", "plan_greedily"):
+            monkeypatch.setattr(compiler, planner, refuse)
+
+    return forbid
+
+
+def struct(shape: Any, *spec: Any, mesh: spmd.Mesh = MESH) -> Any:
+    made = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return spmd.mark_sharding(made, mesh, spec) if spec else made
+
+
+def layers(ws: Any, x: Any) -> Any:
+    def layer(x: Any, w: Any) -> Any:
+        return x + jax.nn.gelu(x @ w["in"] / 8) @ w["out"] / 16, None
+
+    return jnp.mean(lax.scan(layer, x, ws)[0] ** 2)
+
+
+def lower_layers(
+    limit: int | None = None, topology: str = "h200:8", width: int = 512, **options: Any
+) -> spmd.Lowered:
+    ws = {
+        "in": struct((8, width, 4 * width), None, "data", "model"),
+        "out": struct((8, 4 * width, width), None, "model", "data"),
+    }
+    chosen = spmd.Options(memory_limit=limit, **options)
+    jitted = spmd.jit(jax.value_and_grad(layers), mesh=MESH, options=chosen)
+    return jitted.lower(ws, struct((4096, width), "data", None), topology=spmd.Topology(topology))
+
+
+def lower_uneven(**options: Any) -> spmd.Lowered:
+    def f(x: Any, w: Any) -> Any:
+        jax.debug.print("{}", x.sum())
+        x = spmd.mark_sharding(x, MESH, ("data", None))
+        return jnp.tanh(x @ w), lax.fori_loop(0, 3, lambda _, x: x @ w, x)
+
+    jitted = spmd.jit(f, mesh=MESH, options=spmd.Options(**options))
+    return jitted.lower(struct((10, 6)), struct((6, 6), "model", None))
+
+
+def lower_halves(**options: Any) -> spmd.Lowered:
+    def f(x: Any, ws: Any) -> Any:
+        for up, down in ws:
+            x = x + spmd.mark_sharding(jax.nn.gelu(x @ up) @ down, MESH, ("data", None, "model"))
+        return x
+
+    ws = [(struct((2048, 8192), None, "model"), struct((8192, 2048), "model", None))] * 2
+    jitted = spmd.jit(f, mesh=MESH, options=spmd.Options(halves=True, **options))
+    x = struct((8, 1024, 2048), "data", None, "model")
+    return jitted.lower(x, ws, topology=spmd.Topology("v5e:2x4"))
+
+
+@functools.cache
+def peak() -> int:
+    return lower_layers(unroll=0).predicted_memory.peak
+
+
+CASES: dict[str, Callable[..., spmd.Lowered]] = {
+    "loops stay": lambda **o: lower_layers(unroll=0, **o),
+    "loops written out": lambda **o: lower_layers(unroll=64, **o),
+    "form": lambda **o: lower_layers(width=2048, **o),
+    "limit": lambda **o: lower_layers(limit=int(0.8 * peak()), unroll=0, **o),
+    "greedy": lambda **o: lower_layers(topology="cpu:8", planner="greedy", **o),
+    "uneven": lower_uneven,
+    "halves": lower_halves,
+    "training": lambda **o: mlp(spmd.make_mesh(data=4, model=2)).lower(**o),
+}
+
+
+def decided(plan: Plan) -> dict[str, Any]:
+    return {name: value for name, value in plan._asdict().items() if name != "problem"}
+
+
+def without_times(text: str) -> str:
+    return re.sub(r"^ *(solver|stages) .*\n", "", text, flags=re.M)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_read_is_what_was_planned(
+    name: str, tmp_path: Path, no_planner: Callable[[], None]
+) -> None:
+    lower = CASES[name]
+    lower_plain = lower(cache_dir="none")
+    first = lower(cache_dir=tmp_path)
+    if name != "uneven":  # a warning says what its mark costs, and plans without it for that
+        no_planner()
+    second = lower(cache_dir=tmp_path)
+    assert not lower_plain.stages.is_read and not first.stages.is_read and second.stages.is_read
+    assert "plan" in first.stages.seconds and "plan" not in second.stages.seconds
+    assert first.stages.emitted.module == lower_plain.stages.emitted.module
+    assert second.stages.emitted.module == first.stages.emitted.module
+    assert second.stages.emitted.arguments == first.stages.emitted.arguments
+    assert second.stages.emitted.results == first.stages.emitted.results
+    assert decided(second.stages.plan) == decided(first.stages.plan)
+    assert second.stages.timeline.seconds == first.stages.timeline.seconds
+    assert second.predicted_memory == first.predicted_memory
+
+
+def test_the_cases_cover_what_a_plan_can_be(tmp_path: Path) -> None:
+    plans = {name: lower(cache_dir=tmp_path).stages.plan for name, lower in CASES.items()}
+    assert plans["limit"].byte_price and plans["limit"].recomputed
+    assert any(not form.refusal for form in plans["halves"].forms)
+    assert any("written out" in f.name and not f.refusal for f in plans["form"].forms)
+    assert any("does not divide" in note for note in plans["uneven"].notes)
+    assert plans["loops stay"].copies or plans["training"].moves
+
+
+def test_everything_can_be_asked_of_a_plan_that_was_read(
+    tmp_path: Path, no_planner: Callable[[], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    training = mlp(spmd.make_mesh(data=4, model=2))
+    planned = training.compile(cache_dir=tmp_path)
+    explained = planned.explain()
+    capfd.readouterr()
+    compiled = training.compile(cache_dir=tmp_path, verbose=True)
+    assert compiled.stages.is_read
+    assert without_times(compiled.explain()) == without_times(explained)
+    assert ", in an earlier start" in compiled.explain()
+    assert "an earlier start" in compiled.summary() and "an earlier start" not in planned.summary()
+    printed = capfd.readouterr().err
+    assert "spmd: read " in printed and "spmd: plan " not in printed
+    compiled.report(tmp_path / "page.html")
+    assert (tmp_path / "page.html").stat().st_size > 10_000
+    assert compiled.verify(
+        training.params, training.optimizer.init(training.params), training.batch
+    )
+
+
+def test_anything_that_decides_plans_anew(tmp_path: Path) -> None:
+    kept = tmp_path / "planned"
+
+    def lower(
+        mesh: spmd.Mesh = MESH,
+        shape: tuple[int, int] = (64, 64),
+        spec: Any = ("data", None),
+        topology: str = "cpu:8",
+        donate: tuple[int, ...] = (),
+        f: Callable[..., Any] = lambda x: x @ x,
+        **options: Any,
+    ) -> bool:
+        options = {"cache_dir": tmp_path, **options}
+        jitted = spmd.jit(f, mesh=mesh, donate_argnums=donate, options=spmd.Options(**options))
+        x = struct(shape, *spec, mesh=mesh)
+        return jitted.lower(x, topology=spmd.Topology(topology)).stages.is_read
+
+    assert not lower() and lower()
+    changes: list[dict[str, Any]] = [
+        {"mesh": spmd.Mesh(None, (2, 4), ("data", "model"))},
+        {"mesh": spmd.Mesh(None, (4, 2), ("data", "tensor"))},
+        {"mesh": spmd.Mesh([1, 0, 2, 3, 4, 5, 6, 7], (4, 2), ("data", "model"))},
+        {"shape": (128, 128)},
+        {"spec": ("model", None)},
+        {"topology": "h200:8"},
+        {"donate": (0,)},
+        {"f": lambda x: x @ x.T},
+        {"recompute": False},
+        {"memory_limit": 1 << 30},
+        {"planner": "greedy"},
+    ]
+    for change in changes:
+        assert not lower(**change), change
+        assert lower(**change), change
+    assert len(list(kept.iterdir())) == 1 + len(changes)
+    same: list[dict[str, Any]] = [
+        {"check": True},
+        {"progress": False},
+        {"compiler_options": {"xla_cpu_enable_fast_math": True}},
+    ]
+    for change in same:
+        assert lower(**change), change
+    assert not lower(cache_dir="none")
+    for entry in kept.iterdir():
+        entry.write_bytes(entry.read_bytes()[:-7])
+    assert not lower() and lower()
+
+
+def test_another_source_of_the_compiler_plans_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lower_uneven(cache_dir=tmp_path)
+    monkeypatch.setattr("spmd.store._environment", lambda: "another")
+    assert not lower_uneven(cache_dir=tmp_path).stages.is_read
+
+
+def test_reports_name_the_lines_of_now(tmp_path: Path, no_planner: Callable[[], None]) -> None:
+    text = "def f(x):\n    return x @ x\n"
+
+    def lower(text: str) -> spmd.Lowered:
+        space: dict[str, Any] = {}
+        exec(compile(text, "/somewhere/model.py", "exec"), space)
+        options = spmd.Options(cache_dir=tmp_path)
+        return spmd.jit(space["f"], mesh=MESH, options=options).lower(
+            struct((64, 64), "data", "model")
+        )
+
+    assert "model.py:2" in lower(text).explain(prices=False)
+    no_planner()
+    moved = lower("\n" * 5 + text)
+    assert moved.stages.is_read
+    explained = moved.explain(prices=False)
+    assert "model.py:7" in explained and "model.py:2 " not in explained
+
+
+def test_what_users_teach_is_planned_anew(tmp_path: Path) -> None:
+    name = "kept.own"
+    spmd.register_composite(name, "a -> a", decomposition=jnp.tanh)
+
+    def lower(called: str) -> spmd.Lowered:
+        f = jax.lax.composite(jnp.tanh, name=called)
+        options = spmd.Options(cache_dir=tmp_path)
+        return spmd.jit(f, mesh=MESH, options=options).lower(struct((8,), "data"))
+
+    for _ in range(2):
+        assert not lower(name).stages.is_read
+    assert not lower("not.taught").stages.is_read
+    assert lower("not.taught").stages.is_read
+
+
+def test_processes_share_what_they_find(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONHASHSEED": "random"}
+    root = SCRIPT.parent.parent
+
+    def start() -> subprocess.Popen[str]:
+        command = [sys.executable, str(SCRIPT), str(tmp_path)]
+        return subprocess.Popen(
+            command, env=environment, cwd=root, stdout=subprocess.PIPE, text=True
+        )
+
+    def end(process: subprocess.Popen[str]) -> dict[str, Any]:
+        said, _ = process.communicate(timeout=240)
+        assert process.returncode == 0
+        found: dict[str, Any] = json.loads(said.splitlines()[-1])
+        return found
+
+    together = [start(), start()]
+    found = [end(process) for process in together]
+    later = end(start())
+    assert len(list((tmp_path / "planned").iterdir())) == 1
+    assert later["is_read"]
+    assert {each["digest"] for each in found} == {later["digest"]}
+    assert np.sum([each["is_read"] for each in found]) < 2
