@@ -23,7 +23,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 from spmd.options import Options
 from spmd.planning.plan import Plan
-from spmd.predict.arithmetic import arithmetic_seconds
+from spmd.predict.ops import arithmetic_seconds
 from spmd.predict.timeline import least_seconds
 
 LEAST_SHARE = 0.2

@@ -16,9 +16,8 @@ from spmd.ir.dialect.composites import arguments_of
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.program import Op
 from spmd.ops.attention_split import ring_reason
-from spmd.planning.cost import ring_pieces, ring_seconds
 from spmd.planning.plan import Plan
-from spmd.predict.arithmetic import arithmetic_seconds
+from spmd.predict.ops import ring_pieces, ring_seconds, share_seconds
 from spmd.propagation.projection import Assignment, ring_axes
 
 AT_ONCE = 3
@@ -152,7 +151,6 @@ def _row(plan: Plan, op: Op, number: int, assignment: Assignment) -> RingRow | N
     axes = ring_axes(rule, number, assignment, mesh.atom_sizes)
     if not axes:
         return None
-    split = mesh.extent({a for own in assignment for a in own})
     going = tuple(axes if i == number else own for i, own in enumerate(assignment))
     said = arguments_of(op.kind)
     return RingRow(
@@ -166,7 +164,7 @@ def _row(plan: Plan, op: Op, number: int, assignment: Assignment) -> RingRow | N
         bool(said.get("causal")),
         sum(piece.bytes for _, piece in ring_pieces(op.kind, rule, going, mesh)),
         ring_seconds(op.kind, rule, going, mesh, topology),
-        arithmetic_seconds(op.kind, topology) / split,
+        share_seconds(op.kind, rule, going, mesh, topology),
     )
 
 

@@ -6,6 +6,7 @@ trait (`op.kind.about.is_elementwise`), and name no op.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -15,32 +16,6 @@ COMPOSITE = "stablehlo.composite"
 
 CUSTOM_CALL = "stablehlo.custom_call"
 """A call of a library; its attribute `call_target_name` says which."""
-
-
-class Traffic(IntEnum):
-    """Which of an op's operands and results the planner counts as memory traffic.
-
-    Attributes:
-      ALL: operands are read, results are written.
-      RESULTS: compilers fuse it with what makes its operands: only results are written.
-      PIECE: it reads no more of its operand than it writes.
-      UPDATE: it writes a piece over its first operand; reads that piece, and writes it.
-      NOTHING: the result is the operand.
-    """
-
-    ALL = 0
-    RESULTS = 1
-    PIECE = 2
-    UPDATE = 3
-    NOTHING = 4
-
-
-class Passes(IntEnum):
-    """How often an op reads its operands: once, log2(size) times, or once for each column."""
-
-    ONCE = 0
-    LOGARITHMIC = 1
-    COLUMNS = 2
 
 
 class Role(IntEnum):
@@ -88,9 +63,9 @@ class Description(NamedTuple):
       arithmetic: the kind of kernel that does them, as in `Chip.efficiency`; empty for products.
       reads: the kind of operands that a library expects, which fixes their order of dims in memory:
         `matrices` or `images`; empty if any order will do.
-      traffic: what goes through memory.
+      reads_pieces: it reads no more of its operands than it writes.
       bytes_read: from the op's kind, the bytes that it reads of each operand, where not all.
-      passes: how often it reads its operands.
+      passes: from the op's kind, how often it goes through its operands, where not once.
       role: what XLA's fusion makes of it.
       collective: of a collective, its kind: `all_gather`, `all_reduce`, ...
       along: the attribute that says along which dim devices have their pieces.
@@ -127,9 +102,9 @@ class Description(NamedTuple):
     flops: Callable[[Any], float] | None = None
     arithmetic: str = ""
     reads: str = ""
-    traffic: Traffic = Traffic.ALL
+    reads_pieces: bool = False
     bytes_read: Callable[[Any], Sequence[float]] | None = None
-    passes: Passes = Passes.ONCE
+    passes: Callable[[Any], float] | None = None
     role: Role = Role.CALL
     collective: str = ""
     along: str = ""
@@ -145,7 +120,14 @@ class Description(NamedTuple):
 UNKNOWN = Description()
 """Description of ops that nobody described: nothing is known, and there is no rule."""
 
-UNKNOWN_CALL = Description(is_repeatable=False, has_effect=True, passes=Passes.COLUMNS)
+
+def columns(kind: Any) -> float:
+    """The columns of an op's largest matrix, each of which a factorisation goes through it for."""
+    shape = max((t.shape for t in kind.operands), key=math.prod, default=())
+    return max(1, *shape[-2:]) if shape else 1
+
+
+UNKNOWN_CALL = Description(is_repeatable=False, has_effect=True, passes=columns)
 """Description of other custom calls: they may have effects, so they run as often as written."""
 
 DESCRIPTIONS: dict[str, Description] = {}

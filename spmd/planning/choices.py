@@ -12,9 +12,9 @@ from spmd.ir.program import Op, OpKind
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
 from spmd.planning.assignments import assignments_around, placements
-from spmd.planning.cost import op_seconds
 from spmd.planning.plan import Choice
 from spmd.planning.problem import Problem
+from spmd.predict.ops import op_seconds
 from spmd.propagation.projection import (
     Assignment,
     is_legal_assignment,
@@ -45,7 +45,7 @@ class Choices:
         self.resharder = problem.resharder
         self._made: dict[object, tuple[Choice, ...]] = {}
         self._full: dict[tuple[OpKind, Assignment], Choice] = {}
-        self._seconds: dict[tuple[OpKind, Assignment], float] = {}
+        self._seconds: dict[tuple[OpKind, tuple[bool, ...], Assignment], float] = {}
 
     def around(
         self, op: Op, operands: tuple[States, ...], wishes: tuple[States, ...]
@@ -140,11 +140,13 @@ class Choices:
 
     def own_seconds(self, op: Op, assignment: Assignment) -> float:
         """An op's own time, without reshards."""
-        found = self._seconds.get((op.kind, assignment))
+        stored = self.problem.stored(op)
+        key = op.kind, stored, assignment
+        found = self._seconds.get(key)
         if found is None:
             rule = rule_of(op.kind, op.loc)
-            found = op_seconds(op.kind, rule, assignment, self.mesh, self.topology)
-            self._seconds[op.kind, assignment] = found
+            found = op_seconds(op.kind, rule, assignment, self.mesh, self.topology, stored)
+            self._seconds[key] = found
         return found
 
     def _plain(self, kind: OpKind, rule: Rule, assignment: Assignment) -> Choice:

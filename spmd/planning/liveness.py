@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from spmd.ir.description import Role
 from spmd.ir.program import Region, Value
 from spmd.mesh.sharding import Sharding, local_shape
-from spmd.planning.cost import is_fused
 from spmd.planning.plan import Plan
 from spmd.predict.memory import constant_bytes
 
@@ -61,7 +61,7 @@ def bound_of(plan: Plan) -> int:
 class _Liveness:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.types = plan.program.types
+        self.types, self.in_memory = plan.program.types, plan.problem.in_memory
         self.cheap = plan.propagated.cheap
         self.sizes: dict[tuple[int, Sharding], int] = {}
 
@@ -117,7 +117,7 @@ class _Liveness:
                 if i not in inner or peak.bytes > inner[i].bytes:
                     inner[i] = peak
             for k, (value, state) in enumerate(zip(op.results, choice.results, strict=True)):
-                fused[value] = is_fused(op.kind)
+                fused[value] = op.kind.about.role == Role.ALIAS or not self.in_memory[value]
                 first.setdefault((value, state), i)
                 last.setdefault((value, state), i)
                 if op.is_loop:

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from spmd.ir.index import Index
-from spmd.ir.program import Program, Value
+from spmd.ir.program import Op, Program, Value
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Mark, Sharding, is_even
 from spmd.mesh.topology import Topology
+from spmd.predict.backends import Backend
+from spmd.predict.fusion import fuse
 from spmd.propagation.cheap import cheap_values
 from spmd.propagation.propagate import propagate
 from spmd.propagation.propagated import Propagated
@@ -62,6 +64,21 @@ class Problem:
         proposals = self.propagated.proposals
         made = {dims: Sharding(dims) if any(dims) else None for dims in dict.fromkeys(proposals)}
         return tuple([made[dims] for dims in proposals])
+
+    @cached_property
+    def in_memory(self) -> tuple[bool, ...]:
+        """Whether each value is in memory, under whichever name, if nothing is resharded."""
+        fused, producers = fuse(self.program, Backend()), self.index.producers
+        found = []
+        for root in fused.root:
+            while fused.root[root] != root:
+                root = fused.root[root]
+            found.append(fused.stored[root] or root not in producers)
+        return tuple(found)
+
+    def stored(self, op: Op) -> tuple[bool, ...]:
+        """For each operand and result of an op whether it is in memory."""
+        return tuple([self.in_memory[v] for v in (*op.operands, *op.results)])
 
     def suggested(self, value: Value) -> Sharding:
         """How an argument lies in memory between calls if it lies as the marks suggest.

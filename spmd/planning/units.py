@@ -135,7 +135,8 @@ class _Collector:
             if op.regions:
                 self.control_flow(op, trips)
             elif not cheap.issuperset(op.results):
-                unit = self.add(Unit(OP, op, trips=trips), (op.kind, trips), op.results)
+                colour = op.kind, trips, self.problem.stored(op)
+                unit = self.add(Unit(OP, op, trips=trips), colour, op.results)
                 for i, value in enumerate(op.operands):
                     self.uses.append((value, unit, i, trips))
 

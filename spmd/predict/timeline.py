@@ -17,10 +17,10 @@ where they are stored (`spmd.predict.fusion`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from spmd.ir.description import Role, Traffic
+from spmd.ir.description import Role
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.index import Index
 from spmd.ir.program import Op, OpKind, Program, Region, Value
@@ -28,9 +28,9 @@ from spmd.ir.types import DotDims, dtype_bits
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
-from spmd.predict.arithmetic import arithmetic_seconds
 from spmd.predict.backends import backend_of
 from spmd.predict.fusion import stored_values
+from spmd.predict.ops import arithmetic_seconds, bytes_read, bytes_written, memory_seconds
 from spmd.predict.transfers import RAGGED, Transfer
 
 COMPUTE = "compute"
@@ -304,35 +304,29 @@ class LocalTimes:
 
     def _seconds(self, op: Op) -> float:
         kind = op.kind
-        written: float = sum([t.bytes for t in kind.results])
-        read: float
-        if kind.about.role == Role.UPDATE:
-            read = written = sum([t.bytes for t in kind.operands[len(op.results) :]])
-        else:
-            read = sum(self._bytes_read(op).values())
-        seconds = arithmetic_seconds(kind, self.topology)
-        return max(seconds, (read + written) / self.topology.hbm_bandwidth)
+        written = sum(bytes_written(kind, _sizes(kind)))
+        moved = sum(self._bytes_read(op).values()) + written
+        memory = memory_seconds(kind, moved, self.topology)
+        return max(arithmetic_seconds(kind, self.topology), memory)
 
     def _bytes_read(self, op: Op) -> dict[Value, float]:
         """The bytes that an op reads from memory, with all that is computed inside it, by value."""
-        # Each stored value is read once, at the largest size that anything inside wants: a slice
-        # reads no more than it makes.
-        about = op.kind.about
-        is_piece = about.traffic == Traffic.PIECE
-        sizes: Sequence[float] = [t.bytes for t in op.kind.operands]
-        if about.bytes_read is not None:
-            sizes = about.bytes_read(op.kind)
+        # Each stored value is read once, at the largest size that anything inside wants.
+        about, sizes = op.kind.about, _sizes(op.kind)
+        wanted = sizes if about.role == Role.ALIAS else bytes_read(op.kind, sizes)
         found: dict[Value, float] = {}
-        for value, size in zip(op.operands, sizes, strict=True):
+        for value, size in zip(op.operands, wanted, strict=False):
             inside = self._reads.get(value)
             if inside is None:
-                inside = {value: min(size, op.kind.results[0].bytes) if is_piece else size}
+                inside = {value: size}
             elif about.bytes_read is not None:  # no more than it reads of what is made there
                 inside = {root: min(most, size) for root, most in inside.items()}
-            if found:
-                for root, size in inside.items():
-                    if size > found.get(root, -1):
-                        found[root] = size
-            else:
-                found = dict(inside)
+            for root, most in inside.items():
+                if most > found.get(root, -1):
+                    found[root] = most
         return found
+
+
+def _sizes(kind: OpKind) -> list[int]:
+    """Bytes of an op's operands and results."""
+    return [type_.bytes for type_ in (*kind.operands, *kind.results)]

@@ -9,7 +9,7 @@ from spmd.ir.dialect.rule import REDUCE, Exchange, Rule, RuleBuilder
 from spmd.mesh.sharding import Sharding
 from spmd.planning.assignments import assignments_around, placements
 from spmd.planning.choices import plain_choice
-from spmd.planning.cost import exchange_seconds
+from spmd.predict.ops import exchange_seconds
 from spmd.propagation.projection import is_legal_assignment, unsplit
 
 MESH = spmd.Mesh(None, (4, 2), ("x", "y"))

@@ -11,7 +11,7 @@ from spmd.ir.types import TensorType
 from spmd.mesh.sharding import Sharding
 from spmd.planning.assignments import assignments_around, placements
 from spmd.planning.choices import plain_choice
-from spmd.planning.cost import op_seconds
+from spmd.predict.ops import op_seconds
 from spmd.propagation.projection import is_legal_assignment, unsplit
 
 MESH = spmd.Mesh(None, (4, 2), ("x", "y"))

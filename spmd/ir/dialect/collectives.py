@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from spmd.ir.description import DESCRIPTIONS, Description, Role, Traffic
+from spmd.ir.description import DESCRIPTIONS, Description, Role
 from spmd.ir.dialect.reducers import body_reducer
 from spmd.ir.dialect.registry import describe, op
 from spmd.ir.dialect.rule import Rule, RuleBuilder, sides
@@ -20,7 +20,7 @@ DEVICE_IDS = ("stablehlo.partition_id", "stablehlo.replica_id")
 
 _LOCAL = Description(is_local=True, role=Role.INSIDE, tells_devices=True)
 describe(_LOCAL, "axis_index", dialect="spmd")
-describe(_LOCAL._replace(along="dim", traffic=Traffic.PIECE), "local_slice", dialect="spmd")
+describe(_LOCAL._replace(along="dim", reads_pieces=True), "local_slice", dialect="spmd")
 
 
 @op(*DEVICE_IDS, is_same_locally=True, is_manual=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmd.ir.description import Description, Role, Traffic
+from spmd.ir.description import Description, Role
 from spmd.ir.dialect.registry import describe
 from spmd.ir.dialect.rule import Rule, RuleBuilder
 from spmd.ir.program import OpKind
@@ -36,7 +36,6 @@ CHEAP = Description(
     elementwise_rule,
     is_same_locally=True,
     is_elementwise=True,
-    traffic=Traffic.RESULTS,
     role=Role.INSIDE,
 )
 """Cheap enough for XLA to compute it again in every reader."""

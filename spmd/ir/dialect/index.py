@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from spmd.ir.description import Role, Traffic
+from spmd.ir.description import Role
 from spmd.ir.dialect.registry import op
 from spmd.ir.dialect.rule import PASS, REDUCE, REPLICATE, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
 from spmd.ir.types import GatherDims, ScatterDims
 
 
-@op("stablehlo.gather", traffic=Traffic.PIECE, role=Role.ONCE)
+@op("stablehlo.gather", reads_pieces=True, role=Role.ONCE)
 def _gather(kind: OpKind) -> Rule:
     """`v h, b -> b h {v: reduce add}`: a device looks up only what lies in its piece of `v`."""
     # An embedding of f32[100, 8] looked up at i32[4, 1], in slices of (1, 8):
@@ -39,7 +39,7 @@ def _gather(kind: OpKind) -> Rule:
     return build.build([operand, indices], [result], reduction="add", linear=((0,),))
 
 
-@op("stablehlo.scatter", traffic=Traffic.UPDATE, role=Role.UPDATE, is_scatter=True)
+@op("stablehlo.scatter", role=Role.UPDATE, is_scatter=True)
 def _scatter(kind: OpKind) -> Rule:
     """`v h, b, b h -> v h {b: reduce add}`: each device scatters its updates into its piece."""
     build = RuleBuilder()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
 
-from spmd.ir.description import Passes
 from spmd.ir.dialect.registry import BATCHED_CALL, batch_rank, op
 from spmd.ir.dialect.rule import REPLICATE, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
@@ -18,20 +18,37 @@ MATRIX_CALLS = (
 )
 """Targets that XLA itself expands, with a matrix as first operand."""
 
+BLOCK = 64
+"""Columns that libraries take together in a Cholesky factorisation and a triangular solve. On an
+H200 these take 1.6 and 2.8 ms for 4096 x 4096, where 64 passes through the operands take 1.8, 2.7.
+"""
 
-@op("stablehlo.fft", is_same_locally=True, passes=Passes.LOGARITHMIC)
+TRANSFORM = 4096
+"""Elements that a library transforms in one pass: cuFFT on an H200 as fast as a copy, 220 us for
+512 MiB of rows of 1024."""
+
+
+def _blocks(kind: OpKind) -> float:
+    return max(1, kind.operands[0].shape[-1] / BLOCK)
+
+
+def _transforms(kind: OpKind) -> float:
+    return max(1, math.log(math.prod(kind.attrs["fft_length"]) or 1, TRANSFORM))
+
+
+@op("stablehlo.fft", is_same_locally=True, passes=_transforms)
 def _fft(kind: OpKind) -> Rule:
     """All dims but the transformed ones, which are the last, pass."""
     return _batched(kind, kind.operands[0].rank - len(kind.attrs["fft_length"]))
 
 
-@op("stablehlo.cholesky", is_same_locally=True, passes=Passes.COLUMNS)
+@op("stablehlo.cholesky", is_same_locally=True, passes=_blocks)
 def _cholesky(kind: OpKind) -> Rule:
     """`b i j -> b i j`, with `i` and `j` whole."""
     return _batched(kind, kind.operands[0].rank - 2)
 
 
-@op("stablehlo.triangular_solve", is_same_locally=True, passes=Passes.COLUMNS)
+@op("stablehlo.triangular_solve", is_same_locally=True, passes=_blocks)
 def _triangular_solve(kind: OpKind) -> Rule:
     """`b i j, b j c -> b j c`: the right-hand sides `c` pass too; linear in them."""
     free = -1 if kind.attrs["left_side"] else -2

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
-from spmd.ir.description import Role, Traffic
+from spmd.ir.description import Role
 from spmd.ir.dialect.registry import op
 from spmd.ir.dialect.rule import REPLICATE, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
 
 
 @op("stablehlo.constant", is_source=True, is_constant=True, role=Role.INSIDE)
-@op("stablehlo.iota", is_source=True, traffic=Traffic.RESULTS, role=Role.INSIDE)
+@op("stablehlo.iota", is_source=True, role=Role.INSIDE)
 def _source(kind: OpKind) -> Rule:
     """`-> i j`: any piece can be made locally."""
     build = RuleBuilder()
@@ -22,7 +22,6 @@ def _source(kind: OpKind) -> Rule:
     "stablehlo.broadcast_in_dim",
     is_same_locally=True,
     is_broadcast=True,
-    traffic=Traffic.RESULTS,
     role=Role.INSIDE,
 )
 def _broadcast_in_dim(kind: OpKind) -> Rule:
@@ -49,7 +48,6 @@ def _transpose(kind: OpKind) -> Rule:
     "stablehlo.reshape",
     is_same_locally=True,
     is_reshape=True,
-    traffic=Traffic.NOTHING,
     role=Role.ALIAS,
 )
 def _reshape(kind: OpKind) -> Rule:
@@ -128,7 +126,7 @@ def _skip_unrelated(
             n *= size
 
 
-@op("stablehlo.bitcast_convert", is_same_locally=True, traffic=Traffic.NOTHING, role=Role.ALIAS)
+@op("stablehlo.bitcast_convert", is_same_locally=True, role=Role.ALIAS)
 def _bitcast_convert(kind: OpKind) -> Rule:
     """Equal widths are elementwise; otherwise the minor dim that appears or goes stays whole."""
     build = RuleBuilder()
@@ -144,7 +142,6 @@ def _bitcast_convert(kind: OpKind) -> Rule:
     is_same_locally=True,
     is_repeatable=False,
     is_barrier=True,
-    traffic=Traffic.NOTHING,
     role=Role.ALIAS,
 )
 def _optimization_barrier(kind: OpKind) -> Rule:
@@ -154,7 +151,7 @@ def _optimization_barrier(kind: OpKind) -> Rule:
     return build.build([dims], [dims], linear=((0,),), moves=True)
 
 
-@op("spmd.mark", is_mark=True, is_global=True, vanishes=True, traffic=Traffic.NOTHING)
+@op("spmd.mark", is_mark=True, is_global=True, vanishes=True, role=Role.ALIAS)
 def _mark(kind: OpKind) -> Rule:
     """A mark passes open dims through; the closed ones are fixed where the program is read."""
     build = RuleBuilder()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from spmd.ir.description import Passes
+import math
+
 from spmd.ir.dialect.bodies import is_elementwise
 from spmd.ir.dialect.merge import Merge
 from spmd.ir.dialect.registry import op
@@ -19,7 +20,12 @@ never holds more than two pieces. For this many bytes that is nothing, and laten
 """
 
 
-@op("chlo.top_k", passes=Passes.LOGARITHMIC)
+def _halvings(kind: OpKind) -> float:
+    """How often a sort of the longest dim goes through it."""
+    return 1 + math.log2(max(2, *kind.operands[0].shape))
+
+
+@op("chlo.top_k", passes=_halvings)
 def _top_k(kind: OpKind) -> Rule:
     """`i j -> i k, i k {j: merge}`: the largest are among the largest `k` of each piece."""
     build = RuleBuilder()
@@ -31,7 +37,7 @@ def _top_k(kind: OpKind) -> Rule:
     return build.build([[*shared, along]], [found, found], merges=[merge])
 
 
-@op("stablehlo.sort", passes=Passes.LOGARITHMIC)
+@op("stablehlo.sort", passes=_halvings)
 def _sort(kind: OpKind) -> Rule:
     """All dims but the sorted one pass; pieces of the sorted dim meet in a sorting network.
 

@@ -6,7 +6,7 @@ rule's halos say what every device reads of the operand.
 
 from __future__ import annotations
 
-from spmd.ir.description import Role, Traffic
+from spmd.ir.description import Role
 from spmd.ir.dialect.bodies import is_elementwise
 from spmd.ir.dialect.halo import Window
 from spmd.ir.dialect.reducers import NEUTRAL
@@ -30,7 +30,7 @@ def term_kind(dtype: str) -> str:
     return "or" if dtype == "i1" else "add"
 
 
-@op("stablehlo.slice", traffic=Traffic.PIECE, role=Role.INSIDE)
+@op("stablehlo.slice", reads_pieces=True, role=Role.INSIDE)
 def _slice(kind: OpKind) -> Rule:
     """Dims taken whole pass; one element comes from the device that holds it, as a term of a sum.
 
@@ -122,7 +122,7 @@ def _concatenate(kind: OpKind) -> Rule:
     return build.build(operands, [result], linear=(every,), moves=True)
 
 
-@op("stablehlo.dynamic_slice", is_dynamic_slice=True, traffic=Traffic.PIECE, role=Role.INSIDE)
+@op("stablehlo.dynamic_slice", is_dynamic_slice=True, reads_pieces=True, role=Role.INSIDE)
 def _dynamic_slice(kind: OpKind) -> Rule:
     """Dims taken whole pass (their start can only be 0).
 
@@ -144,7 +144,7 @@ def _dynamic_slice(kind: OpKind) -> Rule:
     )
 
 
-@op("stablehlo.dynamic_update_slice", traffic=Traffic.UPDATE, role=Role.UPDATE)
+@op("stablehlo.dynamic_update_slice", role=Role.UPDATE)
 def _dynamic_update_slice(kind: OpKind) -> Rule:
     """Every device updates the part that falls into its piece; what it updates with is whole.
 

@@ -42,8 +42,8 @@ from spmd.ir.rewrite import append_ops
 from spmd.ir.types import Attribute, TensorType, needs_x64, numpy_dtype
 from spmd.lowering.local.manual import among_devices, atom_name, inline_manual, of_one_device
 from spmd.lowering.local.table import LocalOp
-from spmd.planning.cost import exchanged_bytes
 from spmd.predict.memory import peak_memory
+from spmd.predict.ops import exchanged_bytes
 
 
 class Traced(NamedTuple):

@@ -1,0 +1,248 @@
+"""What an op takes on one device: its arithmetic or its memory traffic, whichever is longer.
+
+Whoever weighs an op asks here: the planner, of its share under an assignment; the timeline and
+recomputation, of the op of a local program.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from spmd.ir.description import COMPOSITE, Role
+from spmd.ir.dialect.halo import Halo, exchange, reads_of
+from spmd.ir.dialect.merge import rounds
+from spmd.ir.dialect.rule import Exchange, Rule
+from spmd.ir.program import OpKind
+from spmd.ir.types import TensorType, dtype_bits, local_type
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes, Sharding, local_shape, piece_sizes
+from spmd.mesh.topology import Topology
+from spmd.propagation.projection import Assignment, project
+from spmd.reshard.comm import collective_seconds
+
+
+def arithmetic_seconds(kind: OpKind, topology: Topology) -> float:
+    """Time of an op's arithmetic, all of it on one device; 0 where memory decides its time."""
+    about = kind.about
+    if about.flops is None:
+        return 0.0
+    dtype = (*kind.operands, *kind.results)[0].dtype
+    return topology.arithmetic_seconds(about.flops(kind), dtype, about.arithmetic)
+
+
+def bytes_read(kind: OpKind, sizes: Sequence[float]) -> Sequence[float]:
+    """Bytes that an op reads of each operand, if all of them are in memory.
+
+    Args:
+      kind: the op.
+      sizes: bytes of one device's piece of each operand, then of each result.
+    """
+    about, count = kind.about, len(kind.operands)
+    if about.role == Role.ALIAS:
+        return (0.0,) * count
+    if about.role == Role.UPDATE:
+        return (*(0.0,) * len(kind.results), *sizes[len(kind.results) : count])
+    if about.reads_pieces:
+        return [min(size, sizes[count]) for size in sizes[:count]]
+    if about.bytes_read is None:
+        return sizes[:count]
+    shares = zip(about.bytes_read(kind), kind.operands, sizes, strict=False)
+    return [read * size / type_.bytes if type_.bytes else 0.0 for read, type_, size in shares]
+
+
+def bytes_written(kind: OpKind, sizes: Sequence[float]) -> Sequence[float]:
+    """Bytes that an op writes of each result, if all of them are in memory."""
+    count = len(kind.operands)
+    if kind.about.role == Role.ALIAS:
+        return (0.0,) * len(kind.results)
+    if kind.about.role == Role.UPDATE:
+        first = count - len(kind.results) if kind.about.is_scatter else len(kind.results)
+        return sizes[first : first + len(kind.results)]
+    return sizes[count:]
+
+
+def memory_seconds(kind: OpKind, moved: float, topology: Topology) -> float:
+    """Time in which an op moves so many bytes, as often as it goes through them."""
+    passes = kind.about.passes
+    return moved * (passes(kind) if passes else 1) / topology.hbm_bandwidth
+
+
+def op_seconds(
+    kind: OpKind,
+    rule: Rule,
+    assignment: Assignment,
+    mesh: Mesh,
+    topology: Topology,
+    stored: Sequence[bool] = (),
+) -> float:
+    """Time of one device's share of an op under an assignment.
+
+    Args:
+      kind: the op.
+      rule: its rule.
+      assignment: what splits its factors.
+      mesh, topology: the machine.
+      stored: for each operand and result whether it is in memory; all are if left out. What is not
+        is computed inside what reads it, and costs what is read for it there.
+    """
+    compute = share_seconds(kind, rule, assignment, mesh, topology)
+    exchanges = own_seconds(kind, rule, assignment, mesh, topology)
+    exchanges += halo_seconds(kind, rule, assignment, mesh, topology)
+    exchanges += merge_seconds(kind, rule, assignment, mesh, topology)
+    exchanges += exchange_seconds(rule, assignment, mesh, topology)
+    sizes = piece_bytes(kind, rule, assignment, mesh)
+    moves = (*bytes_read(kind, sizes), *bytes_written(kind, sizes))
+    if stored:
+        moves = tuple(itertools.compress(moves, stored))
+    memory = memory_seconds(kind, sum(moves), topology)
+    # Pieces go round while the ones before them are computed with.
+    rings = ring_seconds(kind, rule, assignment, mesh, topology)
+    return max(compute, memory, rings) + exchanges
+
+
+def share_seconds(
+    kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology
+) -> float:
+    """Time of the arithmetic of one device's share of an op: of the one that has most to do.
+
+    A composite is asked for its share: with a part of the queries of causal attention, the device
+    that has the last of them sees nearly all keys. Pieces that go round all come by.
+    """
+    if kind.name == COMPOSITE and kind.about.flops is not None:
+        rings = {number for number, _ in rule.rings}
+        whole = tuple(() if i in rings else axes for i, axes in enumerate(assignment))
+        types = [
+            local_type(type_, project(rule, dims, whole, mesh.atom_sizes), mesh)
+            for type_, dims in zip((*kind.operands, *kind.results), rule.values, strict=True)
+        ]
+        count = len(kind.operands)
+        kind = OpKind(kind.name, tuple(types[:count]), tuple(types[count:]), kind.attrs)
+        return arithmetic_seconds(kind, topology)
+    split = mesh.extent({a for axes in assignment for a in axes})
+    return arithmetic_seconds(kind, topology) / split
+
+
+def piece_bytes(kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh) -> list[float]:
+    """Bytes of one device's piece of each operand and result."""
+    extents = [mesh.extent(axes) for axes in assignment]
+    types = (*kind.operands, *kind.results)
+    return [
+        type_.size * dtype_bits(type_.dtype) / 8 / math.prod([extents[f] for d in dims for f in d])
+        for type_, dims in zip(types, rule.values, strict=True)
+    ]
+
+
+def own_seconds(
+    kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology
+) -> float:
+    """Time on the links of an op that is a collective itself."""
+    if not kind.about.collective:
+        return 0.0
+    before, after = (
+        local_type(type_, project(rule, dims, assignment, mesh.atom_sizes), mesh)
+        for type_, dims in zip((*kind.operands, *kind.results), rule.values, strict=True)
+    )
+    name, axes = kind.about.collective, kind.attrs["axes"]
+    return collective_seconds(name, axes, before.bytes, after.bytes, mesh, topology)
+
+
+def ring_seconds(
+    kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology
+) -> float:
+    """Time in which all pieces of what goes round have been on all devices."""
+    seconds = 0.0
+    for axes, piece in ring_pieces(kind, rule, assignment, mesh):
+        args = "collective_permute", axes, piece.bytes, piece.bytes, mesh, topology
+        seconds += (mesh.extent(axes) - 1) * collective_seconds(*args)
+    return seconds
+
+
+def ring_pieces(
+    kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh
+) -> Iterator[tuple[Axes, TensorType]]:
+    """The axes round which something goes, and one device's piece of it: of each such value."""
+    for number, _ in rule.rings:
+        axes = assignment[number]
+        for type_, dims in zip((*kind.operands, *kind.results), rule.values, strict=True):
+            if axes and any(number in dim for dim in dims):
+                sharding = project(rule, dims, assignment, mesh.atom_sizes)
+                yield axes, local_type(type_, sharding, mesh)
+
+
+def exchange_seconds(rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology) -> float:
+    """Time in which what belongs to pieces of factors that exchange gets there, and back."""
+    seconds = 0.0
+    for number, trips in rule.exchanges:
+        if rule.is_exchanged(number, assignment):
+            sent = exchanged_bytes(trips, assignment, mesh)
+            args = "ragged_all_to_all", assignment[number], sent, sent, mesh, topology
+            seconds += collective_seconds(*args) + 2 * sent / topology.hbm_bandwidth
+    return seconds
+
+
+def exchanged_bytes(trips: Exchange, assignment: Assignment, mesh: Mesh) -> int:
+    """Bytes that a device has for the others of its group, and itself, in an exchange."""
+    split = mesh.extent({a for f in trips.along for a in assignment[f]})
+    return math.ceil(trips.bytes / split)
+
+
+def halo_seconds(
+    kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology
+) -> float:
+    """Time of the exchanges that bring what devices read of their neighbours' pieces."""
+    seconds = 0.0
+    for halo in rule.halos:
+        axes = assignment[halo.factor]
+        if axes:
+            type_ = kind.operands[halo.operand]
+            dims = [
+                () if d == halo.dim else tuple(a for f in dim for a in assignment[f])
+                for d, dim in enumerate(rule.operands[halo.operand])
+            ]
+            shape = local_shape(type_.shape, Sharding(tuple(dims)), mesh)
+            row = type_.with_shape((*shape[: halo.dim], 1, *shape[halo.dim + 1 :])).bytes
+            for name, sent, got in halo_moves(halo, type_.shape[halo.dim], axes, mesh):
+                seconds += collective_seconds(name, axes, sent * row, got * row, mesh, topology)
+    return seconds
+
+
+def halo_moves(halo: Halo, size: int, axes: Axes, mesh: Mesh) -> tuple[tuple[str, int, int], ...]:
+    """The collectives of a halo: (kind, elements along the dim before, and after)."""
+    devices = mesh.extent(axes)
+    if halo.window is None:
+        return (("all_gather", 1, devices),)
+    plan = exchange(reads_of(halo.window, size, axes, mesh).need, size, axes, mesh)
+    if plan.gather:
+        piece = piece_sizes(size, axes, mesh)[-1]
+        return (("all_gather", piece, devices * piece),)
+    return tuple(("collective_permute", length, length) for length in plan.lengths)
+
+
+def merge_seconds(
+    kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology
+) -> float:
+    """Time of putting together what devices find in their pieces, memory traffic included.
+
+    Pieces that meet in a network are exchanged, compared, and sorted again in every round.
+    """
+    seconds = 0.0
+    for merge in rule.merges:
+        axes = assignment[merge.factor]
+        if not axes:
+            continue
+        own = sum(
+            type_.bytes // mesh.extent(a for dim in dims for f in dim for a in assignment[f])
+            for type_, dims in merge.tensors
+        )
+        devices = mesh.extent(axes)
+        if merge.network:
+            wire = collective_seconds("collective_permute", axes, own, own, mesh, topology)
+            local = 3 * own / topology.hbm_bandwidth + memory_seconds(kind, 2 * own, topology)
+            seconds += len(rounds(devices)) * (wire + local)
+        else:
+            after = own * devices
+            wire = collective_seconds("all_gather", axes, own, after, mesh, topology)
+            seconds += wire + (own + after) / topology.hbm_bandwidth
+    return seconds
