@@ -91,6 +91,8 @@ class Description(NamedTuple):
       traffic: what goes through memory.
       bytes_read: from the op's kind, the bytes that it reads of each operand, where not all.
       passes: how often it reads its operands.
+      workspace: from the op's kind, the bytes that it takes while it runs, on backends that look
+        for the indices of what it chooses.
       role: what XLA's fusion makes of it.
       collective: of a collective, its kind: `all_gather`, `all_reduce`, ...
       along: the attribute that says along which dim devices have their pieces.
@@ -130,6 +132,7 @@ class Description(NamedTuple):
     traffic: Traffic = Traffic.ALL
     bytes_read: Callable[[Any], Sequence[float]] | None = None
     passes: Passes = Passes.ONCE
+    workspace: Callable[[Any], int] | None = None
     role: Role = Role.CALL
     collective: str = ""
     along: str = ""

@@ -322,11 +322,10 @@ class _Simulation:
 
     def hold_workspace(self, kernel: Kernel) -> None:
         """Allocates what a composite holds while it runs, beside its operands and results."""
-        size = kernel.op.kind.attrs.get(WORKSPACE, 0)
-        if self.backend.finds_indices and kernel.op.name == "stablehlo.select_and_scatter":
-            # Each dim's index is a tensor of its own, for all elements and for what is chosen.
-            image, source = kernel.op.kind.operands[:2]
-            size = image.rank * 4 * (image.size + source.size) + source.bytes
+        kind = kernel.op.kind
+        size = kind.attrs.get(WORKSPACE, 0)
+        if self.backend.finds_indices and kind.about.workspace is not None:
+            size = kind.about.workspace(kind)
         if size and not kernel.is_copy:
             type_ = self.kernels.types[kernel.makes[0]]
             self.hold(Buffer(type_, kernel.op, size, self.now, self.now))
