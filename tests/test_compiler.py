@@ -11,7 +11,7 @@ import spmd
 from spmd import compiler
 
 STAGES = (
-    "import", "canonicalize", "separate", "unroll", "sink", "propagate", "plan",
+    "import", "canonicalize", "separate", "dedupe", "unroll", "sink", "propagate", "plan",
     "partition", "optimize", "time", "layouts", "expand", "emit",
 )  # fmt: skip
 

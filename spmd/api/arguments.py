@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -321,26 +321,51 @@ def donated_leaves(parts: Sequence[Part]) -> tuple[int, ...]:
 def updates_of(parts: Sequence[Part], out_tree: Any) -> tuple[tuple[int, int], ...]:
     """(result leaf, argument leaf) of each donated argument and the result that updates it.
 
-    That is the first result, not taken yet, of the same structure, shapes and dtypes.
+    That is the first part of the results, not taken yet, of the same structure, shapes and dtypes;
+    for an argument that has none, of each of its leaves. As XLA reuses donated memory.
 
     Args:
       parts: the arguments.
       out_tree: structs of the results.
     """
-    children = list(out_tree) if isinstance(out_tree, tuple | list) else [out_tree]
-    starts = np.cumsum([0] + [len(jax.tree.leaves(c)) for c in children])
-    free = {c: _tree_type(child) for c, child in enumerate(children)}
-    links: list[tuple[int, int]] = []
-    position = 0
-    for part in parts:
-        count = len(jax.tree.leaves(part.struct))
-        type_ = _tree_type(part.struct) if part.is_donated else None
-        found = next((c for c, other in free.items() if other == type_), None)
-        if found is not None:
-            del free[found]
-            links += [(int(starts[found]) + k, position + k) for k in range(count)]
-        position += count
-    return tuple(links)
+    counts = [len(jax.tree.leaves(part.struct)) for part in parts]
+    starts = np.cumsum([0, *counts]).tolist()
+    places_of = zip(parts, starts, strict=False)
+    donated = [(part.struct, position) for part, position in places_of if part.is_donated]
+    if not donated:
+        return ()
+    places: dict[Any, list[int]] = {}
+    for tree, start in _subtrees(out_tree):
+        places.setdefault(_tree_type(tree), []).append(start)
+    links: dict[int, int] = {}
+
+    def is_linked(tree: Any, position: int) -> bool:
+        count = len(jax.tree.leaves(tree))
+        for start in places.get(_tree_type(tree), ()):
+            if links.keys().isdisjoint(range(start, start + count)):
+                links.update((start + k, position + k) for k in range(count))
+                return True
+        return False
+
+    alone = [tree for tree in donated if not is_linked(*tree)]
+    for tree, position in alone:
+        for k, leaf in enumerate(jax.tree.leaves(tree)):
+            is_linked(leaf, position + k)
+    return tuple(links.items())
+
+
+def _subtrees(tree: Any) -> Iterator[tuple[Any, int]]:
+    """A tree and all parts of it, the outer ones first, each with the number of its first leaf."""
+    level = [(tree, 0)]
+    while level:
+        yield from level
+        inner = []
+        for outer, start in level:
+            for child in jax.tree.leaves(outer, is_leaf=lambda x, outer=outer: x is not outer):
+                if child is not outer:
+                    inner.append((child, start))
+                    start += len(jax.tree.leaves(child))
+        level = inner
 
 
 def _tree_type(tree: Any) -> Any:

@@ -136,7 +136,7 @@ def _at_peak(use: MemoryUse, program: Program, kinds: Sequence[str]) -> tuple[Al
     """What is held at the peak, values that look alike together."""
     types, body = program.types, program.body
     held = [
-        (kind, b.label, types[b.value], b.op.loc.trail, b.bytes)
+        (kind, b.label, b.type, b.op.loc.trail, b.bytes)
         for kind, b in zip(kinds, use.buffers, strict=True)
         if b.start <= use.peak_at <= b.end and not b.in_result
     ]

@@ -66,6 +66,8 @@ class Description(NamedTuple):
       reads_pieces: it reads no more of its operands than it writes.
       bytes_read: from the op's kind, the bytes that it reads of each operand, where not all.
       passes: from the op's kind, how often it goes through its operands, where not once.
+      workspace: from the op's kind, the bytes that it takes while it runs, on backends that look
+        for the indices of what it chooses.
       role: what XLA's fusion makes of it.
       collective: of a collective, its kind: `all_gather`, `all_reduce`, ...
       along: the attribute that says along which dim devices have their pieces.
@@ -105,6 +107,7 @@ class Description(NamedTuple):
     reads_pieces: bool = False
     bytes_read: Callable[[Any], Sequence[float]] | None = None
     passes: Callable[[Any], float] | None = None
+    workspace: Callable[[Any], int] | None = None
     role: Role = Role.CALL
     collective: str = ""
     along: str = ""

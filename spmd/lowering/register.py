@@ -52,9 +52,9 @@ def register_rule(
     def lowered(op: LocalOp) -> tuple[Value, ...]:
         return tuple(lower(op) if lower is not None else _masked(op).emit())
 
-    _note(name)
     registry.op(name)(made)
     local(name)(lowered)
+    _note(name)
 
 
 def register_composite(
@@ -117,8 +117,8 @@ def register_composite(
     made = _rule_function(name, rule, kinds or {}, reduction, linear)
     add_composite(Composite(name, decomposition, dict(kernels or {})))
     traits = {"flops": flops, "bytes_read": bytes_read, "arithmetic": arithmetic}
-    _note(name)
     registry.op(f"composite:{name}", **traits)(made)
+    _note(name)
     lowered = lower or lower_composite
     local(f"composite:{name}")(lambda op: tuple(lowered(_masked(op))))
 

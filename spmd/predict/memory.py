@@ -19,6 +19,7 @@ from typing import NamedTuple
 from spmd.ir.description import Role
 from spmd.ir.dialect.composites import WORKSPACE
 from spmd.ir.program import Op, Program, Value
+from spmd.ir.types import TensorType
 from spmd.predict.backends import Backend, backend_of
 from spmd.predict.kernel_order import Kernel
 from spmd.predict.kernels import Kernels, kernels_of
@@ -28,7 +29,7 @@ class Buffer(NamedTuple):
     """Memory that one value takes.
 
     Attributes:
-      value: the value.
+      type: the value's.
       op: the op that makes it; for a transposed copy, the op that it is made for.
       bytes: on one device.
       start, end: numbers of the first kernel and of the last one during which it is held.
@@ -36,7 +37,7 @@ class Buffer(NamedTuple):
       in_result: whether it lies in the place of a result that is made later, and takes no memory.
     """
 
-    value: Value
+    type: TensorType
     op: Op
     bytes: int
     start: int
@@ -316,17 +317,18 @@ class _Simulation:
         of = self.kernels.copied.get(value, value)
         if kernel.op.collective != "all_to_all" or of == value:  # else one buffer for each device
             self.whole.append(len(self.buffers))
-        self.hold(Buffer(of, kernel.op, size, now, end, kernel.is_copy))
+        type_ = self.kernels.types[value]
+        self.hold(Buffer(type_, kernel.op, size, now, end, kernel.is_copy))
 
     def hold_workspace(self, kernel: Kernel) -> None:
         """Allocates what a composite holds while it runs, beside its operands and results."""
-        size = kernel.op.kind.attrs.get(WORKSPACE, 0)
-        if self.backend.finds_indices and kernel.op.name == "stablehlo.select_and_scatter":
-            # Each dim's index is a tensor of its own, for all elements and for what is chosen.
-            image, source = kernel.op.kind.operands[:2]
-            size = image.rank * 4 * (image.size + source.size) + source.bytes
+        kind = kernel.op.kind
+        size = kind.attrs.get(WORKSPACE, 0)
+        if self.backend.finds_indices and kind.about.workspace is not None:
+            size = kind.about.workspace(kind)
         if size and not kernel.is_copy:
-            self.hold(Buffer(kernel.makes[0], kernel.op, size, self.now, self.now))
+            type_ = self.kernels.types[kernel.makes[0]]
+            self.hold(Buffer(type_, kernel.op, size, self.now, self.now))
 
     def hold(self, buffer: Buffer) -> None:
         self.dying.setdefault(buffer.end, []).append(len(self.buffers))

@@ -11,7 +11,7 @@ import pytest
 import spmd
 
 pytestmark = pytest.mark.usefixtures("devices8")
-X = jnp.ones((8, 3))
+X = jnp.ones((4, 3))
 
 
 def twice(x: Any) -> Any:
@@ -27,7 +27,7 @@ def test_an_axis_that_splits_nothing_is_named_once_in_a_warning_and_in_the_summa
 
 
 def test_where_every_axis_is_used_nothing_is_said() -> None:
-    mesh = spmd.make_mesh(data=8, unused=1)
+    mesh = spmd.make_mesh(data=4, unused=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         lowered = spmd.jit(twice, mesh=mesh, in_specs=(("data",),)).lower(X)

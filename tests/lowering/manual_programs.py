@@ -404,7 +404,7 @@ EVERYONE = region(
           : (tensor<2x4xf32>) -> tensor<2x4xf32>""",
     axes='"x", "y"',
 )
-# Devices along the free axis y have different ids, and equal rows: the id of a row is half of theirs.
+# Devices along the free axis y have different ids. Their results may not differ: half of an id.
 IDS = region(
     """%d = stablehlo.partition_id : tensor<ui32>
         %e = stablehlo.replica_id : tensor<ui32>

@@ -262,7 +262,13 @@ def _covers(kind: OpKind, sliding: Sliding, d: int) -> bool:
     )
 
 
-@op("stablehlo.select_and_scatter")
+def _indices(kind: OpKind) -> int:
+    """Bytes of each dim's index as a tensor of its own, of all elements and of what is chosen."""
+    image, source = kind.operands[:2]
+    return image.rank * 4 * (image.size + source.size) + source.bytes
+
+
+@op("stablehlo.select_and_scatter", workspace=_indices)
 def _select_and_scatter(kind: OpKind) -> Rule:
     """A piece reads all windows that touch it, and the sources of these windows.
 
