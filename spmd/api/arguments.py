@@ -361,11 +361,15 @@ def _subtrees(tree: Any) -> Iterator[tuple[Any, int]]:
         yield from level
         inner = []
         for outer, start in level:
-            for child in jax.tree.leaves(outer, is_leaf=lambda x, outer=outer: x is not outer):
-                if child is not outer:
-                    inner.append((child, start))
-                    start += len(jax.tree.leaves(child))
+            for child in _children(outer):
+                inner.append((child, start))
+                start += len(jax.tree.leaves(child))
         level = inner
+
+
+def _children(tree: Any) -> list[Any]:
+    parts = jax.tree.leaves(tree, is_leaf=lambda part: part is not tree)
+    return [part for part in parts if part is not tree]
 
 
 def _tree_type(tree: Any) -> Any:

@@ -23,7 +23,7 @@ from spmd.planning.network import Copies, CostNetwork
 from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem
 from spmd.planning.solver.bounds import excesses
-from spmd.planning.solver.solve import solve
+from spmd.planning.solver.solve import Solution, solve
 from spmd.planning.units import units_of
 
 LEAST_EXPOSED = 0.1
@@ -76,13 +76,16 @@ def plan_exactly(
       PlanError: no plan was found that keeps to the limit that was given.
     """
     greedy, costs = weighed(problem)
-    proposed = [decoded(costs, solve(costs.network)), greedy]
+    nearest, solution = costs, solve(costs.network)
+    proposed = [decoded(costs, solution), greedy]
     if costs.has_open_arguments:
         proposed.append(decoded(costs, solve(costs.closed())))
     if (hidden := with_hidden(costs)) is not None:
-        proposed.append(decoded(hidden, solve(hidden.network)))
+        nearest, solution = hidden, solve(hidden.network)
+        proposed.append(decoded(hidden, solution))
     tried = [try_out(plan) for plan in _different(proposed)]
-    tried += _nearby(costs, min(tried, key=lambda trial: trial.seconds), try_out)
+    fastest = min(tried, key=lambda trial: trial.seconds)
+    tried += _nearby(nearest, solution, fastest, try_out)
 
     def priced(prices: Prices) -> Plan:
         return decoded(costs, solve(costs.priced(prices)))
@@ -122,7 +125,7 @@ def weighed(problem: Problem) -> tuple[Plan, CostNetwork]:
     return greedy, costs
 
 
-def _nearby(costs: CostNetwork, best: Trial, try_out: TryOut) -> list[Trial]:
+def _nearby(costs: CostNetwork, cheapest: Solution, best: Trial, try_out: TryOut) -> list[Trial]:
     """Plans that are about as cheap as the cheapest, each with one decision pinned otherwise.
 
     A sum of costs and the time of a program differ where rewrites merge and hide what was summed
@@ -136,7 +139,7 @@ def _nearby(costs: CostNetwork, best: Trial, try_out: TryOut) -> list[Trial]:
     if not tries:
         return []
     network, seen = costs.network, [best.plan]
-    most = best.plan.seconds * NEAR
+    most = cheapest.cost * NEAR
     alive = [np.arange(len(own)) for own in network.unary]
     for _, variable, state in excesses(network)[: 2 * tries]:
         if len(found) == tries:

@@ -25,6 +25,7 @@ from spmd.planning.problem import Problem
 from spmd.planning.solver.network import FORBIDDEN, Network, Table
 from spmd.planning.solver.solve import solve
 from spmd.planning.units import ARGUMENT, CARRY, OP, WHOLE, Units, Use
+from spmd.predict.fusion import wants_stored
 from spmd.reshard.resharder import States
 
 MOST_COPIES = 4
@@ -242,14 +243,15 @@ class CostNetwork:
         variable, left = self.variables[source], self.domains.left[source][index]
         choices = [choice for choice, _ in variable.rows]
         for use in uses:
+            stores = self._stores(use)
             needs = self._needs(use)
             if needs is None:
                 costs = self._as_it_is(use)[choices] * use.trips
                 self._reshards.unary[variable.number] += costs
                 continue
-            rows = self._table(source, index, left, needs)[choices]
+            rows = self._table(source, index, left, needs, stores)[choices]
             if variable.copied == index:
-                again = self._table(source, index, variable.copies, needs)
+                again = self._table(source, index, variable.copies, needs, stores)
                 with_copy = [row for row, (_, made) in enumerate(variable.rows) if made >= 0]
                 copies = [variable.rows[row][1] for row in with_copy]
                 rows[with_copy] = np.minimum(rows[with_copy], again[copies])
@@ -282,13 +284,34 @@ class CostNetwork:
         seconds = [resharder.seconds(value, *ends) for ends in zip(states, lies, strict=True)]
         return np.array(seconds) + SMALLER * np.array(self._bytes(value, lies))
 
-    def _table(self, source: int, index: int, states: States, needs: States) -> Table:
-        """Costs of the reshard of a value from each state to each need."""
+    def _stores(self, use: Use) -> bool:
+        """Whether what a class reads has to be in memory, whatever makes it."""
+        op = self.units.units[use.target].op
+        if op is None or self.units.units[use.target].role != OP:
+            return True
+        return wants_stored(op, op.kind.about.role, use.position)
+
+    def _table(
+        self, source: int, index: int, states: States, needs: States, stores: bool = True
+    ) -> Table:
+        """Costs of the reshard of a value from each state to each need.
+
+        Beside the collectives: what they send of a value that is computed inside its readers has to
+        be written and read for them, and so has a piece cut out for a reader that wants it stored.
+        """
         value = self._values[source, index]
-        resharder = self.problem.resharder
-        key = (states, needs, self._type(source, index), resharder.held(value))
+        resharder, inside = self.problem.resharder, not self.problem.in_memory[value]
+        key = (states, needs, self._type(source, index), resharder.held(value), inside, stores)
         if key not in self._tables:
             table = resharder.table(value, states, needs)
+            bandwidth = self.problem.topology.hbm_bandwidth
+            got = np.array(self._bytes(value, needs)) / bandwidth
+            if inside:
+                sent = np.array(self._bytes(value, states)) / bandwidth
+                table = table + np.where(table > 0, sent[:, None] + got, 0.0)
+            if stores:
+                differ = np.array([[state != need for need in needs] for state in states])
+                table = table + np.where(differ & (table == 0), 2 * got, 0.0)
             self._tables[key] = np.minimum(table, FORBIDDEN)
         return self._tables[key]
 

@@ -42,14 +42,16 @@ def undominated(network: Network, keep: Collection[int] = ()) -> list[Table]:
         mine = alive[v]
         if len(mine) == 1 or v in keep:
             continue
-        worse = network.unary[v][mine]
-        worse = worse[:, None] - worse[None, :]
+        # Sums of rounded numbers: of a circle of states, each undercut by the next, one must stay.
+        order = network.unary[v][mine]
+        worse = order[:, None] - order[None, :]
         for u, table in around[v]:
             seen = table[alive[u][:, None], mine]
+            order = order + seen[0]
             worse = worse + np.minimum.reduce(seen[:, :, None] - seen[:, None, :])
-        never_better = worse >= 0
+        behind = order[:, None] > order[None, :]
         lower_number = _LOWER[: len(mine), : len(mine)]
-        loses = (worse > 0) | (never_better & (~never_better.T | lower_number))
+        loses = (worse >= 0) & (behind | ((order[:, None] == order[None, :]) & lower_number))
         if loses.any():
             alive[v] = mine[~loses.any(axis=1)]
             for u, _ in around[v]:
