@@ -76,16 +76,16 @@ def plan_exactly(
       PlanError: no plan was found that keeps to the limit that was given.
     """
     greedy, costs = weighed(problem)
-    nearest, solution = costs, solve(costs.network)
-    proposed = [decoded(costs, solution), greedy]
+    solutions = [(costs, solve(costs.network))]
+    proposed = [decoded(*solutions[0]), greedy]
     if costs.has_open_arguments:
         proposed.append(decoded(costs, solve(costs.closed())))
     if (hidden := with_hidden(costs)) is not None:
-        nearest, solution = hidden, solve(hidden.network)
-        proposed.append(decoded(hidden, solution))
+        solutions.append((hidden, solve(hidden.network)))
+        proposed.append(decoded(*solutions[1]))
     tried = [try_out(plan) for plan in _different(proposed)]
-    fastest = min(tried, key=lambda trial: trial.seconds)
-    tried += _nearby(nearest, solution, fastest, try_out)
+    for solution in solutions:
+        tried += _nearby(*solution, tried, try_out)
 
     def priced(prices: Prices) -> Plan:
         return decoded(costs, solve(costs.priced(prices)))
@@ -125,7 +125,9 @@ def weighed(problem: Problem) -> tuple[Plan, CostNetwork]:
     return greedy, costs
 
 
-def _nearby(costs: CostNetwork, cheapest: Solution, best: Trial, try_out: TryOut) -> list[Trial]:
+def _nearby(
+    costs: CostNetwork, cheapest: Solution, tried: Sequence[Trial], try_out: TryOut
+) -> list[Trial]:
     """Plans that are about as cheap as the cheapest, each with one decision pinned otherwise.
 
     A sum of costs and the time of a program differ where rewrites merge and hide what was summed
@@ -134,14 +136,15 @@ def _nearby(costs: CostNetwork, cheapest: Solution, best: Trial, try_out: TryOut
     """
     ops = sum(1 for _ in costs.problem.program.walk())
     found: list[Trial] = []
+    best = min(tried, key=lambda trial: trial.seconds)
     worth = int(best.seconds * HOPED * RUNS / (SECONDS_AN_OP * max(1, ops)))
     tries = min(MOST_TRIES, MOST_OPS // max(1, ops), worth)
     if not tries:
         return []
-    network, seen = costs.network, [best.plan]
+    network, seen = costs.network, [trial.plan for trial in tried]
     most = cheapest.cost * NEAR
     alive = [np.arange(len(own)) for own in network.unary]
-    for _, variable, state in excesses(network)[: 2 * tries]:
+    for _, variable, state in excesses(network)[: 4 * tries]:
         if len(found) == tries:
             break
         if state not in alive[variable]:
