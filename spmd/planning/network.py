@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmd.ir.program import Op, Value
-from spmd.ir.types import TensorType, local_type
+from spmd.ir.types import TensorType
 from spmd.mesh.sharding import Sharding, replicated
 from spmd.planning.choices import Choices
 from spmd.planning.domains import Domains
@@ -193,9 +193,9 @@ class CostNetwork:
             if number < 0:
                 continue
             variable = self.variables[number]
-            left = [price * b for b in self._bytes(value, self.domains.left[number][index])]
+            left = [price * b for b in self.problem.bytes(value, self.domains.left[number][index])]
             copies = variable.copies if variable.copied == index else ()
-            copied = [price * b for b in self._bytes(value, copies)]
+            copied = [price * b for b in self.problem.bytes(value, copies)]
             for row, (choice, again) in enumerate(variable.rows):
                 more = copied[again] if copies and again >= 0 else 0.0
                 network.unary[variable.number][row] += left[choice] + more
@@ -231,7 +231,7 @@ class CostNetwork:
             own = [self.own_cost(unit.op, c) for c in self.domains.choices[number]]
             return np.array(own) * self.units.trips[number]
         if unit.role == ARGUMENT:
-            return SMALLER * np.array(self._bytes(self._values[number, 0], left[0]))
+            return SMALLER * np.array(self.problem.bytes(self._values[number, 0], left[0]))
         if unit.role == CARRY:
             return np.array([LATER * bool(s.partial) for s in left[0]])
         return np.zeros(1)
@@ -282,7 +282,7 @@ class CostNetwork:
         resharder, states = self.problem.resharder, self.domains.left[use.source][use.result]
         lies = tuple([self.problem.left(value, state) for state in states])
         seconds = [resharder.seconds(value, *ends) for ends in zip(states, lies, strict=True)]
-        return np.array(seconds) + SMALLER * np.array(self._bytes(value, lies))
+        return np.array(seconds) + SMALLER * np.array(self.problem.bytes(value, lies))
 
     def _stores(self, use: Use) -> bool:
         """Whether what a class reads has to be in memory, whatever makes it."""
@@ -296,29 +296,19 @@ class CostNetwork:
     ) -> Table:
         """Costs of the reshard of a value from each state to each need.
 
-        Beside the collectives: what they send of a value that is computed inside its readers has to
-        be written and read for them, and so has a piece cut out for a reader that wants it stored.
+        Args:
+          source, index: the value's class, and which of its results it is.
+          states, needs: from where to where.
+          stores: whether the reader wants it in memory.
         """
         value = self._values[source, index]
         resharder, inside = self.problem.resharder, not self.problem.in_memory[value]
         key = (states, needs, self._type(source, index), resharder.held(value), inside, stores)
         if key not in self._tables:
             table = resharder.table(value, states, needs)
-            bandwidth = self.problem.topology.hbm_bandwidth
-            got = np.array(self._bytes(value, needs)) / bandwidth
-            if inside:
-                sent = np.array(self._bytes(value, states)) / bandwidth
-                table = table + np.where(table > 0, sent[:, None] + got, 0.0)
-            if stores:
-                differ = np.array([[state != need for need in needs] for state in states])
-                table = table + np.where(differ & (table == 0), 2 * got, 0.0)
+            table = table + self.problem.traffic(value, states, needs, table > 0, stores)
             self._tables[key] = np.minimum(table, FORBIDDEN)
         return self._tables[key]
 
     def _type(self, source: int, index: int) -> TensorType:
         return self.problem.program.types[self._values[source, index]]
-
-    def _bytes(self, value: Value, states: States) -> list[int]:
-        """Bytes that one device holds of a value in each state."""
-        type_ = self.problem.program.types[value]
-        return [local_type(type_, state, self.problem.mesh).bytes for state in states]

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
+
+import numpy as np
 
 from spmd.ir.index import Index
 from spmd.ir.program import Op, Program, Value
-from spmd.ir.types import TensorType
+from spmd.ir.types import TensorType, local_type
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Mark, Sharding, is_even
 from spmd.mesh.topology import Topology
@@ -17,6 +20,7 @@ from spmd.predict.fusion import fuse
 from spmd.propagation.cheap import cheap_values
 from spmd.propagation.propagate import propagate
 from spmd.propagation.propagated import Propagated
+from spmd.reshard.paths import Table
 from spmd.reshard.resharder import Resharder, States
 
 
@@ -79,6 +83,35 @@ class Problem:
     def stored(self, op: Op) -> tuple[bool, ...]:
         """For each operand and result of an op whether it is in memory."""
         return tuple([self.in_memory[v] for v in (*op.operands, *op.results)])
+
+    def bytes(self, value: Value, states: States) -> list[int]:
+        """Bytes that one device holds of a value in each state."""
+        return [local_type(self.program.types[value], state, self.mesh).bytes for state in states]
+
+    def traffic(
+        self, value: Value, states: States, needs: States, sends: Any, stores: bool
+    ) -> Table:
+        """Seconds in which reshards move memory, beside what their collectives take.
+
+        What a collective sends of a value that is computed inside its readers is written for it,
+        and read behind it; and so is a piece that is cut out for a reader that wants it stored.
+
+        Args:
+          value: what is resharded.
+          states, needs: from where (rows) to where (columns).
+          sends: for each way, whether there are collectives in it.
+          stores: whether the reader wants it in memory.
+        """
+        bandwidth = self.topology.hbm_bandwidth
+        got = np.array(self.bytes(value, needs)) / bandwidth
+        found = np.zeros((len(states), len(needs)))
+        if not self.in_memory[value]:
+            sent = np.array(self.bytes(value, states)) / bandwidth
+            found += np.where(sends, sent[:, None] + got, 0.0)
+        if stores:
+            differ = np.array([[state != need for need in needs] for state in states])
+            found += np.where(differ & ~np.asarray(sends), 2 * got, 0.0)
+        return found
 
     def suggested(self, value: Value) -> Sharding:
         """How an argument lies in memory between calls if it lies as the marks suggest.

@@ -11,6 +11,7 @@ from spmd.ir.program import Op, Region, Value
 from spmd.mesh.sharding import Sharding, format_axes, replicated
 from spmd.planning.plan import Choice, Move, Plan
 from spmd.planning.problem import Problem
+from spmd.predict.fusion import wants_stored
 
 
 class Walk:
@@ -117,7 +118,8 @@ class Walk:
             self.moves.append(Move(value, have, wanted, user, *cost))
         self.undo[-1].append((value, copies))
         self.copies[value] = (*copies, wanted)
-        return seconds + path.seconds
+        ways = (have,), (wanted,), path.seconds > 0, wants_in_memory(user, value)
+        return seconds + path.seconds + float(self.problem.traffic(value, *ways)[0, 0])
 
     # Ops.
 
@@ -164,6 +166,14 @@ class Walk:
         """A value's state with nothing partial."""
         state = self.states[value]
         return state.full() if state else replicated(self.types[value].rank)
+
+
+def wants_in_memory(user: Op | None, value: Value) -> bool:
+    """Whether a reader wants a value in memory, whatever makes it; None is the program's end."""
+    if user is None:
+        return True
+    role = user.kind.about.role
+    return any(wants_stored(user, role, i) for i, v in enumerate(user.operands) if v == value)
 
 
 def undivided_notes(problem: Problem) -> list[str]:
