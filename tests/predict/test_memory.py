@@ -240,7 +240,7 @@ def test_predictions_are_near_what_xla_reports(name: str) -> None:
     lowered = programs(re.escape(name) + "$", 1)[name](None)
     reported = lowered.compile().memory
     assert not reported.is_predicted
-    assert 0.9 < lowered.memory.peak_bytes / reported.peak_bytes < 1.1
+    assert 0.87 < lowered.memory.peak_bytes / reported.peak_bytes < 1.1
 
 
 def test_arguments_and_results_are_exact() -> None:
