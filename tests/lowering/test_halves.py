@@ -251,7 +251,7 @@ def test_less_is_waited_for(scan: bool) -> None:
 
 def test_the_prediction_decides() -> None:
     """TPUs hide what runs side by side; on two H200s less would be won than halves cost."""
-    tpu = lower("v5e:4x4", (4, 4), True, halves=None, unroll=0)
+    tpu = lower("v6e:4x4", (4, 4), True, halves=None, unroll=0)
     gpu = lower("h200:2", (1, 2), True, halves=None, unroll=0)
     form = next(form for form in tpu.stages.plan.forms if "halves" in form.name)
     assert form.name.startswith("batch/inputs (dim 0), batch/targets (dim 0)") and not form.refusal

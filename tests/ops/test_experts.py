@@ -67,14 +67,14 @@ SPLITS = {
     "rows": ({"x": 8}, (("x",),), (), (1, 6)),
     "experts": ({"x": 2, "y": 3}, (), ("y",), (4, 2)),
     "rows and experts": ({"x": 4, "y": 2}, (("x",),), ("y",), (1, 3)),
-    "uneven experts": ({"x": 2, "y": 4}, ("x",), ("y",), (2, 2)),
+    "uneven experts": ({"x": 5}, (), ("x",), (4, 2)),
     "rows, experts and width": ({"x": 2, "y": 2, "z": 2}, ("x",), ("y", "z"), (2, 3)),
-    "sequence": ({"x": 2, "y": 4}, (None, "x"), ("y",), (4, 2)),
+    "sequence, experts and width": ({"x": 2, "y": 4}, (None, "x"), ("y",), (4, 3)),
     "uneven rows": ({"x": 8}, (None, "x"), (), (4, 6)),
     "rows and experts alike": ({"x": 2}, ("x",), ("x",), (2, 3)),
-    "rows over more": ({"x": 2, "y": 3}, (("x", "y"),), ("y",), (1, 2)),
+    "rows over more": ({"x": 2, "y": 3}, (("x", "y"),), ("y",), (2, 2)),
     "sequence and experts alike, and width": ({"x": 3, "y": 2}, (None, "x"), ("x", "y"), (4, 2)),
-    "uneven rows and experts alike": ({"x": 3}, ("x",), ("x",), (2, 2)),
+    "a row or none": ({"x": 5}, ("x",), ("x",), (1, 6)),
 }
 """Name -> axes, spec of rows, spec of (experts, width inside), and rows and experts of a device."""
 

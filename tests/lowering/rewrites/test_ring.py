@@ -160,7 +160,7 @@ def test_a_step_is_what_it_was() -> None:
     """From the marks to the devices."""
     mesh = spmd.make_mesh(data=8)
     rng = np.random.RandomState(0)
-    w, x = (rng.randint(-3, 4, shape).astype(np.float32) for shape in ((64, 48), (128, 64)))
+    w, x = (rng.randint(-3, 4, shape).astype(np.float32) for shape in ((256, 256), (8192, 256)))
     w_, x_ = (spmd.mark_sharding(v, mesh, ("data", None)) for v in (w, x))
     options = spmd.Options(topology=TPUS, check=True)
     jitted = spmd.jit(step, mesh=mesh, out_specs=("data", None), options=options)

@@ -185,21 +185,27 @@ def test_the_models_own_names(tmp_path, mesh_of, flags, specs, capsys):
     np.testing.assert_allclose(bundle.run("main", ROWS)[0], layers(PARAMS, ROWS), atol=1e-5)
 
 
-def test_nothing_is_split_unless_somebody_chooses(tmp_path, mesh_of, flags, capsys):
+def test_nothing_is_split_unless_it_pays(tmp_path, mesh_of, flags, capsys):
+    """A number in the end: exchanges would take longer than the products."""
+
+    def score(params, x):
+        return layers(params, x).sum()
+
+    (tmp_path / "m.mlir").write_text(jax.jit(score).lower(PARAMS, ROWS).as_text(debug_info=True))
     wrap.main(flags)
     assert "note: it has no specs: on several devices" in capsys.readouterr().out
     (note,) = load_bundle(tmp_path / "b", mesh_of(8)).notes
-    assert note.startswith("no weight is split: each of the 8 devices holds all of them (the bund")
+    assert note.startswith("nothing is split: each of the 8 devices computes everything (the bund")
     chosen = load_bundle(tmp_path / "b", mesh_of(8), auto=True)
     assert load_bundle(tmp_path / "b", mesh_of(1)).notes == ()
     assert "nothing is split: each of the 8 devices computes everything" in chosen.notes[0]
     assert "the compiler chose so" in chosen.notes[0]
-    np.testing.assert_allclose(chosen.run("main", ROWS)[0], layers(PARAMS, ROWS), atol=1e-5)
+    np.testing.assert_allclose(chosen.run("main", ROWS)[0], score(PARAMS, ROWS), rtol=1e-4)
 
 
 def test_the_compiler_chooses(tmp_path, mesh_of):
     """Large weights are split where they would not fit otherwise."""
-    chip = dataclasses.replace(CHIPS["cpu"], hbm_bytes=24 << 10)
+    chip = dataclasses.replace(CHIPS["cpu"], hbm_bytes=16 << 10)
     options = spmd.Options(topology=spmd.Topology("cpu:8", chip))
     lowered = jax.jit(layers).lower(PARAMS, ROWS).as_text(debug_info=True)
     wrap_stablehlo(tmp_path / "b", lowered, weights=FILE, auto=True)
