@@ -28,11 +28,9 @@ from spmd.planning.units import ARGUMENT, CARRY, OP, WHOLE, Units, Use
 from spmd.predict.fusion import wants_stored
 from spmd.reshard.resharder import States
 
-MOST_COPIES = 4
-"""Second copies of one value that are looked at."""
-
-MOST_COPIES = 4
-"""States in which one value may be copied."""
+MOST_COPIES, MOST_ROWS = 4, 64
+"""States in which one value may be copied: those that uses agreed on; and others that some use may
+need, as long as the value's variable stays as small as that."""
 
 LATER = 1e-12
 """What a partial result costs on top, in seconds: of equals, the plan that reduces early."""
@@ -157,7 +155,10 @@ class CostNetwork:
             shared = tuple(dict.fromkeys((*self.copies.get((source, index), ()), *shared)))
             size = self._type(source, index).bytes
             if shared and size > found.get(source, (0.0,))[0]:
-                found[source] = size, index, shared[:MOST_COPIES]
+                most = max(MOST_COPIES, MOST_ROWS // len(self.domains.left[source][index]))
+                others = [need for use in uses for need in self._needs(use) or ()]
+                shared = tuple(dict.fromkeys((*shared[:MOST_COPIES], *others)))
+                found[source] = size, index, shared[:most]
         return {(source, index): shared for source, (_, index, shared) in found.items()}
 
     def _runs(self, source: int, index: int) -> int:

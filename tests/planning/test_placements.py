@@ -198,7 +198,7 @@ class Program(NamedTuple):
         return [struct(s, MESH, spec, t) for (s, spec), t in zip(self.args, dtypes, strict=True)]
 
 
-CLOSE = 1.04
+CLOSE = 1.01
 """Exchanges over different axes run side by side, which a sum of costs does not see: what is faster
 for that alone is found among plans of nearly the least sum, or not at all (`chain`, by 3.4%)."""
 
