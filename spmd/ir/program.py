@@ -139,6 +139,18 @@ class OpKind:
         """Whether it broadcasts to dims of one element alone: the same elements, another shape."""
         return self.about.is_broadcast and self.operands[0].size == self.results[0].size
 
+    @property
+    def is_renaming(self) -> bool:
+        """Whether it adds or moves dims of one element alone: the same memory."""
+        if self.about.is_transpose:
+            shape = self.operands[0].shape
+            moved = [dim for dim in self.attrs["permutation"] if shape[dim] != 1]
+            return moved == sorted(moved)
+        if not self.adds_dims:
+            return False
+        dims = self.attrs["broadcast_dimensions"]
+        return list(dims) == sorted(dims)
+
     def __repr__(self) -> str:
         return f"OpKind({self.name}, {list(map(str, self.operands))})"
 

@@ -132,18 +132,6 @@ def _as_large(op: Op) -> Sequence[Value]:
     return tuple(dict.fromkeys([operands[i] for i in places]))
 
 
-def _is_renamed(op: Op) -> bool:
-    """Whether an op adds or moves dims of one element alone: the same memory."""
-    if op.kind.about.is_transpose:
-        shape = op.kind.operands[0].shape
-        moved = [dim for dim in op.kind.attrs["permutation"] if shape[dim] != 1]
-        return moved == sorted(moved)
-    if not op.kind.adds_dims:
-        return False
-    dims = op.kind.attrs["broadcast_dimensions"]
-    return list(dims) == sorted(dims)
-
-
 class _Fusion:
     """Walks a program backwards, and collects the fields of `Fused`.
 
@@ -194,7 +182,7 @@ class _Fusion:
                     self.read(value, 1, True)
             elif not any(map(self.readers.__getitem__, op.results)):
                 continue
-            elif what == Role.ALIAS or _is_renamed(op):
+            elif what == Role.ALIAS or op.kind.is_renaming:
                 self.alias(op)
             elif what <= Role.ONCE and self.is_inside(op, what):
                 self.inside(op)

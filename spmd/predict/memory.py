@@ -12,6 +12,7 @@ result is made: other values lie there before.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -174,20 +175,17 @@ class _Place:
 
     Attributes:
       bytes: how much it is.
-      taken: numbers of the first and last kernel of each time in which something lies there.
+      taken: the kernels in whose time something lies there, a bit each.
     """
 
     def __init__(self, size: int) -> None:
         self.bytes = size
-        self.taken: list[tuple[int, int]] = []
+        self.taken = 0
 
-    def take(self, buffer: Buffer) -> bool:
-        """Puts a buffer here if it fits, and returns whether it does."""
-        start, end = buffer.start, buffer.end
-        if buffer.bytes > self.bytes or any(a <= end and start <= b for a, b in self.taken):
-            return False
-        self.taken.append((start, end))
-        return True
+
+def _span(start: int, end: int) -> int:
+    """The bits of kernels from a first to a last one; -1 is before all of them."""
+    return (1 << (end + 1)) - (1 << max(start, 0))
 
 
 def _in_places(
@@ -199,9 +197,14 @@ def _in_places(
     assignment takes (`BufferAssigner::AssignSingleHloBuffer`).
     """
     found, places = list(buffers), sorted(places, key=lambda place: place.bytes)
+    sizes = [place.bytes for place in places]
     for i in sorted(numbers, key=lambda i: (-found[i].bytes, found[i].start)):
-        if any(place.take(found[i]) for place in places):
-            found[i] = found[i]._replace(in_result=True)
+        held = _span(found[i].start, found[i].end)
+        for place in places[bisect_left(sizes, found[i].bytes) :]:
+            if not place.taken & held:
+                place.taken |= held
+                found[i] = found[i]._replace(in_result=True)
+                break
     return found
 
 
@@ -255,7 +258,7 @@ class _Simulation:
             home = self.uses.home(value)
             self.homes.setdefault(home, (free_from, self.uses.length))
             self.places.setdefault(home, place := _Place(types[value].bytes))
-            place.taken.append((-1, free_from))
+            place.taken |= _span(-1, free_from)
             if argument is not None:
                 self.at_home.add(body.args[argument])
         self.region(self.kernels.body)
@@ -311,7 +314,7 @@ class _Simulation:
             self.take_over(size)
         if free_from is not None and (free_from < now or (free_from == now and kernel.writes_over)):
             if value in self.places:
-                self.places[value].taken.append((now, self.uses.length))
+                self.places[value].taken |= _span(now, self.uses.length)
             return
         end = max(end, self.end_of(kernel))
         of = self.kernels.copied.get(value, value)

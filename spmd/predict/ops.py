@@ -40,7 +40,7 @@ def bytes_read(kind: OpKind, sizes: Sequence[float]) -> Sequence[float]:
       sizes: bytes of one device's piece of each operand, then of each result.
     """
     about, count = kind.about, len(kind.operands)
-    if about.role == Role.ALIAS:
+    if about.role == Role.ALIAS or kind.is_renaming:
         return (0.0,) * count
     if about.role == Role.UPDATE:
         return (*(0.0,) * len(kind.results), *sizes[len(kind.results) : count])
@@ -55,7 +55,7 @@ def bytes_read(kind: OpKind, sizes: Sequence[float]) -> Sequence[float]:
 def bytes_written(kind: OpKind, sizes: Sequence[float]) -> Sequence[float]:
     """Bytes that an op writes of each result, if all of them are in memory."""
     count = len(kind.operands)
-    if kind.about.role == Role.ALIAS:
+    if kind.about.role == Role.ALIAS or kind.is_renaming:
         return (0.0,) * len(kind.results)
     if kind.about.role == Role.UPDATE:
         first = count - len(kind.results) if kind.about.is_scatter else len(kind.results)
@@ -96,7 +96,8 @@ def op_seconds(
     moves = (*bytes_read(kind, sizes), *bytes_written(kind, sizes))
     if stored:
         moves = tuple(itertools.compress(moves, stored))
-    memory = memory_seconds(kind, sum(moves), topology)
+    share = local_kind(kind, rule, assignment, mesh) if kind.about.passes else kind
+    memory = memory_seconds(share, sum(moves), topology)
     # Pieces go round while the ones before them are computed with.
     rings = ring_seconds(kind, rule, assignment, mesh, topology)
     return max(compute, memory, rings) + exchanges
@@ -113,15 +114,19 @@ def share_seconds(
     if kind.name == COMPOSITE and kind.about.flops is not None:
         rings = {number for number, _ in rule.rings}
         whole = tuple(() if i in rings else axes for i, axes in enumerate(assignment))
-        types = [
-            local_type(type_, project(rule, dims, whole, mesh.atom_sizes), mesh)
-            for type_, dims in zip((*kind.operands, *kind.results), rule.values, strict=True)
-        ]
-        count = len(kind.operands)
-        kind = OpKind(kind.name, tuple(types[:count]), tuple(types[count:]), kind.attrs)
-        return arithmetic_seconds(kind, topology)
+        return arithmetic_seconds(local_kind(kind, rule, whole, mesh), topology)
     split = mesh.extent({a for axes in assignment for a in axes})
     return arithmetic_seconds(kind, topology) / split
+
+
+def local_kind(kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh) -> OpKind:
+    """The op with the types of one device's pieces."""
+    types = [
+        local_type(type_, project(rule, dims, assignment, mesh.atom_sizes), mesh)
+        for type_, dims in zip((*kind.operands, *kind.results), rule.values, strict=True)
+    ]
+    count = len(kind.operands)
+    return OpKind(kind.name, tuple(types[:count]), tuple(types[count:]), kind.attrs)
 
 
 def piece_bytes(kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh) -> list[float]:
