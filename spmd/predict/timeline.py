@@ -315,11 +315,11 @@ class LocalTimes:
         about, sizes = op.kind.about, _sizes(op.kind)
         wanted = sizes if about.role == Role.ALIAS else bytes_read(op.kind, sizes)
         found: dict[Value, float] = {}
-        for value, size in zip(op.operands, wanted, strict=False):
+        for value, size, whole in zip(op.operands, wanted, sizes, strict=False):
             inside = self._reads.get(value)
             if inside is None:
                 inside = {value: size}
-            elif about.bytes_read is not None:  # no more than it reads of what is made there
+            elif size < whole:  # no more than it reads of what is made there
                 inside = {root: min(most, size) for root, most in inside.items()}
             for root, most in inside.items():
                 if most > found.get(root, -1):

@@ -133,7 +133,8 @@ def test_stages_send_to_their_neighbours_alone(name: str, request: Any) -> None:
     left = {(b, a) for a, b in right}
     assert {frozenset(pairs) for pairs in case.permutes} == {frozenset(right), frozenset(left)}
     over_stage = [c for c in case.compiled.collectives if "stage" in c.axes]
-    assert {c.kind for c in over_stage} <= {"collective_permute", "all_reduce", "reduce_scatter"}
+    kinds = {"collective_permute", "all_gather", "all_reduce", "reduce_scatter"}
+    assert {c.kind for c in over_stage} <= kinds
     # No weight goes over stages; x and y do, once.
     assert all(c.count == 1 for c in over_stage if c.kind != "collective_permute")
     assert all(c.bytes <= 2 * X.nbytes for c in over_stage)

@@ -212,7 +212,7 @@ SPLITS = (
     Split("uneven sequence", (2, 10, 4, 2), (4, 2), ("y", "x"), ("y",), ((1, 3, 4), 2),
           packed=True),
     Split("sequence and heads", (2, 8, 8, 2), (2, 2, 2), ("x", "y", "z"), ("x", None, "z"),
-          ((1, 4, 4), 1)),
+          ((1, 8, 2), 1)),
     Split("everything seen", (2, 10, 5, 5), (4, 2), ("y", "x"), ("y",), ((1, 3, 5), 5),
           causal=False),
     Split("window", (4, 8, 8, 2), (4, 2), ("x", None, "y"), ("x", None, "y"), ((1, 8, 4), 1),
