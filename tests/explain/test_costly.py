@@ -40,7 +40,9 @@ def lowered(fn: Any, specs: Any = SPECS, **options: Any) -> tuple[spmd.Lowered, 
     return program, [text for text in said if "of a predicted run" in text]
 
 
-@pytest.mark.parametrize(("spec", "is_obvious"), [(("model", None), True), (("model", "data"), False)])
+@pytest.mark.parametrize(
+    ("spec", "is_obvious"), [(("model", None), True), (("model", "data"), False)]
+)
 def test_a_mark_inside_that_costs_much_is_named_with_its_line_and_both_times(
     spec: Any, is_obvious: bool
 ) -> None:

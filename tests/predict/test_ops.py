@@ -52,7 +52,7 @@ def ops_of_corpus() -> Iterator[Program]:
 def planned(program: Program, choice: Choice | None = None) -> Trial:
     """The plan of one op whose operands and results lie as one choice wants them, or whole."""
     args = program.body.args
-    dims = [((),) * program.types[v].rank for v in args]
+    dims: list[Any] = [((),) * program.types[v].rank for v in args]
     if choice is not None:
         dims = [state.dims for state in choice.operands]
     marks = {v: Mark(own, (False,) * len(own), "") for v, own in zip(args, dims, strict=True)}
