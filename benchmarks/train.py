@@ -184,7 +184,7 @@ def bench(given: argparse.Namespace, text: str) -> Iterator[Row]:
     types = argument_types(config, optimizer, mesh, shape)
     start = time.perf_counter()
     step = train_step(config, optimizer, sharding.activation_marks(mesh, config))
-    options = spmd.Options(unroll=given.unroll, halves=given.halves)
+    options = spmd.Options(unroll=given.unroll)
     compiled = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1), options=options).compile(*types)
     compile_seconds = time.perf_counter() - start
     tokens = np.random.RandomState(0).randint(0, config.vocab_size, shape).astype(np.int32)
@@ -267,7 +267,6 @@ def make_parser() -> Parser:
     add("--dtype", default="bfloat16", help="compute dtype")
     add("--scan", action=Switch, default=True, help="scan over layers, or unroll them")
     add("--unroll", type=int, help="of spmd.Options: loops of so many trips are written out")
-    add("--halves", action=Switch, default=None, help="of spmd.Options: the batch in two halves")
     add("--optimizer", choices=["adamw", "adafactor"], default="adamw", help="of optax")
     add("--param_dtype", default="float32", help="what parameters are stored in")
     add("--matmul", choices=MATMULS, default="dtype", help="of the layers' projections")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,12 +18,15 @@ from spmd.api import Jitted, jit, like_parameters, mark_sharding, module_request
 from spmd.compiler import Request, plan_problem, propagated_of
 from spmd.errors import MeshError, PlanError, SpmdError
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.spec import as_mesh, partition_spec
+from spmd.mesh.spec import partition_spec
 from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.planning.plan import Plan
 from spmd.planning.problem import opened, problem_of
+from spmd.planning.search import Candidate, Search
+from spmd.predict.backends import memory_for
 from spmd.progress import doing, progress
+from spmd.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -138,8 +142,7 @@ def auto(
     if not meshes:
         raise MeshError("auto has no mesh to choose from", fix="pass at least one mesh")
     options = Options(topology=topology, memory_limit=memory_limit)
-    considered: list[Considered] = []
-    found: list[AutoSharding] = []
+    asked: list[tuple[Jitted[..., Any], Request]] = []
     for given in meshes:
         jitted = jit(
             fn,
@@ -148,35 +151,31 @@ def auto(
             static_argnums=static_argnums,
             options=options,
         )
-        ours = as_mesh(given)
-        try:
-            with progress(f"specs of {jitted.__name__} on {ours}", options.shows_progress):
-                found.append(_on_mesh(jitted, ours, args, memory_limit))
-            considered.append(Considered(ours, found[-1].seconds))
-        except PlanError as error:
-            considered.append(Considered(ours, None, error.what))
-    if not found:
+        asked.append((jitted, jitted.request(*args)))
+    search = Search[Trial](memory_for(asked[0][1].topology, memory_limit))
+    with progress(f"specs of {asked[0][0].__name__}", options.shows_progress):
+        made = [
+            search.weigh(Candidate(str(request.mesh), partial(_open, request, memory_limit)))
+            for _, request in asked
+        ]
+    considered = tuple(
+        Considered(request.mesh, seen.seconds, "" if seen.seconds is not None else seen.refusal)
+        for (_, request), seen in zip(asked, search.weighed, strict=True)
+    )
+    if not search.tried:
         reasons = "; ".join(f"{entry.mesh}: {entry.reason}" for entry in considered)
         raise PlanError(
             "auto found no plan", actual=reasons, fix="use more devices or microbatches"
         )
-    fastest = min(found, key=lambda choice: choice.seconds)
-    return replace(fastest, considered=tuple(considered))
-
-
-def _on_mesh(
-    jitted: Jitted[..., Any], mesh: Mesh, args: Sequence[Any], memory_limit: int | None
-) -> AutoSharding:
-    """The plan in which arguments without a spec may lie in any way."""
-    request = jitted.request(*args)
-    plan = _open_plan(request, memory_limit)
-    names = request.arg_names
+    best = search.best
+    jitted, request = asked[made.index(best)]
+    plan, names = best.plan, request.arg_names
     specs = {
-        name: tuple(partition_spec(sharding, mesh))
+        name: tuple(partition_spec(sharding, request.mesh))
         for name, sharding in zip(names, plan.arguments, strict=True)
     }
     inferred = _inferred(names, list(specs.values()), plan)
-    return AutoSharding(mesh, specs, plan.run_seconds, (), jitted, names, inferred)
+    return AutoSharding(request.mesh, specs, best.seconds, considered, jitted, names, inferred)
 
 
 def auto_specs(
@@ -200,11 +199,12 @@ def auto_specs(
     """
     options = options or Options()
     request = module_request(module, mesh, arg_specs, result_specs, options, updates)
-    plan = _open_plan(request, options.memory_limit)
+    plan = _open(request, options.memory_limit).plan
     return [tuple(partition_spec(sharding, request.mesh)) for sharding in plan.arguments]
 
 
-def _open_plan(request: Request, memory_limit: int | None) -> Plan:
+def _open(request: Request, memory_limit: int | None) -> Trial:
+    """The plan in which arguments without a spec may lie in any way."""
     propagated = propagated_of(request)
     doing("plan")
     problem = problem_of(propagated, request.topology, (), request.links)
@@ -212,7 +212,7 @@ def _open_plan(request: Request, memory_limit: int | None) -> Plan:
     free = [entry is None or None in entry for entry in entries]
     options = Options(memory_limit=memory_limit)
     problem = opened(problem, free)
-    return plan_problem(problem, options, request.donated).plan
+    return plan_problem(problem, options, request.donated)
 
 
 def _inferred(names: Sequence[str], specs: Sequence[tuple[Any, ...]], plan: Plan) -> frozenset[str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from spmd.forms import MOST_TRIPS, fastest, forms_in_halves, forms_written_out
+from spmd.forms import MOST_TRIPS, forms_written_out
 from spmd.frontend.accumulate import accumulate
 from spmd.frontend.canonicalize.run import canonicalize
 from spmd.frontend.importer.module import Imported, import_module, module_text
@@ -36,8 +36,6 @@ from spmd.ir.program import Program
 from spmd.ir.types import Order
 from spmd.lowering.emitted import Emitted, emit_local
 from spmd.lowering.expand import expand
-from spmd.lowering.halves.cut import Cut
-from spmd.lowering.halves.seeds import Seed
 from spmd.lowering.layouts import lay_out
 from spmd.lowering.legality import check_local
 from spmd.lowering.partition import Partitioned
@@ -51,6 +49,8 @@ from spmd.planning.legality import check_plan
 from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem, posed
 from spmd.planning.record import recorded, replayed
+from spmd.planning.search import Search
+from spmd.predict.backends import memory_for
 from spmd.predict.timeline import Timeline
 from spmd.progress import Stopwatch
 from spmd.propagation.propagated import Propagated
@@ -178,17 +178,19 @@ def _chosen(
         return plan_problem(problem, options, request.donated, clock)
 
     program = clock("unroll", unroll, imported.program, options.unroll or 0)
-    first = trial = planned(program)
+    first = planned(program)
+    search = Search(memory_for(request.topology, options.memory_limit), [first])
     if options.unroll is None:
-        forms = forms_written_out(trial, program, planned, request.platform)
-        trial = fastest(trial, forms, options.memory_limit)
-    return trial, trial is not first
+        for form in forms_written_out(first, program, planned, request.platform):
+            search.weigh(form)
+    best = search.best
+    best.plan = best.plan._replace(forms=search.weighed)
+    return best, best is not first
 
 
 def _record(trial: Trial, is_written_out: bool) -> bytes:
     """What was chosen, to be kept."""
-    cuts = trial.seed and trial.seed.cuts
-    record = {"plan": recorded(trial.plan), "cuts": cuts, "is_written_out": is_written_out}
+    record = {"plan": recorded(trial.plan), "is_written_out": is_written_out}
     return json.dumps(record).encode()
 
 
@@ -205,11 +207,7 @@ def _replayed(
         program = clock("unroll", unroll, program, MOST_TRIPS)
     problem = _problem(request, imported, program, clock)
     plan = clock("read", replayed, record["plan"], problem)
-    trial = Trial(plan, options, request.donated, clock)
-    if record["cuts"] is None:
-        return trial
-    cuts = tuple((number, Cut(*cut)) for number, cut in record["cuts"])
-    return trial.in_halves(Seed(cuts, 0.0))
+    return Trial(plan, options, request.donated, clock)
 
 
 def _key(request: Request, options: Options) -> str:
@@ -287,30 +285,19 @@ def plan_problem(
         return tried[-1]
 
     if options.planner == "greedy":
-        plan = clock("plan", plan_greedily, problem)
-        try_out(plan)
-    else:
-        limit, again = options.memory_limit, options.recompute
-        plan = clock("plan", plan_exactly, problem, try_out, limit, again)
-    key = id(plan.states), plan.byte_price
-    trial = next(t for t in tried if (id(t.plan.states), t.plan.byte_price) == key)
-    trial.plan = plan
-    return _in_best_form(trial, options)
+        return _timed(try_out(clock("plan", plan_greedily, problem)))
+    limit, again = options.memory_limit, options.recompute
+    return _timed(clock("plan", plan_exactly, problem, try_out, limit, again))
 
 
 def timed(plan: Plan, options: Options) -> Plan:
     """A plan with the time that its program is predicted to take."""
     donated = tuple(plan.problem.links.values())
-    return _in_best_form(Trial(plan, options, donated, Stopwatch()), options).plan
+    return _timed(Trial(plan, options, donated, Stopwatch())).plan
 
 
-def _in_best_form(trial: Trial, options: Options) -> Trial:
-    """A trial whole or in halves, with its predicted time."""
-    trial = fastest(trial, forms_in_halves(trial, options.halves), options.memory_limit)
-    notes = trial.plan.notes
-    if options.halves and not trial.plan.forms:
-        notes += ("not run in halves: nothing is exchanged that arguments lead to",)
-    trial.plan = trial.plan._replace(run_seconds=trial.seconds, notes=notes)
+def _timed(trial: Trial) -> Trial:
+    trial.plan = trial.plan._replace(run_seconds=trial.seconds)
     return trial
 
 

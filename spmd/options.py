@@ -34,10 +34,6 @@ class Options:
         each time. XLA then overlaps one layer's communication with the next, and copies no stacks
         of residuals; it compiles longer. 0: loops stay. None: on GPUs and TPUs, where 3,000 runs
         are predicted to save more time than it takes to compile.
-      halves: whether a dim of the arguments (the batch) is cut into two halves that do not wait for
-        each other, so that one half's collectives run beside the other's arithmetic; `explain()`
-        tells which. None: where that is predicted to be faster by 7% and fits in memory; True: also
-        where it is slower. Neither two H200s nor the TPU compiler have been seen to gain by it.
       callbacks: `run`, or `drop` to leave `jax.debug.print` and `jax.debug.callback` out of the
         program. Callbacks whose results it reads, and `io_callback`, always run.
       check: verify every stage's result against its legality table.
@@ -59,7 +55,6 @@ class Options:
     prefetch: int = 2
     layouts: bool | None = None
     unroll: int | None = None
-    halves: bool | None = False
     callbacks: Literal["run", "drop"] = "run"
     check: bool = False
     verbose: bool = False

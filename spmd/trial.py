@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from functools import cached_property
 
-from spmd.ir.program import Program, Value
-from spmd.lowering.halves.seeds import Seed, seeds_of
-from spmd.lowering.halves.write import in_halves
+from spmd.ir.program import Program
 from spmd.lowering.partition import Partitioned, partition
 from spmd.lowering.recompute.recompute import recompute
 from spmd.lowering.recompute.stacks import has_pairs
@@ -16,6 +13,7 @@ from spmd.lowering.rewrites.optimize import schedule, simplify
 from spmd.lowering.rewrites.ring import ring
 from spmd.lowering.rewrites.room import Room
 from spmd.options import Options
+from spmd.planning.liveness import bound_of
 from spmd.planning.plan import Plan, Recomputed
 from spmd.predict.backends import memory_for
 from spmd.predict.memory import MemoryUse, peak_memory
@@ -32,7 +30,6 @@ class Trial:
       partitioned: the local program.
       simplified: the local program before its collectives are scheduled.
       optimized: the local program after its rewrites.
-      seed: what of it is in halves, if anything.
     """
 
     def __init__(
@@ -47,7 +44,6 @@ class Trial:
             unpriced = Trial(plan._replace(byte_price=0.0), options, donated, clock)
         self._options, self._donated, self.clock = options, donated, clock
         self._unpriced, self.plan = unpriced or self, plan
-        self.seed: Seed | None = None
         self.partitioned: Partitioned = (
             unpriced.partitioned if unpriced else clock("partition", partition, plan)
         )
@@ -87,13 +83,13 @@ class Trial:
         """Whether the program fits in memory only because bytes have a price."""
         return self._unpriced.bytes > self._room.bytes
 
-    def _schedule(self, program: Program, half_of: Mapping[Value, int] | None = None) -> None:
+    def _schedule(self, program: Program) -> None:
         """Schedules a program, with sums that travel where that is faster and there is room."""
         mesh, topology, room = self.plan.mesh, self.plan.topology, self._room
         most, ahead = self._options.combine_bytes, self._options.prefetch
 
         def take(program: Program) -> None:
-            args = program, mesh, topology, most, ahead, room, half_of
+            args = program, mesh, topology, most, ahead, room
             scheduled = self.clock("optimize", schedule, *args)
             self.optimized = self.partitioned._replace(program=scheduled)
             for name in ("timeline", "_memory"):
@@ -106,21 +102,6 @@ class Trial:
             take(travelling)
             if self.seconds >= whole.seconds or self.bytes > max(whole.bytes, room.bytes):
                 vars(self).update(vars(whole))
-
-    def in_halves(self, seed: Seed) -> Trial:
-        """The same with some arguments in halves."""
-        other = copy.copy(self)
-        other.seed = seed
-        arguments = self.simplified.body.args
-        cuts = {arguments[number]: cut for number, cut in seed.cuts}
-        program, half_of = self.clock("halves", in_halves, self.simplified, cuts)
-        other._schedule(program, half_of)
-        return other
-
-    def seeds(self) -> list[Seed]:
-        """What could be in halves, the most promising first."""
-        program, timeline = self.optimized.program, self.timeline
-        return self.clock("halves", seeds_of, program, timeline, self._donated)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -142,6 +123,14 @@ class Trial:
     def bytes(self) -> int:
         """Predicted memory of one device."""
         return self._memory.peak
+
+    def fits(self, limit: float) -> bool:
+        """Whether it keeps to so many bytes: all values together may do so already."""
+        return self._bound <= limit or self.bytes <= limit
+
+    @cached_property
+    def _bound(self) -> int:
+        return bound_of(self.plan)
 
     @property
     def largest(self) -> list[tuple[str, int]]:

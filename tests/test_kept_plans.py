@@ -79,18 +79,6 @@ def lower_uneven(**options: Any) -> spmd.Lowered:
     return jitted.lower(struct((10, 6)), struct((6, 6), "model", None))
 
 
-def lower_halves(**options: Any) -> spmd.Lowered:
-    def f(x: Any, ws: Any) -> Any:
-        for up, down in ws:
-            x = x + spmd.mark_sharding(jax.nn.gelu(x @ up) @ down, MESH, ("data", None, "model"))
-        return x
-
-    ws = [(struct((2048, 8192), None, "model"), struct((8192, 2048), "model", None))] * 2
-    jitted = spmd.jit(f, mesh=MESH, options=spmd.Options(halves=True, **options))
-    x = struct((8, 1024, 2048), "data", None, "model")
-    return jitted.lower(x, ws, topology=spmd.Topology("v5e:2x4"))
-
-
 @functools.cache
 def peak() -> int:
     return lower_layers(unroll=0).predicted_memory.peak
@@ -103,7 +91,6 @@ CASES: dict[str, Callable[..., spmd.Lowered]] = {
     "limit": lambda **o: lower_layers(limit=int(0.8 * peak()), unroll=0, **o),
     "greedy": lambda **o: lower_layers(topology="cpu:8", planner="greedy", **o),
     "uneven": lower_uneven,
-    "halves": lower_halves,
     "training": lambda **o: mlp(spmd.make_mesh(data=4, model=2)).lower(**o),
 }
 
@@ -140,7 +127,6 @@ def test_what_is_read_is_what_was_planned(
 def test_the_cases_cover_what_a_plan_can_be(tmp_path: Path) -> None:
     plans = {name: lower(cache_dir=tmp_path).stages.plan for name, lower in CASES.items()}
     assert plans["limit"].byte_price and plans["limit"].recomputed
-    assert any(not form.refusal for form in plans["halves"].forms)
     assert any("written out" in f.name and not f.refusal for f in plans["form"].forms)
     assert any("does not divide" in note for note in plans["uneven"].notes)
     assert plans["loops stay"].copies or plans["training"].moves

@@ -6,10 +6,10 @@ each, and the one with the shortest predicted run is taken, as with other forms 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from spmd.api.tracing import Traced
@@ -17,7 +17,7 @@ from spmd.compiler import Stages
 from spmd.errors import ArgumentError, MeshError, PlanError
 from spmd.ir.pipelines import SCHEDULES, Pipeline, pipeline_of
 from spmd.mesh.mesh import Mesh
-from spmd.planning.plan import Weighed
+from spmd.planning.search import Candidate, Search
 from spmd.predict.backends import memory_for
 from spmd.predict.memory import peak_memory
 
@@ -79,10 +79,33 @@ def chosen_pipeline(
     return of._replace(open=sum(1 << i for i, name in enumerate(SCHEDULES) if name in possible))
 
 
-_Planned = tuple[Traced, Stages]
+_Made = tuple[Traced, Stages]
 
 
-def in_fastest_schedule(plan: Callable[[bool], _Planned], memory_limit: int | None) -> _Planned:
+@dataclass(frozen=True)
+class _Planned:
+    """A traced program in one schedule, planned."""
+
+    traced: Traced
+    stages: Stages
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of one run."""
+        return self.stages.timeline.seconds
+
+    @cached_property
+    def bytes(self) -> int:
+        """Predicted memory of one device."""
+        platform, donated = self.stages.plan.topology.platform, self.traced.request.donated
+        return peak_memory(self.stages.optimized.program, donated, platform).peak
+
+    def fits(self, limit: float) -> bool:
+        """Whether it keeps to so many bytes."""
+        return self.bytes <= limit
+
+
+def in_fastest_schedule(plan: Callable[[bool], _Made], memory_limit: int | None) -> _Made:
     """A program with its pipelines in the schedule that is predicted to be the fastest.
 
     Of schedules that do not fit in memory the one that misses the least is taken.
@@ -95,74 +118,43 @@ def in_fastest_schedule(plan: Callable[[bool], _Planned], memory_limit: int | No
     Raises:
       PlanError: it keeps to the memory limit in no schedule.
     """
+    names, default = dict.fromkeys(SCHEDULES), DEFAULT
     try:
-        first = plan(True)
+        first = _Planned(*plan(True))
     except PlanError as error:
-        if (found := _in_others(plan, {DEFAULT: error}, SCHEDULES, memory_limit)) is None:
+        if memory_limit is None:
             raise
-        return found
-    open_ = {of for op in first[1].program.walk() if (of := pipeline_of(op.loc.scope)) and of.open}
-    names = {name: None for of in open_ for name in of.open_schedules}
-    default = min(of.schedule for of in open_) if open_ else DEFAULT
-    return _in_others(plan, {default: first}, names, memory_limit) or first
-
-
-def _in_others(
-    plan: Callable[[bool], _Planned],
-    tried: dict[str, _Planned | PlanError],
-    names: Iterable[str],
-    limit: int | None,
-) -> _Planned | None:
-    """The best of a program in the schedules that were tried and in others."""
-    (default,) = tried
+        search, refused = Search[_Planned](memory_limit), error
+    else:
+        program, topology = first.stages.plan.program, first.stages.plan.topology
+        pipelines = {of for op in program.walk() if (of := pipeline_of(op.loc.scope)) and of.open}
+        if not pipelines:
+            return first.traced, first.stages
+        names = {name: None for of in pipelines for name in of.open_schedules}
+        default = min(of.schedule for of in pipelines)
+        search = Search(memory_for(topology, memory_limit), [first])
     # To compute steps again takes longer, but where memory is short so does what else saves it.
     for is_lean in (False, True):
-        if not is_lean or all(_excess(each, limit, SHORT) for each in tried.values()):
-            others = [name for name in names if SCHEDULES[name][1] == is_lean]
-            tried |= {name: _planned(plan, name) for name in others if name not in tried}
-    fit = {name: each for name, each in tried.items() if not isinstance(each, PlanError)}
-    if not fit:
-        return None
-    rank = {name: (_excess(each, limit), each[1].timeline.seconds) for name, each in fit.items()}
-    best = min(rank, key=lambda name: rank[name])
-    before = rank.get(default, rank[best])[1]
-    others = [name for name in tried if name != default]
-    forms = [_weighed(name, tried[name], before, name == best, limit) for name in others]
-    traced, stages = fit[best]
-    plan_ = stages.plan._replace(forms=(*stages.plan.forms, *forms))
-    return traced, replace(stages, plan=plan_)
+        if is_lean and any(each.fits(SHORT * search.limit) for each in search.tried):
+            break
+        for name in names:
+            if SCHEDULES[name][1] == is_lean and name != default:
+                make = partial(_in_schedule, plan, name)
+                search.weigh(Candidate(f"pipelines {name}", make))
+    if not search.tried:
+        raise refused
+    best = search.best
+    forms = (*best.stages.plan.forms, *search.weighed)
+    return best.traced, replace(best.stages, plan=best.stages.plan._replace(forms=forms))
 
 
-def _planned(plan: Callable[[bool], _Planned], name: str) -> _Planned | PlanError:
+def _in_schedule(plan: Callable[[bool], _Made], name: str) -> _Planned:
     """A program whose pipelines take a schedule if they may."""
     token = _TAKEN.set(name)
     try:
-        return plan(False)
-    except PlanError as error:
-        return error
+        return _Planned(*plan(False))
     finally:
         _TAKEN.reset(token)
-
-
-def _excess(planned: _Planned | PlanError, memory_limit: int | None, share: float = 1.0) -> float:
-    """Bytes of one device that a program needs beyond a share of those there are."""
-    if isinstance(planned, PlanError):
-        return math.inf
-    traced, stages = planned
-    topology, donated = stages.plan.topology, traced.request.donated
-    use = peak_memory(stages.optimized.program, donated, topology.platform)
-    return max(0.0, use.peak - share * memory_for(topology, memory_limit))
-
-
-def _weighed(
-    name: str, planned: _Planned | PlanError, before: float, is_best: bool, limit: int | None
-) -> Weighed:
-    """What the report says of a schedule."""
-    seconds = None if isinstance(planned, PlanError) else planned[1].timeline.seconds
-    refusal = "" if is_best else "another one is faster"
-    if not is_best and _excess(planned, limit):
-        refusal = "it does not fit in memory"
-    return Weighed(f"pipelines {name}", seconds, before, refusal)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
 from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Program, Region, Value
 from spmd.ir.types import DIM_NUMBERS, Attribute, ConvDims, Dense, Opaque, TensorType
 from spmd.lowering.callbacks import LINKED
-from spmd.lowering.halves.cut import HALF
 from spmd.lowering.local.callbacks import FREE
 from spmd.lowering.local.composite import traced_composite
 from spmd.mesh.mesh import Mesh
@@ -195,10 +194,6 @@ class _Emitter:
             if axes not in self.groups:
                 self.groups[axes] = _matrix(self.mesh.groups(axes))
             groups = self.groups[axes]
-        if op.kind.attrs.get(HALF):
-            # The same groups in another order: XLA makes one of small collectives that have equal
-            # ones, and each half would wait for the other. (Of one group there is one order.)
-            groups = _matrix(self.mesh.groups(axes)[::-1])
         attrs.append(f"replica_groups = {groups}")
         if op.name == "stablehlo.all_to_all":
             attrs.append(f"split_count = {group_size(op.kind.attrs, self.mesh)} : i64")

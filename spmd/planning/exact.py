@@ -18,13 +18,15 @@ from spmd.planning.choices import Choices
 from spmd.planning.decode import decoded
 from spmd.planning.domains import domains_of
 from spmd.planning.greedy import plan_greedily
-from spmd.planning.limit import Prices, Trial, TryOut, fastest_within
+from spmd.planning.limit import P, TryOut, noted, pay_for_memory, skip_detours
 from spmd.planning.network import Copies, CostNetwork
 from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem
+from spmd.planning.search import Search
 from spmd.planning.solver.bounds import excesses
 from spmd.planning.solver.solve import Solution, solve
 from spmd.planning.units import units_of
+from spmd.predict.backends import memory_for
 
 LEAST_EXPOSED = 0.1
 """Share of its time that a reshard costs at least, where the machine could hide all of it."""
@@ -54,16 +56,16 @@ MOST_EXPOSED = 0.5
 
 def plan_exactly(
     problem: Problem,
-    try_out: TryOut,
+    try_out: TryOut[P],
     memory_limit: int | None = None,
     recompute: bool = True,
-) -> Plan:
+) -> P:
     """Plans a whole program.
 
     Proposed are the cheapest plan where reshards take their time; where the machine can hide most
     of it, the cheapest where it does; where there are open arguments, the cheapest in which they
     lie as the marks suggest; and the greedy plan, whose choices all of them weigh. Their programs
-    are timed, and the fastest is taken.
+    are timed, and the fastest that fits in memory is taken.
 
     Args:
       problem: what is to be planned.
@@ -83,16 +85,20 @@ def plan_exactly(
     if (hidden := with_hidden(costs)) is not None:
         solutions.append((hidden, solve(hidden.network)))
         proposed.append(decoded(*solutions[1]))
-    tried = [try_out(plan) for plan in _different(proposed)]
+    search = Search(memory_for(problem.topology, memory_limit), map(try_out, _different(proposed)))
     for solution in solutions:
-        tried += _nearby(*solution, tried, try_out)
-
-    def priced(prices: Prices) -> Plan:
-        return decoded(costs, solve(costs.priced(prices)))
-
-    plan = fastest_within(memory_limit, tried, priced, try_out, recompute)
-    seconds = next(trial.seconds for trial in tried if trial.plan.choices == greedy.choices)
-    return plan._replace(greedy_seconds=seconds)
+        _try_nearby(*solution, search, try_out)
+    fastest = min(search.tried, key=lambda trial: trial.seconds)
+    if not search.fits(fastest):
+        pay_for_memory(search, lambda p: decoded(costs, solve(costs.priced(p))), try_out, recompute)
+        best = noted(search, memory_limit, recompute)
+    else:
+        if recompute:
+            skip_detours(search, try_out)
+        best = search.best
+    seconds = next(t.seconds for t in search.tried if t.plan.choices == greedy.choices)
+    best.plan = best.plan._replace(greedy_seconds=seconds)
+    return best
 
 
 def weighed(problem: Problem) -> tuple[Plan, CostNetwork]:
@@ -125,27 +131,26 @@ def weighed(problem: Problem) -> tuple[Plan, CostNetwork]:
     return greedy, costs
 
 
-def _nearby(
-    costs: CostNetwork, cheapest: Solution, tried: Sequence[Trial], try_out: TryOut
-) -> list[Trial]:
-    """Plans that are about as cheap as the cheapest, each with one decision pinned otherwise.
+def _try_nearby(
+    costs: CostNetwork, cheapest: Solution, search: Search[P], try_out: TryOut[P]
+) -> None:
+    """Tries plans that are about as cheap as the cheapest, each with one decision pinned otherwise.
 
     A sum of costs and the time of a program differ where rewrites merge and hide what was summed
     up. So the decisions that cost the least in the sum are tried out, as many as the program's size
     allows; those that turn out to be faster stay pinned.
     """
     ops = sum(1 for _ in costs.problem.program.walk())
-    found: list[Trial] = []
-    best = min(tried, key=lambda trial: trial.seconds)
-    worth = int(best.seconds * HOPED * RUNS / (SECONDS_AN_OP * max(1, ops)))
+    best = min(trial.seconds for trial in search.tried)
+    worth = int(best * HOPED * RUNS / (SECONDS_AN_OP * max(1, ops)))
     tries = min(MOST_TRIES, MOST_OPS // max(1, ops), worth)
     if not tries:
-        return []
-    network, seen = costs.network, [trial.plan for trial in tried]
-    most = cheapest.cost * NEAR
+        return
+    network, seen = costs.network, [trial.plan for trial in search.tried]
+    most, until = cheapest.cost * NEAR, len(seen) + tries
     alive = [np.arange(len(own)) for own in network.unary]
     for _, variable, state in excesses(network)[: 4 * tries]:
-        if len(found) == tries:
+        if len(seen) == until:
             break
         if state not in alive[variable]:
             continue
@@ -158,10 +163,8 @@ def _nearby(
         if not _different([*seen, plan])[len(seen) :]:
             continue
         seen.append(plan)
-        found.append(try_out(plan))
-        if found[-1].seconds < best.seconds:
-            best, alive = found[-1], pinned
-    return found
+        if (seconds := search.add(try_out(plan)).seconds) < best:
+            best, alive = seconds, pinned
 
 
 def with_hidden(costs: CostNetwork) -> CostNetwork | None:

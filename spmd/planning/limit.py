@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from spmd.errors import PlanError, bytes_text
 from spmd.ir.program import Value
-from spmd.planning.liveness import bound_of, peak_of
+from spmd.planning.liveness import peak_of
 from spmd.planning.plan import Plan
-from spmd.predict.backends import memory_for
+from spmd.planning.search import Judged, Search
 
 Prices = Mapping[Value, float]
 """Seconds for each byte that one device holds of a value."""
@@ -30,20 +30,10 @@ CLOSE, CLOSER = 1.5, 1.02
 again."""
 
 
-class Trial(Protocol):
+class TriedPlan(Judged, Protocol):
     """A plan, and what one device's program of it is predicted to take."""
 
-    @property
-    def plan(self) -> Plan:
-        """The plan."""
-
-    @property
-    def seconds(self) -> float:
-        """Predicted time of one run."""
-
-    @property
-    def bytes(self) -> int:
-        """Predicted memory of one device."""
+    plan: Plan
 
     @property
     def collects(self) -> bool:
@@ -54,161 +44,139 @@ class Trial(Protocol):
         """Names and bytes of what is held at the fullest moment, the largest values of it."""
 
 
-TryOut = Callable[[Plan], Trial]
+P = TypeVar("P", bound=TriedPlan)
+
+TryOut = Callable[[Plan], P]
 """Brings a plan down to one device, as the stages behind the planner will."""
 
 
-def fastest_within(
-    memory_limit: int | None,
-    tried: Sequence[Trial],
-    priced: Callable[[Prices], Plan],
-    try_out: TryOut,
-    recompute: bool = True,
-) -> Plan:
-    """The fastest plan found that keeps to a limit.
-
-    Args:
-      memory_limit: bytes on one device; if left out, what the topology has room for: a wish.
-      tried: plans made without prices.
-      priced: makes a plan at given prices.
-      try_out: predicts what it takes.
-      recompute: whether programs may make values again rather than hold them.
-
-    Raises:
-      PlanError: no plan keeps to the limit that was given.
-    """
-    best = min(tried, key=lambda trial: trial.seconds)
-    limit = memory_for(best.plan.topology, memory_limit)
-    if bound_of(best.plan) <= limit or best.bytes <= limit:
-        return _without_detours(best, limit, try_out) if recompute else best.plan
-    everything = [*tried]
-    if recompute:
-        everything += _recomputed(limit, tried, try_out)
-    split = list(_split_further(limit, best, priced, try_out, _fastest_fitting(everything, limit)))
-    if recompute:
-        everything += _recomputed(limit, split, try_out, everything)
-    everything += split
-    fitting = [trial for trial in everything if trial.bytes <= limit]
-    if fitting:
-        found = min(fitting, key=lambda trial: trial.seconds)
-        return _noted(
-            found.plan,
-            f"the fastest plan needs {bytes_text(best.bytes)} on a device, and there is room for "
-            f"{bytes_text(limit)}: this one takes {found.seconds / best.seconds:.2f} times as "
-            f"long{_again(found.plan)}",
-        )
-    least = min(everything, key=lambda trial: trial.bytes)
-    need = bytes_text(least.bytes)
-    if memory_limit is None:
-        text = f"it is predicted to need {need} on a device; there is room for {bytes_text(limit)}"
-        return _noted(least.plan, text)
-    error = PlanError(
-        f"no plan was found that keeps to {bytes_text(limit)} on a device",
-        actual=f"at least {need}, of which {_largest(least)}",
-        required=bytes_text(limit),
-        fix="split arguments over more axes, use more devices, or split the batch into "
-        "microbatches" + ("" if recompute else ", or allow `Options(recompute=True)`"),
-    )
-    error.least_bytes = least.bytes
-    raise error
-
-
-def _without_detours(best: Trial, limit: int, try_out: TryOut) -> Plan:
-    """A plan that fits, or a faster one whose loops collect less.
+def skip_detours(search: Search[P], try_out: TryOut[P]) -> None:
+    """Tries the best plan with loops that collect less, though it fits.
 
     To write a value to memory in a forward loop and to read it in the backward loop may take longer
     than to compute it again. So the same plan is tried at a low price of memory, at which values
-    are made again where that is nearly free; it is taken if its program is faster.
+    are made again where that is nearly free.
     """
-    if not best.collects:
-        return best.plan
-    price = best.seconds / limit * FIRST
-    again = try_out(best.plan._replace(byte_price=price))
-    return again.plan if again.plan.recomputed and again.seconds < best.seconds else best.plan
+    best = search.best
+    if best.collects:
+        again = try_out(best.plan._replace(byte_price=best.seconds / search.limit * FIRST))
+        if again.plan.recomputed:
+            search.add(again)
 
 
-def _fastest_fitting(trials: Sequence[Trial], limit: int) -> float:
-    return min((trial.seconds for trial in trials if trial.bytes <= limit), default=math.inf)
+def pay_for_memory(
+    search: Search[P], priced: Callable[[Prices], Plan], try_out: TryOut[P], recompute: bool
+) -> None:
+    """Adds plans at prices of memory to a search, of which all so far are too large.
+
+    Args:
+      search: plans made without prices.
+      priced: makes a plan at given prices.
+      try_out: predicts what it takes.
+      recompute: whether programs may make values again rather than hold them.
+    """
+    fastest, plain = min(search.tried, key=lambda trial: trial.seconds), search.tried
+    if recompute:
+        _make_again(search, plain, try_out)
+    unsplit = len(search.tried)
+    _split_further(search, fastest, priced, try_out)
+    if recompute:
+        _make_again(search, search.tried[unsplit:], try_out)
+
+
+def noted(search: Search[P], memory_limit: int | None, recompute: bool) -> P:
+    """The best of a search in which memory was short, with a note that says so.
+
+    Args:
+      search: all that was tried.
+      memory_limit: bytes that one device may use; if left out, what there is room for was a wish.
+      recompute: whether programs may make values again.
+
+    Raises:
+      PlanError: none keeps to the limit that was given.
+    """
+    best, limit = search.best, bytes_text(int(search.limit))
+    need = bytes_text(best.bytes)
+    if search.fits(best):
+        fastest = min(search.tried, key=lambda trial: trial.seconds)
+        note = (
+            f"the fastest plan needs {bytes_text(fastest.bytes)} on a device, and there is room "
+            f"for {limit}: this one takes {best.seconds / fastest.seconds:.2f} times as "
+            f"long{_again(best.plan)}"
+        )
+    elif memory_limit is None:
+        note = f"it is predicted to need {need} on a device; there is room for {limit}"
+    else:
+        largest = ", ".join(f"{bytes_text(size)} {name}" for name, size in best.largest)
+        error = PlanError(
+            f"no plan was found that keeps to {limit} on a device",
+            actual=f"at least {need}, of which {largest}",
+            required=limit,
+            fix="split arguments over more axes, use more devices, or split the batch into "
+            "microbatches" + ("" if recompute else ", or allow `Options(recompute=True)`"),
+        )
+        error.least_bytes = best.bytes
+        raise error
+    best.plan = best.plan._replace(notes=(*best.plan.notes, note))
+    return best
 
 
 def _split_further(
-    limit: int, trial: Trial, priced: Callable[[Prices], Plan], try_out: TryOut, slowest: float
-) -> list[Trial]:
-    """Plans at prices of what was alive at the peak of those before."""
+    search: Search[P], fastest: P, priced: Callable[[Prices], Plan], try_out: TryOut[P]
+) -> None:
+    """Tries plans at prices of what was alive at the peak of those before."""
     alive: dict[Value, None] = {}
 
-    def at(price: float, last: Trial) -> Trial:
-        if last.bytes > limit:
+    def at(price: float, last: P) -> P:
+        if not search.fits(last):
             alive.update(dict.fromkeys(value for value, _ in peak_of(last.plan).alive))
         plan = priced(dict.fromkeys(alive, price))
         return last if plan.choices == last.plan.choices else try_out(plan)
 
-    return _rising(limit, trial, at, CLOSE, slowest)
+    _rising(search, fastest, at, CLOSE)
 
 
-def _recomputed(
-    limit: int, trials: Sequence[Trial], try_out: TryOut, known: Sequence[Trial] = ()
-) -> list[Trial]:
-    """Plans whose programs make values again.
+def _make_again(search: Search[P], trials: Sequence[P], try_out: TryOut[P]) -> None:
+    """Tries plans whose programs make values again.
 
     Args:
-      limit: bytes on one device.
+      search: what was tried so far.
       trials: the same plans without.
       try_out: brings a plan down to one device.
-      known: trials that were made before.
     """
-    found: list[Trial] = []
     for trial in sorted(trials, key=lambda trial: trial.seconds):
 
-        def at(price: float, _: Trial, plan: Plan = trial.plan) -> Trial:
+        def at(price: float, _: P, plan: Plan = trial.plan) -> P:
             return try_out(plan._replace(byte_price=price))
 
+        if search.fits(trial) or trial.seconds >= search.seconds:
+            continue
         # The first plan is looked into at many prices, others where the best price so far promises
         # something: a faster program that fits, or a smaller one where none does.
-        slowest = _fastest_fitting((*known, *found), limit)
-        if trial.bytes <= limit or trial.seconds >= slowest:
-            continue
-        if best := _best((*known, *found), limit):
-            first = at(best.plan.byte_price, trial)
-            found.append(first)
-            if _best((best, first), limit) is best:
+        again = Search(search.limit, [t for t in search.tried if t.plan.byte_price])
+        if again.tried:
+            first = search.add(again.add(at(again.best.plan.byte_price, trial)))
+            if again.best is not first:
                 continue
-        found += _rising(limit, trial, at, CLOSER, slowest)
-    return found
+        _rising(search, trial, at, CLOSER)
 
 
-def _best(trials: Sequence[Trial], limit: int) -> Trial | None:
-    """Of programs that make values again the fastest that fits, or else the smallest."""
-    again = [trial for trial in trials if trial.plan.byte_price]
-    fitting = [trial for trial in again if trial.bytes <= limit]
-    if fitting:
-        return min(fitting, key=lambda trial: trial.seconds)
-    return min(again, key=lambda trial: trial.bytes, default=None)
-
-
-def _rising(
-    limit: int,
-    trial: Trial,
-    at: Callable[[float, Trial], Trial],
-    close: float,
-    slowest: float = math.inf,
-) -> list[Trial]:
-    """Trials at prices that rise until one fits, then close in on the lowest price that does.
+def _rising(search: Search[P], trial: P, at: Callable[[float, P], P], close: float) -> None:
+    """Tries prices that rise until a program fits, then closes in on the lowest price that does.
 
     Args:
-      limit: bytes on one device.
+      search: what was tried so far, and gets all that is tried now.
       trial: one without a price.
       at: the trial at a price, after another.
       close: the ratio of two prices between which no third is tried.
-      slowest: seconds from which on nobody wants a trial.
     """
-    low, high = trial.seconds / limit * FIRST, 0.0
-    price, first = low, trial.bytes
-    found: list[Trial] = []
+    low, high = trial.seconds / search.limit * FIRST, 0.0
+    price, first, slowest = low, trial.bytes, search.seconds
+    found: list[P] = []
     while len(found) < ROUNDS or high:
-        trial = at(price, trial)
+        trial = search.add(at(price, trial))
         found.append(trial)
-        fits = trial.bytes <= limit
+        fits = search.fits(trial)
         if not fits and trial.seconds >= slowest:
             break
         least = min(found, key=lambda t: t.bytes)
@@ -218,11 +186,6 @@ def _rising(
         if high and high <= low * close:
             break
         price = math.sqrt(low * high) if high else price * STEP
-    return found
-
-
-def _noted(plan: Plan, note: str) -> Plan:
-    return plan._replace(notes=(*plan.notes, note))
 
 
 def _again(plan: Plan) -> str:
@@ -230,8 +193,3 @@ def _again(plan: Plan) -> str:
     again = plan.recomputed
     held = bytes_text(sum(value.bytes for value in again))
     return f", and makes values of {held} again rather than hold them" if again else ""
-
-
-def _largest(trial: Trial) -> str:
-    """What takes the most memory, for people."""
-    return ", ".join(f"{bytes_text(size)} {name}" for name, size in trial.largest)

@@ -61,7 +61,7 @@ class Recomputed(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """Another form of a program, and whether it was taken (`spmd.forms`).
+    """Another form of a program, and whether it was taken (`spmd.planning.search`).
 
     Attributes:
       name: what is done to the program, for people.
@@ -77,7 +77,7 @@ class Weighed(NamedTuple):
 
     @property
     def text(self) -> str:
-        """`x (dim 0) in two halves, ...: 172 ms predicted instead of 184 ms`."""
+        """`loops of at most 64 trips written out: 172 ms predicted instead of 184 ms`."""
         before = f"{self.before * 1e3:.3g} ms"
         if self.seconds is None:
             return f"not {self.name}: {before} predicted as it is, {self.refusal}"

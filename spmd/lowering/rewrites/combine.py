@@ -23,7 +23,6 @@ from operator import itemgetter
 from spmd.ir.description import Role
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Region, Value, free_values
-from spmd.lowering.halves.cut import HALF
 from spmd.lowering.rewrites.clock import Clock
 from spmd.lowering.rewrites.flat import COMBINED, combined
 
@@ -263,7 +262,7 @@ def _can_wait(op: Op) -> bool:
 def _key(op: Op) -> _Key:
     attrs = op.kind.attrs
     dtype = op.kind.operands[0].dtype
-    return op.name, attrs["axes"], attrs.get("groups"), attrs.get("body"), attrs.get(HALF), dtype
+    return op.name, attrs["axes"], attrs.get("groups"), attrs.get("body"), dtype
 
 
 def _bytes(op: Op) -> int:

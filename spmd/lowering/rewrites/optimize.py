@@ -6,12 +6,9 @@ program as it is and of the one whose sums travel (`ring`): `spmd.trial` takes t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from spmd.ir.dead import remove_dead
 from spmd.ir.dedupe import dedupe
-from spmd.ir.program import Program, Value
-from spmd.lowering.halves.interleave import interleave
+from spmd.ir.program import Program
 from spmd.lowering.rewrites.clock import Clock
 from spmd.lowering.rewrites.combine import combine
 from spmd.lowering.rewrites.hoist import hoist
@@ -54,7 +51,6 @@ def schedule(
     combine_bytes: int,
     prefetch: int,
     room: Room,
-    half_of: Mapping[Value, int] | None = None,
 ) -> Program:
     """The rewrites that say how and when collectives run, which the others must not undo.
 
@@ -64,13 +60,10 @@ def schedule(
       topology: the machine, whose links decide between ways to do the same.
       combine_bytes, prefetch: see `Options`.
       room: the memory of one device.
-      half_of: of a program in halves, which one a value is made for, 0 or 1.
     """
     # A flat buffer is split in levels, not each small collective in it. `order` comes last, since
     # every other rewrite changes what there is to be ordered.
     clock = Clock(program, mesh, topology)
-    if half_of:
-        program = interleave(program, half_of, clock)
     program = combine(program, clock, combine_bytes)
     program = two_level(program, mesh, topology)
     return order(program, clock, prefetch, room)

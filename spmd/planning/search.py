@@ -1,0 +1,157 @@
+"""`Search`: of all ways to go on, the fastest that fits in memory.
+
+Whatever the compiler weighs is judged here, by the predicted seconds of one run within the bytes of
+one device: plans, prices of memory, forms of a program, schedules of pipelines, meshes.
+
+    plan a          172 ms   60 GiB    the best: it fits in 80 GiB
+    plan b          160 ms   90 GiB    faster, but too large
+    written out     171 ms   61 GiB    does not win the 3 ms that it takes to compile
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from spmd.errors import PlanError
+from spmd.planning.plan import Weighed
+
+TOO_LARGE = "it does not fit in memory"
+
+
+class Judged(Protocol):
+    """One device's program, as far as it is judged."""
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of one run."""
+
+    @property
+    def bytes(self) -> int:
+        """Predicted memory of one device."""
+
+    def fits(self, limit: float) -> bool:
+        """Whether it keeps to so many bytes; told without a prediction where it plainly does."""
+
+
+T = TypeVar("T", bound=Judged)
+
+
+class Candidate(NamedTuple, Generic[T]):
+    """A program with decisions pinned, to be made if it can win.
+
+    Attributes:
+      name: what is pinned, for people.
+      make: makes it, or raises `PlanError`; None where it is known that there is no memory for it.
+      price: seconds of a run that it has to win, for what predictions leave out: time to compile
+        it, more kernels.
+      hope: the most seconds that it can win.
+    """
+
+    name: str
+    make: Callable[[], T] | None
+    price: float = 0.0
+    hope: float = math.inf
+
+
+class _Entry(NamedTuple, Generic[T]):
+    """What became of a candidate; without a name, of what was added as it is."""
+
+    trial: T | None
+    price: float = 0.0
+    name: str = ""
+    before: float = math.inf
+    refusal: str = ""
+
+
+class Search(Generic[T]):
+    """What was tried, and the best of it: the fastest that fits, or else what misses the least.
+
+    Args:
+      limit: bytes that one device may use.
+      tried: what is known already.
+    """
+
+    def __init__(self, limit: float, tried: Iterable[T] = ()) -> None:
+        self.limit = limit
+        self._entries = [_Entry(trial) for trial in tried]
+
+    @property
+    def tried(self) -> list[T]:
+        """Every program that was made, in order."""
+        return [entry.trial for entry in self._entries if entry.trial is not None]
+
+    @property
+    def best(self) -> T:
+        """The best of what was tried; of equals, the first."""
+        best = self._best()
+        assert best is not None
+        return best
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of the best if it fits, else infinite."""
+        best = self._best()
+        return best.seconds if best is not None and self.fits(best) else math.inf
+
+    def fits(self, trial: T) -> bool:
+        """Whether a program keeps to the limit."""
+        return trial.fits(self.limit)
+
+    def add(self, trial: T) -> T:
+        """Adds a program to those tried."""
+        self._entries.append(_Entry(trial))
+        return trial
+
+    def weigh(self, candidate: Candidate[T]) -> T | None:
+        """Makes a candidate if it can win its price; None if it is not made."""
+        name, make, price, hope = candidate
+        best, made, refusal = self._best(), None, ""
+        before = math.inf if best is None else best.seconds
+        if hope < price:
+            refusal = _too_slow(price)
+        elif make is None:
+            refusal = TOO_LARGE
+        else:
+            try:
+                made = make()
+            except PlanError as error:
+                refusal = error.what
+        self._entries.append(_Entry(made, price, name, before, refusal))
+        return made
+
+    @property
+    def weighed(self) -> tuple[Weighed, ...]:
+        """What became of the candidates, for people."""
+        best = self._best()
+        return tuple(
+            Weighed(
+                entry.name,
+                None if entry.trial is None else entry.trial.seconds,
+                entry.before,
+                self._refusal(entry, best),
+            )
+            for entry in self._entries
+            if entry.name
+        )
+
+    def _refusal(self, entry: _Entry[T], best: T | None) -> str:
+        if entry.trial is None or entry.trial is best:
+            return entry.refusal
+        if not self.fits(entry.trial):
+            return TOO_LARGE
+        if entry.before - entry.trial.seconds < entry.price:
+            return _too_slow(entry.price)
+        return "another one is faster"
+
+    def _best(self) -> T | None:
+        made = [(e.trial.seconds + e.price, e.trial) for e in self._entries if e.trial is not None]
+        # Memory takes a look at the whole program: only of what is faster than all that fit.
+        by_time = [trial for _, trial in sorted(made, key=lambda pair: pair[0])]
+        fitting = (trial for trial in by_time if self.fits(trial))
+        return next(fitting, None) or min(by_time, key=lambda trial: trial.bytes, default=None)
+
+
+def _too_slow(price: float) -> str:
+    return f"it would have to win {price * 1e3:.3g} ms"
