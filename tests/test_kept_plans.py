@@ -142,7 +142,7 @@ def test_everything_can_be_asked_of_a_plan_that_was_read(
     compiled = training.compile(cache_dir=tmp_path, verbose=True)
     assert compiled.stages.is_read
     assert without_times(compiled.explain()) == without_times(explained)
-    assert ", in an earlier start" in compiled.explain()
+    assert "; in an earlier start" in compiled.explain()
     assert "an earlier start" in compiled.summary() and "an earlier start" not in planned.summary()
     printed = capfd.readouterr().err
     assert "spmd: read " in printed and "spmd: plan " not in printed

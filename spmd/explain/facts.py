@@ -14,6 +14,7 @@ from spmd.explain.measured import Measured
 from spmd.explain.memory import Memory
 from spmd.explain.prices import Prices
 from spmd.explain.words import bytes_text, plural, seconds_text
+from spmd.planning.exact import TOGETHER
 from spmd.planning.plan import Plan
 from spmd.predict.backends import room_for
 from spmd.predict.memory import MemoryUse
@@ -112,6 +113,17 @@ class Facts:
             f"Times are predicted for {plural(self.plan.mesh.size, 'device')} of their own. CPU "
             "devices are threads that share one machine, and take longer."
         )
+
+
+def proof_text(plan: Plan) -> str:
+    """Which solver made a plan, and how sure it is that there is none with a smaller sum."""
+    if plan.solver == "greedy":
+        return plan.solver
+    axes = sum(map(bool, plan.mesh.axis_atoms.values()))
+    over = "every placement" + (" of two axes at a time" if axes > TOGETHER else "")
+    if not plan.gap:
+        return f"{plan.solver}: of {over} none has a smaller sum of costs"
+    return f"{plan.solver}: its sum of costs is at most {plan.gap:.1%} above the least of {over}"
 
 
 def quality_rows(facts: Facts) -> tuple[tuple[str, float, str], ...]:

@@ -16,7 +16,8 @@ def decoded(costs: CostNetwork, solution: Solution) -> Plan:
 
     The network takes units that look alike for one, so what the plan costs is summed anew.
     """
-    return _Decoded(costs, solution).run()._replace(exposed=costs.exposed)
+    plan = _Decoded(costs, solution).run()
+    return plan._replace(exposed=costs.exposed, gap=solution.gap)
 
 
 class _Decoded(Walk):

@@ -9,7 +9,9 @@ from spmd.mesh.sharding import Sharding
 from spmd.planning.plan import Choice, Move, Plan, Weighed
 from spmd.planning.problem import Problem
 
-_AS_THEY_ARE = ("seconds", "solver", "run_seconds", "greedy_seconds", "byte_price", "exposed")
+_AS_THEY_ARE = (
+    "seconds", "solver", "run_seconds", "greedy_seconds", "byte_price", "exposed", "gap"
+)  # fmt: skip
 """Fields that are numbers or text."""
 
 

@@ -11,6 +11,7 @@ import pytest
 import spmd
 from spmd.errors import ArgumentError
 from spmd.explain.collectives import collective_rows, traffic
+from spmd.explain.facts import proof_text
 from spmd.explain.page.page import render
 from spmd.explain.page.picture import mesh_picture, tile_picture
 from spmd.explain.text.report import explain_program, summarize
@@ -56,6 +57,18 @@ def test_text_says_where_shardings_come_from(text: str) -> None:
     assert rows["params/w_in"].endswith("marked")
     assert rows["0/w_in"].endswith("from argument params/w_in")
     assert '("data", "model")' in rows["0/w_in"]
+
+
+def test_text_says_how_sure_the_solver_is(compiled: Any, text: str) -> None:
+    assert "exact: of every placement none has a smaller sum of costs" in text
+    wide = spmd.Mesh(None, (2, 2, 2), ("a", "b", "c"))
+    jitted = spmd.jit(lambda x: x @ x, mesh=wide, in_specs=(("a", "b"),))
+    three = jitted.lower(np.zeros((8, 8), np.float32), topology=spmd.Topology("h200:8"))
+    plan = three.stages.plan
+    assert proof_text(plan).startswith("exact: of every placement of two axes at a time none")
+    unsure = plan._replace(solver="local search", gap=0.021)
+    assert "at most 2.1% above the least" in proof_text(unsure)
+    assert proof_text(plan._replace(solver="greedy")) == "greedy"
 
 
 def test_the_summary_is_short(compiled: Any) -> None:

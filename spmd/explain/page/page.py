@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from spmd.explain.decisions import conflict_rows
-from spmd.explain.facts import Facts
+from spmd.explain.facts import Facts, proof_text
 from spmd.explain.page import decided, picture, pipelined, run
 from spmd.explain.page import parts as h
 from spmd.explain.page.first import first_screen, resource
@@ -26,7 +26,7 @@ def render(facts: Facts) -> str:
     texts = dict.fromkeys([*(form.text for form in plan.forms), *plan.notes])
     notes = [tag("li", source_text(text)) for text in texts]
     title = f"{facts.title} on {plural(plan.mesh.size, 'device')}"
-    lead = f"Mesh {plan.mesh} on {plan.topology}, planned by the {plan.solver} solver. "
+    lead = f"Mesh {plan.mesh} on {plan.topology}, planned by the solver, {proof_text(plan)}. "
     lead += facts.shared_text
     head = tag(
         "head",

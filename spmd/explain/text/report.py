@@ -8,7 +8,7 @@ from spmd.explain.collectives import collective_rows, traffic
 from spmd.explain.costly import CostlyMark, costly_text
 from spmd.explain.costs import code_lines, largest
 from spmd.explain.decisions import conflict_rows, loser_text, marks_title
-from spmd.explain.facts import Facts, memory_rows, quality_rows
+from spmd.explain.facts import Facts, memory_rows, proof_text, quality_rows
 from spmd.explain.pipelines import PipelineRow, pipeline_rows
 from spmd.explain.recomputed import recomputed_rows, recomputed_title
 from spmd.explain.rings import RingRow, ring_rows
@@ -151,7 +151,7 @@ def _header(facts: Facts) -> list[str]:
     rows = [
         ("mesh", f"{plan.mesh} ({plan.mesh.size} devices)"),
         ("topology", str(plan.topology)),
-        ("solver", plan.solver + (", in an earlier start" if facts.stages.is_read else "")),
+        ("solver", proof_text(plan) + ("; in an earlier start" if facts.stages.is_read else "")),
         ("predicted", _time(facts)),
         ("measured", facts.measured.title if facts.measured else ""),
         *((what, text) for what, _, text in quality_rows(facts)),

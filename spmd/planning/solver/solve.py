@@ -39,7 +39,13 @@ class Solution(NamedTuple):
     @property
     def exact(self) -> bool:
         """Whether no joint state is cheaper."""
-        return self.cost - self.lower <= CLOSE * abs(self.cost)
+        return self.gap == 0.0
+
+    @property
+    def gap(self) -> float:
+        """How far the cost is above what none can undercut, as a share of it."""
+        above = self.cost - self.lower
+        return above / abs(self.cost) if above > CLOSE * abs(self.cost) else 0.0
 
 
 def solve(network: Network, limit: int = TABLE_LIMIT, rounds: int = ROUNDS) -> Solution:
