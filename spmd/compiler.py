@@ -19,12 +19,20 @@ from typing import Any
 
 import jax
 
-from spmd.forms import MOST_TRIPS, fastest, forms_in_halves, forms_written_out
+from spmd.forms import (
+    MOST_TRIPS,
+    STACKED_GAIN,
+    fastest,
+    forms_in_halves,
+    forms_stacked,
+    forms_written_out,
+)
 from spmd.frontend.accumulate import accumulate
 from spmd.frontend.canonicalize.run import canonicalize
 from spmd.frontend.importer.module import Imported, import_module, module_text
 from spmd.frontend.marks import Entries, collect_marks, result_mark
 from spmd.frontend.separate import separate
+from spmd.frontend.stack import Stack, stacked
 from spmd.frontend.unflatten import unflatten
 from spmd.frontend.unroll import unroll
 from spmd.ir.callbacks import Callback
@@ -51,6 +59,7 @@ from spmd.planning.legality import check_plan
 from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem, posed
 from spmd.planning.record import recorded, replayed
+from spmd.planning.stacks import stacks_of
 from spmd.predict.timeline import Timeline
 from spmd.progress import Stopwatch
 from spmd.propagation.propagated import Propagated
@@ -153,9 +162,10 @@ def compile_module(request: Request, options: Options) -> Stages:
         if kept is not None:
             trial = _replayed(kept, request, options, imported, clock)
         else:
-            trial, is_written_out = _chosen(request, options, imported, clock)
+            trial, stacks, is_written_out = _chosen(request, options, imported, clock)
             if store and key:
-                clock("keep", lambda: store.put(key, _record(trial, is_written_out)))
+                record = _record(trial, stacks, is_written_out)
+                clock("keep", lambda: store.put(key, record))
         platform, links, orders = request.platform, request.links, request.arg_orders
         args = trial.optimized, links, orders, platform, options.layouts
         laid_out = clock("layouts", lay_out, *args)
@@ -170,25 +180,38 @@ def compile_module(request: Request, options: Options) -> Stages:
 
 def _chosen(
     request: Request, options: Options, imported: Imported, clock: Stopwatch
-) -> tuple[Trial, bool]:
-    """The fastest plan of the fastest form, and whether that has its loops written out."""
+) -> tuple[Trial, tuple[Stack, ...], bool]:
+    """The fastest plan of the fastest form: what is stacked, and whether loops are written out."""
 
     def planned(program: Program) -> Trial:
         problem = _problem(request, imported, program, clock)
         return plan_problem(problem, options, request.donated, clock)
 
-    program = clock("unroll", unroll, imported.program, options.unroll or 0)
-    first = trial = planned(program)
+    program, limit = (
+        clock("unroll", unroll, imported.program, options.unroll or 0),
+        options.memory_limit,
+    )
+    plain = trial = planned(program)
+    stacks, seconds = clock("stack", stacks_of, plain.plan, plain.seconds * STACKED_GAIN)
+    if stacks:
+        trial = fastest(plain, forms_stacked(plain, stacks, seconds, planned), limit)
+    stacks, program = (stacks, trial.plan.program) if trial is not plain else ((), program)
+    whole = trial
     if options.unroll is None:
         forms = forms_written_out(trial, program, planned, request.platform)
-        trial = fastest(trial, forms, options.memory_limit)
-    return trial, trial is not first
+        trial = fastest(whole, forms, limit)
+        if trial is not whole:  # what was said of stacks holds for it, too
+            trial.plan = trial.plan._replace(forms=(*whole.plan.forms, *trial.plan.forms))
+    return trial, stacks, trial is not whole
 
 
-def _record(trial: Trial, is_written_out: bool) -> bytes:
+def _record(trial: Trial, stacks: tuple[Stack, ...], is_written_out: bool) -> bytes:
     """What was chosen, to be kept."""
     cuts = trial.seed and trial.seed.cuts
-    record = {"plan": recorded(trial.plan), "cuts": cuts, "is_written_out": is_written_out}
+    record = {
+        "plan": recorded(trial.plan), "cuts": cuts, "stacks": stacks,
+        "is_written_out": is_written_out,
+    }  # fmt: skip
     return json.dumps(record).encode()
 
 
@@ -201,6 +224,9 @@ def _replayed(
     """
     record = json.loads(kept)
     program = clock("unroll", unroll, imported.program, options.unroll or 0)
+    if record["stacks"]:
+        program = clock("sink", sink_invariants, program)
+        program = clock("stack", stacked, program, [Stack(*stack) for stack in record["stacks"]])
     if record["is_written_out"]:
         program = clock("unroll", unroll, program, MOST_TRIPS)
     problem = _problem(request, imported, program, clock)

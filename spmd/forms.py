@@ -1,5 +1,6 @@
 """Forms of a program: the same one written otherwise, taken where that is predicted to be faster.
 
+    stacked       equal work is done at once, and devices share it (`spmd.planning.stacks`)
     written out   loops of a few trips, so that trips overlap (`spmd.frontend.unroll`)
     in halves     one half computes while the other one is exchanged (`spmd.lowering.halves`)
 
@@ -11,11 +12,12 @@ memory the fastest is taken. The plan keeps what was weighed, and the report say
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from spmd.errors import PlanError
+from spmd.frontend.stack import Stack, described, stacked
 from spmd.frontend.unroll import unroll
 from spmd.ir.program import Program
 from spmd.planning.exact import RUNS
@@ -36,6 +38,13 @@ HALVES_GAIN = 0.07
 Not priced: twice the kernels, and products that slow down beside communication. On two H200s a
 tensor-parallel step that waits and idles 11 ms instead of 26 takes as long as before, 190 ms, where
 6% less was predicted; for v5e:4x4 the TPU compiler makes 143 ms with halves and 142 without.
+"""
+
+
+STACKED_GAIN = 0.05
+"""Share of its time that a program must win by having equal work stacked.
+
+Not priced: what is put side by side and taken apart may be copied where a fusion was predicted.
 """
 
 
@@ -91,6 +100,18 @@ def _tried(trial: Trial, form: Form, memory_limit: int | None) -> tuple[Trial | 
         return other, too_slow
     limit = max(trial.bytes, memory_for(trial.plan.topology, memory_limit))
     return other, too_large if other.bytes > limit else ""
+
+
+def forms_stacked(
+    trial: Trial, stacks: Sequence[Stack], seconds: float, planned: Callable[[Program], Trial]
+) -> Iterator[Form]:
+    """The form in which equal work is stacked, if there is some; `seconds` is what it can win."""
+    program = trial.plan.program
+    if stacks:
+        made = trial.clock("stack", stacked, program, stacks)
+        names = ", ".join(described(program, stack) for stack in stacks)
+        price = trial.seconds * STACKED_GAIN
+        yield Form(f"stacked: {names}", price, seconds, partial(planned, made))
 
 
 def forms_written_out(
