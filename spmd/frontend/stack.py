@@ -77,7 +77,7 @@ class Block:
     @cached_property
     def reads(self) -> list[tuple[Value, ...]]:
         """For each op all that it reads."""
-        return [reads(op) for op in self.ops]
+        return [reads(op) if op.regions else op.operands for op in self.ops]
 
     @cached_property
     def users(self) -> Mapping[Value, Sequence[tuple[int, int]]]:
@@ -124,7 +124,7 @@ class Block:
     # What does the same.
 
     def grown(self, seeds: Row, taken: Iterable[int] = ()) -> list[Row]:
-        """Every row that is found from one, and in which no lane needs another.
+        """Every row that is found from one.
 
         Args:
           seeds: the one; its ops are independent.
@@ -142,7 +142,7 @@ class Block:
                     lanes.update((place, (row, lane)) for lane, place in enumerate(row))
                     rows[row] = None
                     waiting.append(row)
-        return self._independent(list(rows), seeds)
+        return list(rows)
 
     def _beside(self, row: Row) -> Iterator[Row]:
         """Of ops that do the same, those that make the same operand, or read the same result."""
@@ -174,7 +174,7 @@ class Block:
             return carries_that_differ(op, len(row), differs) is not None
         return form_of(op.kind, len(row), differs) is not None
 
-    def _independent(self, rows: list[Row], seeds: Row) -> list[Row]:
+    def independent(self, rows: Sequence[Row], seeds: Row) -> list[Row]:
         """The rows in which no lane needs another.
 
         Lanes are bits. First go ops that two lanes' seeds lead to, or that lead to two lanes'

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from spmd.frontend.stack import OUTSIDE, Block, Row, Stack
@@ -29,7 +30,7 @@ from spmd.predict.timeline import least_seconds
 from spmd.reshard.comm import collective_seconds
 
 TENTH = 0.1
-"""Ops of one kind that cannot win this share of what all stacks have to are left alone."""
+"""Of what all stacks have to win, the share that each of them has to."""
 
 
 class Stacks(NamedTuple):
@@ -59,7 +60,7 @@ def stacks_of(plan: Plan, price: float) -> Stacks:
     none = Stacks((), 0.0)
     if plan.mesh.size < 2 or most < price:
         return none
-    costs = _Costs(plan)
+    costs, least = _Costs(plan), price * TENTH
     block = costs.block
     classes: dict[object, list[int]] = {}
     for place, op in enumerate(block.ops):
@@ -68,29 +69,37 @@ def stacks_of(plan: Plan, price: float) -> Stacks:
     likely = []
     for shape, places in classes.items():
         if shape is not None and len(places) > 1:
-            seconds = sum(costs.own(place, len(places)) + costs.moved(place) for place in places)
-            if seconds >= price * TENTH:
+            seconds = costs.most(tuple(places))
+            if seconds >= least:
                 likely.append((-seconds, places))
-    found: list[Stack] = []
-    won, taken = 0.0, set[int]()
+    found: list[tuple[Stack, float]] = []
+    taken: set[int] = set()
     for _, places in sorted(likely):
         for seeds in _independent(block, places):
-            if not taken.isdisjoint(seeds):
+            rows = block.grown(seeds, taken) if taken.isdisjoint(seeds) else []
+            if all(seconds < least for seconds in accumulate(map(costs.most, rows))):
                 continue
-            rows, seconds = costs.worth_it(block.grown(seeds, taken))
-            stack = Stack(tuple(tuple(block.ops[p].results[0] for p in row) for row in rows))
-            if rows and block.order([*found, stack]) is not None:
-                found.append(stack)
+            rows, seconds = costs.worth_it(block.independent(rows, seeds))
+            if seconds >= least:
+                first = (tuple(block.ops[place].results[0] for place in row) for row in rows)
+                found.append((Stack(tuple(first)), seconds))
                 taken.update(place for row in rows for place in row)
-                won += seconds
-    won = min(won, most)
-    return Stacks(tuple(found), won) if won >= price else none
+    if sum(seconds for _, seconds in found) < price:
+        return none
+    stacks: list[Stack] = []
+    won = 0.0
+    for stack, seconds in found:
+        if block.order([*stacks, stack]) is not None:
+            stacks.append(stack)
+            won += seconds
+    return Stacks(tuple(stacks), min(won, most)) if won >= price else none
 
 
 def _is_work(op: Op) -> bool:
     """Whether an op takes more than going through its operands once, or something inside does."""
-    inside = (inner for region in op.regions for inner in walk_region(region))
-    return any(o.kind.about.flops or o.kind.about.passes for o in (op, *inside))
+    about = op.kind.about
+    inside = (inner for region in op.regions for inner in region.ops)
+    return bool(about.flops or about.passes) or any(map(_is_work, inside))
 
 
 def _independent(block: Block, places: Sequence[int]) -> Iterator[Row]:
@@ -149,19 +158,23 @@ class _Costs:
             self._shares[key] = max(0.0, now - whole / share)
         return self._shares[key]
 
+    def most(self, row: Row) -> float:
+        """The most that ops that do the same can win."""
+        return sum(self.own(place, len(row)) + self.moved(place) for place in row)
+
     def moved(self, place: int) -> float:
         """Seconds of the reshards of what an op reads and makes."""
         op, block = self.block.ops[place], self.block
-        into = sum(self.moves.get((v, place), 0.0) for v in set(block.reads[place]))
-        out = {(v, user) for v in op.results for user, _ in block.users.get(v, ()) if user != place}
-        return into + sum(self.moves.get(key, 0.0) for key in out)
+        into = [(v, place) for v in block.reads[place]]
+        out = [(v, user) for v in op.results for user, _ in block.users.get(v, ())]
+        return sum(self.moves.get(key, 0.0) for key in dict.fromkeys((*into, *out)))
 
     def lanes(self, values: Sequence[Value]) -> float:
         """Seconds to bring each lane's value to the device that does the lane, or back."""
         plan = self.plan
         if all(plan.states[v] is None for v in values):
             return 0.0
-        share = sum(plan.program.types[v].bytes for v in values) // plan.mesh.size
+        share = plan.program.types[values[0]].bytes * len(values) // plan.mesh.size
         args = "all_to_all", self.atoms, share, share, plan.mesh, plan.topology
         return collective_seconds(*args) + 2 * share / plan.topology.hbm_bandwidth
 
@@ -221,7 +234,7 @@ class _Costs:
         """Adds what a row makes; returns the reshards of it for what cannot be stacked."""
         users = [(v, user) for v in values for user, _ in self.block.users.get(v, ())]
         network.edge(row, ("made", values), self.lanes(values))
-        for _, user in users:
-            network.edge(("made", values), row_at.get(user, SINK), math.inf)
+        for end in dict.fromkeys(row_at.get(user, SINK) for _, user in users):
+            network.edge(("made", values), end, math.inf)
         outside = dict.fromkeys(use for use in users if use[1] not in row_at)
         return sum(self.moves.get(use, 0.0) for use in outside)
