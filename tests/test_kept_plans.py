@@ -91,6 +91,16 @@ def lower_halves(**options: Any) -> spmd.Lowered:
     return jitted.lower(x, ws, topology=spmd.Topology("v5e:2x4"))
 
 
+def lower_stacked(**options: Any) -> spmd.Lowered:
+    def f(xs: Any) -> Any:
+        return [lax.fori_loop(0, 9, lambda _, x: x - x @ (x.T @ x), x) for x in xs]
+
+    mesh = spmd.Mesh(None, (8,), ("data",))
+    jitted = spmd.jit(f, mesh=mesh, options=spmd.Options(**options))
+    xs = [struct((1024, 2048), "data", None, mesh=mesh) for _ in range(8)]
+    return jitted.lower(xs, topology=spmd.Topology("h200:8"))
+
+
 @functools.cache
 def peak() -> int:
     return lower_layers(unroll=0).predicted_memory.peak
@@ -104,6 +114,7 @@ CASES: dict[str, Callable[..., spmd.Lowered]] = {
     "greedy": lambda **o: lower_layers(topology="cpu:8", planner="greedy", **o),
     "uneven": lower_uneven,
     "halves": lower_halves,
+    "stacked": lower_stacked,
     "training": lambda **o: mlp(spmd.make_mesh(data=4, model=2)).lower(**o),
 }
 

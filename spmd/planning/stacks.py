@@ -75,7 +75,7 @@ def stacks_of(plan: Plan, price: float) -> Stacks:
     found: list[tuple[Stack, float]] = []
     taken: set[int] = set()
     for _, places in sorted(likely):
-        for seeds in _independent(block, places):
+        for seeds in independent_groups(block, places):
             rows = block.grown(seeds, taken) if taken.isdisjoint(seeds) else []
             if all(seconds < least for seconds in accumulate(map(costs.most, rows))):
                 continue
@@ -102,7 +102,7 @@ def _is_work(op: Op) -> bool:
     return bool(about.flops or about.passes) or any(map(_is_work, inside))
 
 
-def _independent(block: Block, places: Sequence[int]) -> Iterator[Row]:
+def independent_groups(block: Block, places: Sequence[int]) -> Iterator[Row]:
     """Ops of one kind in groups none of which needs another of its group: by how many it needs."""
     # Iterations of sixteen loops that were written out: the first of each, the second of each, ...
     members, level = set(places), dict[Value, int]()
