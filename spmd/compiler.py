@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -187,22 +188,21 @@ def _chosen(
         problem = _problem(request, imported, program, clock)
         return plan_problem(problem, options, request.donated, clock)
 
-    program, limit = (
-        clock("unroll", unroll, imported.program, options.unroll or 0),
-        options.memory_limit,
-    )
+    limit = options.memory_limit
+    program = clock("unroll", unroll, imported.program, options.unroll or 0)
     plain = trial = planned(program)
-    stacks, seconds = clock("stack", stacks_of, plain.plan, plain.seconds * STACKED_GAIN)
-    if stacks:
-        trial = fastest(plain, forms_stacked(plain, stacks, seconds, planned), limit)
-    stacks, program = (stacks, trial.plan.program) if trial is not plain else ((), program)
+    found = clock("stack", stacks_of, plain.plan, plain.seconds * STACKED_GAIN)
+    if found.stacks:
+        made = clock("stack", stacked, plain.plan.program, found.stacks)
+        trial = fastest(plain, forms_stacked(plain, found, partial(planned, made)), limit)
+        program = program if trial is plain else made
     whole = trial
     if options.unroll is None:
-        forms = forms_written_out(trial, program, planned, request.platform)
+        forms = forms_written_out(whole, program, planned, request.platform)
         trial = fastest(whole, forms, limit)
         if trial is not whole:  # what was said of stacks holds for it, too
             trial.plan = trial.plan._replace(forms=(*whole.plan.forms, *trial.plan.forms))
-    return trial, stacks, trial is not whole
+    return trial, () if whole is plain else found.stacks, trial is not whole
 
 
 def _record(trial: Trial, stacks: tuple[Stack, ...], is_written_out: bool) -> bytes:

@@ -12,16 +12,17 @@ memory the fastest is taken. The plan keeps what was weighed, and the report say
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
 from spmd.errors import PlanError
-from spmd.frontend.stack import Stack, described, stacked
+from spmd.frontend.stack import described
 from spmd.frontend.unroll import unroll
 from spmd.ir.program import Program
 from spmd.planning.exact import RUNS
 from spmd.planning.plan import Weighed
+from spmd.planning.stacks import Stacks
 from spmd.predict.backends import backend_of, memory_for
 from spmd.trial import Trial
 
@@ -102,16 +103,10 @@ def _tried(trial: Trial, form: Form, memory_limit: int | None) -> tuple[Trial | 
     return other, too_large if other.bytes > limit else ""
 
 
-def forms_stacked(
-    trial: Trial, stacks: Sequence[Stack], seconds: float, planned: Callable[[Program], Trial]
-) -> Iterator[Form]:
-    """The form in which equal work is stacked, if there is some; `seconds` is what it can win."""
-    program = trial.plan.program
-    if stacks:
-        made = trial.clock("stack", stacked, program, stacks)
-        names = ", ".join(described(program, stack) for stack in stacks)
-        price = trial.seconds * STACKED_GAIN
-        yield Form(f"stacked: {names}", price, seconds, partial(planned, made))
+def forms_stacked(trial: Trial, found: Stacks, make: Callable[[], Trial]) -> Iterator[Form]:
+    """The form in which equal work is stacked: `make` brings it down to one device."""
+    names = ", ".join(described(trial.plan.program, stack) for stack in found.stacks)
+    yield Form(f"stacked: {names}", trial.seconds * STACKED_GAIN, found.seconds, make)
 
 
 def forms_written_out(
