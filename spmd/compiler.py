@@ -1,6 +1,6 @@
 """The compiler, top to bottom: every stage in order, timed, checked, printable.
 
-    import -> canonicalize -> separate -> dedupe -> unroll -> sink -> propagate
+    import -> canonicalize -> separate -> dedupe -> stack -> unroll -> sink -> propagate
     plan -> partition -> optimize -> time -> layouts -> expand -> emit
 
 The planner proposes a few plans. Each is partitioned, optimized and timed (`spmd.trial`), and the
@@ -15,16 +15,18 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
 
-from spmd.forms import MOST_TRIPS, forms_written_out
+from spmd.forms import MOST_TRIPS, STACKED_GAIN, forms_written_out, stacked_form
 from spmd.frontend.accumulate import accumulate
 from spmd.frontend.canonicalize.run import canonicalize
 from spmd.frontend.importer.module import Imported, import_module, module_text
 from spmd.frontend.marks import Entries, collect_marks, result_mark
 from spmd.frontend.separate import separate
+from spmd.frontend.stack import Stack, stacked
 from spmd.frontend.unflatten import unflatten
 from spmd.frontend.unroll import unroll
 from spmd.ir.callbacks import Callback
@@ -50,6 +52,7 @@ from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem, posed
 from spmd.planning.record import recorded, replayed
 from spmd.planning.search import Search
+from spmd.planning.stacks import stacks_of
 from spmd.predict.backends import memory_for
 from spmd.predict.timeline import Timeline
 from spmd.progress import Stopwatch
@@ -153,9 +156,10 @@ def compile_module(request: Request, options: Options) -> Stages:
         if kept is not None:
             trial = _replayed(kept, request, options, imported, clock)
         else:
-            trial, is_written_out = _chosen(request, options, imported, clock)
+            trial, stacks, is_written_out = _chosen(request, options, imported, clock)
             if store and key:
-                clock("keep", lambda: store.put(key, _record(trial, is_written_out)))
+                record = _record(trial, stacks, is_written_out)
+                clock("keep", lambda: store.put(key, record))
         platform, links, orders = request.platform, request.links, request.arg_orders
         args = trial.optimized, links, orders, platform, options.layouts
         laid_out = clock("layouts", lay_out, *args)
@@ -170,27 +174,37 @@ def compile_module(request: Request, options: Options) -> Stages:
 
 def _chosen(
     request: Request, options: Options, imported: Imported, clock: Stopwatch
-) -> tuple[Trial, bool]:
-    """The fastest plan of the fastest form, and whether that has its loops written out."""
+) -> tuple[Trial, tuple[Stack, ...], bool]:
+    """The fastest plan of the fastest form: what is stacked, and whether loops are written out."""
 
     def planned(program: Program) -> Trial:
         problem = _problem(request, imported, program, clock)
         return plan_problem(problem, options, request.donated, clock)
 
+    limit = memory_for(request.topology, options.memory_limit)
     program = clock("unroll", unroll, imported.program, options.unroll or 0)
-    first = planned(program)
-    search = Search(memory_for(request.topology, options.memory_limit), [first])
+    plain = planned(program)
+    search = Search(limit, [plain])
+    found = clock("stack", stacks_of, plain.plan, plain.seconds * STACKED_GAIN)
+    if found.stacks:
+        made = clock("stack", stacked, plain.plan.program, found.stacks)
+        search.weigh(stacked_form(plain, found, partial(planned, made)))
+        program = program if search.best is plain else made
+    whole, forms = search.best, search.weighed
+    search = Search(limit, [whole])
     if options.unroll is None:
-        for form in forms_written_out(first, program, planned, request.platform):
+        for form in forms_written_out(whole, program, planned, request.platform):
             search.weigh(form)
     best = search.best
-    best.plan = best.plan._replace(forms=search.weighed)
-    return best, best is not first
+    best.plan = best.plan._replace(forms=(*forms, *search.weighed))
+    return best, () if whole is plain else found.stacks, best is not whole
 
 
-def _record(trial: Trial, is_written_out: bool) -> bytes:
+def _record(trial: Trial, stacks: tuple[Stack, ...], is_written_out: bool) -> bytes:
     """What was chosen, to be kept."""
-    record = {"plan": recorded(trial.plan), "is_written_out": is_written_out}
+    record = {
+        "plan": recorded(trial.plan), "stacks": stacks, "is_written_out": is_written_out
+    }  # fmt: skip
     return json.dumps(record).encode()
 
 
@@ -203,6 +217,9 @@ def _replayed(
     """
     record = json.loads(kept)
     program = clock("unroll", unroll, imported.program, options.unroll or 0)
+    if record["stacks"]:
+        program = clock("sink", sink_invariants, program)
+        program = clock("stack", stacked, program, [Stack(*stack) for stack in record["stacks"]])
     if record["is_written_out"]:
         program = clock("unroll", unroll, program, MOST_TRIPS)
     problem = _problem(request, imported, program, clock)

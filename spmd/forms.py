@@ -1,5 +1,6 @@
 """Forms of a program: the same one written otherwise, taken where that is predicted to be faster.
 
+    stacked       equal work is done at once, and devices share it (`spmd.planning.stacks`)
     written out   loops of a few trips, so that trips overlap (`spmd.frontend.unroll`)
 
 A form has a price, the seconds of a run that it has to win for what predictions leave out: time to
@@ -11,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from spmd.frontend.stack import described
 from spmd.frontend.unroll import unroll
 from spmd.ir.program import Program
 from spmd.planning.exact import RUNS
 from spmd.planning.search import Candidate
+from spmd.planning.stacks import Stacks
 from spmd.predict.backends import backend_of
 from spmd.trial import Trial
 
@@ -24,6 +27,18 @@ MOST_TRIPS = 64
 WRITTEN_OUT_GAIN, MOST_GAIN = 0.02, 0.2
 """Share of its time that a program must win by having its loops written out, and the most that is
 hoped for: a larger share of the time is not waited for."""
+
+STACKED_GAIN = 0.05
+"""Share of its time that a program must win by having equal work stacked.
+
+Not priced: what is put side by side and taken apart may be copied where a fusion was predicted.
+"""
+
+
+def stacked_form(trial: Trial, found: Stacks, make: Callable[[], Trial]) -> Candidate[Trial]:
+    """The form in which equal work is stacked: `make` brings it down to one device."""
+    names = ", ".join(described(trial.plan.program, stack) for stack in found.stacks)
+    return Candidate(f"stacked: {names}", make, trial.seconds * STACKED_GAIN, found.seconds)
 
 
 def forms_written_out(

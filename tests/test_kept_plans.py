@@ -79,6 +79,16 @@ def lower_uneven(**options: Any) -> spmd.Lowered:
     return jitted.lower(struct((10, 6)), struct((6, 6), "model", None))
 
 
+def lower_stacked(**options: Any) -> spmd.Lowered:
+    def f(xs: Any) -> Any:
+        return [lax.fori_loop(0, 9, lambda _, x: x - x @ (x.T @ x), x) for x in xs]
+
+    mesh = spmd.Mesh(None, (8,), ("data",))
+    jitted = spmd.jit(f, mesh=mesh, options=spmd.Options(**options))
+    xs = [struct((1024, 2048), "data", None, mesh=mesh) for _ in range(8)]
+    return jitted.lower(xs, topology=spmd.Topology("h200:8"))
+
+
 @functools.cache
 def peak() -> int:
     return lower_layers(unroll=0).predicted_memory.peak
@@ -91,6 +101,7 @@ CASES: dict[str, Callable[..., spmd.Lowered]] = {
     "limit": lambda **o: lower_layers(limit=int(0.8 * peak()), unroll=0, **o),
     "greedy": lambda **o: lower_layers(topology="cpu:8", planner="greedy", **o),
     "uneven": lower_uneven,
+    "stacked": lower_stacked,
     "training": lambda **o: mlp(spmd.make_mesh(data=4, model=2)).lower(**o),
 }
 

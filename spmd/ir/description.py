@@ -45,6 +45,8 @@ class Description(NamedTuple):
 
     Attributes:
       rule: from the op's kind to its sharding `Rule`; None for control flow.
+      batched: from its kind, a number of such ops and which operands differ among them, the op that
+        does all at once (`spmd.ir.dialect.batched`); None where there is none.
       is_same_locally: one device computes its piece by the op itself, at the pieces' shapes.
       vanishes: one device's piece of the result is its piece of the operand.
       is_elementwise: each element of the results depends on the same elements of the operands.
@@ -81,6 +83,7 @@ class Description(NamedTuple):
     """
 
     rule: Callable[[Any], Any] | None = None
+    batched: Callable[[Any, int, Sequence[bool]], Any] | None = None
     is_same_locally: bool = False
     vanishes: bool = False
     is_elementwise: bool = False

@@ -48,7 +48,7 @@ def run(case: Case, **options: Any) -> Outcome:
         return Outcome(FAILED, _key(error), f"{type(error).__name__}: {error}")
     wrong = [name for name in want if differ(got[name], want[name], case)]
     if wrong:
-        others = _other_references(reference, plain, args, case)
+        others = other_references(reference, plain, args, case)
         wrong = [n for n in wrong if not any(differ(o[n], want[n], case) for o in others)]
     if not wrong:
         return Outcome(PASSED)
@@ -96,7 +96,7 @@ def differ(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], case: Case) -> bool
     return not bool(np.all(np.abs(x[finite] - y[finite]) <= tolerance(case) * scale))
 
 
-def _other_references(
+def other_references(
     reference: Any, plain: Any, args: Sequence[Any], case: Case
 ) -> list[dict[str, np.ndarray[Any, Any]]]:
     """Results that are as right as the reference: op by op, and from arguments a touch off."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -93,6 +93,28 @@ def test_a_step_of_muon() -> None:
     lowered = planned(step, LINE, (params, state, params), donate_argnums=(0, 1))
     assert lowered.cost < 14e-3
     assert sum(c.bytes * (c.count or 1) for c in lowered.collectives) <= 448 * 2**20
+
+
+def test_a_step_of_muon_over_single_matrices() -> None:
+    """Sixteen layers of their own take what they do in a stack: devices take whole matrices."""
+
+    def cost(shapes: Mapping[str, Sequence[int]], specs: dict[str, Spec], dims: Any) -> float:
+        params = {name: struct(shape, LINE, specs[name]) for name, shape in shapes.items()}
+        dims = dict.fromkeys(shapes, optax.contrib.MuonDimensionNumbers(*dims))
+        optimizer = optax.contrib.muon(1e-3, muon_weight_dimension_numbers=dims)
+
+        def step(params: Any, state: Any, grads: Any) -> Any:
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        state = jax.eval_shape(optimizer.init, params)
+        return planned(step, LINE, (params, state, params), donate_argnums=(0, 1)).cost
+
+    whole = {"up": (16, 2048, 8192), "down": (16, 8192, 2048)}
+    specs: dict[str, Spec] = {"up": (None, "data", None), "down": (None, None, "data")}
+    apart = {f"{name}{i}": shape[1:] for name, shape in whole.items() for i in range(16)}
+    own = {name: specs[name.rstrip("0123456789")][1:] for name in apart}
+    assert cost(apart, own, ((0,), (1,))) <= 1.1 * cost(whole, specs, ((1,), (2,)))
 
 
 def linear_attention(q: Any, k: Any, v: Any, g: Any) -> Any:

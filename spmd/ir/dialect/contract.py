@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from spmd.ir.description import Role
+from spmd.ir.dialect.batched import Batched, in_front, second_half, shifted
 from spmd.ir.dialect.merge import Merge
 from spmd.ir.dialect.reducers import NEUTRAL
 from spmd.ir.dialect.registry import op
@@ -30,7 +32,35 @@ def dot_flops(kind: OpKind) -> int:
     return 2 * kind.results[0].size * math.prod(contracted)
 
 
-@op("stablehlo.dot_general", flops=dot_flops, reads="matrices")
+def _batched_dot(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched:
+    """One more batch dim; if one operand is the same for all, a dim of the other's rows instead.
+
+    `i k, k j -> i j` is `b i k, b k j -> b i j`, or `i k, b k j -> i b j`.
+    """
+    dims: DotDims = kind.attrs["dot_dimension_numbers"]
+    both = (0,) * all(differs)
+    left, right = (shifted if differ else tuple for differ in differs)
+    numbers = DotDims(
+        (*both, *left(dims.lhs_batch)),
+        (*both, *right(dims.rhs_batch)),
+        left(dims.lhs_contract),
+        right(dims.rhs_contract),
+    )
+    # Results have the batch dims in front, then the rest of the left operand, then of the right.
+    rows = kind.operands[0].rank - len(dims.lhs_contract)
+    place = 0 if both else len(dims.lhs_batch) if differs[0] else rows
+    shape = list(kind.results[0].shape)
+    shape.insert(place, count)
+    operands = tuple(
+        t.with_shape((count,) * differ + t.shape)
+        for t, differ in zip(kind.operands, differs, strict=True)
+    )
+    results = (kind.results[0].with_shape(tuple(shape)),)
+    attrs = {**kind.attrs, "dot_dimension_numbers": numbers}
+    return Batched(OpKind(kind.name, operands, results, attrs), place)
+
+
+@op("stablehlo.dot_general", batched=_batched_dot, flops=dot_flops, reads="matrices")
 def _dot_general(kind: OpKind) -> Rule:
     """`b i k, b j k -> b i j {k: reduce add}`; linear in each operand alone."""
     build = RuleBuilder()
@@ -60,7 +90,12 @@ def _product(
     return lhs, rhs, result
 
 
-@op("stablehlo.reduce", is_reduce=True, role=Role.FOLD)
+@op(
+    "stablehlo.reduce",
+    batched=in_front(second_half, dimensions=shifted),
+    is_reduce=True,
+    role=Role.FOLD,
+)
 def _reduce(kind: OpKind) -> Rule:
     """`i k, -> i {k: reduce}`; a body that is not one known op merges the results of pieces of `k`.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from spmd.ir.description import Description, Role
+from spmd.ir.dialect.batched import elementwise
 from spmd.ir.dialect.registry import describe
 from spmd.ir.dialect.rule import Rule, RuleBuilder
 from spmd.ir.program import OpKind
@@ -34,6 +35,7 @@ def widens(narrow: str, wide: str) -> bool:
 
 CHEAP = Description(
     elementwise_rule,
+    batched=elementwise,
     is_same_locally=True,
     is_elementwise=True,
     role=Role.INSIDE,

@@ -2,14 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from spmd.ir.description import Role
+from spmd.ir.dialect.batched import Batched, in_front, shifted
 from spmd.ir.dialect.registry import op
 from spmd.ir.dialect.rule import PASS, REDUCE, REPLICATE, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
 from spmd.ir.types import GatherDims, ScatterDims
 
 
-@op("stablehlo.gather", reads_pieces=True, role=Role.ONCE)
+def _batched_gather(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
+    """One more batching dim, or of a table that is the same for all, more indices."""
+    dims: GatherDims = kind.attrs["dimension_numbers"]
+    table = differs[0]
+    numbers = GatherDims(
+        shifted(dims.offset_dims),
+        shifted(dims.collapsed_slice_dims) if table else dims.collapsed_slice_dims,
+        (0, *shifted(dims.operand_batching_dims)) if table else dims.operand_batching_dims,
+        (0,) * table + shifted(dims.start_indices_batching_dims),
+        shifted(dims.start_index_map) if table else dims.start_index_map,
+        dims.index_vector_dim + 1,
+    )
+    sizes = (1,) * table + tuple(kind.attrs["slice_sizes"])
+    attrs = {**kind.attrs, "dimension_numbers": numbers, "slice_sizes": sizes}
+    found = in_front()(kind, count, differs)
+    assert found is not None
+    operands = (found.kind.operands[0] if table else kind.operands[0], found.kind.operands[1])
+    return Batched(OpKind(kind.name, operands, found.kind.results, attrs))
+
+
+def _batched_scatter(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
+    """One more batching dim."""
+    dims: ScatterDims = kind.attrs["scatter_dimension_numbers"]
+    numbers = ScatterDims(
+        shifted(dims.update_window_dims),
+        shifted(dims.inserted_window_dims),
+        (0, *shifted(dims.input_batching_dims)),
+        (0, *shifted(dims.scatter_indices_batching_dims)),
+        shifted(dims.scatter_dims_to_operand_dims),
+        dims.index_vector_dim + 1,
+    )
+    return in_front(scatter_dimension_numbers=lambda *_: numbers)(kind, count, differs)
+
+
+@op("stablehlo.gather", batched=_batched_gather, reads_pieces=True, role=Role.ONCE)
 def _gather(kind: OpKind) -> Rule:
     """`v h, b -> b h {v: reduce add}`: a device looks up only what lies in its piece of `v`."""
     # An embedding of f32[100, 8] looked up at i32[4, 1], in slices of (1, 8):
@@ -39,7 +76,7 @@ def _gather(kind: OpKind) -> Rule:
     return build.build([operand, indices], [result], reduction="add", linear=((0,),))
 
 
-@op("stablehlo.scatter", role=Role.UPDATE, is_scatter=True)
+@op("stablehlo.scatter", batched=_batched_scatter, role=Role.UPDATE, is_scatter=True)
 def _scatter(kind: OpKind) -> Rule:
     """`v h, b, b h -> v h {b: reduce add}`: each device scatters its updates into its piece."""
     build = RuleBuilder()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
+from typing import Any
 
+from spmd.ir.dialect.batched import Batched, in_front
 from spmd.ir.dialect.registry import BATCHED_CALL, batch_rank, op
 from spmd.ir.dialect.rule import REPLICATE, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
-from spmd.ir.types import TensorType
+from spmd.ir.types import Opaque, TensorType
 
 MATRIX_CALLS = (
     "Eigh",
@@ -36,33 +39,66 @@ def _transforms(kind: OpKind) -> float:
     return max(1, math.log(math.prod(kind.attrs["fft_length"]) or 1, TRANSFORM))
 
 
-@op("stablehlo.fft", is_same_locally=True, passes=_transforms)
+@op("stablehlo.fft", batched=in_front(), is_same_locally=True, passes=_transforms)
 def _fft(kind: OpKind) -> Rule:
     """All dims but the transformed ones, which are the last, pass."""
     return _batched(kind, kind.operands[0].rank - len(kind.attrs["fft_length"]))
 
 
-@op("stablehlo.cholesky", is_same_locally=True, passes=_blocks)
+@op("stablehlo.cholesky", batched=in_front(), is_same_locally=True, passes=_blocks)
 def _cholesky(kind: OpKind) -> Rule:
     """`b i j -> b i j`, with `i` and `j` whole."""
     return _batched(kind, kind.operands[0].rank - 2)
 
 
-@op("stablehlo.triangular_solve", is_same_locally=True, passes=_blocks)
+@op("stablehlo.triangular_solve", batched=in_front(), is_same_locally=True, passes=_blocks)
 def _triangular_solve(kind: OpKind) -> Rule:
     """`b i j, b j c -> b j c`: the right-hand sides `c` pass too; linear in them."""
     free = -1 if kind.attrs["left_side"] else -2
     return _batched(kind, kind.operands[0].rank - 2, 1, free)
 
 
-@op(*(f"custom_call:{target}" for target in MATRIX_CALLS), is_same_locally=True)
+_LAYOUTS = ("operand_layouts", "result_layouts")
+_LAYOUT = re.compile(r"dense<(?:\[([\d, ]*)\]|(\d*))> : tensor<(\d+)xindex>")
+
+
+def _batched_call(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
+    """One more batch dim, the most major one in memory: libraries loop over matrices themselves."""
+    if kind.attrs.get("has_side_effect") or not all(t.rank for t in kind.operands):
+        return None
+
+    def layout(found: re.Match[str]) -> str:
+        dims = [int(d) + 1 for d in (found[1] or found[2] or "").replace(",", " ").split()]
+        if found[1] is None and len(dims) != int(found[3]):  # a splat of several
+            return found[0]
+        return f"dense<{[*dims, 0] if dims else 0}> : tensor<{len(dims) + 1}xindex>"
+
+    def changed(name: str, value: Any) -> Any:
+        text = getattr(value, "text", "")
+        if name in _LAYOUTS:
+            return Opaque(_LAYOUT.sub(layout, text))
+        if name == "mhlo.frontend_attributes":
+            more = lambda found: f'num_batch_dims = "{int(found[1]) + 1}"'  # noqa: E731
+            return Opaque(re.sub(r'num_batch_dims = "(\d+)"', more, text))
+        return value
+
+    found = in_front()(kind, count, differs)
+    attrs = {name: changed(name, value) for name, value in kind.attrs.items()}
+    return found and Batched(OpKind(kind.name, found.kind.operands, found.kind.results, attrs))
+
+
+@op(
+    *(f"custom_call:{target}" for target in MATRIX_CALLS),
+    batched=_batched_call,
+    is_same_locally=True,
+)
 def _matrix_call(kind: OpKind) -> Rule:
     """`b i j -> b i j, b k`: the leading dims of the matrix are those of every result."""
     return _batched(kind, kind.operands[0].rank - 2)
 
 
-@op(BATCHED_CALL, is_same_locally=True)
-def _batched_call(kind: OpKind) -> Rule:
+@op(BATCHED_CALL, batched=_batched_call, is_same_locally=True)
+def _library_call(kind: OpKind) -> Rule:
     """The leading dims that the call says are batch pass; so do the columns that a solve has."""
     batch = batch_rank(kind)
     assert batch is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from spmd.ir.description import Role
+from spmd.ir.dialect.batched import behind_first, in_front
 from spmd.ir.dialect.registry import op
 from spmd.ir.dialect.rule import REPLICATE, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
@@ -20,6 +21,7 @@ def _source(kind: OpKind) -> Rule:
 
 @op(
     "stablehlo.broadcast_in_dim",
+    batched=in_front(broadcast_dimensions=behind_first),
     is_same_locally=True,
     is_broadcast=True,
     role=Role.INSIDE,
@@ -35,7 +37,13 @@ def _broadcast_in_dim(kind: OpKind) -> Rule:
     return build.build([operand], [result], linear=((0,),), moves=True)
 
 
-@op("stablehlo.transpose", is_same_locally=True, is_transpose=True, role=Role.INSIDE)
+@op(
+    "stablehlo.transpose",
+    batched=in_front(permutation=behind_first),
+    is_same_locally=True,
+    is_transpose=True,
+    role=Role.INSIDE,
+)
 def _transpose(kind: OpKind) -> Rule:
     """`i j -> j i`."""
     build = RuleBuilder()
@@ -46,6 +54,7 @@ def _transpose(kind: OpKind) -> Rule:
 
 @op(
     "stablehlo.reshape",
+    batched=in_front(),
     is_same_locally=True,
     is_reshape=True,
     role=Role.ALIAS,
@@ -126,7 +135,7 @@ def _skip_unrelated(
             n *= size
 
 
-@op("stablehlo.bitcast_convert", is_same_locally=True, role=Role.ALIAS)
+@op("stablehlo.bitcast_convert", batched=in_front(), is_same_locally=True, role=Role.ALIAS)
 def _bitcast_convert(kind: OpKind) -> Rule:
     """Equal widths are elementwise; otherwise the minor dim that appears or goes stays whole."""
     build = RuleBuilder()

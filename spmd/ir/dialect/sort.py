@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from spmd.ir.dialect.batched import in_front, shifted
 from spmd.ir.dialect.bodies import is_elementwise
 from spmd.ir.dialect.merge import Merge
 from spmd.ir.dialect.registry import op
@@ -25,7 +26,7 @@ def _halvings(kind: OpKind) -> float:
     return 1 + math.log2(max(2, *kind.operands[0].shape))
 
 
-@op("chlo.top_k", passes=_halvings)
+@op("chlo.top_k", batched=in_front(), passes=_halvings)
 def _top_k(kind: OpKind) -> Rule:
     """`i j -> i k, i k {j: merge}`: the largest are among the largest `k` of each piece."""
     build = RuleBuilder()
@@ -37,7 +38,7 @@ def _top_k(kind: OpKind) -> Rule:
     return build.build([[*shared, along]], [found, found], merges=[merge])
 
 
-@op("stablehlo.sort", passes=_halvings)
+@op("stablehlo.sort", batched=in_front(dimension=shifted), passes=_halvings)
 def _sort(kind: OpKind) -> Rule:
     """All dims but the sorted one pass; pieces of the sorted dim meet in a sorting network.
 

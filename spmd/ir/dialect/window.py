@@ -7,6 +7,7 @@ rule's halos say what every device reads of the operand.
 from __future__ import annotations
 
 from spmd.ir.description import Role
+from spmd.ir.dialect.batched import all_of_it, at_a_place, first, in_front, second_half, shifted
 from spmd.ir.dialect.bodies import is_elementwise
 from spmd.ir.dialect.halo import Window
 from spmd.ir.dialect.reducers import NEUTRAL
@@ -30,7 +31,10 @@ def term_kind(dtype: str) -> str:
     return "or" if dtype == "i1" else "add"
 
 
-@op("stablehlo.slice", reads_pieces=True, role=Role.INSIDE)
+_SLICED = in_front(start_indices=first(0), limit_indices=all_of_it, strides=first(1))
+
+
+@op("stablehlo.slice", batched=_SLICED, reads_pieces=True, role=Role.INSIDE)
 def _slice(kind: OpKind) -> Rule:
     """Dims taken whole pass; one element comes from the device that holds it, as a term of a sum.
 
@@ -55,7 +59,7 @@ def _slice(kind: OpKind) -> Rule:
     return build.build([operand], [result], reduction=reduction, linear=((0,),), moves=True)
 
 
-@op("stablehlo.reverse", role=Role.INSIDE)
+@op("stablehlo.reverse", batched=in_front(dimensions=shifted), role=Role.INSIDE)
 def _reverse(kind: OpKind) -> Rule:
     """A reversed dim's tile comes from the device at the other end.
 
@@ -72,7 +76,15 @@ def _reverse(kind: OpKind) -> Rule:
     return build.build([dims], [dims], linear=((0,),), moves=True)
 
 
-@op("stablehlo.pad", role=Role.INSIDE)
+_PADDED = in_front(
+    lambda _: 1,
+    edge_padding_low=first(0),
+    edge_padding_high=first(0),
+    interior_padding=first(0),
+)
+
+
+@op("stablehlo.pad", batched=_PADDED, role=Role.INSIDE)
 def _pad(kind: OpKind) -> Rule:
     """Dims without padding pass; linear in the operand when it pads with zeros.
 
@@ -93,7 +105,7 @@ def _pad(kind: OpKind) -> Rule:
     return build.build([operand, []], [result], linear=linear)
 
 
-@op("stablehlo.concatenate", role=Role.INSIDE)
+@op("stablehlo.concatenate", batched=in_front(dimension=shifted), role=Role.INSIDE)
 def _concatenate(kind: OpKind) -> Rule:
     """Each operand is read as if it were padded to the result; the other dims pass.
 
@@ -122,7 +134,13 @@ def _concatenate(kind: OpKind) -> Rule:
     return build.build(operands, [result], linear=(every,), moves=True)
 
 
-@op("stablehlo.dynamic_slice", is_dynamic_slice=True, reads_pieces=True, role=Role.INSIDE)
+@op(
+    "stablehlo.dynamic_slice",
+    batched=at_a_place(1, slice_sizes=all_of_it),
+    is_dynamic_slice=True,
+    reads_pieces=True,
+    role=Role.INSIDE,
+)
 def _dynamic_slice(kind: OpKind) -> Rule:
     """Dims taken whole pass (their start can only be 0).
 
@@ -144,7 +162,7 @@ def _dynamic_slice(kind: OpKind) -> Rule:
     )
 
 
-@op("stablehlo.dynamic_update_slice", role=Role.UPDATE)
+@op("stablehlo.dynamic_update_slice", batched=at_a_place(2), role=Role.UPDATE)
 def _dynamic_update_slice(kind: OpKind) -> Rule:
     """Every device updates the part that falls into its piece; what it updates with is whole.
 
@@ -209,7 +227,17 @@ def running_dim(kind: OpKind) -> int | None:
     return d if runs else None
 
 
-@op("stablehlo.reduce_window", role=Role.FOLD)
+_WINDOWED = in_front(
+    second_half,
+    window_dimensions=first(1),
+    window_strides=first(1),
+    base_dilations=first(1),
+    window_dilations=first(1),
+    padding=first((0, 0)),
+)
+
+
+@op("stablehlo.reduce_window", batched=_WINDOWED, role=Role.FOLD)
 def _reduce_window(kind: OpKind) -> Rule:
     """Dims with windows of one element pass; one window over a whole dim is a reduction.
 

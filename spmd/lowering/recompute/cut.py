@@ -14,14 +14,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
+from spmd.ir.min_cut import SINK, SOURCE, Network
 from spmd.ir.program import Op, Value, reads
-
-SOURCE, SINK = 0, 1
-
-RESOLUTION, ENDLESS = 10**9, 2 * 10**9
-"""All capacities of a network together, and one that no cut can take: both fit into 32 bits."""
 
 
 class Prices(NamedTuple):
@@ -61,7 +55,12 @@ def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: Prices) -> 
     """
     makers = {value: op for op in ops for value in op.results}
     needed = tuple(dict.fromkeys(needed))
-    network = _Network()
+    network, known = Network(), set[object]()
+    # An edge is cut if it leads from what is in front of the cut to what lies behind it:
+    #   source -> op            the op is done again: its price
+    #   op -> value             needed, and its op is not done again: it is kept, at its price
+    #   value -> op, endless    an op that is done again needs what it reads
+    #   value -> sink, endless  needed at the end
     waiting, seen = list(needed), set(needed)
     readers: dict[Value, list[Op]] = {}
     while waiting:
@@ -73,8 +72,8 @@ def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: Prices) -> 
         elif keep:
             node = ("op", maker.results[0])
             network.edge(node, ("value", value), keep)
-            if node not in network.known:
-                network.known.add(node)
+            if node not in known:
+                known.add(node)
                 network.edge(SOURCE, node, prices.again(maker))
                 for read in reads(maker):
                     readers.setdefault(read, []).append(maker)
@@ -92,7 +91,7 @@ def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: Prices) -> 
     return Cut(frozenset(value for value in asked if value not in made), again)
 
 
-def _read(network: _Network, value: Value, ops: Sequence[Op], prices: Prices) -> None:
+def _read(network: Network, value: Value, ops: Sequence[Op], prices: Prices) -> None:
     """Adds the edges of a value that ops read which may be done again.
 
     If one of them is, the value has to be there by then. The earlier that is, the longer it lies in
@@ -114,47 +113,3 @@ def _read(network: _Network, value: Value, ops: Sequence[Op], prices: Prices) ->
             last, before = early, step
         if before is not None:
             network.edge(before, node, math.inf)
-
-
-class _Network:
-    """Capacities between named nodes. What lies behind the cut is needed, or done again."""
-
-    # An edge is cut if it leads from what is in front of the cut to what lies behind it:
-    #   source -> op            the op is done again: its price
-    #   op -> value             needed, and its op is not done again: it is kept, at its price
-    #   value -> op, endless    an op that is done again needs what it reads
-    #   value -> sink, endless  needed at the end
-
-    def __init__(self) -> None:
-        self.numbers: dict[object, int] = {SOURCE: SOURCE, SINK: SINK}
-        self.known: set[object] = set()
-        self.edges: list[tuple[int, int, float]] = []
-
-    def edge(self, start: object, end: object, seconds: float) -> None:
-        if seconds:
-            self.edges.append((self.number(start), self.number(end), seconds))
-
-    def number(self, node: object) -> int:
-        return self.numbers.setdefault(node, len(self.numbers))
-
-    def behind_cut(self) -> set[object]:
-        """The nodes from which the sink can still be reached: the fewest that a minimum cut has."""
-        if not self.edges:
-            return set()
-        # Imported late: few programs make values again, and all wait for their imports.
-        from scipy.sparse import csr_array
-        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
-
-        starts, ends, seconds = (np.array(column) for column in zip(*self.edges, strict=True))
-        total = float(seconds[np.isfinite(seconds)].sum()) or 1.0
-        scaled = np.minimum(np.ceil(seconds * (RESOLUTION / total)), ENDLESS)
-        count = len(self.numbers)
-        capacities = csr_array((scaled.astype(np.int64), (starts, ends)), shape=(count, count))
-        capacities.sum_duplicates()
-        capacities.data = np.minimum(capacities.data, ENDLESS).astype(np.int32)
-        left = capacities.astype(np.int64) - maximum_flow(capacities, SOURCE, SINK).flow
-        left.data = np.maximum(left.data, 0)
-        left.eliminate_zeros()
-        reached = breadth_first_order(left.T.tocsr(), SINK, return_predecessors=False)
-        names = list(self.numbers)
-        return {names[i] for i in reached}

@@ -1,0 +1,141 @@
+"""Batched forms: what an op is on tensors that have one more dim in front, as `jax.vmap` has it.
+
+    transpose %0 {permutation = [1, 0]}  ->  transpose %0 {permutation = [0, 2, 1]}
+
+Most ops differ in nothing but their types and in attributes that number dims or have an entry for
+each. An op's description names these attributes (`in_front`); where that is not all, it has a
+function of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from spmd.ir.description import DESCRIPTIONS, UNKNOWN
+from spmd.ir.dialect.registry import rule_name
+from spmd.ir.program import OpKind
+from spmd.ir.types import Attribute, TensorType
+
+
+class Batched(NamedTuple):
+    """The batched form of an op.
+
+    Attributes:
+      kind: the op that does all at once.
+      dim: which dim of the results is the new one.
+      start: of ops that read a place, which operand says where it is along the new dim.
+    """
+
+    kind: OpKind
+    dim: int = 0
+    start: int | None = None
+
+
+Form = Callable[[OpKind, int, Sequence[bool]], "Batched | None"]
+"""From an op's kind, how many there are, and which operands differ among them: the op that does all
+at once, None if there is none."""
+
+
+def shifted(dims: Any, _: int = 0) -> Any:
+    """Numbers of dims, with one more dim in front of them."""
+    return dims + 1 if isinstance(dims, int) else tuple(dim + 1 for dim in dims)
+
+
+def behind_first(dims: Sequence[int], _: int) -> tuple[int, ...]:
+    """The same of a map from all dims: the new one is mapped to itself."""
+    return (0, *shifted(dims))
+
+
+def first(entry: Any) -> Callable[[Any, int], Any]:
+    """Entries for dims: the new dim has this one."""
+    return lambda entries, _: entries and (entry, *entries)
+
+
+def all_of_it(sizes: Sequence[int], count: int) -> tuple[int, ...]:
+    """Sizes of dims: the new one has all elements."""
+    return (count, *sizes)
+
+
+def none_apart(_: OpKind) -> int:
+    """Every operand has the dims of the op."""
+    return 0
+
+
+def second_half(kind: OpKind) -> int:
+    """The operands of the second half are scalars beside the others."""
+    return len(kind.operands) // 2
+
+
+def in_front(apart: Callable[[OpKind], int] = none_apart, **changed: Any) -> Form:
+    """The form of ops that differ in types and in some attributes.
+
+    Args:
+      apart: from the op's kind, how many operands at the end are scalars beside the others: they
+        have to be the same for all.
+      changed: attribute -> from what it was and how many there are, what it is.
+    """
+
+    def form(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
+        wide = len(kind.operands) - apart(kind)
+        if any(differs[wide:]):
+            return None
+        operands = (*(_more(t, count) for t in kind.operands[:wide]), *kind.operands[wide:])
+        attrs = {k: changed[k](v, count) if k in changed else v for k, v in kind.attrs.items()}
+        return Batched(_like(kind, operands, count, attrs))
+
+    return form
+
+
+def at_a_place(arrays: int, **changed: Any) -> Form:
+    """The form of ops that read or write a piece: its first index along the new dim is 0.
+
+    Args:
+      arrays: how many operands are in front of the indices.
+      changed: as for `in_front`.
+    """
+    beside = in_front(lambda kind: len(kind.operands) - arrays, **changed)
+
+    def form(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
+        found = beside(kind, count, differs)
+        if found is None or len(kind.operands) == arrays:
+            return found
+        operands = list(found.kind.operands)
+        operands.insert(arrays, operands[arrays])
+        made = OpKind(kind.name, tuple(operands), found.kind.results, found.kind.attrs)
+        return Batched(made, start=arrays)
+
+    return form
+
+
+def elementwise(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched:
+    """Scalars beside tensors (a select's predicate) stay so if they are the same for all."""
+    shape = kind.results[0].shape
+    operands = tuple(
+        _more(t.with_shape(shape), count) if differ or t.shape == shape else t
+        for t, differ in zip(kind.operands, differs, strict=True)
+    )
+    return Batched(_like(kind, operands, count, kind.attrs))
+
+
+def form_of(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
+    """The batched form of an op; None if it has none.
+
+    Args:
+      kind: the op.
+      count: how many there are, the size of the new dim.
+      differs: for each operand whether it differs among them.
+    """
+    found: Form | None = DESCRIPTIONS.get(rule_name(kind), UNKNOWN).batched
+    return found(kind, count, differs) if found else None
+
+
+def _more(type_: TensorType, count: int) -> TensorType:
+    return type_.with_shape((count, *type_.shape))
+
+
+def _like(
+    kind: OpKind, operands: Sequence[TensorType], count: int, attrs: Mapping[str, Attribute]
+) -> OpKind:
+    results = tuple(_more(t, count) for t in kind.results)
+    return OpKind(kind.name, tuple(operands), results, attrs)

@@ -1,0 +1,57 @@
+"""Minimum cuts: the cheapest way to part what must be in front from what must be behind."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+SOURCE, SINK = 0, 1
+
+RESOLUTION, ENDLESS = 10**9, 2 * 10**9
+"""All capacities of a network together, and one that no cut can take: both fit into 32 bits."""
+
+
+class Network:
+    """Capacities, in seconds, between named nodes."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[object, int] = {SOURCE: SOURCE, SINK: SINK}
+        self.edges: list[tuple[int, int, float]] = []
+
+    def edge(self, start: object, end: object, seconds: float) -> None:
+        """What it costs if one is in front of the cut and the other behind it."""
+        if seconds:
+            self.edges.append((self.number(start), self.number(end), seconds))
+
+    def number(self, node: object) -> int:
+        """The number of a node."""
+        return self.numbers.setdefault(node, len(self.numbers))
+
+    def seconds(self, behind: Collection[object]) -> float:
+        """What a cut costs, given the nodes behind it."""
+        names = list(self.numbers)
+        ends = ((names[a] in behind, names[b] in behind, cost) for a, b, cost in self.edges)
+        return sum(cost for start, end, cost in ends if end and not start)
+
+    def behind_cut(self) -> set[object]:
+        """The nodes from which the sink can still be reached: the fewest that a minimum cut has."""
+        if not self.edges:
+            return set()
+        # Imported late: few programs make values again, and all wait for their imports.
+        from scipy.sparse import csr_array
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+        starts, ends, seconds = (np.array(column) for column in zip(*self.edges, strict=True))
+        total = float(seconds[np.isfinite(seconds)].sum()) or 1.0
+        scaled = np.minimum(np.ceil(seconds * (RESOLUTION / total)), ENDLESS)
+        count = len(self.numbers)
+        capacities = csr_array((scaled.astype(np.int64), (starts, ends)), shape=(count, count))
+        capacities.sum_duplicates()
+        capacities.data = np.minimum(capacities.data, ENDLESS).astype(np.int32)
+        left = capacities.astype(np.int64) - maximum_flow(capacities, SOURCE, SINK).flow
+        left.data = np.maximum(left.data, 0)
+        left.eliminate_zeros()
+        reached = breadth_first_order(left.T.tocsr(), SINK, return_predecessors=False)
+        names = list(self.numbers)
+        return {names[i] for i in reached}

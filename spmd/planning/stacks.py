@@ -1,0 +1,240 @@
+"""Which equal work is stacked: what a plan loses by splitting it as it does, against moving it.
+
+Done at once, equal ops have a dim more, of as many elements as there are (`spmd.frontend.stack`).
+Devices that split it do some of the ops each, whole: nothing is done twice, and nothing is
+exchanged in between. What is won is what the plan at hand takes beyond that, for the ops' own time
+and for reshards of what they read of each other. It costs to bring what they read where it is read:
+each lane's values to the device that does the lane, shared ones to all, and results back.
+
+    momentum | norm, product, product, ... product | update        16 times
+             ^ all-to-all                          ^ all-to-all     in place of an all-reduce each
+
+So where a stack begins and ends is a minimum cut through a row of ops. It decides what is tried
+and no more: the planner splits the stacked program as it finds best, and its timeline decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from spmd.frontend.stack import OUTSIDE, Block, Row, Stack
+from spmd.ir.dialect.registry import rule_of
+from spmd.ir.min_cut import SINK, SOURCE, Network
+from spmd.ir.program import Op, Value, walk_region
+from spmd.planning.plan import Plan
+from spmd.predict.ops import op_seconds
+from spmd.predict.timeline import least_seconds
+from spmd.reshard.comm import collective_seconds
+
+TENTH = 0.1
+"""Of what all stacks have to win, the share that each of them has to."""
+
+
+class Stacks(NamedTuple):
+    """What could be done at once.
+
+    Attributes:
+      stacks: of the body of the plan's program.
+      seconds: the most that this can win.
+    """
+
+    stacks: tuple[Stack, ...]
+    seconds: float
+
+
+def stacks_of(plan: Plan, price: float) -> Stacks:
+    """The equal work in a program that devices could share.
+
+    Args:
+      plan: a plan of the program as it is, with the predicted time of one run.
+      price: seconds that have to be won.
+
+    Example:
+      `x @ x.T` for 16 matrices that are split by rows: eight devices all-gather each of them, and
+      could do two each.
+    """
+    most = plan.run_seconds - least_seconds(plan.problem.index, plan.mesh, plan.topology)
+    none = Stacks((), 0.0)
+    if plan.mesh.size < 2 or most < price:
+        return none
+    costs, least = _Costs(plan), price * TENTH
+    block = costs.block
+    classes: dict[object, list[int]] = {}
+    for place, op in enumerate(block.ops):
+        if _is_work(op):
+            classes.setdefault(block.shape(place), []).append(place)
+    likely = []
+    for shape, places in classes.items():
+        if shape is not None and len(places) > 1:
+            seconds = costs.most(tuple(places))
+            if seconds >= least:
+                likely.append((-seconds, places))
+    found: list[tuple[Stack, float]] = []
+    taken: set[int] = set()
+    for _, places in sorted(likely):
+        for seeds in independent_groups(block, places):
+            rows = block.grown(seeds, taken) if taken.isdisjoint(seeds) else []
+            if all(seconds < least for seconds in accumulate(map(costs.most, rows))):
+                continue
+            rows, seconds = costs.worth_it(block.independent(rows, seeds))
+            if seconds >= least:
+                first = (tuple(block.ops[place].results[0] for place in row) for row in rows)
+                found.append((Stack(tuple(first)), seconds))
+                taken.update(place for row in rows for place in row)
+    if sum(seconds for _, seconds in found) < price:
+        return none
+    stacks: list[Stack] = []
+    won = 0.0
+    for stack, seconds in found:
+        if block.order([*stacks, stack]) is not None:
+            stacks.append(stack)
+            won += seconds
+    return Stacks(tuple(stacks), min(won, most)) if won >= price else none
+
+
+def _is_work(op: Op) -> bool:
+    """Whether an op takes more than going through its operands once, or something inside does."""
+    about = op.kind.about
+    inside = (inner for region in op.regions for inner in region.ops)
+    return bool(about.flops or about.passes) or any(map(_is_work, inside))
+
+
+def independent_groups(block: Block, places: Sequence[int]) -> Iterator[Row]:
+    """Ops of one kind in groups none of which needs another of its group: by how many it needs."""
+    # Iterations of sixteen loops that were written out: the first of each, the second of each, ...
+    members, level = set(places), dict[Value, int]()
+    groups: dict[int, list[int]] = {}
+    for place in range(places[0], places[-1] + 1):
+        above = max((level.get(v, 0) for v in block.reads[place]), default=0)
+        if place in members:
+            groups.setdefault(above, []).append(place)
+            above += 1
+        if above:
+            level.update((v, above) for v in block.ops[place].results)
+    return (tuple(group) for group in groups.values() if len(group) > 1)
+
+
+class _Costs:
+    """What ops of a plan take."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.block = plan, Block(plan.program)
+        self.atoms = tuple(range(len(plan.mesh.atom_sizes)))
+        # Reshards by the op that reads what is moved; those inside a loop are all the loop's.
+        home = {
+            inner.results[0]: place
+            for place, op in enumerate(self.block.ops)
+            for inner in (*(o for r in op.regions for o in walk_region(r)), op)
+            if inner.results
+        }
+        self.moves: dict[tuple[Value, int], float] = {}
+        for move in plan.moves:
+            place = OUTSIDE if move.user is None else home.get(move.user.results[0], OUTSIDE)
+            key = move.value, place
+            self.moves[key] = self.moves.get(key, 0.0) + move.seconds
+        self._shares: dict[object, float] = {}
+
+    def own(self, place: int, count: int) -> float:
+        """Seconds that an op takes beyond its share, if so many are spread over the devices."""
+        return self._own(self.block.ops[place], min(count, self.plan.mesh.size))
+
+    def _own(self, op: Op, share: int) -> float:
+        plan, index = self.plan, self.plan.problem.index
+        if op.regions:
+            inside = (self._own(o, share) for region in op.regions for o in region.ops)
+            return index.runs(op) * sum(inside)
+        choice = plan.choices.get(op.results[0]) if op.results else None
+        if choice is None or not choice.assignment:
+            return 0.0
+        key = op.kind, choice.assignment, share
+        if key not in self._shares:
+            rule, stored = rule_of(op.kind), plan.problem.stored(op)
+            args = plan.mesh, plan.topology, stored
+            now = op_seconds(op.kind, rule, choice.assignment, *args)
+            whole = op_seconds(op.kind, rule, ((),) * len(rule.factors), *args)
+            self._shares[key] = max(0.0, now - whole / share)
+        return self._shares[key]
+
+    def most(self, row: Row) -> float:
+        """The most that ops that do the same can win."""
+        return sum(self.own(place, len(row)) + self.moved(place) for place in row)
+
+    def moved(self, place: int) -> float:
+        """Seconds of the reshards of what an op reads and makes."""
+        op, block = self.block.ops[place], self.block
+        into = [(v, place) for v in block.reads[place]]
+        out = [(v, user) for v in op.results for user, _ in block.users.get(v, ())]
+        return sum(self.moves.get(key, 0.0) for key in dict.fromkeys((*into, *out)))
+
+    def lanes(self, values: Sequence[Value]) -> float:
+        """Seconds to bring each lane's value to the device that does the lane, or back."""
+        plan = self.plan
+        if all(plan.states[v] is None for v in values):
+            return 0.0
+        share = plan.program.types[values[0]].bytes * len(values) // plan.mesh.size
+        args = "all_to_all", self.atoms, share, share, plan.mesh, plan.topology
+        return collective_seconds(*args) + 2 * share / plan.topology.hbm_bandwidth
+
+    def shared(self, value: Value) -> float:
+        """Seconds to bring a value to all devices."""
+        plan, state = self.plan, self.plan.states[value]
+        if state is None or not state.used:
+            return 0.0
+        size = plan.program.types[value].bytes
+        piece = size // plan.mesh.extent(state.used)
+        args = "all_gather", tuple(state.used), piece, size, plan.mesh, plan.topology
+        return collective_seconds(*args)
+
+    def worth_it(self, rows: Sequence[Row]) -> tuple[list[Row], float]:
+        """Those of some rows that win most when they are stacked, and the seconds that they win."""
+        # In front of the cut is what is stacked. It cuts, and so loses or pays:
+        #   source -> row                  what is won by a row
+        #   source -> moved -> both rows   what is won where a row reads what another one made
+        #   row -> read -> row or sink     what is made elsewhere is brought to the lanes, once
+        #   row -> made -> rows or sink    what is read elsewhere is brought back, once
+        block, network = self.block, Network()
+        makers = {values: row for row in rows for values in block.results(row)}
+        row_at = {place: row for row in rows for place in row}
+        for row in rows:
+            gain = sum(self.own(place, len(row)) for place in row)
+            for values in dict.fromkeys(block.operands(row)):
+                gain += self._read(network, row, values, makers.get(values))
+            for values in block.results(row):
+                gain += self._made(network, row, values, row_at)
+            network.edge(SOURCE, row, gain)
+        everything = network.numbers.keys() - {SOURCE}
+        behind = network.behind_cut()
+        won = network.seconds(everything) - network.seconds(behind)
+        return ([row for row in rows if row not in behind], won) if won > 0 else ([], 0.0)
+
+    def _read(
+        self, network: Network, row: Row, values: tuple[Value, ...], maker: Row | None
+    ) -> float:
+        """Adds what a row reads; returns the reshards of it that stacking the row alone saves."""
+        moves = dict.fromkeys(zip(values, row, strict=True))
+        seconds = sum(self.moves.get(move, 0.0) for move in moves)
+        network.edge(row, ("read", values), math.inf)
+        if maker is None:
+            is_one = self.block.same(values)
+            cost = self.shared(values[0]) if is_one else self.lanes(values)
+            network.edge(("read", values), SINK, cost)
+            return seconds
+        network.edge(("read", values), maker, self.lanes(values))
+        network.edge(SOURCE, ("moved", values, row), seconds)
+        for end in (row, maker):
+            network.edge(("moved", values, row), end, math.inf)
+        return 0.0
+
+    def _made(
+        self, network: Network, row: Row, values: tuple[Value, ...], row_at: Mapping[int, Row]
+    ) -> float:
+        """Adds what a row makes; returns the reshards of it for what cannot be stacked."""
+        users = [(v, user) for v in values for user, _ in self.block.users.get(v, ())]
+        network.edge(row, ("made", values), self.lanes(values))
+        for end in dict.fromkeys(row_at.get(user, SINK) for _, user in users):
+            network.edge(("made", values), end, math.inf)
+        outside = dict.fromkeys(use for use in users if use[1] not in row_at)
+        return sum(self.moves.get(use, 0.0) for use in outside)
