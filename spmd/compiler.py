@@ -1,6 +1,6 @@
 """The compiler, top to bottom: every stage in order, timed, checked, printable.
 
-    import -> canonicalize -> separate -> dedupe -> unroll -> sink -> propagate
+    import -> canonicalize -> separate -> dedupe -> lift -> unroll -> sink -> propagate
     plan -> partition -> optimize -> time -> layouts -> expand -> emit
 
 The planner proposes a few plans. Each is partitioned, optimized and timed (`spmd.trial`), and the
@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -23,6 +23,7 @@ from spmd.forms import MOST_TRIPS, fastest, forms_in_halves, forms_written_out
 from spmd.frontend.accumulate import accumulate
 from spmd.frontend.canonicalize.run import canonicalize
 from spmd.frontend.importer.module import Imported, import_module, module_text
+from spmd.frontend.lift import lift_constants
 from spmd.frontend.marks import Entries, collect_marks, result_mark
 from spmd.frontend.separate import separate
 from spmd.frontend.unflatten import unflatten
@@ -57,6 +58,8 @@ from spmd.propagation.propagated import Propagated
 from spmd.propagation.sink import sink_invariants
 from spmd.store import key_of, store_in
 from spmd.trial import Trial
+
+T = TypeVar("T")
 
 PLANNED = "planned"
 """The kind of what is kept of a compilation: the form, and the plan."""
@@ -251,7 +254,8 @@ def _front(request: Request, clock: Stopwatch) -> Imported:
     imported = clock("import", _import, request)
     canonical = clock("canonicalize", _canonical, imported.program)
     separated = clock("separate", separate, canonical)
-    return imported._replace(program=clock("dedupe", dedupe, separated))
+    deduped = imported._replace(program=clock("dedupe", dedupe, separated))
+    return clock("lift", lift_constants, deduped)
 
 
 def _problem(request: Request, imported: Imported, program: Program, clock: Stopwatch) -> Problem:
@@ -359,12 +363,17 @@ def _import(request: Request) -> Imported:
 
 def _posed(request: Request, imported: Imported, program: Program) -> Problem:
     imported, body = imported._replace(program=program), program.body
-    arg_entries = request.arg_entries or (None,) * len(body.args)
+    arg_entries = filled(request.arg_entries, len(body.args))
     result_entries = request.result_entries or (None,) * len(body.results)
-    reasons = request.arg_reasons or (None,) * len(arg_entries)
+    reasons = filled(request.arg_reasons, len(body.args))
     marks = collect_marks(imported, request.mesh, arg_entries, result_entries, reasons)
     results = _result_shardings(request, imported)
     return posed(program, request.mesh, marks, request.topology, results, request.links)
+
+
+def filled(given: Sequence[T | None], count: int) -> tuple[T | None, ...]:
+    """What was said of the user's arguments, and None for others: constants, or all of them."""
+    return (*given, *[None] * (count - len(given)))
 
 
 def _result_shardings(request: Request, imported: Imported) -> Sequence[Sharding | None]:
