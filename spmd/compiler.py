@@ -26,6 +26,7 @@ from spmd.frontend.importer.module import Imported, import_module, module_text
 from spmd.frontend.lift import lift_constants
 from spmd.frontend.marks import Entries, collect_marks, result_mark
 from spmd.frontend.separate import separate
+from spmd.frontend.shift import shift_heads
 from spmd.frontend.unflatten import unflatten
 from spmd.frontend.unroll import unroll
 from spmd.ir.callbacks import Callback
@@ -346,7 +347,7 @@ def check_stages(stages: Stages) -> None:
 
 
 def _canonical(program: Program) -> Program:
-    return accumulate(unflatten(canonicalize(program)))
+    return shift_heads(accumulate(unflatten(canonicalize(program))))
 
 
 def _import(request: Request) -> Imported:
