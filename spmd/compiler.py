@@ -1,6 +1,6 @@
 """The compiler, top to bottom: every stage in order, timed, checked, printable.
 
-    import -> canonicalize -> separate -> dedupe -> lift -> unroll -> sink -> propagate
+    import -> canonicalize -> separate -> dedupe -> lift -> unroll -> sink -> propagate -> shift
     plan -> partition -> optimize -> time -> layouts -> expand -> emit
 
 The planner proposes a few plans. Each is partitioned, optimized and timed (`spmd.trial`), and the
@@ -262,7 +262,9 @@ def _front(request: Request, clock: Stopwatch) -> Imported:
 def _problem(request: Request, imported: Imported, program: Program, clock: Stopwatch) -> Problem:
     """What there is to plan, in a form of the program."""
     sunk = clock("sink", sink_invariants, program)
-    return clock("propagate", _posed, request, imported, sunk)
+    problem = clock("propagate", _posed, request, imported, sunk)
+    shifted = clock("shift", shift_heads, sunk, problem.propagated.proposals)
+    return problem if shifted is sunk else clock("propagate", _posed, request, imported, shifted)
 
 
 @_no_garbage_collection()
@@ -347,7 +349,7 @@ def check_stages(stages: Stages) -> None:
 
 
 def _canonical(program: Program) -> Program:
-    return shift_heads(accumulate(unflatten(canonicalize(program))))
+    return accumulate(unflatten(canonicalize(program)))
 
 
 def _import(request: Request) -> Imported:

@@ -8,7 +8,8 @@ after:  `%2 = slice %x[0::2]; %3 = pad %odd by one in front; %4 = f %3, %2`
         `%6 = select (the first), %2, %4`
 
 Where the dim is split, each of the four reads a neighbour's element before, and only the pad does
-after. What f makes of the padding is not chosen.
+after. What f makes of the padding is not chosen. Where it is whole, nothing is gained: GPUs take
+1.1 to 1.5 times as long for such a scan of their own.
 """
 
 from __future__ import annotations
@@ -18,18 +19,29 @@ from typing import NamedTuple
 
 from spmd.ir.control_flow import producers_of, users_of
 from spmd.ir.dead import remove_dead
+from spmd.ir.dedupe import dedupe
 from spmd.ir.dialect.builder import Builder, resized
 from spmd.ir.dialect.reducers import NEUTRAL
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.types import TensorType
+from spmd.mesh.sharding import Axes
 
 SLICE, CONCATENATE, PAD = "stablehlo.slice", "stablehlo.concatenate", "stablehlo.pad"
 
 
-def shift_heads(program: Program) -> Program:
-    """Rewrites such concatenations; a program without any is returned as it is."""
-    joins = [op for op in program.walk() if _has_head(op)]
+def shift_heads(program: Program, proposals: Sequence[Sequence[Axes]]) -> Program:
+    """Rewrites such concatenations; a program without any is returned as it is.
+
+    Args:
+      program: the program.
+      proposals: for each value what the marks suggest to split each dim over.
+    """
+    joins = [
+        op
+        for op in program.walk()
+        if _has_head(op) and proposals[op.results[0]][op.kind.attrs["dimension"]]
+    ]
     if not joins:
         return program
     producers, users = producers_of(program), users_of(program)
@@ -47,7 +59,7 @@ def shift_heads(program: Program) -> Program:
         shifts = found.get(op.results[0]) if op.results else None
         return shifts and (_Shifted(b, now, producers, shifts).chosen(op),)
 
-    return remove_dead(edit_ops(program, edit))
+    return remove_dead(dedupe(edit_ops(program, edit)))
 
 
 class _Shifts(NamedTuple):
