@@ -218,7 +218,7 @@ def _marks(facts: Facts) -> Lines:
     if prices is None or not prices.marks.groups:
         return iter(())
     lines = [f"{marks_title(prices)}:"]
-    for marks, price, _ in prices.marks.reliefs:
+    for marks, price, *_ in prices.marks.reliefs:
         more = f" and {len(marks.values) - 1} more" if len(marks.values) > 1 else ""
         spec = spec_text(marks.sharding, facts.plan.mesh)
         lines += [f"without {source_text(marks.name)} {spec}{more}:", f"  {price.text}"]
