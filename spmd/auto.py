@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from spmd.api import Jitted, jit, like_parameters, mark_sharding, module_request
-from spmd.compiler import Request, plan_problem, propagated_of
+from spmd.compiler import Request, filled, plan_problem, propagated_of
 from spmd.errors import MeshError, PlanError, SpmdError
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import partition_spec
@@ -172,7 +172,7 @@ def auto(
     plan, names = best.plan, request.arg_names
     specs = {
         name: tuple(partition_spec(sharding, request.mesh))
-        for name, sharding in zip(names, plan.arguments, strict=True)
+        for name, sharding in zip(names, plan.arguments, strict=False)  # constants are behind them
     }
     inferred = _inferred(names, list(specs.values()), plan)
     return AutoSharding(request.mesh, specs, best.seconds, considered, jitted, names, inferred)
@@ -200,7 +200,8 @@ def auto_specs(
     options = options or Options()
     request = module_request(module, mesh, arg_specs, result_specs, options, updates)
     plan = _open(request, options.memory_limit).plan
-    return [tuple(partition_spec(sharding, request.mesh)) for sharding in plan.arguments]
+    given = plan.arguments[: len(request.arg_names)]  # constants are behind them
+    return [tuple(partition_spec(sharding, request.mesh)) for sharding in given]
 
 
 def _open(request: Request, memory_limit: int | None) -> Trial:
@@ -208,7 +209,7 @@ def _open(request: Request, memory_limit: int | None) -> Trial:
     propagated = propagated_of(request)
     doing("plan")
     problem = problem_of(propagated, request.topology, (), request.links)
-    entries = request.arg_entries or (None,) * len(problem.arguments)
+    entries = filled(request.arg_entries, len(problem.arguments))
     free = [entry is None or None in entry for entry in entries]
     options = Options(memory_limit=memory_limit)
     problem = opened(problem, free)
@@ -221,7 +222,8 @@ def _inferred(names: Sequence[str], specs: Sequence[tuple[Any, ...]], plan: Plan
     An argument is left out as a whole, when every leaf but its scalars would get the spec that it
     has from the leaves of the other arguments.
     """
-    shapes = [plan.program.types[value].shape for value in plan.program.body.args]
+    arguments = plan.program.body.args[: len(names)]
+    shapes = [plan.program.types[value].shape for value in arguments]
     entries = [tuple(map(_axes, spec)) for spec in specs]
     roots = [_root(name) for name in names]
     found: set[str] = set()

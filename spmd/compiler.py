@@ -1,7 +1,7 @@
 """The compiler, top to bottom: every stage in order, timed, checked, printable.
 
-    import -> canonicalize -> separate -> dedupe -> stack -> unroll -> sink -> propagate
-    plan -> partition -> optimize -> time -> layouts -> expand -> emit
+    import -> canonicalize -> separate -> dedupe -> lift -> stack -> unroll -> sink -> propagate
+    shift -> plan -> partition -> optimize -> time -> layouts -> expand -> emit
 
 The planner proposes a few plans. Each is partitioned, optimized and timed (`spmd.trial`), and the
 fastest goes on; so does the fastest of the program's forms (`spmd.forms`).
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -24,8 +24,10 @@ from spmd.forms import MOST_TRIPS, STACKED_GAIN, forms_written_out, stacked_form
 from spmd.frontend.accumulate import accumulate
 from spmd.frontend.canonicalize.run import canonicalize
 from spmd.frontend.importer.module import Imported, import_module, module_text
+from spmd.frontend.lift import lift_constants
 from spmd.frontend.marks import Entries, collect_marks, result_mark
 from spmd.frontend.separate import separate
+from spmd.frontend.shift import shift_heads
 from spmd.frontend.stack import Stack, stacked
 from spmd.frontend.unflatten import unflatten
 from spmd.frontend.unroll import unroll
@@ -60,6 +62,8 @@ from spmd.propagation.propagated import Propagated
 from spmd.propagation.sink import sink_invariants
 from spmd.store import key_of, store_in
 from spmd.trial import Trial
+
+T = TypeVar("T")
 
 PLANNED = "planned"
 """The kind of what is kept of a compilation: the form, and the plan."""
@@ -218,8 +222,9 @@ def _replayed(
     record = json.loads(kept)
     program = clock("unroll", unroll, imported.program, options.unroll or 0)
     if record["stacks"]:
-        program = clock("sink", sink_invariants, program)
-        program = clock("stack", stacked, program, [Stack(*stack) for stack in record["stacks"]])
+        program = _problem(request, imported, program, clock).program
+        stacks = [Stack(*stack) for stack in record["stacks"]]
+        program = clock("stack", stacked, program, stacks)
     if record["is_written_out"]:
         program = clock("unroll", unroll, program, MOST_TRIPS)
     problem = _problem(request, imported, program, clock)
@@ -266,13 +271,16 @@ def _front(request: Request, clock: Stopwatch) -> Imported:
     imported = clock("import", _import, request)
     canonical = clock("canonicalize", _canonical, imported.program)
     separated = clock("separate", separate, canonical)
-    return imported._replace(program=clock("dedupe", dedupe, separated))
+    deduped = imported._replace(program=clock("dedupe", dedupe, separated))
+    return clock("lift", lift_constants, deduped)
 
 
 def _problem(request: Request, imported: Imported, program: Program, clock: Stopwatch) -> Problem:
     """What there is to plan, in a form of the program."""
     sunk = clock("sink", sink_invariants, program)
-    return clock("propagate", _posed, request, imported, sunk)
+    problem = clock("propagate", _posed, request, imported, sunk)
+    shifted = clock("shift", shift_heads, sunk, problem.propagated.proposals)
+    return problem if shifted is sunk else clock("propagate", _posed, request, imported, shifted)
 
 
 @_no_garbage_collection()
@@ -363,12 +371,17 @@ def _import(request: Request) -> Imported:
 
 def _posed(request: Request, imported: Imported, program: Program) -> Problem:
     imported, body = imported._replace(program=program), program.body
-    arg_entries = request.arg_entries or (None,) * len(body.args)
+    arg_entries = filled(request.arg_entries, len(body.args))
     result_entries = request.result_entries or (None,) * len(body.results)
-    reasons = request.arg_reasons or (None,) * len(arg_entries)
+    reasons = filled(request.arg_reasons, len(body.args))
     marks = collect_marks(imported, request.mesh, arg_entries, result_entries, reasons)
     results = _result_shardings(request, imported)
     return posed(program, request.mesh, marks, request.topology, results, request.links)
+
+
+def filled(given: Sequence[T | None], count: int) -> tuple[T | None, ...]:
+    """What was said of the user's arguments, and None for others: constants, or all of them."""
+    return (*given, *[None] * (count - len(given)))
 
 
 def _result_shardings(request: Request, imported: Imported) -> Sequence[Sharding | None]:

@@ -7,6 +7,7 @@ written to it: the key is a digest of all that decides the result.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import functools
@@ -25,8 +26,8 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 import spmd
-from spmd.ir.types import Order, TensorType
-from spmd.lowering.emitted import Emitted
+from spmd.ir.types import Dense, Order, TensorType
+from spmd.lowering.emitted import Constant, Emitted
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 from spmd.mesh.spec import jax_mesh
@@ -188,6 +189,10 @@ def _write(path: Path, emitted: Emitted) -> None:
     content["mesh"] = None  # it is in the key
     for ends in ("arguments", "results"):
         content[ends] = [(s.dims, s.partial, s.kind) for s in content[ends]]
+    content["constants"] = [
+        (value.type, base64.b64encode(value.data).decode(), sharding.dims)
+        for value, sharding in emitted.constants
+    ]
     payload = json.dumps(content)
     digest = hashlib.sha256(payload.encode()).hexdigest()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -224,6 +229,14 @@ def _read(path: Path, mesh: Mesh) -> Emitted | None:
         needs_x64=content["needs_x64"],
         peak_bytes=content["peak_bytes"],
         seconds=content["seconds"],
+        constants=tuple(_constant(*fields) for fields in content["constants"]),
+    )
+
+
+def _constant(type_: Any, data: str, dims: Any) -> Constant:
+    (kind,) = _types([type_])
+    return Constant(
+        Dense(kind, base64.b64decode(data), splat=False), Sharding(tuple(map(tuple, dims)))
     )
 
 

@@ -40,6 +40,7 @@ from spmd.mesh.spec import jax_mesh
 from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.planning.plan import Plan
+from spmd.predict.memory import lifted
 from spmd.progress import doing, progress
 from spmd.verify.run import Verification, verify
 
@@ -96,9 +97,12 @@ class Lowered(Planned):
                 fix="pass jax.random.key_data(key), and wrap it inside",
             )
         flat = executable(emitted, outside)
+        # Of what an exported function closes over, jax makes constants in its text: whole ones.
+        constants = [constant.value.array() for constant in emitted.constants]
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return jax.tree.unflatten(self.out_tree, flat(*jax.tree.leaves((args, kwargs))))
+            leaves = jax.tree.leaves((args, kwargs))
+            return jax.tree.unflatten(self.out_tree, flat(*constants, *leaves))
 
         structs = [
             jax.ShapeDtypeStruct(type_.shape, numpy_dtype(type_.dtype), sharding=sharding)
@@ -177,7 +181,7 @@ class Compiled(Planned):
             program, names = self.stages.program, self.request.arg_names
             check_concrete(self.name, leaves)
             self.check(taken)
-            types = [program.types[value] for value in program.body.args]
+            types = [program.types[value] for value in program.body.args[: len(names)]]
             check_types(names, types, self._boundary.data(leaves))
             raise  # it is none of these
         return self._boundary.hand_back(list(results))
@@ -401,7 +405,9 @@ class Compiled(Planned):
     @cached_property
     def memory(self) -> Memory:
         """Bytes per device, as XLA reports them; `predicted_memory` is what we expected."""
-        return Memory.of(self.executable.memory_analysis(), self.predicted_memory.constants)
+        use, program = self.predicted_memory, self.stages.optimized.program
+        passed = sum(program.types[value].bytes for value in lifted(program))
+        return Memory.of(self.executable.memory_analysis(), use.constants, passed)
 
     def as_text(self, stage: str = "planned") -> str:
         """The program after a stage; `hlo` is XLA's optimized module."""

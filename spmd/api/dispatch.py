@@ -82,13 +82,16 @@ def _plain(fn: Callable[..., Any], miss: Miss) -> Callable[..., Any]:
     return call
 
 
-def known(executable: Any, results: Sequence[Any], out_tree: Any) -> Any:
+def known(
+    executable: Any, results: Sequence[Any], out_tree: Any, constants: Sequence[Any] = ()
+) -> Any:
     """What jax needs to know to run a compiled program without us; None where it must not.
 
     Args:
       executable: jax's compiled program of flat arguments.
       results: flat results of a run of it.
       out_tree: the structure of the function's result.
+      constants: what it takes in front of the flat arguments.
     """
     if not HAS_FAST_PATH or _is_set("debug_nans") or _is_set("debug_infs"):
         return None
@@ -106,7 +109,7 @@ def known(executable: Any, results: Sequence[Any], out_tree: Any) -> Any:
             [True] * len(results),
             [i in program._kept_var_idx for i in range(len(program.in_avals))],
             program._dispatch_in_layouts,
-            [],
+            list(constants),
         )
     except (AttributeError, TypeError):
         return None

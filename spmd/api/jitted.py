@@ -240,7 +240,8 @@ class Jitted(Generic[P, R]):
         self._is_on_cpu = compiled.request.platform == "cpu"
         way = None
         if runs_without_us:
-            way = known(compiled.executable, results, compiled.traced.out_tree)
+            constants = getattr(compiled.executable, "constants", ())
+            way = known(compiled.executable, results, compiled.traced.out_tree, constants)
         return compiled.unflattened(results), way
 
     def _check(self, args: Any, kwargs: Any) -> None:

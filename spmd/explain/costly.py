@@ -52,6 +52,7 @@ class CostlyMark(NamedTuple):
     Attributes:
       marks: the mark, and those that are one with it.
       instead: how the marked value would lie; None if it would be made anew for every use.
+      elsewhere: another value that this is said of, as in a `Relief`.
       seconds, without: predicted time of one run, as it is and without the mark.
       argument_bytes: what each device would hold more of the arguments.
     """
@@ -61,6 +62,7 @@ class CostlyMark(NamedTuple):
     seconds: float
     without: float
     argument_bytes: int
+    elsewhere: str = ""
 
     @property
     def share(self) -> float:
@@ -90,7 +92,8 @@ def costly_mark(plan: Plan, options: Options, suspicion: float) -> CostlyMark | 
         without = plan.run_seconds + relief.price.seconds
         more = relief.price.argument_bytes
         if without < most and more <= MOST_MORE * held_bytes(plan):
-            found.append(CostlyMark(relief.marks, relief.instead, plan.run_seconds, without, more))
+            times = plan.run_seconds, without
+            found.append(CostlyMark(relief.marks, relief.instead, *times, more, relief.elsewhere))
     return max(found, key=lambda mark: mark.share, default=None)
 
 
@@ -159,6 +162,7 @@ def costly_text(mark: CostlyMark, mesh: Mesh) -> str:
     marks, instead = mark.marks, mark.instead
     more = f" and {len(marks.values) - 1} more" if len(marks.values) > 1 else ""
     where = "computed anew for each use" if instead is None else spec_text(instead, mesh)
+    where = f"{source_text(mark.elsewhere)} as {where}" if mark.elsewhere else where
     held = bytes_text(mark.argument_bytes)
     held = f"; arguments take {held} more per device" if mark.argument_bytes > 0 else ""
     return (

@@ -85,7 +85,16 @@ class Facts:
     @cached_property
     def arguments(self) -> tuple[Leaf, ...]:
         """Every argument, in order."""
-        return argument_leaves(self.plan)
+        return argument_leaves(self.plan)[: len(self.plan.arguments) - self._lifted]
+
+    @cached_property
+    def constants(self) -> tuple[Leaf, ...]:
+        """The constants that may lie in pieces; smaller ones are whole on every device."""
+        return argument_leaves(self.plan)[len(self.plan.arguments) - self._lifted :]
+
+    @property
+    def _lifted(self) -> int:
+        return len(self.plan.program.constants)
 
     @cached_property
     def results(self) -> tuple[Leaf, ...]:
@@ -156,15 +165,21 @@ def memory_rows(facts: Facts) -> tuple[tuple[str, str], ...]:
             ("on the device", room_for(use.peak, facts.plan.topology)),
         ]
         if use.constants:
-            rows.insert(2, ("constants, whole on every device", bytes_text(use.constants)))
+            rows.insert(2, ("constants", _against(facts.constants, use.constants)))
     if facts.compiled is not None and facts.compiled.peak_bytes:
         rows.append(("peak, as XLA allocates it", bytes_text(facts.compiled.peak_bytes)))
     return tuple(rows)
 
 
-def _against(leaves: Sequence[Leaf]) -> str:
-    """What one device holds of arguments or results, against all of them."""
-    part = sum(leaf.local.bytes for leaf in leaves)
-    whole = sum(leaf.type.bytes for leaf in leaves)
+def _against(leaves: Sequence[Leaf], held: int | None = None) -> str:
+    """What one device holds of arguments or results, against all of them.
+
+    Args:
+      leaves: what may lie in pieces.
+      held: bytes that it holds; more than those of its pieces where something is always whole.
+    """
+    pieces = sum(leaf.local.bytes for leaf in leaves)
+    part = pieces if held is None else held
+    whole = sum(leaf.type.bytes for leaf in leaves) + part - pieces
     ratio = f", {whole / part:.3g}x less" if 0 < part < whole else ""
     return f"{bytes_text(part)} (unpartitioned {bytes_text(whole)}{ratio})"

@@ -105,7 +105,7 @@ def _origin(propagated: Propagated, value: Value, sharding: Sharding) -> str:
     for dim, axes in enumerate(sharding.dims):
         for atom in axes:
             chain = propagated.why(value, dim, atom)
-            causes[f"from {source_text(chain[-1])}" if chain else "the cheapest"] = None
+            causes[f"from {source_text(chain[-1])}" if chain else "the planner's choice"] = None
     return "; ".join(causes) or "no mark reaches it"
 
 

@@ -28,7 +28,8 @@ class Memory(NamedTuple):
       temporary: the largest set of intermediate values alive at once.
       code: the executable itself.
       is_predicted: whether this is our prediction, and not XLA's report.
-      constants: those of the program, which every device has whole; XLA does not report them.
+      constants: those of the program. Of XLA's arguments they are the ones that nobody passes; what
+        is whole on every device, XLA does not report.
     """
 
     arguments: int
@@ -46,17 +47,18 @@ class Memory(NamedTuple):
         return held + self.constants
 
     @staticmethod
-    def of(analysis: Any, constants: int = 0) -> Memory:
+    def of(analysis: Any, constants: int = 0, passed: int = 0) -> Memory:
         """From `Compiled.memory_analysis()`; zeros where a backend reports nothing.
 
         Args:
           analysis: XLA's report.
           constants: bytes of the program's constants.
+          passed: bytes of those that XLA takes for arguments.
         """
         if analysis is None:
             return Memory(0, 0, 0, 0, 0)
         return Memory(
-            analysis.argument_size_in_bytes,
+            analysis.argument_size_in_bytes - passed,
             analysis.output_size_in_bytes,
             analysis.alias_size_in_bytes,
             analysis.temp_size_in_bytes,

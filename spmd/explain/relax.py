@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from spmd.compiler import plan_problem
 from spmd.explain.price import Price, price_of
+from spmd.explain.words import value_name
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Value, numberless
 from spmd.ir.rewrite import Now, edit_ops
@@ -47,11 +48,14 @@ class Relief(NamedTuple):
       marks: the marks.
       price: of leaving them out.
       instead: how the marked value would lie; None if it would be made anew for every use.
+      elsewhere: where the marked values would lie as they are marked, the value that lies as
+        `instead` says: `argument w`, `multiply at model.py:12 (f)`. Empty if it is a marked one.
     """
 
     marks: MarkGroup
     price: Price
     instead: Sharding | None
+    elsewhere: str = ""
 
 
 class MarkPrices(NamedTuple):
@@ -89,9 +93,38 @@ def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> R
     other, marks = replanned(plan, drop=group.values, options=options), plan.propagated.marks
     lies = {value: _lies(plan, other, group.values, value) for value in group.values}
     other_ones = (v for v in group.values if lies[v] != Sharding(marks[v].dims))
-    first = next(other_ones, group.values[0])
-    group = group._replace(sharding=Sharding(marks[first].dims))
-    return Relief(group, price_of(plan, other), lies[first])
+    first, price = next(other_ones, None), price_of(plan, other)
+    if first is not None:
+        return Relief(group._replace(sharding=Sharding(marks[first].dims)), price, lies[first])
+    value = _elsewhere(plan, other)
+    if value is None:
+        return Relief(group, price, lies[group.values[0]])
+    state = other.states[value]
+    return Relief(group, price, state and state.full(), _described(plan, value))
+
+
+def _elsewhere(plan: Plan, other: Plan) -> Value | None:
+    """The largest value that lies in another way in another plan of nearly the same program."""
+    # What follows from it differs, too; of equally large ones the first is closest to the cause.
+    values = [*plan.program.body.args, *(v for op in plan.program.walk() for v in op.results)]
+    moved = [
+        value
+        for value in values
+        if (have := plan.states[value]) is not None
+        and (state := other.states[value]) is not None
+        and have.full() != state.full()
+    ]
+    return max(moved, key=lambda value: plan.program.types[value].bytes, default=None)
+
+
+def _described(plan: Plan, value: Value) -> str:
+    """An argument's name, else the op that makes the value, and its line."""
+    op = plan.problem.index.producers.get(value)
+    if value in plan.program.body.args:
+        return f"argument {value_name(plan.program, value)}"
+    if op is None:
+        return f"the loop's carry {value_name(plan.program, value)}"
+    return f"{op.label} at {op.loc.trail}" if op.loc.frames else op.label
 
 
 def _lies(plan: Plan, other: Plan, dropped: Collection[Value], value: Value) -> Sharding | None:

@@ -21,7 +21,7 @@ from spmd.ir.description import (
     Description,
     key_of,
 )
-from spmd.ir.types import Attribute, TensorType
+from spmd.ir.types import Attribute, Dense, TensorType
 
 Value = int
 
@@ -231,6 +231,7 @@ class Program(NamedTuple):
       body: its arguments, ops and results.
       arg_names, result_names: paths in the user's pytrees, for people.
       callbacks: the Python functions that its ops call, by number.
+      constants: elements of its last arguments, which the user does not pass.
     """
 
     name: str
@@ -239,6 +240,7 @@ class Program(NamedTuple):
     arg_names: tuple[str, ...]
     result_names: tuple[str, ...]
     callbacks: tuple[Callback, ...] = ()
+    constants: tuple[Dense, ...] = ()
 
     def walk(self) -> Iterator[Op]:
         """Every op, regions' ops before the op that holds them, in program order."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.ir.callbacks import Callback
-from spmd.ir.types import Order, TensorType, needs_x64
+from spmd.ir.types import Dense, Order, TensorType, needs_x64
 from spmd.lowering.emit import emit
 from spmd.lowering.partition import Partitioned
 from spmd.mesh.mesh import Mesh
@@ -22,6 +23,13 @@ Placement = NamedSharding | Format
 """Where an array lies: on the devices of a mesh, and in an order of its own in their memory."""
 
 
+class Constant(NamedTuple):
+    """An argument that the caller does not pass: what is in it, and how it lies."""
+
+    value: Dense
+    sharding: Sharding
+
+
 @dataclass(frozen=True)
 class Emitted:
     """A local program as plain data: it can be kept, compared and compiled later.
@@ -29,7 +37,8 @@ class Emitted:
     Attributes:
       name: the program's.
       mesh: the mesh.
-      module: StableHLO text with a function `main`, to be run on every device.
+      module: StableHLO text with a function `main`, to be run on every device. It takes pieces of
+        the arguments, and behind them those of the constants.
       arguments, results: shardings of the global arguments and results.
       argument_types: of the global arguments.
       result_types: of one device's pieces.
@@ -39,6 +48,7 @@ class Emitted:
       callbacks: the Python functions that it calls, by number.
       peak_bytes: predicted memory of one device, where somebody asked for it.
       seconds: predicted time of one run, where somebody asked for it.
+      constants: what it takes behind its arguments.
     """
 
     name: str
@@ -55,17 +65,25 @@ class Emitted:
     callbacks: tuple[Callback, ...] = ()
     peak_bytes: int | None = None
     seconds: float | None = None
+    constants: tuple[Constant, ...] = ()
 
     @cached_property
     def boundary_mesh(self) -> Mesh:
         """The mesh, with an axis for each part where parts of axes split arguments or results."""
-        has = any(has_parts(sharding, self.mesh) for sharding in (*self.arguments, *self.results))
+        constants = [constant.sharding for constant in self.constants]
+        ends = (*self.arguments, *constants, *self.results)
+        has = any(has_parts(sharding, self.mesh) for sharding in ends)
         return self.mesh.refined() if has else self.mesh
 
     @property
     def argument_specs(self) -> tuple[PartitionSpec, ...]:
         """How each argument is split over `boundary_mesh`, for jax."""
         return tuple(partition_spec(sharding, self.boundary_mesh) for sharding in self.arguments)
+
+    @property
+    def constant_specs(self) -> tuple[PartitionSpec, ...]:
+        """How each constant is split over `boundary_mesh`, for jax."""
+        return tuple(partition_spec(c.sharding, self.boundary_mesh) for c in self.constants)
 
     @property
     def result_specs(self) -> tuple[PartitionSpec, ...]:
@@ -75,6 +93,10 @@ class Emitted:
     def argument_shardings(self, where: JaxMesh) -> tuple[NamedSharding, ...]:
         """How each argument lies; on jax's mesh, but those with parts of axes on a finer one."""
         return tuple(named_sharding(sharding, self.mesh, where) for sharding in self.arguments)
+
+    def constant_shardings(self, where: JaxMesh) -> tuple[NamedSharding, ...]:
+        """How each constant lies, as for arguments."""
+        return tuple(named_sharding(c.sharding, self.mesh, where) for c in self.constants)
 
     def result_shardings(self, where: JaxMesh) -> tuple[NamedSharding, ...]:
         """How each result lies, as for arguments."""
@@ -113,6 +135,7 @@ def emit_local(local: Partitioned, donated: tuple[int, ...] = ()) -> Emitted:
     """
     program, mesh, arguments, results = local[:4]
     types, body = program.types, program.body
+    count = len(body.args) - len(program.constants)
     wholes = [  # at the boundary the axes of a dim divide it
         types[value].with_shape(
             tuple(
@@ -121,18 +144,19 @@ def emit_local(local: Partitioned, donated: tuple[int, ...] = ()) -> Emitted:
             )
         )
         for value, sharding in zip(body.args, arguments, strict=True)
-    ]
+    ][:count]
     return Emitted(
         name=program.name,
         mesh=mesh,
         module=emit(program, mesh),
-        arguments=arguments,
+        arguments=arguments[:count],
         results=results,
         argument_types=tuple(wholes),
         result_types=tuple(types[value] for value in body.results),
-        argument_orders=local.argument_orders or (None,) * len(arguments),
+        argument_orders=local.argument_orders[:count] or (None,) * count,
         result_orders=local.result_orders or (None,) * len(results),
         donated=donated,
         needs_x64=needs_x64(types),
         callbacks=program.callbacks,
+        constants=tuple(map(Constant, program.constants, arguments[count:])),
     )

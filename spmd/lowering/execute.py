@@ -7,6 +7,7 @@ jax's own. The module is merged into the surrounding one when jax lowers the pri
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ from spmd.ir.callbacks import Callback
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.launch.agree import digest
 from spmd.launch.programs import check_same_program
-from spmd.lowering.emitted import Emitted, Placement
+from spmd.lowering.emitted import Constant, Emitted, Placement
 from spmd.lowering.host import effects_of, emit_callbacks, silent
 from spmd.lowering.xla_options import options_within
 from spmd.mesh.mesh import Mesh
@@ -112,7 +113,8 @@ def compile_emitted(
       outside: what jax is told of arguments and results.
 
     Returns:
-      jax's compiled program: it takes and returns flat global arrays.
+      jax's compiled program: it takes and returns flat global arrays. One `WithConstants` if it
+      has some, which looks the same.
 
     Raises:
       LaunchError: another process of the job has another program.
@@ -121,10 +123,48 @@ def compile_emitted(
     outside = outside or Outside(jax_mesh(emitted.mesh))
     if outside.devices is None:
         _check_processes(emitted, compiler_options)
-    structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in emitted.argument_types]
     with x64_if(emitted.needs_x64), on_own_mesh(emitted.boundary_mesh, outside.devices):
+        constants = [constant.value.type for constant in emitted.constants]
+        structs = [
+            jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype))
+            for t in (*constants, *emitted.argument_types)
+        ]
         lowered = executable(emitted, outside).lower(*structs)
-        return lowered.compile(dict(compiler_options) or None)
+        compiled = lowered.compile(dict(compiler_options) or None)
+        if not constants:
+            return compiled
+        is_here = outside.devices is None
+        return WithConstants(compiled, placed_constants(emitted, outside.mesh) if is_here else ())
+
+
+class WithConstants:
+    """jax's compiled program, and the constants that it takes in front of its arguments.
+
+    Attributes:
+      compiled: the program.
+      constants: arrays, where they are to lie; none if the program's devices are not here.
+    """
+
+    def __init__(self, compiled: Any, constants: Sequence[jax.Array]) -> None:
+        self.compiled, self.constants = compiled, tuple(constants)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs the program on flat arguments."""
+        return self.compiled(*self.constants, *arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.compiled, name)
+
+
+def placed_constants(emitted: Emitted, where: jax.sharding.Mesh) -> tuple[jax.Array, ...]:
+    """A program's constants on its devices: every process places the pieces of its own."""
+
+    def placed(constant: Constant, sharding: NamedSharding) -> jax.Array:
+        elements = constant.value.array()
+        return jax.make_array_from_callback(elements.shape, sharding, elements.__getitem__)
+
+    with x64_if(emitted.needs_x64):
+        return tuple(map(placed, emitted.constants, emitted.constant_shardings(where)))
 
 
 def on_own_mesh(
@@ -189,10 +229,22 @@ def _check_processes(emitted: Emitted, compiler_options: Mapping[str, Any]) -> N
     more = {
         "shardings": digest(f"{emitted.arguments} {emitted.results}"),
         "donated arguments": str(emitted.donated),
+        **_constants_told(emitted),
         **{f"compiler option {k}": str(v) for k, v in compiler_options.items()},
     }
     mesh = emitted.mesh
     check_same_program(emitted.name, emitted.module, mesh, jax_mesh(mesh), more)
+
+
+def _constants_told(emitted: Emitted) -> dict[str, str]:
+    """What is compared of constants, which the module's text does not have."""
+    if jax.process_count() == 1 or not emitted.constants:
+        return {}
+    found = hashlib.sha256()
+    for value, sharding in emitted.constants:
+        found.update(f"{value.type} {sharding}".encode())
+        found.update(value.data)
+    return {"constants": found.hexdigest()[:12]}
 
 
 def x64_if(needed: bool) -> contextlib.AbstractContextManager[Any]:
@@ -201,9 +253,9 @@ def x64_if(needed: bool) -> contextlib.AbstractContextManager[Any]:
 
 
 def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
-    """A jitted function of the flat global arguments that runs an emitted program.
+    """A jitted function of constants and flat global arguments that runs an emitted program.
 
-    It is traced `on_own_mesh`.
+    Constants come first, where jax's C++ dispatch puts such values. It is traced `on_own_mesh`.
 
     Args:
       emitted: the program.
@@ -212,15 +264,24 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
     outside = outside or Outside(jax_mesh(emitted.mesh))
     boundary = jax_mesh(emitted.boundary_mesh, outside.devices)
     run = _runner(emitted.module, emitted.result_types, emitted.callbacks, outside.weak)
-    arguments, results = emitted.argument_specs, emitted.result_specs
+    count = len(emitted.constants)
+
+    def constants_last(*args: Any) -> Any:
+        return run(*args[count:], *args[:count])
+
     mapped = jax.shard_map(
-        run, mesh=boundary, in_specs=arguments, out_specs=results, check_vma=False
+        constants_last if count else run,
+        mesh=boundary,
+        in_specs=(*emitted.constant_specs, *emitted.argument_specs),
+        out_specs=emitted.result_specs,
+        check_vma=False,
     )
+    constants = emitted.constant_shardings(outside.mesh)
     return plain_jit(
         mapped,
-        in_shardings=emitted.argument_formats(outside.mesh),
+        in_shardings=(*constants, *emitted.argument_formats(outside.mesh)),
         out_shardings=outside.results or emitted.result_formats(outside.mesh),
-        donate_argnums=emitted.donated,
+        donate_argnums=[count + i for i in emitted.donated],
         keep_unused=True,
     )
 

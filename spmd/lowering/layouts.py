@@ -58,7 +58,7 @@ def lay_out(
       wanted: whether to choose; None: where the backend would transpose otherwise.
     """
     body, types = local.program.body, local.program.types
-    arguments = [*given] or [None] * len(body.args)
+    arguments = [*given, *[None] * (len(body.args) - len(given))]
     results: list[Order | None] = [None] * len(body.results)
     program = local.program
     chooses = backend_of(platform).joins_outermost if wanted is None else wanted

@@ -69,7 +69,7 @@ class MemoryUse(NamedTuple):
       peak_at: number of the kernel at which that is.
       buffers: memory of all other values, in order of `start`.
       order: the op of each kernel, as they run.
-      constants: bytes of its constants, which every device has whole, throughout.
+      constants: bytes of its constants, in pieces or whole, held throughout.
     """
 
     arguments: int
@@ -108,10 +108,16 @@ def peak_memory(
 
 
 def constant_bytes(program: Program) -> int:
-    """Bytes of a program's constants; those of equal elements are made where they are read."""
+    """Bytes of one device's constants; those of equal elements are made where they are read."""
     attrs = (op.kind.attrs for op in program.walk() if op.kind.about.is_constant)
     constants = (found["value"] for found in attrs)
-    return sum(len(dense.data) for dense in constants if not dense.splat)
+    whole = sum(len(dense.data) for dense in constants if not dense.splat)
+    return whole + sum(program.types[v].bytes for v in lifted(program))
+
+
+def lifted(program: Program) -> tuple[Value, ...]:
+    """The arguments that are constants."""
+    return program.body.args[len(program.body.args) - len(program.constants) :]
 
 
 def predict(program: Program, donated: Sequence[int], backend: Backend) -> MemoryUse:
@@ -267,7 +273,7 @@ class _Simulation:
         buffers = _in_places(self.buffers, self.whole, places)
         most, most_at = _most_held(buffers, self.uses.length)
         return MemoryUse(
-            sum(types[v].bytes for v in body.args),
+            sum(types[v].bytes for v in body.args[: len(body.args) - len(self.program.constants)]),
             sum(sizes),
             sum(sizes[position] for position in self.aliases),
             frozenset(self.aliases),

@@ -138,7 +138,7 @@ class Search(NamedTuple):
 
     def wrong_at(self, cut: int) -> tuple[Comparison, ...]:
         """The values that differ behind the first `cut` ops; see `run` for the last cut."""
-        plan = self.plan if cut > len(self.ops) else _until(self.plan, cut)
+        plan = _passed(self.plan) if cut > len(self.ops) else _until(self.plan, cut)
         return self.differing(plan)(self.arguments) if plan.results else ()
 
     def differing(self, plan: Plan) -> Callable[[Arrays], tuple[Comparison, ...]]:
@@ -222,7 +222,10 @@ def _branch(op: Op, selector: int) -> int:
 def _with_body(program: Program, body: Region) -> Program:
     args = tuple(f"%{v}" for v in body.args)
     return program._replace(
-        body=body, arg_names=args, result_names=tuple(f"%{v}" for v in body.results)
+        body=body,
+        arg_names=args,
+        result_names=tuple(f"%{v}" for v in body.results),
+        constants=(),
     )
 
 
@@ -231,6 +234,13 @@ def _with_program(plan: Plan, program: Program) -> Plan:
     results = tuple(probe_sharding(plan, v) for v in program.body.results)
     problem = replace(plan.problem, propagated=replace(plan.propagated, program=program))
     return plan._replace(problem=problem, results=results)
+
+
+def _passed(plan: Plan) -> Plan:
+    """The plan of a program to which constants are passed as other arguments are."""
+    program = plan.program._replace(constants=())
+    problem = replace(plan.problem, propagated=replace(plan.propagated, program=program))
+    return plan._replace(problem=problem)
 
 
 def _until(plan: Plan, cut: int) -> Plan:

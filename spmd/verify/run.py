@@ -82,7 +82,7 @@ def verify(
       ArgumentError: an argument that this process does not hold whole.
     """
     program = plan.program
-    for argument, name in zip(arguments, program.arg_names, strict=True):
+    for argument, name in zip(arguments, program.arg_names, strict=False):  # then come constants
         if not getattr(argument, "is_fully_addressable", True):
             raise ArgumentError(
                 f"argument {name} lies on other processes as well: verify runs the whole program "
@@ -98,6 +98,7 @@ def verify(
     # the importer is to blame, and no op of the partitioned program.
     if all(c.ok for c in comparisons):
         return Verification(True, comparisons)
+    given += [constant.array() for constant in program.constants]
     imported = whole_run(program, plan.mesh)(given)
     if not all(c.ok for c in compare_results(program, imported, want, tolerance)):
         return Verification(False, comparisons, problem=_READ_WRONGLY)

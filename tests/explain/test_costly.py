@@ -11,8 +11,14 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from spmd.explain.costly import LEAST_SECONDS, LEAST_SHARE, _seconds_behind, costly_text
-from spmd.explain.relax import MarkGroup
+from spmd.explain.costly import (
+    LEAST_SECONDS,
+    LEAST_SHARE,
+    CostlyMark,
+    _seconds_behind,
+    costly_text,
+)
+from spmd.explain.relax import MarkGroup, mark_groups, relief_of, replanned
 from spmd.mesh.sharding import Sharding
 from tests.programs import llama
 
@@ -73,6 +79,26 @@ def test_an_argument_and_a_result_are_named() -> None:
     assert "argument" in costly_text(costly, MESH)
     program, (said,) = lowered(products, out_specs=(None, None))
     assert "result" in said and "argument" not in said
+
+
+def test_where_the_marked_values_lie_as_they_are_marked_another_one_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To mark them as they are marked is no advice: something that follows from them differs."""
+    program, _ = lowered(lambda x, v, w: products(x, v, w, ("model", None)))
+    plan, other = program.stages.plan, lowered(products)[0].stages.plan
+    without = replanned(plan, [v for v in plan.propagated.marks if v not in plan.program.body.args])
+    monkeypatch.setattr("spmd.explain.relax.replanned", lambda *_, **__: without)
+    x = next(group for group in mark_groups(plan, every=True) if group.name == "argument x")
+    relief = relief_of(plan, x)
+    assert relief.elsewhere.startswith("dot_general at ")
+    product = next(op for op in other.program.walk() if op.name == "stablehlo.dot_general")
+    state = other.states[product.results[0]]
+    assert state is not None and relief.instead == state.full()
+    costly = CostlyMark(relief.marks, relief.instead, 2.0, 1.0, 0, relief.elsewhere)
+    said = costly_text(costly, MESH)
+    assert said.startswith('argument x ("data", None) costs 50.0% of a predicted run')
+    assert re.search(r"with dot_general at \S+test_costly.py:\d+ .* as \(.*\) instead", said)
 
 
 def test_marks_that_fit_are_not_spoken_of() -> None:

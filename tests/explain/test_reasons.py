@@ -12,7 +12,10 @@ import pytest
 
 import spmd
 from spmd.explain import prices
+from spmd.explain.price import Price
+from spmd.explain.prices import Prices
 from spmd.ir.program import Frame, Loc, numberless
+from spmd.mesh.sharding import Sharding
 from tests.programs import llama
 
 MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
@@ -154,6 +157,20 @@ def test_one_value_says_why_not_otherwise() -> None:
     text = training.explain(f"%{value}")
     assert "instead (the rest of the plan adapting):" in text
     assert re.search(r"(more sent|costs the same|bytes sent)", text)
+
+
+@pytest.mark.parametrize(("seconds", "is_said"), [(-1e-3, True), (1e-3, False), (0.0, False)])
+def test_one_value_gets_one_verdict(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, is_said: bool
+) -> None:
+    """What is faster otherwise is not called the cheapest: what to mark is said instead."""
+    program = lowered(block, (1024, 512), (512, 256), specs=(("data", None), None))
+    priced = Sharding(((), program.mesh.axis_atoms["data"])), Price(seconds, 0)
+    monkeypatch.setattr(Prices, "others", lambda *_: (priced,))
+    open_one, marked = program.explain("w"), program.explain("x")
+    assert "cheapest" not in open_one + marked
+    assert ('the planner did not find it: mark it (None, "data")' in open_one) == is_said
+    assert ('its mark forbids what is faster: mark it (None, "data")' in marked) == is_said
 
 
 def test_the_condition_of_a_loop_is_not_its_carry() -> None:

@@ -125,7 +125,7 @@ def test_why_not(compiled: Any) -> None:
     assert "closed by the mark: argument batch/x" in explain_value(compiled.stages, "batch/x")
     bias = explain_value(compiled.stages, "params/<b>&")
     assert "dim 0 (size 8) is split over data, model" in bias
-    assert "no mark asks for it: the cheapest" in bias
+    assert "no mark asks for it: the planner's choice" in bias
     x = explain_value(compiled.stages, "batch/x")
     assert "dim 1 (size 16) is not split" in x
 

@@ -322,21 +322,22 @@ def test_an_all_gather_along_an_inner_dim_is_transposed_into_its_result() -> Non
     assert use.temporary == SIZE  # what is gathered; the piece before lies in the result's place
 
 
-def test_constants_are_whole_on_every_device() -> None:
-    """However the planner splits what reads them, and against the limit, too."""
+def test_constants_are_held_in_pieces_if_they_are_large() -> None:
+    """However many: they count against the limit, too."""
     table = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
+    row = np.arange(1 << 10, dtype=np.float32)
     mesh = spmd.Mesh(None, (8,), ("data",))
     x = jax.ShapeDtypeStruct((1024, 1024), np.float32)
     x = spmd.mark_sharding(x, mesh, ("data", None))
-    lowered = spmd.jit(lambda x: x + table, mesh=mesh).lower(x)
+    lowered = spmd.jit(lambda x: x + table + row, mesh=mesh).lower(x)
     use = lowered.predicted_memory
-    assert use.constants == table.nbytes
-    assert use.peak == table.nbytes + 2 * table.nbytes // 8 + use.temporary
+    assert use.constants == table.nbytes // 8 + row.nbytes
+    assert use.peak == use.constants + 2 * table.nbytes // 8 + use.temporary
     assert use.temporary <= 4  # the device's number
     assert lowered.memory.peak_bytes == use.peak
-    assert "constants, whole on every device  4 MiB" in lowered.explain(prices=False)
+    assert "constants                     516 KiB (unpartitioned" in lowered.explain(prices=False)
     assert len(lowered.as_text()) < 1 << 16
-    options = spmd.Options(memory_limit=table.nbytes)
+    options = spmd.Options(memory_limit=table.nbytes // 4)
     with pytest.raises(spmd.errors.PlanError, match="constants"):
         spmd.jit(lambda x: x + table, mesh=mesh, options=options).lower(x)
 

@@ -27,7 +27,7 @@ def mark_table(facts: Facts) -> Html:
             number(seconds_text(-price.seconds), -price.seconds),
             Cell(price.text, style="w"),
         )
-        for marks, price, _ in facts.prices.marks.reliefs
+        for marks, price, *_ in facts.prices.marks.reliefs
     ]
     heads = ("mark", "sharding", "values", "costs", "without it")
     found = h.table(Table(heads, rows, sort="costs"))

@@ -98,6 +98,8 @@ def _sections(facts: Facts) -> list[_Section]:
                  h.table(leaf_table(facts.arguments, mesh))),
         _Section("results", "Results", split_text(facts.results),
                  h.table(leaf_table(facts.results, mesh))),
+        _Section("constants", "Constants", split_text(facts.constants),
+                 h.table(leaf_table(facts.constants, mesh))),
         _Section("largest", "Largest values", "made inside the program, bytes per device",
                  h.table(largest_table(stages, 20))),
         _Section("stages", "Stage times", "of this compiler, without XLA", h.bars(times)),

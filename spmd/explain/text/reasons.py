@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from spmd.explain.facts import CLOSE
 from spmd.explain.prices import Prices
 from spmd.explain.text.layout import Lines, aligned
 from spmd.explain.words import axes_text, bytes_text, source_text, spec_text, type_text
@@ -78,6 +79,11 @@ def _others(plan: Plan, value: Value, prices: Prices) -> Lines:
     yield f"instead ({how}):"
     rows = [(spec_text(sharding, plan.mesh), price.text) for sharding, price in others]
     yield from (f"  {line}" for line in aligned(rows))
+    if others[0][1].seconds < -CLOSE * plan.run_seconds:
+        spec = spec_text(others[0][0], plan.mesh)
+        is_marked = value in plan.propagated.marks
+        why = "its mark forbids what is faster" if is_marked else "the planner did not find it"
+        yield f"  {why}: mark it {spec}"
 
 
 def _dim(plan: Plan, value: Value, sharding: Sharding, dim: int) -> Lines:
@@ -100,7 +106,8 @@ def _dim(plan: Plan, value: Value, sharding: Sharding, dim: int) -> Lines:
         chains[chain] = (*chains.get(chain, ()), atom)
     for chain, atoms in chains.items():
         yield f"  {axes_text(atoms, plan.mesh)}:"
-        yield from (f"    {reason}" for reason in chain or ("no mark asks for it: the cheapest",))
+        reasons = chain or ("no mark asks for it: the planner's choice",)
+        yield from (f"    {reason}" for reason in reasons)
 
 
 def _why_not(plan: Plan, value: Value, sharding: Sharding, dim: int, axis: str) -> str:
@@ -117,7 +124,7 @@ def _why_not(plan: Plan, value: Value, sharding: Sharding, dim: int, axis: str) 
     if set(propagated.proposals[value][dim]) & set(atoms):
         chain = next(filter(None, (propagated.why(value, dim, atom) for atom in atoms)), ("",))
         cause = source_text(chain[-1]) or "a neighbour"
-        return f"{cause} suggests it; the plan found it cheaper without"
+        return f"{cause} suggests it; the planner chose otherwise"
     for conflict in propagated.conflicts:
         if any(v == value and d == dim for _, v, d in conflict.claims):
             where = source_text(conflict.op.loc.trail)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from spmd.explain.collectives import collective_rows, traffic
 from spmd.explain.costly import CostlyMark, costly_text
@@ -39,9 +39,11 @@ def explain_program(facts: Facts) -> str:
     collectives = collective_table(collective_rows(found)).without("time")
     by_kind = traffic_table(traffic(found, by_axes=False)).without("axes")
     by_axes = traffic_table(traffic(found))
+    ends = [("arguments", facts.arguments), ("results", facts.results)]
+    ends += [("constants", facts.constants)] if facts.constants else []
     leaves = {
         f"{what}: {split_text(given)}": table_lines(leaf_table(given, mesh)) or ["none"]
-        for what, given in (("arguments", facts.arguments), ("results", facts.results))
+        for what, given in ends
     }
     largest_inside = largest_table(facts.stages, 12).without("local")
     sections = (
@@ -79,6 +81,7 @@ def summarize(facts: Facts, costly: CostlyMark | None = None) -> str:
         f"spmd: {plan.mesh.size} devices ({plan.mesh}) on {plan.topology}",
         f"  arguments    {split_text(facts.arguments)} ({inferred} inferred); {rows['arguments']}",
         *(f"    {line}" for line in _top_shardings(facts)),
+        *_constants(facts, rows),
         f"  collectives  {len(facts.collectives)}, {bytes_text(facts.sent_bytes)} sent by each "
         "device in one run",
         *(f"    {line}" for line in table_lines(traffic_table(traffic(facts.collectives)[:8]))),
@@ -106,6 +109,12 @@ def summarize(facts: Facts, costly: CostlyMark | None = None) -> str:
     if costly is not None:
         lines.append(f"  note         {costly_text(costly, plan.mesh)}")
     return "\n".join(lines) + "\n"
+
+
+def _constants(facts: Facts, rows: Mapping[str, str]) -> list[str]:
+    """The line on constants, where some are large."""
+    found = facts.constants
+    return [f"  constants    {split_text(found)}; {rows['constants']}"] if found else []
 
 
 def brief(what: str, facts: Facts) -> str:
@@ -209,7 +218,7 @@ def _marks(facts: Facts) -> Lines:
     if prices is None or not prices.marks.groups:
         return iter(())
     lines = [f"{marks_title(prices)}:"]
-    for marks, price, _ in prices.marks.reliefs:
+    for marks, price, *_ in prices.marks.reliefs:
         more = f" and {len(marks.values) - 1} more" if len(marks.values) > 1 else ""
         spec = spec_text(marks.sharding, facts.plan.mesh)
         lines += [f"without {source_text(marks.name)} {spec}{more}:", f"  {price.text}"]
