@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +14,9 @@ import pytest
 from jax import lax
 
 import spmd
+from models.llama import sharding
+from models.llama.named import named_config
+from models.llama.training import argument_types, train_step
 from tests.planning.drawn import H200, MESH, QUIET, Spec, explored, specs_of
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
@@ -221,6 +225,121 @@ def test_no_specs_of_results_are_faster_than_none(name: str) -> None:
         specs = [draw.choice(specs_of(len(r.shape))) for r in results]
         other = planned(program.fn, MESH, args, out_specs=jax.tree.unflatten(tree, specs))
         assert free.cost <= other.cost * CLOSE, specs
+
+
+# ---------------------------------------------------------------------------------------------
+# Programs for TPU slices, and a state-space model.
+
+
+def llama_step(topology: str, axes: tuple[int, int]) -> spmd.Lowered:
+    """AdamW on four layers of a 70B's width, a sequence of 8192 tokens for each chip."""
+    mesh, slice_ = spmd.Mesh(None, axes, ("data", "model")), spmd.Topology(topology)
+    config = dataclasses.replace(named_config("llama3-70b"), num_hidden_layers=4, dtype="bfloat16")
+    optimizer = optax.adamw(1e-4)
+    step = train_step(config, optimizer, sharding.activation_marks(mesh, config))
+    types = argument_types(config, optimizer, mesh, (slice_.count, 8192))
+    jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1), options=QUIET)
+    return jitted.lower(*types, topology=slice_)
+
+
+@pytest.mark.heavy
+def test_more_axes_make_sharded_training_no_faster() -> None:
+    alone, *others = (llama_step("v5p:4x4x8", axes).cost for axes in ((128, 1), (32, 4), (16, 8)))
+    assert alone <= min(others)
+
+
+@pytest.mark.heavy
+def test_a_chips_share_takes_as_long_on_any_slice() -> None:
+    few, some, many = (
+        llama_step(name, (spmd.Topology(name).count, 1)).cost
+        for name in ("v5p:2x2x4", "v5p:4x4x4", "v5p:8x8x8")
+    )
+    # Among 16 chips sums travel while their products are computed; among more they do not.
+    assert max(few, some, many) <= few * 1.03
+
+
+def muons_step(mesh: spmd.Mesh, layers: int, hint: Spec | None) -> spmd.Lowered:
+    """Scanned layers and Muon, on a v5e slice; a hint says how stacked matrices are multiplied."""
+
+    def update(g: Any) -> Any:
+        tall = g.shape[-2] > g.shape[-1]
+        x = (g.mT if tall else g).astype(BF16)
+        if hint is not None:
+            x = spmd.mark_sharding(x, mesh, hint)
+        x = newton_schulz(x)
+        return (x.mT if tall else x).astype(F32)
+
+    def loss(params: Any, batch: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            x = x + jax.nn.gelu(x @ w["up"].astype(BF16)) @ w["down"].astype(BF16)
+            return spmd.mark_sharding(x, mesh, ("data", None)), None
+
+        return ((lax.scan(layer, batch[0].astype(BF16), params)[0] - batch[1]) ** 2).mean()
+
+    def step(params: Any, momenta: Any, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        momenta = jax.tree.map(lambda m, g: 0.95 * m + g, momenta, grads)
+        params = jax.tree.map(lambda p, m: p - 0.02 * update(m), params, momenta)
+        return params, momenta, value
+
+    specs: dict[str, Spec] = {"up": (None, "data", "model"), "down": (None, "model", "data")}
+    shapes = {"up": (layers, 1024, 4096), "down": (layers, 4096, 1024)}
+    params = {name: struct(shape, mesh, specs[name]) for name, shape in shapes.items()}
+    batch = [struct((32_768, 1024), mesh, ("data", None))] * 2
+    jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1), options=QUIET,
+                      out_specs=(specs, specs, ()))  # fmt: skip
+    return jitted.lower(params, params, batch, topology=spmd.Topology("v5e:4x4"))
+
+
+@pytest.mark.parametrize("axes", [(4, 4), (16, 1)], ids=str)
+@pytest.mark.parametrize("hint", [("data", None, None), (("data", "model"), None, None)], ids=str)
+def test_muon_on_a_slice_needs_no_hint(axes: tuple[int, int], hint: Spec) -> None:
+    mesh = spmd.Mesh(None, axes, ("data", "model"))
+    free, by_hand = (muons_step(mesh, 16, given).cost for given in (None, hint))
+    assert free <= by_hand * CLOSE
+
+
+def test_of_a_state_space_model_only_gradients_are_sent() -> None:
+    """Data-parallel: the states of a scan over time stay where their sequences are."""
+    width, states, length = 128, 64, 1024
+
+    def layer(w: Any, x: Any) -> Any:
+        step = jnp.exp(w["step"])
+        rates = -jnp.exp(w["decay"]) + 1j * w["turn"]
+        kept = jnp.exp(rates * step)
+        taken = ((kept - 1) / rates)[:, None] * (w["in"][0] + 1j * w["in"][1])
+        gates = jnp.broadcast_to(kept, (*x.shape[:2], states))
+        parts = jnp.einsum("nm,btm->btn", taken, x)
+        _, hidden = lax.associative_scan(
+            lambda p, q: (p[0] * q[0], q[0] * p[1] + q[1]), (gates, parts), axis=1
+        )
+        out = jnp.einsum("mn,btn->btm", w["out"][0] + 1j * w["out"][1], hidden).real
+        out = jax.nn.gelu(out + w["skip"] * x)
+        return x + out * jax.nn.sigmoid(out @ w["gate"])
+
+    def step(params: Any, x: Any, y: Any) -> Any:
+        def loss(params: Any) -> Any:
+            h = x @ params["embed"]
+            for w in params["layers"]:
+                h = layer(w, h)
+            logits = h.mean(1) @ params["head"]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
+
+    shapes = {
+        "step": (states,), "decay": (states,), "turn": (states,), "in": (2, states, width),
+        "out": (2, width, states), "skip": (width,), "gate": (width, width),
+    }  # fmt: skip
+    layers = [{name: struct(shape, LINE, None) for name, shape in shapes.items()}] * 2
+    params = {"embed": struct((4, width), LINE, None), "head": struct((width, 10), LINE, None),
+              "layers": layers}  # fmt: skip
+    x = struct((64, length, 4), LINE, ("data", None, None))
+    lowered = planned(step, LINE, (params, x, struct((64,), LINE, ("data",), I32)))
+    summed = 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert {c.kind for c in lowered.collectives} <= {"all_reduce", "reduce_scatter"}
+    assert sum(c.bytes * (c.count or 1) for c in lowered.collectives) <= 2 * 7 / 8 * (summed + 4)
 
 
 # ---------------------------------------------------------------------------------------------
