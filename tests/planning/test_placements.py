@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 
 import spmd
+from benchmarks.programs import muon
 from models.llama import sharding
 from models.llama.named import named_config
 from models.llama.training import argument_types, train_step
@@ -37,15 +38,6 @@ def planned(fn: Any, mesh: spmd.Mesh, args: Sequence[Any], **options: Any) -> sp
 # Programs that somebody marked by hand, because the plan had been worse.
 
 
-def newton_schulz(x: Any) -> Any:
-    x = x / (jnp.sqrt(jnp.sum(x * x, axis=(1, 2), keepdims=True)) + 1e-7)
-    for _ in range(5):
-        gram = jnp.einsum("lij,lkj->lik", x, x)
-        step = -4.775 * gram + 2.0315 * jnp.einsum("lij,ljk->lik", gram, gram)
-        x = 3.4445 * x + jnp.einsum("lij,ljk->lik", step, x)
-    return x
-
-
 def over_layers(mesh: spmd.Mesh) -> Callable[[Any], Any]:
     return lambda g: spmd.mark_sharding(g, mesh, ("data", None, None))
 
@@ -53,7 +45,7 @@ def over_layers(mesh: spmd.Mesh) -> Callable[[Any], Any]:
 @pytest.mark.parametrize("spec", [(None, "data", None), (None, None, "data")], ids=str)
 def test_matrices_in_a_stack_are_split_by_layers(spec: Spec) -> None:
     def update(w: Any, g: Any) -> Any:
-        return w - 1e-3 * newton_schulz(g)
+        return w - 1e-3 * muon.newton_schulz(g)
 
     w = struct((16, 2048, 8192), LINE, spec)
     free = planned(update, LINE, (w, w), donate_argnums=0, out_specs=spec)
@@ -258,45 +250,18 @@ def test_a_chips_share_takes_as_long_on_any_slice() -> None:
     assert max(few, some, many) <= few * 1.03
 
 
-def muons_step(mesh: spmd.Mesh, layers: int, hint: Spec | None) -> spmd.Lowered:
-    """Scanned layers and Muon, on a v5e slice; a hint says how stacked matrices are multiplied."""
-
-    def update(g: Any) -> Any:
-        tall = g.shape[-2] > g.shape[-1]
-        x = (g.mT if tall else g).astype(BF16)
-        if hint is not None:
-            x = spmd.mark_sharding(x, mesh, hint)
-        x = newton_schulz(x)
-        return (x.mT if tall else x).astype(F32)
-
-    def loss(params: Any, batch: Any) -> Any:
-        def layer(x: Any, w: Any) -> Any:
-            x = x + jax.nn.gelu(x @ w["up"].astype(BF16)) @ w["down"].astype(BF16)
-            return spmd.mark_sharding(x, mesh, ("data", None)), None
-
-        return ((lax.scan(layer, batch[0].astype(BF16), params)[0] - batch[1]) ** 2).mean()
-
-    def step(params: Any, momenta: Any, batch: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        momenta = jax.tree.map(lambda m, g: 0.95 * m + g, momenta, grads)
-        params = jax.tree.map(lambda p, m: p - 0.02 * update(m), params, momenta)
-        return params, momenta, value
-
-    specs: dict[str, Spec] = {"up": (None, "data", "model"), "down": (None, "model", "data")}
-    shapes = {"up": (layers, 1024, 4096), "down": (layers, 4096, 1024)}
-    params = {name: struct(shape, mesh, specs[name]) for name, shape in shapes.items()}
-    batch = [struct((32_768, 1024), mesh, ("data", None))] * 2
-    jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1), options=QUIET,
-                      out_specs=(specs, specs, ()))  # fmt: skip
-    return jitted.lower(params, params, batch, topology=spmd.Topology("v5e:4x4"))
-
-
 @pytest.mark.parametrize("axes", [(4, 4), (16, 1)], ids=str)
 @pytest.mark.parametrize("hint", [("data", None, None), (("data", "model"), None, None)], ids=str)
 def test_muon_on_a_slice_needs_no_hint(axes: tuple[int, int], hint: Spec) -> None:
     mesh = spmd.Mesh(None, axes, ("data", "model"))
-    free, by_hand = (muons_step(mesh, 16, given).cost for given in (None, hint))
-    assert free <= by_hand * CLOSE
+
+    def cost(hint: Spec | None) -> float:
+        made = muon.build(mesh, 16, hint)
+        results = muon.SPECS, muon.SPECS, ()
+        jitted = spmd.jit(made.fn, mesh=mesh, donate_argnums=made.donate, out_specs=results)
+        return jitted.lower(*made.args, topology=spmd.Topology("v5e:4x4")).cost
+
+    assert cost(None) <= cost(hint) * CLOSE
 
 
 def test_of_a_state_space_model_only_gradients_are_sent() -> None:
