@@ -104,17 +104,16 @@ def measure(program: Program, options: spmd.Options, *, guess_trips: bool = Fals
             errors[what] = first_line(error)
             return None
 
-    def ours() -> tuple[Moved, int, Mapping[str, float], tuple[int, int]]:
+    def ours() -> tuple[Moved, spmd.Lowered, tuple[int, int]]:
         forget()
         lowered = jitted.lower(*built.args)
         start = time.perf_counter()
         compiled = lowered.compile()
         seconds = time.perf_counter() - start
-        predicted = sum(c.bytes * c.count for c in compiled.collectives)
         moved = read(compiled.as_text("hlo"), compiled.memory, seconds, guess_trips)
         named = sum(bool(c.source and c.reason) for c in compiled.collectives)
         explained = (named, len(compiled.collectives))
-        return moved, predicted, lowered.stages.seconds, explained
+        return moved, lowered, explained
 
     mesh, built = program.make()
     jitted = spmd.jit(built.fn, mesh=mesh, donate_argnums=built.donate, options=options)
@@ -122,12 +121,14 @@ def measure(program: Program, options: spmd.Options, *, guess_trips: bool = Fals
     found = attempt("spmd", ours)
     if found is None:
         return Row(program.name, alone=alone, errors=errors)
-    placed = placed_arguments(jitted.lower(*built.args), built.args)
+    moved, lowered, explained = found
+    placed = placed_arguments(lowered, built.args)
     is_open = any(leaf.sharding is None for leaf in jax.tree.leaves(built.args))
     given = (
         attempt("given", lambda: compile_with_xla(built, placed, guess_trips)) if is_open else alone
     )
-    moved, predicted, seconds, explained = found
+    predicted = sum(c.bytes * c.count for c in lowered.collectives)
+    seconds = lowered.stages.seconds
     stages = sum(seconds.values())
     return Row(
         program.name, moved, alone, given, predicted, seconds["plan"], explained, errors, stages

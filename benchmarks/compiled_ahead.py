@@ -95,7 +95,8 @@ def by_spmd(case: Case, compiles: bool = True) -> tuple[Built, spmd.Lowered]:
     timeline = lowered.timeline
     built = Built(timeline.seconds, timeline.exposed_seconds, lowered.predicted_memory.peak, sent)
     if compiles and case.has_compiler:
-        built = _compiled(built, case, lowered.compile().executable, start)
+        executable = lowered.compile().executable
+        built = with_compiler(built, case.mesh, case.topology, executable, start)
     return built, lowered
 
 
@@ -108,14 +109,17 @@ def by_jax(case: Case, compiles: bool = True) -> Built:
     there = placed(types, optimizer, case.mesh, case.topology)
     where = jax.tree.map(lambda x: x.sharding, there)
     plain = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*where[:2], None))
-    return _compiled(Built(), case, plain.lower(*there).compile(), start)
+    executable = plain.lower(*there).compile()
+    return with_compiler(Built(), case.mesh, case.topology, executable, start)
 
 
-def _compiled(built: Built, case: Case, executable: Any, start: float) -> Built:
+def with_compiler(
+    built: Built, mesh: spmd.Mesh, topology: spmd.Topology, executable: Any, start: float
+) -> Built:
     """With the compiler's figures; bytes are the plan's, where there is one."""
     seconds, analysis = time.perf_counter() - start, executable.memory_analysis()
     text = executable.as_text() or ""
-    step = modelled(text, case.mesh, case.topology)
+    step = modelled(text, mesh, topology)
     return built._replace(
         sent=step.sent if built.sent is None else built.sent,
         kernels=step.kernel_seconds,

@@ -1,15 +1,23 @@
-"""Time of every stage of our compiler on Llama training steps, nothing run on a device.
+"""Time of every stage of our compiler, nothing run on a device.
 
-Each row is one program: a number of layers (scanned or unrolled) on one mesh. Every run of it has a
-process of its own, so that nothing is cached from the run before; Shardy's propagation runs on the
-same marked module in the same process. With --growth the rows are those that show how time grows:
-unrolled layers from 8 to 128, and two programs on meshes of 8 to 4096 devices. Memory is not
-limited, so that programs too large for the machine are planned like the others (where memory is
-short, planning is repeated, at several prices of memory).
+Each row is one program: a number of layers (scanned or unrolled) of a Llama's training step on one
+mesh. Every run of it has a process of its own, so that nothing is cached from the run before, and
+the fastest run is shown; Shardy's propagation runs on the same marked module in the same process.
+Memory is not limited, so that programs too large for the machine are planned like the others (where
+memory is short, planning is repeated, at several prices of memory). Other tables take the place of
+this one:
+
+--growth: unrolled layers from 8 to 128, and two programs on meshes of 8 to 4096 devices.
+--axes: four scanned layers on 64 devices, whose mesh has one to four axes.
+--limits: a program planned without a limit of memory, with half of what that plan takes as limit,
+  and with a limit that nothing keeps to, which is refused.
+--peers: other programs beside all of what jax.jit takes for them: nanochat's step, of which Muon
+  updates the matrices, and a step of a fluid.
+--restarts: a first start, which keeps its plan, and a second one, which reads it.
 
 Example:
     benchmarks/run compiler --layers 4,32 --noscan
-    benchmarks/run compiler --growth
+    benchmarks/run compiler --growth --axes --limits --peers --restarts
 """
 
 from __future__ import annotations
@@ -18,18 +26,34 @@ import argparse
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
+from unittest import mock
+
+from benchmarks.environment import xla_flags
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = xla_flags(os.environ.get("XLA_FLAGS", ""))
 
 import jax
 
+import spmd
 from benchmarks import shardy
-from benchmarks.programs.step import Step, lower
+from benchmarks.byte_rows import lower_with_jax
+from benchmarks.compiled_ahead import print_head, print_line
+from benchmarks.programs import fluid, nanochat
+from benchmarks.programs.program import Built
+from benchmarks.programs.step import UNLIMITED, Step, lower
+from spmd import compiler
 from spmd.cli.flags import Parser, Switch, positive, words
+from spmd.planning.exact import plan_exactly
+from spmd.store import FOLDER_VARIABLE
+
+T = TypeVar("T")
 
 STAGES = (
     "import", "canonicalize", "sink", "propagate", "plan",
@@ -40,6 +64,23 @@ COMPILER = STAGES[: STAGES.index("partition") + 1]
 
 MORE_LAYERS = (8, 16, 32, 64, 128)
 MORE_DEVICES = ("data=4:model=2", "data=16:model=4", "data=64:model=8", "data=512:model=8")
+MORE_AXES = (
+    "data=64",
+    "data=8:model=8",
+    "replica=2:data=8:model=4",
+    "replica=2:data=4:seq=2:model=4",
+)
+"""Of 64 devices each."""
+
+LIMITED = (Step(4, True), Step(4, False))
+HALF = 0.5
+IMPOSSIBLE = 1 << 20
+"""Bytes that no plan of `LIMITED` keeps to: its arguments are larger."""
+
+PEERS: Mapping[str, tuple[Callable[[spmd.Mesh], Built], Mapping[str, int]]] = {
+    "nanochat, 20 layers, Muon and AdamW": (nanochat.build, {"data": 8}),
+    "fluid, conjugate gradients": (fluid.build, {"x": 4, "y": 2}),
+}
 
 
 class Run(NamedTuple):
@@ -56,41 +97,174 @@ class Run(NamedTuple):
         return sum(self.seconds[name] for name in COMPILER)
 
 
+class Beside(NamedTuple):
+    """What one process saw of a program: ops, and seconds of ours and of jax's parts."""
+
+    ops: int
+    planning: float
+    ours: float
+    lowering: float
+    compiling: float
+
+
+class Lowering(NamedTuple):
+    """What one process saw: seconds, plans made, bytes of the plan, and whether it was refused."""
+
+    seconds: float
+    plans: int
+    bytes: int
+    refused: bool = False
+
+    @property
+    def said(self) -> list[str]:
+        """Seconds, and GiB of the plan, or what the error says to be the least."""
+        size = f"{self.bytes / 2**30:.2f}"
+        return [f"{self.seconds:.2f}", f"refused, {size} at least" if self.refused else size]
+
+
 def measure(row: Step, peer: bool) -> Run:
     """One run, after a program of another shape has made Python import what it imports late."""
-    small = row._replace(model="tiny", layers=1, mesh="data=2")
-    for warm in (small, row):
+    for warm in (_small(row), row):
         lowered = lower(warm)
         seconds = shardy.run(shardy.marked_module(lowered.request)) if peer else float("nan")
-    ops = sum(1 for _ in lowered.stages.program.walk())
-    return Run(lowered.mesh.size, ops, dict(lowered.stages.seconds), seconds)
+    return Run(lowered.mesh.size, _ops(lowered), dict(lowered.stages.seconds), seconds)
 
 
-def table_row(given: argparse.Namespace, row: Step) -> str:
-    """Seconds of each stage in the fastest of several runs, and Shardy's fastest."""
-    alone = multiprocessing.get_context("spawn")
-    runs = []
-    for _ in range(given.repeat):
-        with ProcessPoolExecutor(1, alone) as process:
-            runs.append(process.submit(measure, row, given.shardy).result())
-    best, peer = min(runs, key=lambda run: run.total), min(run.peer for run in runs)
-    cells = [f"{row.layers}, {'scanned' if row.scan else 'unrolled'}"]
-    cells += [f"{best.devices}", f"{best.ops}", *(f"{best.seconds[name]:.3f}" for name in STAGES)]
-    cells += [f"{best.total:.3f}", f"{best.total / best.ops * 1e6:.0f}"]
-    cells += [f"{peer:.3f}", f"{best.total / peer:.2f}"] if given.shardy else []
-    return f"| {' | '.join(cells)} |"
+def measure_lowering(row: Step, folder: str = "none") -> Lowering:
+    """The same by the clock; plans are kept in a folder. A limit that is missed is no error."""
+    os.environ[FOLDER_VARIABLE] = "none"
+    lower(_small(row))
+    os.environ[FOLDER_VARIABLE] = folder
+    with mock.patch.object(compiler, "plan_exactly", wraps=plan_exactly) as planner:
+        start, refused = time.perf_counter(), False
+        try:
+            peak = lower(row).predicted_memory.peak
+        except spmd.PlanError as error:
+            peak, refused = error.least_bytes, True
+        return Lowering(time.perf_counter() - start, planner.call_count, peak, refused)
+
+
+def measure_beside(name: str) -> Beside:
+    """A program of `PEERS` by us, and by jax.jit and XLA for CPUs."""
+    build, axes = PEERS[name]
+    mesh = spmd.make_mesh(**axes)
+    built = build(mesh)
+    lower(Step(1, False, model="tiny"))
+    jitted = spmd.jit(built.fn, mesh=mesh, donate_argnums=built.donate)
+    start = time.perf_counter()
+    lowered = jitted.lower(*built.args, topology=spmd.Topology(f"h200:{mesh.size}"))
+    ours, start = time.perf_counter() - start, time.perf_counter()
+    jax.clear_caches()
+    by_jax = lower_with_jax(built, built.args)
+    lowering, start = time.perf_counter() - start, time.perf_counter()
+    by_jax.compile()
+    compiling = time.perf_counter() - start
+    return Beside(_ops(lowered), lowered.stages.seconds["plan"], ours, lowering, compiling)
+
+
+def _small(row: Step) -> Step:
+    return row._replace(model="tiny", layers=1, mesh="data=2", memory_limit=UNLIMITED)
+
+
+def _ops(lowered: spmd.Lowered) -> int:
+    return sum(1 for _ in lowered.stages.program.walk())
+
+
+def in_own_process(run: Callable[..., T], *args: Any) -> T:
+    """What a function returns in a new process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(run, *args).result()
+
+
+def runs_of(given: argparse.Namespace, what: str, run: Callable[..., T], *args: Any) -> list[T]:
+    """Several runs, each in a process of its own; says on stderr how far it has come."""
+    runs: list[T] = []
+    for number in range(1, given.repeat + 1):
+        print(f"{what}: run {number} of {given.repeat}", file=sys.stderr, flush=True)
+        runs.append(in_own_process(run, *args))
+    return runs
+
+
+def said(row: Step) -> str:
+    """A row's program."""
+    return f"{row.layers}, {'scanned' if row.scan else 'unrolled'}"
 
 
 def tables(given: argparse.Namespace) -> Iterator[list[Step]]:
-    """The rows of each table that the flags ask for."""
+    """The rows of each table of stages that the flags ask for."""
     rest = (given.model, given.optimizer, given.chip)
-    if not given.growth:
+    if given.growth:
+        yield [Step(layers, False, given.meshes[0], *rest) for layers in MORE_LAYERS]
+        yield [Step(32, True, mesh, *rest) for mesh in MORE_DEVICES]
+        yield [Step(8, False, mesh, *rest) for mesh in MORE_DEVICES]
+    if given.axes:
+        yield [Step(4, True, mesh, *rest) for mesh in MORE_AXES]
+    if not (given.growth or given.axes or given.limits or given.peers or given.restarts):
         counts = [int(n) for n in given.layers]
         yield [Step(n, given.scan, mesh, *rest) for mesh in given.meshes for n in counts]
-        return
-    yield [Step(layers, False, given.meshes[0], *rest) for layers in MORE_LAYERS]
-    yield [Step(32, True, mesh, *rest) for mesh in MORE_DEVICES]
-    yield [Step(8, False, mesh, *rest) for mesh in MORE_DEVICES]
+
+
+def print_stages(given: argparse.Namespace, rows: Sequence[Step]) -> None:
+    """Seconds of each stage in the fastest of several runs, and Shardy's fastest."""
+    titles = ["layers", "mesh", "ops", *STAGES, "import to partition, s", "us/op"]
+    print_head(titles + (["Shardy propagation, s", "ratio"] if given.shardy else []))
+    for row in rows:
+        what, mesh = said(row), row.mesh.replace(":", ", ")
+        runs = runs_of(given, f"{what}, {mesh}", measure, row, given.shardy)
+        best, peer = min(runs, key=lambda run: run.total), min(run.peer for run in runs)
+        cells = [what, mesh, f"{best.ops}", *(f"{best.seconds[name]:.3f}" for name in STAGES)]
+        cells += [f"{best.total:.3f}", f"{best.total / best.ops * 1e6:.0f}"]
+        cells += [f"{peer:.3f}", f"{best.total / peer:.2f}"] if given.shardy else []
+        print_line(cells)
+
+
+def print_limits(given: argparse.Namespace) -> None:
+    """Seconds without a limit, with one at half, and with one that is refused."""
+    print_head(
+        ("layers", "no limit, s", "GiB", "half of it, s", "GiB", "ratio", "impossible, s", "GiB",
+         "ratio")
+    )  # fmt: skip
+    for row in LIMITED:
+
+        def run(limit: int, row: Step = row) -> Lowering:
+            what = f"{said(row)}, limit {limit / 2**30:.3g} GiB"
+            limited = row._replace(memory_limit=limit)
+            return min(runs_of(given, what, measure_lowering, limited))
+
+        free = run(UNLIMITED)
+        cells = free.said
+        for limited in (run(int(HALF * free.bytes)), run(IMPOSSIBLE)):
+            cells += [*limited.said, f"{limited.seconds / free.seconds:.2f}"]
+        print_line([said(row), *cells])
+
+
+def print_peers(given: argparse.Namespace) -> None:
+    """Seconds of ours beside those of jax.jit's lowering and XLA's compilation."""
+    print_head(
+        ("program", "mesh", "ops", "ours, s", "of it planning", "jax.jit lowers, s",
+         "XLA compiles, s", "ratio")
+    )  # fmt: skip
+    for name, (_, axes) in PEERS.items():
+        runs = runs_of(given, name, measure_beside, name)
+        best = min(runs, key=lambda run: run.ours)
+        lowering, compiling = (min(run[i] for run in runs) for i in (3, 4))
+        cells = [name, ", ".join(f"{axis}={size}" for axis, size in axes.items()), f"{best.ops}"]
+        cells += [f"{best.ours:.2f}", f"{best.planning:.2f}", f"{lowering:.2f}"]
+        print_line([*cells, f"{compiling:.2f}", f"{best.ours / (lowering + compiling):.2f}"])
+
+
+def print_restarts(given: argparse.Namespace) -> None:
+    """Seconds of a start that keeps its plan, and of one that reads it."""
+    print_head(("layers", "first start, s", "plans made", "second start, s", "plans made"))
+    for row in LIMITED:
+        pairs = []
+        for _ in range(given.repeat):
+            with tempfile.TemporaryDirectory() as folder:
+                print(f"{said(row)}: two starts", file=sys.stderr, flush=True)
+                pairs.append([in_own_process(measure_lowering, row, folder) for _ in "12"])
+        starts = [min(runs) for runs in zip(*pairs, strict=True)]
+        cells = [cell for run in starts for cell in (f"{run.seconds:.2f}", f"{run.plans}")]
+        print_line([said(row), *cells])
 
 
 def make_parser() -> Parser:
@@ -102,6 +276,10 @@ def make_parser() -> Parser:
     add("--layers", type=words, default="4", help="numbers of layers")
     add("--scan", action=Switch, default=True, help="scan over layers, or unroll them")
     add("--growth", action=Switch, help="show how time grows with layers and with devices")
+    add("--axes", action=Switch, help="show how time grows with the mesh's axes")
+    add("--limits", action=Switch, help="plan with limits of memory, too")
+    add("--peers", action=Switch, help="other programs, beside jax.jit and XLA")
+    add("--restarts", action=Switch, help="start again with a plan that was kept")
     add("--optimizer", choices=["adamw", "adafactor"], default="adamw", help="optimizer")
     add("--chip", default="h200", help="chip to plan for")
     add(
@@ -115,18 +293,22 @@ def make_parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints one table, or those of --growth."""
+    """Prints one table, or those that the flags ask for."""
     given = make_parser().parse_args(arguments)
     versions = f"Python {sys.version.split()[0]}, jax {jax.__version__}, jaxlib {version('jaxlib')}"
     what = f"{given.model}, {given.optimizer}, planned for {given.chip}"
     print(f"{versions}, {os.cpu_count()} cores; {what}")
-    titles = ["layers", "devices", "ops", *STAGES, "import to partition, s", "us/op"]
-    titles += ["Shardy propagation, s", "ratio"] if given.shardy else []
     for rows in tables(given):
-        print(f"\n| {' | '.join(titles)} |")
-        print("| --- " * len(titles) + "|")
-        for row in rows:
-            print(table_row(given, row), flush=True)
+        print()
+        print_stages(given, rows)
+    for is_asked, show in (
+        (given.limits, print_limits),
+        (given.peers, print_peers),
+        (given.restarts, print_restarts),
+    ):
+        if is_asked:
+            print()
+            show(given)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """Plans and compiles Llama-2 training for TPU slices that are not here, and says what to expect.
 
 The configurations are those of the PyTorch/XLA SPMD report: 7B on v4-32, 13B on v4-64, 70B on
-v4-256. Bytes, time and memory are predicted from our plan; memory and schedule are also what the
-real TPU compiler makes of it (`tpu` extra), minutes for each row. Nothing runs.
+v4-256; with --rows also four layers of a Llama 3 70B over 16 to 512 v5p chips (weak-16, weak-64,
+weak-128, weak-512), and all of it on three meshes of 128 (mesh-128x1, mesh-32x4, mesh-16x8).
+Bytes, time and memory are predicted from our plan; memory and schedule are also what the real TPU
+compiler makes of it (`tpu` extra), minutes for each row. Nothing runs.
 
 Example:
     benchmarks/run plan_llama --rows 7b --seq_lens 1024
+    benchmarks/run plan_llama --rows weak-16,weak-64,weak-128,weak-512 --nocompile
 """
 
 from __future__ import annotations
@@ -48,6 +51,9 @@ class Row(NamedTuple):
       mesh: sizes of the axes data and model.
       batch: sequences in a step.
       layers: how many layers; 0 for all of the model's.
+      seq_lens: tokens in a sequence.
+      optimizer: `adafactor` or `adamw`.
+      remat: which activations are kept.
     """
 
     model: str
@@ -55,6 +61,9 @@ class Row(NamedTuple):
     mesh: tuple[int, int]
     batch: int
     layers: int = 0
+    seq_lens: tuple[int, ...] = (1024, 2048)
+    optimizer: str = "adafactor"
+    remat: str = "full"
 
     @property
     def config(self) -> LlamaConfig:
@@ -69,6 +78,17 @@ ROWS = {
     "13b": Row("llama2-13b", "v4:2x4x4", (32, 1), 256),
     "70b": Row("llama2-70b", "v4:4x4x8", (32, 4), 512),
 }
+"""Those of the report."""
+
+SLICES = {"v5p:2x2x4": 16, "v5p:4x4x4": 64, "v5p:4x4x8": 128, "v5p:8x8x8": 512}
+WIDE = Row("llama3-70b", "v5p:4x4x8", (128, 1), 128, 0, (8192,), "adamw", "none")
+MORE_ROWS = {
+    **{f"weak-{count}": WIDE._replace(topology=name, mesh=(count, 1), batch=count, layers=4)
+       for name, count in SLICES.items()},
+    **{f"mesh-{data}x{model}": WIDE._replace(mesh=(data, model))
+       for data, model in ((128, 1), (32, 4), (16, 8))},
+}  # fmt: skip
+"""A sequence for each chip: four layers on larger and larger slices; all on three meshes."""
 
 
 class Built(NamedTuple):
@@ -90,7 +110,7 @@ def make_parser() -> Parser:
     parser = Parser("benchmarks/run plan_llama", __doc__)
     add = parser.add_argument
     add("--rows", type=words, default=",".join(ROWS), help="which configurations")
-    add("--seq_lens", type=words, default="1024,2048", help="tokens in a sequence")
+    add("--seq_lens", type=words, default=(), help="tokens in a sequence; left out: the row's")
     add(
         "--accumulate",
         type=int,
@@ -104,16 +124,16 @@ def make_parser() -> Parser:
 
 
 def lower(row: Row, seq_len: int, accumulate: int) -> spmd.Lowered:
-    """Plans one training step: Adafactor, bf16 compute, layers scanned and recomputed.
+    """Plans one training step: bf16 compute, layers scanned.
 
     Args:
       row: the configuration.
       seq_len: tokens in a sequence.
       accumulate: microbatches; gradients are summed over them in a loop.
     """
-    config = dataclasses.replace(row.config, dtype="bfloat16", remat="full")
+    config = dataclasses.replace(row.config, dtype="bfloat16", remat=row.remat)
     mesh = spmd.Mesh(None, row.mesh, ("data", "model"))
-    optimizer = optax.adafactor(1e-3)
+    optimizer = optax.adafactor(1e-3) if row.optimizer == "adafactor" else optax.adamw(1e-4)
     step = make_step(config, mesh, optimizer, accumulate)
     params = jax.eval_shape(lambda key: fresh.init(key, config), jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((accumulate, row.batch // accumulate, seq_len), np.int32)
@@ -200,14 +220,16 @@ def plan_cells(row: Row, seq_len: int, accumulate: int, lowered: spmd.Lowered) -
     timeline, memory = lowered.timeline, lowered.predicted_memory
     sent = sum(c.bytes * c.count for c in lowered.collectives)
     mesh = "x".join(map(str, row.mesh))
+    layers = f" ({row.layers} layers)" if row.layers else ""
     return [
-        f"{row.model}, {row.topology}, {mesh}, {row.batch} x {seq_len}",
+        f"{row.model}{layers}, {row.topology}, {mesh}, {row.batch} x {seq_len}",
         str(accumulate),
         f"{sent / 1e9:.1f}",
-        f"{timeline.seconds:.2f}",
-        f"{timeline.exposed_seconds:.2f}",
+        f"{timeline.seconds:.3f}",
+        f"{timeline.exposed_seconds:.3f}",
         mfu(row, seq_len, timeline.seconds),
         str(sum(c.count for c in lowered.collectives)),
+        str(sum(c.count for c in lowered.collectives if c.kind == "collective_permute")),
         f"{memory.peak / 2**30:.1f}",
     ]
 
@@ -236,6 +258,7 @@ HEADER = (
     "of that waiting",
     "MFU causal / palm",
     "collectives",
+    "of them permutes",
     "predicted GiB",
     "compiler GiB",
     "compiler's kernels, s",
@@ -249,16 +272,17 @@ HEADER = (
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
     given = make_parser().parse_args(arguments)
-    print(f"jax {jax.__version__}, Adafactor, bf16 compute, layers scanned and recomputed")
+    print(f"jax {jax.__version__}, bf16 compute, layers scanned")
     print("| " + " | ".join(HEADER) + " |")
     print("|" + " --- |" * len(HEADER))
-    for seq_len in map(int, given.seq_lens):
-        for name in given.rows:
-            row = ROWS[name]._replace(layers=given.layers)
+    for row in ({**ROWS, **MORE_ROWS}[name] for name in given.rows):
+        row = row._replace(layers=given.layers or row.layers)
+        for seq_len in map(int, given.seq_lens or row.seq_lens):
             accumulate, lowered = fewest_microbatches(row, seq_len, given.accumulate)
             cells = plan_cells(row, seq_len, accumulate, lowered)
-            cached = given.cache and given.cache / f"{name}_{given.layers}_{seq_len}_{accumulate}"
-            built = build(lowered, cached) if given.compile else None
+            mesh = "x".join(map(str, row.mesh))
+            label = f"{row.model}_{mesh}_{row.layers}_{seq_len}_{accumulate}"
+            built = build(lowered, given.cache and given.cache / label) if given.compile else None
             cells += built_cells(built, lowered.mesh, spmd.Topology(row.topology))
             print("| " + " | ".join(cells) + " |", flush=True)
 

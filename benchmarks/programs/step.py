@@ -12,6 +12,9 @@ from models.llama import sharding
 from models.llama.named import named_config
 from models.llama.training import argument_types, train_step
 
+UNLIMITED = 1 << 50
+"""Bytes of memory that no program needs."""
+
 
 class Step(NamedTuple):
     """One program: how many layers, whether scanned, on which mesh (axes joined by `:`)."""
@@ -22,10 +25,11 @@ class Step(NamedTuple):
     model: str = "llama2-7b"
     optimizer: str = "adamw"
     chip: str = "h200"
+    memory_limit: int = UNLIMITED
 
 
 def lower(step: Step) -> spmd.Lowered:
-    """The whole compiler once on one training step; memory is not limited."""
+    """The whole compiler once on one training step."""
     axes = {name: int(size) for name, size in (p.split("=") for p in step.mesh.split(":"))}
     mesh = spmd.Mesh(None, tuple(axes.values()), tuple(axes))
     config = dataclasses.replace(
@@ -38,6 +42,6 @@ def lower(step: Step) -> spmd.Lowered:
     fn = train_step(config, optimizer, sharding.activation_marks(mesh, config))
     types = argument_types(config, optimizer, mesh, (2 * mesh.size, 1024))
     topology = spmd.Topology(f"{step.chip}:{mesh.size}")
-    options = spmd.Options(memory_limit=1 << 50)
+    options = spmd.Options(memory_limit=step.memory_limit)
     jitted = spmd.jit(fn, mesh=mesh, donate_argnums=(0, 1), options=options)
     return jitted.lower(*types, topology=topology)

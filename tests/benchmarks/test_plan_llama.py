@@ -10,9 +10,8 @@ from benchmarks.plan_llama import ROWS, lower, mfu, plan_cells
 def test_one_row_without_the_compiler() -> None:
     row = ROWS["7b"]
     lowered = lower(row, 1024, 1)
-    name, accumulate, sent, seconds, waiting, shares, count, memory = plan_cells(
-        row, 1024, 1, lowered
-    )
+    cells = plan_cells(row, 1024, 1, lowered)
+    name, accumulate, sent, seconds, waiting, shares, count, permutes, memory = cells
     assert name == "llama2-7b, v4:2x2x4, 16x1, 256 x 1024"
     assert (accumulate, shares) == ("1", mfu(row, 1024, lowered.cost))
     # Three gathers of the weights in bf16 and one reduction of their gradients, at least.
@@ -21,6 +20,7 @@ def test_one_row_without_the_compiler() -> None:
     causal, palm = (float(share.rstrip("%")) for share in shares.split(" / "))
     assert 40 < causal < palm < 80
     assert int(count) > 32 * 7
+    assert 0 <= int(permutes) <= int(count)
     assert 1.5 < float(memory) < 32
     # A loop-invariant mask is computed piece by piece: nobody holds it for the whole batch.
     types = lowered.stages.optimized.program.types

@@ -1,0 +1,118 @@
+"""Muon on a TPU slice that is not here: planned free, with marks by hand, and beside `jax.jit`.
+
+Nothing runs. Time and memory are predicted; kernels, waits and memory of XLA's compiler come from
+libtpu (`tpu` extra), minutes for each program. All get the same arguments, marks and donation; the
+hints say how stacked matrices lie while they are multiplied.
+
+Example:
+    benchmarks/run muon --layers 16 --nocompile
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+if "jax" not in sys.modules:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+from jax.sharding import NamedSharding
+
+import spmd
+from benchmarks.compiled_ahead import (
+    Built,
+    Column,
+    attempt,
+    cells,
+    print_head,
+    print_line,
+    with_compiler,
+)
+from benchmarks.programs import muon
+from benchmarks.programs.program import Built as Program
+from benchmarks.tpu import mesh_ahead
+from spmd.cli.flags import Parser, Switch, words
+
+HINTS: dict[str, Any] = {
+    "free": None,
+    "by layers": ("data", None, None),
+    "by layers over both axes": (("data", "model"), None, None),
+    "by columns": (None, None, "data"),
+}
+PLAIN = "jax.jit"
+
+IN_MS = {
+    "predicted ms": Column("seconds", 1e-3),
+    "of that waiting": Column("waiting", 1e-3),
+    "GB sent": Column("sent", 1e9, 3),
+    "predicted GiB": Column("peak", 2**30),
+    "kernels ms": Column("kernels", 1e-3),
+    "waiting in its schedule": Column("exposed", 1e-3),
+    "compiler GiB": Column("allocated", 2**30),
+    "compile s": Column("compiling", digits=0),
+}
+
+
+def build(given: Any, axes: tuple[int, ...], name: str) -> Built:
+    """Plans a program, and compiles it if that is asked for."""
+    mesh, topology = spmd.Mesh(None, axes, ("data", "model")), spmd.Topology(given.topology)
+    made = muon.build(mesh, given.layers, HINTS.get(name))
+    start = time.perf_counter()
+    if name == PLAIN:
+        return by_jax(made, mesh, topology) if given.compile else Built()
+    results = muon.SPECS, muon.SPECS, ()
+    jitted = spmd.jit(made.fn, mesh=mesh, donate_argnums=made.donate, out_specs=results)
+    lowered = jitted.lower(*made.args, topology=topology)
+    sent, timeline = sum(c.bytes * c.count for c in lowered.collectives), lowered.timeline
+    peak = lowered.predicted_memory.peak
+    built = Built(timeline.seconds, timeline.exposed_seconds, peak, sent)
+    if not given.compile:
+        return built
+    return with_compiler(built, mesh, topology, lowered.compile().executable, start)
+
+
+def by_jax(made: Program, mesh: spmd.Mesh, topology: spmd.Topology) -> Built:
+    """Compiles it by `jax.jit`."""
+    start, where = time.perf_counter(), mesh_ahead(mesh, topology)
+
+    def place(x: Any) -> Any:
+        sharding = NamedSharding(where, x.sharding.spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    args = jax.tree.map(place, made.args)
+    results = jax.tree.map(lambda x: x.sharding, args[:2])
+    plain = jax.jit(made.fn, donate_argnums=made.donate, out_shardings=(*results, None))
+    return with_compiler(Built(), mesh, topology, plain.lower(*args).compile(), start)
+
+
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("benchmarks/run muon", __doc__)
+    add = parser.add_argument
+    add("--topology", default="v5e:4x4", help="the slice")
+    add("--meshes", type=words, default="4x4,16x1", help="sizes of the axes data and model")
+    add("--layers", type=int, default=16, help="how many layers")
+    add("--programs", type=words, default=",".join((*HINTS, PLAIN)), help="which ways")
+    add("--compile", action=Switch, default=True, help="run the TPU compiler")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints one table."""
+    given = make_parser().parse_args(arguments)
+    print(f"jax {jax.__version__}, {given.layers} layers, {given.topology}")
+    print_head(("mesh", "program", *IN_MS))
+    for axes in given.meshes:
+        for name in given.programs:
+            sizes = tuple(map(int, axes.split("x")))
+            built, problem = attempt(partial(build, given, sizes, name), Built())
+            print_line([axes, name, *cells(built, IN_MS)], problem)
+
+
+if __name__ == "__main__":
+    main()
