@@ -165,12 +165,12 @@ def mlp_gradient(scale: int, mark: Mark) -> Built:
 
 PROGRAMS: dict[str, Callable[[int, Mark], Built]] = {
     "muon": muon,
-    "muon, unrolled": muon_unrolled,
-    "linear attention": linear_attention,
+    "muon-unrolled": muon_unrolled,
+    "linear-attention": linear_attention,
     "attention": partial(attention, has_gradient=False),
-    "attention and gradient": partial(attention, has_gradient=True),
+    "attention-gradient": partial(attention, has_gradient=True),
     "fft2": fft2,
-    "mlp gradient": mlp_gradient,
+    "mlp-gradient": mlp_gradient,
 }
 
 

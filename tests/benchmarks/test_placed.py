@@ -1,0 +1,34 @@
+"""Programs marked at their arguments alone: what they compute, and how they are placed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import placed
+
+
+@pytest.mark.usefixtures("devices8")
+def test_the_free_plan_computes_the_same_and_sends_no_more(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def once(_: Any, run: Any, args: Any) -> float:
+        ran.append(type(run).__name__)
+        return 1.0
+
+    monkeypatch.setattr(placed, "milliseconds", once)
+    names = ["muon", "muon-unrolled", "attention-gradient", "fft2", "mlp-gradient"]
+    placed.main(["--programs", ",".join(names), "--scale", "64"])
+    header, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("|")
+    ]
+    assert [row[0] for row in rows] == names and len(ran) == 3 * len(names)
+    for row in rows:
+        cells = dict(zip(header, row, strict=True))
+        assert float(cells["apart"]) < (0.05 if row[0].startswith("attention") else 1e-5), row
+        assert float(cells["free, predicted ms"]) <= float(cells["by hand, predicted ms"]), row
