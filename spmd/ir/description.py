@@ -54,9 +54,8 @@ class Description(NamedTuple):
       reducer: the reduction whose terms it combines: `add`, `max`, ...
       is_constant: its elements are an attribute.
       is_source: it has no operands, and any piece of it can be made anywhere.
-      is_broadcast, is_convert, is_difference, is_dynamic_slice, is_product, is_reduce, is_reshape,
-        is_scatter, is_transpose: as named; a product multiplies its operands, or its operand by
-        itself.
+      is_broadcast, is_convert, is_difference, is_dynamic_slice, is_reduce, is_reshape,
+        is_scatter, is_transpose: as named.
       is_barrier: nothing that reads its result begins before its operand is there.
       is_mark: the user said how its result is split.
       is_repeatable: equal ops over equal operands may be done once.
@@ -71,6 +70,8 @@ class Description(NamedTuple):
       workspace: from the op's kind, the bytes that it takes while it runs, on backends that look
         for the indices of what it chooses.
       role: what XLA's fusion makes of it.
+      is_in_place: each of its results may lie in its operand's memory, if nothing else reads that.
+      in_library: a library's reduction computes it inside, if nothing else reads it.
       collective: of a collective, its kind: `all_gather`, `all_reduce`, ...
       along: the attribute that says along which dim devices have their pieces.
       region: of control flow, what its regions are: `loop`, `branches` or `manual`.
@@ -95,7 +96,6 @@ class Description(NamedTuple):
     is_convert: bool = False
     is_difference: bool = False
     is_dynamic_slice: bool = False
-    is_product: bool = False
     is_reduce: bool = False
     is_reshape: bool = False
     is_scatter: bool = False
@@ -112,6 +112,8 @@ class Description(NamedTuple):
     passes: Callable[[Any], float] | None = None
     workspace: Callable[[Any], int] | None = None
     role: Role = Role.CALL
+    is_in_place: bool = False
+    in_library: bool = False
     collective: str = ""
     along: str = ""
     region: str = ""

@@ -22,7 +22,7 @@ class Backend(NamedTuple):
       transposes: contractions, convolutions and collectives want dims in one order; other
         operands are transposed copies.
       library_reduces: sums and maxima of float32 are library calls. Of the ops that lead to their
-        operand only a product is computed inside.
+        operand they compute those inside that the library has, and that nothing else reads.
       recomputes: elementwise ops of one operand are computed again inside every reader that can do
         so, even where a library call wants them stored as well.
       drops_barriers: barriers are gone before anything is fused; else nothing is computed across

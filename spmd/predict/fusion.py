@@ -203,16 +203,16 @@ class _Fusion:
         if self.needed[result]:
             return False
         if self.summed[result] and not op.kind.about.is_constant:
-            return op.kind.about.is_product and self.readers[result] == 1
+            about = op.kind.about
+            return (about.in_library or about.is_broadcast) and self.readers[result] == 1
         return what == Role.INSIDE or self.readers[result] == 1
 
     def inside(self, op: Op) -> None:
         result, readers = op.results[0], self.readers
         count = min(readers[result], 2)
-        for value in op.operands:
+        for value in dict.fromkeys(op.operands):
             readers[value] += count
-            if self.summed[result]:
-                self.needed[value] = True
+            self.summed[value] |= self.summed[result]
 
     def store(self, op: Op, what: Role) -> None:
         for value in op.results:

@@ -168,7 +168,7 @@ class _Builder:
             operands[position] = self.copy(op, operands[position], order, kernels)
         for value in op.results:
             self.inputs[value] = (value,)
-        over = what <= Role.UPDATE and not (self.backend.breadth_first and op.kind.about.is_scatter)
+        over = what <= Role.UPDATE or op.kind.about.is_in_place
         reads = self.operands(op, what, operands)
         if not (makes := self.first_made(op)):
             kernels.append(Kernel(op, reads, op.results, over))

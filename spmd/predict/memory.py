@@ -238,6 +238,7 @@ class _Simulation:
       places: of the results: the home of each one -> its place.
       whole: numbers of the buffers that are one piece of memory each.
       dying: number of a kernel -> the buffers that are freed behind it.
+      sent: an all-to-all -> the buffer of the pieces that it sends, if a temporary value is cut.
     """
 
     def __init__(
@@ -255,6 +256,8 @@ class _Simulation:
         self.dying: dict[int, list[int]] = {}
         self.homes: dict[Value, tuple[int, int]] = {}
         self.at_home: set[Value] = set()
+        self.arguments = frozenset(program.body.args)
+        self.sent: dict[Op, int] = {}
 
     def run(self) -> MemoryUse:
         types, last, body = self.program.types, self.uses.last, self.program.body
@@ -315,9 +318,8 @@ class _Simulation:
         # %2; an elementwise kernel may write over it as it goes, a dot may not.
         now, last = self.now, self.uses.last
         free_from, end = self.homes.get(value, (None, last[value]))
-        size = self.bytes(value)
         if kernel.writes_over:
-            self.take_over(size)
+            self.take_over(self.kernels.types[value])
         if free_from is not None and (free_from < now or (free_from == now and kernel.writes_over)):
             if value in self.places:
                 self.places[value].taken |= _span(now, self.uses.length)
@@ -327,7 +329,27 @@ class _Simulation:
         if kernel.op.collective != "all_to_all" or of == value:  # else one buffer for each device
             self.whole.append(len(self.buffers))
         type_ = self.kernels.types[value]
-        self.hold(Buffer(type_, kernel.op, size, now, end, kernel.is_copy))
+        if kernel.op.collective == "all_to_all":
+            self.keep_pieces(kernel, value)
+        self.hold(Buffer(type_, kernel.op, self.bytes(value), now, end, kernel.is_copy))
+
+    def keep_pieces(self, kernel: Kernel, value: Value) -> None:
+        """Holds the pieces that an all-to-all sent until what it received is joined.
+
+        XLA places the largest first: what the pieces are cut from and what they are joined to lie
+        in one place, if both are temporary, and pieces find room beside it only.
+        """
+        # Cut at 4, sent at 5, joined at 6, each of 2 MiB:
+        #   cut from   .. 4          offset 0
+        #   sent          4 5        offset 2, where the one before and the joined one are not
+        #   received        5 6      offset 4
+        #   joined            6 ..   offset 0
+        if kernel.is_copy and value in kernel.op.results:
+            if kernel.op in self.sent and value not in self.homes:
+                number = self.sent[kernel.op]
+                self.buffers[number] = self.buffers[number]._replace(end=self.now)
+        elif kernel.is_copy and self.arguments.isdisjoint(map(self.uses.home, kernel.reads)):
+            self.sent[kernel.op] = len(self.buffers)
 
     def hold_workspace(self, kernel: Kernel) -> None:
         """Allocates what a composite holds while it runs, beside its operands and results."""
@@ -348,11 +370,14 @@ class _Simulation:
         type_ = self.kernels.types[value]
         return type_.bytes * (2 if type_.dtype in self.widened else 1)
 
-    def take_over(self, size: int) -> None:
-        """Frees one buffer of this size that is read for the last time now."""
+    def take_over(self, type_: TensorType) -> None:
+        """Frees one buffer of this type that is read for the last time now.
+
+        XLA asks for equal shapes, elements included (`CanShareOperandBufferWithUser`).
+        """
         for i, number in enumerate(self.dying.get(self.now, ())):
             buffer = self.buffers[number]
-            if buffer.bytes == size and buffer.start < self.now:
+            if buffer.type == type_ and buffer.start < self.now:
                 del self.dying[self.now][i]
                 self.buffers[number] = buffer._replace(end=self.now - 1)
                 return

@@ -184,7 +184,7 @@ def test_two_updates_of_one_value_need_a_copy() -> None:
     use = use_of(f, (64,), SQUARE, platform="cpu")
     whole = 1024 * 64 * 4
     assert sum(b.is_copy and b.bytes == whole for b in use.buffers) >= 1
-    assert use.temporary >= 3 * whole  # zeros, a copy, and what the first scatter makes
+    assert use.temporary >= whole  # what the second one makes; the rest lies in results' places
 
 
 def test_cheap_values_are_computed_again() -> None:
@@ -345,3 +345,32 @@ def test_constants_are_held_in_pieces_if_they_are_large() -> None:
 def test_constants_of_equal_elements_take_nothing() -> None:
     ones = np.ones((1024, 1024), np.float32)
     assert use_of(lambda x: x + ones, (1024, 1024)).constants == 0
+
+
+def _picked(w: Any, t: Any) -> Any:
+    """The gradient of logits of which one of each row is picked, by a scatter into zeros."""
+    x = jnp.ones((512, 64))
+    rows = t.astype(jnp.int32)[:, None]
+    loss = lambda w: jnp.take_along_axis(jax.nn.log_softmax(x @ w), rows, 1).mean()  # noqa: E731
+    return jax.grad(loss)(w)
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "specs"),
+    [
+        (lambda x: jax.nn.logsumexp(x, -1), [(1024, 1024)], [("data", "model")]),
+        (lambda x: (jnp.exp(x - x[:, :1]) * 2).sum(1), [(512, 1024)], [("data", None)]),
+        (lambda x: jnp.where(x > 0, x, 0).sum(1), [(512, 1024)], [("data", None)]),
+        (lambda x: jnp.argsort(x, 1), [(1024, 256)], [("data", None)]),
+        (_picked, [(64, 2048), (512,)], [(None, "model"), None]),
+        (lambda w, i: w[i.astype(jnp.int32)], [(8192, 512), (4096,)], [("data", "model"), None]),
+    ],
+    ids=["logsumexp", "library", "not in the library", "sort", "scatter", "pieces"],
+)
+def test_what_is_written_in_place_or_made_inside(
+    fn: Any, shapes: Any, specs: Any, mesh: spmd.Mesh
+) -> None:
+    """Within a twentieth of what XLA takes."""
+    structs = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    compiled = spmd.jit(fn, mesh=mesh, in_specs=tuple(specs)).lower(*structs).compile()
+    assert compiled.predicted_memory.peak == pytest.approx(compiled.memory.peak_bytes, rel=0.05)

@@ -45,38 +45,47 @@ CHEAP = Description(
 EXPENSIVE = CHEAP._replace(role=Role.ONCE)
 """XLA computes it inside its reader only if there is one."""
 
+IN_LIBRARY = CHEAP._replace(in_library=True)
+"""XLA's library for CPUs computes it inside of a reduction."""
+
+describe(IN_LIBRARY, "abs", "floor", "sign")
 describe(
     CHEAP,
-    "abs", "ceil", "clamp", "compare", "complex", "count_leading_zeros", "floor", "is_finite",
-    "not", "popcnt", "reduce_precision", "round_nearest_afz", "round_nearest_even", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign",
+    "ceil", "clamp", "compare", "complex", "count_leading_zeros", "is_finite", "not", "popcnt",
+    "reduce_precision", "round_nearest_afz", "round_nearest_even", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical",
+)  # fmt: skip
+describe(
+    EXPENSIVE._replace(in_library=True),
+    "exponential", "log", "log_plus_one", "logistic", "power", "rsqrt", "sqrt", "tanh",
 )  # fmt: skip
 describe(
     EXPENSIVE,
-    "atan2", "cbrt", "cosine", "exponential", "exponential_minus_one", "log", "log_plus_one",
-    "logistic", "power", "remainder", "rsqrt", "sine", "sqrt", "tan", "tanh",
+    "atan2", "cbrt", "cosine", "exponential_minus_one", "remainder", "sine", "tan",
 )  # fmt: skip
+describe(EXPENSIVE._replace(in_library=True), "erf", dialect="chlo")
 describe(
     EXPENSIVE,
     "_asin_acos_kernel", "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i1e", "conj",
-    "cosh", "digamma", "erf", "erf_inv", "erfc", "is_inf", "is_neg_inf", "is_pos_inf", "lgamma",
+    "cosh", "digamma", "erf_inv", "erfc", "is_inf", "is_neg_inf", "is_pos_inf", "lgamma",
     "next_after", "polygamma", "sinh", "tan", "zeta",
     dialect="chlo",
 )  # fmt: skip
-describe(CHEAP._replace(is_product=True), "square", dialect="chlo")
+describe(IN_LIBRARY, "square", dialect="chlo")
 describe(CHEAP._replace(is_convert=True), "convert")
 
 # Linear in some operands: partial sums flow through these.
-describe(CHEAP._replace(linear=((0, 1),), reducer="add"), "add")
-describe(CHEAP._replace(linear=((0, 1),), is_difference=True), "subtract")
-describe(CHEAP._replace(linear=((0,),)), "negate", "real", "imag")
-describe(CHEAP._replace(linear=((0,), (1,)), reducer="mul", is_product=True), "multiply")
-describe(EXPENSIVE._replace(linear=((0,),)), "divide")
+describe(IN_LIBRARY._replace(linear=((0, 1),), reducer="add"), "add")
+describe(IN_LIBRARY._replace(linear=((0, 1),), is_difference=True), "subtract")
+describe(IN_LIBRARY._replace(linear=((0,),)), "negate")
+describe(CHEAP._replace(linear=((0,),)), "real", "imag")
+describe(IN_LIBRARY._replace(linear=((0,), (1,)), reducer="mul"), "multiply")
+describe(EXPENSIVE._replace(linear=((0,),), in_library=True), "divide")
 describe(CHEAP._replace(linear=((1, 2),)), "select")
 
 # How terms of a reduction combine.
-describe(CHEAP._replace(linear=((0, 1),), reducer="max"), "maximum")
-describe(CHEAP._replace(linear=((0, 1),), reducer="min"), "minimum")
+describe(IN_LIBRARY._replace(linear=((0, 1),), reducer="max"), "maximum")
+describe(IN_LIBRARY._replace(linear=((0, 1),), reducer="min"), "minimum")
 describe(CHEAP._replace(reducer="and"), "and")
 describe(CHEAP._replace(reducer="or"), "or")
 describe(CHEAP._replace(reducer="xor"), "xor")

@@ -38,7 +38,7 @@ def _top_k(kind: OpKind) -> Rule:
     return build.build([[*shared, along]], [found, found], merges=[merge])
 
 
-@op("stablehlo.sort", batched=in_front(dimension=shifted), passes=_halvings)
+@op("stablehlo.sort", batched=in_front(dimension=shifted), passes=_halvings, is_in_place=True)
 def _sort(kind: OpKind) -> Rule:
     """All dims but the sorted one pass; pieces of the sorted dim meet in a sorting network.
 
