@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxlib.mlir import ir
 
 from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
@@ -34,7 +34,9 @@ def among_devices(function: Callable[..., Any], sizes: Sequence[int]) -> Callabl
       function: may use jax's collectives along `atom_name(i)`.
       sizes: of the mesh's atoms.
     """
-    mesh = AbstractMesh(tuple(sizes), tuple(map(atom_name, range(len(sizes)))))
+    names = tuple(map(atom_name, range(len(sizes))))
+    # Axes that are Explicit, as jax 0.11 makes them, ask for a mesh of devices around the trace.
+    mesh = AbstractMesh(tuple(sizes), names, axis_types=(AxisType.Auto,) * len(names))
     spec = PartitionSpec()  # every device has its own, which nothing here looks at
     return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
