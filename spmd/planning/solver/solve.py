@@ -10,19 +10,21 @@ Nothing depends on the clock or on hash order: every process finds the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from typing import NamedTuple
+
+import numpy as np
 
 from spmd.planning.solver.bounds import Passing
 from spmd.planning.solver.dominate import undominated
 from spmd.planning.solver.eliminate import Elimination
-from spmd.planning.solver.network import Network, Table
+from spmd.planning.solver.network import Network
 
 TABLE_LIMIT = 1 << 18
 """Entries of the largest table that elimination may build."""
 
-ROUNDS = 8
-SWEEPS = 6
+ROUNDS = 12
+SWEEPS = 4
 """Rounds of message passing, and sweeps in each; after each round elimination is tried."""
 
 CLOSE = 1e-9
@@ -77,29 +79,31 @@ def solve(network: Network, limit: int = TABLE_LIMIT, rounds: int = ROUNDS) -> S
 def _solve_core(core: Network, limit: int, rounds: int) -> Solution:
     # `upper` is what some joint state costs, `lower` what none undercuts. A state whose own excess
     # over the lower bound is more than the gap between the two is in no better joint state: with
-    # bounds 10 and 12, one with an excess of 3 makes everything cost 13 at least. Without such
-    # states tables are smaller, and in the end elimination gets through.
+    # bounds 10 and 12, one with an excess of 3 makes everything cost 13 at least. Messages go on
+    # without such states, so that each round is shorter than the one before. Once tables are small
+    # enough elimination gets through.
     passing = Passing(core)
-    best: Solution | None = None
+    alive = [np.arange(len(costs)) for costs in core.unary]
+    best = Solution((), math.inf, -math.inf)
     for _ in range(rounds):
-        bounds = passing.run(SWEEPS, best.states if best else None)
-        best = Solution(bounds.states, bounds.upper, bounds.lower)
+        bounds = passing.run(SWEEPS)
+        if bounds.upper < best.cost:
+            states = tuple([int(kept[s]) for kept, s in zip(alive, bounds.states, strict=True)])
+            best = best._replace(states=states, cost=bounds.upper)
+        best = best._replace(lower=max(best.lower, min(best.cost, bounds.lower)))
         if best.exact:
             break
-        found = _eliminated(core, bounds.alive, limit)
-        if found is not None:
-            cost = core.cost(found)
-            return Solution(found, cost, cost)
-    assert best is not None
+        slack = best.cost - bounds.lower + CLOSE * abs(best.cost)
+        kept = [np.flatnonzero(more <= slack) for more in bounds.excess]
+        if not all(map(len, kept)):  # nothing is cheaper
+            return best._replace(lower=best.cost)
+        alive = [a[k] for a, k in zip(alive, kept, strict=True)]
+        passing = passing.restricted(kept)
+        elimination = Elimination(passing.network)
+        if elimination.fits(limit) and elimination.run(limit):
+            states = tuple([int(a[s]) for a, s in zip(alive, elimination.unwound({}), strict=True)])
+            cost = core.cost(states)
+            return (
+                Solution(states, cost, cost) if cost < best.cost else best._replace(lower=best.cost)
+            )
     return best
-
-
-def _eliminated(core: Network, alive: Sequence[Table], limit: int) -> tuple[int, ...] | None:
-    """The cheapest joint state of those alive, if elimination gets through."""
-    smaller = core.restricted(alive)
-    kept = undominated(smaller)
-    elimination = Elimination(smaller.restricted(kept))
-    if not elimination.fits(limit) or not elimination.run(limit):
-        return None
-    found = elimination.unwound({})
-    return tuple(int(a[k[s]]) for a, k, s in zip(alive, kept, found, strict=True))
