@@ -76,12 +76,12 @@ def plan_exactly(
       PlanError: no plan was found that keeps to the limit that was given.
     """
     greedy, costs = weighed(problem)
-    solutions = [(costs, solve(costs.network))]
+    solutions = [(costs, costs.solution)]
     proposed = [decoded(*solutions[0]), greedy]
     if costs.has_open_arguments:
         proposed.append(decoded(costs, solve(costs.closed())))
     if (hidden := with_hidden(costs)) is not None:
-        solutions.append((hidden, solve(hidden.network)))
+        solutions.append((hidden, hidden.solution))
         proposed.append(decoded(*solutions[1]))
     tried = [try_out(plan) for plan in _different(proposed)]
     for solution in solutions:
@@ -116,7 +116,7 @@ def weighed(problem: Problem) -> tuple[Plan, CostNetwork]:
     base, costs, since = greedy, None, 0
     for pair in itertools.islice(itertools.cycle(pairs), ROUNDS * len(pairs)):
         costs = network(pair, base, costs.copies if costs else None)
-        found = decoded(costs, solve(costs.network))
+        found = decoded(costs, costs.solution)
         is_better = found.seconds < base.seconds * (1 - CLOSE)
         base, since = (found, 0) if is_better else (base, since + 1)
         if since == len(pairs):
