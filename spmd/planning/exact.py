@@ -111,18 +111,18 @@ def weighed(problem: Problem) -> tuple[Plan, CostNetwork]:
         return CostNetwork(problem, units, choices, domains, known)
 
     if len(axes) <= TOGETHER:
-        return greedy, network(axes, None, None)
+        return greedy, network(axes, None, None).settled()
     pairs = list(itertools.combinations(axes, TOGETHER))
     base, costs, since = greedy, None, 0
     for pair in itertools.islice(itertools.cycle(pairs), ROUNDS * len(pairs)):
-        costs = network(pair, base, costs.copies if costs else None)
+        costs = network(pair, base, costs.agreed() if costs else None)
         found = decoded(costs, costs.solution)
         is_better = found.seconds < base.seconds * (1 - CLOSE)
         base, since = (found, 0) if is_better else (base, since + 1)
         if since == len(pairs):
             break
     assert costs is not None
-    return greedy, costs
+    return greedy, costs.settled()
 
 
 def _nearby(

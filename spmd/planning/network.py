@@ -107,10 +107,14 @@ class CostNetwork:
         self._owned = [self._own(number) for number in range(len(units.units))]
         if known is None:
             self._build({}, shares=True)
-            known = self._agreed(self.solution.states)
+            known = self.agreed()
         self._build(known)
-        if (copies := self._agreed(self.solution.states)) != known:
+
+    def settled(self) -> CostNetwork:
+        """The network with the copies that its cheapest joint state asks for."""
+        if (copies := self.agreed()) != self.copies:
             self._build(copies)
+        return self
 
     def _build(self, copies: Copies, shares: bool = False) -> None:
         """Makes the variables, and what reshards cost.
@@ -155,12 +159,12 @@ class CostNetwork:
         other.exposed = exposed
         return other
 
-    def _agreed(self, states: Sequence[int]) -> Copies:
+    def agreed(self) -> Copies:
         """Of each class the result, and its states, that several uses need and it is not left in.
 
-        Args:
-          states: a joint state.
+        Looked for where the joint state is the cheapest; what may be copied already stays.
         """
+        states = self.solution.states
         found: dict[int, tuple[float, int, States]] = {}
         for (source, index), uses in self._uses.items():
             variable = self.variables[source]

@@ -92,7 +92,16 @@ class Problem:
 
     def bytes(self, value: Value, states: States) -> list[int]:
         """Bytes that one device holds of a value in each state."""
-        return [local_type(self.program.types[value], state, self.mesh).bytes for state in states]
+        type_ = self.program.types[value]
+        known = self._bytes.setdefault(type_, {})
+        for state in states:
+            if state not in known:
+                known[state] = local_type(type_, state, self.mesh).bytes
+        return [known[state] for state in states]
+
+    @cached_property
+    def _bytes(self) -> dict[TensorType, dict[Sharding, int]]:
+        return {}
 
     def traffic(
         self, value: Value, states: States, needs: States, sends: Any, stores: bool
