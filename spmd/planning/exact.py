@@ -11,8 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import numpy as np
-
 from spmd.mesh.sharding import Axes
 from spmd.planning.choices import Choices
 from spmd.planning.decode import decoded
@@ -23,7 +21,7 @@ from spmd.planning.network import Copies, CostNetwork
 from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem
 from spmd.planning.solver.bounds import excesses
-from spmd.planning.solver.solve import Solution, solve
+from spmd.planning.solver.solve import Reduced, Solution, solve
 from spmd.planning.units import units_of
 
 LEAST_EXPOSED = 0.1
@@ -142,25 +140,24 @@ def _nearby(
     if not tries:
         return []
     network, seen = costs.network, [trial.plan for trial in tried]
-    most = cheapest.cost * NEAR
-    alive = [np.arange(len(own)) for own in network.unary]
-    for _, variable, state in excesses(network)[: 4 * tries]:
+    likely = excesses(network)[: 4 * tries]
+    reduced = Reduced(network, {variable for _, variable, _ in likely})
+    pins: dict[int, int] = {}
+    for _, variable, state in likely:
         if len(found) == tries:
             break
-        if state not in alive[variable]:
+        if variable in pins:
             continue
-        pinned = [np.array([state]) if v == variable else kept for v, kept in enumerate(alive)]
-        solution = solve(network.restricted(pinned))
-        if solution.cost > most:
+        solution = reduced.solve({**pins, variable: state})
+        if solution.cost > cheapest.cost * NEAR:
             continue
-        states = [int(kept[s]) for kept, s in zip(pinned, solution.states, strict=True)]
-        plan = decoded(costs, solution._replace(states=tuple(states)))
+        plan = decoded(costs, solution)
         if not _different([*seen, plan])[len(seen) :]:
             continue
         seen.append(plan)
         found.append(try_out(plan))
         if found[-1].seconds < best.seconds:
-            best, alive = found[-1], pinned
+            best, pins = found[-1], {**pins, variable: state}
     return found
 
 
