@@ -26,12 +26,13 @@ class _Decoded(Walk):
         self.solver = "exact" if solution.exact else "local search"
         self.costs, self.domains = costs, costs.domains
         self.of = costs.units.of
-        rows = [v.rows[solution.states[v.number]] for v in costs.variables]
-        self.chosen = [choice for choice, _ in rows]
+        states = [solution.states[v.number] for v in costs.variables]
+        self.chosen = [int(v.choices[s]) for v, s in zip(costs.variables, states, strict=True)]
+        again = [int(v.again[s]) for v, s in zip(costs.variables, states, strict=True)]
         for value, (number, index) in enumerate(self.of):
             variable = costs.variables[number]
-            if number >= 0 and index == variable.copied and (copy := rows[number][1]) >= 0:
-                self.shared[value] = variable.copies[copy]
+            if number >= 0 and index == variable.copied and again[number] >= 0:
+                self.shared[value] = variable.copies[again[number]]
 
     def choose(self, op: Op) -> tuple[Choice, float]:
         number, _ = self.of[op.results[0]]

@@ -11,8 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import numpy as np
-
 from spmd.mesh.sharding import Axes
 from spmd.planning.choices import Choices
 from spmd.planning.decode import decoded
@@ -24,7 +22,7 @@ from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem
 from spmd.planning.search import Search
 from spmd.planning.solver.bounds import excesses
-from spmd.planning.solver.solve import Solution, solve
+from spmd.planning.solver.solve import Reduced, Solution, solve
 from spmd.planning.units import units_of
 from spmd.predict.backends import memory_for
 
@@ -78,12 +76,12 @@ def plan_exactly(
       PlanError: no plan was found that keeps to the limit that was given.
     """
     greedy, costs = weighed(problem)
-    solutions = [(costs, solve(costs.network))]
+    solutions = [(costs, costs.solution)]
     proposed = [decoded(*solutions[0]), greedy]
     if costs.has_open_arguments:
         proposed.append(decoded(costs, solve(costs.closed())))
     if (hidden := with_hidden(costs)) is not None:
-        solutions.append((hidden, solve(hidden.network)))
+        solutions.append((hidden, hidden.solution))
         proposed.append(decoded(*solutions[1]))
     search = Search(memory_for(problem.topology, memory_limit), map(try_out, _different(proposed)))
     for solution in solutions:
@@ -117,18 +115,18 @@ def weighed(problem: Problem) -> tuple[Plan, CostNetwork]:
         return CostNetwork(problem, units, choices, domains, known)
 
     if len(axes) <= TOGETHER:
-        return greedy, network(axes, None, None)
+        return greedy, network(axes, None, None).settled()
     pairs = list(itertools.combinations(axes, TOGETHER))
     base, costs, since = greedy, None, 0
     for pair in itertools.islice(itertools.cycle(pairs), ROUNDS * len(pairs)):
-        costs = network(pair, base, costs.copies if costs else None)
-        found = decoded(costs, solve(costs.network))
+        costs = network(pair, base, costs.agreed() if costs else None)
+        found = decoded(costs, costs.solution)
         is_better = found.seconds < base.seconds * (1 - CLOSE)
         base, since = (found, 0) if is_better else (base, since + 1)
         if since == len(pairs):
             break
     assert costs is not None
-    return greedy, costs
+    return greedy, costs.settled()
 
 
 def _try_nearby(
@@ -147,24 +145,24 @@ def _try_nearby(
     if not tries:
         return
     network, seen = costs.network, [trial.plan for trial in search.tried]
-    most, until = cheapest.cost * NEAR, len(seen) + tries
-    alive = [np.arange(len(own)) for own in network.unary]
-    for _, variable, state in excesses(network)[: 4 * tries]:
+    until = len(seen) + tries
+    likely = excesses(network)[: 4 * tries]
+    reduced = Reduced(network, {variable for _, variable, _ in likely})
+    pins: dict[int, int] = {}
+    for _, variable, state in likely:
         if len(seen) == until:
             break
-        if state not in alive[variable]:
+        if variable in pins:
             continue
-        pinned = [np.array([state]) if v == variable else kept for v, kept in enumerate(alive)]
-        solution = solve(network.restricted(pinned))
-        if solution.cost > most:
+        solution = reduced.solve({**pins, variable: state})
+        if solution.cost > cheapest.cost * NEAR:
             continue
-        states = [int(kept[s]) for kept, s in zip(pinned, solution.states, strict=True)]
-        plan = decoded(costs, solution._replace(states=tuple(states)))
+        plan = decoded(costs, solution)
         if not _different([*seen, plan])[len(seen) :]:
             continue
         seen.append(plan)
         if (seconds := search.add(try_out(plan)).seconds) < best:
-            best, alive = seconds, pinned
+            best, pins = seconds, {**pins, variable: state}
 
 
 def with_hidden(costs: CostNetwork) -> CostNetwork | None:

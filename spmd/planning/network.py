@@ -23,7 +23,7 @@ from spmd.planning.domains import Domains
 from spmd.planning.plan import Choice
 from spmd.planning.problem import Problem
 from spmd.planning.solver.network import FORBIDDEN, Network, Table
-from spmd.planning.solver.solve import solve
+from spmd.planning.solver.solve import Solution, solve
 from spmd.planning.units import ARGUMENT, CARRY, OP, WHOLE, Units, Use
 from spmd.predict.fusion import wants_stored
 from spmd.reshard.resharder import States
@@ -44,16 +44,22 @@ class Variable(NamedTuple):
 
     Attributes:
       number: the variable.
-      rows: for each of its states, the choice of the class, and which copy of its value is made as
-        well, or -1.
+      choices: for each of its states, the choice of the class.
+      again: for each of its states, which copy of its value is made as well, or -1.
       copied: the result of the class that may be copied, or -1.
       copies: the copies that there may be.
     """
 
     number: int
-    rows: tuple[tuple[int, int], ...]
+    choices: Table
+    again: Table
     copied: int = -1
     copies: States = ()
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """Choice and copy of each state."""
+        return list(zip(self.choices.tolist(), self.again.tolist(), strict=True))
 
 
 Copies = Mapping[tuple[int, int], States]
@@ -83,20 +89,32 @@ class CostNetwork:
     ) -> None:
         self.problem, self.units, self.choices, self.domains = problem, units, choices, domains
         self.exposed = 1.0
-        self._tables: dict[object, Table] = {}
         self._values: dict[tuple[int, int], Value] = {}  # the first value of each class and result
         for value, place in enumerate(units.of):
             self._values.setdefault(place, value)
         self._uses: dict[tuple[int, int], list[Use]] = {}
         for use in units.uses:
             self._uses.setdefault((use.source, use.result), []).append(use)
+        self._needs = {use: self._needs_of(use) for use in units.uses}
+        # What is left and needed as numbers of its table, before that is asked for anything.
+        numbers, left = problem.ways.numbers, domains.left
+        self._left = {at: numbers(self._values[at], left[at[0]][at[1]]) for at in self._uses}
+        self._wanted = {
+            use: numbers(self._values[use.source, use.result], needs)
+            for use, needs in self._needs.items()
+            if needs is not None
+        }
         self._owned = [self._own(number) for number in range(len(units.units))]
         if known is None:
             self._build({}, shares=True)
-            known = self._agreed(solve(self.network).states)
+            known = self.agreed()
         self._build(known)
-        if (copies := self._agreed(solve(self.network).states)) != known:
+
+    def settled(self) -> CostNetwork:
+        """The network with the copies that its cheapest joint state asks for."""
+        if (copies := self.agreed()) != self.copies:
             self._build(copies)
+        return self
 
     def _build(self, copies: Copies, shares: bool = False) -> None:
         """Makes the variables, and what reshards cost.
@@ -105,7 +123,7 @@ class CostNetwork:
           copies: class and result -> states in which a copy of that value may be made as well.
           shares: whether each use bears its share only of a reshard that all could read.
         """
-        self.__dict__.pop("network", None)
+        self._forget()
         self.copies = copies
         self._reshards = Network()
         self.variables = [self._variable(i, copies) for i in range(len(self.units.units))]
@@ -120,34 +138,43 @@ class CostNetwork:
         network = Network()
         for variable, own in zip(self.variables, self._owned, strict=True):
             reshards = self._reshards.unary[variable.number]
-            network.variable(own[[choice for choice, _ in variable.rows]] + self.exposed * reshards)
+            network.variable(own[variable.choices] + self.exposed * reshards)
         for pair, costs in self._reshards.pairs.items():
             network.pairs[pair] = np.minimum(self.exposed * costs, FORBIDDEN)
         return network
 
+    @cached_property
+    def solution(self) -> Solution:
+        """The cheapest joint state."""
+        return solve(self.network)
+
+    def _forget(self) -> None:
+        for name in ("network", "solution"):
+            self.__dict__.pop(name, None)
+
     def with_exposed(self, exposed: float) -> CostNetwork:
         """The same network, in which another share of a reshard's time counts."""
         other = copy.copy(self)
-        other.__dict__.pop("network", None)
+        other._forget()
         other.exposed = exposed
         return other
 
-    def _agreed(self, states: Sequence[int]) -> Copies:
+    def agreed(self) -> Copies:
         """Of each class the result, and its states, that several uses need and it is not left in.
 
-        Args:
-          states: a joint state.
+        Looked for where the joint state is the cheapest; what may be copied already stays.
         """
+        states = self.solution.states
         found: dict[int, tuple[float, int, States]] = {}
         for (source, index), uses in self._uses.items():
             variable = self.variables[source]
-            choice, _ = variable.rows[states[variable.number]]
+            choice = variable.choices[states[variable.number]]
             left = self.domains.left[source][index][choice]
             times: dict[Sharding, int] = {}
             for use in uses:
-                if (needs := self._needs(use)) is not None and len(needs) > 1:
+                if (needs := self._needs[use]) is not None and len(needs) > 1:
                     target = self.variables[use.target]
-                    need = needs[target.rows[states[target.number]][0]]
+                    need = needs[target.choices[states[target.number]]]
                     times[need] = times.get(need, 0) + use.trips
             runs = self._runs(source, index)
             reads = sum(use.trips for use in uses) > runs
@@ -156,7 +183,7 @@ class CostNetwork:
             size = self._type(source, index).bytes
             if shared and size > found.get(source, (0.0,))[0]:
                 most = max(MOST_COPIES, MOST_ROWS // len(self.domains.left[source][index]))
-                others = [need for use in uses for need in self._needs(use) or ()]
+                others = [need for use in uses for need in self._needs[use] or ()]
                 shared = tuple(dict.fromkeys((*shared[:MOST_COPIES], *others)))
                 found[source] = size, index, shared[:most]
         return {(source, index): shared for source, (_, index, shared) in found.items()}
@@ -176,8 +203,7 @@ class CostNetwork:
         network = self._copy()
         for number, variable in enumerate(self.variables):
             if self.units.units[number].role == ARGUMENT:
-                others = [row for row, (choice, _) in enumerate(variable.rows) if choice]
-                network.unary[variable.number][others] += FORBIDDEN
+                network.unary[variable.number][variable.choices > 0] += FORBIDDEN
         return network
 
     def _copy(self) -> Network:
@@ -194,12 +220,12 @@ class CostNetwork:
             if number < 0:
                 continue
             variable = self.variables[number]
-            left = [price * b for b in self.problem.bytes(value, self.domains.left[number][index])]
-            copies = variable.copies if variable.copied == index else ()
-            copied = [price * b for b in self.problem.bytes(value, copies)]
-            for row, (choice, again) in enumerate(variable.rows):
-                more = copied[again] if copies and again >= 0 else 0.0
-                network.unary[variable.number][row] += left[choice] + more
+            held = np.array(self.problem.bytes(value, self.domains.left[number][index]))
+            own = held[variable.choices]
+            if variable.copied == index and variable.copies:
+                copies = np.array([*self.problem.bytes(value, variable.copies), 0])
+                own = own + copies[variable.again]
+            network.unary[variable.number] += price * own
         return network
 
     def own_cost(self, op: Op, choice: Choice) -> float:
@@ -210,19 +236,21 @@ class CostNetwork:
     # Variables.
 
     def _variable(self, number: int, copies: Copies) -> Variable:
-        left = self.domains.left[number]
-        rows = [(choice, -1) for choice in range(len(self._owned[number]))]
-        copied = next((i for i in range(len(left)) if (number, i) in copies), -1)
-        made = [0.0] * len(rows)
+        count = len(self._owned[number])
+        choices, again, made = np.arange(count), np.full(count, -1), np.zeros(count)
+        copied = next(
+            (k for k in range(len(self.domains.left[number])) if (number, k) in copies), -1
+        )
         states = copies.get((number, copied), ())
         if states:
-            costs = self._table(number, copied, left[copied], states)
-            runs = self._runs(number, copied)
-            for (choice, again), seconds in np.ndenumerate(costs):
-                if states[again] != left[copied][choice] and seconds < FORBIDDEN:
-                    rows.append((choice, again))
-                    made.append(seconds * runs)
-        return Variable(self._reshards.variable(made), tuple(rows), copied, states)
+            value, left = self._values[number, copied], self._left[number, copied]
+            others = self.problem.ways.numbers(value, states)
+            costs = self.problem.ways.costs(value, left, others, stores=True)
+            pays = (left[:, None] != others) & (costs < FORBIDDEN)
+            more = np.nonzero(pays)
+            choices, again = np.concatenate([choices, more[0]]), np.concatenate([again, more[1]])
+            made = np.concatenate([made, costs[pays] * self._runs(number, copied)])
+        return Variable(self._reshards.variable(made), choices, again, copied, states)
 
     def _own(self, number: int) -> Table:
         """What each choice of a class costs by itself."""
@@ -241,28 +269,26 @@ class CostNetwork:
 
     def _connect(self, source: int, index: int, uses: Sequence[Use], share: float) -> None:
         """Adds a share of the reshards between a value and its uses."""
-        variable, left = self.variables[source], self.domains.left[source][index]
-        choices = [choice for choice, _ in variable.rows]
+        variable, left = self.variables[source], self._left[source, index]
+        value, costs_of = self._values[source, index], self.problem.ways.costs
         for use in uses:
-            stores = self._stores(use)
-            needs = self._needs(use)
+            needs, stores = self._wanted.get(use), self._stores(use)
             if needs is None:
-                costs = self._as_it_is(use)[choices] * use.trips
+                costs = self._as_it_is(use)[variable.choices] * use.trips
                 self._reshards.unary[variable.number] += costs
                 continue
-            rows = self._table(source, index, left, needs, stores)[choices]
+            rows = costs_of(value, left, needs, stores)[variable.choices]
             if variable.copied == index:
-                again = self._table(source, index, variable.copies, needs, stores)
-                with_copy = [row for row, (_, made) in enumerate(variable.rows) if made >= 0]
-                copies = [variable.rows[row][1] for row in with_copy]
-                rows[with_copy] = np.minimum(rows[with_copy], again[copies])
+                copies = self.problem.ways.numbers(value, variable.copies)
+                with_copy = np.flatnonzero(variable.again >= 0)
+                again = costs_of(value, copies, needs, stores)[variable.again[with_copy]]
+                rows[with_copy] = np.minimum(rows[with_copy], again)
             if rows.any():
                 target = self.variables[use.target]
-                columns = [choice for choice, _ in target.rows]
-                costs = rows[:, columns] * (use.trips * share)
+                costs = rows[:, target.choices] * (use.trips * share)
                 self._reshards.pair(variable.number, target.number, costs)
 
-    def _needs(self, use: Use) -> States | None:
+    def _needs_of(self, use: Use) -> States | None:
         """What the target of a use needs for each of its choices; None if that asks for nothing."""
         unit = self.units.units[use.target]
         if unit.role == OP:
@@ -291,25 +317,6 @@ class CostNetwork:
         if op is None or self.units.units[use.target].role != OP:
             return True
         return wants_stored(op, op.kind.about.role, use.position)
-
-    def _table(
-        self, source: int, index: int, states: States, needs: States, stores: bool = True
-    ) -> Table:
-        """Costs of the reshard of a value from each state to each need.
-
-        Args:
-          source, index: the value's class, and which of its results it is.
-          states, needs: from where to where.
-          stores: whether the reader wants it in memory.
-        """
-        value = self._values[source, index]
-        resharder, inside = self.problem.resharder, not self.problem.in_memory[value]
-        key = (states, needs, self._type(source, index), resharder.held(value), inside, stores)
-        if key not in self._tables:
-            table = resharder.table(value, states, needs)
-            table = table + self.problem.traffic(value, states, needs, table > 0, stores)
-            self._tables[key] = np.minimum(table, FORBIDDEN)
-        return self._tables[key]
 
     def _type(self, source: int, index: int) -> TensorType:
         return self.problem.program.types[self._values[source, index]]

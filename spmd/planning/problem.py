@@ -15,6 +15,7 @@ from spmd.ir.types import TensorType, local_type
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Mark, Sharding, is_even
 from spmd.mesh.topology import Topology
+from spmd.planning.ways import Ways
 from spmd.predict.backends import Backend
 from spmd.predict.fusion import fuse
 from spmd.propagation.cheap import cheap_values
@@ -63,6 +64,11 @@ class Problem:
         return Resharder(self.index, self.mesh, self.topology)
 
     @cached_property
+    def ways(self) -> Ways:
+        """What reshards cost, and the memory that they move."""
+        return Ways(self)
+
+    @cached_property
     def wishes(self) -> tuple[Sharding | None, ...]:
         """What propagation proposed for each value, if anything; equal ones are one object."""
         proposals = self.propagated.proposals
@@ -86,7 +92,16 @@ class Problem:
 
     def bytes(self, value: Value, states: States) -> list[int]:
         """Bytes that one device holds of a value in each state."""
-        return [local_type(self.program.types[value], state, self.mesh).bytes for state in states]
+        type_ = self.program.types[value]
+        known = self._bytes.setdefault(type_, {})
+        for state in states:
+            if state not in known:
+                known[state] = local_type(type_, state, self.mesh).bytes
+        return [known[state] for state in states]
+
+    @cached_property
+    def _bytes(self) -> dict[TensorType, dict[Sharding, int]]:
+        return {}
 
     def traffic(
         self, value: Value, states: States, needs: States, sends: Any, stores: bool
@@ -109,8 +124,8 @@ class Problem:
             sent = np.array(self.bytes(value, states)) / bandwidth
             found += np.where(sends, sent[:, None] + got, 0.0)
         if stores:
-            differ = np.array([[state != need for need in needs] for state in states])
-            found += np.where(differ & ~np.asarray(sends), 2 * got, 0.0)
+            have, wanted = (np.array(list(map(id, ends))) for ends in (states, needs))
+            found += np.where((have[:, None] != wanted) & ~np.asarray(sends), 2 * got, 0.0)
         return found
 
     def suggested(self, value: Value) -> Sharding:

@@ -14,9 +14,14 @@ from typing import NamedTuple
 import numpy as np
 
 from spmd.ir.control_flow import Tie, ties
-from spmd.ir.program import Op, Region, Value
+from spmd.ir.description import Role
+from spmd.ir.dialect.registry import rule_of
+from spmd.ir.dialect.rule import REPLICATE
+from spmd.ir.program import Op, OpKind, Region, Value
 from spmd.mesh.sharding import Sharding
 from spmd.planning.problem import Problem
+from spmd.predict.ops import op_seconds
+from spmd.propagation.projection import unsplit
 
 RADIUS = 2
 """Steps around a unit that tell it from others."""
@@ -46,7 +51,10 @@ class Unit(NamedTuple):
 
 
 class Use(NamedTuple):
-    """A class reads what a class leaves: `result` as operand `position`, `trips` times."""
+    """A class reads what a class leaves: `result` as operand `position`, `trips` times.
+
+    Operands that look alike, as the pieces of a concatenation, have the position of the first.
+    """
 
     source: int
     result: int
@@ -99,6 +107,7 @@ class _Collector:
         self.colours: list[int] = []
         self.unit_wishes: list[tuple[Sharding | None, ...]] = []
         self.names: dict[Hashable, int] = {}
+        self.looks: dict[OpKind, tuple[Hashable, Sequence[int]]] = {}
         self.of: list[tuple[int, int]] = [(-1, 0)] * len(self.program.types)
         self.uses: list[tuple[Value, int, int, int]] = []  # value, unit, position, trips
 
@@ -135,10 +144,34 @@ class _Collector:
             if op.regions:
                 self.control_flow(op, trips)
             elif not cheap.issuperset(op.results):
-                colour = op.kind, trips, self.problem.stored(op)
+                look, alike = self.look(op.kind)
+                colour = look, trips, self.problem.stored(op)
                 unit = self.add(Unit(OP, op, trips=trips), colour, op.results)
-                for i, value in enumerate(op.operands):
-                    self.uses.append((value, unit, i, trips))
+                for value, position in zip(op.operands, alike, strict=True):
+                    self.uses.append((value, unit, position, trips))
+
+    def look(self, kind: OpKind) -> tuple[Hashable, Sequence[int]]:
+        """What planning sees of a kind; and for each operand the first one that looks like it.
+
+        Where a stack is cut, or where in one a piece comes to lie, makes mostly no difference: so
+        the layers of a loop that was written out are alike, too.
+        """
+        found = self.looks.get(kind)
+        if found is None:
+            if kind.about.is_mark:
+                return self.looks.setdefault(kind, (kind, range(len(kind.operands))))
+            rule, problem = rule_of(kind), self.problem
+            seconds = op_seconds(kind, rule, unsplit(rule), problem.mesh, problem.topology)
+            first: dict[Hashable, int] = {}
+            alike = []
+            for i, (type_, dims) in enumerate(zip(kind.operands, rule.operands, strict=True)):
+                splits = [[f for f in dim if rule.factors[f].kind != REPLICATE] for dim in dims]
+                groups = [i in group for group in rule.linear]
+                in_place = i if kind.about.role == Role.UPDATE else -1
+                alike.append(first.setdefault((type_, str(splits), str(groups), in_place), i))
+            look = kind.name, kind.operands, kind.results, rule, seconds
+            found = self.looks[kind] = self.names.setdefault(look, len(self.names)), alike
+        return found
 
     def control_flow(self, op: Op, trips: int) -> None:
         is_loop, bound = op.is_loop, ties(op)

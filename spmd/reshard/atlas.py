@@ -157,12 +157,18 @@ class Distances:
         nodes = np.arange(len(atlas.pieces) + 1)
         self._first = np.searchsorted(atlas.source[self._usable], nodes).tolist()
         self._to = atlas.by_target[usable[atlas.by_target]]
+        self._nodes: dict[Sharding, int | None] = {}
         self._rows: dict[int, Array] = {}
         self._bounds: dict[tuple[int, int], list[float]] = {}
         self._out: dict[int, list[tuple[float, int, int, int]]] = {}
 
     def node(self, sharding: Sharding) -> int | None:
         """The node of a sharding; None if the value does not divide, or it splits a unit."""
+        if sharding not in self._nodes:
+            self._nodes[sharding] = self._node(sharding)
+        return self._nodes[sharding]
+
+    def _node(self, sharding: Sharding) -> int | None:
         dims = tuple([sharding.dims[d] for d in self.names.dims])
         node = self._atlas.nodes.get((dims, sharding.partial))
         whole = node is not None and self._legal[node]

@@ -172,19 +172,23 @@ def reshard_seconds(
         return result
     rows, columns = (_alike(shardings, known) for shardings in (states, needs))
     known.learn([node for at in rows.values() for _, node in at])
+    ends: dict[tuple[Axes, str, Axes], tuple[Any, Any]] = {}  # where ways end, before any mask
     for (partial, _), at in rows.items():
         table = known.table([node for _, node in at])
+        numbers = np.array([i for i, _ in at])[:, None]
         for (wanted, kind), there in columns.items():
-            place = np.ix_([i for i, _ in at], [j for j, _ in there])
+            place = numbers, [j for j, _ in there]
             if not can_reshard(states[at[0][0]], needs[there[0][0]]):
                 result[place] = math.inf
                 continue
-            kept = [a for a in wanted if a in partial]
-            ends = [needs[j].with_partial(kept, kind) for j, _ in there]
-            nodes = np.array([known.node(end) for end in ends])
-            seconds = table[:, nodes]
-            if len(kept) < len(wanted) and kind not in WHOLE_TERMS:
-                seconds += [mask_seconds(end, type_, mesh, topology) for end in ends]
+            kept = tuple([a for a in wanted if a in partial])
+            if (wanted, kind, kept) not in ends:
+                full = [needs[j].with_partial(kept, kind) for j, _ in there]
+                masks = len(kept) < len(wanted) and kind not in WHOLE_TERMS
+                more = [mask_seconds(s, type_, mesh, topology) if masks else 0.0 for s in full]
+                ends[wanted, kind, kept] = np.array([known.node(s) for s in full]), np.array(more)
+            nodes, more = ends[wanted, kind, kept]
+            seconds = table[:, nodes] + more
             result[place] = np.where(np.isinf(seconds), math.nan, seconds)
     return result
 

@@ -79,11 +79,12 @@ class Resharder:
 
     def table(self, value: Value, states: States, needs: States) -> Table:
         """Seconds of the way from each state (rows) to each need (columns)."""
-        row = {have: i for i, have in enumerate(dict.fromkeys(states))}
-        column = {need: i for i, need in enumerate(dict.fromkeys(needs))}
-        type_, haves, wanted = self.index.program.types[value], tuple(row), tuple(column)
-        held = self.held(value)
-        found = reshard_seconds(haves, wanted, type_, self.mesh, self.topology, held)
+        found = self.glance(value, states, needs)
         for i, j in np.argwhere(np.isnan(found)).tolist():
-            found[i, j] = self.seconds(value, haves[i], wanted[j])
-        return found[np.ix_([row[state] for state in states], [column[need] for need in needs])]
+            found[i, j] = self.seconds(value, states[i], needs[j])
+        return found
+
+    def glance(self, value: Value, states: States, needs: States) -> Table:
+        """The same, but not a number for ways that have to be searched one by one."""
+        type_, held = self.index.program.types[value], self.held(value)
+        return reshard_seconds(states, needs, type_, self.mesh, self.topology, held)

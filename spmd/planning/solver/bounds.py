@@ -22,17 +22,16 @@ class Bounds(NamedTuple):
     """What message passing found.
 
     Attributes:
-      lower: no joint state costs less.
       upper: what `states` costs.
-      states: the best joint state seen.
-      alive: for each variable the states that a cheaper joint state than `states` might have, and
-        that of `states` itself.
+      states: a joint state.
+      lower: no joint state costs less.
+      excess: for each variable and state, how much more than `lower` it takes at least to be in it.
     """
 
-    lower: float
     upper: float
     states: tuple[int, ...]
-    alive: tuple[Table, ...]
+    lower: float
+    excess: list[Table]
 
 
 class _Pair(NamedTuple):
@@ -93,28 +92,26 @@ class Passing:
         ends = zip(self.later, self.earlier, strict=True)
         self.share = [1.0 / max(len(a), len(b), 1) for a, b in ends]
 
-    def run(self, sweeps: int, start: Sequence[int] | None = None) -> Bounds:
+    def run(self, sweeps: int) -> Bounds:
         """Passes messages, and bounds the least cost from both sides.
 
         Args:
           sweeps: how often, there and back.
-          start: a joint state that is known.
         """
-        best = tuple(start) if start is not None else self.rounded()
-        upper = self.network.cost(best)
         for _ in range(sweeps):
             self.sweep()
-            found = self.rounded()
-            cost = self.network.cost(found)
-            if cost < upper:
-                upper, best = cost, found
-        lower, excess = self.bound()
-        slack = upper - lower + 1e-9 * abs(upper)
-        alive = []
-        for v, costs in enumerate(excess):
-            costs[best[v]] = 0.0
-            alive.append(np.flatnonzero(costs <= slack))
-        return Bounds(lower, upper, best, tuple(alive))
+        states = self.rounded()
+        return Bounds(self.network.cost(states), states, *self.bound())
+
+    def restricted(self, alive: Sequence[Table]) -> Passing:
+        """The same over some of each variable's states, with what was passed so far."""
+        smaller = Passing(self.network.restricted(alive))
+        known = {(pair.first, pair.second): pair for pair in self.pairs}
+        for pair in smaller.pairs:
+            before = known[pair.first, pair.second]
+            pair.to_first[:] = before.to_first[alive[pair.first]]
+            pair.to_second[:] = before.to_second[alive[pair.second]]
+        return smaller
 
     def belief(self, v: int) -> Table:
         """A variable's costs with everything that was sent to it."""

@@ -6,8 +6,7 @@ glasses".
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -34,28 +33,39 @@ def undominated(network: Network, keep: Collection[int] = ()) -> list[Table]:
     for (u, v), table in network.pairs.items():
         around[u].append((v, np.ascontiguousarray(table.T)))
         around[v].append((u, table))
-    queue = deque(v for v, kept in enumerate(alive) if 1 < len(kept) <= MOST_STATES)
-    queued = set(queue)
-    while queue:
-        v = queue.popleft()
-        queued.discard(v)
-        mine = alive[v]
-        if len(mine) == 1 or v in keep:
+    for v, mine in enumerate(alive):
+        if v in keep or not 1 < len(mine) <= MOST_STATES:
             continue
-        # Sums of rounded numbers: of a circle of states, each undercut by the next, one must stay.
-        order = network.unary[v][mine]
-        worse = order[:, None] - order[None, :]
-        for u, table in around[v]:
-            seen = table[alive[u][:, None], mine]
-            order = order + seen[0]
-            worse = worse + np.minimum.reduce(seen[:, :, None] - seen[:, None, :])
-        behind = order[:, None] > order[None, :]
-        lower_number = _LOWER[: len(mine), : len(mine)]
-        loses = (worse >= 0) & (behind | ((order[:, None] == order[None, :]) & lower_number))
-        if loses.any():
-            alive[v] = mine[~loses.any(axis=1)]
-            for u, _ in around[v]:
-                if u not in queued and len(alive[u]) <= MOST_STATES:
-                    queued.add(u)
-                    queue.append(u)
+        seen = [table[alive[u]] for u, table in around[v]]
+        alive[v] = mine[~_undercut(network.unary[v], seen)]
     return alive
+
+
+def _undercut(own: Table, around: Sequence[Table]) -> Table:
+    """For each state of a variable, whether another one is never worse, or equal and in front.
+
+    Args:
+      own: costs of the states.
+      around: for each neighbour, a row for each of its states, a column for each of these.
+    """
+    # What a state costs more than another one at least, over all that a neighbour may do, takes the
+    # neighbour's states times all pairs. It is no more than where the neighbour does what suits the
+    # state best. Few pairs are left where even that is no loss, and are looked into.
+    #
+    # Sums of rounded numbers: of a circle of states, each undercut by the next, one must stay. So
+    # states are also in order of what they cost beside the neighbours' first states.
+    order, most = own, own[:, None] - own
+    columns = np.arange(len(own))
+    for seen in around:
+        order = order + seen[0]
+        suited = seen[seen.argmin(axis=0)]
+        most = most + (suited[columns, columns][:, None] - suited)
+    behind = order[:, None] > order
+    tied = (order[:, None] == order) & _LOWER[: len(own), : len(own)]
+    rows, others = np.nonzero((most >= 0) & (behind | tied))
+    worse = own[rows] - own[others]
+    for seen in around:
+        worse = worse + np.minimum.reduce(seen[:, rows] - seen[:, others])
+    loses = np.zeros(len(own), dtype=bool)
+    loses[rows[worse >= 0]] = True
+    return loses

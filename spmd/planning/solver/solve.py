@@ -10,19 +10,22 @@ Nothing depends on the clock or on hash order: every process finds the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from spmd.planning.solver.bounds import Passing
 from spmd.planning.solver.dominate import undominated
 from spmd.planning.solver.eliminate import Elimination
-from spmd.planning.solver.network import Network, Table
+from spmd.planning.solver.network import Network
 
 TABLE_LIMIT = 1 << 18
 """Entries of the largest table that elimination may build."""
 
-ROUNDS = 8
-SWEEPS = 6
+ROUNDS = 12
+SWEEPS = 4
 """Rounds of message passing, and sweeps in each; after each round elimination is tried."""
 
 CLOSE = 1e-9
@@ -56,6 +59,18 @@ def solve(network: Network, limit: int = TABLE_LIMIT, rounds: int = ROUNDS) -> S
       limit: entries of the largest table that may be built.
       rounds: rounds of message passing at most.
     """
+    return Reduced(network, limit=limit).solve(rounds=rounds)
+
+
+class Reduced:
+    """A network made small, once for all questions about a few of its variables.
+
+    Args:
+      network: the network.
+      kept: variables that may be pinned.
+      limit: entries of the largest table that may be built.
+    """
+
     # Every step keeps a cheapest joint state of what it is given, so the one found at the end is
     # one of the whole network. Trace, of a chain a - b - c in which a costs (0, 3), b and c (0, 0),
     # and neighbours that differ 5:
@@ -64,48 +79,70 @@ def solve(network: Network, limit: int = TABLE_LIMIT, rounds: int = ROUNDS) -> S
     #               b answers c likewise, so c now costs (0, 3); c = 0 is best;
     #   unwound     c = 0, to which b answered 0, to which a answered 0.
     # Variables with three neighbours or more are left by then: what answers them would be a table
-    # of all joint states of their neighbours. Of these, `_solve_core` first drops states.
-    alive = undominated(network)
-    first = Elimination(network.restricted(alive))
-    first.run(limit, neighbours=2)
-    left = first.left
-    if left:
-        core = _solve_core(first.core(), limit, rounds)
-        found = first.unwound(dict(zip(left, core.states, strict=True)))
-    else:
-        core = Solution((), 0.0, 0.0)
-        found = first.unwound({})
-    states = tuple(int(kept[s]) for kept, s in zip(alive, found, strict=True))
-    cost = network.cost(states)
-    return Solution(states, cost, cost - (core.cost - core.lower))
+    # of all joint states of their neighbours. Of these, `_solved` first drops states.
+
+    def __init__(
+        self, network: Network, kept: Collection[int] = (), limit: int = TABLE_LIMIT
+    ) -> None:
+        self._network, self._limit = network, limit
+        self._alive = undominated(network, kept)
+        self._gone = Elimination(network.restricted(self._alive))
+        self._gone.run(limit, neighbours=2, keep=kept)
+        self._passing = Passing(self._gone.core())  # what was passed for one question helps others
+
+    def solve(self, pins: Mapping[int, int] | None = None, rounds: int = ROUNDS) -> Solution:
+        """The cheapest joint state in which some variables that were kept are in given states.
+
+        Args:
+          pins: variable -> its state.
+          rounds: rounds of message passing at most.
+        """
+        pins, left = pins or {}, self._gone.left
+        sizes = map(len, self._passing.unary)
+        allowed = [
+            np.array([pins[v]]) if v in pins else np.arange(n)
+            for v, n in zip(left, sizes, strict=True)
+        ]
+        passing = self._passing.restricted(allowed) if pins else self._passing
+        core = _solved(passing, self._limit, rounds) if left else Solution((), 0.0, 0.0)
+        known = {v: int(a[s]) for v, a, s in zip(left, allowed, core.states, strict=True)}
+        found = self._gone.unwound(known)
+        states = tuple(int(kept[s]) for kept, s in zip(self._alive, found, strict=True))
+        cost = self._network.cost(states)
+        return Solution(states, cost, cost - (core.cost - core.lower))
 
 
-def _solve_core(core: Network, limit: int, rounds: int) -> Solution:
+def _solved(passing: Passing, limit: int, rounds: int) -> Solution:
+    """The cheapest joint state of the network of some messages, which go on from where they are."""
     # `upper` is what some joint state costs, `lower` what none undercuts. A state whose own excess
     # over the lower bound is more than the gap between the two is in no better joint state: with
-    # bounds 10 and 12, one with an excess of 3 makes everything cost 13 at least. Without such
-    # states tables are smaller, and in the end elimination gets through.
-    passing = Passing(core)
-    best: Solution | None = None
+    # bounds 10 and 12, one with an excess of 3 makes everything cost 13 at least. Messages go on
+    # without such states, so that each round is shorter than the one before. Once tables are small
+    # enough elimination gets through.
+    alive = [np.arange(len(costs)) for costs in passing.unary]
+    best = Solution((), math.inf, -math.inf)
+
+    def better(cost: float, states: Sequence[int]) -> Solution:
+        if cost >= best.cost:
+            return best
+        at = tuple([int(kept[s]) for kept, s in zip(alive, states, strict=True)])
+        return best._replace(states=at, cost=cost)
+
     for _ in range(rounds):
-        bounds = passing.run(SWEEPS, best.states if best else None)
-        best = Solution(bounds.states, bounds.upper, bounds.lower)
+        bounds = passing.run(SWEEPS)
+        best = better(bounds.upper, bounds.states)
+        best = best._replace(lower=max(best.lower, min(best.cost, bounds.lower)))
         if best.exact:
             break
-        found = _eliminated(core, bounds.alive, limit)
-        if found is not None:
-            cost = core.cost(found)
-            return Solution(found, cost, cost)
-    assert best is not None
+        slack = best.cost - bounds.lower + CLOSE * abs(best.cost)
+        kept = [np.flatnonzero(more <= slack) for more in bounds.excess]
+        if not all(map(len, kept)):  # nothing is cheaper
+            return best._replace(lower=best.cost)
+        alive = [a[k] for a, k in zip(alive, kept, strict=True)]
+        passing = passing.restricted(kept)
+        elimination = Elimination(passing.network)
+        if elimination.fits(limit) and elimination.run(limit):
+            states = elimination.unwound({})
+            best = better(passing.network.cost(states), states)
+            return best._replace(lower=best.cost)
     return best
-
-
-def _eliminated(core: Network, alive: Sequence[Table], limit: int) -> tuple[int, ...] | None:
-    """The cheapest joint state of those alive, if elimination gets through."""
-    smaller = core.restricted(alive)
-    kept = undominated(smaller)
-    elimination = Elimination(smaller.restricted(kept))
-    if not elimination.fits(limit) or not elimination.run(limit):
-        return None
-    found = elimination.unwound({})
-    return tuple(int(a[k[s]]) for a, k, s in zip(alive, kept, found, strict=True))
