@@ -43,7 +43,10 @@ class Kept(NamedTuple):
 
 
 def planned(program: Program, limit: int | None, compile_too: bool) -> Kept | int:
-    """The plan within a limit, or else the least memory that the error names."""
+    """The plan within a limit, or else the least memory that the error names.
+
+    Of limits far below that, an error says less: what arguments and results take alone.
+    """
     mesh, built = program.make()
     options = spmd.Options(memory_limit=limit)
     jitted = spmd.jit(built.fn, mesh=mesh, donate_argnums=built.donate, options=options)

@@ -78,7 +78,8 @@ class PlanError(SpmdError):
     """No plan satisfies the marks and the limits.
 
     Attributes:
-      least_bytes: of a memory limit that was not kept to: the least that was found, on one device.
+      least_bytes: of a memory limit that was not kept to: the least that was found, on one device,
+        or what every plan needs at least, where that is more than the limit already.
     """
 
     least_bytes: int = 0

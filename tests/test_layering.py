@@ -77,6 +77,7 @@ READ_TESTS = (
     "tools/coverage.py",
     "tools/fuzz.py",
     "tools/packages.py",
+    "tools/placements.py",
 )
 """Tools that write down what the tests run, or run more of it."""
 

@@ -16,7 +16,7 @@ from spmd.planning.choices import Choices
 from spmd.planning.decode import decoded
 from spmd.planning.domains import domains_of
 from spmd.planning.greedy import plan_greedily
-from spmd.planning.limit import P, TryOut, noted, pay_for_memory, skip_detours
+from spmd.planning.limit import P, TryOut, check_possible, noted, pay_for_memory, skip_detours
 from spmd.planning.network import Copies, CostNetwork
 from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem
@@ -75,6 +75,7 @@ def plan_exactly(
     Raises:
       PlanError: no plan was found that keeps to the limit that was given.
     """
+    check_possible(problem, memory_limit)
     greedy, costs = weighed(problem)
     solutions = [(costs, costs.solution)]
     proposed = [decoded(*solutions[0]), greedy]

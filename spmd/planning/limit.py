@@ -14,8 +14,9 @@ from typing import Protocol, TypeVar
 
 from spmd.errors import PlanError, bytes_text
 from spmd.ir.program import Value
-from spmd.planning.liveness import peak_of
+from spmd.planning.liveness import least_bytes, peak_of
 from spmd.planning.plan import Plan
+from spmd.planning.problem import Problem
 from spmd.planning.search import Judged, Search
 
 Prices = Mapping[Value, float]
@@ -108,17 +109,33 @@ def noted(search: Search[P], memory_limit: int | None, recompute: bool) -> P:
         note = f"it is predicted to need {need} on a device; there is room for {limit}"
     else:
         largest = ", ".join(f"{bytes_text(size)} {name}" for name, size in best.largest)
-        error = PlanError(
-            f"no plan was found that keeps to {limit} on a device",
-            actual=f"at least {need}, of which {largest}",
-            required=limit,
-            fix="split arguments over more axes, use more devices, or split the batch into "
-            "microbatches" + ("" if recompute else ", or allow `Options(recompute=True)`"),
-        )
-        error.least_bytes = best.bytes
-        raise error
+        actual = f"at least {need}, of which {largest}"
+        raise _refusal("no plan was found that keeps", memory_limit, best.bytes, actual, recompute)
     best.plan = best.plan._replace(notes=(*best.plan.notes, note))
     return best
+
+
+def check_possible(problem: Problem, memory_limit: int | None) -> None:
+    """Refuses a limit that no plan can keep to, before any is made.
+
+    Raises:
+      PlanError: arguments and results alone take more.
+    """
+    if memory_limit is not None and (least := least_bytes(problem)) > memory_limit:
+        actual = f"arguments and results alone take {bytes_text(least)}, however they are split"
+        raise _refusal("no plan keeps", memory_limit, least, actual)
+
+
+def _refusal(what: str, limit: int, least: int, actual: str, recompute: bool = True) -> PlanError:
+    error = PlanError(
+        f"{what} to {bytes_text(limit)} on a device",
+        actual=actual,
+        required=bytes_text(limit),
+        fix="split arguments over more axes, use more devices, or split the batch into "
+        "microbatches" + ("" if recompute else ", or allow `Options(recompute=True)`"),
+    )
+    error.least_bytes = least
+    return error
 
 
 def _split_further(

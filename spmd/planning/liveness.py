@@ -13,6 +13,7 @@ from spmd.ir.description import Role
 from spmd.ir.program import Region, Value
 from spmd.mesh.sharding import Sharding, local_shape
 from spmd.planning.plan import Plan
+from spmd.planning.problem import Problem
 from spmd.predict.memory import constant_bytes
 
 Held = tuple[Value, Sharding]
@@ -56,6 +57,26 @@ def bound_of(plan: Plan) -> int:
                 if plan.states[v] != s:
                     total += live.bytes((v, s))
     return total
+
+
+def least_bytes(problem: Problem) -> int:
+    """Bytes that one device holds in every plan, known without any.
+
+    Arguments, and results that are not written over donated ones, where they take the least: as
+    marked, or split over all devices.
+    """
+    program, body = problem.program, problem.program.body
+    arguments = zip(body.args, problem.arguments, strict=True)
+    held = sum(min(problem.bytes(value, states)) for value, states in arguments)
+    own = {
+        value: wanted
+        for i, (value, wanted) in enumerate(zip(body.results, problem.results, strict=True))
+        if i not in problem.links and value not in body.args
+    }
+    for value, wanted in own.items():
+        whole = program.types[value].bytes // problem.mesh.size
+        held += whole if wanted is None else problem.bytes(value, (wanted,))[0]
+    return held
 
 
 class _Liveness:

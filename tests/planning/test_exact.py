@@ -133,7 +133,7 @@ def test_a_memory_limit_is_kept_or_refused() -> None:
     assert tight.predicted_memory.peak <= limit
     assert tight.cost > free.cost
     assert "times as long" in tight.stages.plan.notes[-1]
-    with pytest.raises(PlanError, match="no plan was found that keeps to"):
+    with pytest.raises(PlanError, match=r"no plan (was found that )?keeps to"):
         lowered_steps("scan", ("data", None), memory_limit=1 << 20)
 
 

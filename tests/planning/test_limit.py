@@ -13,6 +13,7 @@ from jax import lax
 import spmd
 from benchmarks.programs.catalog import program_named
 from spmd.lowering.recompute.again import AGAIN
+from spmd.planning.liveness import least_bytes
 
 MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
 LAYERS, ROWS, WIDTH, HIDDEN = 6, 256, 64, 256
@@ -112,3 +113,22 @@ def test_prices_of_copies_of_one_result_do_not_reach_others() -> None:
             assert jitted.lower(*built.args).predicted_memory.peak <= limit
         except spmd.PlanError as error:
             assert error.least_bytes > limit
+
+
+def test_a_limit_that_nothing_can_keep_to_is_refused_before_anything_is_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = lowered(recompute=False)
+    held = plain.predicted_memory
+    needed = least_bytes(plain.stages.plan.problem)
+    assert 0.9 * (held.arguments + held.results - held.aliased) <= needed <= held.peak
+
+    def never(_: Any) -> None:
+        raise AssertionError("it is planned")
+
+    monkeypatch.setattr("spmd.planning.exact.weighed", never)
+    with pytest.raises(spmd.PlanError, match="arguments and results alone take") as refused:
+        lowered(needed - 1)
+    assert refused.value.least_bytes == needed
+    with pytest.raises(AssertionError, match="it is planned"):
+        lowered(needed)
