@@ -141,7 +141,8 @@ class Search(Generic[T]):
             return entry.refusal
         if not self.fits(entry.trial):
             return TOO_LARGE
-        if entry.before - entry.trial.seconds < entry.price:
+        is_faster = entry.trial.seconds < entry.before
+        if is_faster and entry.before - entry.trial.seconds < entry.price:
             return _too_slow(entry.price)
         return "another one is faster"
 
