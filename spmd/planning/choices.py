@@ -14,6 +14,7 @@ from spmd.mesh.sharding import Axes, Sharding
 from spmd.planning.assignments import assignments_around, placements
 from spmd.planning.plan import Choice
 from spmd.planning.problem import Problem
+from spmd.planning.ways import Ways
 from spmd.predict.ops import op_seconds
 from spmd.propagation.projection import (
     Assignment,
@@ -37,12 +38,15 @@ class Choices:
 
     A choice follows from an assignment and from what is partial. Planners ask for those that lead
     on from states that are known `around` an op, and for axes `placed` in every way.
+
+    Attributes:
+      ways: what it takes to bring values from one sharding to another.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.propagated = problem, problem.propagated
         self.mesh, self.topology = problem.mesh, problem.topology
-        self.resharder = problem.resharder
+        self.resharder, self.ways = problem.resharder, Ways(problem)
         self._made: dict[object, tuple[Choice, ...]] = {}
         self._full: dict[tuple[OpKind, Assignment], Choice] = {}
         self._seconds: dict[tuple[OpKind, tuple[bool, ...], Assignment], float] = {}

@@ -97,7 +97,7 @@ class CostNetwork:
             self._uses.setdefault((use.source, use.result), []).append(use)
         self._needs = {use: self._needs_of(use) for use in units.uses}
         # What is left and needed as numbers of its table, before that is asked for anything.
-        numbers, left = problem.ways.numbers, domains.left
+        numbers, left = choices.ways.numbers, domains.left
         self._left = {at: numbers(self._values[at], left[at[0]][at[1]]) for at in self._uses}
         self._wanted = {
             use: numbers(self._values[use.source, use.result], needs)
@@ -244,8 +244,8 @@ class CostNetwork:
         states = copies.get((number, copied), ())
         if states:
             value, left = self._values[number, copied], self._left[number, copied]
-            others = self.problem.ways.numbers(value, states)
-            costs = self.problem.ways.costs(value, left, others, stores=True)
+            others = self.choices.ways.numbers(value, states)
+            costs = self.choices.ways.costs(value, left, others, stores=True)
             pays = (left[:, None] != others) & (costs < FORBIDDEN)
             more = np.nonzero(pays)
             choices, again = np.concatenate([choices, more[0]]), np.concatenate([again, more[1]])
@@ -270,7 +270,7 @@ class CostNetwork:
     def _connect(self, source: int, index: int, uses: Sequence[Use], share: float) -> None:
         """Adds a share of the reshards between a value and its uses."""
         variable, left = self.variables[source], self._left[source, index]
-        value, costs_of = self._values[source, index], self.problem.ways.costs
+        value, costs_of = self._values[source, index], self.choices.ways.costs
         for use in uses:
             needs, stores = self._wanted.get(use), self._stores(use)
             if needs is None:
@@ -279,7 +279,7 @@ class CostNetwork:
                 continue
             rows = costs_of(value, left, needs, stores)[variable.choices]
             if variable.copied == index:
-                copies = self.problem.ways.numbers(value, variable.copies)
+                copies = self.choices.ways.numbers(value, variable.copies)
                 with_copy = np.flatnonzero(variable.again >= 0)
                 again = costs_of(value, copies, needs, stores)[variable.again[with_copy]]
                 rows[with_copy] = np.minimum(rows[with_copy], again)

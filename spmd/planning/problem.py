@@ -15,7 +15,6 @@ from spmd.ir.types import TensorType, local_type
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Mark, Sharding, is_even
 from spmd.mesh.topology import Topology
-from spmd.planning.ways import Ways
 from spmd.predict.backends import Backend
 from spmd.predict.fusion import fuse
 from spmd.propagation.cheap import cheap_values
@@ -62,11 +61,6 @@ class Problem:
     def resharder(self) -> Resharder:
         """What reshards cost."""
         return Resharder(self.index, self.mesh, self.topology)
-
-    @cached_property
-    def ways(self) -> Ways:
-        """What reshards cost, and the memory that they move."""
-        return Ways(self)
 
     @cached_property
     def wishes(self) -> tuple[Sharding | None, ...]:

@@ -7,16 +7,13 @@ costs from any states of a value to any needs is a few rows and columns of that.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from spmd.ir.program import Value
 from spmd.mesh.sharding import Sharding
+from spmd.planning.problem import Problem
 from spmd.planning.solver.network import FORBIDDEN, Table
-
-if TYPE_CHECKING:
-    from spmd.planning.problem import Problem
 
 
 class Ways:
