@@ -69,7 +69,7 @@ SPLITS = {
     "rows and experts": ({"x": 4, "y": 2}, (("x",),), ("y",), (1, 3)),
     "uneven experts": ({"x": 5}, (), ("x",), (4, 2)),
     "rows, experts and width": ({"x": 2, "y": 2, "z": 2}, ("x",), ("y", "z"), (2, 3)),
-    "sequence, experts and width": ({"x": 2, "y": 4}, (None, "x"), ("y",), (4, 3)),
+    "sequence, experts and width": ({"x": 2, "y": 4}, (None, "x"), ("y",), (1, 3)),
     "uneven rows": ({"x": 8}, (None, "x"), (), (4, 6)),
     "rows and experts alike": ({"x": 2}, ("x",), ("x",), (2, 3)),
     "rows over more": ({"x": 2, "y": 3}, (("x", "y"),), ("y",), (2, 2)),
