@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from spmd.errors import PlanError, bytes_text
 from spmd.ir.program import Value
-from spmd.planning.liveness import least_bytes, peak_of
+from spmd.planning.liveness import least_held, peak_of
 from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem
 from spmd.planning.search import Judged, Search
@@ -121,8 +121,12 @@ def check_possible(problem: Problem, memory_limit: int | None) -> None:
     Raises:
       PlanError: arguments and results alone take more.
     """
-    if memory_limit is not None and (least := least_bytes(problem)) > memory_limit:
-        actual = f"arguments and results alone take {bytes_text(least)}, however they are split"
+    if memory_limit is None:
+        return
+    held = least_held(problem)
+    if (least := sum(held.values())) > memory_limit:
+        parts = ", ".join(f"{bytes_text(size)} {name}" for name, size in held.items())
+        actual = f"at least {bytes_text(least)}, however it is split: {parts}"
         raise _refusal("no plan keeps", memory_limit, least, actual)
 
 

@@ -59,15 +59,16 @@ def bound_of(plan: Plan) -> int:
     return total
 
 
-def least_bytes(problem: Problem) -> int:
+def least_held(problem: Problem) -> dict[str, int]:
     """Bytes that one device holds in every plan, known without any.
 
-    Arguments, and results that are not written over donated ones, where they take the least: as
-    marked, or split over all devices.
+    Arguments, constants among them, and results that are not written over donated ones, where they
+    take the least: as marked, or split over all devices.
     """
     program, body = problem.program, problem.program.body
     arguments = zip(body.args, problem.arguments, strict=True)
-    held = sum(min(problem.bytes(value, states)) for value, states in arguments)
+    held = [min(problem.bytes(value, states)) for value, states in arguments]
+    given, results = len(held) - len(program.constants), 0
     own = {
         value: wanted
         for i, (value, wanted) in enumerate(zip(body.results, problem.results, strict=True))
@@ -75,8 +76,9 @@ def least_bytes(problem: Problem) -> int:
     }
     for value, wanted in own.items():
         whole = program.types[value].bytes // problem.mesh.size
-        held += whole if wanted is None else problem.bytes(value, (wanted,))[0]
-    return held
+        results += whole if wanted is None else problem.bytes(value, (wanted,))[0]
+    parts = {"arguments": sum(held[:given]), "results": results, "constants": sum(held[given:])}
+    return {name: size for name, size in parts.items() if size}
 
 
 class _Liveness:
