@@ -1,10 +1,11 @@
 """The compiler, top to bottom: every stage in order, timed, checked, printable.
 
-    import -> canonicalize -> separate -> dedupe -> lift -> stack -> unroll -> sink -> propagate
-    shift -> plan -> partition -> optimize -> time -> layouts -> expand -> emit
+    import -> canonicalize -> separate -> dedupe -> lift -> unroll -> sink -> propagate -> shift
+    plan -> partition -> optimize -> time -> stack -> layouts -> expand -> emit
 
 The planner proposes a few plans. Each is partitioned, optimized and timed (`spmd.trial`), and the
-fastest goes on; so does the fastest of the program's forms (`spmd.forms`).
+fastest goes on; so does the fastest of the program's forms (`spmd.forms`), which are planned like
+it: `stack` looks for equal work in its plan.
 Each stage is a pure function from a frozen value to a frozen value.
 """
 

@@ -11,8 +11,8 @@ import spmd
 from spmd import compiler
 
 STAGES = (
-    "import", "canonicalize", "separate", "dedupe", "unroll", "sink", "propagate", "plan",
-    "partition", "optimize", "time", "layouts", "expand", "emit",
+    "import", "canonicalize", "separate", "dedupe", "lift", "unroll", "sink", "propagate", "shift",
+    "plan", "partition", "optimize", "time", "stack", "layouts", "expand", "emit",
 )  # fmt: skip
 
 
