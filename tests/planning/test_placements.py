@@ -15,10 +15,10 @@ from jax import lax
 
 import spmd
 from benchmarks.programs import muon
+from benchmarks.programs.drawn import H200, MESH, QUIET, Spec, explored, specs_of
 from models.llama import sharding
 from models.llama.named import named_config
 from models.llama.training import argument_types, train_step
-from tests.planning.drawn import H200, MESH, QUIET, Spec, explored, specs_of
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 LINE = spmd.Mesh(None, (8,), ("data",))

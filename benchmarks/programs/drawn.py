@@ -70,6 +70,7 @@ class Drawn(NamedTuple):
         return [i for i in range(len(self.specs), len(self.shapes)) if i not in self.results]
 
     def run(self, marks: Marks, args: Sequence[Any]) -> list[Any]:
+        """The results; values in between are marked."""
         values = list(args)
         for number, step in enumerate(self.steps, len(args)):
             made = _made(step, [values[i] for i in step.reads])
