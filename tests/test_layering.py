@@ -77,7 +77,6 @@ READ_TESTS = (
     "tools/coverage.py",
     "tools/fuzz.py",
     "tools/packages.py",
-    "tools/placements.py",
 )
 """Tools that write down what the tests run, or run more of it."""
 
