@@ -101,8 +101,11 @@ def placements(
             for number in factors
             if rule.factors[number].size % math.prod([sizes[a] for a in have[number] + atoms]) == 0
         ]
-    legal = [a for a in found if is_legal_assignment(rule, a, sizes)]
-    legal = [each for a in legal for each in (a, *going_round(rule, a, sizes))]
+    # Other factors can only be split in legal ways: evenly, each atom once.
+    plain = all(f.kind != FIXED and not f.ring and not f.exchange for f in rule.factors)
+    if _joined(rule) or not plain:
+        found = [a for a in found if is_legal_assignment(rule, a, sizes)]
+    legal = [each for a in found for each in (a, *going_round(rule, a, sizes))]
     if not rule.exchanges:
         return legal
     wanted = [{number: own} for number, _ in rule.exchanges for own in runs]

@@ -68,7 +68,9 @@ class Choices:
                 for partial in partials_of(rule, operands)
                 for assignment in assignments
             )
-            found = [self._carried(op.kind, rule, *each) for each in carried]
+            sizes = self.mesh.atom_sizes
+            legal = [each for each in carried if is_legal_assignment(rule, each[0], sizes)]
+            found = [self._carried(op.kind, rule, *each) for each in legal]
             more = [choice for choice in found if choice is not None][:MOST_CARRIED]
             options = [*(self._plain(op.kind, rule, a) for a in assignments), *more]
             self._made[key] = tuple(dict.fromkeys(options))
@@ -164,8 +166,6 @@ class Choices:
         if not rule.lets_through(how):
             return None
         if reduced_axes(rule, assignment) and rule.reduction != how:
-            return None
-        if not is_legal_assignment(rule, assignment, self.mesh.atom_sizes):
             return None
         if not set(partial).isdisjoint(rule.held):
             return None

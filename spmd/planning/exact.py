@@ -116,7 +116,7 @@ def weighed(problem: Problem) -> tuple[Plan, CostNetwork]:
         costs = network(pair, base, costs.agreed() if costs else None)
         found = decoded(costs, costs.solution)
         is_better = found.seconds < base.seconds * (1 - CLOSE)
-        base, since = (found, 0) if is_better else (base, since + 1)
+        base, since = (found, 1) if is_better else (base, since + 1)
         if since == len(pairs):
             break
     assert costs is not None

@@ -7,13 +7,16 @@ backend does with it later. Elementwise results with one use are taken to be fus
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from spmd.ir.description import Role
 from spmd.ir.program import Region, Value
 from spmd.mesh.sharding import Sharding, local_shape
 from spmd.planning.plan import Plan
+from spmd.planning.problem import Problem, every_state
 from spmd.predict.memory import constant_bytes
+from spmd.reshard.resharder import States
 
 Held = tuple[Value, Sharding]
 """A value in one of the states in which it exists."""
@@ -56,6 +59,33 @@ def bound_of(plan: Plan) -> int:
                 if plan.states[v] != s:
                     total += live.bytes((v, s))
     return total
+
+
+def least_bytes(problem: Problem) -> int:
+    """Bytes of one device that no plan of a problem goes below: a smaller limit is out of reach.
+
+    They are constants, which are whole, and either all arguments or all results in the smallest
+    pieces in which they may lie: results may be written over arguments. What is alive in between is
+    left out, as it may be made again. So it takes no plan, and no time.
+    """
+    types, body = problem.program.types, problem.program.body
+
+    def least(values: Sequence[Value], states: Sequence[States]) -> int:
+        pieces = (problem.bytes(v, ways) for v, ways in zip(values, states, strict=True))
+        return sum(map(min, pieces))
+
+    results: list[States] = []
+    for i, (value, wanted) in enumerate(zip(body.results, problem.results, strict=True)):
+        if wanted is not None:
+            results.append((wanted,))
+        elif i in problem.links:
+            results.append(problem.arguments[problem.links[i]])
+        elif value in problem.propagated.marks:
+            results.append((problem.suggested(value),))
+        else:
+            results.append(every_state(types[value], problem.mesh))
+    held = max(least(body.args, problem.arguments), least(body.results, results))
+    return constant_bytes(problem.program) + held
 
 
 class _Liveness:
