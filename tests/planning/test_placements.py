@@ -272,7 +272,7 @@ def test_a_chips_share_takes_as_long_on_any_slice() -> None:
     assert max(few, some, many) <= few * 1.03
 
 
-@pytest.mark.parametrize("axes", [(4, 4), (16, 1)], ids=str)
+@pytest.mark.parametrize("axes", [(4, 4), pytest.param((16, 1), marks=pytest.mark.heavy)], ids=str)
 @pytest.mark.parametrize("hint", [("data", None, None), (("data", "model"), None, None)], ids=str)
 def test_muon_on_a_slice_needs_no_hint(axes: tuple[int, int], hint: Spec) -> None:
     mesh = spmd.Mesh(None, axes, ("data", "model"))
