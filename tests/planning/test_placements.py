@@ -268,7 +268,6 @@ def test_a_chips_share_takes_as_long_on_any_slice() -> None:
         llama_step(name, (spmd.Topology(name).count, 1)).cost
         for name in ("v5p:2x2x4", "v5p:4x4x4", "v5p:8x8x8")
     )
-    # Among 16 chips sums travel while their products are computed; among more they do not.
     assert max(few, some, many) <= few * 1.03
 
 
