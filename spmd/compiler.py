@@ -182,9 +182,9 @@ def _chosen(
 ) -> tuple[Trial, tuple[Stack, ...], bool]:
     """The fastest plan of the fastest form: what is stacked, and whether loops are written out."""
 
-    def planned(program: Program) -> Trial:
+    def planned(program: Program, like: Plan | None = None) -> Trial:
         problem = _problem(request, imported, program, clock)
-        return plan_problem(problem, options, request.donated, clock)
+        return plan_problem(problem, options, request.donated, clock, like)
 
     limit = memory_for(request.topology, options.memory_limit)
     program = clock("unroll", unroll, imported.program, options.unroll or 0)
@@ -290,6 +290,7 @@ def plan_problem(
     options: Options,
     donated: tuple[int, ...] = (),
     clock: Stopwatch | None = None,
+    like: Plan | None = None,
 ) -> Trial:
     """Plans: what is proposed is partitioned, optimized and timed, and the fastest is taken.
 
@@ -298,6 +299,7 @@ def plan_problem(
       options: the planner, the memory limit, and what rewrites do.
       donated: flat indices of the donated arguments.
       clock: times the stages.
+      like: a plan of another form of the program, whose choices are taken over.
 
     Raises:
       PlanError: no plan was found that keeps to the memory limit.
@@ -313,7 +315,7 @@ def plan_problem(
     if options.planner == "greedy":
         return _timed(try_out(clock("plan", plan_greedily, problem)))
     limit, again = options.memory_limit, options.recompute
-    return _timed(clock("plan", plan_exactly, problem, try_out, limit, again))
+    return _timed(clock("plan", plan_exactly, problem, try_out, limit, again, like))
 
 
 def timed(plan: Plan, options: Options) -> Plan:

@@ -16,6 +16,7 @@ from spmd.frontend.stack import described
 from spmd.frontend.unroll import unroll
 from spmd.ir.program import Program
 from spmd.planning.exact import RUNS
+from spmd.planning.plan import Plan
 from spmd.planning.search import Candidate
 from spmd.planning.stacks import Stacks
 from spmd.predict.backends import backend_of
@@ -42,9 +43,12 @@ def stacked_form(trial: Trial, found: Stacks, make: Callable[[], Trial]) -> Cand
 
 
 def forms_written_out(
-    trial: Trial, program: Program, planned: Callable[[Program], Trial], platform: str
+    trial: Trial, program: Program, planned: Callable[[Program, Plan], Trial], platform: str
 ) -> Iterator[Candidate[Trial]]:
-    """The form in which loops are written out, where trips wait for the ones before them."""
+    """The form in which loops are written out, where trips wait for the ones before them.
+
+    Its ops are those of the loops: they choose among what these took, and what the marks suggest.
+    """
     backend, hope = backend_of(platform), trial.seconds * MOST_GAIN
     if not backend.waits_at_loops or hope * RUNS < backend.compile_seconds:
         return
@@ -54,5 +58,5 @@ def forms_written_out(
         price = max(more * backend.compile_seconds / RUNS, trial.seconds * WRITTEN_OUT_GAIN)
         name = f"loops of at most {MOST_TRIPS} trips written out"
         # Trips that overlap take more memory, and where there is none a plan is long looked for.
-        make = None if trial.is_short else partial(planned, written)
+        make = None if trial.is_short else partial(planned, written, trial.plan)
         yield Candidate(name, make, price, hope)

@@ -22,7 +22,7 @@ from spmd.ir.program import Op, Value
 from spmd.mesh.sharding import Axes, Sharding
 from spmd.options import Options
 from spmd.planning.decode import decoded
-from spmd.planning.exact import weighed, with_hidden
+from spmd.planning.exact import weighed
 from spmd.planning.network import CostNetwork
 from spmd.planning.plan import Plan
 from spmd.planning.solver.dominate import undominated
@@ -55,7 +55,8 @@ class Alternatives:
     def _built(self) -> CostNetwork:
         """The network that the plan was taken from."""
         costs = weighed(self.plan.problem)[1]
-        return costs if self.plan.exposed == costs.exposed else with_hidden(costs) or costs
+        exposed, by_slack = self.plan.exposed, self.plan.by_slack
+        return costs if exposed == costs.exposed else costs.with_exposed(exposed, by_slack)
 
     # Questions.
 

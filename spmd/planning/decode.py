@@ -17,7 +17,7 @@ def decoded(costs: CostNetwork, solution: Solution) -> Plan:
     The network takes units that look alike for one, so what the plan costs is summed anew.
     """
     plan = _Decoded(costs, solution).run()
-    return plan._replace(exposed=costs.exposed, gap=solution.gap)
+    return plan._replace(exposed=costs.exposed, by_slack=costs.by_slack, gap=solution.gap)
 
 
 class _Decoded(Walk):

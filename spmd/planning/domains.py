@@ -1,16 +1,18 @@
 """`Domains`: the states that each class of units may be in, and the choices that each op has.
 
-Two sources, the likely first. *Suggested* is what the marks lead to: choices that follow from what
-propagation proposed for an op's values. *Placed* is every way to lay some axes of the mesh on the
-factors of an op, on the dims of a carry, or among its terms, whoever wished for it.
+Three sources, the likely first. *Suggested* is what the marks lead to: choices that follow from
+what propagation proposed for an op's values. *Taken* is what a plan took for ops of one kind.
+*Placed* is every way to lay some axes of the mesh on the factors of an op, on the dims of a carry,
+or among its terms, whoever wished for it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from spmd.ir.program import OpKind
 from spmd.ir.types import TensorType
 from spmd.mesh.sharding import Axes, Sharding, replicated
 from spmd.planning.choices import Choices, axis_sets
@@ -18,6 +20,19 @@ from spmd.planning.plan import Choice, Plan
 from spmd.planning.problem import Problem, laid
 from spmd.planning.units import ARGUMENT, CARRY, Unit, Units
 from spmd.reshard.resharder import States
+
+Taken = Mapping[tuple[OpKind, Axes], tuple[Choice, ...]]
+"""A kind of op, and the axes that are held around it -> choices that a plan took."""
+
+
+def taken_by(plan: Plan) -> Taken:
+    """What a plan took for ops of each kind."""
+    found: dict[tuple[OpKind, Axes], dict[Choice, None]] = {}
+    for op in plan.program.walk():
+        if not op.regions and (choice := plan.choices.get(op.results[0])) is not None:
+            held = plan.problem.resharder.held(op.results[0])
+            found.setdefault((op.kind, held), {})[choice] = None
+    return {key: tuple(choices) for key, choices in found.items()}
 
 
 class Domains(NamedTuple):
@@ -40,6 +55,7 @@ def domains_of(
     choices: Choices,
     axes: Sequence[Axes] = (),
     base: Plan | None = None,
+    taken: Taken | None = None,
 ) -> Domains:
     """States and choices to cost, for a whole program.
 
@@ -49,6 +65,7 @@ def domains_of(
       choices: makes the choices of ops.
       axes: atoms of the axes that are placed in every way.
       base: a plan that says where all other axes are; its choices are among those suggested.
+      taken: what a plan of another form of the program took.
     """
     left: list[tuple[States, ...]] = []
     made: list[tuple[Choice, ...]] = []
@@ -58,7 +75,9 @@ def domains_of(
         if unit.op is not None and unit.tie is None:
             first = _suggested(problem, choices, unit, base)
             known = base.choice(unit.op) if base else None
-            options = tuple(dict.fromkeys((*first, *choices.placed(unit.op, axes, known))))
+            held = choices.resharder.held(unit.op.results[0])
+            more = (taken or {}).get((unit.op.kind, held)) or choices.placed(unit.op, axes, known)
+            options = tuple(dict.fromkeys((*first, *more)))
             states = tuple(tuple([c.results[k] for c in options]) for k in range(len(wishes)))
             suggested.append(len(first))
         else:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from spmd.mesh.sharding import Axes
 from spmd.planning.choices import Choices
 from spmd.planning.decode import decoded
-from spmd.planning.domains import domains_of
+from spmd.planning.domains import domains_of, taken_by
 from spmd.planning.greedy import plan_greedily
 from spmd.planning.limit import P, TryOut, check_possible, noted, pay_for_memory, skip_detours
 from spmd.planning.network import Copies, CostNetwork
@@ -57,13 +57,14 @@ def plan_exactly(
     try_out: TryOut[P],
     memory_limit: int | None = None,
     recompute: bool = True,
+    like: Plan | None = None,
 ) -> P:
     """Plans a whole program.
 
-    Proposed are the cheapest plan where reshards take their time; where the machine can hide most
-    of it, the cheapest where it does; where there are open arguments, the cheapest in which they
-    lie as the marks suggest; and the greedy plan, whose choices all of them weigh. Their programs
-    are timed, and the fastest that fits in memory is taken.
+    Proposed are the cheapest plan where reshards take their time, of all placements and of those
+    that the marks suggest; where the machine can hide most of it, the cheapest where it does; where
+    there are open arguments, the cheapest in which they lie as the marks suggest; and the greedy
+    plan. Their programs are timed, and the fastest that fits in memory is taken.
 
     Args:
       problem: what is to be planned.
@@ -71,19 +72,23 @@ def plan_exactly(
       memory_limit: bytes that one device may use; the topology's memory if left out, which is then
         a wish: a plan that misses it is returned with a note.
       recompute: whether programs may make values again to keep to it.
+      like: a plan of another form of the program: ops choose among what it took and what the marks
+        suggest, where they could choose among all placements.
 
     Raises:
       PlanError: no plan was found that keeps to the limit that was given.
     """
     check_possible(problem, memory_limit)
-    greedy, costs = weighed(problem)
+    greedy, costs = weighed(problem, like)
     solutions = [(costs, costs.solution)]
-    proposed = [decoded(*solutions[0]), greedy]
+    proposed = [decoded(*solutions[0]), decoded(costs, costs.suggested), greedy]
     if costs.has_open_arguments:
-        proposed.append(decoded(costs, solve(costs.closed())))
-    if (hidden := with_hidden(costs)) is not None:
+        proposed.append(decoded(costs, costs.closed()))
+    for hidden in with_hidden(costs):
         solutions.append((hidden, hidden.solution))
-        proposed.append(decoded(*solutions[1]))
+        proposed.append(decoded(hidden, hidden.solution))
+        if not hidden.by_slack:
+            proposed.append(decoded(hidden, hidden.suggested))
     search = Search(memory_for(problem.topology, memory_limit), map(try_out, _different(proposed)))
     for solution in solutions:
         _try_nearby(*solution, search, try_out)
@@ -100,8 +105,8 @@ def plan_exactly(
     return best
 
 
-def weighed(problem: Problem) -> tuple[Plan, CostNetwork]:
-    """The greedy plan, and the network of every placement.
+def weighed(problem: Problem, like: Plan | None = None) -> tuple[Plan, CostNetwork]:
+    """The greedy plan, and the network of every placement, or of what another form's plan took.
 
     Two axes are placed together, on every op. Of more axes every pair in turn, all others where the
     best plan so far has them, until no pair finds anything better.
@@ -109,13 +114,14 @@ def weighed(problem: Problem) -> tuple[Plan, CostNetwork]:
     choices = Choices(problem)
     greedy = plan_greedily(problem, choices)
     units = units_of(problem)
+    taken = None if like is None else taken_by(like)
     axes = [atoms for atoms in problem.mesh.axis_atoms.values() if atoms]
 
     def network(placed: Sequence[Axes], base: Plan | None, known: Copies | None) -> CostNetwork:
-        domains = domains_of(problem, units, choices, placed, base)
-        return CostNetwork(problem, units, choices, domains, known)
+        domains = domains_of(problem, units, choices, placed, base, taken)
+        return CostNetwork(problem, units, choices, domains, known, base)
 
-    if len(axes) <= TOGETHER:
+    if len(axes) <= TOGETHER or like is not None:
         return greedy, network(axes, None, None).settled()
     pairs = list(itertools.combinations(axes, TOGETHER))
     base, costs, since = greedy, None, 0
@@ -166,16 +172,18 @@ def _try_nearby(
             best, pins = seconds, {**pins, variable: state}
 
 
-def with_hidden(costs: CostNetwork) -> CostNetwork | None:
+def with_hidden(costs: CostNetwork) -> list[CostNetwork]:
     """The same network with cheaper reshards: each costs only what arithmetic cannot hide of it.
 
     Returns:
-      The network; None for a machine that hides so little that its plans would gain nothing.
+      One in which arithmetic hides all alike, and one in which it is what is computed between
+      making a value and reading it that does; none for a machine that hides so little that their
+      plans would gain nothing.
     """
     exposed = max(LEAST_EXPOSED, 1 - costs.problem.topology.chip.overlap)
     if exposed >= MOST_EXPOSED:
-        return None
-    return costs.with_exposed(exposed)
+        return []
+    return [costs.with_exposed(exposed, by_slack) for by_slack in (False, True)]
 
 
 def _different(plans: list[Plan]) -> list[Plan]:

@@ -20,17 +20,21 @@ from spmd.ir.types import TensorType
 from spmd.mesh.sharding import Sharding, replicated
 from spmd.planning.choices import Choices
 from spmd.planning.domains import Domains
-from spmd.planning.plan import Choice
+from spmd.planning.plan import Choice, Plan
 from spmd.planning.problem import Problem
+from spmd.planning.slack import Slack, slack_of
 from spmd.planning.solver.network import FORBIDDEN, Network, Table
-from spmd.planning.solver.solve import Solution, solve
-from spmd.planning.units import ARGUMENT, CARRY, OP, WHOLE, Units, Use
+from spmd.planning.solver.solve import CLOSE, Solution, solve
+from spmd.planning.units import ARGUMENT, CARRY, OP, RESULT, WHOLE, Units, Use
 from spmd.predict.fusion import wants_stored
 from spmd.reshard.resharder import States
 
 MOST_COPIES, MOST_ROWS = 4, 64
 """States in which one value may be copied: those that uses agreed on; and others that some use may
 need, as long as the value's variable stays as small as that."""
+
+ROUGHLY = 1e-3
+"""Relative gap at which a joint state that is only a proposal is good enough."""
 
 LATER = 1e-12
 """What a partial result costs on top, in seconds: of equals, the plan that reduces early."""
@@ -61,6 +65,17 @@ class Variable(NamedTuple):
         """Choice and copy of each state."""
         return list(zip(self.choices.tolist(), self.again.tolist(), strict=True))
 
+    def row(self, state: int) -> tuple[int, Sharding | None]:
+        """The choice of a state, and the copy that is made as well."""
+        again = int(self.again[state])
+        return int(self.choices[state]), self.copies[again] if again >= 0 else None
+
+    def state(self, choice: int, copy: Sharding | None) -> int:
+        """The state of a choice and a copy; the one without a copy if there is none with it."""
+        again = self.copies.index(copy) if copy in self.copies else -1
+        found = np.flatnonzero((self.choices == choice) & (self.again == again))
+        return int(found[0]) if len(found) else choice
+
 
 Copies = Mapping[tuple[int, int], States]
 """Class and result -> states in which a copy of that value may be made as well."""
@@ -72,11 +87,12 @@ class CostNetwork:
     Args:
       problem, units, choices, domains: the program, and what there is to choose from.
       known: copies that paid in a network of the same units; looked for if left out.
+      base: a plan whose choices and states are among the domains: where to start.
 
     Attributes:
       variables: for each class of units, its variable.
       copies: what may be copied.
-      exposed: the share of a reshard's time that counts; the rest hides behind arithmetic.
+      exposed: the share of a reshard's time that counts at least; the rest hides behind arithmetic.
     """
 
     def __init__(
@@ -86,9 +102,12 @@ class CostNetwork:
         choices: Choices,
         domains: Domains,
         known: Copies | None = None,
+        base: Plan | None = None,
     ) -> None:
         self.problem, self.units, self.choices, self.domains = problem, units, choices, domains
         self.exposed = 1.0
+        self._slack: Slack | None = None
+        self.variables: list[Variable] = []
         self._values: dict[tuple[int, int], Value] = {}  # the first value of each class and result
         for value, place in enumerate(units.of):
             self._values.setdefault(place, value)
@@ -105,10 +124,25 @@ class CostNetwork:
             if needs is not None
         }
         self._owned = [self._own(number) for number in range(len(units.units))]
+        self._close, self._known = ROUGHLY, () if base is None else self._rows_of(base)
         if known is None:
             self._build({}, shares=True)
             known = self.agreed()
+        self._close = CLOSE
         self._build(known)
+
+    def _rows_of(self, plan: Plan) -> tuple[tuple[int, Sharding | None], ...]:
+        """For each variable the choice that a plan took, without a copy."""
+        rows = []
+        for number, unit in enumerate(self.units.units):
+            choice = 0
+            if unit.role == OP and unit.op is not None:
+                choice = self.domains.choices[number].index(plan.choice(unit.op))
+            elif unit.role in (ARGUMENT, CARRY):
+                state = plan.states[self._values[number, 0]]
+                choice = self.domains.left[number][0].index(state) if state else 0
+            rows.append((choice, None))
+        return tuple(rows)
 
     def settled(self) -> CostNetwork:
         """The network with the copies that its cheapest joint state asks for."""
@@ -117,12 +151,15 @@ class CostNetwork:
         return self
 
     def _build(self, copies: Copies, shares: bool = False) -> None:
-        """Makes the variables, and what reshards cost.
+        """Makes the variables, and what reshards cost; what was the cheapest is where to start.
 
         Args:
           copies: class and result -> states in which a copy of that value may be made as well.
           shares: whether each use bears its share only of a reshard that all could read.
         """
+        if "solution" in self.__dict__:
+            states = self.solution.states
+            self._known = tuple([v.row(states[v.number]) for v in self.variables])
         self._forget()
         self.copies = copies
         self._reshards = Network()
@@ -138,25 +175,46 @@ class CostNetwork:
         network = Network()
         for variable, own in zip(self.variables, self._owned, strict=True):
             reshards = self._reshards.unary[variable.number]
-            network.variable(own[variable.choices] + self.exposed * reshards)
+            network.variable(own[variable.choices] + reshards)
         for pair, costs in self._reshards.pairs.items():
-            network.pairs[pair] = np.minimum(self.exposed * costs, FORBIDDEN)
+            network.pairs[pair] = np.minimum(costs, FORBIDDEN)
         return network
 
     @cached_property
     def solution(self) -> Solution:
         """The cheapest joint state."""
-        return solve(self.network)
+        known = [v.state(*row) for v, row in zip(self.variables, self._known, strict=False)]
+        if not known:
+            known = list(self.suggested.states)
+        return solve(self.network, known=known, close=self._close)
+
+    @cached_property
+    def suggested(self) -> Solution:
+        """The cheapest joint state of those that the marks lead to."""
+        allowed = [
+            np.flatnonzero(v.choices < count) if unit.role == OP else np.arange(len(v.choices))
+            for v, count, unit in zip(
+                self.variables, self.domains.suggested, self.units.units, strict=True
+            )
+        ]
+        return solve(self.network, allowed)
 
     def _forget(self) -> None:
-        for name in ("network", "solution"):
+        for name in ("network", "solution", "suggested"):
             self.__dict__.pop(name, None)
 
-    def with_exposed(self, exposed: float) -> CostNetwork:
-        """The same network, in which another share of a reshard's time counts."""
+    def with_exposed(self, exposed: float, by_slack: bool) -> CostNetwork:
+        """The same network, in which another share of a reshard's time counts.
+
+        Args:
+          exposed: the share, at least.
+          by_slack: whether all of it counts that takes longer than what a device computes between
+            making the value and reading it (`spmd.planning.slack`).
+        """
         other = copy.copy(self)
-        other._forget()
-        other.exposed = exposed
+        other._close, other.exposed = ROUGHLY, exposed
+        other._slack = slack_of(self.choices, self.units) if by_slack else None
+        other._build(self.copies)
         return other
 
     def agreed(self) -> Copies:
@@ -194,17 +252,22 @@ class CostNetwork:
         return self.units.inner[source] if is_inside else self.units.trips[source]
 
     @property
+    def by_slack(self) -> bool:
+        """Whether they hide only behind what is computed between making a value and reading it."""
+        return self._slack is not None
+
+    @property
     def has_open_arguments(self) -> bool:
         """Whether any argument may lie in several ways."""
         return any(len(states) > 1 for states in self.problem.arguments)
 
-    def closed(self) -> Network:
-        """The network in which every argument lies as the marks suggest."""
-        network = self._copy()
-        for number, variable in enumerate(self.variables):
-            if self.units.units[number].role == ARGUMENT:
-                network.unary[variable.number][variable.choices > 0] += FORBIDDEN
-        return network
+    def closed(self) -> Solution:
+        """The cheapest joint state in which every argument lies as the marks suggest."""
+        allowed = [
+            np.flatnonzero(v.choices <= 0) if unit.role == ARGUMENT else np.arange(len(v.choices))
+            for v, unit in zip(self.variables, self.units.units, strict=True)
+        ]
+        return solve(self.network, allowed)
 
     def _copy(self) -> Network:
         network = Network()
@@ -249,7 +312,8 @@ class CostNetwork:
             pays = (left[:, None] != others) & (costs < FORBIDDEN)
             more = np.nonzero(pays)
             choices, again = np.concatenate([choices, more[0]]), np.concatenate([again, more[1]])
-            made = np.concatenate([made, costs[pays] * self._runs(number, copied)])
+            seen = self._seen(costs[pays], number, copied, None)
+            made = np.concatenate([made, seen * self._runs(number, copied)])
         return Variable(self._reshards.variable(made), choices, again, copied, states)
 
     def _own(self, number: int) -> Table:
@@ -274,19 +338,34 @@ class CostNetwork:
         for use in uses:
             needs, stores = self._wanted.get(use), self._stores(use)
             if needs is None:
-                costs = self._as_it_is(use)[variable.choices] * use.trips
+                costs = self._seen(self._as_it_is(use), source, index, use)
+                costs = costs[variable.choices] * use.trips
                 self._reshards.unary[variable.number] += costs
                 continue
             rows = costs_of(value, left, needs, stores)[variable.choices]
+            rows = self._seen(rows, source, index, use)
             if variable.copied == index:
                 copies = self.choices.ways.numbers(value, variable.copies)
                 with_copy = np.flatnonzero(variable.again >= 0)
                 again = costs_of(value, copies, needs, stores)[variable.again[with_copy]]
+                again = self._seen(again, source, index, use)
                 rows[with_copy] = np.minimum(rows[with_copy], again)
             if rows.any():
                 target = self.variables[use.target]
                 costs = rows[:, target.choices] * (use.trips * share)
                 self._reshards.pair(variable.number, target.number, costs)
+
+    def _seen(self, costs: Table, source: int, index: int, use: Use | None) -> Table:
+        """What is seen of the costs of reshards beside what a device computes in the meantime."""
+        if self._slack is None:
+            return costs * self.exposed
+        uses = self._uses[source, index] if use is None else [use]
+        roles = [self.units.units[use.target].role for use in uses]
+        slack = [
+            self._slack.get((source, index, -1 if role == RESULT else use.target), 0.0)
+            for use, role in zip(uses, roles, strict=True)
+        ]
+        return np.maximum(self.exposed * costs, costs - min(slack))
 
     def _needs_of(self, use: Use) -> States | None:
         """What the target of a use needs for each of its choices; None if that asks for nothing."""

@@ -107,6 +107,7 @@ class Plan(NamedTuple):
         less than its price is made again instead (`spmd.lowering.recompute`); 0: nothing is.
       recomputed: what its program makes again; empty if that was not tried.
       exposed: the share of a reshard's time that counted in the network that it was taken from.
+      by_slack: whether all of it counted that took longer than what is computed in the meantime.
       gap: how far its sum of seconds is above the least of all that was weighed at most, as a share
         of it; 0: there is none that is smaller.
       forms: other forms of its program that were weighed, those that were taken among them.
@@ -128,6 +129,7 @@ class Plan(NamedTuple):
     byte_price: float = 0.0
     recomputed: tuple[Recomputed, ...] = ()
     exposed: float = 1.0
+    by_slack: bool = False
     gap: float = 0.0
     forms: tuple[Weighed, ...] = ()
 

@@ -10,7 +10,8 @@ from spmd.planning.plan import Choice, Move, Plan, Weighed
 from spmd.planning.problem import Problem
 
 _AS_THEY_ARE = (
-    "seconds", "solver", "run_seconds", "greedy_seconds", "byte_price", "exposed", "gap"
+    "seconds", "solver", "run_seconds", "greedy_seconds", "byte_price", "exposed", "by_slack",
+    "gap"
 )  # fmt: skip
 """Fields that are numbers or text."""
 

@@ -123,7 +123,7 @@ def test_a_limit_that_nothing_can_keep_to_is_refused_before_anything_is_planned(
     needed = sum(least_held(plain.stages.plan.problem).values())
     assert 0.9 * (held.arguments + held.results - held.aliased) <= needed <= held.peak
 
-    def never(_: Any) -> None:
+    def never(*_: object) -> None:
         raise AssertionError("it is planned")
 
     monkeypatch.setattr("spmd.planning.exact.weighed", never)

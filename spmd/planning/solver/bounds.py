@@ -113,6 +113,16 @@ class Passing:
             pair.to_second[:] = before.to_second[alive[pair.second]]
         return smaller
 
+    def shifted(self) -> Network:
+        """The same network with costs moved to where messages took them: all sums stay."""
+        network = Network()
+        network.unary = [self.belief(v) for v in range(len(self.unary))]
+        network.pairs = {
+            (pair.first, pair.second): pair.costs - pair.to_second - pair.to_first[:, None]
+            for pair in self.pairs
+        }
+        return network
+
     def belief(self, v: int) -> Table:
         """A variable's costs with everything that was sent to it."""
         total = self.unary[v].copy()
@@ -138,7 +148,10 @@ class Passing:
                     np.subtract(sent, _least(sent), out=pair.to_second)
 
     def rounded(self) -> tuple[int, ...]:
-        """A joint state: each variable's best, given those before it and what the others sent."""
+        """A joint state: each variable's best, given those before it and what the others sent.
+
+        Then each that would rather be elsewhere, beside what all others chose, goes there.
+        """
         states: list[int] = []
         for v, costs in enumerate(self.unary):
             total = costs.copy()
@@ -147,6 +160,19 @@ class Passing:
             for pair in self.later[v]:
                 total += pair.to_first
             states.append(int(np.argmin(total)))
+        doubtful = dict.fromkeys(range(len(states)))
+        while doubtful:
+            v, _ = doubtful.popitem()
+            total = self.unary[v].copy()
+            for pair in self.earlier[v]:
+                total += pair.costs[states[pair.first]]
+            for pair in self.later[v]:
+                total += pair.turned[states[pair.second]]
+            best = int(np.argmin(total))
+            if total[best] < total[states[v]]:
+                states[v] = best
+                doubtful |= {pair.first: None for pair in self.earlier[v]}
+                doubtful |= {pair.second: None for pair in self.later[v]}
         return tuple(states)
 
     def bound(self) -> tuple[float, list[Table]]:

@@ -33,9 +33,14 @@ class _Response(NamedTuple):
 
 
 class Elimination:
-    """A network of which some variables are gone."""
+    """A network of which some variables are gone.
+
+    Attributes:
+      constant: what those cost that are gone with all of their neighbours.
+    """
 
     def __init__(self, network: Network) -> None:
+        self.constant = 0.0
         self.unary = list(network.unary)
         self.sizes = [len(costs) for costs in self.unary]
         self.factors: dict[int, _Factor] = {}
@@ -170,6 +175,8 @@ class Elimination:
                 self.unary[near[0]] = self.unary[near[0]] + costs
             elif costs.any():
                 self._merge(near, costs)
+        else:
+            self.constant += float(total.min())
         return near
 
     def _merge(self, variables: tuple[int, ...], table: Table) -> None:

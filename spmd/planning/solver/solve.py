@@ -2,8 +2,9 @@
 
 Variables with one or two neighbours are eliminated; of what is left, message passing bounds the
 cost from below and finds states from above; states that the gap leaves no room for are dropped,
-and elimination settles the rest. Where even that leaves tables too large, the best state seen is
-returned with the lower bound: people can see how far from the best it is at most.
+and the network of the rest, which is smaller, is treated likewise. Where a network is small enough
+elimination settles it. Where none gets so small, the best state seen is returned with the lower
+bound: people can see how far from the best it is at most.
 
 Nothing depends on the clock or on hash order: every process finds the same.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -19,14 +21,14 @@ import numpy as np
 from spmd.planning.solver.bounds import Passing
 from spmd.planning.solver.dominate import undominated
 from spmd.planning.solver.eliminate import Elimination
-from spmd.planning.solver.network import Network
+from spmd.planning.solver.network import Network, Table
 
 TABLE_LIMIT = 1 << 18
 """Entries of the largest table that elimination may build."""
 
 ROUNDS = 12
 SWEEPS = 4
-"""Rounds of message passing, and sweeps in each; after each round elimination is tried."""
+"""Rounds of message passing, and sweeps in each; after each round states are dropped."""
 
 CLOSE = 1e-9
 """Relative gap at which the two bounds are the same number."""
@@ -51,15 +53,27 @@ class Solution(NamedTuple):
         return above / abs(self.cost) if above > CLOSE * abs(self.cost) else 0.0
 
 
-def solve(network: Network, limit: int = TABLE_LIMIT, rounds: int = ROUNDS) -> Solution:
+def solve(
+    network: Network,
+    allowed: Sequence[Table] | None = None,
+    known: Sequence[int] | None = None,
+    close: float = CLOSE,
+    limit: int = TABLE_LIMIT,
+    rounds: int = ROUNDS,
+) -> Solution:
     """The cheapest joint state, or the best that was found.
 
     Args:
       network: the network.
+      allowed: for each variable the states that it may be in; all of them if left out.
+      known: a joint state: the cheaper it is, the sooner others are seen to be no better.
+      close: what is so little cheaper, as a share, is not looked for.
       limit: entries of the largest table that may be built.
       rounds: rounds of message passing at most.
     """
-    return Reduced(network, limit=limit).solve(rounds=rounds)
+    upper = math.inf if known is None else network.cost(known)
+    found = Reduced(network, (), allowed, limit).solve(None, upper, close, rounds)
+    return found if found.states or known is None else found._replace(states=tuple(known))
 
 
 class Reduced:
@@ -68,6 +82,7 @@ class Reduced:
     Args:
       network: the network.
       kept: variables that may be pinned.
+      allowed: for each variable the states that it may be in; all of them if left out.
       limit: entries of the largest table that may be built.
     """
 
@@ -79,70 +94,99 @@ class Reduced:
     #               b answers c likewise, so c now costs (0, 3); c = 0 is best;
     #   unwound     c = 0, to which b answered 0, to which a answered 0.
     # Variables with three neighbours or more are left by then: what answers them would be a table
-    # of all joint states of their neighbours. Of these, `_solved` first drops states.
+    # of all joint states of their neighbours. Of these, `_cheaper` first drops states.
 
     def __init__(
-        self, network: Network, kept: Collection[int] = (), limit: int = TABLE_LIMIT
+        self,
+        network: Network,
+        kept: Collection[int] = (),
+        allowed: Sequence[Table] | None = None,
+        limit: int = TABLE_LIMIT,
     ) -> None:
         self._network, self._limit = network, limit
-        self._alive = undominated(network, kept)
-        self._gone = Elimination(network.restricted(self._alive))
+        if allowed is not None:
+            network = network.restricted(allowed)
+        alive = undominated(network, kept)
+        self._gone = Elimination(network.restricted(alive))
         self._gone.run(limit, neighbours=2, keep=kept)
-        self._passing = Passing(self._gone.core())  # what was passed for one question helps others
+        if not kept and self._gone.fits(limit):
+            self._gone.run(limit)
+        self._alive = alive
+        if allowed is not None:
+            self._alive = [a[k] for a, k in zip(allowed, alive, strict=True)]
 
-    def solve(self, pins: Mapping[int, int] | None = None, rounds: int = ROUNDS) -> Solution:
+    @cached_property
+    def _passing(self) -> Passing:
+        return Passing(self._gone.core())  # what was passed for one question helps others
+
+    def solve(
+        self,
+        pins: Mapping[int, int] | None = None,
+        upper: float = math.inf,
+        close: float = CLOSE,
+        rounds: int = ROUNDS,
+        scale: float = 0.0,
+    ) -> Solution:
         """The cheapest joint state in which some variables that were kept are in given states.
 
         Args:
           pins: variable -> its state.
+          upper: what costs no less is not looked for.
+          close: what is so little cheaper, as a share, is not looked for either.
           rounds: rounds of message passing at most.
+          scale: what that is a share of; the cost if left out.
+
+        Returns:
+          The solution; without states if all cost as much as `upper`.
         """
         pins, left = pins or {}, self._gone.left
-        sizes = map(len, self._passing.unary)
-        allowed = [
-            np.array([pins[v]]) if v in pins else np.arange(n)
-            for v, n in zip(left, sizes, strict=True)
-        ]
-        passing = self._passing.restricted(allowed) if pins else self._passing
-        core = _solved(passing, self._limit, rounds) if left else Solution((), 0.0, 0.0)
-        known = {v: int(a[s]) for v, a, s in zip(left, allowed, core.states, strict=True)}
+        known, above = {}, 0.0
+        if left:
+            sizes = map(len, self._passing.unary)
+            allowed = [
+                np.array([pins[v]]) if v in pins else np.arange(n)
+                for v, n in zip(left, sizes, strict=True)
+            ]
+            passing = self._passing.restricted(allowed) if pins else self._passing
+            constant = self._gone.constant
+            core = _cheaper(passing, self._limit, rounds, upper - constant, close, scale)
+            if not core.states:
+                return Solution((), upper, core.lower + constant)
+            known = {v: int(a[s]) for v, a, s in zip(left, allowed, core.states, strict=True)}
+            above = core.cost - core.lower
         found = self._gone.unwound(known)
         states = tuple(int(kept[s]) for kept, s in zip(self._alive, found, strict=True))
         cost = self._network.cost(states)
-        return Solution(states, cost, cost - (core.cost - core.lower))
+        return Solution(states, cost, cost - above)
 
 
-def _solved(passing: Passing, limit: int, rounds: int) -> Solution:
-    """The cheapest joint state of the network of some messages, which go on from where they are."""
-    # `upper` is what some joint state costs, `lower` what none undercuts. A state whose own excess
+def _cheaper(
+    passing: Passing, limit: int, rounds: int, upper: float, close: float, scale: float
+) -> Solution:
+    """The cheapest joint state of the network of some messages, which go on from where they are.
+
+    Returns:
+      The best that was found; without states if that costs no less than `upper`.
+    """
+    # `cost` is what some joint state costs, `lower` what none undercuts. A state whose own excess
     # over the lower bound is more than the gap between the two is in no better joint state: with
-    # bounds 10 and 12, one with an excess of 3 makes everything cost 13 at least. Messages go on
-    # without such states, so that each round is shorter than the one before. Once tables are small
-    # enough elimination gets through.
-    alive = [np.arange(len(costs)) for costs in passing.unary]
-    best = Solution((), math.inf, -math.inf)
-
-    def better(cost: float, states: Sequence[int]) -> Solution:
-        if cost >= best.cost:
-            return best
-        at = tuple([int(kept[s]) for kept, s in zip(alive, states, strict=True)])
-        return best._replace(states=at, cost=cost)
-
-    for _ in range(rounds):
-        bounds = passing.run(SWEEPS)
-        best = better(bounds.upper, bounds.states)
-        best = best._replace(lower=max(best.lower, min(best.cost, bounds.lower)))
-        if best.exact:
-            break
-        slack = best.cost - bounds.lower + CLOSE * abs(best.cost)
-        kept = [np.flatnonzero(more <= slack) for more in bounds.excess]
-        if not all(map(len, kept)):  # nothing is cheaper
-            return best._replace(lower=best.cost)
-        alive = [a[k] for a, k in zip(alive, kept, strict=True)]
-        passing = passing.restricted(kept)
-        elimination = Elimination(passing.network)
-        if elimination.fits(limit) and elimination.run(limit):
-            states = elimination.unwound({})
-            best = better(passing.network.cost(states), states)
-            return best._replace(lower=best.cost)
-    return best
+    # bounds 10 and 12, one with an excess of 3 makes everything cost 13 at least. Without such
+    # states some variables have a single one, others fewer neighbours.
+    bounds = passing.run(SWEEPS)
+    best = Solution((), upper, bounds.lower)
+    if bounds.upper < upper:
+        best = Solution(bounds.states, bounds.upper, min(bounds.lower, bounds.upper))
+    scale = scale or abs(best.cost)
+    if best.cost - best.lower <= close * scale or rounds == 1:
+        return best
+    slack = best.cost - bounds.lower + CLOSE * scale
+    kept = [np.flatnonzero(more <= slack) for more in bounds.excess]
+    if not all(map(len, kept)):  # nothing is cheaper
+        return best._replace(lower=best.cost)
+    smaller = Reduced(passing.shifted().restricted(kept), limit=limit)
+    found = smaller.solve(None, best.cost, close, rounds - 1, scale)
+    best = best._replace(lower=max(best.lower, min(best.cost, found.lower)))
+    if found.cost >= best.cost:
+        return best
+    states = [int(k[s]) for k, s in zip(kept, found.states, strict=True)]
+    return Solution(tuple(states), found.cost, found.lower)

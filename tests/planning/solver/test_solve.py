@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spmd.planning.solver.bounds import Passing
 from spmd.planning.solver.network import FORBIDDEN, Network
 from spmd.planning.solver.solve import Solution, solve
 
@@ -49,3 +50,50 @@ def test_without_elimination_both_bounds_hold(seed: int) -> None:
     best = least(network)
     assert found.lower <= best + 1e-9
     assert found.cost >= best - 1e-9
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6))
+def test_of_some_states_the_cheapest_and_none_else(seed: int, other: int) -> None:
+    network, rng = random_network(seed), np.random.RandomState(other)
+    allowed = [
+        np.flatnonzero(rng.rand(len(costs)) < 0.6) if len(costs) > 1 else np.zeros(1, dtype=int)
+        for costs in network.unary
+    ]
+    allowed = [states if len(states) else np.zeros(1, dtype=int) for states in allowed]
+    found = solve(network, allowed)
+    assert all(s in states for s, states in zip(found.states, allowed, strict=True))
+    assert found.cost == pytest.approx(least(network.restricted(allowed)))
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6), st.sampled_from([0, 1 << 18]))
+def test_a_known_state_is_undercut_wherever_that_is_possible(
+    seed: int, other: int, limit: int
+) -> None:
+    network, rng = random_network(seed, forbidden=0.0), np.random.RandomState(other)
+    known = [rng.randint(len(costs)) for costs in network.unary]
+    found = solve(network, known=known, limit=limit)
+    best = least(network)
+    assert found.lower <= best + 1e-9
+    assert best - 1e-9 <= found.cost == network.cost(found.states) <= network.cost(known)
+    assert solve(network, known=found.states, limit=limit).cost == found.cost
+    if limit:
+        assert found.cost == pytest.approx(best)
+
+
+@given(st.integers(0, 10**6))
+def test_what_is_close_enough_is_close(seed: int) -> None:
+    network = random_network(seed, forbidden=0.0)
+    network.variable([100.0])  # so that shares are of about as much
+    found = solve(network, close=0.1)
+    assert found.lower <= least(network) + 1e-9
+    assert found.cost <= least(network) * 1.2
+
+
+@given(st.integers(0, 10**6))
+def test_messages_move_costs_and_change_no_sum(seed: int) -> None:
+    network = random_network(seed, forbidden=0.0)
+    passing = Passing(network)
+    passing.run(2)
+    shifted = passing.shifted()
+    for states in itertools.product(*(range(len(costs)) for costs in network.unary)):
+        assert shifted.cost(states) == pytest.approx(network.cost(states))
