@@ -29,8 +29,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from benchmarks.programs.drawn import Explored, explored
 from spmd.cli.flags import Parser, positive
+from tools.drawn import Explored, explored
 
 TOLERANCE = 1.01
 

@@ -25,7 +25,7 @@ from spmd.planning.problem import Problem
 from spmd.planning.slack import Slack, slack_of
 from spmd.planning.solver.network import FORBIDDEN, Network, Table
 from spmd.planning.solver.solve import CLOSE, Solution, solve
-from spmd.planning.units import ARGUMENT, CARRY, OP, RESULT, WHOLE, Units, Use
+from spmd.planning.units import ARGUMENT, CARRY, OP, WHOLE, Units, Use
 from spmd.predict.fusion import wants_stored
 from spmd.reshard.resharder import States
 
@@ -360,11 +360,7 @@ class CostNetwork:
         if self._slack is None:
             return costs * self.exposed
         uses = self._uses[source, index] if use is None else [use]
-        roles = [self.units.units[use.target].role for use in uses]
-        slack = [
-            self._slack.get((source, index, -1 if role == RESULT else use.target), 0.0)
-            for use, role in zip(uses, roles, strict=True)
-        ]
+        slack = [self._slack.get((source, index, use.target), 0.0) for use in uses]
         return np.maximum(self.exposed * costs, costs - min(slack))
 
     def _needs_of(self, use: Use) -> States | None:

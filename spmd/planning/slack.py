@@ -20,20 +20,18 @@ from spmd.planning.units import Units
 from spmd.propagation.projection import unsplit
 
 Slack = Mapping[tuple[int, int, int], float]
-"""(source, result, target) of a use between classes -> seconds; targets that are results: -1."""
+"""(source, result, target) of a use between classes -> seconds."""
 
 
 def slack_of(choices: Choices, units: Units) -> Slack:
     """The slack of every use, if arithmetic is split evenly over all devices.
 
     Ops run in the order of the program; loops do not reach into the trip before, so what is handed
-    to a trip is there when it begins. Of uses that are one to the planner: the mean.
+    to a trip is there when it begins. Results of the program have none: people wait for them. Of
+    uses that are one to the planner: the mean.
     """
     found = _Clock(choices, units)
-    body = choices.problem.program.body
-    end, made = found.region(body)
-    for value in body.results:
-        found.use(value, -1, end - made.get(value, 0.0))
+    found.region(choices.problem.program.body)
     return {key: seconds / count for key, (seconds, count) in found.slack.items()}
 
 

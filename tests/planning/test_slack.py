@@ -55,7 +55,6 @@ def test_weights_have_the_layers_before_them_and_what_layers_hand_on_has_nothing
         before += arithmetic(choices, product)
     for first, second in itertools.pairwise(products):
         assert between(first.results[0], second) == pytest.approx(0.0, abs=1e-12)
-    assert slack[(*units.of[products[2].results[0]], -1)] == pytest.approx(0.0, abs=1e-12)
 
 
 def test_what_is_handed_to_a_trip_is_there_when_it_begins() -> None:

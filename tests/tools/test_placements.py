@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.programs.drawn import Drawn, Explored, Step, drawn, explored, marks_of, specs_of
+from tools.drawn import Drawn, Explored, Step, drawn, explored, marks_of, specs_of
 from tools.placements import Done, in_own_process, report, summary
 
 PROGRAM = Drawn((None,), (Step("tanh", (0,)),), ((1024, 2048), (1024, 2048)), (1,))
