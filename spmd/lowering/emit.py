@@ -15,8 +15,7 @@ from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK
 from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
 from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Program, Region, Value
 from spmd.ir.types import DIM_NUMBERS, Attribute, ConvDims, Dense, Opaque, TensorType
-from spmd.lowering.callbacks import LINKED
-from spmd.lowering.local.callbacks import FREE
+from spmd.lowering.local.callbacks import FREE, LINKED
 from spmd.lowering.local.composite import traced_composite
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, axis_refs

@@ -26,8 +26,7 @@ from spmd.ir.dialect.collectives import DEVICE_IDS
 from spmd.ir.program import Op, OpKind, Program, Value
 from spmd.ir.rewrite import rewrite_ops
 from spmd.ir.types import TensorType, numpy_dtype
-from spmd.lowering.callbacks import in_order, on_first, where_raised
-from spmd.lowering.local.callbacks import FREE
+from spmd.lowering.local.callbacks import FREE, in_order, on_first, where_raised
 from spmd.lowering.local.dims import dynamic_take_dim
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes

@@ -23,8 +23,7 @@ from spmd.ir.callbacks import Callback
 from spmd.ir.description import CUSTOM_CALL
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG
 from spmd.ir.types import numpy_dtype
-from spmd.lowering.callbacks import LINKED
-from spmd.lowering.local.callbacks import FREE
+from spmd.lowering.local.callbacks import FREE, LINKED
 
 _Arrays = Sequence[np.ndarray[Any, Any]]
 

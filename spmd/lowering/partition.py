@@ -15,8 +15,7 @@ from spmd.ir.dialect.collectives import RESIZED
 from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
 from spmd.ir.program import Loc, Op, OpKind, Program, Region, Value, numberless
 from spmd.ir.types import Order, TensorType, local_type
-from spmd.lowering.collectives import apply_step
-from spmd.lowering.divergence import HELD, without_permutes
+from spmd.lowering.collectives import HELD, apply_step, without_permutes
 from spmd.lowering.local.table import LocalOp, lower_op
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, axis_refs, format_sharding, replicated

@@ -7,8 +7,8 @@ from spmd.ir.dialect.contract import RaggedDims
 from spmd.ir.dialect.reducers import NEUTRAL, REDUCER_OPS, identity_element
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
+from spmd.lowering.local.dims import own_piece, start_of
 from spmd.lowering.local.merge import merged_dims, reduce_merged
-from spmd.lowering.local.padding import own_piece, start_of
 from spmd.lowering.local.table import LocalOp, local
 from spmd.propagation.projection import reduced_axes
 

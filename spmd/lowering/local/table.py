@@ -19,7 +19,7 @@ from spmd.ir.dialect.registry import rule_name, rule_of
 from spmd.ir.dialect.rule import REDUCE, Rule
 from spmd.ir.program import Op, Value
 from spmd.ir.types import Attribute, TensorType, local_type
-from spmd.lowering.local.padding import Split, own_count
+from spmd.lowering.local.dims import Split, own_count
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 from spmd.planning.plan import Choice

@@ -16,8 +16,7 @@ from collections.abc import Iterable, Sequence
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, OpKind, Program, Region, Value, reads
 from spmd.ir.rewrite import repeat_op
-from spmd.lowering.recompute.again import again, reads_inside, with_operands
-from spmd.lowering.recompute.costs import Costs
+from spmd.lowering.recompute.again import Costs, again, reads_inside, with_operands
 from spmd.lowering.recompute.cut import Prices, cheapest_cut
 from spmd.planning.plan import Recomputed
 

@@ -20,8 +20,7 @@ from spmd.ir.index import Index
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import repeat_op
 from spmd.ir.types import TensorType
-from spmd.lowering.recompute.again import again, late, with_operands
-from spmd.lowering.recompute.costs import Costs
+from spmd.lowering.recompute.again import Costs, again, late, with_operands
 from spmd.lowering.recompute.cut import Cut, Prices, cheapest_cut
 from spmd.lowering.recompute.stacks import Pair, pairs_of
 from spmd.planning.plan import Recomputed

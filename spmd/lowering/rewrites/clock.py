@@ -1,11 +1,14 @@
-"""How much arithmetic lies in front of each op of a local program, to hide communication behind."""
+"""What rewrites ask of the machine: how long ops take, and how much memory is left."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from spmd.ir.index import Index
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
+from spmd.predict.memory import peak_memory
 from spmd.predict.timeline import LocalTimes
 from spmd.reshard.comm import collective_seconds
 
@@ -56,3 +59,19 @@ class Clock:
         before, after = op.kind.operands[0].bytes * sent, op.kind.results[0].bytes * sent
         axes = op.kind.attrs["axes"]
         return collective_seconds(op.label, axes, before, after, self.mesh, self.topology)
+
+
+class Room(NamedTuple):
+    """The memory of one device.
+
+    Attributes:
+      bytes: how much it has.
+      donated: positions of the arguments whose memory may be overwritten.
+    """
+
+    bytes: int
+    donated: tuple[int, ...] = ()
+
+    def left(self, program: Program) -> int:
+        """Predicted bytes that a program leaves free at its peak; negative if it is too large."""
+        return self.bytes - peak_memory(program, self.donated).peak

@@ -18,8 +18,8 @@ from spmd.ir.carries import Carry, recarried
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.index import Index
 from spmd.ir.program import Op, Program, Region, Value, free_values
+from spmd.lowering.rewrites.clock import Room
 from spmd.lowering.rewrites.moves import is_move
-from spmd.lowering.rewrites.room import Room
 from spmd.predict.fusion import is_untouched
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 from spmd.ir.dead import remove_dead
 from spmd.ir.dedupe import dedupe
 from spmd.ir.program import Program
-from spmd.lowering.rewrites.clock import Clock
+from spmd.lowering.rewrites.clock import Clock, Room
 from spmd.lowering.rewrites.combine import combine
 from spmd.lowering.rewrites.hoist import hoist
 from spmd.lowering.rewrites.join_ffts import join_ffts
 from spmd.lowering.rewrites.narrow import narrow
 from spmd.lowering.rewrites.order import order
 from spmd.lowering.rewrites.regather import regather
-from spmd.lowering.rewrites.room import Room
 from spmd.lowering.rewrites.share import share_gathers
 from spmd.lowering.rewrites.slices import slice_collectives
 from spmd.lowering.rewrites.two_level import two_level

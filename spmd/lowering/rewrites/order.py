@@ -25,8 +25,7 @@ from typing import NamedTuple
 
 from spmd.ir.description import Role
 from spmd.ir.program import OpKind, Program, Region, Value, reads
-from spmd.lowering.rewrites.clock import Clock
-from spmd.lowering.rewrites.room import Room
+from spmd.lowering.rewrites.clock import Clock, Room
 
 _NEVER = float("inf")
 

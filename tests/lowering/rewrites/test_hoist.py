@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from spmd.ir.dead import remove_dead
 from spmd.ir.program import Program, walk_region
+from spmd.lowering.rewrites.clock import Room
 from spmd.lowering.rewrites.hoist import hoist
-from spmd.lowering.rewrites.room import Room
 from spmd.mesh.mesh import Mesh
 from spmd.predict.memory import peak_memory
 from tests.ir.text_parse import parse_program
