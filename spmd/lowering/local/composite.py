@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import jax
@@ -155,10 +155,9 @@ def traced_composite(kind: OpKind) -> Traced | None:
 
 def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
     attributes = arguments_of(kind)
-
     sizes, axes = kind.attrs.get(MESH, ()), kind.attrs.get(AXES, ())
     if axes:
-        attributes["axes"] = tuple(map(atom_name, axes))
+        attributes["axes"] = tuple(map(_atom_name, axes))
 
     def run(*operands: Any) -> Any:
         results = function(*operands, **attributes)
@@ -168,8 +167,8 @@ def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
 
     structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in kind.operands]
     try:
-        with jax.enable_x64(needs_x64((*kind.operands, *kind.results))), device_of(platform):
-            whole = among_devices(run, sizes) if axes else run
+        with jax.enable_x64(needs_x64((*kind.operands, *kind.results))), _device_of(platform):
+            whole = _among_devices(run, sizes) if axes else run
             module = trace(whole, structs, {}, platform=platform).module
     except _Declined:
         return None
@@ -189,10 +188,12 @@ def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
             required=", ".join(map(str, kind.results)),
             fix="make the rule and the functions given to spmd.register_composite fit",
         )
-    program = _read(module)
+    program = None
+    with suppress(SpmdError):  # it has ops that the compiler need not understand here
+        program = canonicalize(import_module(module).program)
     if axes:
-        program = program and of_one_device(program)
-        inline_manual(module)
+        program = program and _of_one_device(program)
+        _inline_manual(module)
     # Of a kernel nothing is known but what is around its calls.
     workspace = peak_memory(program, (), platform).temporary if program else 0
     entry, functions = _functions(module, kind.attrs["name"])
@@ -206,7 +207,7 @@ _STAND_INS = {
 """The device that Pallas lowers kernels of a platform for where none of it is."""
 
 
-def device_of(platform: str) -> AbstractContextManager[Any]:
+def _device_of(platform: str) -> AbstractContextManager[Any]:
     """A context in which Pallas finds a device of a platform, be there none.
 
     It asks jax for the kind of the default device, whatever platform it lowers for; from jax 0.11
@@ -217,13 +218,6 @@ def device_of(platform: str) -> AbstractContextManager[Any]:
         return nullcontext()
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh)
-
-
-def _read(module: ir.Module) -> Program | None:
-    try:
-        return canonicalize(import_module(module).program)
-    except SpmdError:  # ops that the compiler need not understand here
-        return None
 
 
 def _functions(module: ir.Module, name: str) -> tuple[str, tuple[str, ...]]:
@@ -244,9 +238,6 @@ def _functions(module: ir.Module, name: str) -> tuple[str, tuple[str, ...]]:
     return prefix, texts
 
 
-_MANUAL = "sdy.manual_computation"
-
-
 # ---------------------------------------------------------------------------------------------
 # Functions of one device that exchange with others by jax's collectives.
 #
@@ -257,46 +248,46 @@ _MANUAL = "sdy.manual_computation"
 # after:  func @main(%0) { %3 = all_gather %0 ... }
 
 
-def atom_name(atom: int) -> str:
-    """The axis of an atom of the mesh."""
-    return f"atom{atom}"
-
-
-def among_devices(function: Callable[..., Any], sizes: Sequence[int]) -> Callable[..., Any]:
-    """The function of one device's operands in a `shard_map`.
-
-    Args:
-      function: may use jax's collectives along `atom_name(i)`.
-      sizes: of the mesh's atoms.
-    """
-    names = tuple(map(atom_name, range(len(sizes))))
+def _among_devices(function: Callable[..., Any], sizes: Sequence[int]) -> Callable[..., Any]:
+    """The function of one device's operands in a `shard_map` over atoms of these sizes."""
+    names = tuple(map(_atom_name, range(len(sizes))))
     # Axes that are Explicit, as jax 0.11 makes them, ask for a mesh of devices around the trace.
     mesh = AbstractMesh(tuple(sizes), names, axis_types=(AxisType.Auto,) * len(names))
     spec = PartitionSpec()  # every device has its own, which nothing here looks at
     return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
-def inline_manual(module: ir.Module) -> None:
+def _atom_name(atom: int) -> str:
+    """The axis of an atom of the mesh."""
+    return f"atom{atom}"
+
+
+def _inline_manual(module: ir.Module) -> None:
     """Takes what a module's one `shard_map` computes out of it, in place."""
     with module.context:
         for item in list(module.body.operations):
             if item.operation.name != "func.func":
                 item.operation.erase()
         blocks = [f.operation.regions[0].blocks[0] for f in module.body.operations]
-        found = [op for block in blocks for op in block if op.operation.name == _MANUAL]
-        for manual in (op.operation for op in found):
-            inside = manual.regions[0].blocks[0]
-            for argument, operand in zip(inside.arguments, manual.operands, strict=True):
-                argument.replace_all_uses_with(operand)
-            *ops, end = [op.operation for op in inside]
-            for op in ops:
-                op.move_before(manual)
-            for result, value in zip(manual.results, end.operands, strict=True):
-                result.replace_all_uses_with(value)
-            manual.erase()
+        for op in [op.operation for block in blocks for op in block]:
+            if op.name == "sdy.manual_computation":
+                inline_region(op)
 
 
-def of_one_device(program: Program) -> Program:
+def inline_region(op: Any) -> None:
+    """Puts what is inside of an MLIR op whose one region runs once in the op's place."""
+    block = op.regions[0].blocks[0]
+    for argument, operand in zip(block.arguments, op.operands, strict=True):
+        argument.replace_all_uses_with(operand)
+    *inside, end = block.operations
+    for item in inside:
+        item.move_before(op)
+    for result, value in zip(op.results, end.operands, strict=True):
+        result.replace_all_uses_with(value)
+    op.erase()
+
+
+def _of_one_device(program: Program) -> Program:
     """An imported module's one `shard_map` as the program of one device, for its memory."""
 
     def flat(op: Op) -> tuple[Op, ...]:
