@@ -60,7 +60,7 @@ class Trial:
         if self._unpriced is not self:
             return self._unpriced._simple
         program, mesh = self.partitioned.program, self.plan.mesh
-        return self.clock("optimize", simplify, program, mesh, self._room)
+        return self.clock("optimize", simplify, program, mesh)
 
     @property
     def _room(self) -> Room:

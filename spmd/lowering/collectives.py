@@ -23,18 +23,7 @@ from spmd.reshard.paths import WHOLE_TERMS, Step, permute_pairs
 
 
 def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: Mesh) -> Value:
-    """Appends one reshard step.
-
-    Args:
-      b: the builder that ops are appended to.
-      x: the local value, in `step.before`.
-      global_type: type of the whole value.
-      step: the step.
-      mesh: the mesh.
-
-    Returns:
-      The local value in `step.after`.
-    """
+    """Appends one reshard step: from a local value in `step.before` to one in `step.after`."""
     # Collectives know equal pieces only. A dim that is about to be split is padded first (`cut`),
     # and one that was just joined loses its inner padding afterwards (`join`).
     type_ = local_type(global_type, step.after, mesh)

@@ -33,7 +33,6 @@ from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.types import Opaque, Order
 from spmd.lowering.partition import Partitioned
-from spmd.lowering.rewrites.moves import joins
 from spmd.predict.backends import backend_of
 
 _JOINED = ("all_gather", "reduce_scatter")
@@ -80,7 +79,7 @@ def _pinned(program: Program, wishes: _Wishes, links: Sequence[Value]) -> Progra
     classes = {wishes.of((value, dim)) for value, rank in ranks for dim in range(rank)}
 
     def edit(b: Builder, op: Op, now: Now) -> tuple[Value, ...] | None:
-        if not (op.kind.about.is_scatter or joins(op)):
+        if not (op.kind.about.is_scatter or _joins(op)):
             return None
         (result,), (type_,) = op.results, op.kind.results
         dims = [wishes.of((result, dim)) for dim in range(type_.rank)]
@@ -95,6 +94,15 @@ def _pinned(program: Program, wishes: _Wishes, links: Sequence[Value]) -> Progra
         return b.op(CUSTOM_CALL, (result,), (type_,), {**target, **layouts})
 
     return edit_ops(program, edit)
+
+
+def _joins(op: Op) -> bool:
+    """Whether an op lays several operands side by side."""
+    about, count = op.kind.about, len(op.operands)
+    if count < 2 or about.rule is None or about.collective or about.is_elementwise:
+        return False
+    rule = rule_of(op.kind)
+    return bool(rule.moves and rule.linear == (tuple(range(count)),))
 
 
 _Dim = tuple[Value, int]

@@ -53,15 +53,10 @@ def fetch(
     """The range that each device needs of a dim, with `fill` outside of it.
 
     Args:
-      b: the builder that ops are appended to.
-      x: the local tile.
-      split: the dim.
+      b, x, split: the builder, the local tile and its dim.
       need: for each tile that wants some, the elements.
       axes: what the tiles that want them are split over.
       fill: a scalar for what is not needed or does not exist; zero if left out.
-
-    Returns:
-      A value whose dim has `need.length` elements.
     """
     type_ = b.types[x].with_dim(split.dim, need.length)
     return Range(b, split.dim, axes, fill).assembled(parts_of(b, x, split, need), type_)
@@ -255,17 +250,7 @@ def read_around(op: LocalOp, x: Value) -> Value:
 def fetched(
     op: LocalOp, number: int, x: Value, dim: int, axes: Axes, need: Need, fill: Value | None
 ) -> Value:
-    """The elements that each device needs of an operand's dim, with `fill` where there are none.
-
-    Args:
-      op: the op that reads them.
-      number: of the operand.
-      x: its local value.
-      dim: the dim.
-      axes: what the tiles that read are split over.
-      need: for each tile, the elements wanted.
-      fill: a scalar; zero if left out.
-    """
+    """`fetch` for an op that reads a dim of one of its operands, `x`, with a note that says so."""
     with op.b.noted(note_of(op, number, dim)):
         return fetch(op.b, x, op.dim(number, dim), need, axes, fill)
 

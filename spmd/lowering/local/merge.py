@@ -218,11 +218,7 @@ def _comes_first(
 ) -> Value:
     """Whether elements come before others: by the comparator, equal ones and padding by position.
 
-    Args:
-      b: the builder that ops are appended to.
-      op: the sort.
-      left, right: an element of each operand, and its position.
-      shape: shape of all of these.
+    `left` and `right` are an element of each operand, and its position, all of one shape.
     """
     body = op.attrs["body"]
     *xs, i = left

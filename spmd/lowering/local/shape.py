@@ -107,12 +107,7 @@ def _concatenate(op: LocalOp) -> tuple[Value, ...]:
 def pick(b: Builder, x: Value, split: Split, start: Value, length: int) -> Value:
     """The elements `[start, start + length)` of a split dim that this device holds, else zeros.
 
-    Args:
-      b: the builder that ops are appended to.
-      x: the local tile.
-      split: the dim.
-      start: an i32 scalar such that the range exists.
-      length: how many elements.
+    `start` is an i32 scalar such that the range exists.
     """
     dim = split.dim
     have = b.types[x].shape[dim]

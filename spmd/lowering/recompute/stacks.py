@@ -64,12 +64,7 @@ def has_pairs(program: Program) -> bool:
 
 
 def pairs_of(region: Region, index: Index) -> list[Pair]:
-    """The pairs of loops of a region; no loop is in two of them.
-
-    Args:
-      region: of the program that the index is of.
-      index: lookups.
-    """
+    """The pairs of loops of a region; no loop is in two of them."""
     loops = {op.results[0]: op for op in region.ops if op.is_loop and op.results}
     found: list[Pair] = []
     taken: set[Value] = set()

@@ -17,11 +17,6 @@ class Clock:
     """Predicted seconds of a program's ops, whichever order rewrites bring them in.
 
     Ops that rewrites add afterwards only move a few bytes around: they take none.
-
-    Args:
-      program: a local program.
-      mesh: its mesh.
-      topology: the machine.
     """
 
     def __init__(self, program: Program, mesh: Mesh, topology: Topology) -> None:

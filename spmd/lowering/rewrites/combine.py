@@ -80,9 +80,6 @@ class _Waiting:
     A member that reads another member's result flushes the bucket too, so that no collective ever
     needs its own result. An op that only puts a member's few bytes somewhere is put off: it counts
     as no reader, and waits for its own.
-
-    Args:
-      b: where the ops go.
     """
 
     def __init__(self, b: Builder) -> None:
@@ -136,17 +133,11 @@ class _Waiting:
         bucket = self._buckets.pop(key)
         for member in bucket.ops:
             del self._key_of[member.results[0]]
-        combined(self._b, bucket.ops)
+        _combined(self._b, bucket.ops)
 
 
 def combine(program: Program, clock: Clock, target: int) -> Program:
-    """Combines small collectives within each block.
-
-    Args:
-      program: a local program.
-      clock: predicts the cost of a start and how much arithmetic lies between two ops.
-      target: the most bytes of a flat buffer.
-    """
+    """Combines small collectives within each block, in buffers of `target` bytes at most."""
     run = _Combiner(program, clock, target)
     body = run.region(program.body)
     return program._replace(types=tuple(run.b.types), body=body)
@@ -180,7 +171,7 @@ class _Combiner:
             elif self.is_small(op) and op.collective != "all_gather":
                 waiting.add(op, now, self.clock.exchange(op), self.target)
             elif group:
-                combined(self.b, group)
+                _combined(self.b, group)
         waiting.flush_all()
         return self.b.end(old.args, old.results)
 
@@ -275,13 +266,16 @@ COMBINED = ("all_gather", "all_reduce", "reduce_scatter")
 """Kinds of collectives that can be combined."""
 
 
-def combined(b: Builder, group: Sequence[Op]) -> None:
-    """Appends one collective that makes the results of several.
+def _combined(b: Builder, group: Sequence[Op]) -> None:
+    """Appends one collective that makes the results of several, which share a `_key`.
 
-    Args:
-      b: the builder that ops are appended to.
-      group: collectives of one of the `COMBINED` kinds, over the same groups, of one dtype and
-        reduction.
+    before: `%3 = all_gather %1 dim=0; %4 = all_gather %2 dim=1`
+    after:  `%5 = concatenate(flat %1, flat %2); %6 = all_gather %5: one row a device`
+            `%3, %4 =` columns of `%6`, each device's part where it belongs
+
+    (StableHLO's variadic collectives would say the same without copies, but XLA 0.10's export
+    rejects a variadic all_reduce inside a manually partitioned loop: "Sharding is tuple-shaped but
+    validation shape is not".)
     """
     if len(group) == 1:
         b.append(group[0])

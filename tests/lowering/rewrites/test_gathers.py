@@ -9,8 +9,8 @@ import pytest
 from spmd.ir.dead import remove_dead
 from spmd.ir.dedupe import dedupe
 from spmd.ir.program import Program
+from spmd.lowering.rewrites.gathers import share_gathers
 from spmd.lowering.rewrites.narrow import narrow
-from spmd.lowering.rewrites.share import share_gathers
 from spmd.mesh.mesh import Mesh
 from tests.lowering.rewrites.local_programs import names, rewritten, sent
 
@@ -63,21 +63,6 @@ def test_what_is_widened_before_a_gather_is_widened_after_it() -> None:
     }""", MESH)  # fmt: skip
     assert names(after) == ["reshape", "all_gather", "all_gather", "convert"]
     assert sent(after, MESH) == 8 * 2 + 16 * 2 * 3
-
-
-@pytest.mark.parametrize("second", ["bf16", "f16"])
-def test_what_is_widened_and_joined_is_widened_after_that(second: str) -> None:
-    after = rewritten(lambda p: remove_dead(narrow(p)), f"""program @p(%0: tensor<4xbf16> "x", %1: tensor<4x{second}> "y") {{
-      %2 = stablehlo.convert %0 : (tensor<4xbf16>) -> tensor<4xf32>
-      %3 = stablehlo.broadcast_in_dim %2 {{broadcast_dimensions = [1]}} : (tensor<4xf32>) -> tensor<1x4xf32>
-      %4 = stablehlo.convert %1 : (tensor<4x{second}>) -> tensor<4xf32>
-      %5 = stablehlo.broadcast_in_dim %4 {{broadcast_dimensions = [1]}} : (tensor<4xf32>) -> tensor<1x4xf32>
-      %6 = stablehlo.concatenate %3, %5 {{dimension = 0}} : (tensor<1x4xf32>, tensor<1x4xf32>) -> tensor<2x4xf32>
-      return %6 "z"
-    }}""", MESH)  # fmt: skip
-    alike = ["broadcast_in_dim", "broadcast_in_dim", "concatenate", "convert"]
-    apart = ["convert", "broadcast_in_dim", "convert", "broadcast_in_dim", "concatenate"]
-    assert names(after) == (alike if second == "bf16" else apart)
 
 
 def test_a_sum_keeps_its_precision() -> None:

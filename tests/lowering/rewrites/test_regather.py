@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from spmd.ir.program import Program
-from spmd.lowering.rewrites.regather import regather
+from spmd.lowering.rewrites.gathers import regather
 from spmd.mesh.mesh import Mesh
 from tests.lowering.rewrites.local_programs import names, rewritten, sent
 
