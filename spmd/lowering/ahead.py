@@ -135,7 +135,13 @@ def devices_ahead(mesh: Mesh, topology: Topology) -> list[Any]:
             fix="change the mesh or the topology",
         )
     devices = _tpus(topology, slices) if is_tpu else _gpus(topology, chip)
-    return _in_mesh_order(mesh, devices)
+    # Mesh axes onto torus dims, as `make_mesh` lays out devices that are here.
+    if math.prod(mesh.dcn_sizes) > 1:
+        inner = [n // m for n, m in zip(mesh.sizes, mesh.dcn_sizes, strict=True)]
+        array = mesh_utils.create_hybrid_device_mesh(inner, mesh.dcn_sizes, devices)
+    else:
+        array = mesh_utils.create_device_mesh(mesh.sizes, devices, allow_split_physical_axes=True)
+    return list(np.asarray(array).flat)
 
 
 def _tpus(topology: Topology, slices: int) -> list[Any]:
@@ -183,13 +189,3 @@ def _not_installed(topology: Topology, what: str, extra: str) -> MeshError:
         f"compiling for {topology} takes {what}, which is not installed",
         fix=f'pip install "spmd[{extra}]", or {instead}',
     )
-
-
-def _in_mesh_order(mesh: Mesh, devices: list[Any]) -> list[Any]:
-    """Mesh axes onto torus dims, as `make_mesh` lays out devices that are here."""
-    if math.prod(mesh.dcn_sizes) > 1:
-        inner = [n // m for n, m in zip(mesh.sizes, mesh.dcn_sizes, strict=True)]
-        array = mesh_utils.create_hybrid_device_mesh(inner, mesh.dcn_sizes, devices)
-    else:
-        array = mesh_utils.create_device_mesh(mesh.sizes, devices, allow_split_physical_axes=True)
-    return list(np.asarray(array).flat)

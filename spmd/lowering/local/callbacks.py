@@ -101,43 +101,31 @@ def _linked(b: Builder, region: Region, link: Value) -> tuple[Region, Value]:
         if not _is_ordered(op):
             ops.append(op)
             continue
-        after = b.value(FLAG)
+        after, kind = b.value(FLAG), op.kind
         if op.is_loop:
-            ops.append(_loop(b, op, link, after))
+            # What a condition calls comes after the body before it, for a loop runs one by one.
+            test, inside = b.value(FLAG), b.value(FLAG)
+            cond, _ = _linked(b, op.regions[0], test)
+            body, last = _linked(b, op.regions[1], inside)
+            carry = Carry(link, test, inside, last, after)
+            op = recarried(op._replace(regions=(cond, body)), b.types, more=(carry,))
         elif op.regions:
-            ops.append(_branches(b, op, link, after))
+            made = [_linked(b, inner, link) for inner in op.regions]
+            op = op._replace(
+                kind=OpKind(op.name, kind.operands, (*kind.results, FLAG), kind.attrs),
+                results=(*op.results, after),
+                regions=tuple(inner._replace(results=(*inner.results, n)) for inner, n in made),
+            )
         else:
-            ops.append(_call(op, link, after))
+            types, attrs = (*kind.operands, FLAG), {**kind.attrs, LINKED: True}
+            op = op._replace(
+                kind=OpKind(op.name, types, (*kind.results, FLAG), attrs),
+                operands=(*op.operands, link),
+                results=(*op.results, after),
+            )
+        ops.append(op)
         link = after
     return region._replace(ops=tuple(ops)), link
-
-
-def _call(op: Op, link: Value, after: Value) -> Op:
-    kind, attrs = op.kind, {**op.kind.attrs, LINKED: True}
-    return op._replace(
-        kind=OpKind(op.name, (*kind.operands, FLAG), (*kind.results, FLAG), attrs),
-        operands=(*op.operands, link),
-        results=(*op.results, after),
-    )
-
-
-def _loop(b: Builder, op: Op, link: Value, after: Value) -> Op:
-    # What a condition calls comes after the body in front of it, for a loop runs one by one.
-    test, inside = b.value(FLAG), b.value(FLAG)
-    cond, _ = _linked(b, op.regions[0], test)
-    body, last = _linked(b, op.regions[1], inside)
-    carry = Carry(link, test, inside, last, after)
-    return recarried(op._replace(regions=(cond, body)), b.types, more=(carry,))
-
-
-def _branches(b: Builder, op: Op, link: Value, after: Value) -> Op:
-    made = [_linked(b, region, link) for region in op.regions]
-    kind = op.kind
-    return op._replace(
-        kind=OpKind(op.name, kind.operands, (*kind.results, FLAG), kind.attrs),
-        results=(*op.results, after),
-        regions=tuple(region._replace(results=(*region.results, last)) for region, last in made),
-    )
 
 
 def on_first(b: Builder, op: Op, operands: tuple[Value, ...], is_first: Value) -> Sequence[Value]:

@@ -40,14 +40,10 @@ class Clock:
             return 0.0
         seconds = self._known.get(op.results[0])
         if seconds is None:
-            seconds = self._known[op.results[0]] = self._arithmetic(op)
-        return seconds
-
-    def _arithmetic(self, op: Op) -> float:
-        if op.regions:
             inside = sum(self.arithmetic(inner) for r in op.regions for inner in r.ops)
-            return self.index.runs(op) * inside
-        return self.local.seconds(op)
+            seconds = self.index.runs(op) * inside if op.regions else self.local.seconds(op)
+            self._known[op.results[0]] = seconds
+        return seconds
 
     def exchange(self, op: Op, sent: bool = True) -> float:
         """Seconds of a collective, with or without those that depend on its bytes."""
