@@ -97,14 +97,6 @@ class Emitted:
         arguments, results = (None,) * len(self.arguments), (None,) * len(self.results)
         return replace(self, argument_orders=arguments, result_orders=results)
 
-    def argument_formats(self, where: JaxMesh) -> tuple[Placement, ...]:
-        """How each argument lies on a mesh and, where it has an order of dims, in memory."""
-        return formats(self.argument_shardings(where), self.argument_orders)
-
-    def result_formats(self, where: JaxMesh) -> tuple[Placement, ...]:
-        """How each result lies, as for arguments."""
-        return formats(self.result_shardings(where), self.result_orders)
-
 
 def formats(
     shardings: Sequence[NamedSharding], orders: Sequence[Order | None]

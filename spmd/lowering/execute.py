@@ -28,7 +28,7 @@ from spmd.ir.callbacks import Callback
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.launch.agree import digest
 from spmd.launch.programs import check_same_program
-from spmd.lowering.emitted import Emitted, Placement
+from spmd.lowering.emitted import Emitted, Placement, formats
 from spmd.lowering.host import effects_of, emit_callbacks, silent
 from spmd.lowering.local.composite import inline_region
 from spmd.lowering.xla_options import options_within
@@ -267,11 +267,13 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
         out_specs=specs(emitted.results),
         check_vma=False,
     )
-    constants = emitted.constant_shardings(outside.mesh)
+    where = outside.mesh
+    arguments = formats(emitted.argument_shardings(where), emitted.argument_orders)
+    results = formats(emitted.result_shardings(where), emitted.result_orders)
     return plain_jit(
         mapped,
-        in_shardings=(*constants, *emitted.argument_formats(outside.mesh)),
-        out_shardings=outside.results or emitted.result_formats(outside.mesh),
+        in_shardings=(*emitted.constant_shardings(where), *arguments),
+        out_shardings=outside.results or results,
         donate_argnums=[count + i for i in emitted.donated],
         keep_unused=True,
     )
