@@ -11,7 +11,7 @@ from spmd.ir.program import Value
 from spmd.ir.types import Dense, TensorType
 from spmd.lowering.expand import clamped_index
 from spmd.lowering.local.dims import Split, dynamic_take_dim, own_count, own_piece, start_of
-from spmd.lowering.local.fetch import Range, base_of, note_of, parts_of, read_around
+from spmd.lowering.local.fetch import assembled, base_of, note_of, parts_of, read_around
 from spmd.lowering.local.table import LocalOp, local
 
 
@@ -97,7 +97,7 @@ def _concatenate(op: LocalOp) -> tuple[Value, ...]:
             split = op.dim(i, along)
             with b.noted(note_of(op, i, along)):
                 parts += parts_of(b, x, split, reads_of(window, split.size, axes, op.mesh).need)
-    return (Range(b, along, axes).assembled(parts, op.result_types()[0]),)
+    return (assembled(b, parts, op.result_types()[0], along, axes),)
 
 
 # ---------------------------------------------------------------------------------------------
