@@ -9,9 +9,9 @@ from spmd.ir.program import Program
 from spmd.lowering.partition import Partitioned, partition
 from spmd.lowering.recompute.recompute import recompute
 from spmd.lowering.recompute.stacks import has_pairs
+from spmd.lowering.rewrites.clock import Room
 from spmd.lowering.rewrites.optimize import schedule, simplify
 from spmd.lowering.rewrites.ring import ring
-from spmd.lowering.rewrites.room import Room
 from spmd.options import Options
 from spmd.planning.liveness import bound_of
 from spmd.planning.plan import Plan, Recomputed
@@ -60,7 +60,7 @@ class Trial:
         if self._unpriced is not self:
             return self._unpriced._simple
         program, mesh = self.partitioned.program, self.plan.mesh
-        return self.clock("optimize", simplify, program, mesh, self._room)
+        return self.clock("optimize", simplify, program, mesh)
 
     @property
     def _room(self) -> Room:

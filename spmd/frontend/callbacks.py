@@ -3,7 +3,7 @@
 jax lowers a callback to a custom call that points to a Python object of the lowering, on one
 platform, and threads ordered ones by tokens through a program for a single device. We replace each
 in the traced program by a primitive that every platform can have. Programs keep the order of such
-ops; tokens come back when one device's program is written (`spmd.lowering.callbacks`).
+ops; tokens come back when one device's program is written (`spmd.lowering.local.callbacks`).
 
 before: `debug_print[fmt="{}" ordered=True] x`
 after:  `spmd_callback[number=0 ...] x`, with callback 0 in the table beside the program

@@ -9,17 +9,88 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils, topologies
 
 from spmd.errors import MeshError
-from spmd.lowering.gpu_targets import GPU_TARGETS
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import has_devices, platform_of
 from spmd.mesh.topology import Topology
+
+
+class _Gpu(NamedTuple):
+    """The figures of one GPU.
+
+    Attributes:
+      name: CUDA's name for it.
+      capability: compute capability.
+      cores: number of multiprocessors.
+      fpus: float32 units of a multiprocessor.
+      shared: KiB of shared memory of a multiprocessor.
+      l2, memory: bytes of the L2 cache and of device memory.
+      bandwidth: of device memory, in 10^9 bytes/s.
+      clock: GHz.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    cores: int
+    fpus: int
+    shared: int
+    l2: int
+    memory: int
+    bandwidth: int
+    clock: float
+
+
+# From the CUDA programming guide's table of compute capabilities, and NVIDIA's architecture papers.
+_GPUS = {
+    "a100": _Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 164, 40 << 20, 80 << 30, 2_039, 1.41),
+    "h100": _Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 228, 50 << 20, 80 << 30, 3_352, 1.98),
+    "h200": _Gpu("NVIDIA H200", (9, 0), 132, 128, 228, 60 << 20, 141 * 10**9, 4_800, 1.98),
+}
+
+RESERVED = 1 << 10
+"""Bytes of shared memory that CUDA keeps of every block."""
+
+
+def _target(gpu: _Gpu) -> str:
+    """The text of XLA's `GpuTargetConfigProto`."""
+    major, minor = gpu.capability
+    shared = gpu.shared << 10
+    return f"""
+gpu_device_info {{
+  core_count: {gpu.cores}
+  fpus_per_core: {gpu.fpus}
+  clock_rate_ghz: {gpu.clock}
+  memory_bandwidth: {gpu.bandwidth}000000000
+  device_memory_size: {gpu.memory}
+  l2_cache_size: {gpu.l2}
+  shared_memory_per_core: {shared}
+  shared_memory_per_block: {48 << 10}
+  shared_memory_per_block_optin: {shared - RESERVED}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  threads_per_core_limit: 2048
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  block_dim_limit_x: {2**31 - 1}
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+}}
+platform_name: "CUDA"
+device_description_str: "{gpu.name}"
+dnn_version_info {{ major: 9 minor: 10 }}
+"""
+
+
+GPU_TARGETS = {chip: _target(gpu) for chip, gpu in _GPUS.items()}
+"""Chip, as in `Topology` -> the text that describes it to XLA."""
+
 
 CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
@@ -64,7 +135,13 @@ def devices_ahead(mesh: Mesh, topology: Topology) -> list[Any]:
             fix="change the mesh or the topology",
         )
     devices = _tpus(topology, slices) if is_tpu else _gpus(topology, chip)
-    return _in_mesh_order(mesh, devices)
+    # Mesh axes onto torus dims, as `make_mesh` lays out devices that are here.
+    if math.prod(mesh.dcn_sizes) > 1:
+        inner = [n // m for n, m in zip(mesh.sizes, mesh.dcn_sizes, strict=True)]
+        array = mesh_utils.create_hybrid_device_mesh(inner, mesh.dcn_sizes, devices)
+    else:
+        array = mesh_utils.create_device_mesh(mesh.sizes, devices, allow_split_physical_axes=True)
+    return list(np.asarray(array).flat)
 
 
 def _tpus(topology: Topology, slices: int) -> list[Any]:
@@ -112,13 +189,3 @@ def _not_installed(topology: Topology, what: str, extra: str) -> MeshError:
         f"compiling for {topology} takes {what}, which is not installed",
         fix=f'pip install "spmd[{extra}]", or {instead}',
     )
-
-
-def _in_mesh_order(mesh: Mesh, devices: list[Any]) -> list[Any]:
-    """Mesh axes onto torus dims, as `make_mesh` lays out devices that are here."""
-    if math.prod(mesh.dcn_sizes) > 1:
-        inner = [n // m for n, m in zip(mesh.sizes, mesh.dcn_sizes, strict=True)]
-        array = mesh_utils.create_hybrid_device_mesh(inner, mesh.dcn_sizes, devices)
-    else:
-        array = mesh_utils.create_device_mesh(mesh.sizes, devices, allow_split_physical_axes=True)
-    return list(np.asarray(array).flat)

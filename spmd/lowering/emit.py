@@ -15,8 +15,7 @@ from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK
 from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
 from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Program, Region, Value
 from spmd.ir.types import DIM_NUMBERS, Attribute, ConvDims, Dense, Opaque, TensorType
-from spmd.lowering.callbacks import LINKED
-from spmd.lowering.local.callbacks import FREE
+from spmd.lowering.local.callbacks import FREE, LINKED
 from spmd.lowering.local.composite import traced_composite
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, axis_refs
@@ -55,7 +54,8 @@ class _Emitter:
         args = ", ".join(f"{self.define((v,))}: {types[v]}" for v in body.args if v not in empty)
         outs = [self.program.types[v] for v in body.results]
         results = ", ".join(map(str, outs))
-        self.lines.append(f"module @{_symbol(self.program.name)} {{")
+        name = "".join(c if c.isalnum() else "_" for c in self.program.name) or "program"
+        self.lines.append(f"module @{name} {{")
         if any(op.name == MANUAL for op in self.program.walk()):
             axes = zip(self.mesh.axis_names, self.mesh.sizes, strict=True)
             text = ", ".join(f"{json.dumps(name)}={size}" for name, size in axes)
@@ -102,7 +102,11 @@ class _Emitter:
             call = OpKind("func.call", kind.operands, kind.results, {})
             self.write(op._replace(kind=call), [f"callee = @{traced.entry}"], [])
             return
-        attrs = [f"{n} = {_attribute(a)}" for n, a in kind.attrs.items() if _is_emitted(n, a)]
+        attrs = [
+            f"{name} = {_attribute(attr)}"
+            for name, attr in kind.attrs.items()
+            if not (isinstance(attr, Body) or name in _NOT_EMITTED or "spmd." in name)
+        ]
         if op.collective:
             attrs += self.collective_attrs(op)
         bodies = [a for a in kind.attrs.values() if isinstance(a, Body)]
@@ -214,14 +218,6 @@ def _matrix(rows: Sequence[Sequence[int]]) -> str:
 
 def _signature(operands: Sequence[TensorType], results: Sequence[TensorType]) -> str:
     return f"({', '.join(map(str, operands))}) -> ({', '.join(map(str, results))})"
-
-
-def _is_emitted(name: str, attr: Attribute) -> bool:
-    return not isinstance(attr, Body) and name not in _NOT_EMITTED and "spmd." not in name
-
-
-def _symbol(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name) or "program"
 
 
 def _loc_text(loc: Loc) -> str:

@@ -80,16 +80,6 @@ class Emitted:
         """How each argument is split over `boundary_mesh`, for jax."""
         return tuple(partition_spec(sharding, self.boundary_mesh) for sharding in self.arguments)
 
-    @property
-    def constant_specs(self) -> tuple[PartitionSpec, ...]:
-        """How each constant is split over `boundary_mesh`, for jax."""
-        return tuple(partition_spec(c.sharding, self.boundary_mesh) for c in self.constants)
-
-    @property
-    def result_specs(self) -> tuple[PartitionSpec, ...]:
-        """How each result is split over `boundary_mesh`, for jax."""
-        return tuple(partition_spec(sharding, self.boundary_mesh) for sharding in self.results)
-
     def argument_shardings(self, where: JaxMesh) -> tuple[NamedSharding, ...]:
         """How each argument lies; on jax's mesh, but those with parts of axes on a finer one."""
         return tuple(named_sharding(sharding, self.mesh, where) for sharding in self.arguments)
@@ -104,16 +94,8 @@ class Emitted:
 
     def major_to_minor(self) -> Emitted:
         """The same program with all dims of arguments and results in order in memory."""
-        orders = (None,) * len(self.arguments), (None,) * len(self.results)
-        return replace(self, argument_orders=orders[0], result_orders=orders[1])
-
-    def argument_formats(self, where: JaxMesh) -> tuple[Placement, ...]:
-        """How each argument lies on a mesh and, where it has an order of dims, in memory."""
-        return formats(self.argument_shardings(where), self.argument_orders)
-
-    def result_formats(self, where: JaxMesh) -> tuple[Placement, ...]:
-        """How each result lies, as for arguments."""
-        return formats(self.result_shardings(where), self.result_orders)
+        arguments, results = (None,) * len(self.arguments), (None,) * len(self.results)
+        return replace(self, argument_orders=arguments, result_orders=results)
 
 
 def formats(
@@ -136,15 +118,10 @@ def emit_local(local: Partitioned, donated: tuple[int, ...] = ()) -> Emitted:
     program, mesh, arguments, results = local[:4]
     types, body = program.types, program.body
     count = len(body.args) - len(program.constants)
-    wholes = [  # at the boundary the axes of a dim divide it
-        types[value].with_shape(
-            tuple(
-                size * mesh.extent(axes)
-                for size, axes in zip(types[value].shape, sharding.dims, strict=True)
-            )
-        )
-        for value, sharding in zip(body.args, arguments, strict=True)
-    ][:count]
+    wholes = []
+    for value, sharding in zip(body.args[:count], arguments[:count], strict=True):
+        dims = zip(types[value].shape, sharding.dims, strict=True)  # which their axes divide
+        wholes.append(types[value].with_shape(tuple([n * mesh.extent(axes) for n, axes in dims])))
     return Emitted(
         name=program.name,
         mesh=mesh,

@@ -28,11 +28,13 @@ from spmd.ir.callbacks import Callback
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.launch.agree import digest
 from spmd.launch.programs import check_same_program
-from spmd.lowering.emitted import Constant, Emitted, Placement
+from spmd.lowering.emitted import Emitted, Placement, formats
 from spmd.lowering.host import effects_of, emit_callbacks, silent
+from spmd.lowering.local.composite import inline_region
 from spmd.lowering.xla_options import options_within
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.spec import jax_mesh
+from spmd.mesh.sharding import Sharding
+from spmd.mesh.spec import jax_mesh, partition_spec
 from spmd.mesh.topology import Topology
 
 _program = Primitive("spmd_program")
@@ -59,7 +61,8 @@ def _abstract(
 
 def _lower(ctx: Any, *args: Any, module: str, callbacks: Callbacks, **_: Any) -> Any:
     source = ir.Module.parse(module)
-    main = next(op for op in source.body.operations if _symbol(op) == "main")
+    named = {ir.StringAttr(f.attributes["sym_name"]).value: f for f in source.body.operations}
+    main = named["main"]
     type_ = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
     results = type_.results
     if len(type_.inputs) < len(args):  # those without elements are constants there
@@ -75,10 +78,6 @@ def _lower(ctx: Any, *args: Any, module: str, callbacks: Callbacks, **_: Any) ->
         if ctx.tokens_in is not None:  # ordered within: jax's tokens order programs
             ctx.set_tokens_out(ctx.tokens_in)
     return func.CallOp(list(results), ir.FlatSymbolRefAttr.get(name), args).results
-
-
-def _symbol(op: Any) -> str:
-    return str(ir.StringAttr(op.attributes["sym_name"]).value)
 
 
 mlir.register_lowering(_program, _lower)
@@ -133,8 +132,7 @@ def compile_emitted(
         compiled = lowered.compile(dict(compiler_options) or None)
         if not constants:
             return compiled
-        is_here = outside.devices is None
-        return WithConstants(compiled, placed_constants(emitted, outside.mesh) if is_here else ())
+        return WithConstants(compiled, emitted, outside)
 
 
 class WithConstants:
@@ -142,11 +140,18 @@ class WithConstants:
 
     Attributes:
       compiled: the program.
-      constants: arrays, where they are to lie; none if the program's devices are not here.
+      constants: arrays, of which every process places the pieces of its own devices; none if the
+        program's devices are not here.
     """
 
-    def __init__(self, compiled: Any, constants: Sequence[jax.Array]) -> None:
-        self.compiled, self.constants = compiled, tuple(constants)
+    def __init__(self, compiled: Any, emitted: Emitted, outside: Outside) -> None:
+        self.compiled, self.constants = compiled, list[jax.Array]()
+        if outside.devices is None:
+            shardings = emitted.constant_shardings(outside.mesh)
+            for constant, sharding in zip(emitted.constants, shardings, strict=True):
+                elements = constant.value.array()
+                array = jax.make_array_from_callback(elements.shape, sharding, elements.__getitem__)
+                self.constants.append(array)
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs the program on flat arguments."""
@@ -154,17 +159,6 @@ class WithConstants:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.compiled, name)
-
-
-def placed_constants(emitted: Emitted, where: jax.sharding.Mesh) -> tuple[jax.Array, ...]:
-    """A program's constants on its devices: every process places the pieces of its own."""
-
-    def placed(constant: Constant, sharding: NamedSharding) -> jax.Array:
-        elements = constant.value.array()
-        return jax.make_array_from_callback(elements.shape, sharding, elements.__getitem__)
-
-    with x64_if(emitted.needs_x64):
-        return tuple(map(placed, emitted.constants, emitted.constant_shardings(where)))
 
 
 def on_own_mesh(
@@ -229,22 +223,16 @@ def _check_processes(emitted: Emitted, compiler_options: Mapping[str, Any]) -> N
     more = {
         "shardings": digest(f"{emitted.arguments} {emitted.results}"),
         "donated arguments": str(emitted.donated),
-        **_constants_told(emitted),
-        **{f"compiler option {k}": str(v) for k, v in compiler_options.items()},
     }
+    if jax.process_count() > 1 and emitted.constants:  # which the module's text does not have
+        found = hashlib.sha256()
+        for value, sharding in emitted.constants:
+            found.update(f"{value.type} {sharding}".encode())
+            found.update(value.data)
+        more["constants"] = found.hexdigest()[:12]
+    more |= {f"compiler option {k}": str(v) for k, v in compiler_options.items()}
     mesh = emitted.mesh
     check_same_program(emitted.name, emitted.module, mesh, jax_mesh(mesh), more)
-
-
-def _constants_told(emitted: Emitted) -> dict[str, str]:
-    """What is compared of constants, which the module's text does not have."""
-    if jax.process_count() == 1 or not emitted.constants:
-        return {}
-    found = hashlib.sha256()
-    for value, sharding in emitted.constants:
-        found.update(f"{value.type} {sharding}".encode())
-        found.update(value.data)
-    return {"constants": found.hexdigest()[:12]}
 
 
 def x64_if(needed: bool) -> contextlib.AbstractContextManager[Any]:
@@ -266,21 +254,26 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
     run = _runner(emitted.module, emitted.result_types, emitted.callbacks, outside.weak)
     count = len(emitted.constants)
 
+    def specs(shardings: Sequence[Sharding]) -> tuple[PartitionSpec, ...]:
+        return tuple(partition_spec(sharding, emitted.boundary_mesh) for sharding in shardings)
+
     def constants_last(*args: Any) -> Any:
         return run(*args[count:], *args[:count])
 
     mapped = jax.shard_map(
         constants_last if count else run,
         mesh=boundary,
-        in_specs=(*emitted.constant_specs, *emitted.argument_specs),
-        out_specs=emitted.result_specs,
+        in_specs=(*specs([c.sharding for c in emitted.constants]), *emitted.argument_specs),
+        out_specs=specs(emitted.results),
         check_vma=False,
     )
-    constants = emitted.constant_shardings(outside.mesh)
+    where = outside.mesh
+    arguments = formats(emitted.argument_shardings(where), emitted.argument_orders)
+    results = formats(emitted.result_shardings(where), emitted.result_orders)
     return plain_jit(
         mapped,
-        in_shardings=(*constants, *emitted.argument_formats(outside.mesh)),
-        out_shardings=outside.results or emitted.result_formats(outside.mesh),
+        in_shardings=(*emitted.constant_shardings(where), *arguments),
+        out_shardings=outside.results or results,
         donate_argnums=[count + i for i in emitted.donated],
         keep_unused=True,
     )
@@ -339,14 +332,15 @@ def without_shardings(module: ir.Module) -> str:
     Raises:
       UnsupportedOpError: a manual region as GSPMD's text has it, which only its partitioner runs.
     """
-    if _holds(module, _leaves_region):
+    target = "call_target_name"
+    if _holds(module, lambda op: target in op.attributes and op.attributes[target].value == LEAVES):
         raise UnsupportedOpError(
             "a jax.shard_map in a module for GSPMD cannot be run unpartitioned",
             fix="lower the program with jax_use_shardy_partitioner=True, and verify that",
         )
     with module.context:
         copy = ir.Module.parse(str(module.operation.get_asm(enable_debug_info=True)))
-        if not has_manual_regions(copy):
+        if not _holds(copy, lambda op: op.name == "sdy.manual_computation"):
             for item in list(copy.body.operations):
                 if item.operation.name == "sdy.mesh":
                     item.operation.erase()
@@ -355,17 +349,6 @@ def without_shardings(module: ir.Module) -> str:
         if len(functions) == 1:
             functions[0].attributes["sym_name"] = ir.StringAttr.get("main")
         return str(copy.operation.get_asm(enable_debug_info=True))
-
-
-def has_manual_regions(module: ir.Module) -> bool:
-    """Whether some part of a module is written for one device."""
-    return _holds(module, lambda op: op.name == "sdy.manual_computation")
-
-
-def _leaves_region(op: Any) -> bool:
-    """Whether an op is the end of a manual region as GSPMD's text has it."""
-    is_call = op.name == "stablehlo.custom_call"
-    return is_call and ir.StringAttr(op.attributes["call_target_name"]).value == LEAVES
 
 
 def _holds(module: ir.Module, is_wanted: Callable[[Any], bool]) -> bool:
@@ -391,21 +374,10 @@ def _without_sharding(op: Any) -> Any:
         with ir.InsertionPoint(op), op.location:
             _replace(op, [stablehlo.ConstantOp(op.attributes["value"]).result])
     elif op.name == "sdy.named_computation":
-        _inline(op)
+        inline_region(op)
     elif op.name == "sdy.sharding_group":
         op.erase()
     return ir.WalkResult.ADVANCE
-
-
-def _inline(op: Any) -> None:
-    """What is inside a region that is run once, in place of the op."""
-    block = op.regions[0].blocks[0]
-    for argument, value in zip(block.arguments, op.operands, strict=True):
-        argument.replace_all_uses_with(value)
-    *inside, end = block.operations
-    for item in inside:
-        item.move_before(op)
-    _replace(op, list(end.operands))
 
 
 def _replace(op: Any, values: Sequence[Any]) -> None:

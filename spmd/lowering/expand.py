@@ -23,12 +23,12 @@ from spmd.ir.control_flow import producers_of
 from spmd.ir.dialect.builder import AXIS_INDEX, LOCAL_SLICE, Builder
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK
 from spmd.ir.dialect.collectives import DEVICE_IDS
-from spmd.ir.program import Op, OpKind, Program, Value
+from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import rewrite_ops
 from spmd.ir.types import TensorType, numpy_dtype
-from spmd.lowering.callbacks import in_order, on_first, where_raised
-from spmd.lowering.local.callbacks import FREE
+from spmd.lowering.local.callbacks import FREE, in_order, on_first, where_raised
 from spmd.lowering.local.dims import dynamic_take_dim
+from spmd.lowering.rewrites.moves import is_move
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 
@@ -48,17 +48,28 @@ def expand(program: Program, mesh: Mesh) -> Program:
         if op.name == CHECK_CALLBACK:
             return where_raised(b, op, operands)
         if op.name == LOCAL_SLICE:
-            return (_local_slice(b, op, operands[0], mesh),)
-        if op.results and op.results[0] in sliced:
-            return _with_starts_in_range(b, op, operands)
-        return None
+            dim = op.kind.attrs["dim"]
+            size = op.kind.results[0].shape[dim]
+            index = _axis_index(b, op.kind.attrs["axes"], mesh)
+            start = b.binary("multiply", index, b.constant(size, "i32"))
+            return (dynamic_take_dim(b, operands[0], dim, start, size),)
+        if not op.results or op.results[0] not in sliced:
+            return None
+        x, *starts = operands
+        dims = zip(starts, b.types[x].shape, op.kind.attrs["slice_sizes"], strict=True)
+        clamped = [clamped_index(b, start, whole - part) for start, whole, part in dims]
+        return b.op(op.name, (x, *clamped), op.kind.results, op.kind.attrs)
 
     return rewrite_ops(program, rewrite)
 
 
 def _axis_index(b: Builder, axes: Axes, mesh: Mesh) -> Value:
+    def partition_id() -> Value:
+        (raw,) = b.op(DEVICE_IDS[0], (), (TensorType((), "ui32"),))
+        return b.convert(raw, "i32")
+
     def make() -> Value:
-        position = b.once("partition_id", lambda: _partition_id(b))
+        position = b.once("partition_id", partition_id)
         index: Value | None = None
         for stride, size in _runs(axes, mesh):
             part = position
@@ -75,11 +86,6 @@ def _axis_index(b: Builder, axes: Axes, mesh: Mesh) -> Value:
     return b.once(("index", axes), make)
 
 
-def _partition_id(b: Builder) -> Value:
-    (raw,) = b.op(DEVICE_IDS[0], (), (TensorType((), "ui32"),))
-    return b.convert(raw, "i32")
-
-
 def _runs(axes: Axes, mesh: Mesh) -> list[tuple[int, int]]:
     """Atoms as (stride, size), neighbours in the flattened mesh merged."""
     # On (data=4, model=2) the atoms of {data} have strides 4 and 2: together a run of stride 2 and
@@ -94,43 +100,19 @@ def _runs(axes: Axes, mesh: Mesh) -> list[tuple[int, int]]:
     return runs
 
 
-def _local_slice(b: Builder, op: Op, x: Value, mesh: Mesh) -> Value:
-    dim = op.kind.attrs["dim"]
-    size = op.kind.results[0].shape[dim]
-    index = _axis_index(b, op.kind.attrs["axes"], mesh)
-    start = b.binary("multiply", index, b.constant(size, "i32"))
-    return dynamic_take_dim(b, x, dim, start, size)
-
-
 def _sliced_again(program: Program) -> frozenset[Value]:
-    """Results of dynamic slices that another slice is taken from."""
+    """Results of dynamic slices that another slice is taken from, or that XLA moves there."""
     producers = producers_of(program)
     found = set()
     for op in program.walk():
         if op.name != LOCAL_SLICE and not op.kind.about.is_dynamic_slice:
             continue
         source = producers.get(op.operands[0])
-        while source is not None and _slice_moves_across(source.kind):
+        while source is not None and (is_move(source.kind) or source.kind.about.is_broadcast):
             source = producers.get(source.operands[0])
         if source is not None and source.kind.about.is_dynamic_slice:
             found.add(source.results[0])
     return frozenset(found)
-
-
-def _slice_moves_across(kind: OpKind) -> bool:
-    """Whether XLA takes a slice of the operand instead of the result."""
-    about = kind.about
-    return about.is_broadcast or about.is_convert or about.is_reshape or about.is_transpose
-
-
-def _with_starts_in_range(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value]:
-    x, *starts = operands
-    sizes = op.kind.attrs["slice_sizes"]
-    clamped = [
-        clamped_index(b, start, whole - part)
-        for start, whole, part in zip(starts, b.types[x].shape, sizes, strict=True)
-    ]
-    return b.op(op.name, (x, *clamped), op.kind.results, op.kind.attrs)
 
 
 def clamped_index(b: Builder, index: Value, last: int) -> Value:

@@ -23,8 +23,7 @@ from spmd.ir.callbacks import Callback
 from spmd.ir.description import CUSTOM_CALL
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG
 from spmd.ir.types import numpy_dtype
-from spmd.lowering.callbacks import LINKED
-from spmd.lowering.local.callbacks import FREE
+from spmd.lowering.local.callbacks import FREE, LINKED
 
 _Arrays = Sequence[np.ndarray[Any, Any]]
 
@@ -57,13 +56,7 @@ def silent(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
 
 
 def emit_callbacks(ctx: Any, function: Any, callbacks: Sequence[Callback]) -> None:
-    """Replaces the calls in a function of a module that is being lowered.
-
-    Args:
-      ctx: jax's context of the lowering.
-      function: the MLIR function.
-      callbacks: what it calls, by number.
-    """
+    """Replaces the calls, by number, in an MLIR function of a module that jax is lowering."""
     calls = []
 
     def visit(op: Any) -> Any:
@@ -145,12 +138,8 @@ def _call(
 ) -> _Arrays:
     """The flag, the results, and the number that orders it.
 
-    Args:
-      callback: what is called.
-      raised: where an error goes that the program is to hand to all devices; None to raise it.
-      types: of the results.
-      is_linked: whether the last argument is a number to be handed on.
-      *args: the arguments.
+    An error goes to `raised`, if the program is to hand it to all devices. If the call `is_linked`,
+    its last argument is a number to be handed on.
     """
     args, link = (args[:-1], args[-1:]) if is_linked else (args, ())
     flag = 0

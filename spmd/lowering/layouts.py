@@ -20,19 +20,19 @@ would lie as suits another table of zeros. Such results are pinned, in the order
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
+from spmd.ir.control_flow import ties
 from spmd.ir.description import CUSTOM_CALL
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.index import Index
-from spmd.ir.program import Op, OpKind, Program, Value
+from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.types import Opaque, Order
 from spmd.lowering.partition import Partitioned
-from spmd.lowering.rewrites.moves import joins
-from spmd.lowering.tied import Dim, Kept, TiedDims, with_runs
 from spmd.predict.backends import backend_of
 
 _JOINED = ("all_gather", "reduce_scatter")
@@ -57,10 +57,9 @@ def lay_out(
       platform: what it is compiled for.
       wanted: whether to choose; None: where the backend would transpose otherwise.
     """
-    body, types = local.program.body, local.program.types
+    program, body, types = local.program, local.program.body, local.program.types
     arguments = [*given, *[None] * (len(body.args) - len(given))]
     results: list[Order | None] = [None] * len(body.results)
-    program = local.program
     chooses = backend_of(platform).joins_outermost if wanted is None else wanted
     if chooses and any(types[body.args[argument]].rank > 1 for _, argument in links):
         wishes = _Wishes(program)
@@ -69,20 +68,21 @@ def lay_out(
             if types[value].shape == types[body.results[result]].shape:
                 arguments[argument] = results[result] = wishes.order(value)
         program = _pinned(program, wishes, [body.args[argument] for _, argument in links])
-    orders = tuple(arguments), tuple(results)
-    return local._replace(program=program, argument_orders=orders[0], result_orders=orders[1])
+    return local._replace(
+        program=program, argument_orders=tuple(arguments), result_orders=tuple(results)
+    )
 
 
 def _pinned(program: Program, wishes: _Wishes, links: Sequence[Value]) -> Program:
     """A program whose joins and scatters that go into links lie in memory as these do."""
     ranks = [(value, program.types[value].rank) for value in links]
-    classes = {wishes.tied.of((value, dim)) for value, rank in ranks for dim in range(rank)}
+    classes = {wishes.of((value, dim)) for value, rank in ranks for dim in range(rank)}
 
     def edit(b: Builder, op: Op, now: Now) -> tuple[Value, ...] | None:
-        if not (op.kind.about.is_scatter or joins(op)):
+        if not (op.kind.about.is_scatter or _joins(op)):
             return None
         (result,), (type_,) = op.results, op.kind.results
-        dims = [wishes.tied.of((result, dim)) for dim in range(type_.rank)]
+        dims = [wishes.of((result, dim)) for dim in range(type_.rank)]
         if type_.bytes < _PINNED_BYTES or not classes.issuperset(dims):
             return None
         b.append(op)
@@ -96,65 +96,119 @@ def _pinned(program: Program, wishes: _Wishes, links: Sequence[Value]) -> Progra
     return edit_ops(program, edit)
 
 
+def _joins(op: Op) -> bool:
+    """Whether an op lays several operands side by side."""
+    about, count = op.kind.about, len(op.operands)
+    if count < 2 or about.rule is None or about.collective or about.is_elementwise:
+        return False
+    rule = rule_of(op.kind)
+    return bool(rule.moves and rule.linear == (tuple(range(count)),))
+
+
+_Dim = tuple[Value, int]
+"""A value and the number of one of its dims."""
+
+
 class _Wishes:
     """What the collectives of a program wish of the order of dims.
 
+    Dims that go together, through all ops that keep their elements in order, are one class.
+
     Attributes:
+      same: a dim -> another one of its class; those that stand for a class are not in it.
+      blank: values that are the same everywhere: they have no order.
       first: (dim, other dim) -> bytes of the collectives that want the one in front of the other.
     """
 
     def __init__(self, program: Program) -> None:
-        self.program = program
-        self.tied = TiedDims(program, _kept)
-        self.first: dict[tuple[Dim, Dim], int] = defaultdict(int)
-        for op, runs in with_runs(program.body, Index(program)):
-            if op.collective in _JOINED:
-                dim = op.kind.attrs[op.kind.about.along]
-                for value in op.operands:
-                    self._wish(value, dim, runs)
+        self.types, self.index = program.types, Index(program)
+        self.same: dict[_Dim, _Dim] = {}
+        self.blank: set[Value] = set()
+        self.first: dict[tuple[_Dim, _Dim], int] = defaultdict(int)
+        self.tie(program.body)
+        self.wish(program.body, 1)
 
     def order(self, value: Value) -> Order | None:
         """The order for a value; None if it is major to minor."""
+        dims = [self.of((value, dim)) for dim in range(self.types[value].rank)]
+
+        def prefers(dim: int, other: int) -> bool:
+            one, two = dims[dim], dims[other]
+            return self.first.get((one, two), 0) > self.first.get((two, one), 0)
+
         order: list[int] = []
-        for dim in range(self.program.types[value].rank):
-            before = (i for i, other in enumerate(order) if self._prefers(value, dim, other))
+        for dim in range(len(dims)):
+            before = (i for i, other in enumerate(order) if prefers(dim, other))
             order.insert(next(before, len(order)), dim)
         return None if order == sorted(order) else tuple(order)
 
-    def _prefers(self, value: Value, dim: int, other: int) -> bool:
-        one, two = self.tied.of((value, dim)), self.tied.of((value, other))
-        return self.first.get((one, two), 0) > self.first.get((two, one), 0)
+    def of(self, dim: _Dim) -> _Dim:
+        """The dim that stands for the class of a dim."""
+        root = dim
+        while (above := self.same.get(root, root)) != root:
+            root = above
+        while dim != root:
+            self.same[dim], dim = root, self.same[dim]
+        return root
 
-    def _wish(self, value: Value, dim: int, runs: int) -> None:
-        type_ = self.program.types[value]
-        for other, size in enumerate(type_.shape):
-            if other != dim and size > 1:
-                pair = self.tied.of((value, dim)), self.tied.of((value, other))
-                self.first[pair] += type_.bytes * runs
+    def wish(self, region: Region, runs: int) -> None:
+        """Adds what the collectives of a region wish that runs so often."""
+        for op in region.ops:
+            for inner in op.regions:
+                self.wish(inner, runs * self.index.runs(op))
+            if op.collective in _JOINED:
+                dim = op.kind.attrs[op.kind.about.along]
+                for value, type_ in zip(op.operands, op.kind.operands, strict=True):
+                    for other, size in enumerate(type_.shape):
+                        if other != dim and size > 1:
+                            pair = self.of((value, dim)), self.of((value, other))
+                            self.first[pair] += type_.bytes * runs
+
+    def tie(self, region: Region) -> None:
+        """Joins the classes of dims that the ops of a region keep in order."""
+        for op in region.ops:
+            for inner in op.regions:
+                self.tie(inner)
+            if op.regions:  # the values that control flow makes one
+                for flow in ties(op):
+                    outside = [v for v in (flow.source,) if v is not None and v not in self.blank]
+                    for dim in range(self.types[flow.result].rank):
+                        for value in (*flow.inside, *outside):
+                            self.join((value, dim), (flow.result, dim))
+            elif self.is_blank(op):
+                self.blank.update(op.results)
+            else:
+                for i, dim, j, to in _kept(op.kind):
+                    if op.operands[i] not in self.blank:
+                        self.join((op.operands[i], dim), (op.results[j], to))
+
+    def join(self, a: _Dim, b: _Dim) -> None:
+        self.same[self.of(b)] = self.of(a)
+
+    def is_blank(self, op: Op) -> bool:
+        """Whether an op fills its result with a scalar, or computes with what was filled so."""
+        # Without this, weights of one shape would go together by the zeros that both are added to.
+        about = op.kind.about
+        if about.is_broadcast:
+            return not op.kind.operands[0].rank or op.operands[0] in self.blank
+        if about.is_constant:
+            return bool(op.kind.attrs["value"].splat)
+        return about.is_elementwise and all(v in self.blank for v in op.operands)
 
 
-def _kept(kind: OpKind) -> Sequence[Kept]:
-    """Pairs of (operand, dim) and (result, dim) of which the op keeps the elements in order."""
-    cache: dict[str, object] = kind._cache
-    found = cache.get("kept")
-    if found is None:
-        found = cache["kept"] = tuple(_find_kept(kind))
-    assert isinstance(found, tuple)
-    return found
-
-
-def _find_kept(kind: OpKind) -> Iterator[Kept]:
+@functools.cache
+def _kept(kind: OpKind) -> tuple[tuple[int, int, int, int], ...]:
+    """Each (operand, dim, result, dim) of which the op keeps the elements in order."""
     about = kind.about
     # A product makes other elements; backends choose how it reads its operands and writes.
     if about.rule is None or about.collective or about.flops is not None or about.is_scatter:
-        return
+        return ()
     rule = rule_of(kind)
-    made: Mapping[int, list[tuple[int, int]]] = defaultdict(list)
-    for j, dims in enumerate(rule.results):
-        for to, factors in enumerate(dims):
-            if factors:
-                made[factors[0]].append((j, to))
-    for i, dims in enumerate(rule.operands):
-        for dim, factors in enumerate(dims):
-            for place in made.get(factors[0], ()) if factors else ():
-                yield (i, dim), place
+    return tuple(
+        (i, dim, j, to)
+        for i, dims in enumerate(rule.operands)
+        for dim, factors in enumerate(dims)
+        for j, outs in enumerate(rule.results)
+        for to, made in enumerate(outs)
+        if factors and made and factors[0] == made[0]
+    )

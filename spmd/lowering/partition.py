@@ -6,17 +6,16 @@ visible, from the cheapest copy there is. Cheap values are made anew in every sh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.callbacks import CALLBACK
 from spmd.ir.dialect.collectives import RESIZED
 from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
-from spmd.ir.program import Loc, Op, OpKind, Program, Region, Value, numberless
-from spmd.ir.types import Order, TensorType, local_type
-from spmd.lowering.collectives import apply_step
-from spmd.lowering.divergence import HELD, without_permutes
+from spmd.ir.program import Loc, Op, OpKind, Program, Value, numberless
+from spmd.ir.types import Order, local_type
+from spmd.lowering.collectives import HELD, apply_step, without_permutes
 from spmd.lowering.local.table import LocalOp, lower_op
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, axis_refs, format_sharding, replicated
@@ -41,31 +40,6 @@ def _use(op: Op, index: int) -> str:
     if op.name == CALLBACK:
         return f"the callback {op.label}"
     return _USES.get(op.name) or f"operand {index} of {op.label}"
-
-
-def _returned(op: Op, index: int) -> str:
-    """The name of a region's result in notes."""
-    if op.is_loop:
-        return f"carry {index} of the loop, at the end of each iteration,"
-    return f"result {index} of a branch of {op.label}"
-
-
-def _barriers_together(ops: Sequence[Op]) -> Iterator[list[Op]]:
-    """Ops one by one, but barriers next to each other of which none waits for another, at once."""
-    waiting: list[Op] = []
-    for op in ops:
-        is_barrier = op.kind.about.is_barrier
-        if waiting:
-            fresh = {v for barrier in waiting for v in barrier.results}
-            if not (is_barrier and fresh.isdisjoint(op.operands)):
-                yield waiting
-                waiting = []
-        if is_barrier:
-            waiting.append(op)
-        else:
-            yield [op]
-    if waiting:
-        yield waiting
 
 
 class Partitioned(NamedTuple):
@@ -137,12 +111,9 @@ class _Partitioner:
 
     # Values.
 
-    def local_type(self, value: Value, sharding: Sharding) -> TensorType:
-        return local_type(self.types[value], sharding, self.mesh)
-
     def bind(self, value: Value, sharding: Sharding) -> Value:
         """A new local value for a block argument."""
-        local = self.b.value(self.local_type(value, sharding))
+        local = self.b.value(local_type(self.types[value], sharding, self.mesh))
         self.copies[-1][value] = {sharding: local}
         return local
 
@@ -259,11 +230,19 @@ class _Partitioner:
     # Ops.
 
     def ops(self, ops: Sequence[Op]) -> None:
-        for together in _barriers_together(ops):
-            if together[0].kind.about.is_barrier:
-                self.barrier(together)
+        waiting: list[Op] = []  # barriers next to each other, of which none waits for another
+        for op in ops:
+            is_barrier = op.kind.about.is_barrier
+            fresh = {v for barrier in waiting for v in barrier.results}
+            if waiting and not (is_barrier and fresh.isdisjoint(op.operands)):
+                self.barrier(waiting)
+                waiting = []
+            if is_barrier:
+                waiting.append(op)
             else:
-                self.op(together[0])
+                self.op(op)
+        if waiting:
+            self.barrier(waiting)
 
     def barrier(self, ops: Sequence[Op]) -> None:
         """One barrier for several, so that whatever follows any of them waits for all."""
@@ -279,12 +258,10 @@ class _Partitioner:
     def op(self, op: Op) -> None:
         if op.regions:
             (self.manual if op.name == MANUAL else self.control_flow)(op)
-            return
-        if self.cheap.issuperset(op.results):
-            return
-        choice = self.plan.choices[op.results[0]]
-        self.b.loc = op.loc
-        self.keep(op, choice, self.lower(op, choice, self.operands(op, choice)))
+        elif not self.cheap.issuperset(op.results):
+            choice = self.plan.choices[op.results[0]]
+            self.b.loc = op.loc
+            self.keep(op, choice, self.lower(op, choice, self.operands(op, choice)))
 
     def operands(self, op: Op, choice: Choice) -> tuple[Value, ...]:
         found, here = [], self.copies[-1]
@@ -318,29 +295,24 @@ class _Partitioner:
             states = choice.results
             if is_loop and number == 0:  # the condition
                 states = tuple(replicated(self.types[v].rank) for v in region.results)
-            regions.append(self.region(op, region, choice.results if is_loop else (), states))
+            self.copies.append({})
+            carried = choice.results if is_loop else ()
+            args = [self.bind(v, s) for v, s in zip(region.args, carried, strict=True)]
+            self.b.begin(isolated=is_loop)
+            self.ops(region.ops)
+            end = ("carry", "the loop, at the end of each iteration,")
+            kind, of = end if is_loop else ("result", f"a branch of {op.label}")
+            names = [f"{kind} {i} of {of}" for i in range(len(states))]
+            outs = self.returned(region.results, states, names, op.loc)
+            self.copies.pop()
+            regions.append(self.b.end(args, outs))
         self.b.loc = op.loc
         types = tuple(
-            self.local_type(v, s) for v, s in zip(op.results, choice.results, strict=True)
+            local_type(t, s, self.mesh)
+            for t, s in zip(op.kind.results, choice.results, strict=True)
         )
         attrs = op.kind.attrs
         held = self.resharder.held(op.results[0])
         if held and self.plan.trips.get(op.results[0]) is None:
             attrs = {**attrs, HELD: held}
         self.keep(op, choice, self.b.op(op.name, operands, types, attrs, tuple(regions)))
-
-    def region(
-        self,
-        op: Op,
-        region: Region,
-        arguments: tuple[Sharding, ...],
-        results: tuple[Sharding, ...],
-    ) -> Region:
-        self.copies.append({})
-        args = [self.bind(v, s) for v, s in zip(region.args, arguments, strict=True)]
-        self.b.begin(isolated=op.is_loop)
-        self.ops(region.ops)
-        names = [_returned(op, i) for i in range(len(results))]
-        outs = self.returned(region.results, results, names, op.loc)
-        self.copies.pop()
-        return self.b.end(args, outs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from spmd.errors import SpmdError
 from spmd.ir.dialect import registry
@@ -180,4 +181,4 @@ def _masked(op: LocalOp) -> LocalOp:
     for i, type_ in enumerate(op.op.kind.operands):
         if op.reduced_dims(i):
             operands[i] = op.masked(i, identity_element(op.rule.reduction, type_.dtype))
-    return LocalOp(op.b, op.mesh, op.op, op.choice, operands)
+    return replace(op, operands=tuple(operands))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from spmd.ir.program import OpKind, Program
+from spmd.ir.program import Program
 from spmd.mesh.topology import Topology
 
 DEFAULTS: dict[str, dict[str, str | bool | int]] = {
@@ -44,21 +44,13 @@ layers of 7B's width took 13% more than the limit, and 5% given half.
 
 
 def xla_options(platform: str, program: Program, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Compiler options for a program on a platform; what the user gives stays.
-
-    Args:
-      platform: `cpu`, `cuda` or `tpu`.
-      program: a local program.
-      given: by the user.
-    """
+    """Compiler options for a local program on a platform; what the user gives stays."""
     chosen = DEFAULTS.get(platform, {})
-    if any(map(_multiplies_8_bits, {op.kind for op in program.walk()})):
+    kinds = {op.kind for op in program.walk()}
+    products = [kind for kind in kinds if kind.about.flops is not None]
+    if any(kind.operands[0].dtype.startswith("f8") for kind in products):
         chosen = {**chosen, **EIGHT_BIT.get(platform, {})}
     return {**chosen, **given}
-
-
-def _multiplies_8_bits(kind: OpKind) -> bool:
-    return kind.about.flops is not None and kind.operands[0].dtype.startswith("f8")
 
 
 def options_within(

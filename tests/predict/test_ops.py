@@ -13,7 +13,7 @@ from spmd.compiler import plan_problem, propagated_of
 from spmd.explain.collectives import sent_bytes
 from spmd.explain.costs import spent
 from spmd.ir.program import OpKind, Program, Region
-from spmd.lowering.recompute.costs import Costs
+from spmd.lowering.recompute.again import Costs
 from spmd.mesh.sharding import Mark
 from spmd.mesh.topology import Topology
 from spmd.options import Options

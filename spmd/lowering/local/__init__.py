@@ -3,7 +3,6 @@
 from spmd.lowering.local import (  # noqa: F401
     callbacks,
     contract,
-    dynamic_slice,
     index,
     merge,
     shape,

@@ -6,15 +6,22 @@ after:  `%3, %4 = spmd.callback %0 {number = 0, free = {data, model}}; %1 = all_
 
 The first of the devices calls, the others have zeros, and integers are added: their bits, so that
 every number arrives as it was. Without the check a device that raised would leave the others
-waiting in the next collective.
+waiting in the next collective. As they are written (`expand`) the first device's call is a branch:
+
+after:  `%3, %4 = if (device is the first) { spmd.callback %0 } else { zeros }; ...
+         %2 = if (%1 != 0) { spmd.check_callback %1, %5 } else { %5 }`
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from spmd.ir.carries import Carry, recarried
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK
+from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG
+from spmd.ir.dialect.control import IF
 from spmd.ir.dialect.reducers import reducer_body
-from spmd.ir.program import Value
+from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.ir.types import TensorType, dtype_bits, is_float
 from spmd.lowering.local.table import LocalOp, local
 from spmd.mesh.sharding import Axes
@@ -56,3 +63,86 @@ def _shared(b: Builder, x: Value, axes: Axes) -> Value:
 
 def _cast(b: Builder, x: Value, type_: TensorType) -> Value:
     return b.op("stablehlo.bitcast_convert", (x,), (type_,))[0]
+
+
+LINKED = "linked"
+"""Attribute of a callback whose last operand and last result are a number that orders it."""
+
+
+def in_order(program: Program) -> Program:
+    """Links ordered callbacks, each to the one before it.
+
+    They read and make a number, which goes from one to the next, through loops and branches: so no
+    schedule of XLA's can change their order.
+
+    before: `spmd.callback %0 {ordered}; while { spmd.callback %1 {ordered} }`
+    after:  `%7 = spmd.callback %0, zero; while(%8 = %7) { %9 = spmd.callback %1, %8; return %9 }`
+    """
+    if not any(map(_is_ordered, program.body.ops)):
+        return program
+    b = Builder(program.types)
+    b.begin()
+    first = b.splat(0, FLAG)
+    start = b.end((), ()).ops
+    body, _ = _linked(b, program.body, first)
+    return program._replace(types=tuple(b.types), body=body._replace(ops=(*start, *body.ops)))
+
+
+def _is_ordered(op: Op) -> bool:
+    """Whether an op is an ordered callback, or has one inside."""
+    inner = (inner for region in op.regions for inner in region.ops)
+    return bool(op.name == CALLBACK and op.kind.attrs["ordered"]) or any(map(_is_ordered, inner))
+
+
+def _linked(b: Builder, region: Region, link: Value) -> tuple[Region, Value]:
+    """A region whose ordered callbacks come one after the other, and the last one's number."""
+    ops = []
+    for op in region.ops:
+        if not _is_ordered(op):
+            ops.append(op)
+            continue
+        after, kind = b.value(FLAG), op.kind
+        if op.is_loop:
+            # What a condition calls comes after the body before it, for a loop runs one by one.
+            test, inside = b.value(FLAG), b.value(FLAG)
+            cond, _ = _linked(b, op.regions[0], test)
+            body, last = _linked(b, op.regions[1], inside)
+            carry = Carry(link, test, inside, last, after)
+            op = recarried(op._replace(regions=(cond, body)), b.types, more=(carry,))
+        elif op.regions:
+            made = [_linked(b, inner, link) for inner in op.regions]
+            op = op._replace(
+                kind=OpKind(op.name, kind.operands, (*kind.results, FLAG), kind.attrs),
+                results=(*op.results, after),
+                regions=tuple(inner._replace(results=(*inner.results, n)) for inner, n in made),
+            )
+        else:
+            types, attrs = (*kind.operands, FLAG), {**kind.attrs, LINKED: True}
+            op = op._replace(
+                kind=OpKind(op.name, types, (*kind.results, FLAG), attrs),
+                operands=(*op.operands, link),
+                results=(*op.results, after),
+            )
+        ops.append(op)
+        link = after
+    return region._replace(ops=tuple(ops)), link
+
+
+def on_first(b: Builder, op: Op, operands: tuple[Value, ...], is_first: Value) -> Sequence[Value]:
+    """A callback on the first device; the others have zeros."""
+    b.begin()
+    calls = b.end((), b.repeat(op.kind, operands))
+    b.begin()
+    zeros = b.end((), [b.splat(0, type_) for type_ in op.kind.results])
+    return b.op(IF, (is_first,), op.kind.results, {}, (calls, zeros))
+
+
+def where_raised(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value]:
+    """A check, made only where the flag is set."""
+    flag, *values = operands
+    is_set = b.compare("NE", flag, b.splat(0, FLAG))
+    b.begin()
+    checks = b.end((), b.repeat(op.kind, operands))
+    b.begin()
+    passes = b.end((), values)
+    return b.op(IF, (is_set,), op.kind.results, {}, (checks, passes))

@@ -12,11 +12,12 @@ calls survive untouched. Their names carry a digest of the text, so equal functi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxlib.mlir import ir
 
 from spmd.errors import SpmdError
@@ -37,10 +38,10 @@ from spmd.ir.dialect.composites import (
     arguments_of,
     composite_of,
 )
-from spmd.ir.program import OpKind, Program, Value
+from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
+from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.ir.rewrite import append_ops
 from spmd.ir.types import Attribute, TensorType, needs_x64, numpy_dtype
-from spmd.lowering.local.manual import among_devices, atom_name, inline_manual, of_one_device
 from spmd.lowering.local.table import LocalOp
 from spmd.predict.memory import peak_memory
 from spmd.predict.ops import exchanged_bytes
@@ -154,10 +155,9 @@ def traced_composite(kind: OpKind) -> Traced | None:
 
 def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
     attributes = arguments_of(kind)
-
     sizes, axes = kind.attrs.get(MESH, ()), kind.attrs.get(AXES, ())
     if axes:
-        attributes["axes"] = tuple(map(atom_name, axes))
+        attributes["axes"] = tuple(map(_atom_name, axes))
 
     def run(*operands: Any) -> Any:
         results = function(*operands, **attributes)
@@ -167,8 +167,8 @@ def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
 
     structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in kind.operands]
     try:
-        with jax.enable_x64(needs_x64((*kind.operands, *kind.results))), device_of(platform):
-            whole = among_devices(run, sizes) if axes else run
+        with jax.enable_x64(needs_x64((*kind.operands, *kind.results))), _device_of(platform):
+            whole = _among_devices(run, sizes) if axes else run
             module = trace(whole, structs, {}, platform=platform).module
     except _Declined:
         return None
@@ -188,10 +188,12 @@ def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
             required=", ".join(map(str, kind.results)),
             fix="make the rule and the functions given to spmd.register_composite fit",
         )
-    program = _read(module)
+    program = None
+    with suppress(SpmdError):  # it has ops that the compiler need not understand here
+        program = canonicalize(import_module(module).program)
     if axes:
-        program = program and of_one_device(program)
-        inline_manual(module)
+        program = program and _of_one_device(program)
+        _inline_manual(module)
     # Of a kernel nothing is known but what is around its calls.
     workspace = peak_memory(program, (), platform).temporary if program else 0
     entry, functions = _functions(module, kind.attrs["name"])
@@ -205,7 +207,7 @@ _STAND_INS = {
 """The device that Pallas lowers kernels of a platform for where none of it is."""
 
 
-def device_of(platform: str) -> AbstractContextManager[Any]:
+def _device_of(platform: str) -> AbstractContextManager[Any]:
     """A context in which Pallas finds a device of a platform, be there none.
 
     It asks jax for the kind of the default device, whatever platform it lowers for; from jax 0.11
@@ -216,13 +218,6 @@ def device_of(platform: str) -> AbstractContextManager[Any]:
         return nullcontext()
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh)
-
-
-def _read(module: ir.Module) -> Program | None:
-    try:
-        return canonicalize(import_module(module).program)
-    except SpmdError:  # ops that the compiler need not understand here
-        return None
 
 
 def _functions(module: ir.Module, name: str) -> tuple[str, tuple[str, ...]]:
@@ -241,3 +236,70 @@ def _functions(module: ir.Module, name: str) -> tuple[str, tuple[str, ...]]:
             str(f.get_asm(use_local_scope=True, enable_debug_info=False)) for f in functions
         )
     return prefix, texts
+
+
+# ---------------------------------------------------------------------------------------------
+# Functions of one device that exchange with others by jax's collectives.
+#
+# jax knows the groups of a collective inside of a `shard_map` alone. So a function is traced in one
+# over all devices of the mesh, whose atoms are its axes, and what is inside of it is taken out:
+#
+# before: func @main(%0) { %1 = sdy.manual_computation(%0) (%2) { %3 = all_gather %2 ... } }
+# after:  func @main(%0) { %3 = all_gather %0 ... }
+
+
+def _among_devices(function: Callable[..., Any], sizes: Sequence[int]) -> Callable[..., Any]:
+    """The function of one device's operands in a `shard_map` over atoms of these sizes."""
+    names = tuple(map(_atom_name, range(len(sizes))))
+    # Axes that are Explicit, as jax 0.11 makes them, ask for a mesh of devices around the trace.
+    mesh = AbstractMesh(tuple(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+    spec = PartitionSpec()  # every device has its own, which nothing here looks at
+    return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+
+def _atom_name(atom: int) -> str:
+    """The axis of an atom of the mesh."""
+    return f"atom{atom}"
+
+
+def _inline_manual(module: ir.Module) -> None:
+    """Takes what a module's one `shard_map` computes out of it, in place."""
+    with module.context:
+        for item in list(module.body.operations):
+            if item.operation.name != "func.func":
+                item.operation.erase()
+        blocks = [f.operation.regions[0].blocks[0] for f in module.body.operations]
+        for op in [op.operation for block in blocks for op in block]:
+            if op.name == "sdy.manual_computation":
+                inline_region(op)
+
+
+def inline_region(op: Any) -> None:
+    """Puts what is inside of an MLIR op whose one region runs once in the op's place."""
+    block = op.regions[0].blocks[0]
+    for argument, operand in zip(block.arguments, op.operands, strict=True):
+        argument.replace_all_uses_with(operand)
+    *inside, end = block.operations
+    for item in inside:
+        item.move_before(op)
+    for result, value in zip(op.results, end.operands, strict=True):
+        result.replace_all_uses_with(value)
+    op.erase()
+
+
+def _of_one_device(program: Program) -> Program:
+    """An imported module's one `shard_map` as the program of one device, for its memory."""
+
+    def flat(op: Op) -> tuple[Op, ...]:
+        if op.name == MANUAL:
+            return tuple(inner for part in op.regions[0].ops for inner in flat(part))
+        if op.name in (TO_MANUAL, FROM_MANUAL):  # another name of its operand
+            types = op.kind.operands
+            return (op._replace(kind=OpKind("stablehlo.reshape", types, types, {})),)
+        return (op,)
+
+    ops = tuple(part for op in program.body.ops for part in flat(op))
+    ends = {op.results: op.regions[0].results for op in program.body.ops if op.name == MANUAL}
+    inside = {v: x for outer, inner in ends.items() for v, x in zip(outer, inner, strict=True)}
+    results = tuple(inside.get(v, v) for v in program.body.results)
+    return program._replace(body=Region(program.body.args, ops, results))

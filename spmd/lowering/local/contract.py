@@ -7,8 +7,8 @@ from spmd.ir.dialect.contract import RaggedDims
 from spmd.ir.dialect.reducers import NEUTRAL, REDUCER_OPS, identity_element
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
+from spmd.lowering.local.dims import own_piece, start_of
 from spmd.lowering.local.merge import merged_dims, reduce_merged
-from spmd.lowering.local.padding import own_piece, start_of
 from spmd.lowering.local.table import LocalOp, local
 from spmd.propagation.projection import reduced_axes
 
@@ -62,12 +62,17 @@ def _ragged_dot(op: LocalOp) -> tuple[Value, ...]:
         return op.emit([lhs, rhs, sizes])
     count = b.types[lhs].shape[dims.ragged]
     ends = _running_sum(b, sizes)
-    if rows.axes:
-        ends = _clip(b, ends, start_of(b, rows), count)
-    starts = _shifted(b, ends)
+    type_, last = b.types[ends], b.types[ends].rank - 1
+    if rows.axes:  # counted from this device's first row, within its rows
+        first = b.broadcast(b.convert(start_of(b, rows), type_.dtype), type_.shape)
+        low, high = b.splat(0, type_), b.splat(count, type_)
+        inside = b.binary("minimum", b.binary("maximum", ends, first), b.binary("add", first, high))
+        ends = b.binary("maximum", b.binary("subtract", inside, first), low)
+    before = b.slice_dim(ends, last, 0, type_.shape[-1] - 1)
+    starts = b.concatenate([b.splat(0, type_.with_dim(last, 1)), before], last)
     if not groups or dims.group is None:
         return op.emit([lhs, rhs, b.binary("subtract", ends, starts)])
-    last = b.types[sizes].rank - 1  # groups of padding get the bounds 0
+    # Groups of padding get the bounds 0.
     starts, ends = (own_piece(b, bounds, last, groups, op.mesh) for bounds in (starts, ends))
     own = _own_groups(b, starts, ends, count)
     # The right operand gets a group of zeros before and after its own.
@@ -85,23 +90,6 @@ def _running_sum(b: Builder, sizes: Value) -> Value:
     counts = [b.iota(TensorType(square.shape, "i32"), d) for d in (rank - 1, rank - 2)]
     masked = b.select(b.compare("LE", *counts), spread, b.splat(0, square))
     return b.reduce("add", masked, (rank - 1,))
-
-
-def _clip(b: Builder, ends: Value, start: Value, count: int) -> Value:
-    """Ends counted from a device's first row, within its rows."""
-    type_ = b.types[ends]
-    first = b.broadcast(b.convert(start, type_.dtype), type_.shape)
-    low, high = b.splat(0, type_), b.splat(count, type_)
-    inside = b.binary("minimum", b.binary("maximum", ends, first), b.binary("add", first, high))
-    return b.binary("maximum", b.binary("subtract", inside, first), low)
-
-
-def _shifted(b: Builder, ends: Value) -> Value:
-    """Where each group starts: where the one before it ends."""
-    shape = b.types[ends].shape
-    before = b.slice_dim(ends, len(shape) - 1, 0, shape[-1] - 1)
-    zero = b.splat(0, b.types[ends].with_dim(len(shape) - 1, 1))
-    return b.concatenate([zero, before], len(shape) - 1)
 
 
 def _own_groups(b: Builder, starts: Value, ends: Value, count: int) -> Value:

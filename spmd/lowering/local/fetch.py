@@ -16,11 +16,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.dialect.halo import Need, Transfer, exchange
+from spmd.ir.dialect.halo import Need, Transfer, Window, exchange, reads_of
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
-from spmd.lowering.local.dims import gather_dim, per_device, take_dim
-from spmd.lowering.local.padding import Split, join
+from spmd.lowering.local.dims import Split, gather_dim, join, per_device, take_dim
+from spmd.lowering.local.table import LocalOp
 from spmd.mesh.sharding import Axes, tiles
 
 
@@ -53,18 +53,13 @@ def fetch(
     """The range that each device needs of a dim, with `fill` outside of it.
 
     Args:
-      b: the builder that ops are appended to.
-      x: the local tile.
-      split: the dim.
+      b, x, split: the builder, the local tile and its dim.
       need: for each tile that wants some, the elements.
       axes: what the tiles that want them are split over.
       fill: a scalar for what is not needed or does not exist; zero if left out.
-
-    Returns:
-      A value whose dim has `need.length` elements.
     """
     type_ = b.types[x].with_dim(split.dim, need.length)
-    return Range(b, split.dim, axes, fill).assembled(parts_of(b, x, split, need), type_)
+    return assembled(b, parts_of(b, x, split, need), type_, split.dim, axes, fill)
 
 
 def parts_of(b: Builder, x: Value, split: Split, need: Need) -> list[Part]:
@@ -142,49 +137,48 @@ def _round(
     return _part(got, transfers, firsts, need, zeroed=True)
 
 
-class Range(NamedTuple):
-    """A range of a dim that each device puts together from parts.
+def assembled(
+    b: Builder,
+    parts: Sequence[Part],
+    type_: TensorType,
+    dim: int,
+    axes: Axes,
+    fill: Value | None = None,
+) -> Value:
+    """A range of a dim, from parts that do not overlap on any device; `fill`, or zero, elsewhere.
 
-    Attributes:
-      b: the builder that ops are appended to.
-      dim: the dim.
-      axes: what the tiles are split over.
-      fill: a scalar for what no part has; zero if left out.
+    The tiles of the range are split over `axes`.
     """
+    length = type_.shape[dim]
 
-    b: Builder
-    dim: int
-    axes: Axes
-    fill: Value | None = None
+    def filler(size: int) -> Value:
+        wanted = type_.with_dim(dim, size)
+        return b.splat(0, wanted) if fill is None else b.broadcast(fill, wanted.shape)
 
-    def assembled(self, parts: Sequence[Part], type_: TensorType) -> Value:
-        """A range of some type from parts that do not overlap on any device."""
-        b, dim = self.b, self.dim
-        parts = [part for part in parts if part.used]
-        segments = _segments(parts)
-        if segments is None:
-            return self.overlaid(parts, type_)
-        pieces, at = [], 0
-        for low, high, part in segments:
-            if at < low:
-                pieces.append(self.filler(type_.with_dim(dim, low - at)))
-            offset = part.offsets[part.used[0]]
-            piece = b.slice_dim(part.value, dim, low - offset, high - offset)
-            pieces.append(self.masked(piece, part, low))
-            at = high
-        if at < type_.shape[dim]:
-            pieces.append(self.filler(type_.with_dim(dim, type_.shape[dim] - at)))
-        return b.concatenate(pieces, dim)
+    def selected(x: Value, other: Value, part: Part, first: int) -> Value:
+        """`x` at the places that a part fills, else `other`; `first` is the place of `x[0]`."""
+        shape = b.types[x].shape
+        last = first + shape[dim]
+        lows = [min(max(low, first), last) for low in part.lows]
+        highs = [max(low, min(high, last)) for low, high in zip(lows, part.highs, strict=True)]
+        flags = None
+        line = TensorType((shape[dim],), "i32")
+        for direction, bounds, trivial in (("GE", lows, first), ("LT", highs, last)):
+            if set(bounds) == {trivial}:
+                continue
+            limit = per_device(b, axes, [n - first for n in bounds])
+            flag = b.compare(direction, b.iota(line, 0), b.broadcast(limit, line.shape))
+            flags = flag if flags is None else b.binary("and", flags, flag)
+        return x if flags is None else b.select(b.broadcast(flags, shape, (dim,)), x, other)
 
-    def overlaid(self, parts: Sequence[Part], type_: TensorType) -> Value:
-        """Each part shifted to its place on this device, one over the other."""
-        # Padding dims may need this. 6 elements in pieces of 6, 3, 2 lie as 0 1 | 2 . | 3 4 | 5 .
-        # With two more in front they become . . | 0 1 | 2 3 | 4 5: tile 2 has 3 in its own second
-        # place, and gets 2 for its first one, while tile 1 gets both of its elements: no common
-        # places.
-        b, dim = self.b, self.dim
-        result = self.filler(type_)
-        length = type_.shape[dim]
+    parts = [part for part in parts if part.used]
+    segments = _segments(parts)
+    if segments is None:
+        # Each part is shifted to its place on this device, one over the other. Padding dims may
+        # need this. 6 elements in pieces of 6, 3, 2 lie as 0 1 | 2 . | 3 4 | 5 . With two more in
+        # front they become . . | 0 1 | 2 3 | 4 5: tile 2 has 3 in its own second place, and gets 2
+        # for its first one, while tile 1 gets both of its elements: no common places.
+        result = filler(length)
         padding = b.splat(0, type_.with_shape(()))
         for part in parts:
             used = part.used
@@ -192,42 +186,25 @@ class Range(NamedTuple):
             have = b.types[part.value].shape[dim]
             low, high = max(0, *offsets), max(0, *(length - have - o for o in offsets))
             padded = b.pad_dim(part.value, dim, low, high, padding)
-            shifted = take_dim(b, padded, dim, self.axes, [low - o for o in offsets], length)
-            result = self.selected(shifted, result, part, 0)
+            shifted = take_dim(b, padded, dim, axes, [low - o for o in offsets], length)
+            result = selected(shifted, result, part, 0)
         return result
-
-    def masked(self, x: Value, part: Part, low: int) -> Value:
-        """A part's segment with `fill` wherever a device takes less than all of it."""
-        type_ = self.b.types[x]
+    pieces, at = [], 0
+    for low, high, part in segments:
+        if at < low:
+            pieces.append(filler(low - at))
+        offset = part.offsets[part.used[0]]
+        piece = b.slice_dim(part.value, dim, low - offset, high - offset)
         ranges = set(zip(part.lows, part.highs, strict=True))
-        if part.zeroed and self.fill is None:
+        if part.zeroed and fill is None:
             ranges = {r for r in ranges if r[0] < r[1]}
-        if ranges == {(low, low + type_.shape[self.dim])}:
-            return x
-        return self.selected(x, self.filler(type_), part, low)
-
-    def selected(self, x: Value, other: Value, part: Part, first: int) -> Value:
-        """`x` at the places that a part fills, else `other`; `first` is the place of `x[0]`."""
-        b, type_ = self.b, self.b.types[x]
-        last = first + type_.shape[self.dim]
-        lows = [min(max(low, first), last) for low in part.lows]
-        highs = [max(low, min(high, last)) for low, high in zip(lows, part.highs, strict=True)]
-        flags = None
-        line = TensorType((type_.shape[self.dim],), "i32")
-        for direction, bounds, trivial in (("GE", lows, first), ("LT", highs, last)):
-            if set(bounds) == {trivial}:
-                continue
-            limit = per_device(b, self.axes, [n - first for n in bounds])
-            flag = b.compare(direction, b.iota(line, 0), b.broadcast(limit, line.shape))
-            flags = flag if flags is None else b.binary("and", flags, flag)
-        if flags is None:
-            return x
-        return b.select(b.broadcast(flags, type_.shape, (self.dim,)), x, other)
-
-    def filler(self, type_: TensorType) -> Value:
-        """What no part has, in some type."""
-        b = self.b
-        return b.splat(0, type_) if self.fill is None else b.broadcast(self.fill, type_.shape)
+        if ranges != {(low, high)}:  # some device takes less than all of it
+            piece = selected(piece, filler(high - low), part, low)
+        pieces.append(piece)
+        at = high
+    if at < length:
+        pieces.append(filler(length - at))
+    return b.concatenate(pieces, dim)
 
 
 def _segments(parts: Sequence[Part]) -> list[tuple[int, int, Part]] | None:
@@ -242,3 +219,58 @@ def _segments(parts: Sequence[Part]) -> list[tuple[int, int, Part]] | None:
     if any(a[1] > b[0] for a, b in pairwise(found)):
         return None
     return found
+
+
+def read_around(op: LocalOp, x: Value) -> Value:
+    """The first operand, of which `x` has all that the tiles of the result read of each dim."""
+    for d, (axes, window) in op.reads(0).items():
+        need = reads_of(window, op.dim(0, d).size, axes, op.mesh).need
+        x = fetched(op, 0, x, d, axes, need, None)
+    return x
+
+
+def fetched(
+    op: LocalOp, number: int, x: Value, dim: int, axes: Axes, need: Need, fill: Value | None
+) -> Value:
+    """`fetch` for an op that reads a dim of one of its operands, `x`, with a note that says so."""
+    with op.b.noted(note_of(op, number, dim)):
+        return fetch(op.b, x, op.dim(number, dim), need, axes, fill)
+
+
+def note_of(op: LocalOp, number: int, dim: int) -> str:
+    """Why an op communicates, as a sentence."""
+    return f"{op.op.label} reads its neighbours' pieces of dim {dim} of operand {number}"
+
+
+class _Base(NamedTuple):
+    """A fetched dim, with the padding and dilation that the op itself still has to add."""
+
+    value: Value
+    low: int
+    high: int
+    dilation: int
+
+
+def base_of(
+    op: LocalOp,
+    number: int,
+    x: Value,
+    dim: int,
+    axes: Axes,
+    window: Window,
+    fill: Value | None,
+) -> _Base:
+    """The base positions that tiles over `axes` read, for an op that pads and dilates them itself.
+
+    Where devices start at different phases (see `reads_of`), they are dilated here instead.
+    """
+    b = op.b
+    reads = reads_of(window, op.dim(number, dim).size, axes, op.mesh)
+    x = fetched(op, number, x, dim, axes, reads.need, fill)
+    dilation = window.dilation
+    if reads.low is not None:
+        filled = reads.low + (reads.need.length - 1) * dilation + 1
+        return _Base(x, reads.low, reads.base - filled, dilation)
+    scalar = fill if fill is not None else b.splat(0, b.types[x].with_shape(()))
+    x = b.pad_dim(x, dim, 0, 0, scalar, dilation - 1)
+    return _Base(take_dim(b, x, dim, axes, reads.skips, reads.base), 0, 0, 1)

@@ -10,7 +10,7 @@ from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.reducers import identity_element
 from spmd.ir.program import Value
 from spmd.ir.types import GatherDims, ScatterDims
-from spmd.lowering.local.padding import Split, own_count, start_of
+from spmd.lowering.local.dims import Split, own_count, start_of
 from spmd.lowering.local.table import LocalOp, local, or_identity
 from spmd.propagation.projection import reduced_axes
 

@@ -19,9 +19,8 @@ from spmd.ir.dialect.reducers import identity_element
 from spmd.ir.dialect.rule import MERGE
 from spmd.ir.program import Body, Value
 from spmd.ir.types import GatherDims, TensorType, numpy_dtype
-from spmd.lowering.local.dims import gather_dim, per_device
+from spmd.lowering.local.dims import Split, gather_dim, own_count, per_device, start_of
 from spmd.lowering.local.fetch import fetch
-from spmd.lowering.local.padding import Split, own_count, start_of
 from spmd.lowering.local.table import LocalOp, local
 from spmd.mesh.sharding import Axes, tiles
 
@@ -219,11 +218,7 @@ def _comes_first(
 ) -> Value:
     """Whether elements come before others: by the comparator, equal ones and padding by position.
 
-    Args:
-      b: the builder that ops are appended to.
-      op: the sort.
-      left, right: an element of each operand, and its position.
-      shape: shape of all of these.
+    `left` and `right` are an element of each operand, and its position, all of one shape.
     """
     body = op.attrs["body"]
     *xs, i = left

@@ -8,6 +8,8 @@ local shapes, and their description says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from spmd.errors import SpmdError, UnsupportedOpError
@@ -19,12 +21,13 @@ from spmd.ir.dialect.registry import rule_name, rule_of
 from spmd.ir.dialect.rule import REDUCE, Rule
 from spmd.ir.program import Op, Value
 from spmd.ir.types import Attribute, TensorType, local_type
-from spmd.lowering.local.padding import Split, own_count
+from spmd.lowering.local.dims import Split, own_count
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 from spmd.planning.plan import Choice
 
 
+@dataclass(frozen=True, eq=False)
 class LocalOp:
     """One op to lower: the global op, its choice, and the local operands.
 
@@ -32,20 +35,20 @@ class LocalOp:
       b: where local ops go.
       mesh: the mesh.
       op: the global op.
-      rule: its rule.
       choice: its assignment and what follows from it.
       operands: local values, in the shardings of `choice.operands`.
     """
 
-    def __init__(
-        self, b: Builder, mesh: Mesh, op: Op, choice: Choice, operands: Sequence[Value]
-    ) -> None:
-        self.b = b
-        self.mesh = mesh
-        self.op = op
-        self.choice = choice
-        self.operands = tuple(operands)
-        self.rule: Rule = rule_of(op.kind, op.loc)
+    b: Builder
+    mesh: Mesh
+    op: Op
+    choice: Choice
+    operands: tuple[Value, ...]
+
+    @cached_property
+    def rule(self) -> Rule:
+        """The op's rule."""
+        return rule_of(self.op.kind, self.op.loc)
 
     @property
     def attrs(self) -> Mapping[str, Attribute]:

@@ -17,7 +17,7 @@ from spmd.ir.dialect.window import Sliding
 from spmd.ir.program import Value
 from spmd.ir.types import Attribute, ConvDims
 from spmd.lowering.local.dims import gather_dim, take_dim
-from spmd.lowering.local.neighbours import base_of, fetched
+from spmd.lowering.local.fetch import base_of, fetched
 from spmd.lowering.local.table import LocalOp, local
 from spmd.mesh.sharding import Axes, piece_sizes, tiles
 

@@ -1,10 +1,79 @@
-"""Ops that are done again: what they read, where they stand, what is said of them."""
+"""Ops that are done again: what that costs, and what holding costs; where they stand."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from spmd.ir.program import Loc, Op, Region, Value, reads
+from spmd.ir.program import Loc, Op, Program, Region, Value, reads
+from spmd.lowering.rewrites.clock import Clock
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.topology import Topology
+
+SPREAD = 0.25
+"""How much dearer a byte of the last value is than one of the first."""
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """Costs of the ops and values of one program, in seconds.
+
+    Attributes:
+      program: a local program.
+      mesh: its mesh.
+      topology: the machine.
+      price: seconds for each byte that is held at the fullest moment.
+      exchanges: whether collectives may be done again.
+    """
+
+    program: Program
+    mesh: Mesh
+    topology: Topology
+    price: float
+    exchanges: bool = True
+
+    @cached_property
+    def clock(self) -> Clock:
+        """The times of the program's ops."""
+        return Clock(self.program, self.mesh, self.topology)
+
+    def again(self, op: Op) -> float:
+        """Seconds of computing an op a second time, with all that is inside it.
+
+        They are infinite if it must not run twice.
+        """
+        about = op.kind.about
+        if about.has_effect or not op.results or not (about.is_repeatable or about.is_barrier):
+            return math.inf
+        if op.regions:
+            inside = sum(self.again(inner) for region in op.regions for inner in region.ops)
+            return self.runs(op) * inside
+        if op.collective:
+            may = self.exchanges and "axes" in op.kind.attrs
+            return self.clock.exchange(op) if may else math.inf
+        return self.clock.arithmetic(op)
+
+    def of(self, program: Program) -> Costs:
+        """The same for another program."""
+        return replace(self, program=program)
+
+    def runs(self, op: Op) -> int:
+        """How often the regions of an op run; at least once, so that infinite stays infinite."""
+        return max(1, self.clock.index.runs(op))
+
+    def held(self, value: Value, pieces: int = 1) -> float:
+        """Price of a value, or of so many pieces like it, in memory at the fullest moment."""
+        # Equal layers, and products with equal contracted dims, save as much for each byte: at one
+        # price they would all be held or none. So the price is a little higher for later values.
+        slope = 1 + SPREAD * value / len(self.program.types)
+        return self.price * slope * self.program.types[value].bytes * pieces
+
+    def moved(self, value: Value) -> float:
+        """Seconds of writing a value to memory and reading it again."""
+        return 2 * self.program.types[value].bytes / self.topology.hbm_bandwidth
+
 
 AGAIN = "again, rather than held"
 """Note of ops that are done again."""

@@ -16,8 +16,7 @@ from collections.abc import Iterable, Sequence
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, OpKind, Program, Region, Value, reads
 from spmd.ir.rewrite import repeat_op
-from spmd.lowering.recompute.again import again, reads_inside, with_operands
-from spmd.lowering.recompute.costs import Costs
+from spmd.lowering.recompute.again import Costs, again, reads_inside, with_operands
 from spmd.lowering.recompute.cut import Prices, cheapest_cut
 from spmd.planning.plan import Recomputed
 
@@ -27,10 +26,7 @@ def recompute_in_block(
 ) -> tuple[Program, list[Recomputed]]:
     """Holds less across one moment, in every block around it.
 
-    Args:
-      program: a local program.
-      costs: of this program.
-      path: the op that runs at that moment, and the ops around it, outermost first.
+    Its `path` is the op that runs then, and the ops around it, outermost first.
     """
     b = Builder(program.types)
     dropped: list[Recomputed] = []
@@ -54,10 +50,6 @@ def recompute_in_block(
     return program._replace(types=tuple(b.types), body=body), dropped
 
 
-ANSWERS = 3
-"""How often a block is asked: what is made again, and so when, depends on the answer before."""
-
-
 class _Block:
     """A block of ops, and the moment at which one of them runs.
 
@@ -69,7 +61,7 @@ class _Block:
     """
 
     def __init__(self, region: Region, full: int, costs: Costs, runs: int, b: Builder) -> None:
-        self.region, self.costs, self.runs, self.b = region, costs, runs, b
+        self.region, self.costs, self.b = region, costs, b
         self.before, self.after = region.ops[:full], region.ops[full:]
         self.makers = {value: op for op in self.before for value in op.results}
         self.crossing: dict[Value, int] = {}
@@ -79,14 +71,10 @@ class _Block:
                     self.crossing.setdefault(value, i)
         self.returned = set(region.results)
         self.layer = len(self.after) / self._layers()
-        self.again: dict[Value, Op] = {}
-        prices = Prices(self.keep, self.again_seconds, self.early)
-        for _ in range(ANSWERS):
-            self.needed_at = self._needed_at()
-            cut = cheapest_cut(self.before, self.crossing, prices)
-            last, self.again = self.again, {v: op for op in cut.again for v in op.results}
-            if self.again == last:
-                break
+        self.needed_at = self._needed_at()
+        prices = Prices(self.keep, lambda op: runs * costs.again(op), self.early)
+        cut = cheapest_cut(self.before, self.crossing, prices)
+        self.again = {value: op for op in cut.again for value in op.results}
 
     def keep(self, value: Value) -> float:
         """Price of holding a value across the moment; 0 for the block's arguments and results.
@@ -98,9 +86,6 @@ class _Block:
         # What is computed inside its readers has no memory of its own: what it is made of does.
         is_stored = value in self.costs.clock.stored
         return self.costs.held(value) if is_stored else math.inf
-
-    def again_seconds(self, op: Op) -> float:
-        return self.runs * self.costs.again(op)
 
     def early(self, value: Value, op: Op) -> float:
         """Price of making a value for an op that is done again, earlier than anybody else reads it.
@@ -132,21 +117,17 @@ class _Block:
     def _needed_at(self) -> dict[Value, int]:
         """When values would have to be made again, in numbers of ops behind the fullest moment.
 
-        That is when they are read themselves, or what is made of them by the last answer; of values
-        that nobody reads, when what could be made of them would have to be.
+        That is when they are read themselves; of values that nobody reads, when what could be made
+        of them would have to be.
         """
         found: dict[Value, int] = {}
         could: dict[Value, int] = {}
-        does: dict[Value, int] = {}
         for op in reversed(self.before):
-            own = [place[v] for place in (self.crossing, does) for v in op.results if v in place]
+            own = [self.crossing[v] for v in op.results if v in self.crossing]
             when = min(own or [could[v] for v in op.results if v in could], default=len(self.after))
             found.update(dict.fromkeys(op.results, when))
-            is_again = op.results[:1] and op.results[0] in self.again
             for value in reads(op):
                 could[value] = min(could.get(value, when), when)
-                if is_again:
-                    does[value] = min(does.get(value, when), when)
         return found
 
     def dropped(self) -> list[Recomputed]:

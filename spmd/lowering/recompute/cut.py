@@ -30,7 +30,7 @@ class Prices(NamedTuple):
 
     keep: Callable[[Value], float]
     again: Callable[[Op], float]
-    early: Callable[[Value, Op], float]
+    early: Callable[[Value, Op], float] = lambda value, op: 0.0
 
 
 class Cut(NamedTuple):

@@ -20,8 +20,7 @@ from spmd.ir.index import Index
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import repeat_op
 from spmd.ir.types import TensorType
-from spmd.lowering.recompute.again import again, late, with_operands
-from spmd.lowering.recompute.costs import Costs
+from spmd.lowering.recompute.again import Costs, again, late, with_operands
 from spmd.lowering.recompute.cut import Cut, Prices, cheapest_cut
 from spmd.lowering.recompute.stacks import Pair, pairs_of
 from spmd.planning.plan import Recomputed
@@ -32,12 +31,7 @@ ROUNDS = 8
 
 
 def recompute_in_loops(program: Program, costs: Costs) -> tuple[Program, list[Recomputed]]:
-    """Lets every pair of loops collect what is worth its price; outer loops first.
-
-    Args:
-      program: a local program.
-      costs: of this program.
-    """
+    """Lets every pair of loops of a local program collect what is worth its price."""
     dropped: list[Recomputed] = []
     for _ in range(ROUNDS):
         run = _Loops(program, costs)
@@ -59,15 +53,10 @@ class _Loops:
         self.dropped: list[Recomputed] = []
 
     def region(self, region: Region, runs: int) -> Region:
-        """A region whose loops collect less, and so on inside those that stay as they are.
-
-        Args:
-          region: the region.
-          runs: how often it runs.
-        """
+        """A region that runs so often, whose loops and those inside them collect less."""
         changed: dict[Value, Sequence[Op]] = {}
         for pair in pairs_of(region, self.index):
-            cut = _Choice(pair, self.costs, self.index, runs).cut
+            cut = _cheapest(pair, self.costs, self.index, runs)
             rewrite = _Rewrite(pair, cut, self.index, self.b)
             if rewrite.gone:
                 self.dropped += rewrite.dropped()
@@ -83,37 +72,25 @@ class _Loops:
         return region._replace(ops=tuple(ops))
 
 
-class _Choice:
-    """What a pair of loops collects.
+def _cheapest(pair: Pair, costs: Costs, index: Index, runs: int) -> Cut:
+    """What a pair of loops that runs so often collects, and the ops that are done again."""
+    trips = pair.trips * runs
+    around = _around(pair.forward, index)
+    there = set(_around(pair.backward, index).values())
 
-    Attributes:
-      cut: values of the forward loop's body that are kept, and ops that are done again.
-    """
-
-    def __init__(self, pair: Pair, costs: Costs, index: Index, runs: int) -> None:
-        self.pair, self.costs, self.index = pair, costs, index
-        self.trips = pair.trips * runs
-        self.around = _around(pair.forward, index)
-        self.there = set(_around(pair.backward, index).values())
-        self.cut = cheapest_cut(
-            pair.forward.regions[1].ops,
-            [_core(stack.piece, index) for stack in pair.stacks],
-            Prices(self.keep, self.again, lambda value, op: 0.0),
-        )
-
-    def keep(self, value: Value) -> float:
+    def keep(value: Value) -> float:
         """Seconds of having a value in the backward loop without making it again."""
-        if value == self.pair.place:
+        if value == pair.place:
             return 0.0
-        if value in self.around:
-            source = self.around[value]
-            lives = source in self.there or source not in self.index.producers
-            return 0.0 if lives else self.costs.held(source)
-        collected = self.costs.held(value, self.pair.trips)
-        return collected + self.trips * self.costs.moved(value)
+        if value in around:
+            source = around[value]
+            lives = source in there or source not in index.producers
+            return 0.0 if lives else costs.held(source)
+        return costs.held(value, pair.trips) + trips * costs.moved(value)
 
-    def again(self, op: Op) -> float:
-        return self.trips * self.costs.again(op)
+    needed = [_core(stack.piece, index) for stack in pair.stacks]
+    prices = Prices(keep, lambda op: trips * costs.again(op))
+    return cheapest_cut(pair.forward.regions[1].ops, needed, prices)
 
 
 class _Rewrite:

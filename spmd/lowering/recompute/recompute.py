@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from spmd.ir.dead import remove_dead
 from spmd.ir.dedupe import dedupe
 from spmd.ir.program import Op, Program, Region
+from spmd.lowering.recompute.again import Costs
 from spmd.lowering.recompute.block import recompute_in_block
-from spmd.lowering.recompute.costs import Costs
 from spmd.lowering.recompute.loops import recompute_in_loops
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology

@@ -64,39 +64,29 @@ def has_pairs(program: Program) -> bool:
 
 
 def pairs_of(region: Region, index: Index) -> list[Pair]:
-    """The pairs of loops of a region; no loop is in two of them.
-
-    Args:
-      region: of the program that the index is of.
-      index: lookups.
-    """
+    """The pairs of loops of a region; no loop is in two of them."""
     loops = {op.results[0]: op for op in region.ops if op.is_loop and op.results}
     found: list[Pair] = []
     taken: set[Value] = set()
     for forward in loops.values():
-        if forward.results[0] in taken:
-            continue
-        for backward, place, read_at, stacks in _between(forward, loops, index):
-            if backward.results[0] not in taken:
-                trips = index.trips[forward.results[0]] or 0
-                found.append(Pair(forward, backward, trips, place, read_at, stacks))
-                taken.update((forward.results[0], backward.results[0]))
-                break
+        pairs = [] if forward.results[0] in taken else _between(forward, loops, index)
+        pair = next((pair for pair in pairs if pair.backward.results[0] not in taken), None)
+        if pair is not None:
+            found.append(pair)
+            taken.update((forward.results[0], pair.backward.results[0]))
     return found
 
 
-def _between(
-    forward: Op, loops: Mapping[Value, Op], index: Index
-) -> list[tuple[Op, Value, Value, tuple[Stack, ...]]]:
-    """The loops that read a loop's stacks, those with the most stacks first."""
+def _between(forward: Op, loops: Mapping[Value, Op], index: Index) -> list[Pair]:
+    """The pairs of a loop and one that reads its stacks, those with the most stacks first."""
     types = index.program.types
     found: dict[tuple[Value, Value, Value], list[Stack]] = {}
     for number in range(len(forward.results)):
-        piece = _written(forward, number, index)
+        written = _written(forward, number, index)
         reader = _reader(forward.results[number], loops, index)
-        if piece is None or reader is None:
+        if written is None or reader is None:
             continue
-        (update, place), (backward, read) = piece, reader
+        (update, place), (backward, read) = written, reader
         slices = _slices(backward, read, index)
         places = {op.operands[1] for op in slices}
         if len(places) == 1:
@@ -107,8 +97,12 @@ def _between(
             if ends and min(ends) >= 0 and max(ends) <= last and types[place] == types[at]:
                 stack = Stack(number, read, update.operands[1], slices)
                 found.setdefault((backward.results[0], place, at), []).append(stack)
-    order = sorted(found.items(), key=lambda item: -len(item[1]))
-    return [(loops[key[0]], key[1], key[2], tuple(stacks)) for key, stacks in order]
+    trips = index.trips[forward.results[0]] or 0
+    pairs = [
+        Pair(forward, loops[backward], trips, place, at, tuple(stacks))
+        for (backward, place, at), stacks in found.items()
+    ]
+    return sorted(pairs, key=lambda pair: -len(pair.stacks))
 
 
 def _written(loop: Op, number: int, index: Index) -> tuple[Op, Value] | None:
@@ -162,55 +156,51 @@ def _slices(loop: Op, number: int, index: Index) -> tuple[Op, ...]:
     return ops if inside and len(uses) == len(ops) + 1 else ()
 
 
-Ends = tuple[int, int]
-"""An integer in the first and in the last trip of a loop; each trip changes it by as much."""
-
-
-def _ends(loop: Op, value: Value, index: Index) -> Ends | None:
-    """An integer of a loop's body, where that can be told and it does not overflow."""
+def _ends(loop: Op, value: Value, index: Index) -> tuple[int, int] | None:
+    """An integer of a loop's body in the first trip and in the last; trips change it evenly."""
     trips = index.trips.get(loop.results[0])
-    dtype = numpy_dtype(index.program.types[value].dtype)
-    if not trips or not np.issubdtype(dtype, np.integer):
+    if not trips:
         return None
-    body = loop.regions[1]
-    if value in body.args:
-        ends = _counter(loop, body.args.index(value), trips, index)
+    first, last = (_in_trip(trip, loop, value, index) for trip in (0, trips - 1))
+    return None if first is None or last is None else (first, last)
+
+
+def _in_trip(trip: int, loop: Op, value: Value, index: Index) -> int | None:
+    """An integer of a loop's body, made of constants and of what counts the trips.
+
+    None where that cannot be told, or where it overflows.
+    """
+    dtype = numpy_dtype(index.program.types[value].dtype)
+    if not np.issubdtype(dtype, np.integer):
+        return None
+    if value in loop.regions[1].args:
+        found = _counter(trip, loop, loop.regions[1].args.index(value), index)
     else:
-        ends = _computed(loop, value, index)
+        found, op = integer_of(index.producers, value), index.producers.get(value)
+        if found is None and op is not None and (op.kind.about.is_convert or _sign(op)):
+            match [_in_trip(trip, loop, v, index) for v in op.operands]:
+                case [int(a)]:
+                    found = a
+                case [int(a), int(b)]:
+                    found = a + _sign(op) * b
     limits = np.iinfo(dtype)
-    return ends if ends and limits.min <= min(ends) and max(ends) <= limits.max else None
+    return found if found is not None and limits.min <= found <= limits.max else None
 
 
-def _computed(loop: Op, value: Value, index: Index) -> Ends | None:
-    """An integer that is made in a loop's body, of constants and what counts the trips."""
-    known = integer_of(index.producers, value)
-    if known is not None:
-        return known, known
-    op = index.producers[value]
-    if op.kind.about.is_convert:
-        return _ends(loop, op.operands[0], index)
-    sign = _sign(op)
-    terms = [_ends(loop, operand, index) for operand in op.operands] if sign else []
-    match terms:
-        case [(a, b), (c, d)]:
-            return a + sign * c, b + sign * d
-    return None
-
-
-def _counter(loop: Op, number: int, trips: int, index: Index) -> Ends | None:
+def _counter(trip: int, loop: Op, number: int, index: Index) -> int | None:
     """A carry that begins at a constant and grows by a constant."""
     body = loop.regions[1]
     begin = integer_of(index.producers, loop.operands[number])
     if begin is None or is_untouched(loop, number):
-        return None if begin is None else (begin, begin)
-    step = index.producers.get(body.results[number])
-    if step is None or not _sign(step) or body.args[number] not in step.operands:
+        return begin
+    step, carry = index.producers.get(body.results[number]), body.args[number]
+    if step is None or not _sign(step) or carry not in step.operands:
         return None
-    others = [v for v in step.operands if v != body.args[number]]
+    others = [v for v in step.operands if v != carry]
     by = integer_of(index.producers, others[0]) if len(others) == 1 else None
-    if by is None or (_sign(step) < 0 and step.operands[1] == body.args[number]):
+    if by is None or (_sign(step) < 0 and step.operands[1] == carry):
         return None
-    return begin, begin + _sign(step) * by * (trips - 1)
+    return begin + _sign(step) * by * trip
 
 
 def _sign(op: Op) -> int:

@@ -1,11 +1,14 @@
-"""How much arithmetic lies in front of each op of a local program, to hide communication behind."""
+"""What rewrites ask of the machine: how long ops take, and how much memory is left."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from spmd.ir.index import Index
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
+from spmd.predict.memory import peak_memory
 from spmd.predict.timeline import LocalTimes
 from spmd.reshard.comm import collective_seconds
 
@@ -14,11 +17,6 @@ class Clock:
     """Predicted seconds of a program's ops, whichever order rewrites bring them in.
 
     Ops that rewrites add afterwards only move a few bytes around: they take none.
-
-    Args:
-      program: a local program.
-      mesh: its mesh.
-      topology: the machine.
     """
 
     def __init__(self, program: Program, mesh: Mesh, topology: Topology) -> None:
@@ -42,17 +40,29 @@ class Clock:
             return 0.0
         seconds = self._known.get(op.results[0])
         if seconds is None:
-            seconds = self._known[op.results[0]] = self._arithmetic(op)
-        return seconds
-
-    def _arithmetic(self, op: Op) -> float:
-        if op.regions:
             inside = sum(self.arithmetic(inner) for r in op.regions for inner in r.ops)
-            return self.index.runs(op) * inside
-        return self.local.seconds(op)
+            seconds = self.index.runs(op) * inside if op.regions else self.local.seconds(op)
+            self._known[op.results[0]] = seconds
+        return seconds
 
     def exchange(self, op: Op, sent: bool = True) -> float:
         """Seconds of a collective, with or without those that depend on its bytes."""
         before, after = op.kind.operands[0].bytes * sent, op.kind.results[0].bytes * sent
         axes = op.kind.attrs["axes"]
         return collective_seconds(op.label, axes, before, after, self.mesh, self.topology)
+
+
+class Room(NamedTuple):
+    """The memory of one device.
+
+    Attributes:
+      bytes: how much it has.
+      donated: positions of the arguments whose memory may be overwritten.
+    """
+
+    bytes: int
+    donated: tuple[int, ...] = ()
+
+    def left(self, program: Program) -> int:
+        """Predicted bytes that a program leaves free at its peak; negative if it is too large."""
+        return self.bytes - peak_memory(program, self.donated).peak

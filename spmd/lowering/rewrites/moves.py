@@ -8,11 +8,9 @@ size of one dim, which `operand_dim` follows from the result to the operands.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.dialect.registry import rule_of
 from spmd.ir.program import Op, OpKind, Value
 from spmd.ir.types import TensorType
 
@@ -60,59 +58,3 @@ def pieces_of(op: Op) -> int:
     dim = op.kind.attrs[op.kind.about.along]
     sizes = op.kind.operands[0].shape[dim], op.kind.results[0].shape[dim]
     return max(sizes) // min(sizes)
-
-
-class Chain(NamedTuple):
-    """The moves that lead to a gather's operand, followed back, and the gathered dim in each.
-
-    Attributes:
-      gather: the op.
-      values: its operand, the value that this is a move of, and so on back.
-      dims: for each of `values`, the dim along which it would be gathered instead.
-      moves: the ops between them, the last one first.
-    """
-
-    gather: Op
-    values: list[Value]
-    dims: list[int]
-    moves: list[Op]
-
-    @staticmethod
-    def of(gather: Op, made: Mapping[Value, Op]) -> Chain:
-        """The chain as far back as one dim stands for the gathered one."""
-        value, dim = gather.operands[0], gather.kind.attrs["all_gather_dim"]
-        chain = Chain(gather, [value], [dim], [])
-        while (op := made.get(value)) is not None and is_move(op.kind):
-            before = operand_dim(op.kind, dim)
-            if before is None:
-                break
-            value, dim = op.operands[0], before
-            chain.values.append(value)
-            chain.dims.append(dim)
-            chain.moves.append(op)
-        return chain
-
-    @property
-    def times(self) -> int:
-        """How many pieces the gather joins."""
-        return pieces_of(self.gather)
-
-    def repeated(self, b: Builder, count: int, x: Value) -> Value:
-        """The last `count` moves again, on a gathered `x`; they convert to what they did."""
-        for op, dim in reversed(list(zip(self.moves[:count], self.dims, strict=False))):
-            b.loc = op.loc
-            if op.kind.about.is_convert:
-                x = b.convert(x, op.kind.results[0].dtype)
-            else:
-                shape = op.kind.results[0].scaled(dim, self.times).shape
-                x = again(b, op, (x,), TensorType(shape, b.types[x].dtype))
-        return x
-
-
-def joins(op: Op) -> bool:
-    """Whether an op lays several operands side by side."""
-    about, count = op.kind.about, len(op.operands)
-    if count < 2 or about.rule is None or about.collective or about.is_elementwise:
-        return False
-    rule = rule_of(op.kind)
-    return bool(rule.moves and rule.linear == (tuple(range(count)),))

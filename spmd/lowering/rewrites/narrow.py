@@ -6,23 +6,20 @@ after:  `%2 = convert %1 : bf16; %3 = all_gather %2; %4 = transpose %3`
 before: `%2 = convert %1 : f32; %3 = transpose %2; %4 = all_gather %3` (`%1` is bf16)
 after:  `%2 = transpose %1; %3 = all_gather %2; %4 = convert %3 : f32`
 
-before: `%2 = convert %0 : f32; %3 = convert %1 : f32; %4 = concatenate %2, %3` (from bf16)
-after:  `%2 = concatenate %0, %1; %3 = convert %2 : f32`
-
 A convert of elements gives the same wherever they lie, so both change no number. Reductions are
 left alone: their terms' type is the precision of the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from spmd.ir.control_flow import producers_of, users_of
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.types import TensorType, dtype_bits
-from spmd.lowering.rewrites.moves import again, joins
+from spmd.lowering.rewrites.moves import again
 
 _EXCHANGES = ("all_gather", "all_to_all", "collective_permute")
 """Collectives that hand elements on as they are."""
@@ -52,9 +49,22 @@ def _passes_on(op: Op) -> bool:
     return len(op.results) == 1 and (_exchanges(op) or _reshapes(op))
 
 
+def _widens(op: Op) -> bool:
+    """Whether an op converts elements of a narrower type."""
+    is_convert = op.kind.about.is_convert
+    return is_convert and _is_narrower(op.kind.operands[0].dtype, op.kind.results[0].dtype)
+
+
 def _widened_last(program: Program) -> Program:
     made = producers_of(program)
-    if not any(_moves_widened(op, made) for op in program.walk()):
+
+    def is_widened(value: Value) -> bool:
+        source = made.get(value)
+        while source is not None and _reshapes(source):
+            source = made.get(source.operands[0])
+        return source is not None and _widens(source)
+
+    if not any(_exchanges(op) and is_widened(op.operands[0]) for op in program.walk()):
         return program
     narrow_form: dict[Value, Value] = {}
 
@@ -73,36 +83,15 @@ def _widened_last(program: Program) -> Program:
 
     def edit(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
         made.update((result, op) for result in op.results)
-        if len(op.results) != 1 or not (_exchanges(op) or joins(op)):
+        source = narrow_of(b, op.operands[0]) if _exchanges(op) and len(op.results) == 1 else None
+        if source is None:
             return None
-        found = [narrow_of(b, value) for value in op.operands]
-        sources = [source for source in found if source is not None]
-        if len(sources) < len(found) or len({b.types[source].dtype for source in sources}) > 1:
-            return None
-        exchanged = _retyped(b, op, *sources)
+        exchanged = _retyped(b, op, source)
         wide = b.convert(exchanged, op.kind.results[0].dtype)
         narrow_form[wide] = exchanged
         return (wide,)
 
     return edit_ops(program, edit)
-
-
-def _moves_widened(op: Op, made: Mapping[Value, Op]) -> bool:
-    """Whether an exchange, or a join, moves what was converted from a narrower type."""
-
-    def is_widened(value: Value) -> bool:
-        source = made.get(value)
-        while source is not None and _reshapes(source):
-            source = made.get(source.operands[0])
-        return source is not None and _widens(source)
-
-    return (_exchanges(op) or joins(op)) and all(map(is_widened, op.operands))
-
-
-def _widens(op: Op) -> bool:
-    """Whether an op converts elements of a narrower type."""
-    is_convert = op.kind.about.is_convert
-    return is_convert and _is_narrower(op.kind.operands[0].dtype, op.kind.results[0].dtype)
 
 
 def _narrowed_first(program: Program) -> Program:
@@ -166,6 +155,6 @@ def _wanted_types(program: Program) -> dict[Value, str]:
     return moved
 
 
-def _retyped(b: Builder, op: Op, *operands: Value) -> Value:
-    """The op again, on operands of another element type."""
-    return again(b, op, operands, TensorType(op.kind.results[0].shape, b.types[operands[0]].dtype))
+def _retyped(b: Builder, op: Op, operand: Value) -> Value:
+    """The op again, on an operand of another element type."""
+    return again(b, op, (operand,), TensorType(op.kind.results[0].shape, b.types[operand].dtype))

@@ -9,39 +9,26 @@ from __future__ import annotations
 from spmd.ir.dead import remove_dead
 from spmd.ir.dedupe import dedupe
 from spmd.ir.program import Program
-from spmd.lowering.rewrites.clock import Clock
+from spmd.lowering.rewrites.clock import Clock, Room
 from spmd.lowering.rewrites.combine import combine
-from spmd.lowering.rewrites.hoist import hoist
+from spmd.lowering.rewrites.gathers import regather, share_gathers
 from spmd.lowering.rewrites.join_ffts import join_ffts
 from spmd.lowering.rewrites.narrow import narrow
 from spmd.lowering.rewrites.order import order
-from spmd.lowering.rewrites.regather import regather
-from spmd.lowering.rewrites.room import Room
-from spmd.lowering.rewrites.share import share_gathers
 from spmd.lowering.rewrites.slices import slice_collectives
 from spmd.lowering.rewrites.two_level import two_level
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 
 
-def simplify(program: Program, mesh: Mesh, room: Room) -> Program:
-    """The rewrites that leave less to do: everything is done once, where and as it is cheapest.
-
-    Args:
-      program: a local program.
-      mesh: its mesh.
-      room: the memory of one device.
-    """
+def simplify(program: Program, mesh: Mesh) -> Program:
+    """The rewrites that leave less to do: everything is done once, where and as it is cheapest."""
     # `regather` undoes pairs of scatter and gather, which `two_level` makes on purpose, so it comes
     # before.
     deduped = dedupe(join_ffts(program))
-    program = narrow(deduped)
-    program = hoist(program, room)
-    program = regather(program)
-    program = share_gathers(program)
+    program = share_gathers(regather(narrow(deduped)))
     program = program if program is deduped else dedupe(program)
-    program = slice_collectives(program, mesh)
-    return remove_dead(program)
+    return remove_dead(slice_collectives(program, mesh))
 
 
 def schedule(
@@ -54,12 +41,7 @@ def schedule(
 ) -> Program:
     """The rewrites that say how and when collectives run, which the others must not undo.
 
-    Args:
-      program: a local program that is simplified.
-      mesh: its mesh.
-      topology: the machine, whose links decide between ways to do the same.
-      combine_bytes, prefetch: see `Options`.
-      room: the memory of one device.
+    For `combine_bytes` and `prefetch` see `Options`.
     """
     # A flat buffer is split in levels, not each small collective in it. `order` comes last, since
     # every other rewrite changes what there is to be ordered.

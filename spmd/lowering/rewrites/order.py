@@ -25,8 +25,7 @@ from typing import NamedTuple
 
 from spmd.ir.description import Role
 from spmd.ir.program import OpKind, Program, Region, Value, reads
-from spmd.lowering.rewrites.clock import Clock
-from spmd.lowering.rewrites.room import Room
+from spmd.lowering.rewrites.clock import Clock, Room
 
 _NEVER = float("inf")
 
@@ -60,7 +59,7 @@ def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
 
     Args:
       program: a local program.
-      clock: predicts how long ops take.
+      clock: its.
       prefetch: how many gathers over the same links may be held or under way ahead of their use.
       room: the memory of one device. An order that needs more is not taken, unless the given order
         needs more still.

@@ -21,7 +21,7 @@ that ring are no neighbours in the torus.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial, reduce
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ from spmd.ir.dialect.rule import PASS
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.types import TensorType
-from spmd.lowering.divergence import HELD
+from spmd.lowering.collectives import HELD
 from spmd.lowering.local.dims import dynamic_take_dim, to_next
 from spmd.lowering.rewrites.moves import again, is_elementwise, is_move, operand_dim, pieces_of
 from spmd.mesh.mesh import Mesh
@@ -48,35 +48,36 @@ MOST_DEVICES = 8
 
 
 def ring(program: Program, mesh: Mesh, topology: Topology) -> Program:
-    """Takes reduce-scatters of products apart, each where that makes it faster.
-
-    Args:
-      program: a local program; one for other machines than TPUs stays.
-      mesh: its mesh.
-      topology: the machine.
-    """
+    """Takes reduce-scatters of products apart, on TPUs and each where that makes it faster."""
     # A permute is an exchange among all of the mesh: not where devices go different ways.
     if topology.platform != "tpu" or any(HELD in op.kind.attrs for op in program.walk()):
         return program
     slow = {a for a, link in enumerate(topology.atom_links(mesh)) if link == topology.chip.dcn}
+    users = users_of(program)
+    found: dict[Value, _Term] = {}
+    known: dict[object, bool] = {}  # equal sums of equal products, as of layers, are weighed once
 
-    def is_near(op: Op) -> bool:
-        if op.collective != "reduce_scatter":
-            return False
-        axes = op.kind.attrs["axes"]
+    def is_near(axes: Axes) -> bool:
         near = 1 < mesh.extent(axes) <= MOST_DEVICES or _is_whole(axes, mesh, topology)
         return near and slow.isdisjoint(axes)
 
-    known: dict[object, bool] = {}  # equal sums of equal products, as of layers, are weighed once
+    def visit(region: Region) -> None:
+        made = {v: op for op in region.ops for v in op.results if len(users.get(v, ())) == 1}
+        for op in region.ops:
+            for inner in op.regions:
+                visit(inner)
+            attrs = op.kind.attrs
+            if op.collective != "reduce_scatter" or not is_near(attrs["axes"]):
+                continue
+            term = _term(op.operands[0], attrs["scatter_dimension"], pieces_of(op), made)
+            if attrs["body"] == reducer_body("add", op.kind.results[0].dtype) and term.has_product:
+                key = op.kind, term.form(program)
+                if key not in known:
+                    known[key] = _seconds_less(program, op, term, mesh, topology) > 0
+                if known[key]:
+                    found[op.results[0]] = term
 
-    def is_faster(op: Op, term: _Term) -> bool:
-        key = op.kind, term.form(program)
-        if key not in known:
-            known[key] = _seconds_less(program, op, term, mesh, topology) > 0
-        return known[key]
-
-    terms = _terms(program, is_near).items()
-    found = {result: term for result, (op, term) in terms if is_faster(op, term)}
+    visit(program.body)
 
     def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
         term = found.get(op.results[0]) if op.results else None
@@ -160,30 +161,6 @@ class _Term(NamedTuple):
         """What its time depends on: the ops and types it is made of, not its values' numbers."""
         made = self.op.kind if self.op else program.types[self.value]
         return made, self.dim, tuple(operand.form(program) for operand in self.operands)
-
-
-def _terms(program: Program, worth: Callable[[Op], bool]) -> dict[Value, tuple[Op, _Term]]:
-    """For the result of each reduce-scatter that may be taken apart: that, and what it adds up."""
-    users = users_of(program)
-    found: dict[Value, tuple[Op, _Term]] = {}
-
-    def visit(region: Region) -> None:
-        made = {v: op for op in region.ops for v in op.results if len(users.get(v, ())) == 1}
-        for op in region.ops:
-            for inner in op.regions:
-                visit(inner)
-            if worth(op) and _adds(op):
-                dim = op.kind.attrs["scatter_dimension"]
-                term = _term(op.operands[0], dim, pieces_of(op), made)
-                if term.has_product:
-                    found[op.results[0]] = op, term
-
-    visit(program.body)
-    return found
-
-
-def _adds(scatter: Op) -> bool:
-    return bool(scatter.kind.attrs["body"] == reducer_body("add", scatter.kind.results[0].dtype))
 
 
 def _term(value: Value, dim: int, count: int, made: Mapping[Value, Op]) -> _Term:

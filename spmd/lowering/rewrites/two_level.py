@@ -24,7 +24,7 @@ included. Cho et al. 2019, "BlueConnect".
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from spmd.ir.control_flow import users_of
 from spmd.ir.dead import remove_dead
@@ -41,26 +41,48 @@ from spmd.reshard.comm import collective_seconds
 def two_level(program: Program, mesh: Mesh, topology: Topology) -> Program:
     """Splits collectives over fast and slow links in two or three where that is faster."""
     links = topology.atom_links(mesh)
-    slow = frozenset(a for a, link in enumerate(links) if link == topology.chip.dcn)
-    if not slow or len(slow) == len(links):
+    is_slow = [link == topology.chip.dcn for link in links]
+    if len(set(is_slow)) < 2:
         return program
-    machine = _Machine(mesh, topology, slow)
     chains = _chains(program)
 
+    def seconds(kind: str, axes: Axes, sent: TensorType, received: TensorType) -> float:
+        return collective_seconds(kind, axes, sent.bytes, received.bytes, mesh, topology)
+
     def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
-        way = _WAYS.get(op.collective)
-        if way is None or len(op.operands) != 1 or "groups" in op.kind.attrs:
+        attrs = op.kind.attrs
+        if op.collective not in _PARTED or len(op.operands) != 1 or "groups" in attrs:
             return None
         chain = chains.get(op.results[0], [op])
         axes = tuple(a for part in chain for a in part.kind.attrs["axes"])
-        if not all(machine.levels(axes)):
+        fast = tuple(a for a in axes if not is_slow[a])
+        slow = tuple(a for a in axes if is_slow[a])
+        if not fast or not slow:
             return None
-        as_it_is = sum(machine.op_seconds(part) for part in chain)
-        x = now(chain[0].operands[0])
-        result = way(b, op, x, axes, as_it_is, machine)
-        return None if result is None else (result,)
+        sums = op.collective == "all_reduce"
+        way = _summed(op, fast, slow, mesh) if sums else _joined(op, fast, slow, mesh)
+        as_it_is = in_parts = 0.0
+        for part in chain:
+            (sent,), (received,) = part.kind.operands, part.kind.results
+            as_it_is += seconds(part.label, part.kind.attrs["axes"], sent, received)
+        before = way.first
+        for kind, type_, over, _ in way.parts:
+            in_parts += seconds(kind, over, before, type_)
+            before = type_
+        if in_parts + 2 * way.copied / topology.hbm_bandwidth >= as_it_is:
+            return None
+        x = way.before(b, now(chain[0].operands[0]))
+        for number, (kind, type_, over, more) in enumerate(way.parts, 1):
+            between = "between hosts" if over == slow else "within hosts"
+            note = f"{op.loc.note} ({between}, part {number} of {len(way.parts)})".strip()
+            b.loc = op.loc._replace(note=note)
+            x = b.collective(kind, x, type_, over, **more)
+        return (way.after(b, x),)
 
     return remove_dead(edit_ops(program, edit))
+
+
+_PARTED = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def _chains(program: Program) -> dict[Value, list[Op]]:
@@ -82,107 +104,71 @@ def _reduce_alike(op: Op, other: Op) -> bool:
     return mine["body"] == its["body"] and set(mine["axes"]).isdisjoint(its["axes"])
 
 
-class _Machine(NamedTuple):
-    """The mesh and its links; `slow` are the atoms between hosts or slices."""
-
-    mesh: Mesh
-    topology: Topology
-    slow: frozenset[int]
-
-    def levels(self, axes: Axes) -> tuple[Axes, Axes]:
-        """Atoms with fast links and atoms with slow ones, each in their order."""
-        fast = tuple(a for a in axes if a not in self.slow)
-        return fast, tuple(a for a in axes if a in self.slow)
-
-    def seconds(self, kind: str, axes: Axes, sent: int, received: int) -> float:
-        return collective_seconds(kind, axes, sent, received, self.mesh, self.topology)
-
-    def op_seconds(self, op: Op) -> float:
-        """Time of a collective as it is."""
-        (sent,), (received,) = op.kind.operands, op.kind.results
-        return self.seconds(op.label, op.kind.attrs["axes"], sent.bytes, received.bytes)
-
-    def copy_seconds(self, size: int) -> float:
-        """Time to read and write so many bytes of device memory."""
-        return 2 * size / self.topology.hbm_bandwidth
+_Turn = Callable[[Builder, Value], Value]
 
 
-class _Parts:
-    """Appends the parts of one collective, each with a note that says which part it is."""
+class _Way(NamedTuple):
+    """How a collective is done in parts.
 
-    def __init__(self, b: Builder, op: Op, count: int, slow: Axes) -> None:
-        self.b, self.op, self.count, self.slow = b, op, count, slow
-        self.done = 0
+    Attributes:
+      first: the type of what the first part takes.
+      parts: the kind of each, the type of its result, its atoms and its other attributes.
+      copied: bytes that are copied to put pieces in order, or into a flat buffer and out of it.
+      before, after: those copies of the operand, and of the last part's result.
+    """
 
-    def add(self, kind: str, x: Value, type_: TensorType, axes: Axes, **attrs: object) -> Value:
-        """The next part."""
-        self.done += 1
-        links = "between hosts" if axes == self.slow else "within hosts"
-        note = f"{self.op.loc.note} ({links}, part {self.done} of {self.count})".strip()
-        self.b.loc = self.op.loc._replace(note=note)
-        return self.b.collective(kind, x, type_, axes, **attrs)
+    first: TensorType
+    parts: tuple[tuple[str, TensorType, Axes, dict[str, Any]], ...]
+    copied: int = 0
+    before: _Turn = lambda b, x: x
+    after: _Turn = lambda b, x: x
 
 
-def _all_reduce(
-    b: Builder, op: Op, x: Value, axes: Axes, limit: float, machine: _Machine
-) -> Value | None:
-    attrs, mesh = op.kind.attrs, machine.mesh
-    type_ = b.types[x]
-    fast, slow = machine.levels(axes)
-    parts = mesh.extent(fast)
+def _summed(op: Op, fast: Axes, slow: Axes, mesh: Mesh) -> _Way:
     # A dim that the fast devices divide is scattered in place. Without one the sum goes through a
     # flat buffer that is padded to a multiple: f32[3, 5] over 4 devices is f32[16], in fours.
-    dim = next((d for d, size in enumerate(type_.shape) if size and size % parts == 0), None)
-    padded = type_.size if dim is not None else -(-type_.size // parts) * parts
-    whole = type_.bytes * padded // max(1, type_.size)
-    seconds = 0.0 if dim is not None else 2 * machine.copy_seconds(whole)
-    seconds += machine.seconds("reduce_scatter", fast, whole, whole // parts)
-    seconds += machine.seconds("all_reduce", slow, whole // parts, whole // parts)
-    seconds += machine.seconds("all_gather", fast, whole // parts, whole)
-    if seconds >= limit:
-        return None
-    made, body = _Parts(b, op, 3, slow), attrs["body"]
-    flat = x if dim is not None else _flat(b, x, padded)
-    at = dim or 0
-    all_, one = b.types[flat], b.types[flat].scaled(at, 1, parts)
-    y = made.add("reduce_scatter", flat, one, fast, scatter_dimension=at, body=body)
-    y = made.add("all_reduce", y, one, slow, body=body)
-    y = made.add("all_gather", y, all_, fast, all_gather_dim=at)
-    return y if dim is not None else _unflat(b, y, type_)
+    type_, count, body = op.kind.results[0], mesh.extent(fast), {"body": op.kind.attrs["body"]}
+    found = (d for d, size in enumerate(type_.shape) if size and size % count == 0)
+    dim = next(found, None)
+    whole = type_ if dim is not None else type_.with_shape((-(-type_.size // count) * count,))
+    one = whole.scaled(dim or 0, 1, count)
+    parts = (
+        ("reduce_scatter", one, fast, {"scatter_dimension": dim or 0, **body}),
+        ("all_reduce", one, slow, body),
+        ("all_gather", whole, fast, {"all_gather_dim": dim or 0}),
+    )
+    if dim is not None:
+        return _Way(whole, parts)
+
+    def flat(b: Builder, x: Value) -> Value:
+        zero = b.splat(0, TensorType((), type_.dtype))
+        return b.pad_dim(b.reshape(x, (type_.size,)), 0, 0, whole.size - type_.size, zero)
+
+    def unflat(b: Builder, x: Value) -> Value:
+        return b.reshape(b.slice_dim(x, 0, 0, type_.size), type_.shape)
+
+    return _Way(whole, parts, 2 * whole.bytes, flat, unflat)
 
 
-def _gather_or_scatter(
-    b: Builder, op: Op, x: Value, axes: Axes, limit: float, machine: _Machine
-) -> Value | None:
+def _joined(op: Op, fast: Axes, slow: Axes, mesh: Mesh) -> _Way:
     # A gather goes over the slow links first, a reduce-scatter last: while pieces are small.
-    attrs, mesh, along = op.kind.attrs, machine.mesh, op.kind.about.along
-    dim, gathers = attrs[along], op.collective == "all_gather"
-    fast, slow = machine.levels(axes)
-    first, second = (slow, fast) if gathers else (fast, slow)
+    attrs, along, kind = op.kind.attrs, op.kind.about.along, op.collective
+    axes, dim, gathers = attrs["axes"], attrs[along], kind == "all_gather"
     (before,), (after,) = op.kind.operands, op.kind.results
     some = (before if gathers else after).scaled(dim, mesh.extent(slow))
-    seconds = machine.seconds(op.collective, first, before.bytes, some.bytes)
-    seconds += machine.seconds(op.collective, second, some.bytes, after.bytes)
-    if axes != fast + slow:
-        seconds += machine.copy_seconds(max(before.bytes, after.bytes))
-    if seconds >= limit:
-        return None
-    made, how = _Parts(b, op, 2, slow), {n: attrs[n] for n in (along, "body") if n in attrs}
-    y = x if gathers else _reordered(b, x, dim, axes, fast + slow, mesh)
-    y = made.add(op.collective, y, some, first, **how)
-    y = made.add(op.collective, y, after, second, **how)
-    return _reordered(b, y, dim, fast + slow, axes, mesh) if gathers else y
+    how = {name: attrs[name] for name in (along, "body") if name in attrs}
+    first, second = (slow, fast) if gathers else (fast, slow)
+    way = _Way(before, ((kind, some, first, how), (kind, after, second, how)))
+    if axes == fast + slow:
+        return way
+    have, wanted = (fast + slow, axes) if gathers else (axes, fast + slow)
+    copied = max(before.bytes, after.bytes)
 
+    def turn(b: Builder, x: Value) -> Value:
+        return _reordered(b, x, dim, have, wanted, mesh)
 
-_Way = Callable[[Builder, Op, Value, Axes, float, _Machine], "Value | None"]
-"""Called with the builder, a collective, its operand, its atoms, and its seconds as it is. Returns
-its result made in parts, or None where that takes longer."""
-
-_WAYS: dict[str, _Way] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _gather_or_scatter,
-    "reduce_scatter": _gather_or_scatter,
-}
+    moves = way._replace(after=turn) if gathers else way._replace(before=turn)
+    return moves._replace(copied=copied)
 
 
 def _reordered(b: Builder, x: Value, dim: int, have: Axes, wanted: Axes, mesh: Mesh) -> Value:
@@ -191,8 +177,6 @@ def _reordered(b: Builder, x: Value, dim: int, have: Axes, wanted: Axes, mesh: M
     #   wanted, data = (host, device):            00 01 10 11
     #   gathered over host, then over device:     00 10 01 11     (device, host)
     # The dim is taken apart into (device, host, piece), and the first two change places.
-    if have == wanted:
-        return x
     shape = b.types[x].shape
     counts = [mesh.atom_sizes[a] for a in have]
     piece = shape[dim] // mesh.extent(have)
@@ -201,16 +185,3 @@ def _reordered(b: Builder, x: Value, dim: int, have: Axes, wanted: Axes, mesh: M
     rank = len(shape) + len(have)
     moved = b.transpose(apart, (*range(dim), *order, *range(dim + len(have), rank)))
     return b.reshape(moved, shape)
-
-
-def _flat(b: Builder, x: Value, size: int) -> Value:
-    """All elements in one dim, with zeros behind them up to a size."""
-    type_ = b.types[x]
-    x = b.reshape(x, (type_.size,))
-    zero = b.splat(0, TensorType((), type_.dtype))
-    return b.pad_dim(x, 0, 0, size - type_.size, zero)
-
-
-def _unflat(b: Builder, x: Value, type_: TensorType) -> Value:
-    """The inverse of `_flat`."""
-    return b.reshape(b.slice_dim(x, 0, 0, type_.size), type_.shape)

@@ -20,8 +20,8 @@ from spmd.lowering.emitted import emit_local
 from spmd.lowering.execute import executable
 from spmd.lowering.expand import expand
 from spmd.lowering.legality import check_local
+from spmd.lowering.local.dims import Split
 from spmd.lowering.local.fetch import fetch
-from spmd.lowering.local.padding import Split
 from spmd.lowering.partition import Partitioned
 from spmd.mesh.sharding import Axes, Sharding, piece_sizes, tiles
 

@@ -19,8 +19,7 @@ from spmd.ir.index import Index
 from spmd.ir.program import Op, OpKind, Program
 from spmd.ir.text import format_program
 from spmd.lowering.legality import check_local
-from spmd.lowering.recompute.again import AGAIN
-from spmd.lowering.recompute.costs import Costs
+from spmd.lowering.recompute.again import AGAIN, Costs
 from spmd.lowering.recompute.recompute import recompute
 from spmd.lowering.recompute.stacks import pairs_of
 from spmd.predict.memory import peak_memory

@@ -1,4 +1,4 @@
-"""Gathers move the narrowest type, and once: before -> after, in ops, bytes and values."""
+"""Gathers and the moves in front of them: before -> after, in ops, bytes and values."""
 
 # ruff: noqa: E501 (program texts)
 
@@ -9,8 +9,7 @@ import pytest
 from spmd.ir.dead import remove_dead
 from spmd.ir.dedupe import dedupe
 from spmd.ir.program import Program
-from spmd.lowering.rewrites.narrow import narrow
-from spmd.lowering.rewrites.share import share_gathers
+from spmd.lowering.rewrites.gathers import regather, share_gathers
 from spmd.mesh.mesh import Mesh
 from tests.lowering.rewrites.local_programs import names, rewritten, sent
 
@@ -19,77 +18,6 @@ MESH = Mesh(None, (4, 2), ("data", "model"))
 
 def shared(program: Program) -> Program:
     return remove_dead(share_gathers(program))
-
-
-def test_what_is_narrowed_after_a_gather_is_narrowed_before_it() -> None:
-    after = rewritten(narrow, """program @p(%0: tensor<2x4xf32> "x") {
-      %1 = stablehlo.all_gather %0 {all_gather_dim = 0, axes = {data}} : (tensor<2x4xf32>) -> tensor<8x4xf32>
-      %2 = stablehlo.transpose %1 {permutation = [1, 0]} : (tensor<8x4xf32>) -> tensor<4x8xf32>
-      %3 = stablehlo.convert %2 : (tensor<4x8xf32>) -> tensor<4x8xbf16>
-      %4 = stablehlo.convert %1 : (tensor<8x4xf32>) -> tensor<8x4xbf16>
-      return %3 "y", %4 "z"
-    }""", MESH)  # fmt: skip
-    assert names(after) == ["convert", "all_gather", "transpose"]
-    assert sent(after, MESH) == 2 * 4 * 2 * 3
-
-
-def test_a_gather_that_is_also_read_wide_stays_wide() -> None:
-    after = rewritten(narrow, """program @p(%0: tensor<2x4xf32> "x") {
-      %1 = stablehlo.all_gather %0 {all_gather_dim = 0, axes = {data}} : (tensor<2x4xf32>) -> tensor<8x4xf32>
-      %2 = stablehlo.convert %1 : (tensor<8x4xf32>) -> tensor<8x4xbf16>
-      return %1 "y", %2 "z"
-    }""", MESH)  # fmt: skip
-    assert names(after) == ["all_gather", "convert"]
-
-
-def test_every_step_of_an_exchange_moves_the_narrow_type() -> None:
-    after = rewritten(narrow, """program @p(%0: tensor<2x4xf32> "x") {
-      %1 = stablehlo.all_to_all %0 {axes = {model}, concat_dimension = 0, split_dimension = 1} : (tensor<2x4xf32>) -> tensor<4x2xf32>
-      %2 = stablehlo.collective_permute %1 {axes = {model}, pairs = [[0, 1], [1, 0], [2, 3], [3, 2], [4, 5], [5, 4]]} : (tensor<4x2xf32>) -> tensor<4x2xf32>
-      %3 = stablehlo.all_gather %2 {all_gather_dim = 0, axes = {data}} : (tensor<4x2xf32>) -> tensor<16x2xf32>
-      %4 = stablehlo.convert %3 : (tensor<16x2xf32>) -> tensor<16x2xbf16>
-      return %4 "y"
-    }""", MESH)  # fmt: skip
-    assert names(after) == ["convert", "all_to_all", "collective_permute", "all_gather"]
-
-
-def test_what_is_widened_before_a_gather_is_widened_after_it() -> None:
-    after = rewritten(lambda p: remove_dead(narrow(p)), """program @p(%0: tensor<2x4xbf16> "x") {
-      %1 = stablehlo.convert %0 : (tensor<2x4xbf16>) -> tensor<2x4xf32>
-      %2 = stablehlo.reshape %1 : (tensor<2x4xf32>) -> tensor<2x2x2xf32>
-      %3 = stablehlo.all_gather %2 {all_gather_dim = 0, axes = {model}} : (tensor<2x2x2xf32>) -> tensor<4x2x2xf32>
-      %4 = stablehlo.all_gather %3 {all_gather_dim = 0, axes = {data}} : (tensor<4x2x2xf32>) -> tensor<16x2x2xf32>
-      return %4 "y"
-    }""", MESH)  # fmt: skip
-    assert names(after) == ["reshape", "all_gather", "all_gather", "convert"]
-    assert sent(after, MESH) == 8 * 2 + 16 * 2 * 3
-
-
-@pytest.mark.parametrize("second", ["bf16", "f16"])
-def test_what_is_widened_and_joined_is_widened_after_that(second: str) -> None:
-    after = rewritten(lambda p: remove_dead(narrow(p)), f"""program @p(%0: tensor<4xbf16> "x", %1: tensor<4x{second}> "y") {{
-      %2 = stablehlo.convert %0 : (tensor<4xbf16>) -> tensor<4xf32>
-      %3 = stablehlo.broadcast_in_dim %2 {{broadcast_dimensions = [1]}} : (tensor<4xf32>) -> tensor<1x4xf32>
-      %4 = stablehlo.convert %1 : (tensor<4x{second}>) -> tensor<4xf32>
-      %5 = stablehlo.broadcast_in_dim %4 {{broadcast_dimensions = [1]}} : (tensor<4xf32>) -> tensor<1x4xf32>
-      %6 = stablehlo.concatenate %3, %5 {{dimension = 0}} : (tensor<1x4xf32>, tensor<1x4xf32>) -> tensor<2x4xf32>
-      return %6 "z"
-    }}""", MESH)  # fmt: skip
-    alike = ["broadcast_in_dim", "broadcast_in_dim", "concatenate", "convert"]
-    apart = ["convert", "broadcast_in_dim", "convert", "broadcast_in_dim", "concatenate"]
-    assert names(after) == (alike if second == "bf16" else apart)
-
-
-def test_a_sum_keeps_its_precision() -> None:
-    text = """program @p(%0: tensor<8x4xf32> "x", %1: tensor<8x4xbf16> "w") {
-      %2 = stablehlo.reduce_scatter %0 {axes = {data}, body = add<f32>, scatter_dimension = 0} : (tensor<8x4xf32>) -> tensor<2x4xf32>
-      %3 = stablehlo.convert %2 : (tensor<2x4xf32>) -> tensor<2x4xbf16>
-      %4 = stablehlo.convert %1 : (tensor<8x4xbf16>) -> tensor<8x4xf32>
-      %5 = stablehlo.all_reduce %4 {axes = {data}, body = add<f32>} : (tensor<8x4xf32>) -> tensor<8x4xf32>
-      return %3 "y", %5 "z"
-    }"""
-    after = rewritten(narrow, text, MESH)
-    assert names(after) == ["reduce_scatter", "convert", "convert", "all_reduce"]
 
 
 FORMS = """program @p(%0: tensor<4x6xf32> "x") {
@@ -162,3 +90,60 @@ def test_gathers_in_a_loop_are_shared_within_it(inner: str) -> None:
     }}"""
     after = rewritten(lambda p: dedupe(shared(p)), text, MESH)
     assert names(after).count("all_gather") == (2 if inner == "shared" else 3)
+
+
+SCATTERED = "%1 = stablehlo.reduce_scatter %0 {axes = {data}, body = add<f32>, scatter_dimension = 0} : (tensor<8x16xf32>) -> tensor<2x16xf32>"
+
+
+def undone(*lines: str) -> Program:
+    body = "\n".join(lines)
+    text = f"""program @p(%0: tensor<8x16xf32> "x") {{\n{body}\n}}"""
+    return rewritten(regather, text, MESH)
+
+
+def gathered(
+    result: int, operand: int, before: str, then: str, dim: int = 0, axes: str = "data"
+) -> str:
+    attrs = f"{{all_gather_dim = {dim}, axes = {{{axes}}}}}"
+    return f"%{result} = stablehlo.all_gather %{operand} {attrs} : (tensor<{before}xf32>) -> tensor<{then}xf32>"
+
+
+def test_a_gathered_reduce_scatter_is_an_all_reduce() -> None:
+    program = undone(SCATTERED, gathered(2, 1, "2x16", "8x16"), 'return %2 "y"')
+    assert names(program) == ["all_reduce"]
+    assert sent(program, MESH) == 2 * 8 * 16 * 4 * 3 // 4
+
+
+def test_moves_between_are_done_on_the_whole() -> None:
+    program = undone(
+        SCATTERED,
+        "%2 = stablehlo.reshape %1 : (tensor<2x16xf32>) -> tensor<2x4x4xf32>",
+        "%3 = stablehlo.transpose %2 {permutation = [2, 0, 1]} : (tensor<2x4x4xf32>) -> tensor<4x2x4xf32>",
+        gathered(4, 3, "4x2x4", "4x8x4", dim=1),
+        'return %4 "y"',
+    )
+    assert names(program) == ["all_reduce", "reshape", "transpose"]
+
+
+def test_a_scattered_sum_with_another_use_stays() -> None:
+    program = undone(SCATTERED, gathered(2, 1, "2x16", "8x16"), 'return %1 "y", %2 "z"')
+    assert names(program) == ["reduce_scatter", "all_gather"]
+
+
+def test_pieces_that_are_joined_otherwise_stay() -> None:
+    program = undone(SCATTERED, gathered(2, 1, "2x16", "2x64", dim=1), 'return %2 "y"')
+    assert names(program) == ["reduce_scatter", "all_gather"]
+    program = undone(SCATTERED, gathered(2, 1, "2x16", "4x16", axes="model"), 'return %2 "y"')
+    assert names(program) == ["reduce_scatter", "all_gather"]
+
+
+def test_a_gathered_slice_is_what_it_was_sliced_from() -> None:
+    """A slice is taken of what its devices have in common, as the sum here."""
+    program = undone(
+        "%1 = stablehlo.all_reduce %0 {axes = {data}, body = add<f32>} : (tensor<8x16xf32>) -> tensor<8x16xf32>",
+        "%2 = spmd.local_slice %1 {axes = {data}, dim = 1} : (tensor<8x16xf32>) -> tensor<8x4xf32>",
+        "%3 = stablehlo.transpose %2 {permutation = [1, 0]} : (tensor<8x4xf32>) -> tensor<4x8xf32>",
+        gathered(4, 3, "4x8", "16x8"),
+        'return %2 "y", %4 "z"',
+    )
+    assert names(program) == ["all_reduce", "local_slice", "transpose"]

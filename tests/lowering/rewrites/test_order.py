@@ -12,9 +12,8 @@ import pytest
 
 import spmd
 from spmd.ir.program import Program
-from spmd.lowering.rewrites.clock import Clock
+from spmd.lowering.rewrites.clock import Clock, Room
 from spmd.lowering.rewrites.order import order
-from spmd.lowering.rewrites.room import Room
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 from spmd.predict.memory import peak_memory

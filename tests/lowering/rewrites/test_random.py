@@ -11,8 +11,8 @@ from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.reducers import reducer_body
 from spmd.ir.program import Program, Value
 from spmd.ir.types import TensorType
+from spmd.lowering.rewrites.clock import Room
 from spmd.lowering.rewrites.optimize import schedule, simplify
-from spmd.lowering.rewrites.room import Room
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 from spmd.mesh.topology import Topology
@@ -172,7 +172,7 @@ def test_rewrites_change_nothing(seed: int) -> None:
     topology = Topology(r.choice(TOPOLOGIES))
     combine, prefetch = r.choice([0, 2048, 4 << 20]), r.choice([0, 1, 4])
     room = Room(1 << 40)
-    simple = simplify(program, mesh, room)
+    simple = simplify(program, mesh)
     rewritten = schedule(simple, mesh, topology, combine, prefetch, room)
     # Ones only, so that sums are exact in any order, even in bfloat16.
     args = [np.clip(a, -1, 1) for a in arguments(program, mesh)]
