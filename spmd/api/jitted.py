@@ -24,7 +24,7 @@ from spmd.api.signature import by_number_and_name
 from spmd.api.specs import specified
 from spmd.api.tracing import Call, Recipe, Traced, take_apart, trace_call
 from spmd.compiler import Request, Stages, compile_module
-from spmd.explain.costly import costly_text
+from spmd.explain.marks import costly_text
 from spmd.explain.words import idle_text, plural
 from spmd.frontend.trace import ClosedOverTracer
 from spmd.mesh.spec import as_mesh

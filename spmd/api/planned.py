@@ -15,7 +15,7 @@ import jax
 from spmd.api.tracing import Traced
 from spmd.compiler import Request, Stages
 from spmd.errors import ArgumentError
-from spmd.explain.collectives import Collective, list_collectives
+from spmd.explain.costs import Collective, list_collectives
 from spmd.explain.memory import Memory
 from spmd.explain.prices import Prices
 from spmd.ir.program import Program

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from spmd.explain.costs import Cost, code_lines, largest, seconds_by_kind
+from spmd.explain.costs import code_lines, largest, seconds_by_kind
 from spmd.explain.facts import Facts
 from spmd.explain.page.html import Html, joined, tag
 from spmd.explain.words import bytes_text, seconds_text, share_text, source_text
@@ -81,33 +81,23 @@ def _spent(facts: Facts) -> Html:
 def _largest(facts: Facts) -> Html:
     whole = facts.timeline.seconds
     title, most = largest(facts.costs, whole)
-    if not most:
-        return Html()
-    rows = [_row(cost, whole, most[0].seconds) for cost in most]
-    return joined(tag("p.head", tag("b", title.capitalize())), tag("ol.costs", *rows))
-
-
-def _row(cost: Cost, whole: float, most: float) -> Html:
-    width = f"width:{cost.seconds / most:.1%};background:var(--{cost.kind})"
-    code = [
-        joined(tag("span", source_text(place), title=place), tag("code", text))
-        for place, text in code_lines(cost)
-    ]
-    return tag(
-        "li",
-        tag(
+    rows = []
+    for cost in most:
+        width = f"width:{cost.seconds / most[0].seconds:.1%};background:var(--{cost.kind})"
+        code = [
+            joined(tag("span", source_text(place), title=place), tag("code", text))
+            for place, text in code_lines(cost)
+        ]
+        figures = tag(
             "div",
             tag("b", share_text(cost.seconds, whole)),
             " ",
             tag("span.soft", seconds_text(cost.seconds)),
             tag("i", style=width),
-        ),
-        tag(
-            "div",
-            tag("b", cost.title),
-            " ",
-            tag("span.soft", cost.remark),
-            tag("p.why", source_text(cost.reason)) if cost.reason else "",
-            tag("div.code", *code),
-        ),
-    )
+        )
+        reason = tag("p.why", source_text(cost.reason)) if cost.reason else ""
+        said = (tag("b", cost.title), " ", tag("span.soft", cost.remark), reason)
+        rows.append(tag("li", figures, tag("div", *said, tag("div.code", *code))))
+    if not rows:
+        return Html()
+    return joined(tag("p.head", tag("b", title.capitalize())), tag("ol.costs", *rows))
