@@ -102,7 +102,7 @@ STRUCTURE = {
 
 def how(name: str) -> str:
     """What becomes of an op, in a few words; empty if nobody knows."""
-    from spmd.frontend.canonicalize.site import CANONICAL
+    from spmd.frontend.canonicalize.run import CANONICAL
     from spmd.frontend.importer.legalize import LEGALIZED
     from spmd.frontend.importer.unsupported import REFUSED
     from spmd.ir.dialect import registry
@@ -127,7 +127,7 @@ def how(name: str) -> str:
 
 def names_of(dialects: tuple[str, ...]) -> set[str]:
     """Every op of some dialects that a table names."""
-    from spmd.frontend.canonicalize.site import CANONICAL
+    from spmd.frontend.canonicalize.run import CANONICAL
     from spmd.frontend.importer.legalize import LEGALIZED
     from spmd.frontend.importer.unsupported import REFUSED
     from spmd.ir.dialect import registry

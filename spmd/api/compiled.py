@@ -18,7 +18,7 @@ from spmd.api.dispatch import NAN_FOUND
 from spmd.api.marks import some_of
 from spmd.api.mistakes import check_alive, check_concrete, check_once, check_types, no_values
 from spmd.api.planned import Planned
-from spmd.api.tracing import Traced
+from spmd.api.tracing import Interface
 from spmd.compiler import Stages, emit_plan
 from spmd.errors import ArgumentError
 from spmd.explain.memory import Memory
@@ -53,9 +53,9 @@ class Lowered(Planned):
     """A planned and partitioned program that XLA has not seen yet: everything but running it."""
 
     def __init__(
-        self, traced: Traced, stages: Stages, options: Options, target: Topology | None = None
+        self, interface: Interface, stages: Stages, options: Options, target: Topology | None = None
     ) -> None:
-        super().__init__(traced, stages, options)
+        super().__init__(interface, stages, options)
         self.target = target
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
@@ -71,7 +71,7 @@ class Lowered(Planned):
         if compiler_options:
             given = {**self.options.compiler_options, **compiler_options}
             options = replace(self.options, compiler_options=given)
-            lowered = Lowered(self.traced, self.stages, options, self.target)
+            lowered = Lowered(self.interface, self.stages, options, self.target)
             lowered.prices = self.prices
         with progress(self.name, self.options.shows_progress):
             return Compiled(lowered)
@@ -137,7 +137,7 @@ class Compiled(Planned):
     """
 
     def __init__(self, lowered: Lowered) -> None:
-        super().__init__(lowered.traced, lowered.stages, lowered.options)
+        super().__init__(lowered.interface, lowered.stages, lowered.options)
         self.prices = lowered.prices  # what is known already
         target, emitted = lowered.target, self.stages.emitted
         self._ahead = None if target is None or is_here(self.mesh, target) else target
@@ -227,7 +227,7 @@ class Compiled(Planned):
 
     def unflattened(self, results: Sequence[Any]) -> Any:
         """Flat results as the function returns them."""
-        return jax.tree.unflatten(self.traced.out_tree, results)
+        return jax.tree.unflatten(self.interface.out_tree, results)
 
     def check(self, arrays: Sequence[Any]) -> None:
         """Holds that flat arguments are there to be taken.
@@ -262,7 +262,7 @@ class Compiled(Planned):
     def out_shardings(self) -> Any:
         """Pytree of the results' `NamedSharding`s."""
         shardings = (placed.sharding for placed in self._boundary.seen_results)
-        return jax.tree.unflatten(self.traced.out_tree, shardings)
+        return jax.tree.unflatten(self.interface.out_tree, shardings)
 
     @property
     def in_formats(self) -> Any:
@@ -277,10 +277,10 @@ class Compiled(Planned):
     @property
     def out_formats(self) -> Any:
         """Pytree of the results' `Format`s, as `out_shardings`."""
-        return jax.tree.unflatten(self.traced.out_tree, self._boundary.seen_results)
+        return jax.tree.unflatten(self.interface.out_tree, self._boundary.seen_results)
 
     def _unflattened_formats(self) -> Any:
-        return jax.tree.unflatten(self.traced.in_tree, self._boundary.seen_arguments)
+        return jax.tree.unflatten(self.interface.in_tree, self._boundary.seen_arguments)
 
     def init(self, argnum: int, fn: Callable[..., Any], *args: Any) -> Any:
         """Creates an argument directly in the sharding and layout that this program wants it in.
@@ -395,7 +395,7 @@ class Compiled(Planned):
     def input_shardings(self) -> Any:
         """((positional, ...), {name: ...}) of the arguments' `NamedSharding`s."""
         shardings = (placed.sharding for placed in self._boundary.seen_arguments)
-        return jax.tree.unflatten(self.traced.in_tree, shardings)
+        return jax.tree.unflatten(self.interface.in_tree, shardings)
 
     @property
     def output_shardings(self) -> Any:
@@ -420,11 +420,11 @@ class Compiled(Planned):
           ArgumentError: they have another structure than those compiled for.
         """
         leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
-        if tree != self.traced.in_tree:
+        if tree != self.interface.in_tree:
             raise ArgumentError(
                 "the arguments have another structure than those compiled for",
                 actual=str(tree),
-                required=str(self.traced.in_tree),
+                required=str(self.interface.in_tree),
                 fix="call with the same pytrees",
             )
         return leaves
@@ -448,7 +448,7 @@ def _around(
       emitted: its text.
       devices: descriptions of the mesh's devices, where they are not here.
     """
-    mesh = jax_mesh(planned.mesh, devices, planned.traced.axis_types)
-    boundary = Boundary(planned.traced, emitted, mesh)
-    weak = tuple(struct.weak_type for struct in planned.traced.out_structs)
+    mesh = jax_mesh(planned.mesh, devices, planned.interface.axis_types)
+    boundary = Boundary(planned.interface, emitted, mesh)
+    weak = tuple(struct.weak_type for struct in planned.interface.out_structs)
     return boundary, Outside(mesh, weak, devices, boundary.result_formats)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from spmd.api.tracing import Traced
+from spmd.api.tracing import Interface
 from spmd.compiler import Request, Stages
 from spmd.errors import ArgumentError
 from spmd.explain.costs import Collective, list_collectives
@@ -35,14 +35,14 @@ class Planned:
     """All that can be asked of a program before XLA has seen it.
 
     Attributes:
-      traced: what the function, its arguments and its results are.
+      interface: what the function, its arguments and its results are.
       stages: the result of every stage of the compiler.
       options: compile options.
       measured: what `Compiled.measure` found the last time, which reports show; None before.
     """
 
-    def __init__(self, traced: Traced, stages: Stages, options: Options) -> None:
-        self.traced = traced
+    def __init__(self, interface: Interface, stages: Stages, options: Options) -> None:
+        self.interface = interface
         self.stages = stages
         self.options = options
         self.measured: Measured | None = None
@@ -50,7 +50,7 @@ class Planned:
     @property
     def request(self) -> Request:
         """What was compiled."""
-        return self.traced.request
+        return self.interface.request
 
     @property
     def mesh(self) -> Mesh:
@@ -60,22 +60,22 @@ class Planned:
     @property
     def name(self) -> str:
         """What the function is called."""
-        return self.traced.name or self.stages.plan.program.name
+        return self.interface.name or self.stages.plan.program.name
 
     @property
     def in_tree(self) -> Any:
         """The structure of ((positional, ...), {name: ...}), static arguments left out."""
-        return self.traced.in_tree
+        return self.interface.in_tree
 
     @property
     def out_tree(self) -> Any:
         """The structure of the result."""
-        return self.traced.out_tree
+        return self.interface.out_tree
 
     @property
     def out_info(self) -> Any:
         """The result's pytree of `jax.ShapeDtypeStruct`s."""
-        return jax.tree.unflatten(self.traced.out_tree, self.traced.out_structs)
+        return jax.tree.unflatten(self.interface.out_tree, self.interface.out_structs)
 
     @property
     def donated(self) -> tuple[int, ...]:

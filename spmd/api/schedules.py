@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
-from spmd.api.tracing import Traced
+from spmd.api.tracing import Interface
 from spmd.compiler import Stages
 from spmd.errors import ArgumentError, MeshError, PlanError
 from spmd.ir.pipelines import SCHEDULES, Pipeline, pipeline_of
@@ -79,14 +79,11 @@ def chosen_pipeline(
     return of._replace(open=sum(1 << i for i, name in enumerate(SCHEDULES) if name in possible))
 
 
-_Made = tuple[Traced, Stages]
-
-
 @dataclass(frozen=True)
-class _Planned:
-    """A traced program in one schedule, planned."""
+class Tried:
+    """A program that was traced and planned with its pipelines in one schedule."""
 
-    traced: Traced
+    interface: Interface
     stages: Stages
 
     @property
@@ -97,7 +94,7 @@ class _Planned:
     @cached_property
     def bytes(self) -> int:
         """Predicted memory of one device."""
-        platform, donated = self.stages.plan.topology.platform, self.traced.request.donated
+        platform, donated = self.stages.plan.topology.platform, self.interface.request.donated
         return peak_memory(self.stages.optimized.program, donated, platform).peak
 
     def fits(self, limit: float) -> bool:
@@ -105,14 +102,14 @@ class _Planned:
         return self.bytes <= limit
 
 
-def in_fastest_schedule(plan: Callable[[bool], _Made], memory_limit: int | None) -> _Made:
+def in_fastest_schedule(attempt: Callable[[bool], Tried], memory_limit: int | None) -> Tried:
     """A program with its pipelines in the schedule that is predicted to be the fastest.
 
     Of schedules that do not fit in memory the one that misses the least is taken.
 
     Args:
-      plan: traces and plans it, again for each schedule that its pipelines leave open; told whether
-        jax may take a trace that it has made before.
+      attempt: traces and plans it, again for each schedule that its pipelines leave open; told
+        whether jax may take a trace that it has made before.
       memory_limit: bytes that one device may use; what the topology has room for when left out.
 
     Raises:
@@ -120,16 +117,16 @@ def in_fastest_schedule(plan: Callable[[bool], _Made], memory_limit: int | None)
     """
     names, default = dict.fromkeys(SCHEDULES), DEFAULT
     try:
-        first = _Planned(*plan(True))
+        first = attempt(True)
     except PlanError as error:
         if memory_limit is None:
             raise
-        search, refused = Search[_Planned](memory_limit), error
+        search, refused = Search[Tried](memory_limit), error
     else:
         program, topology = first.stages.plan.program, first.stages.plan.topology
         pipelines = {of for op in program.walk() if (of := pipeline_of(op.loc.scope)) and of.open}
         if not pipelines:
-            return first.traced, first.stages
+            return first
         names = {name: None for of in pipelines for name in of.open_schedules}
         default = min(of.schedule for of in pipelines)
         search = Search(memory_for(topology, memory_limit), [first])
@@ -139,20 +136,21 @@ def in_fastest_schedule(plan: Callable[[bool], _Made], memory_limit: int | None)
             break
         for name in names:
             if SCHEDULES[name][1] == is_lean and name != default:
-                make = partial(_in_schedule, plan, name)
+                make = partial(_in_schedule, attempt, name)
                 search.weigh(Candidate(f"pipelines {name}", make))
     if not search.tried:
         raise refused
     best = search.best
     forms = (*best.stages.plan.forms, *search.weighed)
-    return best.traced, replace(best.stages, plan=best.stages.plan._replace(forms=forms))
+    stages = replace(best.stages, plan=best.stages.plan._replace(forms=forms))
+    return Tried(best.interface, stages)
 
 
-def _in_schedule(plan: Callable[[bool], _Made], name: str) -> _Planned:
+def _in_schedule(attempt: Callable[[bool], Tried], name: str) -> Tried:
     """A program whose pipelines take a schedule if they may."""
     token = _TAKEN.set(name)
     try:
-        return _Planned(*plan(False))
+        return attempt(False)
     finally:
         _TAKEN.reset(token)
 

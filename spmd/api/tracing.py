@@ -7,32 +7,36 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd.api.arguments import (
-    Aval,
+from spmd.api.dispatch import settings
+from spmd.api.marks import caller, path_name
+from spmd.api.mistakes import no_mesh, warning_of_changes
+from spmd.api.parameters import (
     Part,
-    arg_entries,
-    argument_names,
-    as_array,
-    aval_of,
     call_parts,
     donated_leaves,
     function_name,
     function_place,
+    leaf_names,
+    positions,
+    updates_of,
+)
+from spmd.api.specs import (
+    arg_entries,
+    arg_specs,
     key_dtype,
     like_parameters,
     mesh_sharding,
-    updates_of,
+    out_entries,
+    result_specs,
 )
-from spmd.api.dispatch import settings
-from spmd.api.marks import path_name
-from spmd.api.mistakes import no_mesh, not_an_array, warning_of_changes
-from spmd.api.signature import positions
-from spmd.api.specs import arg_specs, out_entries, result_specs
 from spmd.compiler import Request
-from spmd.errors import MeshError
-from spmd.frontend.trace import Trace, seen_meshes, trace
+from spmd.errors import ArgumentError, MeshError, described
+from spmd.frontend.trace import seen_meshes, trace
+from spmd.ir.types import Order
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import (
     as_mesh,
@@ -91,6 +95,64 @@ class Recipe:
         return next((spec.mesh for spec in specs if isinstance(spec, NamedSharding)), None)
 
 
+class Aval(NamedTuple):
+    """The type of an argument leaf: what a program is compiled for.
+
+    Attributes:
+      shape, dtype: of the array.
+      weak_type: whether its dtype gives way to others, as that of a Python scalar does.
+      sharding: how it is split, where jax has that in types: on a mesh with Explicit axes.
+      order: in which order its dims lie in memory, if not major to minor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool = False
+    sharding: NamedSharding | None = None
+    order: Order | None = None
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """A value of this type, for tracing."""
+        return jax.ShapeDtypeStruct(
+            self.shape, self.dtype, weak_type=self.weak_type, sharding=self.sharding
+        )
+
+
+def aval_of(leaf: Any) -> Aval:
+    """The type of an argument leaf.
+
+    Raises:
+      TypeError: it is not an array.
+    """
+    aval = getattr(leaf, "aval", None)  # an array's own; jax.typeof takes longer to find it
+    if aval is None:
+        aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    dtype = jax.dtypes.canonicalize_dtype(aval.dtype, allow_extended_dtype=True)
+    sharding = mesh_sharding(leaf)
+    order = None if sharding is None else order_of(leaf)
+    if sharding is not None and not has_explicit_axes(sharding.mesh):
+        sharding = None
+    is_weak = bool(getattr(aval, "weak_type", False))
+    return Aval(tuple(aval.shape), dtype, is_weak, sharding, order)
+
+
+def order_of(leaf: Any) -> Order | None:
+    """In which order an array's dims (or a struct's) lie in memory; None if major to minor."""
+    if np.ndim(leaf) < 2 or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
+        return None
+    layout = getattr(getattr(leaf, "format", None), "layout", None)
+    order: Order = tuple(getattr(layout, "major_to_minor", ()))
+    return None if order == tuple(sorted(order)) else order
+
+
+def as_array(leaf: Any) -> Any:
+    """An argument leaf as jax takes it: a tensor of another framework is shared through DLPack."""
+    if hasattr(leaf, "__dlpack__") and not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        return jnp.from_dlpack(leaf)
+    return leaf
+
+
 class Call(NamedTuple):
     """A call's arguments, taken apart.
 
@@ -127,8 +189,8 @@ class Call(NamedTuple):
         return any(isinstance(leaf, jax.core.Tracer) for leaf in self.leaves)
 
 
-class Traced(NamedTuple):
-    """A function as a request, and what its arguments and results are to the caller.
+class Interface(NamedTuple):
+    """A request to the compiler, and what arguments and results are to the caller.
 
     Attributes:
       request: what is to be compiled.
@@ -169,27 +231,45 @@ def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         avals = tuple(map(aval_of, leaves))
     except TypeError as error:
         dynamic = [i for i in range(count) if i not in places]
-        arg_names = argument_names(recipe.fn, (positional, named), dynamic)
-        raise not_an_array(arg_names, leaves) from error
+        parts = _parts(recipe, (positional, named), dynamic, count)
+        raise _not_an_array(leaf_names(parts), leaves) from error
     call = Call(tuple(static), tuple(leaves), avals, tree, count, settings())
-    return _without_donated_orders(recipe, call) if any(aval.order for aval in avals) else call
+    if not any(aval.order for aval in avals):
+        return call
+    # Only what is not donated keeps its order in memory: the order of the rest is ours to choose.
+    donated = donated_leaves(_parts(recipe, (positional, named), call.argnums, count))
+    kept = [a._replace(order=None) if i in donated else a for i, a in enumerate(avals)]
+    return call._replace(avals=tuple(kept))
 
 
-def _without_donated_orders(recipe: Recipe, call: Call) -> Call:
-    """A call for which only what is not donated keeps its order in memory: the rest is ours."""
-    structs = jax.tree.unflatten(call.tree, [aval.struct for aval in call.avals])
-    avals = list(call.avals)
-    for i in donated_leaves(_parts(recipe, call, structs)):
-        avals[i] = avals[i]._replace(order=None)
-    return call._replace(avals=tuple(avals))
-
-
-def _parts(recipe: Recipe, call: Call, structs: Any) -> tuple[Part, ...]:
+def _parts(
+    recipe: Recipe, dynamic: Any, argnums: Sequence[int], positional: int
+) -> tuple[Part, ...]:
+    """The arguments of a call that are not static, as values or as structs; see `call_parts`."""
     donate = recipe.donate_argnums, recipe.donate_argnames
-    return call_parts(recipe.fn, structs, call.argnums, *donate, call.positional)
+    return call_parts(recipe.fn, dynamic, argnums, *donate, positional)
 
 
-def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
+def _not_an_array(names: Sequence[str], leaves: Sequence[Any]) -> ArgumentError:
+    """The error of the first argument that is not an array."""
+
+    def is_array(leaf: Any) -> bool:
+        try:
+            aval_of(leaf)
+        except TypeError:
+            return False
+        return True
+
+    name, leaf = next((n, x) for n, x in zip(names, leaves, strict=True) if not is_array(x))
+    return ArgumentError(
+        f"argument {name} of type {type(leaf).__name__} is not an array",
+        source=caller(),
+        actual=described(leaf),
+        fix="name it in static_argnums or static_argnames, or pass an array",
+    )
+
+
+def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interface:
     """Traces a function at the arguments of a call; nothing is compiled yet.
 
     Args:
@@ -207,16 +287,26 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
     given = recipe.given_mesh or next(iter(placed), None)
     known = None if given is None else as_mesh(given)
     platform = (topology.platform if topology else None) or platform_of(known)
+    static, dynamic = dict(call.static), iter(structs[0])
     with seen_meshes(known) as seen:
-        traced = _trace(recipe, call, structs, platform, known)
+        traced = trace(
+            warning_of_changes(recipe.fn, structs),
+            [static[i] if i in static else next(dynamic) for i in range(call.positional)],
+            structs[1] | {name: value for name, value in call.static if isinstance(name, str)},
+            platform=platform,
+            static_argnums=[i for i in static if isinstance(i, int)],
+            static_argnames=[name for name in static if isinstance(name, str)],
+            on_callbacks=recipe.options.callbacks,
+            mesh=known,
+        )
     given = given or next(iter([*seen, *traced.manual, *traced.meshes]), around)
     if given is None:
         raise no_mesh(function_name(recipe.fn))
     mesh = as_mesh(given)
     _check_device_order(traced.manual, mesh)
     out_tree = traced.out
-    names = argument_names(recipe.fn, structs, call.argnums)
-    parts = _parts(recipe, call, structs)
+    parts = _parts(recipe, structs, call.argnums, call.positional)
+    names = leaf_names(parts)
     specs = arg_specs(recipe.in_specs, parts, recipe.fn, call.positional)
     given_entries = [
         arg_entries(leaf, spec, name, mesh)
@@ -243,7 +333,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
         function_place(recipe.fn),
         traced.callbacks,
     )
-    return Traced(
+    return Interface(
         request,
         call.tree,
         out_def,
@@ -275,20 +365,6 @@ def topology_of(mesh: Mesh) -> Topology:
     if has_devices(mesh):
         return Topology.for_devices(list(jax_mesh(mesh).devices.flat))
     return Topology(f"cpu:{mesh.size}")
-
-
-def _trace(recipe: Recipe, call: Call, structs: Any, platform: str, mesh: Mesh | None) -> Trace:
-    static, dynamic = dict(call.static), iter(structs[0])
-    return trace(
-        warning_of_changes(recipe.fn, structs),
-        [static[i] if i in static else next(dynamic) for i in range(call.positional)],
-        structs[1] | {name: value for name, value in call.static if isinstance(name, str)},
-        platform=platform,
-        static_argnums=[i for i in static if isinstance(i, int)],
-        static_argnames=[name for name in static if isinstance(name, str)],
-        on_callbacks=recipe.options.callbacks,
-        mesh=mesh,
-    )
 
 
 def _check_device_order(manual_meshes: Sequence[Any], mesh: Mesh) -> None:

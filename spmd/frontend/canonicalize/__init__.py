@@ -3,4 +3,4 @@
 Importing this package fills the table of them.
 """
 
-from spmd.frontend.canonicalize import chlo, custom_call, fft, norm, older  # noqa: F401
+from spmd.frontend.canonicalize import rules  # noqa: F401
