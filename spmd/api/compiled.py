@@ -134,6 +134,7 @@ class Compiled(Planned):
 
     Attributes:
       executable: jax's compiled program of flat arguments that lie as `in_shardings` say.
+      boundary: where it takes flat arguments and leaves flat results.
     """
 
     def __init__(self, lowered: Lowered) -> None:
@@ -144,7 +145,7 @@ class Compiled(Planned):
         if self._ahead:
             check_no_callbacks(emitted)
         devices = devices_ahead(self.mesh, self._ahead) if self._ahead else None
-        self._boundary, outside = _around(self, emitted, devices)
+        self.boundary, outside = _around(self, emitted, devices)
         self._moved = 0
         doing("XLA")
         options = xla_options(
@@ -167,7 +168,7 @@ class Compiled(Planned):
         """Runs the program on flat arguments, placing those that lie elsewhere; flat results."""
         self._check_here()
         leaves = self._with_values(leaves)
-        taken = self._boundary.take(leaves)
+        taken = self.boundary.take(leaves)
         try:
             if self.request.platform == "cpu":  # whose runtime crashes; others raise
                 self.check(taken)
@@ -182,15 +183,15 @@ class Compiled(Planned):
             check_concrete(self.name, leaves)
             self.check(taken)
             types = [program.types[value] for value in program.body.args[: len(names)]]
-            check_types(names, types, self._boundary.data(leaves))
+            check_types(names, types, self.boundary.data(leaves))
             raise  # it is none of these
-        return self._boundary.hand_back(list(results))
+        return self.boundary.hand_back(list(results))
 
     def _executed(self, taken: Sequence[Any]) -> Any:
         try:
             return self.executable(*taken)
         except ValueError:  # jax looks at layouts in any case: we do only where it finds others
-            which = self._boundary.in_other_layouts(taken)
+            which = self.boundary.in_other_layouts(taken)
             if not which:
                 raise
         return self.executable(*self._laid_out(taken, which))
@@ -206,7 +207,7 @@ class Compiled(Planned):
                 "with in_formats, or compile with spmd.Options(layouts=False)",
                 stacklevel=2,
             )
-        return self._boundary.laid_out(taken, which, self.donated)
+        return self.boundary.laid_out(taken, which, self.donated)
 
     def _with_values(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Zeros in place of structs that the program does not read; `jax.jit` drops these.
@@ -239,19 +240,6 @@ class Compiled(Planned):
         if self.donated:
             check_once(self.request.arg_names, arrays, self.donated)
 
-    def moves(self, leaves: Sequence[Any]) -> bool:
-        """Whether flat arguments have to be moved into the program's layouts at each call."""
-        return bool(self._boundary.in_other_layouts(leaves))
-
-    @property
-    def has_keys(self) -> bool:
-        """Whether an argument or a result is a key array, which the program takes apart."""
-        return self._boundary.has_keys
-
-    def accepts(self, leaves: Sequence[Any]) -> bool:
-        """Whether arguments placed on a mesh lie as this program wants them."""
-        return self._boundary.accepts(leaves)
-
     @property
     def in_shardings(self) -> Any:
         """Pytree of the arguments' `NamedSharding`s: positional ones, then keywords if any."""
@@ -261,7 +249,7 @@ class Compiled(Planned):
     @property
     def out_shardings(self) -> Any:
         """Pytree of the results' `NamedSharding`s."""
-        shardings = (placed.sharding for placed in self._boundary.seen_results)
+        shardings = (placed.sharding for placed in self.boundary.seen_results)
         return jax.tree.unflatten(self.interface.out_tree, shardings)
 
     @property
@@ -277,10 +265,10 @@ class Compiled(Planned):
     @property
     def out_formats(self) -> Any:
         """Pytree of the results' `Format`s, as `out_shardings`."""
-        return jax.tree.unflatten(self.interface.out_tree, self._boundary.seen_results)
+        return jax.tree.unflatten(self.interface.out_tree, self.boundary.seen_results)
 
     def _unflattened_formats(self) -> Any:
-        return jax.tree.unflatten(self.interface.in_tree, self._boundary.seen_arguments)
+        return jax.tree.unflatten(self.interface.in_tree, self.boundary.seen_arguments)
 
     def init(self, argnum: int, fn: Callable[..., Any], *args: Any) -> Any:
         """Creates an argument directly in the sharding and layout that this program wants it in.
@@ -323,11 +311,11 @@ class Compiled(Planned):
             return emit_plan(plan, self.options)
 
         def run(arrays: list[Any]) -> list[Any]:
-            placed = jax.device_put(arrays, list(self._boundary.argument_formats))
+            placed = jax.device_put(arrays, list(self.boundary.argument_formats))
             return list(self.executable(*placed))
 
         self._check_here()
-        given, plan = self._boundary.data(self._flat(args, kwargs)), self.stages.plan
+        given, plan = self.boundary.data(self._flat(args, kwargs)), self.stages.plan
         with x64_if(needs_x64(plan.program.types)):
             return verify(plan, self.request.module, run, given, lower, rtol, atol)
 
@@ -362,8 +350,8 @@ class Compiled(Planned):
         self._check_here()
         if steps < 1:
             raise ArgumentError(f"{steps} steps cannot be timed", required="at least one")
-        given = self._boundary.take(self._flat(args, kwargs))
-        given = self._boundary.laid_out(given, self._boundary.in_other_layouts(given))
+        given = self.boundary.take(self._flat(args, kwargs))
+        given = self.boundary.laid_out(given, self.boundary.in_other_layouts(given))
         feed = Feed(self.executable, given, self.donated, self.request.links)
         self.measured = self.compared(run_steps(feed.run, feed.prepare, steps))
         return self.measured
@@ -394,7 +382,7 @@ class Compiled(Planned):
     @property
     def input_shardings(self) -> Any:
         """((positional, ...), {name: ...}) of the arguments' `NamedSharding`s."""
-        shardings = (placed.sharding for placed in self._boundary.seen_arguments)
+        shardings = (placed.sharding for placed in self.boundary.seen_arguments)
         return jax.tree.unflatten(self.interface.in_tree, shardings)
 
     @property

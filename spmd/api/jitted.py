@@ -19,7 +19,7 @@ from spmd.api.compiled import Compiled, Lowered
 from spmd.api.dispatch import ARRAY, dispatched, known
 from spmd.api.marks import mark_sharding
 from spmd.api.mistakes import check_jit, one_of
-from spmd.api.parameters import by_number_and_name, call_parts, function_name
+from spmd.api.parameters import by_number_and_name, function_name
 from spmd.api.schedules import Tried, in_fastest_schedule
 from spmd.api.specs import arg_specs, check_memory, mesh_of, result_specs, specified
 from spmd.api.tracing import Call, Recipe, take_apart, trace_call
@@ -233,10 +233,14 @@ class Jitted(Generic[P, R]):
     def _miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Serves a call of a new kind; see `dispatch`."""
         call = take_apart(self.recipe, args, kwargs)
-        compiled = None if call.is_traced else self._compiled_if_closed(call)
-        if compiled is None:
+        if call.is_traced:
             return self.inlined(*args, **kwargs), None
-        runs_without_us = not (compiled.has_keys or compiled.moves(call.leaves))
+        try:
+            compiled = self._compiled(call)
+        except ClosedOverTracer:  # it uses a value of another function, and is a part of that
+            return self.inlined(*args, **kwargs), None
+        boundary = compiled.boundary
+        runs_without_us = not (boundary.has_keys or boundary.in_other_layouts(call.leaves))
         results = compiled.run(call.leaves)
         self._is_on_cpu = compiled.request.platform == "cpu"
         way = None
@@ -257,17 +261,10 @@ class Jitted(Generic[P, R]):
     def _cache_size(self) -> int:
         return sum(map(len, self._cache.values()))
 
-    def _compiled_if_closed(self, call: Call) -> Compiled | None:
-        """The program; None where the function uses a tracer of another one: it is part of that."""
-        try:
-            return self._compiled(call)
-        except ClosedOverTracer:
-            return None
-
     def _compiled(self, call: Call) -> Compiled:
         key = call.key
         for compiled in self._cache.get(key, ()):
-            if compiled.accepts(call.leaves):
+            if compiled.boundary.accepts(call.leaves):
                 return compiled
         with self._progress():
             compiled = self._lower(call, None).compile()
@@ -369,10 +366,8 @@ def _marked_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if recipe.in_specs is None:
         return args, kwargs
-    static = recipe.static_of(len(args), kwargs)
-    argnums = [i for i in range(len(args)) if i not in static]
-    dynamic = tuple(args[i] for i in argnums), {k: v for k, v in kwargs.items() if k not in static}
-    parts = call_parts(recipe.fn, dynamic, argnums, (), (), len(args))
+    argnums, dynamic = recipe.dynamic(args, kwargs)
+    parts = recipe.parts(dynamic, argnums, len(args))
     specs = arg_specs(recipe.in_specs, parts, recipe.fn, len(args))
     leaves, tree = jax.tree.flatten(dynamic)
     marked_leaves = [_mark(*each, mesh) for each in zip(leaves, specs, strict=True)]

@@ -61,22 +61,25 @@ def chosen_pipeline(
       ArgumentError, MeshError: as for `pipeline`.
     """
     _check_counts(asked, batch, mesh, source)
-    if asked.schedule is not None:
-        if asked.schedule not in SCHEDULES:
-            raise ArgumentError(
-                f"pipeline: schedule={asked.schedule!r} is none",
-                source=source,
-                required=f"one of {', '.join(map(repr, SCHEDULES))}, or None",
-            )
-        return _checked(asked.as_pipeline(asked.schedule), asked, layers, source)
-    possible = [name for name in SCHEDULES if _refusal(asked, name, layers) is None]
-    if not possible:
-        return _checked(
-            asked.as_pipeline("interleaved" if asked.chunks else DEFAULT), asked, layers, source
+    name = asked.schedule
+    if name is None:
+        possible = [each for each in SCHEDULES if not _refusal(asked, each, layers, source)]
+        if possible:
+            taken = _TAKEN.get()
+            of = asked.as_pipeline(taken if taken in possible else possible[0])
+            is_open = sum(1 << i for i, each in enumerate(SCHEDULES) if each in possible)
+            return of._replace(open=is_open)
+        name = "interleaved" if asked.chunks else DEFAULT
+    elif name not in SCHEDULES:
+        raise ArgumentError(
+            f"pipeline: schedule={name!r} is none",
+            source=source,
+            required=f"one of {', '.join(map(repr, SCHEDULES))}, or None",
         )
-    taken = _TAKEN.get()
-    of = asked.as_pipeline(taken if taken in possible else possible[0])
-    return of._replace(open=sum(1 << i for i, name in enumerate(SCHEDULES) if name in possible))
+    of = asked.as_pipeline(name)
+    if refusal := _refusal(asked, of.schedule, layers, source):
+        raise refusal
+    return of
 
 
 @dataclass(frozen=True)
@@ -191,40 +194,21 @@ def _check_counts(asked: Asked, batch: int, mesh: Mesh | None, source: str | Non
         )
 
 
-def _checked(of: Pipeline, asked: Asked, layers: int, source: str | None) -> Pipeline:
-    """A pipeline in a schedule that its counts allow."""
-    refusal = _refusal(asked, of.schedule, layers)
-    if refusal is not None:
-        raise ArgumentError(f"pipeline: {refusal.what}", source=source, required=refusal.required)
-    return of
-
-
-class _Refusal(NamedTuple):
-    """Why a pipeline has no such schedule."""
-
-    what: str
-    required: str
-
-
-def _refusal(asked: Asked, schedule: str, layers: int) -> _Refusal | None:
+def _refusal(asked: Asked, schedule: str, layers: int, source: str | None) -> ArgumentError | None:
     """Why a call cannot take a schedule; None if it can."""
     is_chunked, is_lean = SCHEDULES[schedule]
     of = asked.as_pipeline(schedule)
     if asked.chunks and not is_chunked:
-        return _Refusal(
-            f"chunks={asked.chunks} with schedule={schedule!r}, in which a stage has one",
-            "schedule='interleaved', or no chunks",
-        )
-    if layers % of.window:
+        what = f"chunks={asked.chunks} with schedule={schedule!r}, in which a stage has one"
+        required = "schedule='interleaved', or no chunks"
+    elif layers % of.window:
         parts = f"{of.stages} stages" + (f" of {of.chunks} chunks" if of.chunks > 1 else "")
-        return _Refusal(
-            f"{layers} layers are not split evenly over {parts}",
-            f"a number of layers that {of.window} divides",
-        )
-    if (is_chunked or is_lean) and of.microbatches % of.stages:
-        return _Refusal(
-            f"{of.microbatches} microbatches are not groups of {of.stages} stages, as "
-            f"schedule={schedule!r} takes them",
-            f"microbatches= a multiple of {of.stages}; 'gpipe' takes any number",
-        )
-    return None
+        what = f"{layers} layers are not split evenly over {parts}"
+        required = f"a number of layers that {of.window} divides"
+    elif (is_chunked or is_lean) and of.microbatches % of.stages:
+        groups = f"{of.microbatches} microbatches are not groups of {of.stages} stages"
+        what = f"{groups}, as schedule={schedule!r} takes them"
+        required = f"microbatches= a multiple of {of.stages}; 'gpipe' takes any number"
+    else:
+        return None
+    return ArgumentError(f"pipeline: {what}", source=source, required=required)

@@ -76,15 +76,19 @@ class Recipe:
     inline: bool
     options: Options
 
-    def static_of(self, count: int, kwargs: Mapping[str, Any]) -> set[int | str]:
-        """Numbers and names of a call's static arguments.
+    def dynamic(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[int, ...], Any]:
+        """Which positional arguments of a call are not static; ((positional, ...), {name: ...})."""
+        static = positions(self.static_argnums, len(args))
+        argnums = tuple(i for i in range(len(args)) if i not in static)
+        named = {name: arg for name, arg in kwargs.items() if name not in self.static_argnames}
+        return argnums, (tuple(args[i] for i in argnums), named)
 
-        Args:
-          count: how many positional arguments it has.
-          kwargs: its keyword arguments.
-        """
-        names = [name for name in kwargs if name in self.static_argnames]
-        return {*positions(self.static_argnums, count), *names}
+    def parts(self, dynamic: Any, argnums: Sequence[int], positional: int) -> tuple[Part, ...]:
+        """The arguments of a call that are not static, one by one; see `call_parts`."""
+        donate = self.donate_argnums, self.donate_argnames
+        return call_parts(self.fn, dynamic, argnums, *donate, positional)
 
     @property
     def given_mesh(self) -> Any:
@@ -158,6 +162,7 @@ class Call(NamedTuple):
 
     Attributes:
       static: (number or name, value) of each static argument.
+      argnums: the numbers of the positional arguments that are not static.
       leaves: the others, flat.
       avals: the type of each leaf.
       tree: the structure of ((positional, ...), {name: ...}), static ones left out.
@@ -166,6 +171,7 @@ class Call(NamedTuple):
     """
 
     static: tuple[tuple[int | str, Any], ...]
+    argnums: tuple[int, ...]
     leaves: tuple[Any, ...]
     avals: tuple[Aval, ...]
     tree: Any
@@ -176,12 +182,6 @@ class Call(NamedTuple):
     def key(self) -> Any:
         """What decides, besides shardings, whether a compiled program serves the call."""
         return (self.static, self.tree, self.avals, self.settings)
-
-    @property
-    def argnums(self) -> tuple[int, ...]:
-        """The numbers of the positional arguments that are not static."""
-        static = dict(self.static)
-        return tuple(i for i in range(self.positional) if i not in static)
 
     @property
     def is_traced(self) -> bool:
@@ -220,34 +220,22 @@ def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     Raises:
       ArgumentError: one that is not static is not an array.
     """
-    count, places = len(args), recipe.static_of(len(args), kwargs)
-    static: list[tuple[int | str, Any]] = [(i, args[i]) for i in range(count) if i in places]
-    static += [(name, kwargs[name]) for name in sorted(kwargs) if name in places]
-    positional = tuple(arg for i, arg in enumerate(args) if i not in places)
-    named = {name: arg for name, arg in kwargs.items() if name not in places}
-    leaves, tree = jax.tree.flatten((positional, named))
+    argnums, dynamic = recipe.dynamic(args, kwargs)
+    static: list[tuple[int | str, Any]] = [(i, x) for i, x in enumerate(args) if i not in argnums]
+    static += [(name, kwargs[name]) for name in sorted(kwargs) if name not in dynamic[1]]
+    leaves, tree = jax.tree.flatten(dynamic)
     leaves = list(map(as_array, leaves))
     try:
         avals = tuple(map(aval_of, leaves))
     except TypeError as error:
-        dynamic = [i for i in range(count) if i not in places]
-        parts = _parts(recipe, (positional, named), dynamic, count)
-        raise _not_an_array(leaf_names(parts), leaves) from error
-    call = Call(tuple(static), tuple(leaves), avals, tree, count, settings())
-    if not any(aval.order for aval in avals):
-        return call
-    # Only what is not donated keeps its order in memory: the order of the rest is ours to choose.
-    donated = donated_leaves(_parts(recipe, (positional, named), call.argnums, count))
-    kept = [a._replace(order=None) if i in donated else a for i, a in enumerate(avals)]
-    return call._replace(avals=tuple(kept))
-
-
-def _parts(
-    recipe: Recipe, dynamic: Any, argnums: Sequence[int], positional: int
-) -> tuple[Part, ...]:
-    """The arguments of a call that are not static, as values or as structs; see `call_parts`."""
-    donate = recipe.donate_argnums, recipe.donate_argnames
-    return call_parts(recipe.fn, dynamic, argnums, *donate, positional)
+        names = leaf_names(recipe.parts(dynamic, argnums, len(args)))
+        raise _not_an_array(names, leaves) from error
+    if any(aval.order for aval in avals):
+        # Only what is not donated keeps its order in memory: that of the rest is ours to choose.
+        donated = donated_leaves(recipe.parts(dynamic, argnums, len(args)))
+        orders = (None if i in donated else aval.order for i, aval in enumerate(avals))
+        avals = tuple(a._replace(order=order) for a, order in zip(avals, orders, strict=True))
+    return Call(tuple(static), argnums, tuple(leaves), avals, tree, len(args), settings())
 
 
 def _not_an_array(names: Sequence[str], leaves: Sequence[Any]) -> ArgumentError:
@@ -305,7 +293,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
     mesh = as_mesh(given)
     _check_device_order(traced.manual, mesh)
     out_tree = traced.out
-    parts = _parts(recipe, structs, call.argnums, call.positional)
+    parts = recipe.parts(structs, call.argnums, call.positional)
     names = leaf_names(parts)
     specs = arg_specs(recipe.in_specs, parts, recipe.fn, call.positional)
     given_entries = [
