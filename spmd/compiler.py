@@ -23,7 +23,7 @@ import jax
 
 from spmd.forms import MOST_TRIPS, STACKED_GAIN, forms_written_out, stacked_form
 from spmd.frontend.accumulate import accumulate
-from spmd.frontend.canonicalize.run import canonicalize
+from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.importer.module import Imported, import_module, module_text
 from spmd.frontend.lanes import Stack
 from spmd.frontend.lift import lift_constants

@@ -80,7 +80,7 @@ def warning_of_changes(fn: Any, arguments: Any) -> Any:
     it has made before, as by `jax.eval_shape`, and what a result holds beside arrays (an optimizer
     that `fn` makes) is the same object as there.
     """
-    if not any(map(_has_leaves, jax.tree.leaves(arguments, is_leaf=_is_object))):
+    if jax.tree_util.all_leaves(jax.tree.leaves(arguments, is_leaf=_is_object)):
         return fn
 
     @functools.wraps(fn, updated=())
@@ -108,11 +108,6 @@ def warning_of_changes(fn: Any, arguments: Any) -> Any:
 def _is_object(value: Any) -> bool:
     """Whether a pytree is of a class of its own: people change these, as they do modules."""
     return type(value) not in (tuple, list, dict, type(None))
-
-
-def _has_leaves(value: Any) -> bool:
-    """Whether this is no leaf of a pytree itself."""
-    return not jax.tree_util.all_leaves([value])
 
 
 def _told(fn: Any, path: Sequence[Any]) -> str:

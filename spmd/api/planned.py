@@ -135,7 +135,7 @@ class Planned:
         return brief(type(self).__name__, self._facts())
 
     def _repr_html_(self) -> str:
-        from spmd.explain.page.first import notebook_cell
+        from spmd.explain.page.page import notebook_cell
 
         return notebook_cell(self._facts())
 
@@ -197,17 +197,13 @@ class Planned:
           ArgumentError: there is no such stage.
         """
         if stage not in _TEXTS:
-            raise _unknown_stage(stage)
+            close = difflib.get_close_matches(stage, STAGES, n=1)
+            fix = f"write {close[0]!r}" if close else "name a stage"
+            if stage == "hlo":
+                fix = "`hlo` needs the program compiled: use .compile(...) instead of .lower(...)"
+            required = f"one of {', '.join(STAGES)}"
+            raise ArgumentError(f"unknown stage {stage!r}", required=required, fix=fix)
         return _TEXTS[stage](self)
-
-
-def _unknown_stage(stage: str) -> ArgumentError:
-    close = difflib.get_close_matches(stage, STAGES, n=1)
-    fix = f"write {close[0]!r}" if close else "name a stage"
-    if stage == "hlo":
-        fix = "`hlo` needs the program compiled: use .compile(...) instead of .lower(...)"
-    required = f"one of {', '.join(STAGES)}"
-    return ArgumentError(f"unknown stage {stage!r}", required=required, fix=fix)
 
 
 def _sharded(planned: Planned, states: Sequence[Sharding | None]) -> str:

@@ -30,7 +30,7 @@ from spmd.explain.words import (
     value_name,
 )
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.program import Op, Program, Value, numberless
+from spmd.ir.program import Op, Value, numberless
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Mark, Sharding
@@ -366,7 +366,11 @@ def replanned(
     """
     old = plan.propagated
     links = tuple(plan.problem.links.items())
-    program = _without_mark_ops(old.program, drop)
+
+    def edit(_: Builder, op: Op, __: Now) -> Sequence[Value] | None:
+        return op.operands if op.is_mark and op.results[0] in drop else None
+
+    program = edit_ops(old.program, edit) if drop else old.program
     marks = {value: mark for value, mark in old.marks.items() if value not in drop}
     for value, sharding in (change or {}).items():
         reason = f"argument {old.program.arg_names[old.program.body.args.index(value)]}"
@@ -378,12 +382,3 @@ def replanned(
     problem = posed(program, old.mesh, marks, plan.topology, wanted, links)
     donated = tuple(plan.problem.links.values())
     return plan_problem(problem, options or Options(), donated).plan
-
-
-def _without_mark_ops(program: Program, drop: Collection[Value]) -> Program:
-    """The program whose mark ops with these results are gone: uses read what was marked."""
-
-    def edit(_: Builder, op: Op, __: Now) -> Sequence[Value] | None:
-        return op.operands if op.is_mark and op.results[0] in drop else None
-
-    return edit_ops(program, edit) if drop else program

@@ -140,7 +140,7 @@ def trace(
     positions = own.device_ids if own else ()
     orders = (tuple(d.id for d in m.devices.flat) for m in jax_meshes)
     order = next(orders, positions)
-    symbolic = _has_symbolic(program)
+    symbolic = any(is_symbolic_dim(d) for a in program.in_avals for d in getattr(a, "shape", ()))
     composites = _composites_of(program.jaxpr) if symbolic else ()
     rules = [(primitive, _lower_composite) for primitive in dict.fromkeys(composites)]
     parameters = _parameters(order, [*(calls.lowering_rules() if calls else ()), *rules])
@@ -257,12 +257,6 @@ def _parameters(order: tuple[int, ...], more: Sequence[Any]) -> Any:
 # ---------------------------------------------------------------------------------------------
 # Composites in programs with symbolic dims. jax lowers a function there to one that takes the
 # symbols' values in front of its arguments, and forgets to pass them to a composite's function.
-
-
-def _has_symbolic(program: Any) -> bool:
-    """Whether an argument has a symbolic dim."""
-    dims = (dim for aval in program.in_avals for dim in getattr(aval, "shape", ()))
-    return any(map(is_symbolic_dim, dims))
 
 
 def _composites_of(jaxpr: Any) -> Iterator[Primitive]:

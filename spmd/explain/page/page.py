@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib.resources import files
 from typing import NamedTuple
 
-from spmd.explain.costs import collective_rows, collective_table, traffic
+from spmd.explain.costs import (
+    code_lines,
+    collective_rows,
+    collective_table,
+    largest,
+    seconds_by_kind,
+    traffic,
+)
 from spmd.explain.document import Cell, Table, code, count, number, source
 from spmd.explain.facts import Facts, memory_rows, proof_text, quality_rows
 from spmd.explain.leaves import largest_table, leaf_table, split_text
@@ -14,7 +22,6 @@ from spmd.explain.measured import part_table
 from spmd.explain.memory import KINDS, memory_curve, recomputed
 from spmd.explain.page import charts, steps, tiles
 from spmd.explain.page import html as h
-from spmd.explain.page.first import first_screen, resource
 from spmd.explain.page.html import Html, joined, tag
 from spmd.explain.prices import ConflictRow, conflict_rows, loser_text, marks_title
 from spmd.explain.words import (
@@ -51,19 +58,35 @@ def render(facts: Facts) -> str:
         tag("meta", charset="utf-8"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("title", title),
-        tag("style", resource("report.css"), resource("first.css")),
+        tag("style", _resource("report.css"), _resource("first.css")),
     )
     body = tag(
         "body.spmd",
         tiles.HATCH,
         tag("header", tag("h1", title), tag("p.lead", lead)),
         tag("ul.notes", *notes) if notes else "",
-        first_screen(facts),
+        _first_screen(facts),
         tag("nav", *(tag("a", s.title, href=f"#{s.anchor}") for s in sections)),
         tag("main", *map(_folded, sections)),
-        tag("script", resource("report.js")),
+        tag("script", _resource("report.js")),
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def notebook_cell(facts: Facts) -> Html:
+    """The first screen as a piece of HTML that brings its own style."""
+    on = f" on {facts.plan.mesh}, {facts.plan.topology}"
+    return tag(
+        "div.spmd spmd-cell",
+        tag("style", _resource("first.css")),
+        tag("p.title", tag("b", facts.title), on),
+        _first_screen(facts),
+    )
+
+
+def _resource(name: str) -> Html:
+    """The text of a file beside this one, which is part of a page as it is."""
+    return Html(files("spmd.explain.page").joinpath(name).read_text(encoding="utf-8"))
 
 
 class _Section(NamedTuple):
@@ -121,6 +144,84 @@ def _sections(facts: Facts) -> list[_Section]:
                  h.table(largest_table(facts.plan, 20))),
         _Section("stages", "Stage times", "of this compiler, without XLA", h.bars(times)),
     ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------
+# The first screen: the figures of a run, where its time goes, and the largest costs.
+
+
+def _first_screen(facts: Facts) -> Html:
+    """The figures, and the largest of what the time is spent on."""
+    return joined(_cards(facts), _spent(facts), _most_costly(facts))
+
+
+def _cards(facts: Facts) -> Html:
+    use, mesh, waits = facts.use, facts.plan.mesh, facts.timeline.exposed_seconds
+    given = bytes_text(sum(leaf.local.bytes for leaf in facts.arguments))
+    whole = bytes_text(sum(leaf.type.bytes for leaf in facts.arguments))
+    held, remark = given, f"arguments, of {whole} unpartitioned"
+    if use is not None:
+        held = bytes_text(use.peak)
+        more = f"; {facts.compiled_text}" if facts.compiled_text else ""
+        remark = f"predicted peak{more}; arguments {given} of {whole}"
+    waiting = f"{seconds_text(waits)} of it waiting for collectives" if waits else "all compute"
+    if facts.measured is not None:
+        waiting += f"; measured {seconds_text(facts.measured.seconds)}"
+    senders = f"in one run, by {len(facts.collectives)} collective ops"
+    cards = (
+        ("devices", str(mesh.size), str(mesh)),
+        ("predicted time of one run", seconds_text(facts.timeline.seconds), waiting),
+        ("sent by each device", bytes_text(facts.sent_bytes), senders),
+        ("memory of each device", held, remark),
+    )
+    return tag(
+        "div.cards",
+        *(
+            tag("div.card", tag("span.label", label), tag("b", value), tag("span", remark))
+            for label, value, remark in cards
+        ),
+    )
+
+
+def _spent(facts: Facts) -> Html:
+    """The whole run as one bar: compute, and what each kind of collective adds to it."""
+    totals = seconds_by_kind(facts.costs)
+    whole = sum(totals.values())
+    if not whole:
+        return Html()
+    parts, kinds = [], []
+    for kind, seconds in totals.items():
+        colour = f"background:var(--{kind})"
+        title = f"{kind}: {seconds_text(seconds)}"
+        share = share_text(seconds, facts.timeline.seconds)
+        parts.append(tag("span", style=f"flex:{seconds / whole:.4f};{colour}", title=title))
+        kinds.append(tag("span", tag("i", style=colour), f"{kind} {share}"))
+    return joined(tag("div.spent", *parts), tag("p.kinds", *kinds))
+
+
+def _most_costly(facts: Facts) -> Html:
+    whole = facts.timeline.seconds
+    title, most = largest(facts.costs, whole)
+    rows = []
+    for cost in most:
+        width = f"width:{cost.seconds / most[0].seconds:.1%};background:var(--{cost.kind})"
+        lines = [
+            joined(tag("span", source_text(place), title=place), tag("code", text))
+            for place, text in code_lines(cost)
+        ]
+        figures = tag(
+            "div",
+            tag("b", share_text(cost.seconds, whole)),
+            " ",
+            tag("span.soft", seconds_text(cost.seconds)),
+            tag("i", style=width),
+        )
+        reason = tag("p.why", source_text(cost.reason)) if cost.reason else ""
+        said = (tag("b", cost.title), " ", tag("span.soft", cost.remark), reason)
+        rows.append(tag("li", figures, tag("div", *said, tag("div.code", *lines))))
+    if not rows:
+        return Html()
+    return joined(tag("p.head", tag("b", title.capitalize())), tag("ol.costs", *rows))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import jax
 from jaxlib.mlir import ir
 
 from spmd.errors import SpmdError
-from spmd.frontend.canonicalize.run import canonicalize
+from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.importer.module import import_module, signature
 from spmd.frontend.trace import trace
 from spmd.ir.description import COMPOSITE

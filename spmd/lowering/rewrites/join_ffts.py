@@ -3,7 +3,7 @@
 before: `%1 = fft %0 [16]; %2 = transpose %1 [1, 0]; %3 = fft %2 [8]; %4 = transpose %3 [1, 0]`
 after:  `%4 = fft %0 [8, 16]`
 
-They were taken apart (`spmd.frontend.canonicalize.rules`), so that the plan may exchange the dims
+They were taken apart (`spmd.frontend.canonicalize`), so that the plan may exchange the dims
 that are split in between.
 """
 
