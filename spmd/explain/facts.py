@@ -12,7 +12,7 @@ from spmd.explain.leaves import Leaf, leaves_of
 from spmd.explain.measured import Measured
 from spmd.explain.memory import Memory
 from spmd.explain.prices import Prices
-from spmd.explain.words import bytes_text, plural, seconds_text
+from spmd.explain.words import bytes_text, seconds_text
 from spmd.planning.exact import TOGETHER
 from spmd.planning.plan import Plan
 from spmd.predict.backends import room_for
@@ -116,16 +116,6 @@ class Facts:
         if self.compiled is None or not self.compiled.peak_bytes:
             return ""
         return f"XLA allocates {bytes_text(self.compiled.peak_bytes)}"
-
-    @property
-    def shared_text(self) -> str:
-        """What to say of predicted times where devices are threads of one machine's CPU."""
-        if self.plan.topology.platform != "cpu":
-            return ""
-        return (
-            f"Times are predicted for {plural(self.plan.mesh.size, 'device')} of their own. CPU "
-            "devices are threads that share one machine, and take longer."
-        )
 
 
 def proof_text(plan: Plan) -> str:

@@ -50,9 +50,12 @@ def render(facts: Facts) -> str:
     sections = [section for section in _sections(facts) if section.body]
     texts = dict.fromkeys([*(form.text for form in plan.forms), *plan.notes])
     notes = [tag("li", source_text(text)) for text in texts]
-    title = f"{facts.title} on {plural(plan.mesh.size, 'device')}"
+    devices = plural(plan.mesh.size, "device")
+    title = f"{facts.title} on {devices}"
     lead = f"Mesh {plan.mesh} on {plan.topology}, planned by the solver, {proof_text(plan)}. "
-    lead += facts.shared_text
+    if plan.topology.platform == "cpu":
+        lead += f"Times are predicted for {devices} of their own. CPU devices are threads that "
+        lead += "share one machine, and take longer."
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
