@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxlib.mlir import ir
 
 from spmd.errors import SpmdError
-from spmd.frontend.canonicalize.run import canonicalize
+from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.importer.module import import_module, signature
 from spmd.frontend.trace import trace
 from spmd.ir.description import COMPOSITE
