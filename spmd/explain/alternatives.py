@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
-import numpy as np
-
 from spmd.compiler import timed
 from spmd.explain.words import bytes_text, seconds_text
 from spmd.ir.program import Op, Value
@@ -26,10 +24,8 @@ from spmd.planning.decode import decoded
 from spmd.planning.exact import weighed
 from spmd.planning.network import CostNetwork
 from spmd.planning.plan import Plan
-from spmd.planning.solver.dominate import undominated
-from spmd.planning.solver.eliminate import Elimination
-from spmd.planning.solver.network import FORBIDDEN, Network
-from spmd.planning.solver.solve import TABLE_LIMIT, Solution, solve
+from spmd.planning.solver.network import FORBIDDEN
+from spmd.planning.solver.solve import Reduced
 from spmd.planning.units import CARRY, OP
 from spmd.propagation.projection import Assignment
 from spmd.propagation.propagated import Conflict
@@ -102,7 +98,7 @@ class Alternatives:
         self.plan = plan
         self.options = options or Options()
         self._prices: dict[tuple[int, tuple[int, ...]], Price | None] = {}
-        self._reduced: dict[tuple[int, ...], _Reduced] = {}
+        self._reduced: dict[tuple[int, ...], Reduced] = {}
         self._timed: dict[object, Plan] = {}
 
     @cached_property
@@ -219,8 +215,8 @@ class Alternatives:
         variables = self._built.variables
         if together not in self._reduced:
             kept = frozenset(variables[n].number for n in together)
-            self._reduced[together] = _Reduced(self._built.network, kept)
-        solution = self._reduced[together].solve(variables[number].number, states)
+            self._reduced[together] = Reduced(self._built.network, kept)
+        solution = self._reduced[together].solve({variables[number].number: states})
         price = None
         if solution.cost < FORBIDDEN / 2:
             if solution.states not in self._timed:  # many questions have the same answer
@@ -240,36 +236,3 @@ def taken_axes(plan: Plan, conflict: Conflict) -> Axes:
     _, value, dim = conflict.claims[-1]
     state = plan.states[value]
     return state.dims[dim] if state is not None else ()
-
-
-class _Reduced:
-    """A network made small for questions about a few of its variables, with the way back.
-
-    To make it small takes longer than to solve what is left, so it is done once for many questions.
-
-    Attributes:
-      network: the whole network.
-      alive: for each of its variables, the states that no other state always undercuts; variables
-        that are asked about keep all of theirs.
-      gone: how the variables with one or two neighbours follow from the others.
-      core: the network of the others.
-    """
-
-    def __init__(self, network: Network, kept: frozenset[int]) -> None:
-        self.network = network
-        self.alive = undominated(network, kept)
-        self.gone = Elimination(network.restricted(self.alive))
-        self.gone.run(TABLE_LIMIT, neighbours=2, keep=kept)
-        self.core = self.gone.core()
-
-    def solve(self, variable: int, states: Sequence[int]) -> Solution:
-        """The cheapest joint state of the whole network in which a variable is in some states."""
-        left = self.gone.left
-        allowed = [np.arange(len(costs)) for costs in self.core.unary]
-        allowed[left.index(variable)] = np.flatnonzero(np.isin(self.alive[variable], states))
-        found = solve(self.core.restricted(allowed))
-        # States were numbered anew twice: among those allowed, and among those alive.
-        known = {v: int(k[s]) for v, k, s in zip(left, allowed, found.states, strict=True)}
-        joint = [int(a[s]) for a, s in zip(self.alive, self.gone.unwound(known), strict=True)]
-        cost = self.network.cost(joint)
-        return Solution(tuple(joint), cost, cost - (found.cost - found.lower))
