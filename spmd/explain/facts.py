@@ -124,6 +124,8 @@ def proof_text(plan: Plan) -> str:
         return plan.solver
     axes = sum(map(bool, plan.mesh.axis_atoms.values()))
     over = "every placement" + (" of two axes at a time" if axes > TOGETHER else "")
+    if plan.like_loops:
+        over = "what the marks suggest and the plan of its loops took"
     if not plan.gap:
         return f"{plan.solver}: of {over} none has a smaller sum of costs"
     return f"{plan.solver}: its sum of costs is at most {plan.gap:.1%} above the least of {over}"

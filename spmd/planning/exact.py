@@ -101,7 +101,7 @@ def plan_exactly(
             skip_detours(search, try_out)
         best = search.best
     seconds = next(t.seconds for t in search.tried if t.plan.choices == greedy.choices)
-    best.plan = best.plan._replace(greedy_seconds=seconds)
+    best.plan = best.plan._replace(greedy_seconds=seconds, like_loops=like is not None)
     return best
 
 

@@ -189,13 +189,15 @@ class CostNetwork:
     @cached_property
     def suggested(self) -> Solution:
         """The cheapest joint state of those that the marks lead to."""
+        return self._among(OP, self.domains.suggested)
+
+    def _among(self, role: str, counts: Sequence[int]) -> Solution:
+        """The cheapest joint state in which classes of a role make one of their first choices."""
         allowed = [
-            np.flatnonzero(v.choices < count) if unit.role == OP else np.arange(len(v.choices))
-            for v, count, unit in zip(
-                self.variables, self.domains.suggested, self.units.units, strict=True
-            )
+            np.flatnonzero(v.choices < count) if unit.role == role else np.arange(len(v.choices))
+            for v, count, unit in zip(self.variables, counts, self.units.units, strict=True)
         ]
-        return solve(self.network, allowed)
+        return solve(self.network, allowed)._replace(lower=self.solution.lower)
 
     def _forget(self) -> None:
         for name in ("network", "solution", "suggested"):
@@ -261,11 +263,7 @@ class CostNetwork:
 
     def closed(self) -> Solution:
         """The cheapest joint state in which every argument lies as the marks suggest."""
-        allowed = [
-            np.flatnonzero(v.choices <= 0) if unit.role == ARGUMENT else np.arange(len(v.choices))
-            for v, unit in zip(self.variables, self.units.units, strict=True)
-        ]
-        return solve(self.network, allowed)
+        return self._among(ARGUMENT, [1] * len(self.variables))
 
     def _copy(self) -> Network:
         network = Network()

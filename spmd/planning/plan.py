@@ -108,6 +108,8 @@ class Plan(NamedTuple):
       recomputed: what its program makes again; empty if that was not tried.
       exposed: the share of a reshard's time that counted in the network that it was taken from.
       by_slack: whether all of it counted that took longer than what is computed in the meantime.
+      like_loops: whether ops chose among what the marks suggest and what the plan of the loops that
+        were written out took for them; else among all placements.
       gap: how far its sum of seconds is above the least of all that was weighed at most, as a share
         of it; 0: there is none that is smaller.
       forms: other forms of its program that were weighed, those that were taken among them.
@@ -130,6 +132,7 @@ class Plan(NamedTuple):
     recomputed: tuple[Recomputed, ...] = ()
     exposed: float = 1.0
     by_slack: bool = False
+    like_loops: bool = False
     gap: float = 0.0
     forms: tuple[Weighed, ...] = ()
 

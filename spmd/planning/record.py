@@ -11,7 +11,7 @@ from spmd.planning.problem import Problem
 
 _AS_THEY_ARE = (
     "seconds", "solver", "run_seconds", "greedy_seconds", "byte_price", "exposed", "by_slack",
-    "gap"
+    "like_loops", "gap"
 )  # fmt: skip
 """Fields that are numbers or text."""
 

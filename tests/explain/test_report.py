@@ -69,6 +69,7 @@ def test_text_says_how_sure_the_solver_is(compiled: Any, text: str) -> None:
     unsure = plan._replace(solver="local search", gap=0.021)
     assert "at most 2.1% above the least" in proof_text(unsure)
     assert proof_text(plan._replace(solver="greedy")) == "greedy"
+    assert "the plan of its loops took none" in proof_text(plan._replace(like_loops=True))
 
 
 def test_the_summary_is_short(compiled: Any) -> None:

@@ -118,6 +118,15 @@ def test_the_compiler_decides_by_time(machine: str) -> None:
     )
 
 
+def test_what_is_written_out_chooses_among_what_its_loops_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen = planned("h200:2", 8192)
+    assert chosen.stages.plan.like_loops
+    monkeypatch.setattr("spmd.planning.exact.taken_by", lambda plan: {})  # every placement
+    assert chosen.cost <= planned("h200:2", 8192).cost * 1.01
+
+
 def test_loops_stay_where_that_would_not_pay() -> None:
     assert "while" in planned("h200:2", 256, 32).as_text("program")  # too short a step
     assert "while" in planned("cpu:2", 8192).as_text("program")  # where nothing is hidden
