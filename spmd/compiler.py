@@ -32,12 +32,11 @@ from spmd.frontend.shift import shift_heads
 from spmd.frontend.stack import Stack, stacked
 from spmd.frontend.unflatten import unflatten
 from spmd.frontend.unroll import unroll
-from spmd.ir.callbacks import Callback
-from spmd.ir.dedupe import dedupe
 from spmd.ir.dialect.composites import PLATFORM, whole_composites
 from spmd.ir.dialect.registry import TAUGHT
 from spmd.ir.legality import check_program
-from spmd.ir.program import Program
+from spmd.ir.program import Callback, Program
+from spmd.ir.rewrite import dedupe
 from spmd.ir.types import Order
 from spmd.lowering.emitted import Emitted, emit_local
 from spmd.lowering.expand import expand

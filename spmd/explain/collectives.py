@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
-from spmd.ir.index import Index
+from spmd.ir.control_flow import Index
 from spmd.ir.program import Op, Region
 from spmd.lowering.partition import Partitioned
 from spmd.measure.labels import layer_of
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
-from spmd.predict.transfers import Transfer
+from spmd.predict.ops import Transfer
 
 
 class Collective(NamedTuple):

@@ -18,12 +18,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.ir.control_flow import producers_of, users_of
-from spmd.ir.dead import remove_dead
-from spmd.ir.dedupe import dedupe
 from spmd.ir.dialect.builder import Builder, resized
 from spmd.ir.dialect.reducers import NEUTRAL
 from spmd.ir.program import Op, Program, Value
-from spmd.ir.rewrite import Now, edit_ops
+from spmd.ir.rewrite import Now, dedupe, edit_ops, remove_dead
 from spmd.ir.types import TensorType
 from spmd.mesh.sharding import Axes
 

@@ -23,11 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd.ir.dead import remove_dead
 from spmd.ir.dialect.batched import Batched, form_of
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values, has_effect, reads
-from spmd.ir.rewrite import repeat_op
+from spmd.ir.rewrite import remove_dead, repeat_op
 
 Row = tuple[int, ...]
 """Places of ops, of each lane one, that do the same."""

@@ -24,12 +24,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmd.ir.control_flow import integer_of
-from spmd.ir.dead import remove_dead
+from spmd.ir.control_flow import Index, integer_of
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.index import Index
 from spmd.ir.program import Op, OpKind, Program, Region, Value, walk_region
-from spmd.ir.rewrite import Now, edit_ops, repeat_op
+from spmd.ir.rewrite import Now, edit_ops, remove_dead, repeat_op
 from spmd.ir.types import numpy_dtype
 
 _FOLDED: Mapping[str, Callable[..., int]] = {

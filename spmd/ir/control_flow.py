@@ -1,17 +1,19 @@
-"""Control flow as data flow: which values of a region op are one, trip counts, uses of values."""
+"""Control flow as data flow: which values of a region op are one, trip counts, uses of values.
+
+`Index` finds all of it once for a program.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.types import numpy_dtype
-
-_DIRECTION = "comparison_direction"
-"""The attribute of comparisons that says which one it is."""
 
 UNKNOWN_TRIPS = 16
 """Assumed trip count of a loop whose condition doesn't tell it."""
@@ -92,7 +94,8 @@ def trip_count(op: Op, producers: Mapping[Value, Op]) -> int | None:
     if len(cond.results) != 1:
         return None
     test = producers.get(cond.results[0])
-    if test is None or _DIRECTION not in test.kind.attrs or test.operands[0] not in cond.args:
+    direction = "" if test is None else str(test.kind.attrs.get("comparison_direction", ""))
+    if test is None or not direction or test.operands[0] not in cond.args:
         return None
     index = cond.args.index(test.operands[0])
     step_op = producers.get(body.results[index])
@@ -104,7 +107,6 @@ def trip_count(op: Op, producers: Mapping[Value, Op]) -> int | None:
     step = integer_of(producers, others[0]) if len(others) == 1 else None
     if start is None or end is None or not step:
         return None
-    direction = str(test.kind.attrs[_DIRECTION])
     if "LT" in direction:
         trips = -((start - end) // step) if start < end else 0  # rounded up: 0, 3, 6 for i < 7
     elif "NE" in direction and (end - start) % step == 0:
@@ -149,3 +151,47 @@ def users_of(program: Program) -> dict[Value, list[tuple[Op | None, int]]]:
 
     visit(program.body)
     return users
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """Lookups over one program. Each is made when it is first asked for, and kept.
+
+    Attributes:
+      program: the program.
+
+    Example:
+      >>> index = Index(program)
+      >>> index.producers[value].name
+      'stablehlo.add'
+    """
+
+    program: Program
+
+    @cached_property
+    def producers(self) -> Mapping[Value, Op]:
+        """The op that defines each value; arguments have none."""
+        return producers_of(self.program)
+
+    @cached_property
+    def users(self) -> Mapping[Value, Sequence[tuple[Op | None, int]]]:
+        """For each value, its uses as (op, operand index); a region's return is (None, index)."""
+        return users_of(self.program)
+
+    @cached_property
+    def held(self) -> Mapping[Value, tuple[int, ...]]:
+        """For each value inside a manual region, the atoms along which it may differ unseen."""
+        return held_atoms(self.program)
+
+    @cached_property
+    def trips(self) -> Mapping[Value, int | None]:
+        """A loop's first result -> how often the loop runs, None where that cannot be told."""
+        loops = (op for op in self.program.walk() if op.is_loop)
+        return {op.results[0]: trip_count(op, self.producers) for op in loops if op.results}
+
+    def runs(self, op: Op) -> int:
+        """How often the regions of an op run each time that the op does; a guess if unknown."""
+        if not op.is_loop:
+            return 1
+        trips = self.trips.get(op.results[0])
+        return UNKNOWN_TRIPS if trips is None else trips

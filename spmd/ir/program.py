@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from spmd.ir.callbacks import Callback
 from spmd.ir.description import (
     COMPOSITE,
     CUSTOM_CALL,
@@ -22,6 +22,26 @@ from spmd.ir.description import (
     key_of,
 )
 from spmd.ir.types import Attribute, Dense, TensorType
+
+
+@dataclass(frozen=True, eq=False)
+class Callback:
+    """A function of the process that compiled the program; ops name it by its number.
+
+    Attributes:
+      function: from arrays to a sequence of arrays.
+      label: what the user wrote: `jax.debug.print`, `jax.pure_callback of lookup`.
+      is_debug: whether it only looks: `jax.debug.print` and `jax.debug.callback`.
+      has_effect: whether it does more than compute its results.
+      is_ordered: whether it is called in the order of the program among others that are.
+    """
+
+    function: Callable[..., Sequence[Any]]
+    label: str
+    is_debug: bool
+    has_effect: bool
+    is_ordered: bool
+
 
 Value = int
 

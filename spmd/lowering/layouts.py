@@ -24,11 +24,10 @@ import functools
 from collections import defaultdict
 from collections.abc import Sequence
 
-from spmd.ir.control_flow import ties
+from spmd.ir.control_flow import Index, ties
 from spmd.ir.description import CUSTOM_CALL
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.registry import rule_of
-from spmd.ir.index import Index
 from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.types import Opaque, Order

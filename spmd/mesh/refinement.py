@@ -24,19 +24,6 @@ _MOST_IDS = 16
 """How many device ids an error lists."""
 
 
-def axis_atoms_of(mesh: Mesh, other: Mesh) -> dict[str, Axes]:
-    """The atoms of `mesh` that each axis of another mesh consists of, major to minor.
-
-    Raises:
-      MeshError: the meshes have other devices, or an axis consists of no atoms of `mesh`.
-
-    Example:
-      >>> axis_atoms_of(Mesh(None, (4, 2), ("data", "model")), Mesh(None, (2, 4), ("x", "y")))
-      {'x': (0,), 'y': (1, 2)}
-    """
-    return {name: part_atoms(mesh, other, name) for name in other.axis_names}
-
-
 @lru_cache(maxsize=1024)
 def part_atoms(mesh: Mesh, other: Mesh, name: str, pre: int = 1, size: int = 0) -> Axes:
     """The atoms of `mesh` that an axis of another mesh, or a part of one, consists of.

@@ -22,8 +22,7 @@ from spmd.ir.dialect.composites import WORKSPACE
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.types import TensorType
 from spmd.predict.backends import Backend, backend_of
-from spmd.predict.kernel_order import Kernel
-from spmd.predict.kernels import Kernels, kernels_of
+from spmd.predict.kernels import Kernel, Kernels, kernels_of
 
 
 class Buffer(NamedTuple):

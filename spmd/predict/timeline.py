@@ -20,9 +20,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from spmd.ir.control_flow import Index
 from spmd.ir.description import Role
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.index import Index
 from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.ir.types import DotDims, dtype_bits
 from spmd.mesh.mesh import Mesh
@@ -30,8 +30,14 @@ from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
 from spmd.predict.backends import backend_of
 from spmd.predict.fusion import stored_values
-from spmd.predict.ops import arithmetic_seconds, bytes_read, bytes_written, memory_seconds
-from spmd.predict.transfers import RAGGED, Transfer
+from spmd.predict.ops import (
+    RAGGED,
+    Transfer,
+    arithmetic_seconds,
+    bytes_read,
+    bytes_written,
+    memory_seconds,
+)
 
 COMPUTE = "compute"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from spmd.ir.index import Index
+from spmd.ir.control_flow import Index
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh

@@ -13,8 +13,7 @@ import pytest
 import spmd
 from benchmarks.memory import PROGRAMS, programs
 from spmd.predict.backends import backend_of
-from spmd.predict.kernel_order import Kernel, breadth_first
-from spmd.predict.kernels import kernels_of
+from spmd.predict.kernels import Kernel, breadth_first, kernels_of
 from spmd.predict.memory import MemoryUse, peak_memory, predict
 from tests.ir.text_parse import parse_program
 

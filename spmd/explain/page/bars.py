@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from spmd.ir.control_flow import UNKNOWN_TRIPS
 from spmd.mesh.mesh import Mesh
+from spmd.predict.ops import Transfer
 from spmd.predict.timeline import COMPUTE, Slot, Timeline
-from spmd.predict.transfers import Transfer
 
 
 class Segment(NamedTuple):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from spmd.ir.description import Role
 from spmd.ir.dialect.batched import Batched, in_front, second_half, shifted
-from spmd.ir.dialect.merge import Merge
+from spmd.ir.dialect.halo import Merge
 from spmd.ir.dialect.reducers import NEUTRAL
 from spmd.ir.dialect.registry import op
 from spmd.ir.dialect.rule import (

@@ -1,11 +1,19 @@
-"""Manual regions: written for one device along some axes, with the ways in and out."""
+"""Control flow, and manual regions, which are written for one device along some axes."""
 
 from __future__ import annotations
 
-from spmd.ir.description import Description
+from spmd.ir.description import Description, Role
 from spmd.ir.dialect.registry import describe, op
 from spmd.ir.dialect.rule import FIXED, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
+
+IF = "stablehlo.if"
+"""Chooses between two regions; what programs of ours are written with."""
+
+describe(Description(region="loop", role=Role.REGION), "while")
+describe(Description(region="branches", selector="i32", role=Role.REGION), "case")
+describe(Description(region="branches", selector="i1", role=Role.REGION), "if")
+
 
 MANUAL = "spmd.manual"
 """A region that is written for one device along some axes, the `axes` of the op. It has no

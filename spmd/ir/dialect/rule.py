@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from spmd.ir.dialect.halo import Halo, Window
-from spmd.ir.dialect.merge import Merge
+from spmd.ir.dialect.halo import Halo, Merge, Window
 from spmd.ir.types import TensorType
 
 PASS = "pass"

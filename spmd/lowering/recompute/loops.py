@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spmd.ir.carries import Carry, recarried
-from spmd.ir.dead import remove_dead
+from spmd.ir.control_flow import Index
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.index import Index
 from spmd.ir.program import Op, Program, Region, Value
-from spmd.ir.rewrite import repeat_op
+from spmd.ir.rewrite import Carry, recarried, remove_dead, repeat_op
 from spmd.ir.types import TensorType
 from spmd.lowering.recompute.again import Costs, again, late, with_operands
 from spmd.lowering.recompute.cut import Cut, Prices, cheapest_cut

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd.ir.control_flow import integer_of
+from spmd.ir.control_flow import Index, integer_of
 from spmd.ir.description import Role
-from spmd.ir.index import Index
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.types import numpy_dtype
 from spmd.predict.fusion import is_untouched

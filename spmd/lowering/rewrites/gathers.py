@@ -32,12 +32,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from spmd.ir.control_flow import producers_of
-from spmd.ir.dead import remove_dead
+from spmd.ir.control_flow import Index, producers_of
 from spmd.ir.dialect.builder import LOCAL_SLICE, Builder
-from spmd.ir.index import Index
 from spmd.ir.program import Op, Program, Region, Value
-from spmd.ir.rewrite import Now, edit_ops
+from spmd.ir.rewrite import Now, edit_ops, remove_dead
 from spmd.ir.types import TensorType
 from spmd.lowering.rewrites.moves import again, is_move, operand_dim, pieces_of
 
