@@ -1,4 +1,4 @@
-"""Rebuilding a program op by op, of which every rewrite is made; and what every rewrite ends with."""
+"""Rebuilding a program op by op, of which rewrites are made; and what every rewrite ends with."""
 
 from __future__ import annotations
 

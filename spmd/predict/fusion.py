@@ -9,37 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 from spmd.ir.description import Role
 from spmd.ir.dialect.reducers import body_reducer
 from spmd.ir.dialect.window import running_dim
 from spmd.ir.program import Body, Op, OpKind, Program, Region, Value, free_values
-from spmd.ir.types import ConvDims, DotDims, TensorType
+from spmd.ir.types import ConvDims, DotDims, Order, TensorType
 from spmd.predict.backends import Backend
-
-
-class Fused(NamedTuple):
-    """What becomes of each value of a program.
-
-    Attributes:
-      stored: whether it has memory of its own.
-      root: the value in whose memory it lies.
-      summed: whether a library's reduction reads it, perhaps under another name.
-      needed: whether a reader needs it in memory.
-    """
-
-    stored: tuple[bool, ...]
-    root: tuple[Value, ...]
-    summed: tuple[bool, ...]
-    needed: tuple[bool, ...]
 
 
 def fuse(program: Program, backend: Backend) -> Fused:
     """Which values of a local program a backend stores, and where the others lie."""
-    found = _Fusion(program, backend)
-    stored, root, summed, needed = found.stored, found.root, found.summed, found.needed
-    return Fused(tuple(stored), tuple(root), tuple(summed), tuple(needed))
+    return Fused(program, backend)
 
 
 def stored_values(program: Program) -> frozenset[Value]:
@@ -133,12 +114,15 @@ def _as_large(op: Op) -> Sequence[Value]:
     return tuple(dict.fromkeys([operands[i] for i in places]))
 
 
-class _Fusion:
-    """Walks a program backwards, and collects the fields of `Fused`.
+class Fused:
+    """What becomes of each value of a program, found by walking it backwards.
 
     Attributes:
-      readers: how many kernels read a value; 2 stands for more.
-      needed: whether one of them needs it stored.
+      stored: whether it has memory of its own.
+      root: the value in whose memory it lies.
+      readers: how many kernels read it; 2 stands for more.
+      needed: whether one of them needs it in memory.
+      summed: whether a library's reduction reads it, perhaps under another name.
     """
 
     # Backwards, because whether a value is stored depends on its readers:
@@ -162,43 +146,43 @@ class _Fusion:
         self.needed = [False] * count
         self.summed = [False] * count
         for value in program.body.results:
-            self.read(value, 1, True)
+            self._read(value, 1, True)
         if not backend.repeats:
             for value in wide_values(program):
                 self.needed[value] = True
-        self.region(program.body)
+        self._region(program.body)
 
-    def read(self, value: Value, readers: int, needed: bool) -> None:
+    def _read(self, value: Value, readers: int, needed: bool) -> None:
         self.readers[value] += readers
         if needed:
             self.needed[value] = True
 
-    def region(self, region: Region) -> None:
+    def _region(self, region: Region) -> None:
         for op in reversed(region.ops):
             what = op.kind.about.role
             if what == Role.REGION:
-                self.control_flow(op)
+                self._control_flow(op)
             elif not op.results:
                 for value in op.operands:
-                    self.read(value, 1, True)
+                    self._read(value, 1, True)
             elif not any(map(self.readers.__getitem__, op.results)):
                 continue
             elif what == Role.ALIAS or op.kind.is_renaming:
-                self.alias(op)
-            elif what <= Role.ONCE and self.is_inside(op, what):
-                self.inside(op)
+                self._alias(op)
+            elif what <= Role.ONCE and self._is_inside(op, what):
+                self._inside(op)
             elif not op.kind.about.is_constant:  # constants lie in the executable
-                self.store(op, what)
+                self._store(op, what)
 
-    def alias(self, op: Op) -> None:
+    def _alias(self, op: Op) -> None:
         stops = op.kind.about.is_barrier and not self.backend.drops_barriers
         for value, alias in zip(op.operands, op.results, strict=True):
             if self.readers[alias]:
                 self.root[alias] = value
-                self.read(value, self.readers[alias], self.needed[alias] or stops)
+                self._read(value, self.readers[alias], self.needed[alias] or stops)
                 self.summed[value] |= self.summed[alias]
 
-    def is_inside(self, op: Op, what: Role) -> bool:
+    def _is_inside(self, op: Op, what: Role) -> bool:
         """Whether an op is computed inside its readers."""
         result = op.results[0]
         if self.needed[result]:
@@ -208,65 +192,68 @@ class _Fusion:
             return (about.in_library or about.is_broadcast) and self.readers[result] == 1
         return what == Role.INSIDE or self.readers[result] == 1
 
-    def inside(self, op: Op) -> None:
+    def _inside(self, op: Op) -> None:
         result, readers = op.results[0], self.readers
         count = min(readers[result], 2)
         for value in dict.fromkeys(op.operands):
             readers[value] += count
             self.summed[value] |= self.summed[result]
 
-    def store(self, op: Op, what: Role) -> None:
+    def _store(self, op: Op, what: Role) -> None:
         for value in op.results:
             self.stored[value] = True
         copied = copied_operands(op.kind, self.backend)
         is_library = self.backend.library_reduces and is_library_reduce(op.kind)
         for i, value in enumerate(op.operands):
-            self.read(value, 1, i not in copied and wants_stored(op, what, i))
+            self._read(value, 1, i not in copied and wants_stored(op, what, i))
             if is_library:
                 self.summed[value] = True
 
-    def control_flow(self, op: Op) -> None:
+    def _control_flow(self, op: Op) -> None:
         is_loop = op.is_loop
         for i, value in enumerate(op.operands):
             if is_loop and is_untouched(op, i):
                 self.root[op.results[i]] = value
-                self.read(value, 2, True)
+                self._read(value, 2, True)
             else:
                 self.stored[op.results[i]] = is_loop
-                self.read(value, 1, True)
+                self._read(value, 1, True)
         if not is_loop:
             for value in op.results:
                 self.stored[value] = self.readers[value] > 0
         for region in op.regions:
             for value in free_values(region):
-                self.read(value, 2, True)
+                self._read(value, 2, True)
         for region in reversed(op.regions):
             for value in region.results:
-                self.read(value, 1, True)
-            self.region(region)
+                self._read(value, 1, True)
+            self._region(region)
 
 
-Order = tuple[int, ...]
-"""The dims of a tensor, the most major first."""
+# The order of dims in which XLA's CPU kernels read operands; any other order is copied first.
+# Products of matrices read (batch, rows, contracted) and (batch, contracted, columns), or either
+# one transposed as long as rows, columns and what is contracted are one dim each. Convolutions read
+# (batch, spatial, features) and (spatial, in, out). Collectives work along the first dim.
 
 
 def transposed_operands(kind: OpKind) -> Mapping[int, Order]:
     """Positions of the operands that are copied first, and the order of their copies' dims."""
-    found: Mapping[int, Order] | None = kind._cache.get("operands.transposed")
-    if found is None:
-        found = kind._cache["operands.transposed"] = _transposed_operands(kind)
-    return found
-
-
-def _transposed_operands(kind: OpKind) -> dict[int, Order]:
+    found: dict[int, Order] | None = kind._cache.get("operands.transposed")
+    if found is not None:
+        return found
     wanted: dict[int, Order] = {}
     if kind.about.reads == "matrices":
         wanted = _dot(kind)
     elif kind.about.reads == "images":
-        wanted = _convolution(kind.attrs["dimension_numbers"])
+        conv: ConvDims = kind.attrs["dimension_numbers"]
+        features = conv.kernel_input_feature, conv.kernel_output_feature
+        wanted[0] = (conv.input_batch, *conv.input_spatial, conv.input_feature)
+        wanted[1] = (*conv.kernel_spatial, *features)
     elif kind.about.collective and kind.about.along:
         wanted = _along(kind.operands, kind.attrs[kind.about.along])
-    return {i: order for i, order in wanted.items() if not _is_same(order, kind.operands[i])}
+    found = {i: order for i, order in wanted.items() if not _is_same(order, kind.operands[i])}
+    kind._cache["operands.transposed"] = found
+    return found
 
 
 def transposed_results(kind: OpKind) -> Order:
@@ -314,13 +301,6 @@ def _operand(batch: Order, first: Order, second: Order, type_: TensorType) -> Or
 def _others(rank: int, *used: Order) -> Order:
     taken = {d for dims in used for d in dims}
     return tuple(d for d in range(rank) if d not in taken)
-
-
-def _convolution(dims: ConvDims) -> dict[int, Order]:
-    return {
-        0: (dims.input_batch, *dims.input_spatial, dims.input_feature),
-        1: (*dims.kernel_spatial, dims.kernel_input_feature, dims.kernel_output_feature),
-    }
 
 
 def _along(types: tuple[TensorType, ...], dim: int) -> dict[int, Order]:

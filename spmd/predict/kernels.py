@@ -19,7 +19,6 @@ from spmd.ir.program import Op, Program, Region, Value, free_values
 from spmd.ir.types import TensorType
 from spmd.predict.backends import Backend
 from spmd.predict.fusion import (
-    Fused,
     copied_operands,
     fuse,
     is_library_reduce,
@@ -116,13 +115,12 @@ def combined(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def breadth_first(kernels: Sequence[Kernel], arguments: Sequence[Value]) -> tuple[Kernel, ...]:
-    """Kernels in the order in which their operands get ready.
+    """A region's kernels in the order in which their operands get ready.
 
     XLA's scheduler for CPUs uses this order, so that independent kernels can run at the same time.
 
-    Args:
-      kernels: of one region, in the order of the program.
-      arguments: the region's.
+    before: [a: x], [b: a], [c: x], [d: b c]         in the order of the program
+    after:  [a: x], [c: x], [b: a], [d: b c]         c waits for x alone, as a does
     """
     made = {value for kernel in kernels for value in kernel.makes}
     captured = [v for k in kernels for v in (*k.handed, *k.reads) if v not in made]
@@ -155,36 +153,14 @@ def breadth_first(kernels: Sequence[Kernel], arguments: Sequence[Value]) -> tupl
     return tuple(order)
 
 
-class Kernels(NamedTuple):
-    """All kernels of a program.
+class Kernels:
+    """The kernels that a backend runs for a local program, found by walking it forwards.
 
     Attributes:
       body: in the order in which they run.
+      fused: what becomes of each value.
       types: of each value; transposed copies are numbered behind the program's values.
-      root: the value in whose memory each value lies.
-      stored: whether a value has memory of its own.
       copied: number of a copy -> the value that it is a copy of.
-    """
-
-    body: tuple[Kernel, ...]
-    types: list[TensorType]
-    root: tuple[Value, ...]
-    stored: tuple[bool, ...]
-    copied: dict[Value, Value]
-
-
-def kernels_of(program: Program, backend: Backend) -> Kernels:
-    """The kernels that a backend runs for a local program."""
-    fused = fuse(program, backend)
-    built = _Builder(program, backend, fused)
-    body = built.region(program.body)
-    return Kernels(body, built.types, fused.root, fused.stored, built.copied)
-
-
-class _Builder:
-    """Walks a program forwards, and collects its kernels with what each one reads.
-
-    Attributes:
       inputs: value -> the stored values that a reader of it reads instead.
       made_of: stored value of this region -> what is read to compute it again.
       again: those of `made_of` that every reader computes again if it can.
@@ -195,31 +171,32 @@ class _Builder:
     #   %2 = dot %0, %1; %3 = exp %2; %4 = abs %3; %5 = dot %4, %1
     # it is {%2: (%2,), %3: (%2,), %4: (%4,)}: the kernel of %4 reads %2 and computes `exp` itself.
 
-    def __init__(self, program: Program, backend: Backend, fused: Fused) -> None:
+    def __init__(self, program: Program, backend: Backend) -> None:
         self.backend = backend
-        self.fused = fused
+        self.fused = fuse(program, backend)
         self.types = list(program.types)
         self.inputs: dict[Value, tuple[Value, ...]] = {}
         self.made_of: dict[Value, tuple[Value, ...]] = {}
         self.again: set[Value] = set()
         self.copied: dict[Value, Value] = {}
         self.copies: dict[tuple[object, ...], Value] = {}
+        self.body = self._region(program.body)
 
-    def region(self, region: Region) -> tuple[Kernel, ...]:
+    def _region(self, region: Region) -> tuple[Kernel, ...]:
         self.inputs.update((value, (value,)) for value in region.args)
         outer = self.copies, self.made_of, self.again
         self.copies, self.made_of, self.again = {}, {}, set()
         kernels: list[Kernel] = []
         for op in region.ops:
-            self.op(op, kernels)
+            self._op(op, kernels)
         self.copies, self.made_of, self.again = outer
         if not self.backend.breadth_first:
             return tuple(kernels)
         if self.backend.combines:
             kernels = combined(kernels)
-        return breadth_first(self.apart(kernels), region.args)
+        return breadth_first(self._apart(kernels), region.args)
 
-    def apart(self, kernels: list[Kernel]) -> list[Kernel]:
+    def _apart(self, kernels: list[Kernel]) -> list[Kernel]:
         """Gives updates and loops copies to write over, of values that others may still read.
 
         A copy is made as soon as its value is there, and not only when it is written over.
@@ -228,61 +205,66 @@ class _Builder:
         found: list[Kernel] = []
         for i, kernel in enumerate(kernels):
             taken: set[Value] = set()
-            for k, value in enumerate(self.written_over(kernel)):
+            for k, value in enumerate(self._written_over(kernel)):
                 if value in order.makers and (value in taken or not order.is_last(i, value)):
-                    copy = self.copy_of(value)
+                    copy = self._copy_of(value)
                     found.append(Kernel(kernel.op, (value,), (copy,), is_copy=True))
-                    kernel = _instead(kernel, k, value, copy)
+                    if kernel.handed:
+                        handed = [copy if h == k else v for h, v in enumerate(kernel.handed)]
+                        kernel = kernel._replace(handed=tuple(handed))
+                    else:
+                        reads = tuple(copy if v == value else v for v in kernel.reads)
+                        kernel = kernel._replace(reads=reads)
                 taken.add(value)
             found.append(kernel)
         return found
 
-    def written_over(self, kernel: Kernel) -> tuple[Value, ...]:
+    def _written_over(self, kernel: Kernel) -> tuple[Value, ...]:
         """The values whose memory a kernel's results take over."""
         op = kernel.op
         if kernel.is_copy:
             return ()
         if op.kind.about.role == Role.UPDATE:
-            return self.read(op.operands[: len(op.results)])
+            return self._read(op.operands[: len(op.results)])
         return kernel.handed if op.is_loop else ()
 
-    def copy_of(self, value: Value) -> Value:
+    def _copy_of(self, value: Value) -> Value:
         """A new value number, for a copy of a value."""
         self.types.append(self.types[value])
         self.copied[len(self.types) - 1] = value
         return len(self.types) - 1
 
-    def op(self, op: Op, kernels: list[Kernel]) -> None:
+    def _op(self, op: Op, kernels: list[Kernel]) -> None:
         what = op.kind.about.role
         if what == Role.REGION:
-            kernels.append(self.control_flow(op))
+            kernels.append(self._control_flow(op))
         elif what == Role.ALIAS:
             for value, alias in zip(op.operands, op.results, strict=True):
                 self.inputs[alias] = self.inputs[value]
         elif op.results and not any(map(self.fused.stored.__getitem__, op.results)):
             summed = self.fused.summed[op.results[0]]
-            read = (self.read if summed else self.inside)(op.operands)
+            read = (self._read if summed else self._inside)(op.operands)
             if self.backend.breadth_first and op.kind.about.tells_devices:
-                read = (*read, self.device(op, kernels))
+                read = (*read, self._device(op, kernels))
             self.inputs.update(dict.fromkeys(op.results, read))
         else:
-            self.kernel(op, what, kernels)
+            self._kernel(op, what, kernels)
 
-    def read(self, values: Sequence[Value]) -> tuple[Value, ...]:
+    def _read(self, values: Sequence[Value]) -> tuple[Value, ...]:
         """The stored values that a reader of some values reads."""
         inputs = self.inputs
         if len(values) == 1:
             return inputs[values[0]]
         return tuple(dict.fromkeys([root for value in values for root in inputs[value]]))
 
-    def inside(self, values: Sequence[Value], any_op: bool = False) -> tuple[Value, ...]:
+    def _inside(self, values: Sequence[Value], any_op: bool = False) -> tuple[Value, ...]:
         """The stored values that a kernel reads which computes some values again inside.
 
         Args:
           values: what it computes.
           any_op: whether to compute also those again that are made of several values of their size.
         """
-        roots = self.read(values)
+        roots = self._read(values)
         if not any_op and self.again.isdisjoint(roots):
             return roots
         found: dict[Value, None] = {}
@@ -291,19 +273,19 @@ class _Builder:
             found.update(dict.fromkeys(self.made_of[root] if is_again else (root,)))
         return tuple(found)
 
-    def kernel(self, op: Op, what: Role, kernels: list[Kernel]) -> None:
+    def _kernel(self, op: Op, what: Role, kernels: list[Kernel]) -> None:
         operands = list(op.operands)
         if what <= Role.INSIDE and self.backend.recomputes:
-            self.made_of[op.results[0]] = self.inside(operands)
-            if self.is_unary(op):
+            self.made_of[op.results[0]] = self._inside(operands)
+            if self._is_unary(op):
                 self.again.add(op.results[0])
         for position, order in copied_operands(op.kind, self.backend).items():
-            operands[position] = self.copy(op, operands[position], order, kernels)
+            operands[position] = self._copy(op, operands[position], order, kernels)
         for value in op.results:
             self.inputs[value] = (value,)
         over = what <= Role.UPDATE or op.kind.about.is_in_place
-        reads = self.operands(op, what, operands)
-        if not (makes := self.first_made(op)):
+        reads = self._operands(op, what, operands)
+        if not (makes := self._first_made(op)):
             kernels.append(Kernel(op, reads, op.results, over))
             return
         kernels.append(Kernel(op, reads, makes))
@@ -313,7 +295,7 @@ class _Builder:
             else:  # what its readers add to it is small
                 self.inputs[value] = (first,)
 
-    def first_made(self, op: Op) -> tuple[Value, ...]:
+    def _first_made(self, op: Op) -> tuple[Value, ...]:
         """New values, from which a second kernel makes an op's results; empty if there is none.
 
         All-gathers along an inner dim are transposed, an all-to-all's pieces are joined, and
@@ -324,35 +306,35 @@ class _Builder:
             collective == "all_to_all" or bool(transposed_results(op.kind))
         )
         is_two = is_two or (self.backend.rewrites_windows and running_dim(op.kind) is not None)
-        return tuple(map(self.copy_of, op.results)) if is_two else ()
+        return tuple(map(self._copy_of, op.results)) if is_two else ()
 
-    def operands(self, op: Op, what: Role, operands: list[Value]) -> tuple[Value, ...]:
+    def _operands(self, op: Op, what: Role, operands: list[Value]) -> tuple[Value, ...]:
         """The stored values that a kernel reads for its operands, or their copies."""
         is_library = self.backend.library_reduces and is_library_reduce(op.kind)
         reads: dict[Value, None] = {}
         for i, value in enumerate(operands):
             direct = is_library or wants_stored(op, what, i)
-            reads.update(dict.fromkeys((self.read if direct else self.inside)((value,))))
+            reads.update(dict.fromkeys((self._read if direct else self._inside)((value,))))
         return tuple(reads)
 
-    def is_unary(self, op: Op) -> bool:
+    def _is_unary(self, op: Op) -> bool:
         """Whether an op reads one value of its size: reading that instead costs nothing."""
         size = op.kind.results[0].size
         pairs = zip(op.operands, op.kind.operands, strict=True)
         return sum(type_.size >= size and bool(self.inputs[v]) for v, type_ in pairs) <= 1
 
-    def copy(self, op: Op, value: Value, order: tuple[int, ...], kernels: list[Kernel]) -> Value:
+    def _copy(self, op: Op, value: Value, order: tuple[int, ...], kernels: list[Kernel]) -> Value:
         """A transposed copy of a value, made once for all that read it in this order."""
         key = (self.fused.root[value], self.types[value].shape, order)
         found = self.copies.get(key)
         if found is None:
-            found = self.copies[key] = self.copy_of(value)
+            found = self.copies[key] = self._copy_of(value)
             self.inputs[found] = (found,)
-            reads = self.inside((value,), self.types[value].rank > 2)
+            reads = self._inside((value,), self.types[value].rank > 2)
             kernels.append(Kernel(op, reads, (found,), is_copy=True))
         return found
 
-    def device(self, op: Op, kernels: list[Kernel]) -> Value:
+    def _device(self, op: Op, kernels: list[Kernel]) -> Value:
         """The device's number in this region, which is a kernel: what needs it alone waits."""
         key = ("device",)
         if key not in self.copies:
@@ -361,24 +343,16 @@ class _Builder:
             kernels.append(Kernel(op, (), (self.copies[key],), is_copy=True))
         return self.copies[key]
 
-    def control_flow(self, op: Op) -> Kernel:
+    def _control_flow(self, op: Op) -> Kernel:
         is_loop = op.is_loop
         free = [value for region in op.regions for value in free_values(region)]
         kept = [v for i, v in enumerate(op.operands) if is_loop and is_untouched(op, i)]
         handed = [v for v in op.operands if v not in kept]
-        regions = tuple(self.region(region) for region in op.regions)
+        regions = tuple(self._region(region) for region in op.regions)
         for i, value in enumerate(op.results):
             untouched = is_loop and is_untouched(op, i)
             self.inputs[value] = self.inputs[op.operands[i]] if untouched else (value,)
         makes = tuple(value for value in op.results if self.fused.stored[value])
-        reads = self.read((*free, *kept))
+        reads = self._read((*free, *kept))
         begins = tuple(root for value in handed for root in self.inputs[value])
         return Kernel(op, reads, makes, is_loop, False, begins, regions)
-
-
-def _instead(kernel: Kernel, position: int, value: Value, copy: Value) -> Kernel:
-    """A kernel that writes over a copy of a value."""
-    if kernel.handed:
-        handed = [copy if i == position else v for i, v in enumerate(kernel.handed)]
-        return kernel._replace(handed=tuple(handed))
-    return kernel._replace(reads=tuple(copy if v == value else v for v in kernel.reads))

@@ -146,12 +146,10 @@ def own_seconds(
     """Time on the links of an op that is a collective itself."""
     if not kind.about.collective:
         return 0.0
-    before, after = (
-        local_type(type_, project(rule, dims, assignment, mesh.atom_sizes), mesh)
-        for type_, dims in zip((*kind.operands, *kind.results), rule.values, strict=True)
-    )
+    piece = local_kind(kind, rule, assignment, mesh)
+    before, after = piece.operands[0].bytes, piece.results[0].bytes
     name, axes = kind.about.collective, kind.attrs["axes"]
-    return collective_seconds(name, axes, before.bytes, after.bytes, mesh, topology)
+    return collective_seconds(name, axes, before, after, mesh, topology)
 
 
 def ring_seconds(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import groupby, permutations, product
 from typing import Any
 
@@ -157,18 +157,13 @@ class Distances:
         nodes = np.arange(len(atlas.pieces) + 1)
         self._first = np.searchsorted(atlas.source[self._usable], nodes).tolist()
         self._to = atlas.by_target[usable[atlas.by_target]]
-        self._nodes: dict[Sharding, int | None] = {}
         self._rows: dict[int, Array] = {}
-        self._bounds: dict[tuple[int, int], list[float]] = {}
-        self._out: dict[int, list[tuple[float, int, int, int]]] = {}
-
-    def node(self, sharding: Sharding) -> int | None:
-        """The node of a sharding; None if the value does not divide, or it splits a unit."""
-        if sharding not in self._nodes:
-            self._nodes[sharding] = self._node(sharding)
-        return self._nodes[sharding]
+        self.node = cache(self._node)
+        self._left = cache(self._ticks_to)
+        self._moves_from = cache(self._moves_out_of)
 
     def _node(self, sharding: Sharding) -> int | None:
+        """The node of a sharding; None if the value does not divide, or it splits a unit."""
         dims = tuple([sharding.dims[d] for d in self.names.dims])
         node = self._atlas.nodes.get((dims, sharding.partial))
         whole = node is not None and self._legal[node]
@@ -239,29 +234,23 @@ class Distances:
                         heapq.heappush(heap, (estimate, total, there))
         return None
 
-    def _left(self, goal: int, least: int) -> list[float]:
+    def _ticks_to(self, goal: int, least: int) -> list[float]:
         """Ticks from every node to one, with the value in so many pieces at least."""
-        found = self._bounds.get((goal, least))
-        if found is None:
-            atlas, moves = self._atlas, self._usable
-            near = np.full((len(atlas.pieces), 1), math.inf)
-            near[goal] = 0
-            fits = atlas.pieces >= least
-            moves = moves[fits[atlas.source[moves]] & fits[atlas.target[moves]]]
-            every = np.ones(len(moves), dtype=bool)
-            _follow(near, atlas.target[moves], atlas.source[moves], self._ticks[moves], every)
-            found = self._bounds[goal, least] = near[:, 0].tolist()
+        atlas, moves = self._atlas, self._usable
+        near = np.full((len(atlas.pieces), 1), math.inf)
+        near[goal] = 0
+        fits = atlas.pieces >= least
+        moves = moves[fits[atlas.source[moves]] & fits[atlas.target[moves]]]
+        every = np.ones(len(moves), dtype=bool)
+        _follow(near, atlas.target[moves], atlas.source[moves], self._ticks[moves], every)
+        found: list[float] = near[:, 0].tolist()
         return found
 
-    def _moves_from(self, node: int) -> list[tuple[float, int, int, int]]:
+    def _moves_out_of(self, node: int) -> list[tuple[float, int, int, int]]:
         """Ticks, bytes, target and number of each usable move out of a node."""
-        found = self._out.get(node)
-        if found is None:
-            at = self._usable[self._first[node] : self._first[node + 1]]
-            columns = (self._ticks[at], self._sent[at], self._atlas.target[at], at)
-            found = list(zip(*(column.tolist() for column in columns), strict=True))
-            self._out[node] = found
-        return found
+        at = self._usable[self._first[node] : self._first[node + 1]]
+        columns = (self._ticks[at], self._sent[at], self._atlas.target[at], at)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def _follow(near: Array, source: Array, target: Array, ticks: Array, look: Array) -> None:

@@ -79,17 +79,10 @@ class Path:
         return self._steps
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Path) and self._fields == other._fields
-
-    def __hash__(self) -> int:
-        return hash(self._fields)
+        return isinstance(other, Path) and repr(self) == repr(other)
 
     def __repr__(self) -> str:
         return f"Path(steps={self.steps}, seconds={self.seconds}, bytes={self.bytes})"
-
-    @property
-    def _fields(self) -> tuple[tuple[Step, ...], float, int]:
-        return self.steps, self.seconds, self.bytes
 
 
 @lru_cache(maxsize=1 << 16)
@@ -144,8 +137,19 @@ def reshard(
         if dst.kind not in WHOLE_TERMS:
             seconds += mask_seconds(unmasked, type_, mesh, topology)
         return Path(lambda: (*path.steps, mask), seconds, path.bytes)
-    _check(src, dst, type_, mesh)
-    shape = _padded(src, dst, type_.shape, mesh)
+    legal = all(is_legal(sharding, type_.shape, mesh, even=False) for sharding in (src, dst))
+    if not legal or not can_reshard(src, dst):
+        fix = "use every atom at most once and give every dim its atoms"
+        raise LegalityError(
+            f"no reshard of {type_} leads from one sharding to the other",
+            actual=format_sharding(src, mesh),
+            required=format_sharding(dst, mesh),
+            fix="leave partial only what is partial already" if legal else fix,
+        )
+    # Every dim that either sharding does not divide is rounded up until both do.
+    pairs = zip(src.dims, dst.dims, strict=True)
+    units = [math.lcm(mesh.extent(a), mesh.extent(b)) for a, b in pairs]
+    shape = tuple(-(-size // unit) * unit for size, unit in zip(type_.shape, units, strict=True))
     path = _cheapest(src, dst, shape, type_.dtype, held, mesh, topology)
     if shape == type_.shape:
         return path
@@ -205,20 +209,6 @@ def _alike(
     return found
 
 
-def _check(src: Sharding, dst: Sharding, type_: TensorType, mesh: Mesh) -> None:
-    """Refuses what cannot be asked."""
-    legal = all(is_legal(sharding, type_.shape, mesh, even=False) for sharding in (src, dst))
-    if legal and can_reshard(src, dst):
-        return
-    fix = "use every atom at most once and give every dim its atoms"
-    raise LegalityError(
-        f"no reshard of {type_} leads from one sharding to the other",
-        actual=format_sharding(src, mesh),
-        required=format_sharding(dst, mesh),
-        fix="leave partial only what is partial already" if legal else fix,
-    )
-
-
 def _untorn(
     src: Sharding,
     dst: Sharding,
@@ -241,8 +231,8 @@ def _untorn(
     else:
         first = reshard(src, last, type_, mesh, topology, held)
         second = _one_by_one(last, dst, type_, mesh, topology)
-    seconds, sent = first.seconds + second.seconds, first.bytes + second.bytes
-    return Path(first.steps + second.steps, seconds, sent)
+    sent = first.bytes + second.bytes
+    return Path(first.steps + second.steps, first.seconds + second.seconds, sent)
 
 
 def _one_by_one(
@@ -277,14 +267,6 @@ def mask_seconds(sharding: Sharding, type_: TensorType, mesh: Mesh, topology: To
     return 2 * local.bytes / topology.hbm_bandwidth
 
 
-def _padded(src: Sharding, dst: Sharding, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-    """The shape with every dim that either sharding does not divide rounded up until both do."""
-    units = [
-        math.lcm(mesh.extent(a), mesh.extent(b)) for a, b in zip(src.dims, dst.dims, strict=True)
-    ]
-    return tuple(-(-size // unit) * unit for size, unit in zip(shape, units, strict=True))
-
-
 def torn_dims(step: Step, shape: Sequence[int], mesh: Mesh) -> list[int]:
     """Dims whose padded pieces a permute cannot move whole.
 
@@ -308,9 +290,16 @@ def permute_pairs(before: Sharding, after: Sharding, mesh: Mesh) -> tuple[tuple[
     replicas share out the rest in order, within the groups of the atoms that change place.
     """
     axes = moved(before.dims, after.dims, mesh.atom_sizes)
-    fixed = [a for a in range(len(mesh.atoms)) if a not in axes]
+    fixed = mesh.coordinates([a for a in range(len(mesh.atoms)) if a not in axes])
 
-    have, wanted = (_pieces(sharding.dims, fixed, mesh) for sharding in (before, after))
+    def pieces(dims: Dims) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """A number for the piece that each device holds, and for where it is along other atoms."""
+        number = fixed
+        for axes in dims:  # a permute leaves the number of pieces of every dim alone
+            number = number * mesh.extent(axes) + mesh.coordinates(axes)
+        return number
+
+    have, wanted = pieces(before.dims), pieces(after.dims)
     source = np.arange(mesh.size)
     moving = np.flatnonzero(have != wanted)
     takers, holders = (moving[np.argsort(p[moving], kind="stable")] for p in (wanted, have))
@@ -318,28 +307,15 @@ def permute_pairs(before: Sharding, after: Sharding, mesh: Mesh) -> tuple[tuple[
     return tuple(zip(source.tolist(), range(mesh.size), strict=True))
 
 
-def _pieces(dims: Dims, fixed: Sequence[int], mesh: Mesh) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """A number for the piece that each device holds, and for where it is along other atoms."""
-    number = mesh.coordinates(fixed)
-    for axes in dims:  # a permute leaves the number of pieces of every dim alone
-        number = number * mesh.extent(axes) + mesh.coordinates(axes)
-    return number
-
-
 # ---------------------------------------------------------------------------------------------
 # From the answer to a question back to steps, with the cost model's own figures.
 
 
 class _Leg(NamedTuple):
-    """What a step costs, however large the value is.
+    """What a step costs, however large the value is: its kind is as the backend runs it.
 
-    Attributes:
-      kind: of the step, as the backend runs it.
-      group: devices that exchange with one another.
-      latency: seconds that it takes however small the value is.
-      pace: seconds for each byte.
-      before: pieces that the value is in.
-      after: pieces that it is in afterwards.
+    `latency` are seconds however small the value is, `pace` those for each byte; `before` and
+    `after` are the pieces that the value is in.
     """
 
     kind: str
@@ -361,12 +337,15 @@ class _Route(NamedTuple):
 
     def steps(self) -> tuple[Step, ...]:
         """The steps of this value over this mesh."""
-        found, here = [], self.src
+        found, here, names = [], self.src, self.names
         for move in self.answer:
-            there = _sharding_at(move.dims, move.partial, self.names, self.src, self.dst)
-            axes = _axes_of(move, self.names)
-            dims = tuple([self.names.dims[d] for d in move.at])
-            found.append(Step(move.kind, here, there, axes, dims))
+            tiling = list(names.kept)
+            for number, digits in zip(names.dims, move.dims, strict=True):
+                tiling[number] += names.atoms(digits)
+            partial = (*names.atoms(move.partial), *self.dst.partial)
+            there = Sharding(tuple(tiling)).with_partial(partial, self.src.kind)
+            dims = tuple([names.dims[d] for d in move.at])
+            found.append(Step(move.kind, here, there, _axes_of(move, names), dims))
             here = there
         return tuple(found)
 
@@ -436,28 +415,18 @@ def routes(
         question, names = asked.question(join=False)
         apart = direct_answers(question) if found else answers(question)
         found += [(answer, names) for answer in apart]
-    pieces = mesh.extent(a for axes in src.dims for a in axes)
-    return tuple(
-        [
-            _Route(_legs(answer, names, pieces, mesh, topology), answer, names, src, dst)
-            for answer, names in found
-        ]
-    )
-
-
-def _legs(
-    answer: Answer, names: Names, pieces: int, mesh: Mesh, topology: Topology
-) -> tuple[_Leg, ...]:
-    """What the moves cost for a value in so many pieces at first."""
-    legs = []
-    for move in answer:
-        axes = _axes_of(move, names)
-        kind = run_as(move.kind, axes, mesh, topology)
-        group, latency, pace = _terms(kind, axes, mesh, topology)
-        after = pieces_after(move.kind, group, pieces)
-        legs.append(_Leg(kind, group, latency, pace, pieces, after))
-        pieces = after
-    return tuple(legs)
+    ways = []
+    for answer, names in found:
+        legs, pieces = [], mesh.extent(a for axes in src.dims for a in axes)
+        for move in answer:
+            axes = _axes_of(move, names)
+            kind = run_as(move.kind, axes, mesh, topology)
+            group, latency, pace = _terms(kind, axes, mesh, topology)
+            after = pieces_after(move.kind, group, pieces)
+            legs.append(_Leg(kind, group, latency, pace, pieces, after))
+            pieces = after
+        ways.append(_Route(tuple(legs), answer, names, src, dst))
+    return tuple(ways)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -472,13 +441,3 @@ def _axes_of(move: Move, names: Names) -> Axes:
     if move.kind in ("collective_permute", "all_reduce"):  # their groups have no order
         return tuple(sorted(axes))
     return axes
-
-
-def _sharding_at(
-    tiling: Dims, partial: Axes, names: Names, src: Sharding, dst: Sharding
-) -> Sharding:
-    """A sharding of the question as one of the value."""
-    dims = list(names.kept)
-    for number, digits in zip(names.dims, tiling, strict=True):
-        dims[number] += names.atoms(digits)
-    return Sharding(tuple(dims)).with_partial((*names.atoms(partial), *dst.partial), src.kind)

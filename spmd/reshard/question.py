@@ -165,8 +165,19 @@ class Asked:
         if join and len(runs) > EXACT_ATOMS:
             runs = _joined(dims, partial, self._order, letters)
             runs = _refined(runs, [dim.room for dim in dims], self._mesh)
-        names = Names(tuple(runs), tuple([dim.number for dim in dims]), self._kept)
-        return _in_digits(runs, dims, partial, letters), names
+        number = {run[0]: i for i, run in enumerate(runs)}
+
+        def digits(atoms: Iterable[int]) -> Axes:
+            return tuple([number[a] for a in atoms if a in number])
+
+        question = Question(
+            tuple([_digit(letters[run[0]], len(run)) for run in runs]),
+            tuple([digits(dim.src) for dim in dims]),
+            tuple([digits(dim.dst) for dim in dims]),
+            tuple(sorted(digits(partial))),
+            tuple([dim.room for dim in dims]),
+        )
+        return question, Names(tuple(runs), tuple([dim.number for dim in dims]), self._kept)
 
 
 @lru_cache(maxsize=64)
@@ -191,13 +202,9 @@ def atom_digits(mesh: Mesh, topology: Topology) -> tuple[Digit, ...]:
 
 
 def _useful(dims: Iterable[_Dim], devices: int, parked: int, spares: int) -> list[_Dim]:
-    """Dims that can be split, and of those that neither end splits only the roomiest.
+    """Dims that can be split, and of those that neither end splits only the `spares` roomiest.
 
-    Args:
-      dims: every dim.
-      devices: extent of all atoms.
-      parked: extent of the atoms that neither end puts on a dim.
-      spares: how many such dims to keep.
+    `devices` is the extent of all atoms, `parked` of those that neither end puts on a dim.
     """
     rooms = [
         dim._replace(room=math.gcd(dim.room, devices if dim.src or dim.dst else parked))
@@ -262,24 +269,6 @@ def _refined(runs: list[Axes], rooms: Sequence[int], mesh: Mesh) -> list[Axes]:
         run = runs[number]
         runs = [*runs[:number], run[:-keep], run[-keep:], *runs[number + 1 :]]
     return runs
-
-
-def _in_digits(
-    runs: Sequence[Axes], dims: Sequence[_Dim], partial: Sequence[int], letters: Sequence[Digit]
-) -> Question:
-    """The question in digits, one for each run."""
-    number = {run[0]: i for i, run in enumerate(runs)}
-
-    def digits(atoms: Iterable[int]) -> Axes:
-        return tuple([number[a] for a in atoms if a in number])
-
-    return Question(
-        tuple([_digit(letters[run[0]], len(run)) for run in runs]),
-        tuple([digits(dim.src) for dim in dims]),
-        tuple([digits(dim.dst) for dim in dims]),
-        tuple(sorted(digits(partial))),
-        tuple([dim.room for dim in dims]),
-    )
 
 
 @lru_cache(maxsize=1 << 10)

@@ -44,13 +44,13 @@ def direct_paths(problem: Problem, directed: DirectedMoves) -> Iterator[list[Mov
     if not problem.partial and extents == problem.goal_extents:
         yield [permute(problem, problem.src, (), problem.dst)]
     for style in _styles(problem):
-        plain = _Builder(problem, style)
+        plain = _Builder(problem, *style)
         plain.append_all()
         paths = [plain.finished(plain.dims)]
         if paths[0] is None:
             paths = []
             for finer in (False, True) if problem.partial else (False,):
-                shaped = _Builder(problem, style)
+                shaped = _Builder(problem, *style)
                 shaped.append_all(shape=True, finer=finer)
                 shaped.reduce_rest()
                 shaped.append_shape("slice")
@@ -61,12 +61,11 @@ def direct_paths(problem: Problem, directed: DirectedMoves) -> Iterator[list[Mov
                 yield path
 
 
-_Style = tuple[bool, Axes]
-"""Whether reductions and gathers go link by link, and the digits to park."""
+def _styles(problem: Problem) -> Iterator[tuple[bool, Axes]]:
+    """Whether reductions and gathers go link by link, and the digits to park.
 
-
-def _styles(problem: Problem) -> Iterator[_Style]:
-    """All links at once; in turn; with what is fast parked; and all that is partial as well."""
+    All links at once; in turn; with what is fast parked; and all that is partial as well.
+    """
     yield False, ()
     if not problem.slow:
         return
@@ -81,9 +80,8 @@ def _styles(problem: Problem) -> Iterator[_Style]:
 class _Builder:
     """A path that is being written down: its moves so far, and where they have led."""
 
-    def __init__(self, problem: Problem, style: _Style) -> None:
-        self.problem = problem
-        self.in_turn, self.helpers = style
+    def __init__(self, problem: Problem, in_turn: bool, helpers: Axes) -> None:
+        self.problem, self.in_turn, self.helpers = problem, in_turn, helpers
         self.moves: list[Move] = []
         self.dims, self.partial = problem.src, problem.partial
 
@@ -177,9 +175,7 @@ class _Builder:
     def _straying(self) -> list[int]:
         """Dims that begin as their goal and go on."""
         ends = enumerate(zip(self.dims, self.problem.dst, strict=True))
-        return [
-            dim for dim, (axes, goal) in ends if len(axes) > len(goal) and axes[: len(goal)] == goal
-        ]
+        return [d for d, (axes, goal) in ends if axes != goal == axes[: len(goal)]]
 
     def _gather(self) -> None:
         """Gathers what goes beyond the goal: first over slow links, while pieces are small."""
@@ -407,7 +403,11 @@ class Search:
         while heap and (budget is None or expanded < budget):
             _, _, spent, here = heapq.heappop(heap)
             if here is self._goal:
-                return _unwind(came, here)
+                moves: list[Move] = []
+                while here in came:
+                    here, move = came[here]
+                    moves.append(move)
+                return tuple(moves[::-1])
             if best[here] < spent:
                 continue
             expanded += 1
@@ -430,11 +430,3 @@ class Search:
                 turn = (-expanded, number)  # of equals the one found last, nearer to the goal
                 heapq.heappush(heap, (estimate, turn, cost, there))
         return None
-
-
-def _unwind(came: dict[_Node, tuple[_Node, Move]], here: _Node) -> Answer:
-    moves: list[Move] = []
-    while here in came:
-        here, move = came[here]
-        moves.append(move)
-    return tuple(moves[::-1])
