@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from spmd.explain.words import type_text
+from spmd.ir.description import CONSTANT
 from spmd.ir.program import Op, Program, numberless
 from spmd.predict.memory import Buffer, MemoryUse
 
@@ -145,7 +146,7 @@ def _at_peak(use: MemoryUse, program: Program, kinds: Sequence[str]) -> tuple[Al
     held += [
         (ARGUMENTS, "constant", op.kind.results[0], op.loc.trail, len(op.kind.attrs["value"].data))
         for op in program.walk()
-        if op.kind.about.is_constant and not op.kind.attrs["value"].splat
+        if op.name == CONSTANT and not op.kind.attrs["value"].splat
     ]
     results = zip(program.result_names, body.results, strict=True)
     for kind, leaves in (

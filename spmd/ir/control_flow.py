@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spmd.ir.description import CONSTANT, CONVERT, FROM_MANUAL
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.types import numpy_dtype
 
@@ -73,7 +74,7 @@ def held_atoms(program: Program) -> dict[Value, tuple[int, ...]]:
                     visit(inner, held + op.kind.attrs["axes"], held)
                 else:
                     visit(inner, held, outer)
-            own = outer if op.kind.about.is_exit else held
+            own = outer if op.name == FROM_MANUAL else held
             found.update((v, own) for v in op.results if own)
 
     visit(program.body, (), ())
@@ -123,9 +124,9 @@ def integer_of(producers: Mapping[Value, Op], value: Value) -> int | None:
     op = producers.get(value)
     if op is None:
         return None
-    if op.kind.about.is_convert:
+    if op.name == CONVERT:
         return integer_of(producers, op.operands[0])
-    if not op.kind.about.is_constant or op.kind.results[0].rank:
+    if op.name != CONSTANT or op.kind.results[0].rank:
         return None
     element = op.kind.attrs["value"].array()
     return int(element) if np.issubdtype(element.dtype, np.integer) else None

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from spmd.ir.description import (
+    BROADCAST,
     COMPOSITE,
     CUSTOM_CALL,
     DESCRIPTIONS,
+    TRANSPOSE,
     UNKNOWN,
     UNKNOWN_CALL,
     Description,
@@ -157,12 +159,12 @@ class OpKind:
     @property
     def adds_dims(self) -> bool:
         """Whether it broadcasts to dims of one element alone: the same elements, another shape."""
-        return self.about.is_broadcast and self.operands[0].size == self.results[0].size
+        return self.name == BROADCAST and self.operands[0].size == self.results[0].size
 
     @property
     def is_renaming(self) -> bool:
         """Whether it adds or moves dims of one element alone: the same memory."""
-        if self.about.is_transpose:
+        if self.name == TRANSPOSE:
             shape = self.operands[0].shape
             moved = [dim for dim in self.attrs["permutation"] if shape[dim] != 1]
             return moved == sorted(moved)

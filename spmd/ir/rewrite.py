@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
+from spmd.ir.description import TRANSPOSE
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Loc, Op, OpKind, Program, Region, Value, free_values, has_effect
 from spmd.ir.types import TensorType
@@ -185,7 +186,7 @@ def dedupe(program: Program) -> Program:
         nonlocal joined
         if op.regions or not op.kind.about.is_repeatable:
             return None
-        if op.name == "stablehlo.transpose":
+        if op.name == TRANSPOSE:
             (source,), order = op.operands, tuple(op.kind.attrs["permutation"])
             if source in turned:
                 joined, (source, before) = True, turned[source]

@@ -254,10 +254,7 @@ def make_mesh(*shape_and_names: Any, devices: Any = None, **axes: int) -> Mesh:
 
 
 def HybridMesh(
-    ici: Mapping[str, int],
-    dcn: Mapping[str, int],
-    *,
-    devices: Sequence[Any] | None = None,
+    ici: Mapping[str, int], dcn: Mapping[str, int], *, devices: Sequence[Any] | None = None
 ) -> Mesh:
     """A mesh over several slices: each axis is its `dcn` part (major) times its `ici` part.
 

@@ -15,15 +15,7 @@ from typing import Any
 import numpy as np
 
 from spmd.errors import MeshError
-from spmd.mesh.chips import (
-    CHIPS,
-    DEVICE_KINDS,
-    Chip,
-    Link,
-    Measured,
-    chip_from_json,
-    chip_to_json,
-)
+from spmd.mesh.chips import CHIPS, DEVICE_KINDS, Chip, Link, Measured, chip_from_json, chip_to_json
 from spmd.mesh.mesh import Mesh
 
 

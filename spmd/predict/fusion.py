@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
-from spmd.ir.description import Role
+from spmd.ir.description import BARRIER, BROADCAST, CONSTANT, REDUCE, SCATTER, Role
 from spmd.ir.dialect.reducers import body_reducer
 from spmd.ir.dialect.window import running_dim
 from spmd.ir.program import Body, Op, OpKind, Program, Region, Value, free_values
@@ -38,7 +38,7 @@ def is_untouched(loop: Op, position: int) -> bool:
 def wants_stored(op: Op, what: Role, position: int) -> bool:
     """Whether an op needs an operand in memory, and cannot compute it inside."""
     if what == Role.UPDATE:
-        return position < len(op.results) or op.kind.about.is_scatter
+        return position < len(op.results) or op.name == SCATTER
     return what == Role.CALL
 
 
@@ -81,7 +81,7 @@ def wide_values(program: Program) -> frozenset[Value]:
     inputs: dict[Value, frozenset[Value]] = {}
     found = set()
     for op in ops:
-        if op.kind.about.role not in (Role.INSIDE, Role.ONCE) or op.kind.about.is_constant:
+        if op.kind.about.role not in (Role.INSIDE, Role.ONCE) or op.name == CONSTANT:
             continue
         result, operands = op.results[0], _as_large(op)
         read = _read(inputs, operands)
@@ -171,11 +171,11 @@ class Fused:
                 self._alias(op)
             elif what <= Role.ONCE and self._is_inside(op, what):
                 self._inside(op)
-            elif not op.kind.about.is_constant:  # constants lie in the executable
+            elif op.name != CONSTANT:  # constants lie in the executable
                 self._store(op, what)
 
     def _alias(self, op: Op) -> None:
-        stops = op.kind.about.is_barrier and not self.backend.drops_barriers
+        stops = op.name == BARRIER and not self.backend.drops_barriers
         for value, alias in zip(op.operands, op.results, strict=True):
             if self.readers[alias]:
                 self.root[alias] = value
@@ -187,9 +187,9 @@ class Fused:
         result = op.results[0]
         if self.needed[result]:
             return False
-        if self.summed[result] and not op.kind.about.is_constant:
+        if self.summed[result] and op.name != CONSTANT:
             about = op.kind.about
-            return (about.in_library or about.is_broadcast) and self.readers[result] == 1
+            return (about.in_library or op.name == BROADCAST) and self.readers[result] == 1
         return what == Role.INSIDE or self.readers[result] == 1
 
     def _inside(self, op: Op) -> None:
@@ -266,7 +266,7 @@ def transposed_results(kind: OpKind) -> Order:
 
 def is_library_reduce(kind: OpKind) -> bool:
     """Whether a reduction is a library call: sum, maximum or minimum of one float32 tensor."""
-    if not kind.about.is_reduce or len(kind.results) != 1:
+    if kind.name != REDUCE or len(kind.results) != 1:
         return False
     body = kind.attrs.get("body")
     known = isinstance(body, Body) and body_reducer(body) in ("add", "max", "min")

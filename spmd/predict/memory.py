@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from spmd.ir.description import Role
+from spmd.ir.description import CONSTANT, Role
 from spmd.ir.dialect.composites import WORKSPACE
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.types import TensorType
@@ -109,7 +109,7 @@ def peak_memory(
 
 def constant_bytes(program: Program) -> int:
     """Bytes of one device's constants; those of equal elements are made where they are read."""
-    attrs = (op.kind.attrs for op in program.walk() if op.kind.about.is_constant)
+    attrs = (op.kind.attrs for op in program.walk() if op.name == CONSTANT)
     constants = (found["value"] for found in attrs)
     whole = sum(len(dense.data) for dense in constants if not dense.splat)
     return whole + sum(program.types[v].bytes for v in lifted(program))

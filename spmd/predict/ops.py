@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from spmd.ir.description import COMPOSITE, Role
+from spmd.ir.description import COMPOSITE, SCATTER, Role
 from spmd.ir.dialect.composites import AXES, SENT
 from spmd.ir.dialect.halo import Halo, exchange, reads_of, rounds
 from spmd.ir.dialect.rule import Exchange, Rule
@@ -59,7 +59,7 @@ def bytes_written(kind: OpKind, sizes: Sequence[float]) -> Sequence[float]:
     if kind.about.role == Role.ALIAS or kind.is_renaming:
         return (0.0,) * len(kind.results)
     if kind.about.role == Role.UPDATE:
-        first = count - len(kind.results) if kind.about.is_scatter else len(kind.results)
+        first = count - len(kind.results) if kind.name == SCATTER else len(kind.results)
         return sizes[first : first + len(kind.results)]
     return sizes[count:]
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from spmd.ir.control_flow import producers_of
+from spmd.ir.description import BROADCAST, CONSTANT
 from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.ir.types import TensorType
 
@@ -32,7 +33,7 @@ def cheap_values(program: Program) -> frozenset[Value]:
         about = op.kind.about
         if about.is_source:
             depth[op.results[0]] = 0
-        elif (about.is_elementwise or about.is_broadcast) and all(
+        elif (about.is_elementwise or op.name == BROADCAST) and all(
             v in depth or not types[v].rank for v in op.operands
         ):
             below = max((depth.get(v, 0) for v in op.operands), default=0)
@@ -142,4 +143,4 @@ def _makes_scalar(op: Op) -> bool:
     """Whether an op makes a scalar of nothing but scalars."""
     about = op.kind.about
     is_scalar = all(t.rank == 0 for t in (*op.kind.operands, *op.kind.results))
-    return is_scalar and len(op.results) == 1 and (about.is_constant or about.is_elementwise)
+    return is_scalar and len(op.results) == 1 and (op.name == CONSTANT or about.is_elementwise)

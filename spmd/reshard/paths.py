@@ -87,12 +87,7 @@ class Path:
 
 @lru_cache(maxsize=1 << 16)
 def reshard(
-    src: Sharding,
-    dst: Sharding,
-    type_: TensorType,
-    mesh: Mesh,
-    topology: Topology,
-    held: Axes = (),
+    src: Sharding, dst: Sharding, type_: TensorType, mesh: Mesh, topology: Topology, held: Axes = ()
 ) -> Path:
     """The cheapest path from one sharding of a value to another.
 
@@ -400,12 +395,7 @@ SPLITTABLE = WHOLE_TERMS | {"add"}
 
 @lru_cache(maxsize=1 << 16)
 def routes(
-    src: Sharding,
-    dst: Sharding,
-    room: tuple[int, ...],
-    held: Axes,
-    mesh: Mesh,
-    topology: Topology,
+    src: Sharding, dst: Sharding, room: tuple[int, ...], held: Axes, mesh: Mesh, topology: Topology
 ) -> tuple[_Route, ...]:
     """The paths that are best for values of some size, of shapes that divide as `room` does."""
     asked = Asked(src, dst, room, held, mesh, topology)

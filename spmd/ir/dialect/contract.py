@@ -12,15 +12,7 @@ from spmd.ir.dialect.batched import Batched, in_front, second_half, shifted
 from spmd.ir.dialect.halo import Merge
 from spmd.ir.dialect.reducers import NEUTRAL
 from spmd.ir.dialect.registry import op
-from spmd.ir.dialect.rule import (
-    MERGE,
-    PASS,
-    REDUCE,
-    REPLICATE,
-    DimFactors,
-    Rule,
-    RuleBuilder,
-)
+from spmd.ir.dialect.rule import MERGE, PASS, REDUCE, REPLICATE, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
 from spmd.ir.types import DIM_NUMBERS, DotDims
 
@@ -90,12 +82,7 @@ def _product(
     return lhs, rhs, result
 
 
-@op(
-    "stablehlo.reduce",
-    batched=in_front(second_half, dimensions=shifted),
-    is_reduce=True,
-    role=Role.FOLD,
-)
+@op("stablehlo.reduce", batched=in_front(second_half, dimensions=shifted), role=Role.FOLD)
 def _reduce(kind: OpKind) -> Rule:
     """`i k, -> i {k: reduce}`; a body that is not one known op merges the results of pieces of `k`.
 

@@ -79,7 +79,7 @@ def _gather(kind: OpKind) -> Rule:
     return build.build([operand, indices], [result], reduction="add", linear=((0,),))
 
 
-@op("stablehlo.scatter", batched=_batched_scatter, role=Role.UPDATE, is_scatter=True)
+@op("stablehlo.scatter", batched=_batched_scatter, role=Role.UPDATE)
 def _scatter(kind: OpKind) -> Rule:
     """`v h, b, b h -> v h {b: reduce add}`: each device scatters its updates into its piece."""
     build = RuleBuilder()

@@ -17,12 +17,7 @@ from spmd.ir.dialect.rule import REPLICATE, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
 from spmd.ir.types import Opaque, TensorType
 
-MATRIX_CALLS = (
-    "Eigh",
-    "LuDecomposition",
-    "ProductOfElementaryHouseholderReflectors",
-    "Qr",
-)
+MATRIX_CALLS = ("Eigh", "LuDecomposition", "ProductOfElementaryHouseholderReflectors", "Qr")
 """Targets that XLA itself expands, with a matrix as first operand."""
 
 BLOCK = 64

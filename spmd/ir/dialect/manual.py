@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmd.ir.description import Description, Role
+from spmd.ir.description import FROM_MANUAL, Description, Role
 from spmd.ir.dialect.registry import describe, op
 from spmd.ir.dialect.rule import FIXED, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
@@ -23,9 +23,6 @@ TO_MANUAL = "spmd.to_manual"
 """Makes one device's piece of a value from outside the region. `dims` are the manual atoms that
 split each dim, `axes` all atoms that are manual here."""
 
-FROM_MANUAL = "spmd.from_manual"
-"""The inverse of `TO_MANUAL`: joins the devices' pieces to the value outside."""
-
 describe(Description(region="manual", is_global=True), "manual", dialect="spmd")
 
 
@@ -35,7 +32,7 @@ def _to_manual(kind: OpKind) -> Rule:
     return _boundary(kind, whole=kind.operands[0].shape, inner=kind.results[0].shape)
 
 
-@op(FROM_MANUAL, is_global=True, is_manual=True, is_exit=True, vanishes=True)
+@op(FROM_MANUAL, is_global=True, is_manual=True, vanishes=True)
 def _from_manual(kind: OpKind) -> Rule:
     """`i j -> (x i) j`, where `x` is split over just the axes of the dim."""
     return _boundary(kind, whole=kind.results[0].shape, inner=kind.operands[0].shape)

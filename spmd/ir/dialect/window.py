@@ -77,10 +77,7 @@ def _reverse(kind: OpKind) -> Rule:
 
 
 _PADDED = in_front(
-    lambda _: 1,
-    edge_padding_low=first(0),
-    edge_padding_high=first(0),
-    interior_padding=first(0),
+    lambda _: 1, edge_padding_low=first(0), edge_padding_high=first(0), interior_padding=first(0)
 )
 
 
@@ -137,7 +134,6 @@ def _concatenate(kind: OpKind) -> Rule:
 @op(
     "stablehlo.dynamic_slice",
     batched=at_a_place(1, slice_sizes=all_of_it),
-    is_dynamic_slice=True,
     reads_pieces=True,
     role=Role.INSIDE,
 )
