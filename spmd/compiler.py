@@ -58,7 +58,7 @@ from spmd.planning.stacks import stacks_of
 from spmd.predict.backends import memory_for
 from spmd.predict.timeline import Timeline
 from spmd.progress import Stopwatch
-from spmd.propagation.propagated import Propagated
+from spmd.propagation.propagate import Propagated
 from spmd.propagation.sink import sink_invariants
 from spmd.store import key_of, store_in
 from spmd.trial import Trial

@@ -31,7 +31,7 @@ from spmd.planning.solver.network import FORBIDDEN, Network
 from spmd.planning.solver.solve import TABLE_LIMIT, Solution, solve
 from spmd.planning.units import CARRY, OP
 from spmd.propagation.projection import Assignment
-from spmd.propagation.propagated import Conflict
+from spmd.propagation.propagate import Conflict
 
 T = TypeVar("T")
 

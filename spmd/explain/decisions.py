@@ -14,7 +14,7 @@ from spmd.ir.program import numberless
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 from spmd.planning.plan import Plan
-from spmd.propagation.propagated import Conflict
+from spmd.propagation.propagate import Conflict
 
 NO_AXIS = "no axis"
 

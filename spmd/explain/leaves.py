@@ -11,7 +11,7 @@ from spmd.ir.program import Value
 from spmd.ir.types import TensorType, local_type
 from spmd.mesh.sharding import Sharding
 from spmd.planning.plan import Plan
-from spmd.propagation.propagated import Propagated
+from spmd.propagation.propagate import Propagated
 
 
 class Leaf(NamedTuple):

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -96,18 +97,12 @@ def quote(text: str, mark: str = '"') -> str:
     return mark + "".join(map(escape, text)) + mark
 
 
+@dataclass
 class _Printer:
-    def __init__(
-        self,
-        mesh: Mesh | None = None,
-        annotate: Annotate | None = None,
-        locs: bool = False,
-        whole: bool = True,
-    ) -> None:
-        self.mesh = mesh
-        self.annotate = annotate
-        self.locs = locs
-        self.whole = whole
+    mesh: Mesh | None = None
+    annotate: Annotate | None = None
+    locs: bool = False
+    whole: bool = True
 
     def program(self, program: Program) -> Iterator[str]:
         body, types = program.body, program.types

@@ -17,8 +17,7 @@ from spmd.mesh.sharding import Axes, Mark, Sharding, is_even
 from spmd.mesh.topology import Topology
 from spmd.predict.backends import Backend
 from spmd.predict.fusion import fuse
-from spmd.propagation.propagate import propagate
-from spmd.propagation.propagated import Propagated
+from spmd.propagation.propagate import Propagated, propagate
 from spmd.propagation.sink import cheap_values
 from spmd.reshard.paths import Table
 from spmd.reshard.resharder import Resharder, States

@@ -46,20 +46,17 @@ def sink_invariants(program: Program) -> Program:
     """Takes cheap values that do not change out of the carries of every loop, outermost first."""
     if not any(op.is_loop for op in program.walk()):
         return program
-    return _Sink(program).run()
+    sink = _Sink(program)
+    body = sink.region(program.body)
+    return program._replace(types=tuple(sink.types), body=body)
 
 
 class _Sink:
     def __init__(self, program: Program) -> None:
-        self.program = program
         self.types = list(program.types)
         self.cheap = set(cheap_values(program))
         self.producers = producers_of(program)
         self.instead: dict[Value, Value] = {}
-
-    def run(self) -> Program:
-        body = self.region(self.program.body)
-        return self.program._replace(types=tuple(self.types), body=body)
 
     def values(self, values: Iterable[Value]) -> tuple[Value, ...]:
         return tuple([self.instead.get(v, v) for v in values])

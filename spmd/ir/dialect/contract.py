@@ -109,7 +109,7 @@ def _reduce(kind: OpKind) -> Rule:
     )
 
 
-def _partial_results(kind: OpKind, operand: list[DimFactors]) -> list[Merge]:
+def _partial_results(kind: OpKind, operand: list[DimFactors]) -> tuple[Merge, ...]:
     """The tensors that are gathered along each reduced dim, for a body that is no known op."""
     # Reduced dims are merged from the most minor one on. Of f32[4, 6] reduced over both dims, each
     # device offers f32[4, 1] along dim 1, and f32[1, 1] along dim 0 when dim 1 is merged.
@@ -122,7 +122,7 @@ def _partial_results(kind: OpKind, operand: list[DimFactors]) -> list[Merge]:
         types = kind.operands[: len(kind.operands) // 2]
         tensors = tuple((type_.with_shape(shape), dims) for type_ in types)
         merges.append(Merge(operand[d][0], tensors))
-    return merges
+    return tuple(merges)
 
 
 class RaggedDims(NamedTuple):

@@ -156,7 +156,7 @@ def _top_k(kind: OpKind) -> Rule:
     along = build.factor(searched, MERGE)
     found = [*shared, build.factor(kind.results[0].shape[-1], REPLICATE)]
     merge = Merge(along[0], tuple((type_, (*shared, ())) for type_ in kind.results))
-    return build.build([[*shared, along]], [found, found], merges=[merge])
+    return build.build([[*shared, along]], [found, found], merges=(merge,))
 
 
 @op("stablehlo.sort", batched=in_front(dimension=shifted), passes=_halvings, is_in_place=True)
@@ -176,5 +176,5 @@ def _sort(kind: OpKind) -> Rule:
     ]
     keys = TensorType(kind.results[0].shape, "i32")
     tensors = tuple((type_, tuple(dims)) for type_ in (*kind.operands, keys))
-    merge = [Merge(dims[along][0], tensors, network=True)] if merges else []
+    merge = (Merge(dims[along][0], tensors, network=True),) if merges else ()
     return build.build([dims] * len(kind.operands), [dims] * len(kind.results), merges=merge)

@@ -17,7 +17,12 @@ from spmd.ir.dialect.rule import REPLICATE, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
 from spmd.ir.types import Opaque, TensorType
 
-MATRIX_CALLS = ("Eigh", "LuDecomposition", "ProductOfElementaryHouseholderReflectors", "Qr")
+MATRIX_CALLS = (
+    "custom_call:Eigh",
+    "custom_call:LuDecomposition",
+    "custom_call:ProductOfElementaryHouseholderReflectors",
+    "custom_call:Qr",
+)
 """Targets that XLA itself expands, with a matrix as first operand."""
 
 BLOCK = 64
@@ -42,12 +47,6 @@ def _transforms(kind: OpKind) -> float:
 def _fft(kind: OpKind) -> Rule:
     """All dims but the transformed ones, which are the last, pass."""
     return _batched(kind, kind.operands[0].rank - len(kind.attrs["fft_length"]))
-
-
-@op("stablehlo.cholesky", batched=in_front(), is_same_locally=True, passes=_blocks)
-def _cholesky(kind: OpKind) -> Rule:
-    """`b i j -> b i j`, with `i` and `j` whole."""
-    return _batched(kind, kind.operands[0].rank - 2)
 
 
 @op("stablehlo.triangular_solve", batched=in_front(), is_same_locally=True, passes=_blocks)
@@ -86,12 +85,9 @@ def _batched_call(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched 
     return found and Batched(OpKind(kind.name, found.kind.operands, found.kind.results, attrs))
 
 
-@op(
-    *(f"custom_call:{target}" for target in MATRIX_CALLS),
-    batched=_batched_call,
-    is_same_locally=True,
-)
-def _matrix_call(kind: OpKind) -> Rule:
+@op(*MATRIX_CALLS, batched=_batched_call, is_same_locally=True)
+@op("stablehlo.cholesky", batched=in_front(), is_same_locally=True, passes=_blocks)
+def _matrix(kind: OpKind) -> Rule:
     """`b i j -> b i j, b k`: the leading dims of the matrix are those of every result."""
     return _batched(kind, kind.operands[0].rank - 2)
 
@@ -145,13 +141,15 @@ def _batched(kind: OpKind, batch: int, right: int | None = None, free: int = -1)
     )
 
 
-PLACEMENTS = ("custom_call:LayoutConstraint", "custom_call:annotate_device_placement")
-"""They say where or how an array lies in memory, and leave its elements alone."""
-
-THREEFRY = ("custom_call:cu_threefry2x32_ffi", "custom_call:hip_threefry2x32_ffi")
-"""jax's GPU kernels of its default generator: two words of key and of counter give two words."""
-
-op(*PLACEMENTS, *THREEFRY, is_same_locally=True)(elementwise_rule)
+op(
+    # They say where or how an array lies in memory, and leave its elements alone.
+    "custom_call:LayoutConstraint",
+    "custom_call:annotate_device_placement",
+    # jax's GPU kernels of its default generator: two words of key and of counter give two words.
+    "custom_call:cu_threefry2x32_ffi",
+    "custom_call:hip_threefry2x32_ffi",
+    is_same_locally=True,
+)(elementwise_rule)
 
 
 @op(LONE_CALL, "stablehlo.rng_bit_generator", is_same_locally=True)

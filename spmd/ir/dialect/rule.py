@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from spmd.ir.dialect.halo import Halo, Merge, Window
 from spmd.ir.types import TensorType
@@ -321,24 +321,8 @@ class RuleBuilder:
         self,
         operands: Iterable[Sequence[DimFactors]],
         results: Iterable[Sequence[DimFactors]],
-        *,
-        reduction: str = "",
-        linear: Iterable[Sequence[int]] = (),
-        moves: bool = False,
-        held: Iterable[int] = (),
-        merges: Iterable[Merge] = (),
-        terms: str = "add",
+        **more: Any,
     ) -> Rule:
-        """The rule over the factors made so far."""
-        return Rule(
-            tuple(tuple(dims) for dims in operands),
-            tuple(tuple(dims) for dims in results),
-            tuple(self.factors),
-            reduction,
-            tuple(tuple(group) for group in linear),
-            moves,
-            tuple(self.reads),
-            tuple(held),
-            tuple(merges),
-            terms,
-        )
+        """The rule over the factors made so far; `more` are other fields of `Rule`."""
+        before, after = (tuple(map(tuple, side)) for side in (operands, results))
+        return Rule(before, after, tuple(self.factors), reads=tuple(self.reads), **more)

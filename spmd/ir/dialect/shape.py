@@ -138,16 +138,12 @@ def _bitcast_convert(kind: OpKind) -> Rule:
 
 
 @op("stablehlo.optimization_barrier", is_same_locally=True, is_repeatable=False, role=Role.ALIAS)
-def _optimization_barrier(kind: OpKind) -> Rule:
-    """`i j -> i j`: in the whole program a barrier has one operand (`spmd.frontend.separate`)."""
+@op("spmd.mark", is_mark=True, is_global=True, vanishes=True, role=Role.ALIAS)
+def _passes(kind: OpKind) -> Rule:
+    """`i j -> i j`: in the whole program a barrier has one operand (`spmd.frontend.separate`).
+
+    A mark passes open dims through; the closed ones are fixed where the program is read.
+    """
     build = RuleBuilder()
     dims = [build.factor(size) for size in kind.operands[0].shape]
-    return build.build([dims], [dims], linear=((0,),), moves=True)
-
-
-@op("spmd.mark", is_mark=True, is_global=True, vanishes=True, role=Role.ALIAS)
-def _mark(kind: OpKind) -> Rule:
-    """A mark passes open dims through; the closed ones are fixed where the program is read."""
-    build = RuleBuilder()
-    dims = [build.factor(size) for size in kind.results[0].shape]
     return build.build([dims], [dims], linear=((0,),), moves=True)
