@@ -22,7 +22,7 @@ import numpy as np
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
 from spmd.mesh.topology import Topology
-from spmd.reshard.comm import KINDS, collective_terms, run_as, wire_bytes
+from spmd.reshard.comm import KINDS, terms_of, wire_bytes
 from spmd.reshard.moves import Move, Moves
 from spmd.reshard.problem import Problem
 from spmd.reshard.question import EXACT_ATOMS, Digit, Dims, Names, Question, atom_digits
@@ -82,11 +82,8 @@ class Atlas:
         terms = []
         for kind, axes in looks:
             atoms = names.atoms(axes)
-            run = run_as(kind, atoms, mesh, topology)
-            seconds = collective_terms(run, atoms, mesh, topology)
-            terms.append(
-                (KINDS.index(run), mesh.extent(atoms), sum(1 << a for a in atoms), *seconds)
-            )
+            run, group, *seconds = terms_of(kind, atoms, mesh, topology)
+            terms.append((KINDS.index(run), group, sum(1 << a for a in atoms), *seconds))
         columns = np.array(terms or [(0,) * 5]).T[:, look]
         self.atoms = columns[2].astype(np.int64)
         self.latency, self.pace = columns[3:]

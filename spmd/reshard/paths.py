@@ -29,10 +29,10 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, format_sharding, is_even, is_legal
 from spmd.mesh.topology import Topology
 from spmd.reshard.atlas import Distances, distances
-from spmd.reshard.comm import collective_seconds, collective_terms, run_as, wire_bytes
+from spmd.reshard.comm import Terms, terms_of
 from spmd.reshard.moves import Move
 from spmd.reshard.problem import moved, pieces_after
-from spmd.reshard.question import Asked, Dims, Names
+from spmd.reshard.question import Dims, Names, questions
 from spmd.reshard.search import Answer, answers, direct_answers, is_small
 
 Table = np.ndarray[Any, np.dtype[np.float64]]
@@ -240,8 +240,8 @@ def _one_by_one(
             there = Sharding((*here.dims[:d], b, *here.dims[d + 1 :]), here.partial, here.kind)
             step = Step("all_gather" if a else "slice", here, there, a or b, (d,))
             before, after = (local_type(type_, s, mesh).bytes for s in (here, there))
-            seconds += collective_seconds(step.kind, step.axes, before, after, mesh, topology)
-            sent += wire_bytes(step.kind, mesh.extent(step.axes), before, after)
+            took, more = terms_of(step.kind, step.axes, mesh, topology).cost(before, after)
+            seconds, sent = seconds + took, sent + more
             steps.append(step)
             here = there
     return Path(tuple(steps), seconds, sent)
@@ -306,19 +306,8 @@ def permute_pairs(before: Sharding, after: Sharding, mesh: Mesh) -> tuple[tuple[
 # From the answer to a question back to steps, with the cost model's own figures.
 
 
-class _Leg(NamedTuple):
-    """What a step costs, however large the value is: its kind is as the backend runs it.
-
-    `latency` are seconds however small the value is, `pace` those for each byte; `before` and
-    `after` are the pieces that the value is in.
-    """
-
-    kind: str
-    group: int
-    latency: float
-    pace: float
-    before: int
-    after: int
+_Leg = tuple[Terms, int, int]
+"""What decides the cost of a step, and the pieces that the value is in before and after it."""
 
 
 class _Route(NamedTuple):
@@ -378,11 +367,9 @@ def _cheapest(
 def _cost(route: _Route, bits: int) -> tuple[float, int]:
     """Seconds, and bytes that each device sends, for a value of so many bits."""
     seconds, sent = 0.0, 0
-    for kind, group, latency, pace, before, after in route.legs:
-        if kind != "slice":
-            more = wire_bytes(kind, group, -(-bits // (8 * before)), -(-bits // (8 * after)))
-            seconds += latency + more * pace
-            sent += more
+    for terms, before, after in route.legs:
+        took, more = terms.cost(-(-bits // (8 * before)), -(-bits // (8 * after)))
+        seconds, sent = seconds + took, sent + more
     return seconds, sent
 
 
@@ -398,31 +385,23 @@ def routes(
     src: Sharding, dst: Sharding, room: tuple[int, ...], held: Axes, mesh: Mesh, topology: Topology
 ) -> tuple[_Route, ...]:
     """The paths that are best for values of some size, of shapes that divide as `room` does."""
-    asked = Asked(src, dst, room, held, mesh, topology)
-    question, names = asked.question(join=True)
+    asked = questions(src, dst, room, held, mesh, topology)
+    question, names = next(asked)
     found = [(answer, names) for answer in answers(question)]
     if not is_small(question):  # joined atoms cannot part: perhaps they should have
-        question, names = asked.question(join=False)
+        question, names = next(asked)
         apart = direct_answers(question) if found else answers(question)
         found += [(answer, names) for answer in apart]
     ways = []
     for answer, names in found:
         legs, pieces = [], mesh.extent(a for axes in src.dims for a in axes)
         for move in answer:
-            axes = _axes_of(move, names)
-            kind = run_as(move.kind, axes, mesh, topology)
-            group, latency, pace = _terms(kind, axes, mesh, topology)
-            after = pieces_after(move.kind, group, pieces)
-            legs.append(_Leg(kind, group, latency, pace, pieces, after))
+            terms = terms_of(move.kind, _axes_of(move, names), mesh, topology)
+            after = pieces_after(move.kind, terms.group, pieces)
+            legs.append((terms, pieces, after))
             pieces = after
         ways.append(_Route(tuple(legs), answer, names, src, dst))
     return tuple(ways)
-
-
-@lru_cache(maxsize=1 << 14)
-def _terms(kind: str, axes: Axes, mesh: Mesh, topology: Topology) -> tuple[int, float, float]:
-    """Devices that exchange, seconds of a collective that moves nothing, and for each byte."""
-    return mesh.extent(axes), *collective_terms(kind, axes, mesh, topology)
 
 
 def _axes_of(move: Move, names: Names) -> Axes:

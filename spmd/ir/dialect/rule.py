@@ -181,7 +181,6 @@ def parse_rule(
     kinds: Mapping[str, str] | None = None,
     reduction: str = "",
     linear: Iterable[Sequence[int]] = (),
-    moves: bool = False,
 ) -> Rule:
     """A rule from its text; factor sizes come from the types.
 
@@ -193,7 +192,6 @@ def parse_rule(
       kinds: factor -> kind where it is not `pass`.
       reduction: as in `Rule`.
       linear: as in `Rule`.
-      moves: as in `Rule`.
 
     Raises:
       ValueError: a text that does not fit the types.
@@ -216,7 +214,6 @@ def parse_rule(
         tuple(Factor(sizes[name], (kinds or {}).get(name, PASS)) for name in names),
         reduction,
         tuple(tuple(group) for group in linear),
-        moves,
     )
 
 
