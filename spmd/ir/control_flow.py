@@ -81,44 +81,6 @@ def held_atoms(program: Program) -> dict[Value, tuple[int, ...]]:
     return found
 
 
-def trip_count(op: Op, producers: Mapping[Value, Op]) -> int | None:
-    """How often a `while` runs, read from `i < n` or `i != n` with constant start, step and end.
-
-    Args:
-      op: a `stablehlo.while`.
-      producers: the op that defines each value.
-
-    Returns:
-      The number of iterations, or None when it cannot be told.
-    """
-    cond, body = op.regions
-    if len(cond.results) != 1:
-        return None
-    test = producers.get(cond.results[0])
-    direction = "" if test is None else str(test.kind.attrs.get("comparison_direction", ""))
-    if test is None or not direction or test.operands[0] not in cond.args:
-        return None
-    index = cond.args.index(test.operands[0])
-    step_op = producers.get(body.results[index])
-    if step_op is None or step_op.kind.about.reducer != "add":
-        return None
-    others = [v for v in step_op.operands if v != body.args[index]]
-    start = integer_of(producers, op.operands[index])
-    end = integer_of(producers, test.operands[1])
-    step = integer_of(producers, others[0]) if len(others) == 1 else None
-    if start is None or end is None or not step:
-        return None
-    if "LT" in direction:
-        trips = -((start - end) // step) if start < end else 0  # rounded up: 0, 3, 6 for i < 7
-    elif "NE" in direction and (end - start) % step == 0:
-        trips = (end - start) // step
-    else:
-        return None
-    # What counts away from its end, or past the largest integer, goes on until it wraps around.
-    limits = np.iinfo(numpy_dtype(test.kind.operands[0].dtype))
-    return trips if trips >= 0 and limits.min <= start + trips * step <= limits.max else None
-
-
 def integer_of(producers: Mapping[Value, Op], value: Value) -> int | None:
     """The integer that a scalar is, if it is constant."""
     op = producers.get(value)
@@ -188,7 +150,7 @@ class Index:
     def trips(self) -> Mapping[Value, int | None]:
         """A loop's first result -> how often the loop runs, None where that cannot be told."""
         loops = (op for op in self.program.walk() if op.is_loop)
-        return {op.results[0]: trip_count(op, self.producers) for op in loops if op.results}
+        return {op.results[0]: self._trip_count(op) for op in loops if op.results}
 
     def runs(self, op: Op) -> int:
         """How often the regions of an op run each time that the op does; a guess if unknown."""
@@ -196,3 +158,32 @@ class Index:
             return 1
         trips = self.trips.get(op.results[0])
         return UNKNOWN_TRIPS if trips is None else trips
+
+    def _trip_count(self, op: Op) -> int | None:
+        """How often a loop runs, by `i < n` or `i != n` with constant start, step and end."""
+        cond, body = op.regions
+        if len(cond.results) != 1:
+            return None
+        test = self.producers.get(cond.results[0])
+        direction = "" if test is None else str(test.kind.attrs.get("comparison_direction", ""))
+        if test is None or not direction or test.operands[0] not in cond.args:
+            return None
+        index = cond.args.index(test.operands[0])
+        step_op = self.producers.get(body.results[index])
+        if step_op is None or step_op.kind.about.reducer != "add":
+            return None
+        others = [v for v in step_op.operands if v != body.args[index]]
+        start = integer_of(self.producers, op.operands[index])
+        end = integer_of(self.producers, test.operands[1])
+        step = integer_of(self.producers, others[0]) if len(others) == 1 else None
+        if start is None or end is None or not step:
+            return None
+        if "LT" in direction:
+            trips = -((start - end) // step) if start < end else 0  # rounded up: 0, 3, 6 for i < 7
+        elif "NE" in direction and (end - start) % step == 0:
+            trips = (end - start) // step
+        else:
+            return None
+        # What counts away from its end, or past the largest integer, goes on until it wraps around.
+        limits = np.iinfo(numpy_dtype(test.kind.operands[0].dtype))
+        return trips if trips >= 0 and limits.min <= start + trips * step <= limits.max else None

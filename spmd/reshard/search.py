@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import copy
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
@@ -277,23 +278,19 @@ def _between(search: Search, first: Answer, last: Answer) -> Iterator[Answer]:
     yield from _between(search, middle, last)
 
 
+@dataclass(eq=False, slots=True)
 class _Node:
     """A sharding that has been met, with what does not depend on the value's size.
 
-    Attributes:
-      dims: digits of each dim.
-      partial: partial digits.
-      pieces: into how many the value is split.
-      bounds: lines that no path from here to the goal undercuts, once that is asked for.
-      edges: the moves out of it, what each costs and where it leads, once that is asked for.
+    Once they are asked for, `bounds` are lines that no path from here to the goal undercuts, and
+    `edges` what each move out of it costs and where it leads.
     """
 
-    __slots__ = ("bounds", "dims", "edges", "partial", "pieces")
-
-    def __init__(self, dims: Dims, partial: Axes, pieces: int) -> None:
-        self.dims, self.partial, self.pieces = dims, partial, pieces
-        self.bounds: list[Line] | None = None
-        self.edges: list[tuple[Line, Move, _Node]] | None = None
+    dims: Dims
+    partial: Axes
+    pieces: int
+    bounds: list[Line] | None = None
+    edges: list[tuple[Line, Move, _Node]] | None = None
 
 
 class Search:
@@ -372,16 +369,13 @@ class Search:
     def _shortest(
         self, size: Size, limit: Cost, budget: int | None = None, greed: float = 1
     ) -> Answer | None:
-        """A* from the start to the goal.
+        """A* from the start to the goal: the best path, or None where none undercuts the limit.
 
         Args:
           size: how large the value is.
           limit: a cost that is to be undercut.
           budget: shardings to expand at most.
           greed: weight of the lower bound; above 1 it is faster, and no longer optimal.
-
-        Returns:
-          The best path, or None where none undercuts the limit.
         """
         # A sharding's estimate is what the way to it cost, plus what no way on from it undercuts.
         # The cheapest estimate is expanded first, so when that is the goal no other way is cheaper
