@@ -39,7 +39,7 @@ from benchmarks.compiled_ahead import (
 )
 from models.llama.named import named_config
 from spmd.cli.flags import Parser, Switch, words
-from spmd.explain.pipelines import pipeline_rows
+from spmd.explain.steps import pipeline_rows
 from spmd.explain.words import share_text
 from spmd.ir.pipelines import Pipeline
 

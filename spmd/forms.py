@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from spmd.frontend.stack import described
+from spmd.frontend.lanes import described
 from spmd.frontend.unroll import unroll
 from spmd.ir.program import Program
 from spmd.planning.exact import RUNS

@@ -57,7 +57,6 @@ MLIR_FILES = (
     "spmd/frontend/importer/module.py",
     "spmd/frontend/importer/shardings.py",
     "spmd/frontend/inlined.py",
-    "spmd/frontend/polymorphic.py",
     "spmd/frontend/refine.py",
     "spmd/frontend/trace.py",
     "spmd/lowering/emit.py",

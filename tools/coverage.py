@@ -29,7 +29,7 @@ Every op of StableHLO and CHLO, and what the compiler does with it. No op is sil
 | what the table says | what it means |
 | --- | --- |
 | rule + local lowering | the rule says how the op may be split, the lowering what one device does |
-| canonicalized | `spmd/frontend/canonicalize` or StableHLO's own passes write it with other ops |
+| canonicalized | `frontend/canonicalize.py` or StableHLO's own passes write it with other ops |
 | refused | a program with it is an error that names the op, its source line and the reason |
 | executed | a test runs it under random shardings and compares with the whole program or numpy |
 
@@ -102,7 +102,7 @@ STRUCTURE = {
 
 def how(name: str) -> str:
     """What becomes of an op, in a few words; empty if nobody knows."""
-    from spmd.frontend.canonicalize.site import CANONICAL
+    from spmd.frontend.canonicalize import CANONICAL
     from spmd.frontend.importer.legalize import LEGALIZED
     from spmd.frontend.importer.unsupported import REFUSED
     from spmd.ir.dialect import registry
@@ -116,8 +116,7 @@ def how(name: str) -> str:
     if name in REFUSED:
         return f"refused: {REFUSED[name].reason}"
     if name in CANONICAL:
-        module = CANONICAL[name].__module__.rpartition(".")[2]
-        return f"canonicalized (`{module}`)"
+        return "canonicalized"
     if name in LEGALIZED:
         return "canonicalized by StableHLO's passes"
     if has_rule:
@@ -127,7 +126,7 @@ def how(name: str) -> str:
 
 def names_of(dialects: tuple[str, ...]) -> set[str]:
     """Every op of some dialects that a table names."""
-    from spmd.frontend.canonicalize.site import CANONICAL
+    from spmd.frontend.canonicalize import CANONICAL
     from spmd.frontend.importer.legalize import LEGALIZED
     from spmd.frontend.importer.unsupported import REFUSED
     from spmd.ir.dialect import registry

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import spmd
+from spmd.compiler import compile_module
 
 MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
 H200 = spmd.Topology("h200:8")
@@ -87,8 +88,8 @@ class Drawn(NamedTuple):
             for made in [jax.ShapeDtypeStruct(shape, jnp.float32)]
         ]
         ends = [marks.get(i) for i in self.results]
-        fn = spmd.jit(lambda *args: self.run(inner, args), mesh=MESH, out_specs=ends, options=QUIET)
-        return fn.lower(*args, topology=H200).timeline.seconds
+        jitted = spmd.jit(lambda *args: self.run(inner, args), mesh=MESH, out_specs=ends)
+        return compile_module(jitted.request(*args, topology=H200), QUIET).timeline.seconds
 
     def text(self, marks: Marks) -> str:
         """A line for each value, with its mark, and the results."""

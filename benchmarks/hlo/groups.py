@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 
-from spmd.measure.hlo import Instruction, Module, elements
+from benchmarks.hlo.read import elements
+from spmd.measure.hlo import Instruction, Module
 
 
 def payload(instruction: Instruction) -> str:

@@ -19,16 +19,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from benchmarks.hlo.groups import group_size, payload
-from spmd.measure.hlo import (
-    Instruction,
-    Module,
-    array_bytes,
-    arrays,
-    called,
-    integer,
-    kind_of,
-    operands,
-)
+from benchmarks.hlo.read import array_bytes, arrays, operands
+from spmd.measure.hlo import Instruction, Module, called, integer, kind_of
 
 
 class Issued(NamedTuple):

@@ -12,15 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from benchmarks.hlo.groups import group_size, payload
-from spmd.measure.hlo import (
-    Instruction,
-    Module,
-    array_bytes,
-    arrays,
-    integer,
-    names_of,
-    operands,
-)
+from benchmarks.hlo.read import array_bytes, arrays, operands
+from spmd.measure.hlo import Instruction, Module, integer, names_of
 
 
 def scattered_bytes(module: Module) -> dict[str, int]:

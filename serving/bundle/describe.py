@@ -28,7 +28,7 @@ from serving.bundle.placement import check_specs
 from serving.bundle.trees import template_of
 from spmd.api import path_name
 from spmd.frontend.artifact import Calls
-from spmd.frontend.polymorphic import constraints_of
+from spmd.frontend.refine import constraints_of
 from spmd.frontend.sizes import symbols_in
 
 

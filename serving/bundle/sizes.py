@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from serving.bundle.function import BundleError
 from spmd.api import static_module
 from spmd.frontend.importer.module import parse_module, signature
-from spmd.frontend.polymorphic import exported_dims, stated_dims
-from spmd.frontend.refine import is_dynamic
+from spmd.frontend.refine import exported_dims, is_dynamic, stated_dims
 from spmd.frontend.sizes import Dim, size_of, symbols_in
 
 FIRST, STEP, LAST = 16, 16, 64

@@ -1,21 +1,24 @@
 """The public functions: marks, `jit` with its lowered and compiled programs, and modules.
 
-The way of a call: `marks` (what users say of tensors) -> `arguments`, `specs` (what a call's
+The way of a call: `marks` (what users say of tensors) -> `parameters`, `specs` (what a call's
 arguments are and where they lie) -> `tracing` (the request to the compiler) -> `planned` (all that
-can be asked of a plan) -> `compiled`, `boundary` (running it) -> `jitted`, `stablehlo` (the doors;
-`symbolic` gives modules their sizes).
+can be asked of a plan) -> `compiled`, `boundary` (running it) -> `jitted`, `stablehlo` (the doors).
 Other packages take these names, never those modules.
 """
 
-from spmd.api.arguments import like_parameters
 from spmd.api.compiled import Compiled, Lowered
 from spmd.api.jitted import Jitted, jit
-from spmd.api.leading import behind_leading, check_without, with_leading
 from spmd.api.marks import caller, mark_sharding, mark_tree, path_name
+from spmd.api.parameters import behind_leading, check_without, with_leading
 from spmd.api.pipelined import pipeline
 from spmd.api.planned import STAGES
-from spmd.api.stablehlo import compile_stablehlo, lower_stablehlo, module_request
-from spmd.api.symbolic import static_module
+from spmd.api.specs import like_parameters
+from spmd.api.stablehlo import (
+    compile_stablehlo,
+    lower_stablehlo,
+    module_request,
+    static_module,
+)
 
 __all__ = [
     "STAGES",

@@ -14,8 +14,8 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd.api.arguments import key_dtype, mesh_sharding, order_of
-from spmd.api.tracing import Traced
+from spmd.api.specs import key_dtype, mesh_sharding
+from spmd.api.tracing import Interface, order_of
 from spmd.ir.types import numpy_dtype
 from spmd.lowering.emitted import Emitted, Placement, formats
 from spmd.lowering.execute import x64_if
@@ -30,19 +30,19 @@ class Boundary:
       seen_arguments, seen_results: the same as callers see them, who have key arrays.
     """
 
-    def __init__(self, traced: Traced, emitted: Emitted, mesh: JaxMesh) -> None:
+    def __init__(self, interface: Interface, emitted: Emitted, mesh: JaxMesh) -> None:
         self.arguments = emitted.argument_shardings(mesh)
         results = emitted.result_shardings(mesh)
         ranks = [len(type_.shape) for type_ in emitted.result_types]
-        specs = traced.out_specs or (None,) * len(results)
+        specs = interface.out_specs or (None,) * len(results)
         self.results = tuple(map(_as_told, results, specs, ranks))
         self.argument_formats = formats(self.arguments, emitted.argument_orders)
         self.result_formats = formats(self.results, emitted.result_orders)
         self._orders = emitted.argument_orders
         self._needs_x64 = emitted.needs_x64
         self._dtypes = [numpy_dtype(type_.dtype) for type_ in emitted.argument_types]
-        self._key_dtypes = traced.key_dtypes
-        dtypes = [key_dtype(struct) for struct in traced.out_structs]
+        self._key_dtypes = interface.key_dtypes
+        dtypes = [key_dtype(struct) for struct in interface.out_structs]
         self._key_results = [(i, dtype) for i, dtype in enumerate(dtypes) if dtype is not None]
         argument_ranks = [len(type_.shape) for type_ in emitted.argument_types]
         given = zip(self.argument_formats, self._key_dtypes, argument_ranks, strict=True)

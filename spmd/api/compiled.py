@@ -18,7 +18,7 @@ from spmd.api.dispatch import NAN_FOUND
 from spmd.api.marks import some_of
 from spmd.api.mistakes import check_alive, check_concrete, check_once, check_types, no_values
 from spmd.api.planned import Planned
-from spmd.api.tracing import Traced
+from spmd.api.tracing import Interface
 from spmd.compiler import Stages, emit_plan
 from spmd.errors import ArgumentError
 from spmd.explain.memory import Memory
@@ -53,9 +53,9 @@ class Lowered(Planned):
     """A planned and partitioned program that XLA has not seen yet: everything but running it."""
 
     def __init__(
-        self, traced: Traced, stages: Stages, options: Options, target: Topology | None = None
+        self, interface: Interface, stages: Stages, options: Options, target: Topology | None = None
     ) -> None:
-        super().__init__(traced, stages, options)
+        super().__init__(interface, stages, options)
         self.target = target
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
@@ -71,7 +71,7 @@ class Lowered(Planned):
         if compiler_options:
             given = {**self.options.compiler_options, **compiler_options}
             options = replace(self.options, compiler_options=given)
-            lowered = Lowered(self.traced, self.stages, options, self.target)
+            lowered = Lowered(self.interface, self.stages, options, self.target)
             lowered.prices = self.prices
         with progress(self.name, self.options.shows_progress):
             return Compiled(lowered)
@@ -134,17 +134,18 @@ class Compiled(Planned):
 
     Attributes:
       executable: jax's compiled program of flat arguments that lie as `in_shardings` say.
+      boundary: where it takes flat arguments and leaves flat results.
     """
 
     def __init__(self, lowered: Lowered) -> None:
-        super().__init__(lowered.traced, lowered.stages, lowered.options)
+        super().__init__(lowered.interface, lowered.stages, lowered.options)
         self.prices = lowered.prices  # what is known already
         target, emitted = lowered.target, self.stages.emitted
         self._ahead = None if target is None or is_here(self.mesh, target) else target
         if self._ahead:
             check_no_callbacks(emitted)
         devices = devices_ahead(self.mesh, self._ahead) if self._ahead else None
-        self._boundary, outside = _around(self, emitted, devices)
+        self.boundary, outside = _around(self, emitted, devices)
         self._moved = 0
         doing("XLA")
         options = xla_options(
@@ -167,7 +168,7 @@ class Compiled(Planned):
         """Runs the program on flat arguments, placing those that lie elsewhere; flat results."""
         self._check_here()
         leaves = self._with_values(leaves)
-        taken = self._boundary.take(leaves)
+        taken = self.boundary.take(leaves)
         try:
             if self.request.platform == "cpu":  # whose runtime crashes; others raise
                 self.check(taken)
@@ -182,15 +183,15 @@ class Compiled(Planned):
             check_concrete(self.name, leaves)
             self.check(taken)
             types = [program.types[value] for value in program.body.args[: len(names)]]
-            check_types(names, types, self._boundary.data(leaves))
+            check_types(names, types, self.boundary.data(leaves))
             raise  # it is none of these
-        return self._boundary.hand_back(list(results))
+        return self.boundary.hand_back(list(results))
 
     def _executed(self, taken: Sequence[Any]) -> Any:
         try:
             return self.executable(*taken)
         except ValueError:  # jax looks at layouts in any case: we do only where it finds others
-            which = self._boundary.in_other_layouts(taken)
+            which = self.boundary.in_other_layouts(taken)
             if not which:
                 raise
         return self.executable(*self._laid_out(taken, which))
@@ -206,7 +207,7 @@ class Compiled(Planned):
                 "with in_formats, or compile with spmd.Options(layouts=False)",
                 stacklevel=2,
             )
-        return self._boundary.laid_out(taken, which, self.donated)
+        return self.boundary.laid_out(taken, which, self.donated)
 
     def _with_values(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Zeros in place of structs that the program does not read; `jax.jit` drops these.
@@ -227,7 +228,7 @@ class Compiled(Planned):
 
     def unflattened(self, results: Sequence[Any]) -> Any:
         """Flat results as the function returns them."""
-        return jax.tree.unflatten(self.traced.out_tree, results)
+        return jax.tree.unflatten(self.interface.out_tree, results)
 
     def check(self, arrays: Sequence[Any]) -> None:
         """Holds that flat arguments are there to be taken.
@@ -239,19 +240,6 @@ class Compiled(Planned):
         if self.donated:
             check_once(self.request.arg_names, arrays, self.donated)
 
-    def moves(self, leaves: Sequence[Any]) -> bool:
-        """Whether flat arguments have to be moved into the program's layouts at each call."""
-        return bool(self._boundary.in_other_layouts(leaves))
-
-    @property
-    def has_keys(self) -> bool:
-        """Whether an argument or a result is a key array, which the program takes apart."""
-        return self._boundary.has_keys
-
-    def accepts(self, leaves: Sequence[Any]) -> bool:
-        """Whether arguments placed on a mesh lie as this program wants them."""
-        return self._boundary.accepts(leaves)
-
     @property
     def in_shardings(self) -> Any:
         """Pytree of the arguments' `NamedSharding`s: positional ones, then keywords if any."""
@@ -261,8 +249,8 @@ class Compiled(Planned):
     @property
     def out_shardings(self) -> Any:
         """Pytree of the results' `NamedSharding`s."""
-        shardings = (placed.sharding for placed in self._boundary.seen_results)
-        return jax.tree.unflatten(self.traced.out_tree, shardings)
+        shardings = (placed.sharding for placed in self.boundary.seen_results)
+        return jax.tree.unflatten(self.interface.out_tree, shardings)
 
     @property
     def in_formats(self) -> Any:
@@ -277,10 +265,10 @@ class Compiled(Planned):
     @property
     def out_formats(self) -> Any:
         """Pytree of the results' `Format`s, as `out_shardings`."""
-        return jax.tree.unflatten(self.traced.out_tree, self._boundary.seen_results)
+        return jax.tree.unflatten(self.interface.out_tree, self.boundary.seen_results)
 
     def _unflattened_formats(self) -> Any:
-        return jax.tree.unflatten(self.traced.in_tree, self._boundary.seen_arguments)
+        return jax.tree.unflatten(self.interface.in_tree, self.boundary.seen_arguments)
 
     def init(self, argnum: int, fn: Callable[..., Any], *args: Any) -> Any:
         """Creates an argument directly in the sharding and layout that this program wants it in.
@@ -323,11 +311,11 @@ class Compiled(Planned):
             return emit_plan(plan, self.options)
 
         def run(arrays: list[Any]) -> list[Any]:
-            placed = jax.device_put(arrays, list(self._boundary.argument_formats))
+            placed = jax.device_put(arrays, list(self.boundary.argument_formats))
             return list(self.executable(*placed))
 
         self._check_here()
-        given, plan = self._boundary.data(self._flat(args, kwargs)), self.stages.plan
+        given, plan = self.boundary.data(self._flat(args, kwargs)), self.stages.plan
         with x64_if(needs_x64(plan.program.types)):
             return verify(plan, self.request.module, run, given, lower, rtol, atol)
 
@@ -356,14 +344,13 @@ class Compiled(Planned):
         Example:
           >>> print(compiled.measure(params, opt_state, batch))
         """
-        from spmd.measure.feed import Feed
-        from spmd.measure.profile import run_steps
+        from spmd.measure.profile import Feed, run_steps
 
         self._check_here()
         if steps < 1:
             raise ArgumentError(f"{steps} steps cannot be timed", required="at least one")
-        given = self._boundary.take(self._flat(args, kwargs))
-        given = self._boundary.laid_out(given, self._boundary.in_other_layouts(given))
+        given = self.boundary.take(self._flat(args, kwargs))
+        given = self.boundary.laid_out(given, self.boundary.in_other_layouts(given))
         feed = Feed(self.executable, given, self.donated, self.request.links)
         self.measured = self.compared(run_steps(feed.run, feed.prepare, steps))
         return self.measured
@@ -394,8 +381,8 @@ class Compiled(Planned):
     @property
     def input_shardings(self) -> Any:
         """((positional, ...), {name: ...}) of the arguments' `NamedSharding`s."""
-        shardings = (placed.sharding for placed in self._boundary.seen_arguments)
-        return jax.tree.unflatten(self.traced.in_tree, shardings)
+        shardings = (placed.sharding for placed in self.boundary.seen_arguments)
+        return jax.tree.unflatten(self.interface.in_tree, shardings)
 
     @property
     def output_shardings(self) -> Any:
@@ -420,11 +407,11 @@ class Compiled(Planned):
           ArgumentError: they have another structure than those compiled for.
         """
         leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
-        if tree != self.traced.in_tree:
+        if tree != self.interface.in_tree:
             raise ArgumentError(
                 "the arguments have another structure than those compiled for",
                 actual=str(tree),
-                required=str(self.traced.in_tree),
+                required=str(self.interface.in_tree),
                 fix="call with the same pytrees",
             )
         return leaves
@@ -448,7 +435,7 @@ def _around(
       emitted: its text.
       devices: descriptions of the mesh's devices, where they are not here.
     """
-    mesh = jax_mesh(planned.mesh, devices, planned.traced.axis_types)
-    boundary = Boundary(planned.traced, emitted, mesh)
-    weak = tuple(struct.weak_type for struct in planned.traced.out_structs)
+    mesh = jax_mesh(planned.mesh, devices, planned.interface.axis_types)
+    boundary = Boundary(planned.interface, emitted, mesh)
+    weak = tuple(struct.weak_type for struct in planned.interface.out_structs)
     return boundary, Outside(mesh, weak, devices, boundary.result_formats)

@@ -98,7 +98,9 @@ def known(
     try:
         program = executable._executable
         run = program.unsafe_call
-        if run.ordered_effects or run.has_unordered_effects or not _are_arrays(results):
+        # A key array is an object around a plain one.
+        is_plain = all(type(result) is ARRAY for result in results)
+        if run.ordered_effects or run.has_unordered_effects or not is_plain:
             return None
         return pxla.MeshExecutableFastpathData(
             program.xla_executable,
@@ -117,11 +119,6 @@ def known(
 
 def _is_set(name: str) -> bool:
     return bool(getattr(jax.config, f"jax_{name}"))
-
-
-def _are_arrays(results: Sequence[Any]) -> bool:
-    """Whether results are plain arrays; a key array is an object around one."""
-    return all(type(result) is ARRAY for result in results)
 
 
 def settings() -> Any:

@@ -13,21 +13,22 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import jax
 from jax import jit as plain_jit  # users may put spmd.jit in its place
+from jax.sharding import NamedSharding
 
-from spmd.api.arguments import function_name
 from spmd.api.compiled import Compiled, Lowered
 from spmd.api.dispatch import ARRAY, dispatched, known
-from spmd.api.marked import marked
+from spmd.api.marks import mark_sharding
 from spmd.api.mistakes import check_jit, one_of
-from spmd.api.schedules import in_fastest_schedule
-from spmd.api.signature import by_number_and_name
-from spmd.api.specs import specified
-from spmd.api.tracing import Call, Recipe, Traced, take_apart, trace_call
-from spmd.compiler import Request, Stages, compile_module
-from spmd.explain.costly import costly_text
+from spmd.api.parameters import by_number_and_name, function_name
+from spmd.api.schedules import Tried, in_fastest_schedule
+from spmd.api.specs import arg_specs, check_memory, mesh_of, result_specs, specified
+from spmd.api.tracing import Call, Recipe, take_apart, trace_call
+from spmd.compiler import Request, compile_module
+from spmd.explain.marks import costly_text
 from spmd.explain.words import idle_text, plural
-from spmd.frontend.trace import ClosedOverTracer
-from spmd.mesh.spec import as_mesh
+from spmd.frontend.trace import ClosedOverTracer, note_mesh
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.spec import as_mesh, mesh_around
 from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.progress import doing, progress
@@ -160,7 +161,7 @@ class Jitted(Generic[P, R]):
         """The marked function under `jax.jit`: what is called inside of other programs."""
         recipe = self.recipe
         return plain_jit(
-            functools.wraps(recipe.fn)(marked(recipe)),
+            functools.wraps(recipe.fn)(_marked(recipe)),
             static_argnums=recipe.static_argnums,
             static_argnames=recipe.static_argnames,
             donate_argnums=recipe.donate_argnums,
@@ -169,9 +170,9 @@ class Jitted(Generic[P, R]):
             inline=recipe.inline,
         )
 
-    def trace(self, *args: Any, **kwargs: Any) -> JaxTraced:
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """The function traced by jax, as `jax.jit(fn).trace` does; `lower` of it is our own."""
-        return JaxTraced(self, self.inlined.trace(*args, **kwargs), args, kwargs)
+        return Traced(self, self.inlined.trace(*args, **kwargs), args, kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The result's pytree of `ShapeDtypeStruct`s; nothing is compiled."""
@@ -232,16 +233,20 @@ class Jitted(Generic[P, R]):
     def _miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Serves a call of a new kind; see `dispatch`."""
         call = take_apart(self.recipe, args, kwargs)
-        compiled = None if call.is_traced else self._compiled_if_closed(call)
-        if compiled is None:
+        if call.is_traced:
             return self.inlined(*args, **kwargs), None
-        runs_without_us = not (compiled.has_keys or compiled.moves(call.leaves))
+        try:
+            compiled = self._compiled(call)
+        except ClosedOverTracer:  # it uses a value of another function, and is a part of that
+            return self.inlined(*args, **kwargs), None
+        boundary = compiled.boundary
+        runs_without_us = not (boundary.has_keys or boundary.in_other_layouts(call.leaves))
         results = compiled.run(call.leaves)
         self._is_on_cpu = compiled.request.platform == "cpu"
         way = None
         if runs_without_us:
             constants = getattr(compiled.executable, "constants", ())
-            way = known(compiled.executable, results, compiled.traced.out_tree, constants)
+            way = known(compiled.executable, results, compiled.out_tree, constants)
         return compiled.unflattened(results), way
 
     def _check(self, args: Any, kwargs: Any) -> None:
@@ -256,17 +261,10 @@ class Jitted(Generic[P, R]):
     def _cache_size(self) -> int:
         return sum(map(len, self._cache.values()))
 
-    def _compiled_if_closed(self, call: Call) -> Compiled | None:
-        """The program; None where the function uses a tracer of another one: it is part of that."""
-        try:
-            return self._compiled(call)
-        except ClosedOverTracer:
-            return None
-
     def _compiled(self, call: Call) -> Compiled:
         key = call.key
         for compiled in self._cache.get(key, ()):
-            if compiled.accepts(call.leaves):
+            if compiled.boundary.accepts(call.leaves):
                 return compiled
         with self._progress():
             compiled = self._lower(call, None).compile()
@@ -276,11 +274,12 @@ class Jitted(Generic[P, R]):
     def _lower(self, call: Call, topology: Topology | None) -> Lowered:
         options = self.recipe.options
         with self._progress():
-            plan = functools.partial(_planned, self.recipe, call, topology)
-            traced, stages = in_fastest_schedule(plan, options.memory_limit)
+            attempt = functools.partial(_tried, self.recipe, call, topology)
+            best = in_fastest_schedule(attempt, options.memory_limit)
+        stages = best.stages
         if stages.plan.choices and (idle := stages.plan.idle_axes):
             warnings.warn(f"{self.__name__}: {idle_text(idle)}", stacklevel=_calls_above())
-        lowered = Lowered(traced, stages, options, topology)
+        lowered = Lowered(best.interface, stages, options, topology)
         if (costly := lowered.prices.obvious_mark) is not None:
             text = costly_text(costly, stages.plan.mesh)
             warnings.warn(f"{self.__name__}: {text}", stacklevel=_calls_above())
@@ -290,20 +289,18 @@ class Jitted(Generic[P, R]):
         return progress(self.__name__, self.recipe.options.shows_progress)
 
 
-def _planned(
-    recipe: Recipe, call: Call, topology: Topology | None, may_reuse: bool
-) -> tuple[Traced, Stages]:
+def _tried(recipe: Recipe, call: Call, topology: Topology | None, may_reuse: bool) -> Tried:
     """Traces and plans a call; `may_reuse` allows for a trace of jax's that is there."""
     doing("trace")
     if not may_reuse:
         fn = recipe.fn
         again = functools.wraps(fn, updated=())(lambda *args, **kwargs: fn(*args, **kwargs))
         recipe = replace(recipe, fn=again)
-    traced = trace_call(recipe, call, topology)
-    return traced, compile_module(traced.request, recipe.options)
+    interface = trace_call(recipe, call, topology)
+    return Tried(interface, compile_module(interface.request, recipe.options))
 
 
-class JaxTraced:
+class Traced:
     """What jax traced (`jax.stages.Traced`), to be lowered by our compiler."""
 
     def __init__(self, jitted: Jitted[..., Any], traced: Any, args: Any, kwargs: Any) -> None:
@@ -330,3 +327,60 @@ def _calls_above() -> int:
     while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "spmd":
         frame, count = frame.f_back, count + 1
     return count
+
+
+# ---------------------------------------------------------------------------------------------
+# The function inside of other programs: with the marks that `jit` was told of.
+
+
+def _marked(recipe: Recipe) -> Callable[..., Any]:
+    """The function, and sharding constraints on what its specs say of arguments and results.
+
+    Under `jax.jit` it is the marked program; inside another `spmd.jit` it is planned with what is
+    around it. Static arguments come as they are.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = recipe.given_mesh
+        if given is not None:
+            note_mesh(as_mesh(given))
+        else:
+            given = mesh_around()
+        if given is None or (recipe.in_specs is None and recipe.out_specs is None):
+            return recipe.fn(*args, **kwargs)
+        mesh = as_mesh(given)
+        args, kwargs = _marked_arguments(recipe, args, kwargs, mesh)
+        results = recipe.fn(*args, **kwargs)
+        if recipe.out_specs is None:
+            return results
+        leaves, tree = jax.tree.flatten(results)
+        specs = result_specs(recipe.out_specs, results)
+        marks = [_mark(*each, mesh) for each in zip(leaves, specs, strict=True)]
+        return jax.tree.unflatten(tree, marks)
+
+    return call
+
+
+def _marked_arguments(
+    recipe: Recipe, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if recipe.in_specs is None:
+        return args, kwargs
+    argnums, dynamic = recipe.dynamic(args, kwargs)
+    parts = recipe.parts(dynamic, argnums, len(args))
+    specs = arg_specs(recipe.in_specs, parts, recipe.fn, len(args))
+    leaves, tree = jax.tree.flatten(dynamic)
+    marked_leaves = [_mark(*each, mesh) for each in zip(leaves, specs, strict=True)]
+    positional, named = jax.tree.unflatten(tree, marked_leaves)
+    found = dict(zip(argnums, positional, strict=True))
+    return tuple(found.get(i, arg) for i, arg in enumerate(args)), {**kwargs, **named}
+
+
+def _mark(leaf: Any, spec: Any, mesh: Mesh) -> Any:
+    """Marks a leaf with a spec on a mesh, or with a sharding on its own."""
+    if spec is None:
+        return leaf
+    if isinstance(spec, NamedSharding):
+        check_memory(spec, "an argument or result")
+        return mark_sharding(leaf, mesh_of(spec, mesh), spec.spec)
+    return mark_sharding(leaf, mesh, spec)

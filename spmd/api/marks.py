@@ -149,22 +149,17 @@ def _constrain(t: Any, mesh: Mesh, entries: Entries, what: str, source: str | No
     dims, _ = dims_of(entries, t.shape, mesh, what=what, source=source, even=False)
     # jax refuses dims that their axes don't divide, and meshes with other orders of devices.
     is_plain = is_legal(Sharding(dims), t.shape, mesh) and mesh.device_ids == first.device_ids
-    typed = _typed_mesh(t, mesh)
-    if typed is not None and None not in entries and is_plain:
+    # Where a tracer's type has this mesh's axes, a mark changes the type.
+    typed = jax.typeof(t).sharding.mesh
+    is_typed = has_explicit_axes(typed) and tuple(typed.shape.items()) == tuple(mesh.shape.items())
+    if is_typed and None not in entries and is_plain:
         return jax.sharding.reshard(t, NamedSharding(typed, PartitionSpec(*entries)))
-    if typed is not None or not is_plain:
+    if is_typed or not is_plain:
         return mark_uneven(t, mesh, entries)
     sharding = _open_sharding(mesh, entries)
     if manual:
         sharding = NamedSharding(jax.sharding.get_abstract_mesh(), sharding.spec)
     return jax.lax.with_sharding_constraint(t, sharding)
-
-
-def _typed_mesh(t: Any, mesh: Mesh) -> Any:
-    """The mesh in a tracer's type, where it has this mesh's axes: a mark changes the type then."""
-    typed = jax.typeof(t).sharding.mesh
-    is_this = tuple(typed.shape.items()) == tuple(mesh.shape.items())
-    return typed if is_this and has_explicit_axes(typed) else None
 
 
 def _manual_axes(mesh: Mesh) -> frozenset[str]:

@@ -10,9 +10,8 @@ from typing import Any
 
 import jax
 
-from spmd.api.arguments import aval_of, function_name
 from spmd.api.marks import caller, path_name, some_of
-from spmd.api.signature import parameter_names
+from spmd.api.parameters import function_name, parameter_names
 from spmd.errors import ArgumentError, MeshError, described
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.options import Options
@@ -81,7 +80,7 @@ def warning_of_changes(fn: Any, arguments: Any) -> Any:
     it has made before, as by `jax.eval_shape`, and what a result holds beside arrays (an optimizer
     that `fn` makes) is the same object as there.
     """
-    if not any(map(_has_leaves, jax.tree.leaves(arguments, is_leaf=_is_object))):
+    if jax.tree_util.all_leaves(jax.tree.leaves(arguments, is_leaf=_is_object)):
         return fn
 
     @functools.wraps(fn, updated=())
@@ -111,35 +110,11 @@ def _is_object(value: Any) -> bool:
     return type(value) not in (tuple, list, dict, type(None))
 
 
-def _has_leaves(value: Any) -> bool:
-    """Whether this is no leaf of a pytree itself."""
-    return not jax.tree_util.all_leaves([value])
-
-
 def _told(fn: Any, path: Sequence[Any]) -> str:
     """An argument's name from its path in (positional, named)."""
     kind, first, *rest = path
     head = parameter_names(fn, first.idx + 1)[first.idx] if kind.idx == 0 else str(first.key)
     return "/".join(filter(None, (head, path_name(rest))))
-
-
-def not_an_array(names: Sequence[str], leaves: Sequence[Any]) -> ArgumentError:
-    """The error of the first argument that is not an array."""
-    name, leaf = next(pair for pair in zip(names, leaves, strict=True) if not _is_array(pair[1]))
-    return ArgumentError(
-        f"argument {name} of type {type(leaf).__name__} is not an array",
-        source=caller(),
-        actual=described(leaf),
-        fix="name it in static_argnums or static_argnames, or pass an array",
-    )
-
-
-def _is_array(leaf: Any) -> bool:
-    try:
-        aval_of(leaf)
-    except TypeError:
-        return False
-    return True
 
 
 def check_concrete(name: str, leaves: Sequence[Any]) -> None:

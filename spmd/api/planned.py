@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from spmd.api.tracing import Traced
+from spmd.api.tracing import Interface
 from spmd.compiler import Request, Stages
 from spmd.errors import ArgumentError
-from spmd.explain.collectives import Collective, list_collectives
+from spmd.explain.costs import Collective, list_collectives
 from spmd.explain.memory import Memory
 from spmd.explain.prices import Prices
 from spmd.ir.program import Program
@@ -35,14 +35,14 @@ class Planned:
     """All that can be asked of a program before XLA has seen it.
 
     Attributes:
-      traced: what the function, its arguments and its results are.
+      interface: what the function, its arguments and its results are.
       stages: the result of every stage of the compiler.
       options: compile options.
       measured: what `Compiled.measure` found the last time, which reports show; None before.
     """
 
-    def __init__(self, traced: Traced, stages: Stages, options: Options) -> None:
-        self.traced = traced
+    def __init__(self, interface: Interface, stages: Stages, options: Options) -> None:
+        self.interface = interface
         self.stages = stages
         self.options = options
         self.measured: Measured | None = None
@@ -50,7 +50,7 @@ class Planned:
     @property
     def request(self) -> Request:
         """What was compiled."""
-        return self.traced.request
+        return self.interface.request
 
     @property
     def mesh(self) -> Mesh:
@@ -60,22 +60,22 @@ class Planned:
     @property
     def name(self) -> str:
         """What the function is called."""
-        return self.traced.name or self.stages.plan.program.name
+        return self.interface.name or self.stages.plan.program.name
 
     @property
     def in_tree(self) -> Any:
         """The structure of ((positional, ...), {name: ...}), static arguments left out."""
-        return self.traced.in_tree
+        return self.interface.in_tree
 
     @property
     def out_tree(self) -> Any:
         """The structure of the result."""
-        return self.traced.out_tree
+        return self.interface.out_tree
 
     @property
     def out_info(self) -> Any:
         """The result's pytree of `jax.ShapeDtypeStruct`s."""
-        return jax.tree.unflatten(self.traced.out_tree, self.traced.out_structs)
+        return jax.tree.unflatten(self.interface.out_tree, self.interface.out_structs)
 
     @property
     def donated(self) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ class Planned:
         return brief(type(self).__name__, self._facts())
 
     def _repr_html_(self) -> str:
-        from spmd.explain.page.first import notebook_cell
+        from spmd.explain.page.page import notebook_cell
 
         return notebook_cell(self._facts())
 
@@ -197,17 +197,13 @@ class Planned:
           ArgumentError: there is no such stage.
         """
         if stage not in _TEXTS:
-            raise _unknown_stage(stage)
+            close = difflib.get_close_matches(stage, STAGES, n=1)
+            fix = f"write {close[0]!r}" if close else "name a stage"
+            if stage == "hlo":
+                fix = "`hlo` needs the program compiled: use .compile(...) instead of .lower(...)"
+            required = f"one of {', '.join(STAGES)}"
+            raise ArgumentError(f"unknown stage {stage!r}", required=required, fix=fix)
         return _TEXTS[stage](self)
-
-
-def _unknown_stage(stage: str) -> ArgumentError:
-    close = difflib.get_close_matches(stage, STAGES, n=1)
-    fix = f"write {close[0]!r}" if close else "name a stage"
-    if stage == "hlo":
-        fix = "`hlo` needs the program compiled: use .compile(...) instead of .lower(...)"
-    required = f"one of {', '.join(STAGES)}"
-    return ArgumentError(f"unknown stage {stage!r}", required=required, fix=fix)
 
 
 def _sharded(planned: Planned, states: Sequence[Sharding | None]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
-from spmd.api.tracing import Traced
+from spmd.api.tracing import Interface
 from spmd.compiler import Stages
 from spmd.errors import ArgumentError, MeshError, PlanError
 from spmd.ir.pipelines import SCHEDULES, Pipeline, pipeline_of
@@ -61,32 +61,32 @@ def chosen_pipeline(
       ArgumentError, MeshError: as for `pipeline`.
     """
     _check_counts(asked, batch, mesh, source)
-    if asked.schedule is not None:
-        if asked.schedule not in SCHEDULES:
-            raise ArgumentError(
-                f"pipeline: schedule={asked.schedule!r} is none",
-                source=source,
-                required=f"one of {', '.join(map(repr, SCHEDULES))}, or None",
-            )
-        return _checked(asked.as_pipeline(asked.schedule), asked, layers, source)
-    possible = [name for name in SCHEDULES if _refusal(asked, name, layers) is None]
-    if not possible:
-        return _checked(
-            asked.as_pipeline("interleaved" if asked.chunks else DEFAULT), asked, layers, source
+    name = asked.schedule
+    if name is None:
+        possible = [each for each in SCHEDULES if not _refusal(asked, each, layers, source)]
+        if possible:
+            taken = _TAKEN.get()
+            of = asked.as_pipeline(taken if taken in possible else possible[0])
+            is_open = sum(1 << i for i, each in enumerate(SCHEDULES) if each in possible)
+            return of._replace(open=is_open)
+        name = "interleaved" if asked.chunks else DEFAULT
+    elif name not in SCHEDULES:
+        raise ArgumentError(
+            f"pipeline: schedule={name!r} is none",
+            source=source,
+            required=f"one of {', '.join(map(repr, SCHEDULES))}, or None",
         )
-    taken = _TAKEN.get()
-    of = asked.as_pipeline(taken if taken in possible else possible[0])
-    return of._replace(open=sum(1 << i for i, name in enumerate(SCHEDULES) if name in possible))
-
-
-_Made = tuple[Traced, Stages]
+    of = asked.as_pipeline(name)
+    if refusal := _refusal(asked, of.schedule, layers, source):
+        raise refusal
+    return of
 
 
 @dataclass(frozen=True)
-class _Planned:
-    """A traced program in one schedule, planned."""
+class Tried:
+    """A program that was traced and planned with its pipelines in one schedule."""
 
-    traced: Traced
+    interface: Interface
     stages: Stages
 
     @property
@@ -97,7 +97,7 @@ class _Planned:
     @cached_property
     def bytes(self) -> int:
         """Predicted memory of one device."""
-        platform, donated = self.stages.plan.topology.platform, self.traced.request.donated
+        platform, donated = self.stages.plan.topology.platform, self.interface.request.donated
         return peak_memory(self.stages.optimized.program, donated, platform).peak
 
     def fits(self, limit: float) -> bool:
@@ -105,14 +105,14 @@ class _Planned:
         return self.bytes <= limit
 
 
-def in_fastest_schedule(plan: Callable[[bool], _Made], memory_limit: int | None) -> _Made:
+def in_fastest_schedule(attempt: Callable[[bool], Tried], memory_limit: int | None) -> Tried:
     """A program with its pipelines in the schedule that is predicted to be the fastest.
 
     Of schedules that do not fit in memory the one that misses the least is taken.
 
     Args:
-      plan: traces and plans it, again for each schedule that its pipelines leave open; told whether
-        jax may take a trace that it has made before.
+      attempt: traces and plans it, again for each schedule that its pipelines leave open; told
+        whether jax may take a trace that it has made before.
       memory_limit: bytes that one device may use; what the topology has room for when left out.
 
     Raises:
@@ -120,16 +120,16 @@ def in_fastest_schedule(plan: Callable[[bool], _Made], memory_limit: int | None)
     """
     names, default = dict.fromkeys(SCHEDULES), DEFAULT
     try:
-        first = _Planned(*plan(True))
+        first = attempt(True)
     except PlanError as error:
         if memory_limit is None:
             raise
-        search, refused = Search[_Planned](memory_limit), error
+        search, refused = Search[Tried](memory_limit), error
     else:
         program, topology = first.stages.plan.program, first.stages.plan.topology
         pipelines = {of for op in program.walk() if (of := pipeline_of(op.loc.scope)) and of.open}
         if not pipelines:
-            return first.traced, first.stages
+            return first
         names = {name: None for of in pipelines for name in of.open_schedules}
         default = min(of.schedule for of in pipelines)
         search = Search(memory_for(topology, memory_limit), [first])
@@ -139,20 +139,21 @@ def in_fastest_schedule(plan: Callable[[bool], _Made], memory_limit: int | None)
             break
         for name in names:
             if SCHEDULES[name][1] == is_lean and name != default:
-                make = partial(_in_schedule, plan, name)
+                make = partial(_in_schedule, attempt, name)
                 search.weigh(Candidate(f"pipelines {name}", make))
     if not search.tried:
         raise refused
     best = search.best
     forms = (*best.stages.plan.forms, *search.weighed)
-    return best.traced, replace(best.stages, plan=best.stages.plan._replace(forms=forms))
+    stages = replace(best.stages, plan=best.stages.plan._replace(forms=forms))
+    return Tried(best.interface, stages)
 
 
-def _in_schedule(plan: Callable[[bool], _Made], name: str) -> _Planned:
+def _in_schedule(attempt: Callable[[bool], Tried], name: str) -> Tried:
     """A program whose pipelines take a schedule if they may."""
     token = _TAKEN.set(name)
     try:
-        return _Planned(*plan(False))
+        return attempt(False)
     finally:
         _TAKEN.reset(token)
 
@@ -193,40 +194,21 @@ def _check_counts(asked: Asked, batch: int, mesh: Mesh | None, source: str | Non
         )
 
 
-def _checked(of: Pipeline, asked: Asked, layers: int, source: str | None) -> Pipeline:
-    """A pipeline in a schedule that its counts allow."""
-    refusal = _refusal(asked, of.schedule, layers)
-    if refusal is not None:
-        raise ArgumentError(f"pipeline: {refusal.what}", source=source, required=refusal.required)
-    return of
-
-
-class _Refusal(NamedTuple):
-    """Why a pipeline has no such schedule."""
-
-    what: str
-    required: str
-
-
-def _refusal(asked: Asked, schedule: str, layers: int) -> _Refusal | None:
+def _refusal(asked: Asked, schedule: str, layers: int, source: str | None) -> ArgumentError | None:
     """Why a call cannot take a schedule; None if it can."""
     is_chunked, is_lean = SCHEDULES[schedule]
     of = asked.as_pipeline(schedule)
     if asked.chunks and not is_chunked:
-        return _Refusal(
-            f"chunks={asked.chunks} with schedule={schedule!r}, in which a stage has one",
-            "schedule='interleaved', or no chunks",
-        )
-    if layers % of.window:
+        what = f"chunks={asked.chunks} with schedule={schedule!r}, in which a stage has one"
+        required = "schedule='interleaved', or no chunks"
+    elif layers % of.window:
         parts = f"{of.stages} stages" + (f" of {of.chunks} chunks" if of.chunks > 1 else "")
-        return _Refusal(
-            f"{layers} layers are not split evenly over {parts}",
-            f"a number of layers that {of.window} divides",
-        )
-    if (is_chunked or is_lean) and of.microbatches % of.stages:
-        return _Refusal(
-            f"{of.microbatches} microbatches are not groups of {of.stages} stages, as "
-            f"schedule={schedule!r} takes them",
-            f"microbatches= a multiple of {of.stages}; 'gpipe' takes any number",
-        )
-    return None
+        what = f"{layers} layers are not split evenly over {parts}"
+        required = f"a number of layers that {of.window} divides"
+    elif (is_chunked or is_lean) and of.microbatches % of.stages:
+        groups = f"{of.microbatches} microbatches are not groups of {of.stages} stages"
+        what = f"{groups}, as schedule={schedule!r} takes them"
+        required = f"microbatches= a multiple of {of.stages}; 'gpipe' takes any number"
+    else:
+        return None
+    return ArgumentError(f"pipeline: {what}", source=source, required=required)

@@ -1,4 +1,4 @@
-"""Specs as users give them, as one spelled-out spec for each argument and result."""
+"""Where arguments and results lie: specs as users give them, one spelled-out spec for each leaf."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
-from spmd.api.arguments import Part, fitting_entries, open_entries
 from spmd.api.marks import caller, path_name, some_of
-from spmd.api.signature import parameter_count, parameter_names
-from spmd.errors import SpecError, described
+from spmd.api.parameters import Part, parameter_count, parameter_names
+from spmd.errors import MeshError, SpecError, described
 from spmd.frontend.marks import Entries
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.spec import OPEN, match_patterns, spec_entries
+from spmd.mesh.refinement import part_atoms
+from spmd.mesh.sharding import axis_refs
+from spmd.mesh.spec import OPEN, as_mesh, dims_of, match_patterns, spec_entries
 
 Specs = Sequence[Any] | Mapping[str, Any] | None
 """For each argument or result a spec, or None (open); or names (or patterns of them) -> specs."""
 
 
 # ---------------------------------------------------------------------------------------------
-# Of functions of pytrees.
+# One spec for each leaf of a pytree.
 
 
 def arg_specs(in_specs: Any, parts: Sequence[Part], fn: Any, positional: int) -> list[Any]:
@@ -90,22 +92,6 @@ def result_specs(out_specs: Any, out_tree: Any) -> list[Any]:
       SpecError: specs of another structure.
     """
     return _spread(out_specs, out_tree, "the result", is_outermost=True)
-
-
-def out_entries(
-    specs: Sequence[Any], leaves: Sequence[Any], names: Sequence[str], mesh: Mesh
-) -> tuple[Entries | None, ...]:
-    """The spelled-out spec of each leaf of the result, None for open ones.
-
-    Raises:
-      SpecError: a spec that does not fit its leaf.
-    """
-    return tuple(
-        open_entries(leaf.shape)
-        if spec is None
-        else fitting_entries(spec, leaf.shape, leaf, f"result {name}", mesh)
-        for leaf, spec, name in zip(leaves, specs, names, strict=True)
-    )
 
 
 def _spread(specs: Any, tree: Any, what: str, is_outermost: bool = False) -> list[Any]:
@@ -216,7 +202,153 @@ def _is_spec(x: Any) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------
-# Of modules.
+# A spec spelled out, on the mesh of the program.
+
+
+def key_dtype(leaf: Any) -> Any:
+    """The dtype of a key array (or of a struct of one), None for everything else."""
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return dtype
+    return None
+
+
+def mesh_sharding(leaf: Any) -> NamedSharding | None:
+    """How an array, or a struct, was placed on a mesh; None if nobody has done so."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    if isinstance(leaf, jax.Array) and not leaf.committed:
+        return None
+    return sharding
+
+
+def arg_entries(leaf: Any, spec: Any, name: str, mesh: Mesh) -> Entries | None:
+    """An argument's spelled-out spec: given, or read off the array's own placement.
+
+    Raises:
+      MeshError: it is placed on another mesh.
+      SpecError: a spec that does not fit it.
+    """
+    shape = leaf.shape if hasattr(leaf, "shape") else np.shape(leaf)
+    if spec is None:
+        spec = mesh_sharding(leaf)
+        if spec is None or _says_nothing(spec, mesh):
+            return open_entries(shape)
+    return fitting_entries(spec, shape, leaf, f"argument {name}", mesh)
+
+
+def open_entries(shape: Sequence[int]) -> Entries | None:
+    """What is told of an argument or result without a spec: what has no elements is not split.
+
+    XLA for CPUs crashes where such an array is split, in jax 0.11.
+    """
+    return ((),) * len(shape) if 0 in shape else None
+
+
+def _says_nothing(placed: NamedSharding, mesh: Mesh) -> bool:
+    """Whether an array is whole on each device of another mesh: nothing is said of this one."""
+    other = as_mesh(placed.mesh)
+    is_other = (other.axis_names, other.sizes) != (mesh.axis_names, mesh.sizes)
+    return is_other and placed.is_fully_replicated
+
+
+def fitting_entries(spec: Any, shape: Sequence[int], leaf: Any, what: str, mesh: Mesh) -> Entries:
+    """The spelled-out spec of an argument or result of this shape.
+
+    Inside, a key array is its data: its spec has one more dim, not split.
+
+    Raises:
+      MeshError: it is a sharding on a mesh whose axes are not made of this mesh's.
+      SpecError: it does not fit.
+    """
+    source, own = caller(), mesh
+    if isinstance(spec, NamedSharding):
+        check_memory(spec, what)
+        spec, own = spec.spec, mesh_of(spec, mesh)
+    entries = spec_entries(spec, len(shape), own, what=what, source=source)
+    try:
+        if own is not mesh:
+            entries = tuple(_axes_of(mesh, own, entry) for entry in entries)
+    except MeshError as error:
+        fields = {"actual": f"{what} lies on {error.actual}", "required": error.required}
+        raise MeshError(error.what, source=source, fix=error.fix, **fields) from None
+    dims_of(entries, shape, mesh, what=what, source=source)
+    return entries if key_dtype(leaf) is None else (*entries, ())
+
+
+def mesh_of(sharding: NamedSharding, mesh: Mesh) -> Mesh:
+    """The mesh of a sharding: the one given if it is that; an AbstractMesh has its devices."""
+    other = as_mesh(sharding.mesh)
+    if isinstance(sharding.mesh, AbstractMesh) and other.size == mesh.size:
+        other = Mesh(mesh.device_ids, other.sizes, other.axis_names)
+    same = (other.axis_names, other.sizes, other.device_ids)
+    return mesh if same == (mesh.axis_names, mesh.sizes, mesh.device_ids) else other
+
+
+def _axes_of(mesh: Mesh, other: Mesh, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """Axes of another mesh as axes of this one, or parts of axes."""
+    if names is None:
+        return None
+    atoms = [a for name in names for a in part_atoms(mesh, other, name)]
+    return tuple(str(ref) for ref in axis_refs(tuple(atoms), mesh))
+
+
+def check_memory(sharding: NamedSharding, what: str) -> None:
+    """Holds that a sharding is for the memory of the devices.
+
+    Raises:
+      SpecError: it is for another.
+    """
+    if sharding.memory_kind not in (None, "device", "unpinned_host"):
+        raise SpecError(
+            f"{what} is to lie in {sharding.memory_kind}",
+            source=caller(),
+            actual=str(sharding),
+            required="arguments and results in the memory of the devices",
+            fix="move it with jax.device_put before and after the call",
+        )
+
+
+def out_entries(
+    specs: Sequence[Any], leaves: Sequence[Any], names: Sequence[str], mesh: Mesh
+) -> tuple[Entries | None, ...]:
+    """The spelled-out spec of each leaf of the result, None for open ones.
+
+    Raises:
+      SpecError: a spec that does not fit its leaf.
+    """
+    return tuple(
+        open_entries(leaf.shape)
+        if spec is None
+        else fitting_entries(spec, leaf.shape, leaf, f"result {name}", mesh)
+        for leaf, spec, name in zip(leaves, specs, names, strict=True)
+    )
+
+
+def like_parameters(
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], entries: Sequence[Entries | None]
+) -> tuple[tuple[Entries | None, ...], tuple[str | None, ...]]:
+    """Open arguments that belong to a marked one get its spec; why goes beside it.
+
+    Optimizer state repeats the parameters' tree further down: `opt_state/0/mu/w_in` has the shape
+    of `params/w_in` and ends with its path. Propagation would find the same split for most of it,
+    but would split the state of a parameter that is marked as not split.
+    """
+    paths = [tuple(name.split("/"))[1:] for name in names]
+    marked: dict[tuple[tuple[str, ...], Any], int] = {}
+    for i, path in enumerate(paths):
+        if entries[i] is not None and path:
+            marked.setdefault((path, shapes[i]), i)
+    filled = list(entries)
+    reasons: list[str | None] = [None] * len(filled)
+    for i, path in enumerate(paths):
+        tails = ((path[k:], shapes[i]) for k in range(1, len(path)))
+        like = next((marked[tail] for tail in tails if tail in marked), None)
+        if entries[i] is None and like is not None:
+            filled[i] = entries[like]
+            reasons[i] = f"like argument {names[like]}"
+    return tuple(filled), tuple(reasons)
 
 
 def flat_entries(

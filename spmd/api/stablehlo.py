@@ -9,15 +9,32 @@ import jax
 
 from spmd.api.compiled import Compiled, Lowered
 from spmd.api.specs import Specs, flat_entries
-from spmd.api.symbolic import Shapes, static_module
-from spmd.api.tracing import Traced, axis_types_of, topology_of
+from spmd.api.tracing import Interface, axis_types_of, topology_of
 from spmd.compiler import Request, compile_module
 from spmd.errors import ArgumentError
-from spmd.frontend.importer.module import boundary_names, signature
+from spmd.frontend.importer.module import (
+    argument_names,
+    boundary_names,
+    parse_module,
+    signature,
+)
+from spmd.frontend.refine import (
+    ArgumentDims,
+    exported_dims,
+    is_dynamic,
+    refine,
+    stated_dims,
+    symbols_of,
+)
+from spmd.frontend.sizes import size_of, symbols_in
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.mesh.spec import as_mesh, platform_of
 from spmd.options import Options
 from spmd.progress import progress
+
+Shape = Sequence[int]
+Shapes = Sequence[Shape | None] | Mapping[str, Shape] | None
+"""For each argument its shape, or None where the module says it; or name -> shape."""
 
 
 def compile_stablehlo(
@@ -90,8 +107,9 @@ def lower_stablehlo(
     in_tree = jax.tree.structure((tuple(range(len(args))), {}))
     out_tree = jax.tree.structure(structs)
     axis_types = axis_types_of(own, [mesh])
-    traced = Traced(request, in_tree, out_tree, structs, axis_types, (None,) * len(args))
-    return Lowered(traced, stages, options)
+    key_dtypes = (None,) * len(args)
+    interface = Interface(request, in_tree, out_tree, structs, axis_types, key_dtypes)
+    return Lowered(interface, stages, options)
 
 
 def module_request(
@@ -139,3 +157,92 @@ def _check_updates(
             actual=str(list(updates)),
             fix="name each at most once",
         )
+
+
+# ---------------------------------------------------------------------------------------------
+# Modules with symbolic dims, at the sizes that a user gives.
+
+
+def static_module(source: Any, symbols: Mapping[str, int] | None, shapes: Shapes = None) -> Any:
+    """A module in memory, without dynamic shapes.
+
+    Args:
+      source: as `parse_module` takes it, or a `jax.export.Exported`.
+      symbols: symbol -> value.
+      shapes: of the arguments.
+
+    Raises:
+      FrontendError: a module that cannot be read, or cannot have these shapes.
+      ArgumentError: a dim whose size is not known, or sizes for what is not there.
+    """
+    exported = source if hasattr(source, "mlir_module_serialized") else None
+    module = parse_module(source if exported is None else exported.mlir_module_serialized)
+    symbols = dict(symbols or {})
+    if not is_dynamic(module):
+        if symbols or shapes:
+            raise ArgumentError(
+                "the module's shapes are static",
+                actual=f"symbols={symbols or None}, arg_shapes={shapes}",
+                fix="leave out `symbols` and `arg_shapes`",
+            )
+        return module
+    dims = stated_dims(module) if exported is None else exported_dims(exported)
+    names = argument_names(module, start=len(symbols_of(module)))
+    given = _given(shapes, names)
+    _check_symbols(module, dims, symbols)
+    sizes = [
+        tuple(shape) if shape is not None else _sizes(name, argument, symbols)
+        for name, argument, shape in zip(names, dims, given, strict=True)
+    ]
+    return refine(module, sizes, symbols)
+
+
+def _given(shapes: Shapes, names: Sequence[str]) -> list[Shape | None]:
+    """The shape that each argument is given."""
+    if isinstance(shapes, Mapping):
+        unknown = sorted(shapes.keys() - set(names))
+        if unknown:
+            raise ArgumentError(
+                f"arg_shapes has {unknown[0]!r}, which is no argument",
+                actual=f"arguments: {', '.join(names)}",
+            )
+        return [shapes.get(name) for name in names]
+    if shapes is not None and len(shapes) != len(names):
+        raise ArgumentError(
+            "arg_shapes needs one entry for each argument",
+            actual=f"{len(shapes)} entries",
+            required=f"{len(names)}: {', '.join(names)}",
+            fix="write None where the module says the shape",
+        )
+    return list(shapes or [None] * len(names))
+
+
+def _check_symbols(module: Any, dims: Sequence[ArgumentDims], symbols: Mapping[str, int]) -> None:
+    stated = [dim for argument in dims for dim in argument if dim is not None]
+    known = {*symbols_in(stated), *symbols_of(module)}
+    unknown = sorted(symbols.keys() - known)
+    if unknown:
+        raise ArgumentError(
+            f"the module has no symbol {unknown[0]!r}",
+            actual=f"symbols: {', '.join(sorted(known)) or 'none that it names'}",
+            fix="correct `symbols`" if known else "give shapes instead: arg_shapes=[(8, 4), ...]",
+        )
+
+
+def _sizes(name: str, dims: ArgumentDims, symbols: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of an argument, from what the module says of it."""
+    if None in dims:
+        shown = "x".join("?" if dim is None else str(dim) for dim in dims)
+        example = tuple(8 if dim is None else dim for dim in dims)
+        raise ArgumentError(
+            f"argument {name} has a dynamic shape, {shown}, and the module names no symbols for it",
+            fix=f"give its shape: arg_shapes={{{name!r}: {example}}}",
+        )
+    missing = [symbol for symbol in symbols_in(filter(None, dims)) if symbol not in symbols]
+    if missing:
+        raise ArgumentError(
+            f"argument {name} has the shape ({', '.join(map(str, dims))}), and {missing[0]} has no "
+            "value",
+            fix=f"give it: symbols={{{missing[0]!r}: 8}}",
+        )
+    return tuple(size_of(dim, symbols) for dim in dims if dim is not None)

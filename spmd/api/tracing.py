@@ -7,32 +7,36 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd.api.arguments import (
-    Aval,
+from spmd.api.dispatch import settings
+from spmd.api.marks import caller, path_name
+from spmd.api.mistakes import no_mesh, warning_of_changes
+from spmd.api.parameters import (
     Part,
-    arg_entries,
-    argument_names,
-    as_array,
-    aval_of,
     call_parts,
     donated_leaves,
     function_name,
     function_place,
+    leaf_names,
+    positions,
+    updates_of,
+)
+from spmd.api.specs import (
+    arg_entries,
+    arg_specs,
     key_dtype,
     like_parameters,
     mesh_sharding,
-    updates_of,
+    out_entries,
+    result_specs,
 )
-from spmd.api.dispatch import settings
-from spmd.api.marks import path_name
-from spmd.api.mistakes import no_mesh, not_an_array, warning_of_changes
-from spmd.api.signature import positions
-from spmd.api.specs import arg_specs, out_entries, result_specs
 from spmd.compiler import Request
-from spmd.errors import MeshError
-from spmd.frontend.trace import Trace, seen_meshes, trace
+from spmd.errors import ArgumentError, MeshError, described
+from spmd.frontend.trace import seen_meshes, trace
+from spmd.ir.types import Order
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import (
     as_mesh,
@@ -72,15 +76,19 @@ class Recipe:
     inline: bool
     options: Options
 
-    def static_of(self, count: int, kwargs: Mapping[str, Any]) -> set[int | str]:
-        """Numbers and names of a call's static arguments.
+    def dynamic(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[int, ...], Any]:
+        """Which positional arguments of a call are not static; ((positional, ...), {name: ...})."""
+        static = positions(self.static_argnums, len(args))
+        argnums = tuple(i for i in range(len(args)) if i not in static)
+        named = {name: arg for name, arg in kwargs.items() if name not in self.static_argnames}
+        return argnums, (tuple(args[i] for i in argnums), named)
 
-        Args:
-          count: how many positional arguments it has.
-          kwargs: its keyword arguments.
-        """
-        names = [name for name in kwargs if name in self.static_argnames]
-        return {*positions(self.static_argnums, count), *names}
+    def parts(self, dynamic: Any, argnums: Sequence[int], positional: int) -> tuple[Part, ...]:
+        """The arguments of a call that are not static, one by one; see `call_parts`."""
+        donate = self.donate_argnums, self.donate_argnames
+        return call_parts(self.fn, dynamic, argnums, *donate, positional)
 
     @property
     def given_mesh(self) -> Any:
@@ -91,11 +99,70 @@ class Recipe:
         return next((spec.mesh for spec in specs if isinstance(spec, NamedSharding)), None)
 
 
+class Aval(NamedTuple):
+    """The type of an argument leaf: what a program is compiled for.
+
+    Attributes:
+      shape, dtype: of the array.
+      weak_type: whether its dtype gives way to others, as that of a Python scalar does.
+      sharding: how it is split, where jax has that in types: on a mesh with Explicit axes.
+      order: in which order its dims lie in memory, if not major to minor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool = False
+    sharding: NamedSharding | None = None
+    order: Order | None = None
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """A value of this type, for tracing."""
+        return jax.ShapeDtypeStruct(
+            self.shape, self.dtype, weak_type=self.weak_type, sharding=self.sharding
+        )
+
+
+def aval_of(leaf: Any) -> Aval:
+    """The type of an argument leaf.
+
+    Raises:
+      TypeError: it is not an array.
+    """
+    aval = getattr(leaf, "aval", None)  # an array's own; jax.typeof takes longer to find it
+    if aval is None:
+        aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    dtype = jax.dtypes.canonicalize_dtype(aval.dtype, allow_extended_dtype=True)
+    sharding = mesh_sharding(leaf)
+    order = None if sharding is None else order_of(leaf)
+    if sharding is not None and not has_explicit_axes(sharding.mesh):
+        sharding = None
+    is_weak = bool(getattr(aval, "weak_type", False))
+    return Aval(tuple(aval.shape), dtype, is_weak, sharding, order)
+
+
+def order_of(leaf: Any) -> Order | None:
+    """In which order an array's dims (or a struct's) lie in memory; None if major to minor."""
+    if np.ndim(leaf) < 2 or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
+        return None
+    layout = getattr(getattr(leaf, "format", None), "layout", None)
+    order: Order = tuple(getattr(layout, "major_to_minor", ()))
+    return None if order == tuple(sorted(order)) else order
+
+
+def as_array(leaf: Any) -> Any:
+    """An argument leaf as jax takes it: a tensor of another framework is shared through DLPack."""
+    if hasattr(leaf, "__dlpack__") and not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        return jnp.from_dlpack(leaf)
+    return leaf
+
+
 class Call(NamedTuple):
     """A call's arguments, taken apart.
 
     Attributes:
       static: (number or name, value) of each static argument.
+      argnums: the numbers of the positional arguments that are not static.
       leaves: the others, flat.
       avals: the type of each leaf.
       tree: the structure of ((positional, ...), {name: ...}), static ones left out.
@@ -104,6 +171,7 @@ class Call(NamedTuple):
     """
 
     static: tuple[tuple[int | str, Any], ...]
+    argnums: tuple[int, ...]
     leaves: tuple[Any, ...]
     avals: tuple[Aval, ...]
     tree: Any
@@ -116,19 +184,13 @@ class Call(NamedTuple):
         return (self.static, self.tree, self.avals, self.settings)
 
     @property
-    def argnums(self) -> tuple[int, ...]:
-        """The numbers of the positional arguments that are not static."""
-        static = dict(self.static)
-        return tuple(i for i in range(self.positional) if i not in static)
-
-    @property
     def is_traced(self) -> bool:
         """Whether a transformation of jax, or another program's trace, makes the call."""
         return any(isinstance(leaf, jax.core.Tracer) for leaf in self.leaves)
 
 
-class Traced(NamedTuple):
-    """A function as a request, and what its arguments and results are to the caller.
+class Interface(NamedTuple):
+    """A request to the compiler, and what arguments and results are to the caller.
 
     Attributes:
       request: what is to be compiled.
@@ -158,38 +220,44 @@ def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     Raises:
       ArgumentError: one that is not static is not an array.
     """
-    count, places = len(args), recipe.static_of(len(args), kwargs)
-    static: list[tuple[int | str, Any]] = [(i, args[i]) for i in range(count) if i in places]
-    static += [(name, kwargs[name]) for name in sorted(kwargs) if name in places]
-    positional = tuple(arg for i, arg in enumerate(args) if i not in places)
-    named = {name: arg for name, arg in kwargs.items() if name not in places}
-    leaves, tree = jax.tree.flatten((positional, named))
+    argnums, dynamic = recipe.dynamic(args, kwargs)
+    static: list[tuple[int | str, Any]] = [(i, x) for i, x in enumerate(args) if i not in argnums]
+    static += [(name, kwargs[name]) for name in sorted(kwargs) if name not in dynamic[1]]
+    leaves, tree = jax.tree.flatten(dynamic)
     leaves = list(map(as_array, leaves))
     try:
         avals = tuple(map(aval_of, leaves))
     except TypeError as error:
-        dynamic = [i for i in range(count) if i not in places]
-        arg_names = argument_names(recipe.fn, (positional, named), dynamic)
-        raise not_an_array(arg_names, leaves) from error
-    call = Call(tuple(static), tuple(leaves), avals, tree, count, settings())
-    return _without_donated_orders(recipe, call) if any(aval.order for aval in avals) else call
+        names = leaf_names(recipe.parts(dynamic, argnums, len(args)))
+        raise _not_an_array(names, leaves) from error
+    if any(aval.order for aval in avals):
+        # Only what is not donated keeps its order in memory: that of the rest is ours to choose.
+        donated = donated_leaves(recipe.parts(dynamic, argnums, len(args)))
+        orders = (None if i in donated else aval.order for i, aval in enumerate(avals))
+        avals = tuple(a._replace(order=order) for a, order in zip(avals, orders, strict=True))
+    return Call(tuple(static), argnums, tuple(leaves), avals, tree, len(args), settings())
 
 
-def _without_donated_orders(recipe: Recipe, call: Call) -> Call:
-    """A call for which only what is not donated keeps its order in memory: the rest is ours."""
-    structs = jax.tree.unflatten(call.tree, [aval.struct for aval in call.avals])
-    avals = list(call.avals)
-    for i in donated_leaves(_parts(recipe, call, structs)):
-        avals[i] = avals[i]._replace(order=None)
-    return call._replace(avals=tuple(avals))
+def _not_an_array(names: Sequence[str], leaves: Sequence[Any]) -> ArgumentError:
+    """The error of the first argument that is not an array."""
+
+    def is_array(leaf: Any) -> bool:
+        try:
+            aval_of(leaf)
+        except TypeError:
+            return False
+        return True
+
+    name, leaf = next((n, x) for n, x in zip(names, leaves, strict=True) if not is_array(x))
+    return ArgumentError(
+        f"argument {name} of type {type(leaf).__name__} is not an array",
+        source=caller(),
+        actual=described(leaf),
+        fix="name it in static_argnums or static_argnames, or pass an array",
+    )
 
 
-def _parts(recipe: Recipe, call: Call, structs: Any) -> tuple[Part, ...]:
-    donate = recipe.donate_argnums, recipe.donate_argnames
-    return call_parts(recipe.fn, structs, call.argnums, *donate, call.positional)
-
-
-def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
+def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interface:
     """Traces a function at the arguments of a call; nothing is compiled yet.
 
     Args:
@@ -207,16 +275,26 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
     given = recipe.given_mesh or next(iter(placed), None)
     known = None if given is None else as_mesh(given)
     platform = (topology.platform if topology else None) or platform_of(known)
+    static, dynamic = dict(call.static), iter(structs[0])
     with seen_meshes(known) as seen:
-        traced = _trace(recipe, call, structs, platform, known)
+        traced = trace(
+            warning_of_changes(recipe.fn, structs),
+            [static[i] if i in static else next(dynamic) for i in range(call.positional)],
+            structs[1] | {name: value for name, value in call.static if isinstance(name, str)},
+            platform=platform,
+            static_argnums=[i for i in static if isinstance(i, int)],
+            static_argnames=[name for name in static if isinstance(name, str)],
+            on_callbacks=recipe.options.callbacks,
+            mesh=known,
+        )
     given = given or next(iter([*seen, *traced.manual, *traced.meshes]), around)
     if given is None:
         raise no_mesh(function_name(recipe.fn))
     mesh = as_mesh(given)
     _check_device_order(traced.manual, mesh)
     out_tree = traced.out
-    names = argument_names(recipe.fn, structs, call.argnums)
-    parts = _parts(recipe, call, structs)
+    parts = recipe.parts(structs, call.argnums, call.positional)
+    names = leaf_names(parts)
     specs = arg_specs(recipe.in_specs, parts, recipe.fn, call.positional)
     given_entries = [
         arg_entries(leaf, spec, name, mesh)
@@ -243,7 +321,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
         function_place(recipe.fn),
         traced.callbacks,
     )
-    return Traced(
+    return Interface(
         request,
         call.tree,
         out_def,
@@ -275,20 +353,6 @@ def topology_of(mesh: Mesh) -> Topology:
     if has_devices(mesh):
         return Topology.for_devices(list(jax_mesh(mesh).devices.flat))
     return Topology(f"cpu:{mesh.size}")
-
-
-def _trace(recipe: Recipe, call: Call, structs: Any, platform: str, mesh: Mesh | None) -> Trace:
-    static, dynamic = dict(call.static), iter(structs[0])
-    return trace(
-        warning_of_changes(recipe.fn, structs),
-        [static[i] if i in static else next(dynamic) for i in range(call.positional)],
-        structs[1] | {name: value for name, value in call.static if isinstance(name, str)},
-        platform=platform,
-        static_argnums=[i for i in static if isinstance(i, int)],
-        static_argnames=[name for name in static if isinstance(name, str)],
-        on_callbacks=recipe.options.callbacks,
-        mesh=mesh,
-    )
 
 
 def _check_device_order(manual_meshes: Sequence[Any], mesh: Mesh) -> None:

@@ -1,4 +1,4 @@
-"""Where the time of a run goes: what makes it longer, by source line, the largest first.
+"""Where the time of a run goes: its collectives, and what makes it longer, by source line.
 
 Arithmetic costs the time that it takes. Of a collective, the part beside which arithmetic runs is
 hidden: it costs only as much as the two slow each other. Layers run the same source lines, and so
@@ -9,19 +9,214 @@ from __future__ import annotations
 
 import linecache
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple, TypeVar
 
-from spmd.explain.collectives import sent_bytes
+from spmd.explain.document import Cell, Table, count, number, source
 from spmd.explain.words import bytes_text, plural, seconds_text, share_text
-from spmd.ir.program import Frame, numberless
+from spmd.ir.control_flow import Index
+from spmd.ir.program import Frame, Op, Region, numberless
+from spmd.lowering.partition import Partitioned
+from spmd.measure.labels import layer_of
 from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
+from spmd.predict.ops import Transfer
 from spmd.predict.timeline import COMPUTE, Slot, Timeline
+
+K = TypeVar("K", bound=Hashable)
 
 MOST = 5
 """Costs that a report opens with; the largest collective follows where none is among them."""
+
+# ---------------------------------------------------------------------------------------------
+# Collectives.
+
+
+class Collective(NamedTuple):
+    """One collective of the program.
+
+    Attributes:
+      kind: as in `spmd.reshard.comm.KINDS`.
+      axes: the mesh axes (or sub-axes) along which devices transfer.
+      bytes: bytes that one device sends in one execution, in the way in which the backend runs it.
+      count: executions in one run of the program (loops multiply).
+      source: the user's source line, and its caller's.
+      reason: a sentence: which use wanted what, or that the user wrote it.
+      seconds: predicted time of one execution.
+      layer: the part of the user's model; see `spmd.measure.labels.layer_of`.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
+    source: str
+    reason: str
+    seconds: float
+    layer: str
+
+
+def list_collectives(partitioned: Partitioned, topology: Topology) -> tuple[Collective, ...]:
+    """Every collective of a local program, in program order."""
+    program, mesh = partitioned.program, partitioned.mesh
+    return tuple(
+        Collective(
+            transfer.kind,
+            tuple(str(ref) for ref in axis_refs(transfer.axes, mesh)),
+            transfer.sent_bytes(mesh, topology),
+            times,
+            op.loc.trail,
+            op.loc.note if op.collective else f"{op.label} is split over what splits its rows, too",
+            transfer.seconds(mesh, topology),
+            layer_of(op.loc),
+        )
+        for op, times in with_runs(program.body, Index(program))
+        if (transfer := Transfer.of(op, mesh)) is not None
+    )
+
+
+def with_runs(region: Region, index: Index, times: int = 1) -> Iterator[tuple[Op, int]]:
+    """The ops of a region, and of those inside it before theirs, with how often each runs."""
+    for op in region.ops:
+        for inner in op.regions:
+            yield from with_runs(inner, index, times * index.runs(op))
+        yield op, times
+
+
+def sent_bytes(op: Op, mesh: Mesh, topology: Topology) -> int:
+    """What one device sends in one run of an op; 0 if it exchanges nothing."""
+    transfer = Transfer.of(op, mesh)
+    return transfer.sent_bytes(mesh, topology) if transfer else 0
+
+
+class Total(NamedTuple):
+    """Collectives that are alike: the first of them, and what all do in one run of the program.
+
+    Attributes:
+      ops, runs: how many they are, and how often they run.
+      bytes: what one device sends for all of them.
+      seconds: predicted.
+    """
+
+    like: Collective
+    ops: int = 0
+    runs: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+def collective_rows(collectives: Iterable[Collective]) -> tuple[Total, ...]:
+    """Equal collectives together; most bytes first, then most time."""
+    return _ordered(totals(collectives, lambda c: c._replace(layer="")))
+
+
+def traffic(collectives: Iterable[Collective], by_axes: bool = True) -> tuple[Total, ...]:
+    """Totals per kind and axes (or per kind alone), most bytes first, then most time."""
+    ordered = sorted(collectives, key=lambda c: c.kind)
+    return _ordered(totals(ordered, lambda c: (c.kind, c.axes if by_axes else ())))
+
+
+def totals(collectives: Iterable[Collective], look: Callable[[Collective], K]) -> dict[K, Total]:
+    """The totals of collectives that have the same look."""
+    found: dict[K, Total] = {}
+    for c in collectives:
+        like, ops, runs, sent, seconds = found.get(look(c), Total(c))
+        sent, seconds = sent + c.bytes * c.count, seconds + c.seconds * c.count
+        found[look(c)] = Total(like, ops + 1, runs + c.count, sent, seconds)
+    return found
+
+
+def _ordered(found: Mapping[K, Total]) -> tuple[Total, ...]:
+    return tuple(sorted(found.values(), key=lambda total: (-total.bytes, -total.seconds)))
+
+
+def collective_table(rows: Iterable[Total]) -> Table:
+    """Collectives, equal ones together, each with its reason below it."""
+    heads = ("kind", "axes", "bytes", "times", "ops", "total", "ms", "time", "source")
+    cells = [
+        (
+            Cell(row.like.kind, "kind", style="t"),
+            Cell(", ".join(row.like.axes), style="t"),
+            number(bytes_text(row.like.bytes), row.like.bytes),
+            count(row.like.count),
+            count(row.ops),
+            number(bytes_text(row.bytes), row.bytes),
+            number(f"{row.seconds * 1e3:.4f}", row.seconds),
+            number(seconds_text(row.seconds), row.seconds),
+            source(row.like.source, row.like.reason),
+        )
+        for row in rows
+    ]
+    return Table(heads, cells, sort="time", search="all_gather data mlp")
+
+
+def traffic_table(rows: Iterable[Total]) -> Table:
+    """Totals of the collectives of one kind over the same axes."""
+    cells = [
+        (
+            Cell(row.like.kind, "kind"),
+            Cell(", ".join(row.like.axes)),
+            count(row.ops),
+            count(row.runs),
+            number(bytes_text(row.bytes), row.bytes),
+            number(seconds_text(row.seconds), row.seconds),
+        )
+        for row in rows
+    ]
+    return Table(("kind", "axes", "ops", "runs", "bytes", "time"), cells)
+
+
+# ---------------------------------------------------------------------------------------------
+# What makes a run longer.
+
+
+class Nested(NamedTuple):
+    """A slot with what is inside it: a loop has the slots of its first iteration."""
+
+    slot: Slot
+    inside: tuple[Nested, ...]
+
+
+def nested(slots: Sequence[Slot]) -> tuple[Nested, ...]:
+    """A timeline's slots, each loop and conditional with those inside it."""
+    heads = [at for at, slot in enumerate(slots) if slot.depth == slots[0].depth]
+    ends = pairwise([*heads, len(slots)])
+    return tuple(Nested(slots[at], nested(slots[at + 1 : end])) for at, end in ends)
+
+
+class Spent(NamedTuple):
+    """How much longer a slot makes a run, and of a collective what arithmetic hides, seconds."""
+
+    slot: Slot
+    seconds: float
+    hidden: float
+
+
+def spent(timeline: Timeline, topology: Topology) -> list[Spent]:
+    """What each slot but loops adds to a run.
+
+    Nothing runs beside a loop, and what is inside it has the times of its first iteration: so slots
+    whose times overlap do run side by side.
+    """
+    slots = [slot for slot in timeline.slots if not slot.op.regions]
+    busy = sorted((slot.start, slot.end) for slot in slots if slot.lane == COMPUTE)
+    starts = [start for start, _ in busy]
+    before = list(accumulate((end - start for start, end in busy), initial=0.0))
+
+    def busy_until(moment: float) -> float:
+        # Arithmetic that began before, without what the last of it does afterwards.
+        count = bisect_right(starts, moment)
+        return before[count] - max(0.0, busy[count - 1][1] - moment) if count else 0.0
+
+    made = []
+    for slot in slots:
+        is_compute = slot.lane == COMPUTE
+        beside = 0.0 if is_compute else busy_until(slot.end) - busy_until(slot.start)
+        saved = topology.chip.overlap * beside
+        made.append(Spent(slot, (slot.seconds - saved) * slot.trips, saved * slot.trips))
+    return made
 
 
 class Cost(NamedTuple):
@@ -63,37 +258,30 @@ class Cost(NamedTuple):
         return ", ".join(parts)
 
 
-class Spent(NamedTuple):
-    """What a slot adds to a run, all its runs together.
-
-    Attributes:
-      slot: the slot.
-      seconds: how much longer it makes the run.
-      hidden: how much of a collective's time is hidden behind arithmetic.
-    """
-
-    slot: Slot
-    seconds: float
-    hidden: float
-
-
-def spent(timeline: Timeline, topology: Topology) -> list[Spent]:
-    """What each slot but loops adds to a run."""
-    slots = [slot for slot in timeline.slots if not slot.op.regions]
-    hidden = [topology.chip.overlap * beside for beside in _seconds_beside(slots)]
-    return [
-        Spent(slot, (slot.seconds - saved) * slot.trips, saved * slot.trips)
-        for slot, saved in zip(slots, hidden, strict=True)
-    ]
-
-
 def costs(timeline: Timeline, mesh: Mesh, topology: Topology) -> tuple[Cost, ...]:
     """What a run's time is spent on, the largest cost first."""
-    found: dict[object, list[Spent]] = {}
+    found: dict[tuple[str, str, tuple[Frame, ...]], list[Spent]] = {}
     for part in spent(timeline, topology):
         key = (part.slot.lane, part.slot.kind, part.slot.op.loc.user_frames[:2])
         found.setdefault(key, []).append(part)
-    made = [_cost(members, mesh, topology) for members in found.values()]
+    made = []
+    for (lane, kind, frames), parts in found.items():
+        slots = [part.slot for part in parts]
+        longest = max(slots, key=lambda slot: slot.seconds * slot.trips)
+        exchanges = [] if lane == COMPUTE else slots
+        made.append(
+            Cost(
+                kind,
+                "" if lane == COMPUTE else lane,
+                frames,
+                numberless(longest.op.loc.note),
+                len(slots),
+                sum(slot.trips for slot in slots),
+                sum(sent_bytes(slot.op, mesh, topology) * slot.trips for slot in exchanges),
+                sum(part.seconds for part in parts),
+                sum(part.hidden for part in parts),
+            )
+        )
     return tuple(sorted(made, key=lambda cost: -cost.seconds))
 
 
@@ -114,53 +302,12 @@ def largest(found: Sequence[Cost], seconds: float) -> tuple[str, tuple[Cost, ...
     return f"{title}: {share} of the predicted {seconds_text(seconds)}", tuple(most)
 
 
-def _cost(members: Sequence[Spent], mesh: Mesh, topology: Topology) -> Cost:
-    """What slots of one lane, kind and source line cost."""
-    slots = [part.slot for part in members]
-    longest = max(slots, key=lambda slot: slot.seconds * slot.trips)
-    is_compute = longest.lane == COMPUTE
-    return Cost(
-        longest.kind,
-        "" if is_compute else longest.lane,
-        longest.op.loc.user_frames[:2],
-        numberless(longest.op.loc.note),
-        len(slots),
-        sum(slot.trips for slot in slots),
-        0
-        if is_compute
-        else sum(sent_bytes(slot.op, mesh, topology) * slot.trips for slot in slots),
-        sum(part.seconds for part in members),
-        sum(part.hidden for part in members),
-    )
-
-
-def _seconds_beside(slots: Sequence[Slot]) -> list[float]:
-    """For each slot the seconds in which arithmetic runs beside it: of collectives alone.
-
-    Nothing runs beside a loop, and what is inside it has the times of its first iteration: so slots
-    whose times overlap do run side by side.
-    """
-    busy = sorted((slot.start, slot.end) for slot in slots if slot.lane == COMPUTE)
-    starts = [start for start, _ in busy]
-    before = list(accumulate((end - start for start, end in busy), initial=0.0))
-
-    def busy_until(moment: float) -> float:
-        # Arithmetic that began before, without what the last of it does afterwards.
-        count = bisect_right(starts, moment)
-        return before[count] - max(0.0, busy[count - 1][1] - moment) if count else 0.0
-
-    return [
-        0.0 if slot.lane == COMPUTE else busy_until(slot.end) - busy_until(slot.start)
-        for slot in slots
-    ]
-
-
 def seconds_by_kind(found: Iterable[Cost]) -> dict[str, float]:
     """What compute, and each kind of collective, costs altogether; compute first."""
-    totals = {COMPUTE: 0.0}
+    by_kind = {COMPUTE: 0.0}
     for cost in found:
-        totals[cost.kind] = totals.get(cost.kind, 0.0) + cost.seconds
-    return {kind: seconds for kind, seconds in totals.items() if seconds}
+        by_kind[cost.kind] = by_kind.get(cost.kind, 0.0) + cost.seconds
+    return {kind: seconds for kind, seconds in by_kind.items() if seconds}
 
 
 def code_lines(cost: Cost) -> tuple[tuple[str, str], ...]:

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from spmd.compiler import Stages
-from spmd.explain.collectives import Collective
-from spmd.explain.costs import Cost, costs
-from spmd.explain.leaves import Leaf, argument_leaves, result_leaves
+from spmd.explain.costs import Collective, Cost, costs
+from spmd.explain.leaves import Leaf, leaves_of
 from spmd.explain.measured import Measured
 from spmd.explain.memory import Memory
 from spmd.explain.prices import Prices
-from spmd.explain.words import bytes_text, plural, seconds_text
+from spmd.explain.words import bytes_text, seconds_text
 from spmd.planning.exact import TOGETHER
 from spmd.planning.plan import Plan
 from spmd.predict.backends import room_for
@@ -83,23 +82,23 @@ class Facts:
         return costs(self.timeline, self.plan.mesh, self.plan.topology)
 
     @cached_property
-    def arguments(self) -> tuple[Leaf, ...]:
-        """Every argument, in order."""
-        return argument_leaves(self.plan)[: len(self.plan.arguments) - self._lifted]
-
-    @cached_property
-    def constants(self) -> tuple[Leaf, ...]:
-        """The constants that may lie in pieces; smaller ones are whole on every device."""
-        return argument_leaves(self.plan)[len(self.plan.arguments) - self._lifted :]
+    def _leaves(self) -> list[Leaf]:
+        return leaves_of(self.plan)
 
     @property
-    def _lifted(self) -> int:
-        return len(self.plan.program.constants)
+    def arguments(self) -> Sequence[Leaf]:
+        """Every argument, in order."""
+        return self._leaves[: len(self.plan.arguments) - len(self.plan.program.constants)]
 
-    @cached_property
-    def results(self) -> tuple[Leaf, ...]:
+    @property
+    def constants(self) -> Sequence[Leaf]:
+        """The constants that may lie in pieces; smaller ones are whole on every device."""
+        return self._leaves[len(self.arguments) : len(self.plan.arguments)]
+
+    @property
+    def results(self) -> Sequence[Leaf]:
         """Every result, in order."""
-        return result_leaves(self.plan)
+        return self._leaves[len(self.plan.arguments) :]
 
     @property
     def sent_bytes(self) -> int:
@@ -107,21 +106,16 @@ class Facts:
         return sum(c.bytes * c.count for c in self.collectives)
 
     @property
+    def sent_text(self) -> str:
+        """`3.2 MiB sent by each device in one run`."""
+        return f"{bytes_text(self.sent_bytes)} sent by each device in one run"
+
+    @property
     def compiled_text(self) -> str:
         """What XLA says of the memory, beside the predicted peak; empty where it says nothing."""
         if self.compiled is None or not self.compiled.peak_bytes:
             return ""
         return f"XLA allocates {bytes_text(self.compiled.peak_bytes)}"
-
-    @property
-    def shared_text(self) -> str:
-        """What to say of predicted times where devices are threads of one machine's CPU."""
-        if self.plan.topology.platform != "cpu":
-            return ""
-        return (
-            f"Times are predicted for {plural(self.plan.mesh.size, 'device')} of their own. CPU "
-            "devices are threads that share one machine, and take longer."
-        )
 
 
 def proof_text(plan: Plan) -> str:

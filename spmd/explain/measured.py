@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from spmd.explain.costs import spent
-from spmd.explain.document import Cell, Table, number
-from spmd.explain.text.layout import Lines, section, table_lines
+from spmd.explain.document import Cell, Lines, Table, number, section
 from spmd.explain.words import plural, seconds_text
 from spmd.measure.labels import ATTENTION, COPIES, KINDS, MATRIX, OTHER, Label, Labels, label_of
 from spmd.measure.order import Order
@@ -28,12 +27,7 @@ MOST = 20
 
 
 class Part(NamedTuple):
-    """A part of a step's time.
-
-    Attributes:
-      name: what takes it.
-      predicted, measured: seconds of one step, on one device in the mean.
-    """
+    """A part of a step's time: what takes it, and seconds on one device in the mean."""
 
     name: str
     predicted: float
@@ -41,13 +35,7 @@ class Part(NamedTuple):
 
 
 class Worked(NamedTuple):
-    """Something that a device did in a measured step.
-
-    Attributes:
-      event: what the profile says of it.
-      label: what it is.
-      seconds, hidden: its share of the device's time.
-    """
+    """Something that a device did in a measured step, and its share of the device's seconds."""
 
     event: Event
     label: Label
@@ -105,23 +93,19 @@ class Measured:
             text += f", {ratio:.3g}x the predicted {seconds_text(self.predicted)}"
         return text
 
-    @property
-    def remark(self) -> str:
-        """What the parts are of."""
-        text = f"profiled steps of {seconds_text(self.profiled)}"
-        text += f", mean of {plural(self.devices, 'device')}"
-        return text + (" that share one machine" * (self.platform == "cpu"))
-
     def lines(self) -> Lines:
         """The parts as text."""
         for title, parts in self.tables():
             shown = f"{title}, the first {MOST} of {len(parts)}" if len(parts) > MOST else title
-            yield from section(shown, table_lines(part_table(parts[:MOST])))
+            yield from section(shown, part_table(parts[:MOST]).lines())
 
     def tables(self) -> tuple[tuple[str, tuple[Part, ...]], ...]:
         """(title, parts) of each division of the time."""
+        whole = f"profiled steps of {seconds_text(self.profiled)}"
+        whole += f", mean of {plural(self.devices, 'device')}"
+        whole += " that share one machine" * (self.platform == "cpu")
         return (
-            (f"measured by kind: {self.remark}", self.kinds),
+            (f"measured by kind: {whole}", self.kinds),
             ("measured by layer", self.layers),
             ("measured by collective", self.collectives),
         )
@@ -129,16 +113,11 @@ class Measured:
 
 def part_table(parts: Sequence[Part]) -> Table:
     """Parts as a table."""
-    rows = [
-        (
-            Cell(part.name, style="w"),
-            *(
-                number(seconds_text(seconds) if seconds else "-", seconds)
-                for seconds in (part.predicted, part.measured)
-            ),
-        )
-        for part in parts
-    ]
+
+    def cell(seconds: float) -> Cell:
+        return number(seconds_text(seconds) if seconds else "-", seconds)
+
+    rows = [(Cell(p.name, style="w"), cell(p.predicted), cell(p.measured)) for p in parts]
     return Table(("what", "predicted", "measured"), rows)
 
 
@@ -155,20 +134,20 @@ def compare(
       topology: the machine that the schedule is for.
       platform: that of the devices.
     """
-    # One row for each thing: its label, seconds predicted and hidden, seconds measured and hidden.
     rows = [
-        _Row(label_of(part.slot.op, mesh), part.seconds, part.hidden, 0.0, 0.0)
+        _Row(label_of(part.slot.op, mesh), part.seconds, part.hidden)
         for part in spent(timeline, topology)
     ]
     order = Order(labels)
     devices = [device for step in run.steps for device in _devices(step, order)]
     count = len(devices)
     rows += [
-        _Row(work.label, 0.0, 0.0, work.seconds / count, work.hidden / count)
+        _Row(work.label, measured=work.seconds / count, measured_hidden=work.hidden / count)
         for device in devices
         for work in device
     ]
     profiled = sum(step.seconds for step in run.steps) / len(run.steps)
+    layers = [(row.label.layer or NOWHERE, row) for row in rows]
     return Measured(
         seconds=run.seconds,
         predicted=timeline.seconds,
@@ -177,14 +156,14 @@ def compare(
         devices=count // len(run.steps),
         platform=platform,
         kinds=_kinds(rows, profiled) if count else (),
-        layers=_parts((row.label.layer or NOWHERE, row.predicted, row.measured) for row in rows),
+        layers=_parts((layer, row.predicted, row.measured) for layer, row in layers),
         collectives=_parts(
             (
-                f"{row.label.collective} in {row.label.layer or NOWHERE}",
+                f"{row.label.collective} in {layer}",
                 row.predicted + row.predicted_hidden,
                 row.measured + row.measured_hidden,
             )
-            for row in rows
+            for layer, row in layers
             if row.label.collective
         ),
         step=devices[-1] if devices else (),
@@ -192,11 +171,13 @@ def compare(
 
 
 class _Row(NamedTuple):
+    """One thing: what it is, seconds predicted and hidden, seconds measured and hidden."""
+
     label: Label
-    predicted: float
-    predicted_hidden: float
-    measured: float
-    measured_hidden: float
+    predicted: float = 0.0
+    predicted_hidden: float = 0.0
+    measured: float = 0.0
+    measured_hidden: float = 0.0
 
 
 def _devices(step: Step, order: Order) -> list[tuple[Worked, ...]]:

@@ -1,27 +1,33 @@
-"""What other decisions would have cost: asked of the planner when a report needs it, and kept."""
+"""What a plan decided against, and its prices: asked of the planner when needed, and kept."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from typing import NamedTuple
 
-from spmd.explain.alternatives import Alternatives
-from spmd.explain.costly import LEAST_SECONDS, LEAST_SHARE, OBVIOUS_SHARE, CostlyMark, costly_mark
-from spmd.explain.price import Price, price_of
-from spmd.explain.relax import (
+from spmd.compiler import Stages
+from spmd.explain.alternatives import Alternatives, Price, price_of, taken_axes
+from spmd.explain.marks import (
+    LEAST_SECONDS,
+    LEAST_SHARE,
+    OBVIOUS_SHARE,
     MarkPrices,
     Relief,
+    costly_mark,
     mark_groups,
     mark_prices,
     relief_of,
     replanned,
 )
-from spmd.ir.program import Value
+from spmd.explain.words import axes_text, type_text, value_name
+from spmd.ir.program import Value, numberless
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, is_legal
 from spmd.mesh.spec import has_parts
 from spmd.options import Options
 from spmd.planning.plan import Plan
+from spmd.propagation.propagate import Conflict
 
 MOST_TRIES = 5
 """Marks without which a program is planned again for a report."""
@@ -38,6 +44,11 @@ takes long to time, fewer decisions are priced."""
 
 TIMED_FOR_MARK, TIMED_FOR_CONFLICT = 6, 2
 """Programs that are timed while one is planned again; and those of a conflict's losing claims."""
+
+
+NO_AXIS = "no axis"
+
+Losers = tuple[tuple[str, Price | None], ...]
 
 
 class Prices:
@@ -74,7 +85,7 @@ class Prices:
         return max(1, min(most, MOST_OPS // max(1, timed * ops)))
 
     @cached_property
-    def obvious_mark(self) -> CostlyMark | None:
+    def obvious_mark(self) -> Relief | None:
         """The mark that costs the most, if it costs much and one sees so without looking far.
 
         None for a program that takes next to no time.
@@ -84,7 +95,7 @@ class Prices:
         return costly_mark(self.plan, self.options, OBVIOUS_SHARE)
 
     @cached_property
-    def costly_mark(self) -> CostlyMark | None:
+    def costly_mark(self) -> Relief | None:
         """The mark that costs the most, if it costs much."""
         return self.obvious_mark or costly_mark(self.plan, self.options, LEAST_SHARE)
 
@@ -126,3 +137,79 @@ def _over_one_axis(mesh: Mesh, rank: int) -> Iterator[Sharding]:
     for atoms in sorted(mesh.axis_atoms.values(), key=mesh.extent, reverse=True):
         for dim in range(rank if atoms else 0):
             yield Sharding(tuple(atoms if d == dim else () for d in range(rank)))
+
+
+# ---------------------------------------------------------------------------------------------
+# Claims that lost a conflict.
+
+
+class ConflictRow(NamedTuple):
+    """Values around an op that want different axes, and what the planner made of it.
+
+    Attributes:
+      op: the op.
+      source: the user's source line, and its caller's.
+      claims: (value's name, its type, dim, axes that it wants there).
+      taken: the axes that the plan took.
+      ops: how many ops are like this.
+      losers: the axes of the claims that lost, or `no axis`, with the price of taking them, None if
+        no plan that was weighed does so. None where prices were not asked for.
+    """
+
+    op: str
+    source: str
+    claims: tuple[tuple[str, str, int, str], ...]
+    taken: str
+    ops: int
+    losers: Losers | None = None
+
+
+def conflict_rows(stages: Stages, prices: Prices | None = None) -> tuple[ConflictRow, ...]:
+    """Every conflict of the propagation and how it was settled, equal ones in one row.
+
+    The conflicts about the most bytes come first; with `prices`, the first few get prices.
+    """
+    plan, types = stages.plan, stages.plan.program.types
+    groups: dict[object, list[Conflict]] = {}
+    for conflict in stages.propagated.conflicts:
+        row = _conflict_row(plan, conflict)
+        wishes = tuple(claim[1:] for claim in row.claims)
+        groups.setdefault((row.op, row.source, wishes, row.taken), []).append(conflict)
+    ordered = sorted(
+        groups.values(),
+        key=lambda alike: -len(alike) * max(types[v].bytes for _, v, _ in alike[0].claims),
+    )
+    rows = [_conflict_row(plan, alike[0])._replace(ops=len(alike)) for alike in ordered]
+    if prices is not None:
+        first = [alike[0] for alike in ordered[: prices.most_conflicts]]
+        for i, priced in enumerate(prices.alternatives.of_conflicts(first)):
+            # The losing claims, the cheapest first; those without a price last.
+            found = {axes_text(axes, plan.mesh) or NO_AXIS: price for axes, price in priced}
+            claims = (*(axes for *_, axes in rows[i].claims), NO_AXIS)
+            every = found | {axes: None for axes in claims if axes not in found}
+            losers = tuple((axes, price) for axes, price in every.items() if axes != rows[i].taken)
+            rows[i] = rows[i]._replace(losers=losers)
+    return tuple(rows)
+
+
+def _conflict_row(plan: Plan, conflict: Conflict) -> ConflictRow:
+    program, mesh = plan.program, plan.mesh
+    claims = []
+    for axes, value, dim in conflict.claims:
+        name = numberless(value_name(program, value))
+        claims.append((name, type_text(program.types[value]), dim, axes_text(axes, mesh)))
+    taken = axes_text(taken_axes(plan, conflict), mesh) or NO_AXIS
+    return ConflictRow(conflict.op.label, conflict.op.loc.trail, tuple(claims), taken, 1)
+
+
+def loser_text(price: Price | None) -> str:
+    """What taking a claim that lost would cost."""
+    return "no plan that was weighed does so" if price is None else price.text
+
+
+def marks_title(found: MarkPrices) -> str:
+    """How many marks were looked at, of how many."""
+    kinds = f"the {found.groups} kinds of marks that collectives come from"
+    if found.tried == found.groups:
+        return f"without each of {kinds} in turn, the program was planned again"
+    return f"without {found.tried} of {kinds}, one at a time, the program was planned again"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxlib import _jax
@@ -28,14 +28,15 @@ class Calls(NamedTuple):
 
 
 def function_artifact(
-    fn: Callable[..., Any], args: Sequence[Any], *, platform: str
+    fn: Callable[..., Any], args: Sequence[Any], *, platform: str, names: Sequence[str] = ()
 ) -> tuple[bytes, Any, Calls]:
     """A JAX function at given arguments as a portable artifact.
 
     Args:
       fn: a function of pytrees.
-      args: `jax.ShapeDtypeStruct`s.
+      args: pytrees of `jax.ShapeDtypeStruct`s.
       platform: `cpu`, `cuda` or `tpu`: some functions of jax are written differently for each.
+      names: what the first flat arguments are called; as jax calls them when left out.
 
     Returns:
       The artifact, the result's pytree of `ShapeDtypeStruct`s, and what it calls.
@@ -44,30 +45,9 @@ def function_artifact(
       FrontendError: ops that no artifact can have.
     """
     module, out, *_ = trace(fn, args, {}, platform=platform)
-    return module_artifact(module), out, calls_of(module)
-
-
-def named_artifact(
-    fn: Callable[..., Any], args: Mapping[str, Any], *, platform: str
-) -> tuple[bytes, Any, Calls]:
-    """A function of one dict as a portable artifact whose arguments are called like its keys.
-
-    Args:
-      fn: a function of a dict of arrays.
-      args: name -> `jax.ShapeDtypeStruct`.
-      platform: as for `function_artifact`.
-
-    Returns:
-      As `function_artifact`.
-
-    Raises:
-      FrontendError: ops that no artifact can have.
-    """
-    traced = trace(fn, (dict(args),), {}, platform=platform)
-    module, out = traced.module, traced.out
     with module.context:
         main = next(op for op in module.body.operations if op.name.value == "main")
-        for argument, name in zip(main.arguments, sorted(args), strict=True):
+        for argument, name in zip(main.arguments, names, strict=False):
             argument.set_location(ir.Location.name(f"[{name!r}]"))  # as jax names a part of a tree
     return module_artifact(module), out, calls_of(module)
 

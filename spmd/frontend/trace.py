@@ -124,7 +124,8 @@ def trace(
         static_argnames=tuple(static_argnames),
         keep_unused=True,  # argument i of the module stays argument i of the function
     )
-    traced = _traced(jitted, args, kwargs)
+    with _told():
+        traced = jitted.trace(*args, **kwargs)
     program = traced.jaxpr
     if len(program.in_avals) > len(jax.tree.leaves(traced.in_avals)):  # jax adds such values
         raise _closed_over_tracer(traced.fun_name)
@@ -139,37 +140,18 @@ def trace(
     positions = own.device_ids if own else ()
     orders = (tuple(d.id for d in m.devices.flat) for m in jax_meshes)
     order = next(orders, positions)
-    symbolic = _has_symbolic(program)
+    symbolic = any(is_symbolic_dim(d) for a in program.in_avals for d in getattr(a, "shape", ()))
     composites = _composites_of(program.jaxpr) if symbolic else ()
     rules = [(primitive, _lower_composite) for primitive in dict.fromkeys(composites)]
     parameters = _parameters(order, [*(calls.lowering_rules() if calls else ()), *rules])
-    module = _lowered(traced, platform, parameters)
+    with _told():
+        lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
+    module: Any = lowered.compiler_ir("stablehlo")
     if not symbolic and is_dynamic(module):  # it calls what `jax.export` made, for any shapes
         module = refine(module, [aval.shape for aval in program.in_avals])
     _renumber(module, order, positions)
     manual = [other for is_manual, other in meshes if is_manual]
     return Trace(module, out, manual, jax_meshes, tuple(calls.callbacks) if calls else ())
-
-
-def _traced(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A function, traced by jax; what jax says of explicit axes is an error of ours."""
-    try:
-        return jitted.trace(*args, **kwargs)
-    except ValueError as error:
-        if "does not match the specs of the input" in str(error):
-            raise _explicit_axes(error) from error
-        raise
-
-
-def _lowered(traced: Any, platform: str, parameters: Any) -> Any:
-    """The StableHLO module; what jax says of orders of devices is an error of ours."""
-    try:
-        lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
-    except ValueError as error:
-        if "incompatible devices for jitted" in str(error):
-            raise _orders_of_devices(error) from error
-        raise
-    return lowered.compiler_ir("stablehlo")
 
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:
@@ -178,19 +160,6 @@ def _struct(aval: Any) -> jax.ShapeDtypeStruct:
     sharding = typed if typed is not None and has_explicit_axes(typed.mesh) else None
     weak = bool(getattr(aval, "weak_type", False))
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak, sharding=sharding)
-
-
-def _explicit_axes(error: ValueError) -> FrontendError:
-    """The error of a `shard_map` over axes that make shardings a part of types, if they differ."""
-    return FrontendError(
-        "a jax.shard_map over Explicit axes gets an argument whose type is split in another way "
-        "than its in_specs say",
-        actual=str(error).partition(". ")[0],
-        required="as for jax.jit: types that in_specs say, or a mesh whose axes are Auto",
-        fix="place the program's arguments with jax.device_put, call jax.sharding.reshard before "
-        "the jax.shard_map, or leave in_specs out; or make the mesh with "
-        "axis_types=(jax.sharding.AxisType.Auto,) * len(axis_names)",
-    )
 
 
 def _closed_over_tracer(name: str) -> ClosedOverTracer:
@@ -202,15 +171,32 @@ def _closed_over_tracer(name: str) -> ClosedOverTracer:
     )
 
 
-def _orders_of_devices(error: ValueError) -> MeshError:
-    """The error of meshes between which jax cannot tell where a device is."""
-    return MeshError(
-        "two different meshes in one program: jax takes one order of devices",
-        actual=str(error),
-        required="jax.lax.with_sharding_constraint and jax.shard_map over meshes that have the "
-        "devices in one order",
-        fix="mark with spmd.mark_sharding, which takes meshes of any order, or order them alike",
-    )
+@contextmanager
+def _told() -> Iterator[None]:
+    """What jax says of explicit axes, and of orders of devices, is an error of ours."""
+    try:
+        yield
+    except ValueError as error:
+        if "does not match the specs of the input" in str(error):
+            raise FrontendError(
+                "a jax.shard_map over Explicit axes gets an argument whose type is split in "
+                "another way than its in_specs say",
+                actual=str(error).partition(". ")[0],
+                required="as for jax.jit: types that in_specs say, or a mesh whose axes are Auto",
+                fix="place the program's arguments with jax.device_put, call jax.sharding.reshard "
+                "before the jax.shard_map, or leave in_specs out; or make the mesh with "
+                "axis_types=(jax.sharding.AxisType.Auto,) * len(axis_names)",
+            ) from error
+        if "incompatible devices for jitted" in str(error):
+            raise MeshError(
+                "two different meshes in one program: jax takes one order of devices",
+                actual=str(error),
+                required="jax.lax.with_sharding_constraint and jax.shard_map over meshes that have "
+                "the devices in one order",
+                fix="mark with spmd.mark_sharding, which takes meshes of any order, or order them "
+                "alike",
+            ) from error
+        raise
 
 
 def _meshes_of(jaxpr: Any) -> Iterator[tuple[bool, Any]]:
@@ -271,12 +257,6 @@ def _parameters(order: tuple[int, ...], more: Sequence[Any]) -> Any:
 # ---------------------------------------------------------------------------------------------
 # Composites in programs with symbolic dims. jax lowers a function there to one that takes the
 # symbols' values in front of its arguments, and forgets to pass them to a composite's function.
-
-
-def _has_symbolic(program: Any) -> bool:
-    """Whether an argument has a symbolic dim."""
-    dims = (dim for aval in program.in_avals for dim in getattr(aval, "shape", ()))
-    return any(map(is_symbolic_dim, dims))
 
 
 def _composites_of(jaxpr: Any) -> Iterator[Primitive]:

@@ -71,7 +71,9 @@ def _is_sum(op: Op, flattened: dict[Value, Op]) -> bool:
     """Whether an op takes flattened dims together, each of them whole."""
     if op.name == "stablehlo.reduce":
         made = flattened.get(op.operands[0])
-        return made is not None and len(op.operands) == 2 and _dims_before(op, made) is not None
+        if made is None or len(op.operands) != 2:
+            return False
+        return _dims_in(_groups_of(made), op.kind.attrs["dimensions"]) is not None
     if op.name != "stablehlo.dot_general" or any(v not in flattened for v in op.operands):
         return False
     whole = [flattened[v].kind.operands[0].shape for v in op.operands]
@@ -99,11 +101,6 @@ def _reduced(b: Builder, op: Op, x: Value, init: Value) -> Value:
     attrs = {**op.kind.attrs, "dimensions": dims}
     (made,) = b.op(op.name, (x, init), (result.with_shape(shape),), attrs)
     return b.reshape(made, result.shape)
-
-
-def _dims_before(op: Op, made: Op) -> tuple[int, ...] | None:
-    """The dims that a reduction takes together, before the reshape that made its operand."""
-    return _dims_in(_groups_of(made), op.kind.attrs["dimensions"])
 
 
 def _dims_in(groups: Sequence[Group], after: Iterable[int]) -> tuple[int, ...] | None:

@@ -155,13 +155,13 @@ def _try_nearby(
     until = len(seen) + tries
     likely = excesses(network)[: 4 * tries]
     reduced = Reduced(network, {variable for _, variable, _ in likely})
-    pins: dict[int, int] = {}
+    pins: dict[int, tuple[int]] = {}
     for _, variable, state in likely:
         if len(seen) == until:
             break
         if variable in pins:
             continue
-        solution = reduced.solve({**pins, variable: state})
+        solution = reduced.solve({**pins, variable: (state,)})
         if solution.cost > cheapest.cost * NEAR:
             continue
         plan = decoded(costs, solution)
@@ -169,7 +169,7 @@ def _try_nearby(
             continue
         seen.append(plan)
         if (seconds := search.add(try_out(plan)).seconds) < best:
-            best, pins = seconds, {**pins, variable: state}
+            best, pins = seconds, {**pins, variable: (state,)}
 
 
 def with_hidden(costs: CostNetwork) -> list[CostNetwork]:

@@ -184,9 +184,7 @@ class CostNetwork:
     def solution(self) -> Solution:
         """The cheapest joint state."""
         known = [v.state(*row) for v, row in zip(self.variables, self._known, strict=False)]
-        if not known:
-            known = list(self.suggested.states)
-        return solve(self.network, known=known, close=self._close)
+        return solve(self.network, known=known or None, close=self._close)
 
     @cached_property
     def suggested(self) -> Solution:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from spmd.frontend.stack import OUTSIDE, Block, Row, Stack
+from spmd.frontend.lanes import OUTSIDE, Block, Row, Stack
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.min_cut import SINK, SOURCE, Network
 from spmd.ir.program import Op, Value, walk_region

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from spmd.errors import ArgumentError
-from spmd.frontend.artifact import named_artifact
+from spmd.frontend.artifact import function_artifact
 from spmd.torch.held import check_module
 from spmd.torch.inputs import split_result, take_apart
 from spmd.torch.program import key_of
@@ -99,8 +99,10 @@ def export(
         check_pure(ran)
         return _named_results(ran.result)
 
-    data, _, _ = named_artifact(forward, {**weights, **structs}, platform=platform)
-    return Exported(data, weights, tuple(sorted({**weights, **structs})))
+    taken = {**weights, **structs}
+    names = sorted(taken)
+    data, _, _ = function_artifact(forward, (taken,), platform=platform, names=names)
+    return Exported(data, weights, tuple(names))
 
 
 def _named_results(result: Any) -> Any:

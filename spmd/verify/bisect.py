@@ -238,9 +238,8 @@ def _with_program(plan: Plan, program: Program) -> Plan:
 
 def _passed(plan: Plan) -> Plan:
     """The plan of a program to which constants are passed as other arguments are."""
-    program = plan.program._replace(constants=())
-    problem = replace(plan.problem, propagated=replace(plan.propagated, program=program))
-    return plan._replace(problem=problem)
+    passed = _with_program(plan, plan.program._replace(constants=()))
+    return passed._replace(results=plan.results)
 
 
 def _until(plan: Plan, cut: int) -> Plan:

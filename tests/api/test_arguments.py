@@ -6,14 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmd.api.arguments import (
-    Aval,
-    aval_of,
-    call_parts,
-    donated_leaves,
-    like_parameters,
-    updates_of,
-)
+from spmd.api.parameters import call_parts, donated_leaves, updates_of
+from spmd.api.specs import like_parameters
+from spmd.api.tracing import Aval, aval_of
 
 W = jax.ShapeDtypeStruct((4, 2), jnp.float32)
 B = jax.ShapeDtypeStruct((4,), jnp.float32)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.explain.pipelines import pipeline_rows
+from spmd.explain.steps import pipeline_rows
 from spmd.ir.pipelines import SCHEDULES, Pipeline, pipeline_of
 
 L, B, H = 8, 32, 16
@@ -150,7 +150,7 @@ def test_the_report_has_the_bubble(name: str, steps: int, bubble: str, request: 
     assert (row.steps, row.of.steps) == (steps, steps)
     loops = [s for s in compiled.timeline.slots if s.op.is_loop and s.depth == 0]
     assert row.seconds == pytest.approx(sum(slot.seconds for slot in loops))
-    assert row.sends == 2 * steps
+    assert row.travel.sends == 2 * steps
     text = compiled.explain().partition("\npipelines\n")[2]
     assert f"schedule {name}, at" in text
     assert f"bubble                 {bubble} of" in text

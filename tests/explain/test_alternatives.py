@@ -11,8 +11,8 @@ import pytest
 import spmd
 from spmd.compiler import timed
 from spmd.explain.alternatives import Alternatives, taken_axes
+from spmd.explain.marks import mark_groups, mark_prices, replanned
 from spmd.explain.prices import Prices
-from spmd.explain.relax import mark_groups, mark_prices, replanned
 from spmd.explain.words import spec_text
 from spmd.ir.program import Op
 from spmd.options import Options

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from spmd.explain.collectives import collective_rows
+from spmd.explain.costs import collective_rows
 from spmd.explain.words import source_text
 from tests.explain.browser import Browser, find_browser
 from tests.explain.programs import pipelined_step

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from benchmarks.hlo.collectives import hlo_collectives
-from spmd.explain.collectives import Collective, collective_rows, traffic
+from spmd.explain.costs import Collective, collective_rows, traffic
 
 
 def test_equal_collectives_are_one_row_and_no_byte_is_lost() -> None:

@@ -11,14 +11,17 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from spmd.explain.costly import (
+from spmd.explain.alternatives import Price
+from spmd.explain.marks import (
     LEAST_SECONDS,
     LEAST_SHARE,
-    CostlyMark,
+    MarkGroup,
     _seconds_behind,
     costly_text,
+    mark_groups,
+    relief_of,
+    replanned,
 )
-from spmd.explain.relax import MarkGroup, mark_groups, relief_of, replanned
 from spmd.mesh.sharding import Sharding
 from tests.programs import llama
 
@@ -88,14 +91,14 @@ def test_where_the_marked_values_lie_as_they_are_marked_another_one_is_named(
     program, _ = lowered(lambda x, v, w: products(x, v, w, ("model", None)))
     plan, other = program.stages.plan, lowered(products)[0].stages.plan
     without = replanned(plan, [v for v in plan.propagated.marks if v not in plan.program.body.args])
-    monkeypatch.setattr("spmd.explain.relax.replanned", lambda *_, **__: without)
+    monkeypatch.setattr("spmd.explain.marks.replanned", lambda *_, **__: without)
     x = next(group for group in mark_groups(plan, every=True) if group.name == "argument x")
     relief = relief_of(plan, x)
     assert relief.elsewhere.startswith("dot_general at ")
     product = next(op for op in other.program.walk() if op.name == "stablehlo.dot_general")
     state = other.states[product.results[0]]
     assert state is not None and relief.instead == state.full()
-    costly = CostlyMark(relief.marks, relief.instead, 2.0, 1.0, 0, relief.elsewhere)
+    costly = relief._replace(price=Price(-1.0, 0), seconds=2.0)
     said = costly_text(costly, MESH)
     assert said.startswith('argument x ("data", None) costs 50.0% of a predicted run')
     assert re.search(r"with dot_general at \S+test_costly.py:\d+ .* as \(.*\) instead", said)
@@ -119,7 +122,7 @@ def test_nothing_is_planned_again_where_arithmetic_takes_nearly_all_of_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("spmd.explain.costly.relief_of", lambda *args: asked.append(args))
+    monkeypatch.setattr("spmd.explain.marks.relief_of", lambda *args: asked.append(args))
     mesh = spmd.make_mesh(data=8)
     program = llama(mesh, "adamw", True).lower()
     if program._facts().least_seconds > (1 - LEAST_SHARE) * program.cost:

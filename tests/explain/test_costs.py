@@ -12,7 +12,7 @@ import pytest
 
 import spmd
 from spmd.explain.costs import Cost, code_lines, costs, largest, seconds_by_kind
-from spmd.explain.page.first import notebook_cell
+from spmd.explain.page.page import notebook_cell
 from tests.explain.test_report import _Reader
 
 

@@ -27,7 +27,7 @@ def is_type(leaf: Any) -> bool:
 def shapes_of(compiled: Any) -> Any:
     emitted = compiled.stages.emitted
     leaves = [jax.ShapeDtypeStruct(t.shape, np.float32) for t in emitted.argument_types]
-    return jax.tree.unflatten(compiled.traced.in_tree, leaves)[0]
+    return jax.tree.unflatten(compiled.in_tree, leaves)[0]
 
 
 @pytest.fixture(scope="module")

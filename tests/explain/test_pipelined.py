@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from spmd.explain.page.grid import shown_steps
 from spmd.explain.page.page import render
-from spmd.explain.page.pipelined import pipelines
-from spmd.explain.pipelines import pipeline_rows
+from spmd.explain.page.steps import pipelines, shown_steps
+from spmd.explain.steps import pipeline_rows
 from tests.explain.programs import pipelined_step
 
 
@@ -22,10 +21,10 @@ def gpipe() -> Any:
 def test_what_is_sent_is_what_the_collectives_send(gpipe: Any) -> None:
     (row,) = pipeline_rows(gpipe.stages)
     own = [c for c in gpipe.collectives if c.kind == "collective_permute"]
-    assert row.sent == sum(c.bytes * c.count for c in own)
-    assert row.sends == sum(c.count for c in own) == 2 * 11
+    assert row.travel.sent == sum(c.bytes * c.count for c in own)
+    assert row.travel.sends == sum(c.count for c in own) == 2 * 11
     whole = sum(c.seconds * c.count for c in own)
-    assert 0 < row.waited <= whole * 1.001
+    assert 0 < row.travel.waited <= whole * 1.001
     assert row.held > 0
 
 

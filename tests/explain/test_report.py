@@ -10,10 +10,10 @@ import pytest
 
 import spmd
 from spmd.errors import ArgumentError
-from spmd.explain.collectives import collective_rows, traffic
+from spmd.explain.costs import collective_rows, traffic
 from spmd.explain.facts import proof_text
 from spmd.explain.page.page import render
-from spmd.explain.page.picture import mesh_picture, tile_picture
+from spmd.explain.page.tiles import mesh_picture, tile_picture
 from spmd.explain.text.report import explain_program, summarize
 from spmd.explain.text.value import explain_value
 from spmd.explain.words import bytes_text, source_text

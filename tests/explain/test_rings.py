@@ -11,8 +11,8 @@ import pytest
 
 import spmd
 from spmd.explain.page.page import render
-from spmd.explain.page.pipelined import rings
-from spmd.explain.rings import RingRow, Travel, ring_rows
+from spmd.explain.page.steps import rings
+from spmd.explain.steps import RingRow, Travel, ring_rows
 
 LENGTH, HEADS, KEY_HEADS, WIDTH = 131_072, 32, 4, 128  # heads that eight devices do not divide
 

@@ -12,8 +12,7 @@ import pytest
 from jax import export
 
 import spmd
-from spmd.frontend.canonicalize.run import canonicalize
-from spmd.frontend.canonicalize.site import CANONICAL
+from spmd.frontend.canonicalize import CANONICAL, canonicalize
 from spmd.frontend.importer.legalize import LEGALIZED
 from spmd.frontend.importer.module import import_module, parse_module
 from spmd.ir.legality import check_program

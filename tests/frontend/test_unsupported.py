@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd.frontend.canonicalize.run import canonicalize
+from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.importer.module import import_module, parse_module
 from spmd.frontend.importer.unsupported import REFUSED
 

@@ -10,8 +10,7 @@ import pytest
 
 import spmd
 from spmd.compiler import plan_problem, propagated_of
-from spmd.explain.collectives import sent_bytes
-from spmd.explain.costs import spent
+from spmd.explain.costs import sent_bytes, spent
 from spmd.ir.description import CONSTANT
 from spmd.ir.program import OpKind, Program, Region
 from spmd.lowering.recompute.again import Costs

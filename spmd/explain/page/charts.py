@@ -1,20 +1,26 @@
-"""Pictures of a run, as SVG: a timeline, and memory over time.
+"""Pictures of a run, as SVG: the predicted timeline, and memory over time.
 
-The timeline has a lane for compute and one for the links of each mesh axis.
-Every rectangle has a title, for hovering; a chart can be focused, and then the arrow keys go from
-one segment to the next (see report.js).
+The timeline has a lane for compute and one for the links of each mesh axis. What runs when,
+`spmd.predict.timeline` says; here it only gets names, and loops get bodies whose times are their
+own. Every rectangle has a title, for hovering; a chart can be focused, and then the arrow keys go
+from one segment to the next (see report.js).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
+from spmd.explain.costs import Nested, nested
 from spmd.explain.memory import KINDS, MemoryCurve
-from spmd.explain.page.bars import Bars, Segment, functions_of, merged
 from spmd.explain.page.html import Html, drawing, joined, line, rect, tag, words
 from spmd.explain.words import bytes_text, seconds_text, source_text
-from spmd.predict.timeline import COMPUTE
+from spmd.ir.control_flow import UNKNOWN_TRIPS
+from spmd.mesh.mesh import Mesh
+from spmd.predict.ops import Transfer
+from spmd.predict.timeline import COMPUTE, Timeline
 
 LEFT, ACROSS = 92, 1016
 """Where the drawn part of a chart begins, and its width; before it are labels."""
@@ -27,6 +33,147 @@ _FINEST = 1000
 MEMORY_COLOURS = ("var(--arguments)", "var(--results)", "var(--saved)", "var(--temporary)")
 
 _HEIGHT, _STEPS = 240, 700
+
+# ---------------------------------------------------------------------------------------------
+# A timeline as bars.
+
+
+class Segment(NamedTuple):
+    """Something that takes time, seconds after the run, or the loop's iteration, began.
+
+    Attributes:
+      lanes: `compute`, or the names of the mesh axes whose links are busy.
+      kind: `compute`, or the collective's kind.
+      label: what it is: an op, or a collective and what it moves.
+      group: the user's source line and its caller's; `in f` for several lines of one function.
+      ops: how many ops are drawn as this one.
+    """
+
+    lanes: tuple[str, ...]
+    kind: str
+    label: str
+    group: str
+    start: float
+    seconds: float
+    ops: int = 1
+
+    @property
+    def end(self) -> float:
+        """When it is done."""
+        return self.start + self.seconds
+
+
+class Bars(NamedTuple):
+    """What happens in a region, in order: in a program, a branch, or one iteration of a loop.
+
+    Attributes:
+      segments: ops and collectives outside of inner loops.
+      loops: the loops and conditionals, of whose equal iterations one is shown.
+      once: seconds of all of it, once.
+      start: when it begins first, seconds after what is around it began.
+      seconds: all iterations together.
+      title: of a loop, how often it runs: `loop ×4`.
+      place: of a loop, the user's source line and its caller's.
+    """
+
+    segments: tuple[Segment, ...]
+    loops: tuple[Bars, ...]
+    once: float
+    start: float
+    seconds: float
+    title: str = ""
+    place: str = ""
+
+    def lane_seconds(self, lane: str) -> float:
+        """How long a lane is busy in one iteration, inner loops included."""
+        return sum(s.seconds for s in self.flat() if lane in s.lanes)
+
+    def flat(self) -> Iterator[Segment]:
+        """Every segment of one iteration, those of inner loops stretched to all of theirs."""
+        yield from self.segments
+        for loop in self.loops:
+            scale = loop.seconds / loop.once if loop.once else 0.0
+            for s in loop.flat():
+                yield s._replace(start=loop.start + s.start * scale, seconds=s.seconds * scale)
+
+
+def bars_of(timeline: Timeline, mesh: Mesh) -> Bars:
+    """The predicted run of a program on a mesh, as bars."""
+    segments, loops = _region(nested(timeline.slots), mesh, 0.0)
+    whole = timeline.scheduled_seconds
+    return Bars(segments, loops, whole, 0.0, whole)
+
+
+def _region(
+    slots: Iterable[Nested], mesh: Mesh, begin: float
+) -> tuple[tuple[Segment, ...], tuple[Bars, ...]]:
+    """Ops and loops of a region that begins at some time; a loop's own times are its body's."""
+    segments: list[Segment] = []
+    loops: list[Bars] = []
+    for slot, inside in slots:
+        op, start, trail = slot.op, slot.start - begin, slot.op.loc.trail
+        if op.regions:
+            once = slot.seconds / ((UNKNOWN_TRIPS if slot.runs is None else slot.runs) or 1)
+            trips = "loop, taken as ×16" if slot.runs is None else f"loop ×{slot.runs}"
+            title, place = trips if op.is_loop else "conditional", trail or "an unknown place"
+            body = _region(inside, mesh, slot.start)
+            loops.append(Bars(*body, once, start, slot.seconds, title, place))
+        elif slot.lane == COMPUTE:
+            segments.append(Segment((COMPUTE,), COMPUTE, op.label, trail, start, slot.seconds))
+        else:
+            transfer = Transfer.of(op, mesh)
+            atoms = transfer.axes if transfer else ()
+            axes = dict.fromkeys(mesh.axis_names[mesh.atoms[a].axis] for a in atoms)
+            label = f"{slot.kind} over {slot.lane}"
+            segments.append(Segment(tuple(axes), slot.kind, label, trail, start, slot.seconds))
+    return tuple(segments), tuple(loops)
+
+
+def merged(segments: Sequence[Segment], least: float) -> list[Segment]:
+    """Fewer segments, to draw: neighbours of one kind and function are one, and all that are short.
+
+    Those below `least` seconds are joined to the one before them in their lane, if that is of the
+    same kind and not further away.
+    """
+    last: dict[tuple[str, ...], int] = {}
+    made: list[Segment] = []
+    for s in sorted(segments, key=lambda s: s.start):
+        joint = _joint(made[last[s.lanes]], s, least) if s.lanes in last else None
+        if joint is None:
+            last[s.lanes] = len(made)
+            made.append(s)
+        else:
+            made[last[s.lanes]] = joint
+    return made
+
+
+def _joint(before: Segment, after: Segment, least: float) -> Segment | None:
+    """Two neighbours of one lane as one segment, if they belong together."""
+    if before.kind != after.kind or after.start - before.end > least / 4:
+        return None
+    group = before.group if before.group == after.group else ""
+    if not group and before.kind == COMPUTE:
+        names = functions_of(after.group)
+        common = next((name for name in functions_of(before.group) if name in names), None)
+        group = f"in ({common})" if common is not None else ""
+    if not group and min(before.seconds, after.seconds) >= least:
+        return None
+    return before._replace(
+        label=before.label if before.label == after.label else "",
+        group=group,
+        seconds=after.end - before.start,
+        ops=before.ops + after.ops,
+    )
+
+
+def functions_of(group: str) -> tuple[str, ...]:
+    """The functions of a source line and its caller, the caller first, without `<locals>`."""
+    names = re.findall(r"\(([^()]*)\)", group)
+    return tuple(name.rpartition(".")[2] for name in reversed(names))
+
+
+# ---------------------------------------------------------------------------------------------
+# Drawings.
 
 
 def timeline_svg(timeline: Bars, axes: Sequence[str], what: str) -> Html:

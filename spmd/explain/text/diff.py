@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
-from spmd.explain.collectives import Collective
+from spmd.explain.costs import Collective, Total, totals
+from spmd.explain.document import Lines, aligned, section
 from spmd.explain.facts import Facts
-from spmd.explain.leaves import Group, Leaf, group_leaves
-from spmd.explain.tables import values_inside
-from spmd.explain.text.layout import Lines, aligned, section
+from spmd.explain.leaves import Group, Leaf, group_leaves, values_inside
 from spmd.explain.words import bytes_text, plural, seconds_text, source_text, spec_text, type_text
 from spmd.ir.types import local_type
 
@@ -95,103 +93,71 @@ def _values(a: Facts, b: Facts) -> Lines:
     """Values inside that lie otherwise: those that one op at one source line makes together."""
     # How many there are may differ by what is computed twice: only their shardings are compared.
     before, after = _shardings_inside(a), _shardings_inside(b)
-    keys = dict.fromkeys([*before, *after])
-    both = [(key, before.get(key, _Inside()), after.get(key, _Inside())) for key in keys]
-    changed = [(key, old, new) for key, old, new in both if old.shardings != new.shardings]
-    changed.sort(key=lambda row: -max(row[1].bytes, row[2].bytes))
-    rows = [
-        (op, type_, source_text(source).partition(" <- ")[0], f"{old.text} -> {new.text}")
-        for (op, type_, source), old, new in changed
-    ]
-    title = f"values inside: {len(changed)} kinds lie otherwise, the largest first"
-    return _rows(title, rows, MOST // 2)
+    rows = []
+    for key in dict.fromkeys([*before, *after]):
+        (old, held), (new, holds) = before.get(key, ("none", 0)), after.get(key, ("none", 0))
+        if old != new:
+            op, type_, source = key
+            place = source_text(source).partition(" <- ")[0]
+            rows.append((max(held, holds), (op, type_, place, f"{old} -> {new}")))
+    rows.sort(key=lambda row: -row[0])
+    title = f"values inside: {len(rows)} kinds lie otherwise, the largest first"
+    return _rows(title, [row for _, row in rows], MOST // 2)
 
 
-class _Inside(NamedTuple):
-    """The shardings of values that one op makes, with the bytes of the largest on a device."""
-
-    shardings: frozenset[str] = frozenset()
-    bytes: int = 0
-
-    @property
-    def text(self) -> str:
-        """`("data", None) and replicated`; `none` where there is no such value."""
-        return " and ".join(sorted(self.shardings)) or "none"
-
-
-_Key = tuple[str, str, str]
-
-
-def _shardings_inside(facts: Facts) -> dict[_Key, _Inside]:
-    """(op, type, source line) -> the shardings."""
+def _shardings_inside(facts: Facts) -> dict[tuple[str, str, str], tuple[str, int]]:
+    """(op, type, source line) -> its values' shardings, and bytes of the largest on a device."""
     mesh = facts.plan.mesh
-    found: dict[_Key, _Inside] = {}
-    for op, type_, sharding, trail in values_inside(facts.stages):
-        if op.startswith("copy for "):  # what copies cost is among the collectives
-            continue
-        key = (op, type_text(type_), trail)
-        old = found.get(key, _Inside())
-        size = local_type(type_, sharding, mesh).bytes
-        found[key] = _Inside(old.shardings | {spec_text(sharding, mesh)}, max(old.bytes, size))
-    return found
+    found: dict[tuple[str, str, str], tuple[set[str], int]] = {}
+    for op, type_, sharding, trail in values_inside(facts.plan):
+        if not op.startswith("copy for "):  # what copies cost is among the collectives
+            key = (op, type_text(type_), trail)
+            specs, most = found.get(key, (set(), 0))
+            size = local_type(type_, sharding, mesh).bytes
+            found[key] = specs | {spec_text(sharding, mesh)}, max(most, size)
+    return {key: (" and ".join(sorted(specs)), most) for key, (specs, most) in found.items()}
 
 
 # ---------------------------------------------------------------------------------------------
 # Collectives.
 
 
-class _Sum(NamedTuple):
-    """Collectives of one kind, at one place, over the same axes."""
-
-    runs: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-
-    @property
-    def text(self) -> str:
-        return f"{plural(self.runs, 'run')}, {bytes_text(self.bytes)}, {seconds_text(self.seconds)}"
-
-
 def _collectives(a: Iterable[Collective], b: Iterable[Collective]) -> Lines:
     """Those that were added (+), removed (-) or resized (~), by layer and source line."""
-    before, after = _sums(a), _sums(b)
-    none = _Sum()
+
+    def place(c: Collective) -> tuple[str, str, str]:
+        return c.layer, c.source, f"{c.kind} over {', '.join(c.axes)}"
+
+    def text(total: Total) -> str:
+        sent, seconds = bytes_text(total.bytes), seconds_text(total.seconds)
+        return f"{plural(total.runs, 'run')}, {sent}, {seconds}"
+
+    # What never runs is not there.
+    before, after = (totals((c for c in run if c.count), place) for run in (a, b))
     changed: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
     sizes: Counter[tuple[str, str]] = Counter()
     signs: Counter[str] = Counter()
-    for key in dict.fromkeys([*before, *after]):
-        old, new = before.get(key, none), after.get(key, none)
-        if old[:2] == new[:2]:
+    for layer, source, what in dict.fromkeys([*before, *after]):
+        old, new = before.get((layer, source, what)), after.get((layer, source, what))
+        if old and new and (old.runs, old.bytes) == (new.runs, new.bytes):
             continue
-        place, what = key[:2], f"{key[2]} over {key[3]}"
-        sign = "~" if old.runs and new.runs else "+" if new.runs else "-"
-        text = f"{old.text} -> {new.text}" if sign == "~" else (new if new.runs else old).text
-        changed.setdefault(place, []).append((sign, what, text))
-        sizes[place] += abs(new.bytes - old.bytes)
+        sign = "~" if old and new else "+" if new else "-"
+        figures = " -> ".join(text(total) for total in (old, new) if total)
+        changed.setdefault((layer, source), []).append((sign, what, figures))
+        sizes[layer, source] += abs((new.bytes if new else 0) - (old.bytes if old else 0))
         signs[sign] += 1
     words = (("+", "added"), ("-", "removed"), ("~", "resized"))
     title = ", ".join(f"{signs[sign]} {word}" for sign, word in words if signs[sign])
     lines: list[str] = []
-    places = [place for place, _ in sizes.most_common()]
-    for place in places[:MOST]:
-        layer, source = place
-        text = source_text(source) or "no source line"
-        is_said = all(f"({name})" in text for name in layer.split("/"))  # functions, no scope
-        lines.append(text if is_said or not layer else f"{layer}, {text}")
-        lines += [f"  {row}" for row in aligned(sorted(changed[place]))]
+    places = [key for key, _ in sizes.most_common()]
+    for layer, source in places[:MOST]:
+        line = source_text(source) or "no source line"
+        is_said = all(f"({name})" in line for name in layer.split("/"))  # functions, no scope
+        lines.append(line if is_said or not layer else f"{layer}, {line}")
+        lines += [f"  {row}" for row in aligned(sorted(changed[layer, source]))]
     if len(places) > MOST:
         lines.append(f"and at {len(places) - MOST} more places")
     return section(f"collectives: {title}", lines)
-
-
-def _sums(collectives: Iterable[Collective]) -> dict[tuple[str, str, str, str], _Sum]:
-    """(layer, source line, kind, axes) -> sum."""
-    found: dict[tuple[str, str, str, str], _Sum] = {}
-    for c in collectives:
-        key = (c.layer, c.source, c.kind, ", ".join(c.axes))
-        runs, sent, seconds = found.get(key, _Sum())
-        found[key] = _Sum(runs + c.count, sent + c.bytes * c.count, seconds + c.seconds * c.count)
-    return found
 
 
 def _rows(title: str, rows: Sequence[Sequence[str]], most: int = MOST) -> Lines:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 
-from spmd.explain.collectives import collective_rows, traffic
-from spmd.explain.costly import CostlyMark, costly_text
-from spmd.explain.costs import code_lines, largest
-from spmd.explain.decisions import conflict_rows, loser_text, marks_title
-from spmd.explain.facts import Facts, memory_rows, proof_text, quality_rows
-from spmd.explain.pipelines import PipelineRow, pipeline_rows
-from spmd.explain.recomputed import recomputed_rows, recomputed_title
-from spmd.explain.rings import RingRow, ring_rows
-from spmd.explain.tables import (
+from spmd.explain.costs import (
+    code_lines,
+    collective_rows,
     collective_table,
-    largest_table,
-    leaf_table,
-    recomputed_table,
-    split_text,
+    largest,
+    traffic,
     traffic_table,
 )
-from spmd.explain.text.layout import Lines, aligned, counted, section, table_lines
+from spmd.explain.document import Lines, aligned, counted, section
+from spmd.explain.facts import Facts, memory_rows, proof_text, quality_rows
+from spmd.explain.leaves import largest_table, leaf_table, split_text
+from spmd.explain.marks import Relief, costly_text
+from spmd.explain.memory import recomputed
+from spmd.explain.prices import conflict_rows, loser_text, marks_title
+from spmd.explain.steps import PipelineRow, RingRow, pipeline_rows, ring_rows
 from spmd.explain.words import (
     bytes_text,
     idle_text,
@@ -34,57 +32,59 @@ from spmd.explain.words import (
 
 def explain_program(facts: Facts) -> str:
     """What costs most, what is sharded how, why, and what it costs."""
-    mesh, found = facts.plan.mesh, facts.collectives
-    sent = f"{len(found)}, {bytes_text(facts.sent_bytes)} sent by each device in one run"
+    plan, found = facts.plan, facts.collectives
     collectives = collective_table(collective_rows(found)).without("time")
-    by_kind = traffic_table(traffic(found, by_axes=False)).without("axes")
-    by_axes = traffic_table(traffic(found))
     ends = [("arguments", facts.arguments), ("results", facts.results)]
     ends += [("constants", facts.constants)] if facts.constants else []
-    leaves = {
-        f"{what}: {split_text(given)}": table_lines(leaf_table(given, mesh)) or ["none"]
-        for what, given in ends
-    }
-    largest_inside = largest_table(facts.stages, 12).without("local")
+    again, made_again = recomputed(plan, facts.timeline)
     sections = (
         _costs(facts),
         section(f"program {facts.title}", _header(facts)),
-        _measured(facts),
-        *(section(title, lines) for title, lines in leaves.items()),
-        section("largest values inside", table_lines(largest_inside)),
-        section(f"collectives: {sent}", table_lines(collectives) or ["none"]),
-        section("totals by kind", table_lines(by_kind)),
-        section("totals by kind and axes", table_lines(by_axes)),
+        facts.measured.lines() if facts.measured is not None else (),
+        *(
+            section(
+                f"{what}: {split_text(given)}", leaf_table(given, plan.mesh).lines() or ["none"]
+            )
+            for what, given in ends
+        ),
+        section("largest values inside", largest_table(plan, 12).without("local").lines()),
+        section(f"collectives: {len(found)}, {facts.sent_text}", collectives.lines() or ["none"]),
+        section(
+            "totals by kind", traffic_table(traffic(found, by_axes=False)).without("axes").lines()
+        ),
+        section("totals by kind and axes", traffic_table(traffic(found)).lines()),
         _marks(facts),
         _conflicts(facts),
-        _rings(facts),
-        _recomputed(facts),
-        _pipelines(facts),
-        section("forms", [form.text for form in facts.plan.forms]),
-        section("notes", counted(facts.plan.notes)),
+        _titled("rings", ring_rows(facts.stages, facts.prices)),
+        section(again, made_again.lines()),
+        _titled("pipelines", pipeline_rows(facts.stages)),
+        section("forms", [form.text for form in plan.forms]),
+        section("notes", counted(plan.notes)),
         section("memory per device", aligned(memory_rows(facts))),
     )
     return "\n".join(line for lines in sections for line in lines).rstrip() + "\n"
 
 
-def summarize(facts: Facts, costly: CostlyMark | None = None) -> str:
+def summarize(facts: Facts, costly: Relief | None = None) -> str:
     """The short form, for a terminal.
 
     Args:
       facts: of the program.
       costly: the mark that costs the most, if it costs much.
     """
-    plan, rows = facts.plan, dict(memory_rows(facts))
+    plan, rows, constants = facts.plan, dict(memory_rows(facts)), facts.constants
     split = [leaf for leaf in facts.arguments if any(leaf.sharding.dims)]
     inferred = sum(leaf.origin != "marked" for leaf in split)
     lines = [
         f"spmd: {plan.mesh.size} devices ({plan.mesh}) on {plan.topology}",
         f"  arguments    {split_text(facts.arguments)} ({inferred} inferred); {rows['arguments']}",
         *(f"    {line}" for line in _top_shardings(facts)),
-        *_constants(facts, rows),
-        f"  collectives  {len(facts.collectives)}, {bytes_text(facts.sent_bytes)} sent by each "
-        "device in one run",
-        *(f"    {line}" for line in table_lines(traffic_table(traffic(facts.collectives)[:8]))),
+    ]
+    if constants:
+        lines.append(f"  constants    {split_text(constants)}; {rows['constants']}")
+    lines += [
+        f"  collectives  {len(facts.collectives)}, {facts.sent_text}",
+        *(f"    {line}" for line in traffic_table(traffic(facts.collectives)[:8]).lines()),
     ]
     if facts.use is not None:
         more = f"; {facts.compiled_text}" if facts.compiled_text else ""
@@ -97,10 +97,9 @@ def summarize(facts: Facts, costly: CostlyMark | None = None) -> str:
         lines.append("  plan         as an earlier start made it")
     if facts.measured is not None:
         lines.append(f"  measured     {facts.measured.title}")
-    if again := recomputed_rows(plan):
-        lines.append(
-            f"  {recomputed_title(again, facts.timeline).replace(' rather than held:', '  ')}"
-        )
+    if plan.recomputed:
+        again = recomputed(plan, facts.timeline)[0]
+        lines.append(f"  {again.replace(' rather than held:', '  ')}")
     for row in pipeline_rows(facts.stages):
         lines.append(f"  pipeline     {row.title}: {row.parts[0][1]}")
     lines += [f"  form         {form.text}" for form in plan.forms if not form.refusal]
@@ -109,12 +108,6 @@ def summarize(facts: Facts, costly: CostlyMark | None = None) -> str:
     if costly is not None:
         lines.append(f"  note         {costly_text(costly, plan.mesh)}")
     return "\n".join(lines) + "\n"
-
-
-def _constants(facts: Facts, rows: Mapping[str, str]) -> list[str]:
-    """The line on constants, where some are large."""
-    found = facts.constants
-    return [f"  constants    {split_text(found)}; {rows['constants']}"] if found else []
 
 
 def brief(what: str, facts: Facts) -> str:
@@ -169,12 +162,6 @@ def _header(facts: Facts) -> list[str]:
     return aligned([row for row in rows if row[1]])
 
 
-def _measured(facts: Facts) -> Lines:
-    """What steps took, once that was measured."""
-    if facts.measured is not None:
-        yield from facts.measured.lines()
-
-
 def _time(facts: Facts) -> str:
     compute, comm = facts.timeline.compute_seconds, facts.timeline.comm_seconds
     return (
@@ -184,26 +171,7 @@ def _time(facts: Facts) -> str:
     )
 
 
-def _rings(facts: Facts) -> Lines:
-    """What goes round, and what could."""
-    return _titled("rings", ring_rows(facts.stages, facts.prices))
-
-
-def _recomputed(facts: Facts) -> Lines:
-    """What is made again rather than held."""
-    rows = recomputed_rows(facts.plan)
-    if not rows:
-        return iter(())
-    lines = table_lines(recomputed_table(rows))
-    return section(recomputed_title(rows, facts.timeline), lines)
-
-
-def _pipelines(facts: Facts) -> Lines:
-    """What pipelines wait for, send and hold."""
-    return _titled("pipelines", pipeline_rows(facts.stages))
-
-
-def _titled(title: str, rows: Sequence[PipelineRow | RingRow]) -> Lines:
+def _titled(title: str, rows: Iterable[PipelineRow | RingRow]) -> Lines:
     """Rows that have a title and parts of their own."""
     lines: list[str] = []
     for row in rows:
@@ -214,14 +182,12 @@ def _titled(title: str, rows: Sequence[PipelineRow | RingRow]) -> Lines:
 
 def _marks(facts: Facts) -> Lines:
     """What would have been cheaper, and which mark forbids it."""
-    prices = facts.prices
-    if prices is None or not prices.marks.groups:
+    if facts.prices is None or not facts.prices.marks.groups:
         return iter(())
-    lines = [f"{marks_title(prices)}:"]
-    for marks, price, *_ in prices.marks.reliefs:
-        more = f" and {len(marks.values) - 1} more" if len(marks.values) > 1 else ""
-        spec = spec_text(marks.sharding, facts.plan.mesh)
-        lines += [f"without {source_text(marks.name)} {spec}{more}:", f"  {price.text}"]
+    lines = [f"{marks_title(facts.prices.marks)}:"]
+    for relief in facts.prices.marks.reliefs:
+        lines.append(f"without {relief.marks.text(facts.plan.mesh)}:")
+        lines.append(f"  {relief.price.text}")
     if len(lines) == 1:
         lines.append("none of them costs 1% of the collectives' time or more")
     return section("marks that forbid something cheaper", lines)

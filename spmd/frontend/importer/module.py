@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -38,10 +39,14 @@ from spmd.frontend.importer.contents import (
 from spmd.frontend.importer.legalize import LEGALIZED
 from spmd.frontend.importer.ops import Importer
 from spmd.frontend.importer.regions import REGION_HANDLERS
-from spmd.frontend.importer.text import check_text, line_of
 from spmd.ir.program import Callback, Program
 from spmd.ir.types import Attribute, ShardingAttr, TensorType
 from spmd.mesh.mesh import Mesh
+
+DEEPEST = 1000
+"""How many brackets of a module's text may be open at once."""
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|->|[(){}\[\]<>]')
+_ESCAPE = rb"\\([0-9a-fA-F]{2})"
 
 NO_COMPOSITES: Mapping[str, Mapping[str, Attribute]] = MappingProxyType({})
 
@@ -119,13 +124,13 @@ def parse_module(source: Any) -> ir.Module:
         if not isinstance(source, str):
             data = bytes(source)
             source = bytecode_to_text(data) if data.startswith(MAGIC) else data.decode()
-        check_text(source)
+        _check_text(source)
         with mlir.make_ir_context():
             return _with_shardings(ir.Module.parse(source))
     except (ir.MLIRError, ValueError, TypeError) as error:
         raise FrontendError(
             "the module cannot be read",
-            op=line_of(error, source) if isinstance(source, str) else None,
+            op=_line_of(error, source) if isinstance(source, str) else None,
             actual=str(error).strip().replace("\n", " ")[:400],
             required="StableHLO text, bytecode or portable artifact, without quantized types",
         ) from error
@@ -227,3 +232,51 @@ def malformed() -> Iterator[None]:
             actual=f"{type(error).__name__}: {error}".strip()[:400],
             fix="export it again; if it is as its framework wrote it, please report this",
         ) from error
+
+
+# ---------------------------------------------------------------------------------------------
+# Text that would end the process inside of MLIR's parser.
+
+
+def _check_text(text: str) -> None:
+    """Refuses text that would end the process.
+
+    Raises:
+      FrontendError: brackets nest too deeply.
+      UnicodeDecodeError: a string with escapes that are not UTF-8.
+    """
+    _check_depth(text)
+    _check_strings(text)
+
+
+def _line_of(error: Exception, text: str) -> str | None:
+    """The line of a module's text that MLIR complains about."""
+    found = re.search(r'error: "-":(\d+):', str(error))
+    if found is None:
+        return None
+    lines = text.split("\n", int(found[1]))
+    return lines[int(found[1]) - 1].strip()[:200] if len(lines) >= int(found[1]) else None
+
+
+def _check_depth(text: str) -> None:
+    """MLIR's parser calls itself for each bracket inside another and has no limit of its own."""
+    if sum(map(text.count, "({[<")) <= DEEPEST:
+        return
+    depth = 0
+    for part in _BRACKETS.finditer(text):
+        depth += 1 if part[0] in "({[<" else -1 if part[0] in ")}]>" else 0
+        if depth > DEEPEST:
+            raise FrontendError(
+                f"the module nests more than {DEEPEST} brackets",
+                source=f"line {text.count(chr(10), 0, part.start()) + 1} of the module",
+            )
+
+
+def _check_strings(text: str) -> None:
+    """MLIR aborts the process when it has to complain about a name that is not UTF-8."""
+    if re.search(r"\\[89a-fA-F][0-9a-fA-F]", text) is None:
+        return
+    for part in _BRACKETS.finditer(text):
+        if part[0].startswith('"') and "\\" in part[0]:
+            raw = part[0].encode()
+            re.sub(_ESCAPE, lambda found: bytes.fromhex(found[1].decode()), raw).decode()

@@ -259,7 +259,8 @@ class Importer:
         entries = entries_of(op) if len(op.attributes) else ()
         types = self.types
         operands = tuple([types[v] for v in inputs])
-        is_alone = name == "stablehlo.custom_call" and self._is_alone()
+        is_whole = bool(self.scopes) and self.scopes[-1].is_whole  # all axes are manual here
+        is_alone = name == "stablehlo.custom_call" and is_whole
         key = (
             name,
             tuple([id(t) for t in operands]),  # types are made once (see `type`)
@@ -293,10 +294,6 @@ class Importer:
             return OpKind(name, operands, tuple([self.type(r.type) for r in op.results]), kept)
         except FrontendError as error:
             raise FrontendError(error.what, op=name, source=loc.source) from error
-
-    def _is_alone(self) -> bool:
-        """Whether all axes are manual here."""
-        return bool(self.scopes) and self.scopes[-1].is_whole
 
     # Constants that change nothing. A reduction that starts from its identity (a sum from 0) is
     # linear, so a partial value may flow through it; from 1 every device's term would bring a 1 of

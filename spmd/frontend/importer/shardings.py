@@ -54,7 +54,8 @@ def shardings_of(attr: Any) -> list[Any]:
     """The shardings of several values: one for each, as Shardy's attribute or as GSPMD's text."""
     if isinstance(attr, ir.StringAttr):
         text: str = attr.value.strip()
-        return _EACH.findall(text[1:-1]) if _is_tuple(text) else [text]
+        is_tuple = text.startswith("{{") or text == "{}"
+        return _EACH.findall(text[1:-1]) if is_tuple else [text]
     if sdy.TensorShardingAttr.isinstance(attr):
         return [attr]
     return list(sdy.TensorShardingPerValueAttr(attr).shardings)
@@ -203,10 +204,6 @@ def _kinds(found: re.Match[str]) -> list[str]:
     return (
         found["kinds"].split(", ") if found["kinds"] else ["replicated"] * bool(found["replicated"])
     )
-
-
-def _is_tuple(text: str) -> bool:
-    return text.startswith("{{") or text == "{}"
 
 
 def _numbers(text: str) -> list[int]:

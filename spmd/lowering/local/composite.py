@@ -12,16 +12,19 @@ calls survive untouched. Their names carry a digest of the text, so equal functi
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 from jaxlib.mlir import ir
 
 from spmd.errors import SpmdError
-from spmd.frontend.canonicalize.run import canonicalize
+from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.importer.module import import_module, signature
 from spmd.frontend.trace import trace
 from spmd.ir.description import COMPOSITE, FROM_MANUAL
@@ -168,7 +171,7 @@ def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
     structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in kind.operands]
     try:
         with jax.enable_x64(needs_x64((*kind.operands, *kind.results))), _device_of(platform):
-            whole = _among_devices(run, sizes) if axes else run
+            whole = _among_devices(run, sizes, platform) if axes else run
             module = trace(whole, structs, {}, platform=platform).module
     except _Declined:
         return None
@@ -193,7 +196,7 @@ def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
         program = canonicalize(import_module(module).program)
     if axes:
         program = program and _of_one_device(program)
-        _inline_manual(module)
+        _inline_manual(module, sizes)
     # Of a kernel nothing is known but what is around its calls.
     workspace = peak_memory(program, (), platform).temporary if program else 0
     entry, functions = _functions(module, kind.attrs["name"])
@@ -201,8 +204,8 @@ def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
 
 
 _STAND_INS = {
-    "cuda": jax.sharding.AbstractDevice("NVIDIA H100", None, "gpu"),
-    "tpu": jax.sharding.AbstractDevice("TPU v5e", 1, "tpu"),
+    "cuda": AbstractDevice("NVIDIA H100", None, "gpu"),
+    "tpu": AbstractDevice("TPU v5e", 1, "tpu"),
 }
 """The device that Pallas lowers kernels of a platform for where none of it is."""
 
@@ -213,11 +216,16 @@ def _device_of(platform: str) -> AbstractContextManager[Any]:
     It asks jax for the kind of the default device, whatever platform it lowers for; from jax 0.11
     on for GPUs, too.
     """
-    device = _STAND_INS.get(platform)
-    if device is None or jax.default_backend() == device.platform:
+    device = _stand_in(platform)
+    if device is None:
         return nullcontext()
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    return jax.sharding.use_abstract_mesh(mesh)
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+def _stand_in(platform: str) -> AbstractDevice | None:
+    """A device to lower for where there is none of a platform."""
+    device = _STAND_INS.get(platform)
+    return None if device and jax.default_backend() == device.platform else device
 
 
 def _functions(module: ir.Module, name: str) -> tuple[str, tuple[str, ...]]:
@@ -248,11 +256,14 @@ def _functions(module: ir.Module, name: str) -> tuple[str, tuple[str, ...]]:
 # after:  func @main(%0) { %3 = all_gather %0 ... }
 
 
-def _among_devices(function: Callable[..., Any], sizes: Sequence[int]) -> Callable[..., Any]:
+def _among_devices(
+    function: Callable[..., Any], sizes: Sequence[int], platform: str
+) -> Callable[..., Any]:
     """The function of one device's operands in a `shard_map` over atoms of these sizes."""
     names = tuple(map(_atom_name, range(len(sizes))))
     # Axes that are Explicit, as jax 0.11 makes them, ask for a mesh of devices around the trace.
-    mesh = AbstractMesh(tuple(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+    types, device = (AxisType.Auto,) * len(names), _stand_in(platform)
+    mesh = AbstractMesh(tuple(sizes), names, axis_types=types, abstract_device=device)
     spec = PartitionSpec()  # every device has its own, which nothing here looks at
     return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
@@ -262,9 +273,22 @@ def _atom_name(atom: int) -> str:
     return f"atom{atom}"
 
 
-def _inline_manual(module: ir.Module) -> None:
+def _inline_manual(module: ir.Module, sizes: Sequence[int]) -> None:
     """Takes what a module's one `shard_map` computes out of it, in place."""
-    with module.context:
+
+    def spell_out(op: Any) -> ir.WalkResult:
+        # From jax 0.11 on groups are axes of a mesh, which is a symbol of the module.
+        text = str(op.attributes["replica_groups"]) if "replica_groups" in op.attributes else ""
+        if "axes" in text:
+            atoms = [int(atom) for atom in re.findall(r'"atom(\d+)"', text)]
+            others = [atom for atom in range(len(sizes)) if atom not in atoms]
+            devices = np.arange(math.prod(sizes)).reshape(sizes).transpose([*others, *atoms])
+            groups: Any = devices.reshape(-1, math.prod(sizes[atom] for atom in atoms))
+            op.attributes["replica_groups"] = ir.DenseElementsAttr.get(groups.copy())
+        return ir.WalkResult.ADVANCE
+
+    with module.context, ir.Location.unknown():
+        module.operation.walk(spell_out)
         for item in list(module.body.operations):
             if item.operation.name != "func.func":
                 item.operation.erase()

@@ -8,7 +8,7 @@ from spmd.ir.control_flow import Index
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
-from spmd.predict.memory import peak_memory
+from spmd.predict.memory import constant_bytes, peak_memory
 from spmd.predict.timeline import LocalTimes
 from spmd.reshard.comm import collective_seconds
 
@@ -64,5 +64,10 @@ class Room(NamedTuple):
     donated: tuple[int, ...] = ()
 
     def left(self, program: Program) -> int:
-        """Predicted bytes that a program leaves free at its peak; negative if it is too large."""
+        """Predicted bytes that a program leaves free at its peak; negative if it is too large.
+
+        What has room for all values at once, twice, is not looked into: half of it is free.
+        """
+        if 2 * sum(t.bytes for t in program.types) + constant_bytes(program) < self.bytes:
+            return self.bytes // 2
         return self.bytes - peak_memory(program, self.donated).peak

@@ -243,7 +243,7 @@ class _Combiner:
 def _can_wait(op: Op) -> bool:
     """Whether an op only moves next to nothing, so that it may as well be late."""
     about = op.kind.about
-    moves = about.role in (Role.INSIDE, Role.ALIAS) and not (about.is_elementwise or op.collective)
+    moves = about.role in (Role.INSIDE, Role.ALIAS) and not op.collective
     return (
         moves
         and not about.has_effect

@@ -3,8 +3,8 @@
 before: `%1 = fft %0 [16]; %2 = transpose %1 [1, 0]; %3 = fft %2 [8]; %4 = transpose %3 [1, 0]`
 after:  `%4 = fft %0 [8, 16]`
 
-The importer takes them apart (`spmd.frontend.canonicalize.fft`), so that the plan may exchange the
-dims that are split in between.
+They were taken apart (`spmd.frontend.canonicalize`), so that the plan may exchange the dims
+that are split in between.
 """
 
 from __future__ import annotations

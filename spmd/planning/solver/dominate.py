@@ -34,7 +34,8 @@ def undominated(network: Network, keep: Collection[int] = ()) -> list[Table]:
         around[u].append((v, np.ascontiguousarray(table.T)))
         around[v].append((u, table))
     for v, mine in enumerate(alive):
-        if v in keep or not 1 < len(mine) <= MOST_STATES:
+        # Variables with fewer neighbours are eliminated, which is sooner done.
+        if v in keep or len(around[v]) < 3 or not 1 < len(mine) <= MOST_STATES:
             continue
         seen = [table[alive[u]] for u, table in around[v]]
         alive[v] = mine[~_undercut(network.unary[v], seen)]

@@ -121,7 +121,7 @@ class Reduced:
 
     def solve(
         self,
-        pins: Mapping[int, int] | None = None,
+        pins: Mapping[int, Sequence[int]] | None = None,
         upper: float = math.inf,
         close: float = CLOSE,
         rounds: int = ROUNDS,
@@ -130,7 +130,7 @@ class Reduced:
         """The cheapest joint state in which some variables that were kept are in given states.
 
         Args:
-          pins: variable -> its state.
+          pins: variable -> states of which it is in one.
           upper: what costs no less is not looked for.
           close: what is so little cheaper, as a share, is not looked for either.
           rounds: rounds of message passing at most.
@@ -142,10 +142,11 @@ class Reduced:
         pins, left = pins or {}, self._gone.left
         known, above = {}, 0.0
         if left:
-            sizes = map(len, self._passing.unary)
             allowed = [
-                np.array([pins[v]]) if v in pins else np.arange(n)
-                for v, n in zip(left, sizes, strict=True)
+                np.flatnonzero(np.isin(self._alive[v], pins[v]))
+                if v in pins
+                else np.arange(len(costs))
+                for v, costs in zip(left, self._passing.unary, strict=True)
             ]
             passing = self._passing.restricted(allowed) if pins else self._passing
             constant = self._gone.constant

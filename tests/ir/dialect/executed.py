@@ -12,7 +12,7 @@ import numpy as np
 
 import spmd
 from spmd.compiler import Request, propagated_of
-from spmd.frontend.canonicalize.run import canonicalize
+from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.importer.module import import_module, parse_module
 from spmd.ir.dialect.registry import rule_name
 from spmd.ir.program import Program

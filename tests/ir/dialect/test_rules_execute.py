@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.frontend.canonicalize.site import CANONICAL
+from spmd.frontend.canonicalize import CANONICAL
 from spmd.frontend.importer.legalize import LEGALIZED
 from spmd.ir.dialect import registry
 from spmd.lowering.local import table as local

@@ -1,25 +1,63 @@
 """What marks cost: the program is propagated and planned again without them, one after another.
 
-Only those next to the most expensive reshards are tried.
+Only those next to the most expensive reshards are tried. A mark that makes a program much slower
+than it would be without is said without being asked. Planning again takes as long as planning did:
+that is done for few marks, for those around which the planner's sum has many seconds, and not at
+all where a program is fast anyway.
 
     price of a mark  =  cost of the plan with it  -  cost of the plan without it
+    share of a mark  =  1  -  time of the program planned without it  /  time of the program
 """
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.compiler import plan_problem
-from spmd.explain.price import Price, price_of
-from spmd.explain.words import value_name
+from spmd.errors import PlanError
+from spmd.explain.alternatives import Price, held_bytes, price_of
+from spmd.explain.costs import with_runs
+from spmd.explain.words import (
+    bytes_text,
+    seconds_text,
+    share_text,
+    source_text,
+    spec_text,
+    value_name,
+)
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.program import Op, Program, Value, numberless
+from spmd.ir.program import Op, Value, numberless
 from spmd.ir.rewrite import Now, edit_ops
+from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Mark, Sharding
 from spmd.options import Options
 from spmd.planning.plan import Move, Plan
 from spmd.planning.problem import posed
+from spmd.predict.ops import arithmetic_seconds
+from spmd.predict.timeline import least_seconds
+
+LEAST_SHARE = 0.2
+"""The part of a run that a mark costs if it is spoken of."""
+
+OBVIOUS_SHARE = 0.5
+"""The part of the planner's sum around a mark from which on it is looked at without being asked."""
+
+LEAST_SECONDS = 1e-4
+"""Predicted time of a run from which on marks are looked at without being asked.
+
+What takes less mostly starts kernels and waits for links. Planning it again would take longer than
+a mark costs in a thousand runs.
+"""
+
+MOST_MORE = 0.1
+"""How much larger a device's arguments may be without a mark: else it is there to save memory."""
+
+MOST_TRIES = 2
+"""Marks without which a program is planned again."""
 
 WORTH = 0.01
 """The part of the time of all reshards that a mark must cost to be mentioned."""
@@ -40,6 +78,11 @@ class MarkGroup(NamedTuple):
     sharding: Sharding
     seconds: float
 
+    def text(self, mesh: Mesh) -> str:
+        """`argument x ("data", None) and 2 more`."""
+        more = f" and {len(self.values) - 1} more" if len(self.values) > 1 else ""
+        return f"{source_text(self.name)} {spec_text(self.sharding, mesh)}{more}"
+
 
 class Relief(NamedTuple):
     """Some marks, and what the program would cost without them.
@@ -47,6 +90,7 @@ class Relief(NamedTuple):
     Attributes:
       marks: the marks.
       price: of leaving them out.
+      seconds: predicted time of one run with them.
       instead: how the marked value would lie; None if it would be made anew for every use.
       elsewhere: where the marked values would lie as they are marked, the value that lies as
         `instead` says: `argument w`, `multiply at model.py:12 (f)`. Empty if it is a marked one.
@@ -54,8 +98,19 @@ class Relief(NamedTuple):
 
     marks: MarkGroup
     price: Price
+    seconds: float
     instead: Sharding | None
     elsewhere: str = ""
+
+    @property
+    def without(self) -> float:
+        """Predicted time of one run without them."""
+        return self.seconds + self.price.seconds
+
+    @property
+    def share(self) -> float:
+        """The part of a run that they cost."""
+        return 1 - self.without / self.seconds
 
 
 class MarkPrices(NamedTuple):
@@ -73,13 +128,7 @@ class MarkPrices(NamedTuple):
 
 
 def mark_prices(plan: Plan, tries: int, options: Options | None = None) -> MarkPrices:
-    """Plans again without the marks next to the most expensive reshards, group by group.
-
-    Args:
-      plan: the plan with all of them.
-      tries: how often to plan again at most.
-      options: what the plan was made with.
-    """
+    """Plans again without the marks next to the most expensive reshards, so many groups of them."""
     groups = mark_groups(plan)
     least = WORTH * sum(move.seconds for move in plan.moves)
     found = [relief_of(plan, group, options) for group in groups[:tries]]
@@ -95,36 +144,29 @@ def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> R
     other_ones = (v for v in group.values if lies[v] != Sharding(marks[v].dims))
     first, price = next(other_ones, None), price_of(plan, other)
     if first is not None:
-        return Relief(group._replace(sharding=Sharding(marks[first].dims)), price, lies[first])
-    value = _elsewhere(plan, other)
-    if value is None:
-        return Relief(group, price, lies[group.values[0]])
-    state = other.states[value]
-    return Relief(group, price, state and state.full(), _described(plan, value))
-
-
-def _elsewhere(plan: Plan, other: Plan) -> Value | None:
-    """The largest value that lies in another way in another plan of nearly the same program."""
-    # What follows from it differs, too; of equally large ones the first is closest to the cause.
+        group = group._replace(sharding=Sharding(marks[first].dims))
+        return Relief(group, price, plan.run_seconds, lies[first])
+    # They would lie as they are marked: the largest value that lies otherwise. What follows from it
+    # differs, too; of equally large ones the first is closest to the cause.
     values = [*plan.program.body.args, *(v for op in plan.program.walk() for v in op.results)]
     moved = [
-        value
+        (plan.program.types[value].bytes, value, state.full())
         for value in values
         if (have := plan.states[value]) is not None
         and (state := other.states[value]) is not None
         and have.full() != state.full()
     ]
-    return max(moved, key=lambda value: plan.program.types[value].bytes, default=None)
-
-
-def _described(plan: Plan, value: Value) -> str:
-    """An argument's name, else the op that makes the value, and its line."""
-    op = plan.problem.index.producers.get(value)
+    if not moved:
+        return Relief(group, price, plan.run_seconds, lies[group.values[0]])
+    _, value, instead = max(moved, key=lambda sized: sized[0])
+    op, name = plan.problem.index.producers.get(value), value_name(plan.program, value)
     if value in plan.program.body.args:
-        return f"argument {value_name(plan.program, value)}"
-    if op is None:
-        return f"the loop's carry {value_name(plan.program, value)}"
-    return f"{op.label} at {op.loc.trail}" if op.loc.frames else op.label
+        elsewhere = f"argument {name}"
+    elif op is None:
+        elsewhere = f"the loop's carry {name}"
+    else:
+        elsewhere = f"{op.label} at {op.loc.trail}" if op.loc.frames else op.label
+    return Relief(group, price, plan.run_seconds, instead, elsewhere)
 
 
 def _lies(plan: Plan, other: Plan, dropped: Collection[Value], value: Value) -> Sharding | None:
@@ -141,16 +183,95 @@ def _lies(plan: Plan, other: Plan, dropped: Collection[Value], value: Value) -> 
 
 
 # ---------------------------------------------------------------------------------------------
+# A mark that costs much.
+
+
+def costly_mark(plan: Plan, options: Options, suspicion: float) -> Relief | None:
+    """The mark that costs the most, if it costs more than `LEAST_SHARE` of a run.
+
+    A mark that keeps arguments small is none: its time is the price of the memory. Looked at are
+    marks around which the planner's sum has `suspicion` of its seconds or more.
+    """
+    most = (1 - LEAST_SHARE) * plan.run_seconds
+    if least_seconds(plan.problem.index, plan.mesh, plan.topology) >= most:
+        return None
+    found = []
+    for group in _suspects(plan, suspicion * plan.seconds)[:MOST_TRIES]:
+        try:
+            relief = relief_of(plan, group, options)
+        except PlanError:  # without the mark nothing fits into the memory
+            continue
+        more = relief.price.argument_bytes
+        if relief.without < most and more <= MOST_MORE * held_bytes(plan):
+            found.append(relief)
+    return max(found, key=lambda relief: relief.share, default=None)
+
+
+def _suspects(plan: Plan, least: float) -> list[MarkGroup]:
+    """Marks around which the planner's sum has so many seconds, those with the most first."""
+    blamed = list(blamed_groups(plan))
+    repeated = _seconds_behind(plan, blamed, _repeated_seconds(plan))
+    groups = [
+        group._replace(seconds=group.seconds + more)
+        for group, more in zip(blamed, repeated, strict=True)
+    ]
+    groups.sort(key=lambda group: -group.seconds)
+    return [group for group in groups if group.seconds > least]
+
+
+def _repeated_seconds(plan: Plan) -> dict[Value, float]:
+    """Time of arithmetic that several devices repeat, by its first result."""
+    found: dict[Value, float] = {}
+    for op, times in with_runs(plan.program.body, plan.problem.index):
+        choice = plan.choices.get(op.results[0]) if op.results else None
+        if op.kind.about.flops is not None and choice is not None:
+            split = plan.mesh.extent({a for axes in choice.assignment for a in axes})
+            whole = arithmetic_seconds(op.kind, plan.topology)
+            seconds = times * whole * (1 / split - 1 / plan.mesh.size)
+            if seconds > 0:
+                found[op.results[0]] = seconds
+    return found
+
+
+def _seconds_behind(
+    plan: Plan, groups: Sequence[MarkGroup], seconds: Mapping[Value, float]
+) -> list[float]:
+    """For each group, the seconds of what it marks and of all that is computed from it."""
+    # One pass with a bit for each group: on Explicit axes there are marks on most lines.
+    behind: defaultdict[Value, int] = defaultdict(int)
+    for bit, group in enumerate(groups):
+        for value in group.values:
+            behind[value] |= 1 << bit
+    for op in plan.program.walk():
+        bits = functools.reduce(operator.or_, [behind.get(v, 0) for v in op.operands], 0)
+        if bits:
+            for value in op.results:
+                behind[value] |= bits
+    return [
+        sum(spent for value, spent in seconds.items() if behind.get(value, 0) >> bit & 1)
+        for bit in range(len(groups))
+    ]
+
+
+def costly_text(relief: Relief, mesh: Mesh) -> str:
+    """What to say of marks that cost much."""
+    instead, held = relief.instead, relief.price.argument_bytes
+    where = "computed anew for each use" if instead is None else spec_text(instead, mesh)
+    where = f"{source_text(relief.elsewhere)} as {where}" if relief.elsewhere else where
+    more = f"; arguments take {bytes_text(held)} more per device" if held > 0 else ""
+    return (
+        f"{relief.marks.text(mesh)} costs {share_text(relief.share, 1.0)} of a predicted run: "
+        f"{seconds_text(relief.seconds)}, without it {seconds_text(relief.without)}, "
+        f"with {where} instead{more}"
+    )
+
+
+# ---------------------------------------------------------------------------------------------
 # Which marks are next to which reshards.
 
 
 def mark_groups(plan: Plan, every: bool = False) -> tuple[MarkGroup, ...]:
-    """The marks that are next to reshards, those next to the most time first.
-
-    Args:
-      plan: the plan.
-      every: whether marks that are next to no reshard are among them, too.
-    """
+    """The marks next to reshards, or every mark; those next to the most time first."""
     members, names = _members(plan)
     seconds = dict.fromkeys(members, 0.0) if every else {}
     for move in plan.moves:
@@ -245,7 +366,11 @@ def replanned(
     """
     old = plan.propagated
     links = tuple(plan.problem.links.items())
-    program = _without_mark_ops(old.program, drop)
+
+    def edit(_: Builder, op: Op, __: Now) -> Sequence[Value] | None:
+        return op.operands if op.is_mark and op.results[0] in drop else None
+
+    program = edit_ops(old.program, edit) if drop else old.program
     marks = {value: mark for value, mark in old.marks.items() if value not in drop}
     for value, sharding in (change or {}).items():
         reason = f"argument {old.program.arg_names[old.program.body.args.index(value)]}"
@@ -257,12 +382,3 @@ def replanned(
     problem = posed(program, old.mesh, marks, plan.topology, wanted, links)
     donated = tuple(plan.problem.links.values())
     return plan_problem(problem, options or Options(), donated).plan
-
-
-def _without_mark_ops(program: Program, drop: Collection[Value]) -> Program:
-    """The program whose mark ops with these results are gone: uses read what was marked."""
-
-    def edit(_: Builder, op: Op, __: Now) -> Sequence[Value] | None:
-        return op.operands if op.is_mark and op.results[0] in drop else None
-
-    return edit_ops(program, edit) if drop else program

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from spmd.explain.facts import Facts
 from spmd.explain.leaves import Group, group_leaves
-from spmd.explain.page.html import Html, drawing, joined, rect, tag, words
-from spmd.explain.page.parts import breakable
+from spmd.explain.page.html import Html, breakable, drawing, joined, rect, tag, words
 from spmd.explain.words import axes_text, spec_text, type_text
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh

@@ -1,0 +1,282 @@
+"""A function's parameters: their names and numbers, and what a call gives for each."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from spmd.api.marks import path_name
+from spmd.errors import ArgumentError
+
+Numbers = int | Sequence[int] | None
+Names = str | Iterable[str] | None
+
+_BY_BOTH = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def by_number_and_name(
+    fn: Any, numbers: Numbers, names: Names
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Parameters by number and by name, as `jax.jit` understands them.
+
+    Where only one of both is given, the other is read off the function's signature, so that a
+    parameter is meant however the caller passes it.
+
+    Example:
+      >>> by_number_and_name(lambda x, mode: x, None, "mode")
+      ((1,), ('mode',))
+    """
+    has_numbers, has_names = numbers is not None, names is not None
+    by_number = (numbers,) if isinstance(numbers, int) else tuple(numbers or ())
+    by_name = (names,) if isinstance(names, str) else tuple(names or ())
+    parameters = _parameters(fn)
+    if has_numbers and not has_names:
+        known = [parameters[n] for n in by_number if -len(parameters) <= n < len(parameters)]
+        by_name = tuple(p.name for p in known if p.kind == _BY_BOTH)
+    elif has_names and not has_numbers:
+        places = {p.name: i for i, p in enumerate(parameters) if p.kind == _BY_BOTH}
+        by_number = tuple(places[name] for name in by_name if name in places)
+    return by_number, by_name
+
+
+def positions(numbers: Sequence[int], count: int) -> frozenset[int]:
+    """Argument numbers, those from the end counted from the start."""
+    return frozenset(n + count if n < 0 else n for n in numbers)
+
+
+def parameter_names(fn: Any, count: int) -> tuple[str, ...]:
+    """The names of the first parameters; `arg2` where a function does not tell."""
+    found = [p.name for p in _parameters(fn)][:count]
+    return (*found, *(f"arg{number}" for number in range(len(found), count)))
+
+
+def parameter_count(fn: Any) -> int:
+    """How many parameters a function has that may be given by position."""
+    kinds = (_BY_BOTH, inspect.Parameter.POSITIONAL_ONLY)
+    return sum(p.kind in kinds for p in _parameters(fn))
+
+
+def _parameters(fn: Any) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return []
+
+
+def function_name(fn: Any) -> str:
+    """What a function is called; of an object that can be called, its class."""
+    fn = _written(fn)
+    return str(getattr(fn, "__name__", type(fn).__name__))
+
+
+def function_place(fn: Any) -> tuple[str, str] | None:
+    """File and qualified name of a function; None where it is not Python's own."""
+    fn = _written(fn)
+    call = fn if hasattr(fn, "__code__") else _written(type(fn).__call__)
+    code = getattr(call, "__code__", None)
+    return (code.co_filename, code.co_qualname) if code else None
+
+
+def _written(fn: Any) -> Any:
+    """The function that was written: without what is bound to it or wrapped around it."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return inspect.unwrap(fn)
+
+
+class Part(NamedTuple):
+    """An argument that is not static.
+
+    Attributes:
+      place: the number of its parameter, or its name where the function does not have it in order.
+      name: the parameter's name.
+      struct: its pytree of structs.
+      is_donated: whether the results may take its memory.
+    """
+
+    place: int | str
+    name: str
+    struct: Any
+    is_donated: bool
+
+
+def call_parts(
+    fn: Any,
+    structs: Any,
+    argnums: Sequence[int],
+    donate_argnums: Sequence[int],
+    donate_argnames: Sequence[str],
+    positional: int,
+) -> tuple[Part, ...]:
+    """The arguments of a call in the order of their leaves.
+
+    Args:
+      fn: the function.
+      structs: its arguments without the static ones: positional ones, then a dict of the others.
+      argnums: the number of each positional argument, static ones counted.
+      donate_argnums, donate_argnames: which are donated.
+      positional: how many positional arguments there are, static ones counted.
+    """
+    names, donated = parameter_names(fn, positional), positions(donate_argnums, positional)
+    parts = [
+        Part(number, names[number], struct, number in donated)
+        for number, struct in zip(argnums, structs[0], strict=True)
+    ]
+    order = {name: place for place, name in enumerate(parameter_names(fn, parameter_count(fn)))}
+    return (
+        *parts,
+        *(
+            Part(order.get(name, name), name, structs[1][name], name in donate_argnames)
+            for name in sorted(structs[1])  # as jax flattens a dict
+        ),
+    )
+
+
+def leaf_names(parts: Sequence[Part]) -> tuple[str, ...]:
+    """The name of each leaf: `params/w_in`, the parameter's, then the path within the argument."""
+    return tuple(
+        "/".join(filter(None, (part.name, path_name(path))))
+        for part in parts
+        for path, _ in jax.tree_util.tree_flatten_with_path(part.struct)[0]
+    )
+
+
+def donated_leaves(parts: Sequence[Part]) -> tuple[int, ...]:
+    """Flat indices of the donated arguments."""
+    flags = [part.is_donated for part in parts for _ in jax.tree.leaves(part.struct)]
+    return tuple(i for i, is_donated in enumerate(flags) if is_donated)
+
+
+def updates_of(parts: Sequence[Part], out_tree: Any) -> tuple[tuple[int, int], ...]:
+    """(result leaf, argument leaf) of each donated argument and the result that updates it.
+
+    That is the first part of the results, not taken yet, of the same structure, shapes and dtypes;
+    for an argument that has none, of each of its leaves. As XLA reuses donated memory.
+
+    Args:
+      parts: the arguments.
+      out_tree: structs of the results.
+    """
+    counts = [len(jax.tree.leaves(part.struct)) for part in parts]
+    starts = np.cumsum([0, *counts]).tolist()
+    places_of = zip(parts, starts, strict=False)
+    donated = [(part.struct, position) for part, position in places_of if part.is_donated]
+    if not donated:
+        return ()
+    places: dict[Any, list[int]] = {}
+    for tree, start in _subtrees(out_tree):
+        places.setdefault(_tree_type(tree), []).append(start)
+    links: dict[int, int] = {}
+
+    def is_linked(tree: Any, position: int) -> bool:
+        count = len(jax.tree.leaves(tree))
+        for start in places.get(_tree_type(tree), ()):
+            if links.keys().isdisjoint(range(start, start + count)):
+                links.update((start + k, position + k) for k in range(count))
+                return True
+        return False
+
+    alone = [tree for tree in donated if not is_linked(*tree)]
+    for tree, position in alone:
+        for k, leaf in enumerate(jax.tree.leaves(tree)):
+            is_linked(leaf, position + k)
+    return tuple(links.items())
+
+
+def _subtrees(tree: Any) -> Iterator[tuple[Any, int]]:
+    """A tree and all parts of it, the outer ones first, each with the number of its first leaf."""
+    level = [(tree, 0)]
+    while level:
+        yield from level
+        inner = []
+        for outer, start in level:
+            for child in _children(outer):
+                inner.append((child, start))
+                start += len(jax.tree.leaves(child))
+        level = inner
+
+
+def _children(tree: Any) -> list[Any]:
+    parts = jax.tree.leaves(tree, is_leaf=lambda part: part is not tree)
+    return [part for part in parts if part is not tree]
+
+
+def _tree_type(tree: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+
+
+# ---------------------------------------------------------------------------------------------
+# Functions with parameters in front of the user's, for frameworks that take objects apart. Names of
+# arguments, specs, and which arguments are static or donated are told by the user's own signature;
+# here they are moved behind the parameters in front.
+
+
+def with_leading(call: Callable[..., Any], fn: Any, names: Sequence[str]) -> Callable[..., Any]:
+    """`call`, described as `fn` with some parameters in front.
+
+    Args:
+      call: takes the parameters in front, then those of `fn`.
+      fn: the user's function.
+      names: of the parameters in front.
+    """
+    functools.update_wrapper(call, fn, updated=())
+    parameters = list(inspect.signature(fn).parameters.values())
+    taken = {parameter.name for parameter in parameters}
+    front = [_front(name, taken) for name in names]
+    own = [
+        parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY
+        else parameter
+        for parameter in parameters
+    ]
+    call.__signature__ = inspect.Signature([*front, *own])  # type: ignore[attr-defined]
+    return call
+
+
+def behind_leading(fn: Any, options: dict[str, Any], count: int) -> dict[str, Any]:
+    """Options of `jit` for `fn` as those for a function with more parameters in front.
+
+    Args:
+      fn: the user's function.
+      options: as the user gave them.
+      count: how many parameters are in front.
+    """
+    moved = dict(options)
+    for kind in ("static", "donate"):
+        given = moved.pop(f"{kind}_argnums", None), moved.pop(f"{kind}_argnames", None)
+        numbers, names = by_number_and_name(fn, *given)
+        moved[f"{kind}_argnums"] = tuple(n + count if n >= 0 else n for n in numbers)
+        moved[f"{kind}_argnames"] = names
+    for name in ("in_specs", "in_shardings"):
+        if isinstance(specs := moved.get(name), tuple | list):
+            moved[name] = (*[None] * count, *specs)
+    return moved
+
+
+def check_without(options: Mapping[str, Any], names: Sequence[str], what: str, fix: str) -> None:
+    """Holds that options of `jit` that have no meaning for a framework's jit are not given.
+
+    Args:
+      options: as the user gave them.
+      names: of those that have none.
+      what: the framework's jit.
+      fix: what to do instead.
+
+    Raises:
+      ArgumentError: one is given.
+    """
+    given = [name for name in names if options.get(name) is not None]
+    if given:
+        raise ArgumentError(f"{what} has no {given[0]}", fix=fix)
+
+
+def _front(name: str, taken: set[str]) -> inspect.Parameter:
+    while name in taken:
+        name = f"_{name}"
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)

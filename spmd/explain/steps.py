@@ -1,0 +1,302 @@
+"""What goes on in steps: pipelines over stages (`spmd.pipeline`), and pieces that go round rings.
+
+Of pipelines: their steps, what of them is idle, what is sent and held. Of rings: which operands
+come in pieces that go round, and which could; what the planner weighed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from spmd.compiler import Stages
+from spmd.explain.alternatives import Price
+from spmd.explain.costs import Nested, Spent, nested, sent_bytes, spent
+from spmd.explain.prices import Prices
+from spmd.explain.words import axes_text, bytes_text, plural, seconds_text, share_text
+from spmd.ir.dialect.composites import arguments_of
+from spmd.ir.dialect.registry import rule_of
+from spmd.ir.pipelines import SHIFT, Pipeline, pipeline_of
+from spmd.ir.program import Op
+from spmd.ops.attention_split import ring_reason
+from spmd.planning.plan import Plan
+from spmd.predict.ops import ring_pieces, ring_seconds, share_seconds
+from spmd.predict.timeline import Slot
+from spmd.propagation.projection import Assignment, ring_axes
+
+AT_ONCE = 3
+"""Pieces that a device has while they go round: its own, one that it reads, and one that comes."""
+
+
+class Travel(NamedTuple):
+    """What one device sends to its neighbour in one run.
+
+    Attributes:
+      sends: how many times.
+      sent: bytes of these, in all.
+      waited: how much longer they make a run, seconds; the rest is hidden behind arithmetic.
+    """
+
+    sends: int
+    sent: int
+    waited: float
+
+    @property
+    def text(self) -> str:
+        """`704 KiB in 22 permutes, 12 us of waiting`."""
+        waiting = f"{seconds_text(self.waited)} of" if self.waited else "no"
+        return f"{bytes_text(self.sent)} in {plural(self.sends, 'permute')}, {waiting} waiting"
+
+
+def _travel(parts: Sequence[Spent], stages: Stages) -> Travel:
+    """What some exchanges send."""
+    mesh, topology = stages.plan.mesh, stages.plan.topology
+    return Travel(
+        sum(part.slot.trips for part in parts),
+        sum(part.slot.trips * sent_bytes(part.slot.op, mesh, topology) for part in parts),
+        sum(part.seconds for part in parts),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Pipelines.
+
+
+class PipelineRow(NamedTuple):
+    """A pipeline in one run of a program, on one device.
+
+    Attributes:
+      of: its figures.
+      source: the line that calls it.
+      steps: how often the forward pass moves on, as the program's loops say; in `busy_steps` of
+        them a stage computes what is wanted.
+      seconds: what its loops are predicted to take, forward and backward.
+      travel: what goes to the next stage.
+      held: bytes that forward loops leave to backward ones, and of steps that are computed again
+        those of one window; 0 without a gradient.
+    """
+
+    of: Pipeline
+    source: str
+    steps: int
+    seconds: float
+    travel: Travel
+    held: int
+
+    @property
+    def idle(self) -> float:
+        """The share of its steps in which a stage has nothing to do: the bubble."""
+        return 1 - self.of.busy_steps / self.steps
+
+    @property
+    def title(self) -> str:
+        """`4 stages over stage, 8 microbatches, schedule gpipe`."""
+        of = self.of
+        chunks = f" of {of.chunks} chunks" if of.chunks > 1 else ""
+        return (
+            f"{plural(of.stages, 'stage')}{chunks} over {of.axis}, "
+            f"{of.microbatches} microbatches, schedule {of.schedule}"
+        )
+
+    @property
+    def parts(self) -> tuple[tuple[str, str], ...]:
+        """(what, figures) for a report."""
+        bubble = (
+            f"{share_text(self.seconds * self.idle, self.seconds)} of {seconds_text(self.seconds)} "
+            f"in its loops: {self.steps - self.of.busy_steps} of {self.steps} steps fill and drain"
+        )
+        rows = [("bubble", bubble), ("sent to neighbours", self.travel.text)]
+        if self.held:
+            rows.append(("held for the gradient", bytes_text(self.held)))
+        return tuple(rows)
+
+
+def pipeline_rows(stages: Stages) -> list[PipelineRow]:
+    """The pipelines of a program, in order."""
+    found: dict[tuple[Pipeline, str], list[Nested]] = {}
+    for loop in nested(stages.timeline.slots):
+        of = pipeline_of(loop.slot.op.loc.scope) if loop.slot.op.is_loop else None
+        if of is not None:
+            found.setdefault((of, loop.slot.op.loc.trail), []).append(loop)
+    return [_pipeline(stages, *key, loops) for key, loops in found.items()]
+
+
+def _pipeline(stages: Stages, of: Pipeline, source: str, loops: Sequence[Nested]) -> PipelineRow:
+    """A pipeline's row from its outermost loops."""
+    forward = [loop for loop in loops if "transpose(" not in loop.slot.op.loc.scope]
+    backward = [loop for loop in loops if "transpose(" in loop.slot.op.loc.scope]
+    steps = 0
+    for loop in forward:
+        runs, windows = loop.slot.runs, _loops_in(loop)
+        if of.is_lean and runs == of.busy_steps // of.window and windows:
+            steps += max(slot.trips * (slot.runs or 1) for slot in windows)
+        else:
+            steps += runs or 0
+    inside = {id(slot) for loop in loops for slot in _slots_of(loop)}
+    shifts = [
+        part
+        for part in spent(stages.timeline, stages.plan.topology)
+        if id(part.slot) in inside and part.slot.op.collective and SHIFT in part.slot.op.loc.scope
+    ]
+    held = _passed([loop.slot for loop in forward], [loop.slot for loop in backward])
+    again = (_passed(inner[:-1], inner[1:]) for inner in map(_loops_in, backward))
+    seconds = sum(loop.slot.seconds for loop in loops)
+    travel = _travel(shifts, stages)
+    return PipelineRow(of, source, steps or of.steps, seconds, travel, held + max(again, default=0))
+
+
+def _slots_of(loop: Nested) -> list[Slot]:
+    return [loop.slot, *(slot for inner in loop.inside for slot in _slots_of(inner))]
+
+
+def _loops_in(loop: Nested) -> list[Slot]:
+    return [inner.slot for inner in loop.inside if inner.slot.op.is_loop]
+
+
+def _passed(makers: Sequence[Slot], readers: Sequence[Slot]) -> int:
+    """Bytes that loops leave to others."""
+    read = {value for slot in readers for value in slot.op.operands}
+    made = {
+        value: type_.bytes
+        for slot in makers
+        for value, type_ in zip(slot.op.results, slot.op.kind.results, strict=True)
+    }
+    return sum(size for value, size in made.items() if value in read)
+
+
+# ---------------------------------------------------------------------------------------------
+# Rings.
+
+
+class RingRow(NamedTuple):
+    """Ops that read all pieces of something, gathered or one after another.
+
+    Attributes:
+      op: the op.
+      source: the user's source line, and its caller's.
+      ops: how many ops are like this.
+      axes: what splits it.
+      pieces: how many there are.
+      goes_round: whether they go round.
+      is_zigzag: whether positions are in zigzag order.
+      is_causal: whether positions see none behind them.
+      piece: bytes of one device's piece, of all that may go round together.
+      exchange, arithmetic: seconds of one op: what going round takes, and what it hides behind.
+      travel: of those that go round, all ops of this name at this line together.
+      other: what the other way would cost; None if that was not asked, or no plan goes it.
+    """
+
+    op: str
+    source: str
+    ops: int
+    axes: str
+    pieces: int
+    goes_round: bool
+    is_zigzag: bool
+    is_causal: bool
+    piece: int
+    exchange: float
+    arithmetic: float
+    travel: Travel | None = None
+    other: Price | None = None
+
+    @property
+    def held_round(self) -> int:
+        """Bytes of what a device has at a time, where pieces go round."""
+        return min(AT_ONCE, self.pieces) * self.piece
+
+    @property
+    def held_gathered(self) -> int:
+        """Bytes of all pieces."""
+        return self.pieces * self.piece
+
+    @property
+    def sent_once(self) -> int:
+        """Bytes that a device sends for one op, either way."""
+        return (self.pieces - 1) * self.piece
+
+    @property
+    def title(self) -> str:
+        """`spmd.attention (3 alike): 8 pieces go round seq in zigzag order`."""
+        alike = f" ({self.ops} alike)" if self.ops > 1 else ""
+        did = "go round" if self.goes_round else "are gathered over"
+        order = " in zigzag order" if self.is_zigzag else ""
+        return f"{self.op}{alike}: {self.pieces} pieces {did} {self.axes}{order}"
+
+    @property
+    def parts(self) -> tuple[tuple[str, str], ...]:
+        """(what, figures) for a report."""
+        exchange, arithmetic = seconds_text(self.exchange), seconds_text(self.arithmetic)
+        going, gathered = bytes_text(self.held_round), bytes_text(self.held_gathered)
+        if self.goes_round:
+            held, other = f"{going}; gathered {gathered}", "gathered instead"
+        else:
+            held, other = f"{gathered}; going round {going}", "going round instead"
+        rows = [
+            ("time to go round", f"{exchange}, beside {arithmetic} of arithmetic"),
+            ("each sends", f"{bytes_text(self.sent_once)}, gathered or round"),
+            ("each holds", held),
+        ]
+        if self.travel is not None:
+            rows.append(("in a run", self.travel.text))
+        if self.other is not None:
+            more = "more" if self.other.seconds > 0 else "less"  # bytes on the links are the same
+            rows.append((other, f"{seconds_text(abs(self.other.seconds))} {more}"))
+        return tuple(rows)
+
+
+def ring_rows(stages: Stages, prices: Prices | None = None) -> list[RingRow]:
+    """The ops of a program whose operands may go round, in program order.
+
+    With `prices`, the first few get the price of the other way.
+    """
+    plan = stages.plan
+    groups: dict[RingRow, list[tuple[Op, int]]] = {}
+    for op in plan.program.walk():
+        choice = plan.choices.get(op.results[0]) if op.results else None
+        if choice is not None and not op.regions and not op.is_mark:
+            for number, _ in rule_of(op.kind, op.loc).rings:
+                row = _ring(plan, op, number, choice.assignment)
+                if row is not None:
+                    groups.setdefault(row, []).append((op, number))
+    rows = [row._replace(ops=len(alike)) for row, alike in groups.items()]
+    if not rows:
+        return []
+    exchanges = [part for part in spent(stages.timeline, plan.topology) if part.slot.op.collective]
+    for i, row in enumerate(rows):
+        if row.goes_round:
+            own = [
+                part
+                for part in exchanges
+                if part.slot.op.loc.note.startswith(ring_reason(row.op))
+                and part.slot.op.loc.trail == row.source
+            ]
+            rows[i] = row._replace(travel=_travel(own, stages))
+    if prices is not None:
+        firsts = [alike[0] for alike in groups.values()][: prices.most_conflicts]
+        for i, first in enumerate(firsts):
+            rows[i] = rows[i]._replace(other=prices.alternatives.of_ring(*first))
+    return rows
+
+
+def _ring(plan: Plan, op: Op, number: int, assignment: Assignment) -> RingRow | None:
+    """What there is to say of one op; None if its pieces cannot go round."""
+    rule, mesh, topology = rule_of(op.kind, op.loc), plan.mesh, plan.topology
+    axes = ring_axes(rule, number, assignment, mesh.atom_sizes)
+    if not axes:
+        return None
+    going = tuple(axes if i == number else own for i, own in enumerate(assignment))
+    said = arguments_of(op.kind)
+    return RingRow(
+        op.label,
+        op.loc.trail,
+        1,
+        axes_text(axes, mesh),
+        mesh.extent(axes),
+        bool(assignment[number]),
+        said.get("zigzag", 1) > 1,
+        bool(said.get("causal")),
+        sum(piece.bytes for _, piece in ring_pieces(op.kind, rule, going, mesh)),
+        ring_seconds(op.kind, rule, going, mesh, topology),
+        share_seconds(op.kind, rule, going, mesh, topology),
+    )

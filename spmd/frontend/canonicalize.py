@@ -1,0 +1,415 @@
+"""Canonicalize: ops that others can express are written with those, and no later stage sees them.
+
+CHLO's broadcasts, older and dynamic ops, custom calls that stand for ops, norms, FFTs of several
+dims.
+
+before: `%2 = stablehlo.batch_norm_inference %x, ...`
+after:  `%7 = stablehlo.subtract ...; %8 = stablehlo.multiply ...`
+
+before: `%2 = stablehlo.dynamic_reshape %x, %shape : tensor<2x12xf32>`
+after:  `%2 = stablehlo.reshape %x : tensor<2x12xf32>`
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmd.errors import SpmdError, UnsupportedOpError
+from spmd.frontend.importer.module import import_module
+from spmd.frontend.trace import trace
+from spmd.ir.description import key_of
+from spmd.ir.dialect.bodies import inline_elementwise, is_elementwise
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.program import Body, Op, Program, Value
+from spmd.ir.rewrite import append_ops, rewrite_ops
+from spmd.ir.types import Attribute, Opaque, TensorType, needs_x64, numpy_dtype
+
+
+class Site(NamedTuple):
+    """One op to rewrite.
+
+    Attributes:
+      b: where the new ops go.
+      op: the op as it was.
+      operands: its operands, as new values.
+    """
+
+    b: Builder
+    op: Op
+    operands: tuple[Value, ...]
+
+    @property
+    def attrs(self) -> Mapping[str, Attribute]:
+        """The op's attributes."""
+        return self.op.kind.attrs
+
+    @property
+    def result(self) -> TensorType:
+        """Type of the first result."""
+        return self.op.kind.results[0]
+
+    def computed(self, function: Callable[..., Any]) -> tuple[Value, ...]:
+        """The op as a jax function of its operands."""
+        kind = self.op.kind
+        structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in kind.operands]
+        try:
+            with jax.enable_x64(needs_x64((*kind.operands, *kind.results))):
+                module = trace(function, structs, {}, platform="cpu").module
+        except (TypeError, ValueError) as error:
+            self.fail(str(error).partition("\n")[0], "correct its attributes")
+        return append_ops(self.b, import_module(module).program, self.operands, loc=self.op.loc)
+
+    def fail(self, why: str, fix: str) -> NoReturn:
+        """Raises the error of a form that cannot be rewritten."""
+        raise UnsupportedOpError(
+            f"{self.op.name} cannot be partitioned: {why}",
+            op=f"{self.op.name}({', '.join(map(str, self.op.kind.operands))}) -> {self.result}",
+            source=self.op.loc.source,
+            fix=fix,
+        )
+
+
+Canonical = Callable[[Site], Sequence[Value]]
+
+CANONICAL: dict[str, Canonical] = {}
+"""Op (or `custom_call:` and its target) -> how it is written with other ops."""
+
+
+def canonical(*names: str) -> Callable[[Canonical], Canonical]:
+    """Decorator: the function writes these ops with others."""
+
+    def register(function: Canonical) -> Canonical:
+        CANONICAL.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def canonicalize(program: Program) -> Program:
+    """Rewrites every op in the table; a program without any is returned as it is.
+
+    Raises:
+      UnsupportedOpError: a form of an op that no other ops say.
+    """
+    if not any(key_of(op.name, op.kind.attrs) in CANONICAL for op in program.walk()):
+        return program
+
+    def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
+        function = CANONICAL.get(key_of(op.name, op.kind.attrs))
+        if function is None:
+            return None
+        results = function(Site(b, op, operands))
+        for value, wanted in zip(results, op.kind.results, strict=True):
+            if b.types[value] != wanted:
+                raise SpmdError(f"{op.name} was rewritten to {b.types[value]}, not {wanted}")
+        return results
+
+    return rewrite_ops(program, rewrite)
+
+
+# ---------------------------------------------------------------------------------------------
+# CHLO's implicit broadcasts, constants and scans.
+#
+# before: `%2 = chlo.broadcast_add %0, %1 : (tensor<4x6xf32>, tensor<6xf32>) -> tensor<4x6xf32>`
+# after:  `%2 = broadcast_in_dim %1; %3 = stablehlo.add %0, %2`
+
+_STABLEHLO = (
+    "add", "and", "atan2", "compare", "complex", "divide", "maximum", "minimum", "multiply", "or",
+    "power", "remainder", "select", "shift_left", "shift_right_arithmetic", "shift_right_logical",
+    "subtract", "xor",
+)  # fmt: skip
+BROADCASTING = {
+    **{f"chlo.broadcast_{name}": f"stablehlo.{name}" for name in _STABLEHLO},
+    **{f"chlo.broadcast_{name}": f"chlo.{name}" for name in ("next_after", "polygamma", "zeta")},
+}
+"""Broadcasting op -> the op that it is once its operands have one shape."""
+
+
+@canonical(*BROADCASTING)
+def _broadcasting(site: Site) -> Sequence[Value]:
+    name = BROADCASTING[site.op.name]
+    shape = site.result.shape
+    given = site.attrs.get("broadcast_dimensions")
+    operands = [_spread(site.b, v, shape, given) for v in site.operands]
+    attrs = {n: _as_stablehlo(a) for n, a in site.attrs.items() if n != "broadcast_dimensions"}
+    return site.b.op(name, operands, (site.result,), attrs)
+
+
+def _spread(b: Builder, x: Value, shape: tuple[int, ...], given: tuple[int, ...] | None) -> Value:
+    """An operand at the common shape; dims line up at the end unless the op says how."""
+    rank = b.types[x].rank
+    if b.types[x].shape == shape:
+        return x
+    if given is not None and len(given) == rank:
+        return b.broadcast(x, shape, given)
+    return b.broadcast(x, shape, tuple(range(len(shape) - rank, len(shape))))
+
+
+def _as_stablehlo(attr: Attribute) -> Attribute:
+    """CHLO's own spelling of comparison attributes."""
+    return Opaque(attr.text.replace("#chlo<", "#stablehlo<")) if isinstance(attr, Opaque) else attr
+
+
+@canonical("chlo.constant")
+def _constant(site: Site) -> Sequence[Value]:
+    return site.b.op("stablehlo.constant", (), (site.result,), site.attrs)
+
+
+@canonical("chlo.scan")
+def _scan(site: Site) -> Sequence[Value]:
+    """An associative scan in log2(n) steps, each a shifted combination of the whole.
+
+    `y[0] = body(x[0], init)`, then for shifts s = 1, 2, 4, ...: `y[i] = body(y[i], y[i - s])`.
+    """
+    # A running sum of 1 2 3 4:   shift 1: 1 3 5 7   shift 2: 1 3 6 10
+    # After the step with shift s every element holds the last 2 s terms up to its own. Each step is
+    # elementwise, so that the scanned dim may be split; a loop over its elements could not be.
+    body: Body = site.attrs["body"]
+    dim = site.attrs["dimension"]
+    if len(site.operands) != 2 or not site.attrs.get("is_associative") or not is_elementwise(body):
+        site.fail("only a scan of one tensor by an associative elementwise body is known",
+                  "write it as a loop")  # fmt: skip
+    if body.region.results[0] != body.region.results[1]:
+        site.fail("its output differs from its carry", "write it as a loop")
+    b, is_reverse = site.b, bool(site.attrs.get("is_reverse"))
+    y, init = site.operands
+    size = site.result.shape[dim]
+
+    def first(x: Value, count: int) -> Value:
+        """The first elements in the scan's order."""
+        return b.slice_dim(x, dim, *((size - count, size) if is_reverse else (0, count)))
+
+    def rest(x: Value, count: int) -> Value:
+        """All but the first elements."""
+        return b.slice_dim(x, dim, *((0, size - count) if is_reverse else (count, size)))
+
+    def joined(head: Value, tail: Value) -> Value:
+        return b.concatenate((tail, head) if is_reverse else (head, tail), dim)
+
+    def combined(x: Value, carry: Value) -> Value:
+        return inline_elementwise(b, body, (x, carry), b.types[x].shape)[0]
+
+    head = first(y, 1)
+    head = combined(head, b.reshape(init, b.types[head].shape))
+    y = joined(head, rest(y, 1)) if size > 1 else head
+    shift = 1
+    while shift < size:
+        moved = first(y, size - shift)
+        y = joined(first(y, shift), combined(rest(y, shift), moved))
+        shift *= 2
+    return y, b.reshape(rest(y, size - 1), site.op.kind.results[1].shape)
+
+
+# ---------------------------------------------------------------------------------------------
+# Older ops, and dynamic ones whose result's type says all. Those that need more are written anew
+# when they are imported (`importer/legalize.py`).
+
+
+@canonical("stablehlo.einsum", "stablehlo.unary_einsum")
+def _einsum(site: Site) -> Sequence[Value]:
+    """Jax's einsum: a letter of one side alone is summed first, then `dot_general`, `transpose`.
+
+    before: `%2 = stablehlo.einsum %0, %1 "ijl,jk->ki"`
+    after:  `%2 = reduce_add %0 [2]; %3 = dot_general %2, %1; %4 = transpose %3`
+    """
+    stated = getattr(site.attrs.get("precision_config"), "text", "")
+    precision = tuple(jax.lax.Precision[name] for name in re.findall(r"precision (\w+)", stated))
+    einsum = partial(
+        jnp.einsum,
+        site.attrs["einsum_config"],
+        precision=precision or jax.lax.Precision.DEFAULT,
+        preferred_element_type=numpy_dtype(site.result.dtype),
+    )
+    return site.computed(einsum)
+
+
+@canonical("stablehlo.torch_index_select")
+def _torch_index_select(site: Site) -> Sequence[Value]:
+    """One `gather` along `dim`, with the leading dims of both sides as batch."""
+    batch = site.attrs["batch_dims"]
+    select = partial(jnp.take, axis=site.attrs["dim"] - batch, mode="clip")
+    for _ in range(batch):
+        select = jax.vmap(select)
+    return site.computed(select)
+
+
+@canonical("stablehlo.map")
+def _map(site: Site) -> Sequence[Value]:
+    """`map` runs its body on every element, so it is its body on whole tensors.
+
+    before: `%2 = stablehlo.map %0, %1 ({ (a, b): a * b + 1 }) : tensor<4x6xf32>`
+    after:  `%2 = %0 * %1; %3 = splat 1; %4 = %2 + %3`
+    """
+    body: Body = site.attrs["body"]
+    if not is_elementwise(body):
+        site.fail("its body is not elementwise", "use elementwise ops in the body")
+    return inline_elementwise(site.b, body, site.operands, site.result.shape)
+
+
+@canonical("stablehlo.dynamic_reshape")
+def _reshape(site: Site) -> Sequence[Value]:
+    """The result's type says the shape, wherever the shape operand comes from."""
+    return (site.b.reshape(site.operands[0], site.result.shape),)
+
+
+@canonical("stablehlo.dynamic_broadcast_in_dim")
+def _broadcast_in_dim(site: Site) -> Sequence[Value]:
+    dims = site.attrs["broadcast_dimensions"]
+    return (site.b.broadcast(site.operands[0], site.result.shape, dims),)
+
+
+@canonical("stablehlo.dynamic_iota")
+def _iota(site: Site) -> Sequence[Value]:
+    return (site.b.iota(site.result, site.attrs["iota_dimension"]),)
+
+
+# ---------------------------------------------------------------------------------------------
+# Custom calls that stand for ops.
+
+_UNARY = ("acos", "acosh", "asin", "asinh", "atan", "atanh", "cosh", "erf", "sinh", "tan")
+
+
+@canonical(*(f"custom_call:mhlo.{name}" for name in _UNARY))
+def _unary(site: Site) -> Sequence[Value]:
+    name = str(site.attrs["call_target_name"]).replace("mhlo.", "chlo.")
+    return site.b.op(name, site.operands, site.op.kind.results)
+
+
+@canonical("custom_call:TopK", "custom_call:mhlo.topk")
+def _top_k(site: Site) -> Sequence[Value]:
+    """`mhlo.topk` and XLA's `TopK` are `chlo.top_k` where they ask for the largest."""
+    given = (site.attrs.get(f"mhlo.{name}") for name in ("attributes", "backend_config"))
+    if any("largest = false" in getattr(attr, "text", "") for attr in given):
+        site.fail("it asks for the smallest elements", "negate the operand and the values")
+    attrs = {"k": site.result.shape[-1]}
+    return site.b.op("chlo.top_k", site.operands[:1], site.op.kind.results, attrs)
+
+
+@canonical("custom_call:ApproxTopK")
+def _approx_top_k(site: Site) -> Sequence[Value]:
+    """A sort by the call's own comparator, then its first elements: recall 1, whatever was asked.
+
+    The operands are the tensors to reorder, then an initial value for each, which a sort ignores.
+    """
+    if "body" not in site.attrs:
+        site.fail("the module lacks its comparator", "use jax.lax.top_k")
+    config = getattr(site.attrs.get("mhlo.backend_config"), "text", "")
+    found = re.search(r"reduction_dim = (\d+)", config)
+    if found is None:
+        site.fail("its configuration has no reduction_dim", "use jax.lax.top_k")
+    b, dim = site.b, int(found[1])
+    tensors = site.operands[: len(site.operands) // 2]
+    attrs = {"dimension": dim, "is_stable": True, "body": site.attrs["body"]}
+    ordered = b.op("stablehlo.sort", tensors, [b.types[v] for v in tensors], attrs)
+    starts = (0,) * site.result.rank
+    return [
+        b.slice(v, starts, type_.shape)
+        for v, type_ in zip(ordered, site.op.kind.results, strict=True)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------
+# FFTs of several dims as those of one dim each, so that only this one has to be whole.
+#
+# before: `%1 = fft %0 [8, 16]`
+# after:  `%1 = fft %0 [16]; %2 = transpose %1 [1, 0]; %3 = fft %2 [8]; %4 = transpose %3 [1, 0]`
+#
+# Where nothing is exchanged between them, one device's program gets the FFT of several dims back
+# (`spmd.lowering.rewrites.join_ffts`).
+
+
+@canonical("stablehlo.fft")
+def _fft(site: Site) -> Sequence[Value]:
+    b, attrs, rank = site.b, site.attrs, site.result.rank
+    lengths, kind = attrs["fft_length"], attrs["fft_type"]
+    if len(lengths) == 1:
+        return b.repeat(site.op.kind, site.operands)
+    # Real values become complex along the last dim, which is the first to be transformed, and
+    # complex values real along the last one, too, at the end.
+    complex_kind = Opaque(kind.text.replace("RFFT", "FFT"))
+    dims = range(rank - len(lengths), rank)
+    (x,) = site.operands
+    for dim in dims if "IRFFT" in kind.text else reversed(dims):
+        length = (lengths[dim - rank],)
+        if dim == rank - 1:
+            type_ = (
+                b.types[x].with_dim(dim, site.result.shape[dim])._replace(dtype=site.result.dtype)
+            )
+            (x,) = b.op(site.op.name, (x,), (type_,), {"fft_length": length, "fft_type": kind})
+            continue
+        swap = [*range(rank)]
+        swap[dim], swap[-1] = rank - 1, dim
+        x = b.transpose(x, swap)
+        made = {"fft_length": length, "fft_type": complex_kind}
+        (x,) = b.op(site.op.name, (x,), (b.types[x],), made)
+        x = b.transpose(x, swap)
+    return (x,)
+
+
+# ---------------------------------------------------------------------------------------------
+# Batch normalization as sums and elementwise ops (StableHLO specification, `batch_norm_*`): over a
+# split batch its statistics are partial sums, like any other.
+#
+# before: `%y, %mean, %var = stablehlo.batch_norm_training %x, %scale, %offset`
+# after:  `%mean = sum(%x) / n; %var = sum((%x - %mean)^2) / n; %y = (%x - %mean) * ...`
+
+
+class _Norm:
+    """Steps along the feature dim of one batch normalization."""
+
+    def __init__(self, site: Site) -> None:
+        x = site.op.kind.operands[0]
+        self.shape = x.shape
+        self.feature: int = site.attrs["feature_index"]
+        self.others = [d for d in range(x.rank) if d != self.feature]
+        self.count = x.size // max(x.shape[self.feature], 1)
+        self.epsilon = float(getattr(site.attrs["epsilon"], "text", "0").partition(":")[0])
+
+    def spread(self, x: Any) -> Any:
+        """One number a feature, repeated over the whole tensor."""
+        return lax.broadcast_in_dim(x, self.shape, (self.feature,))
+
+    def sum(self, x: Any) -> Any:
+        """Sum over everything but the features."""
+        return lax.reduce_sum(x, self.others)
+
+    def normalize(self, x: Any, scale: Any, offset: Any, mean: Any, variance: Any) -> Any:
+        factor = lax.rsqrt(variance + self.epsilon) * scale
+        return (x - self.spread(mean)) * self.spread(factor) + self.spread(offset)
+
+    def training(self, x: Any, scale: Any, offset: Any) -> Any:
+        mean = self.sum(x) / self.count
+        variance = self.sum(lax.square(x - self.spread(mean))) / self.count
+        return self.normalize(x, scale, offset, mean, variance), mean, variance
+
+    def gradient(self, x: Any, scale: Any, mean: Any, variance: Any, dy: Any) -> Any:
+        """The gradients of `x`, `scale` and `offset`; `var` is the variance with epsilon.
+
+        `dx = scale / sqrt(var) / n * (n * dy - sum(dy) - (x - mean) * sum(dy * (x - mean)) / var)`,
+        `dscale = sum(dy * (x - mean)) / sqrt(var)` and `doffset = sum(dy)`.
+        """
+        inverse = lax.rsqrt(variance + self.epsilon)
+        centered = x - self.spread(mean)
+        dy_sum, weighted = self.sum(dy), self.sum(dy * centered)
+        tilt = centered * self.spread(weighted * inverse * inverse / self.count)
+        dx = self.spread(scale * inverse) * (dy - self.spread(dy_sum / self.count) - tilt)
+        return dx, weighted * inverse, dy_sum
+
+
+_NORMS: Mapping[str, Callable[..., Any]] = {
+    "stablehlo.batch_norm_inference": _Norm.normalize,
+    "stablehlo.batch_norm_training": _Norm.training,
+    "stablehlo.batch_norm_grad": _Norm.gradient,
+}
+
+
+@canonical(*_NORMS)
+def _norm(site: Site) -> Sequence[Value]:
+    return site.computed(partial(_NORMS[site.op.name], _Norm(site)))

@@ -1,6 +1,0 @@
-"""Program to program: ops that are defined by others are written out in those.
-
-Importing this package fills the table of them.
-"""
-
-from spmd.frontend.canonicalize import chlo, custom_call, fft, norm, older  # noqa: F401
