@@ -89,11 +89,19 @@ def op_seconds(
         is computed inside what reads it, and costs what is read for it there.
     """
     compute = share_seconds(kind, rule, assignment, mesh, topology)
-    exchanges = own_seconds(kind, rule, assignment, mesh, topology)
+    exchanges = 0.0
+    if name := kind.about.collective:
+        piece = local_kind(kind, rule, assignment, mesh)
+        sent, got = piece.operands[0].bytes, piece.results[0].bytes
+        exchanges += collective_seconds(name, kind.attrs["axes"], sent, got, mesh, topology)
     exchanges += halo_seconds(kind, rule, assignment, mesh, topology)
     exchanges += merge_seconds(kind, rule, assignment, mesh, topology)
     exchanges += exchange_seconds(rule, assignment, mesh, topology)
-    sizes = piece_bytes(kind, rule, assignment, mesh)
+    extents = [mesh.extent(axes) for axes in assignment]
+    sizes = [
+        type_.size * dtype_bits(type_.dtype) / 8 / math.prod([extents[f] for d in dims for f in d])
+        for type_, dims in zip((*kind.operands, *kind.results), rule.values, strict=True)
+    ]
     moves = (*bytes_read(kind, sizes), *bytes_written(kind, sizes))
     if stored:
         moves = tuple(itertools.compress(moves, stored))
@@ -128,28 +136,6 @@ def local_kind(kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh) -> 
     ]
     count = len(kind.operands)
     return OpKind(kind.name, tuple(types[:count]), tuple(types[count:]), kind.attrs)
-
-
-def piece_bytes(kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh) -> list[float]:
-    """Bytes of one device's piece of each operand and result."""
-    extents = [mesh.extent(axes) for axes in assignment]
-    types = (*kind.operands, *kind.results)
-    return [
-        type_.size * dtype_bits(type_.dtype) / 8 / math.prod([extents[f] for d in dims for f in d])
-        for type_, dims in zip(types, rule.values, strict=True)
-    ]
-
-
-def own_seconds(
-    kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology
-) -> float:
-    """Time on the links of an op that is a collective itself."""
-    if not kind.about.collective:
-        return 0.0
-    piece = local_kind(kind, rule, assignment, mesh)
-    before, after = piece.operands[0].bytes, piece.results[0].bytes
-    name, axes = kind.about.collective, kind.attrs["axes"]
-    return collective_seconds(name, axes, before, after, mesh, topology)
 
 
 def ring_seconds(

@@ -181,7 +181,6 @@ class Sliding:
     """The windows of a `reduce_window`, `select_and_scatter` or `convolution`, dim by dim.
 
     Attributes:
-      rank: number of dims.
       strides, padding, base, window: window strides, padding, base and window dilations.
     """
 
@@ -189,7 +188,6 @@ class Sliding:
         conv = kind.name == "stablehlo.convolution"
         names = ("lhs_dilation", "rhs_dilation") if conv else ("base_dilations", "window_dilations")
         ones = (1,) * rank
-        self.rank = rank
         self.strides: tuple[int, ...] = kind.attrs.get("window_strides") or ones
         self.base: tuple[int, ...] = kind.attrs.get(names[0]) or ones
         self.window: tuple[int, ...] = kind.attrs.get(names[1]) or ones
