@@ -78,9 +78,6 @@ class Path:
             self._steps = self._steps()
         return self._steps
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Path) and repr(self) == repr(other)
-
     def __repr__(self) -> str:
         return f"Path(steps={self.steps}, seconds={self.seconds}, bytes={self.bytes})"
 

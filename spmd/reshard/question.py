@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -154,16 +154,12 @@ def questions(
         joined = _joined(dims, partial, list(order), letters)
         joined = _refined(joined, [dim.room for dim in dims], mesh)
     for runs in (joined, apart):
-        number_of = {run[0]: i for i, run in enumerate(runs)}
-        src_digits, dst_digits, owed = (
-            [tuple([number_of[a] for a in axes if a in number_of]) for axes in side]
-            for side in ([dim.src for dim in dims], [dim.dst for dim in dims], [partial])
-        )
+        digit_of = {run[0]: i for i, run in enumerate(runs)}
         question = Question(
             tuple([_digit(letters[run[0]], len(run)) for run in runs]),
-            tuple(src_digits),
-            tuple(dst_digits),
-            tuple(sorted(owed[0])),
+            tuple([_digits(dim.src, digit_of) for dim in dims]),
+            tuple([_digits(dim.dst, digit_of) for dim in dims]),
+            tuple(sorted(_digits(partial, digit_of))),
             tuple([dim.room for dim in dims]),
         )
         yield question, Names(tuple(runs), tuple([dim.number for dim in dims]), tuple(kept))
@@ -264,3 +260,8 @@ def _refined(runs: list[Axes], rooms: Sequence[int], mesh: Mesh) -> list[Axes]:
 def _digit(letter: Digit, count: int) -> Digit:
     """So many equal atoms as one digit."""
     return letter._replace(sizes=letter.sizes * count)
+
+
+def _digits(atoms: Iterable[int], digit_of: Mapping[int, int]) -> Axes:
+    """Atoms in digits, each of which has the number of its first atom."""
+    return tuple([digit_of[a] for a in atoms if a in digit_of])
