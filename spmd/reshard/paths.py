@@ -78,8 +78,18 @@ class Path:
             self._steps = self._steps()
         return self._steps
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Path) and self._fields == other._fields
+
+    def __hash__(self) -> int:
+        return hash(self._fields)
+
     def __repr__(self) -> str:
         return f"Path(steps={self.steps}, seconds={self.seconds}, bytes={self.bytes})"
+
+    @property
+    def _fields(self) -> tuple[tuple[Step, ...], float, int]:
+        return self.steps, self.seconds, self.bytes
 
 
 @lru_cache(maxsize=1 << 16)
