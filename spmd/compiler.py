@@ -33,12 +33,11 @@ from spmd.frontend.shift import shift_heads
 from spmd.frontend.stack import stacked
 from spmd.frontend.unflatten import unflatten
 from spmd.frontend.unroll import unroll
-from spmd.ir.callbacks import Callback
-from spmd.ir.dedupe import dedupe
 from spmd.ir.dialect.composites import PLATFORM, whole_composites
 from spmd.ir.dialect.registry import TAUGHT
 from spmd.ir.legality import check_program
-from spmd.ir.program import Program
+from spmd.ir.program import Callback, Program
+from spmd.ir.rewrite import dedupe
 from spmd.ir.types import Order
 from spmd.lowering.emitted import Emitted, emit_local
 from spmd.lowering.expand import expand
@@ -60,7 +59,7 @@ from spmd.planning.stacks import stacks_of
 from spmd.predict.backends import memory_for
 from spmd.predict.timeline import Timeline
 from spmd.progress import Stopwatch
-from spmd.propagation.propagated import Propagated
+from spmd.propagation.propagate import Propagated
 from spmd.propagation.sink import sink_invariants
 from spmd.store import key_of, store_in
 from spmd.trial import Trial

@@ -31,12 +31,8 @@ class SpmdError(Exception):
         required: str | None = None,
         fix: str | None = None,
     ) -> None:
-        self.what = what
-        self.op = op
-        self.source = source
-        self.actual = actual
-        self.required = required
-        self.fix = fix
+        self.what, self.op, self.source = what, op, source
+        self.actual, self.required, self.fix = actual, required, fix
         super().__init__(self.render())
 
     def at(self, source: str | None) -> SpmdError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -139,19 +139,13 @@ class _Graph:
             return hash(self.places)
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclass
 class _Rest:
     """The leaves of a result, None where a node was, and the structure of both."""
 
-    def __init__(self, leaves: Sequence[Any], tree: Any) -> None:
-        self.leaves, self.tree = leaves, tree
-
-    def tree_flatten(self) -> tuple[Any, Any]:
-        return tuple(self.leaves), self.tree
-
-    @staticmethod
-    def tree_unflatten(tree: Any, leaves: Any) -> _Rest:
-        return _Rest(leaves, tree)
+    leaves: Sequence[Any]
+    tree: Any = field(metadata={"static": True})
 
     def joined(self, nodes: Sequence[Any]) -> Any:
         """The result, with these nodes where they belong."""

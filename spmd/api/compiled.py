@@ -22,7 +22,7 @@ from spmd.api.tracing import Interface
 from spmd.compiler import Stages, emit_plan
 from spmd.errors import ArgumentError
 from spmd.explain.memory import Memory
-from spmd.ir.index import Index
+from spmd.ir.control_flow import Index
 from spmd.ir.types import needs_x64, numpy_dtype
 from spmd.lowering.ahead import devices_ahead, is_here
 from spmd.lowering.emitted import Emitted

@@ -28,7 +28,7 @@ from spmd.planning.solver.network import FORBIDDEN
 from spmd.planning.solver.solve import Reduced
 from spmd.planning.units import CARRY, OP
 from spmd.propagation.projection import Assignment
-from spmd.propagation.propagated import Conflict
+from spmd.propagation.propagate import Conflict
 
 T = TypeVar("T")
 

@@ -15,15 +15,15 @@ from typing import NamedTuple, TypeVar
 
 from spmd.explain.document import Cell, Table, count, number, source
 from spmd.explain.words import bytes_text, plural, seconds_text, share_text
-from spmd.ir.index import Index
+from spmd.ir.control_flow import Index
 from spmd.ir.program import Frame, Op, Region, numberless
 from spmd.lowering.partition import Partitioned
 from spmd.measure.labels import layer_of
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
+from spmd.predict.ops import Transfer
 from spmd.predict.timeline import COMPUTE, Slot, Timeline
-from spmd.predict.transfers import Transfer
 
 K = TypeVar("K", bound=Hashable)
 

@@ -14,7 +14,7 @@ from spmd.ir.types import TensorType, local_type
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 from spmd.planning.plan import Plan
-from spmd.propagation.propagated import Propagated
+from spmd.propagation.propagate import Propagated
 
 # ---------------------------------------------------------------------------------------------
 # Arguments and results.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from spmd.explain.document import Cell, Table, count, number, source
 from spmd.explain.words import bytes_text, plural, seconds_text, type_text
+from spmd.ir.description import CONSTANT
 from spmd.ir.program import Op, Program, numberless
 from spmd.lowering.recompute.again import AGAIN
 from spmd.planning.plan import Plan, Recomputed
@@ -141,7 +142,7 @@ def _at_peak(use: MemoryUse, program: Program, kinds: Sequence[str]) -> tuple[Al
     held += [
         (ARGUMENTS, "constant", op.kind.results[0], op.loc.trail, len(op.kind.attrs["value"].data))
         for op in program.walk()
-        if op.kind.about.is_constant and not op.kind.attrs["value"].splat
+        if op.name == CONSTANT and not op.kind.attrs["value"].splat
     ]
     results = zip(program.result_names, body.results, strict=True)
     for kind, leaves in (

@@ -27,7 +27,7 @@ from spmd.mesh.sharding import Sharding, is_legal
 from spmd.mesh.spec import has_parts
 from spmd.options import Options
 from spmd.planning.plan import Plan
-from spmd.propagation.propagated import Conflict
+from spmd.propagation.propagate import Conflict
 
 MOST_TRIES = 5
 """Marks without which a program is planned again for a report."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from spmd.ir.control_flow import producers_of, users_of
+from spmd.ir.description import BROADCAST, CONSTANT, SCATTER
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.reducers import is_identity
 from spmd.ir.program import Op, Program, Region, Value
@@ -51,7 +52,7 @@ def accumulate(program: Program) -> Program:
 def _adds_apart(op: Op) -> bool:
     """Whether an op adds updates to a tensor, each at a place of its own."""
     attrs = op.kind.attrs
-    is_alone = op.kind.about.is_scatter and len(op.results) == 1
+    is_alone = op.name == SCATTER and len(op.results) == 1
     return is_alone and attrs["reducer"] == "add" and bool(attrs.get("unique_indices"))
 
 
@@ -70,8 +71,8 @@ def _sums_in(region: Region) -> Iterator[tuple[Op, Op]]:
 def _is_zero(value: Value, producers: Mapping[Value, Op]) -> bool:
     """Whether a value is zeros: a constant, or one that was broadcast."""
     op = producers.get(value)
-    while op is not None and op.kind.about.is_broadcast:
+    while op is not None and op.name == BROADCAST:
         op = producers.get(op.operands[0])
-    if op is None or not op.kind.about.is_constant:
+    if op is None or op.name != CONSTANT:
         return False
     return is_identity(op.kind.attrs["value"], op.kind.results[0].dtype, "add")

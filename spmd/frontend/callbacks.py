@@ -23,8 +23,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo as hlo
 
 from spmd.errors import FrontendError
-from spmd.ir.callbacks import Callback
 from spmd.ir.dialect.callbacks import CALLBACK, FLAG
+from spmd.ir.program import Callback
 from spmd.ir.types import numpy_dtype
 
 OnCallbacks = Literal["run", "drop"]

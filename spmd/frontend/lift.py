@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from spmd.frontend.importer.module import Imported
 from spmd.ir.control_flow import held_atoms
+from spmd.ir.description import CONSTANT
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Value
 from spmd.ir.rewrite import Now, edit_ops
@@ -50,7 +51,7 @@ def lift_constants(imported: Imported) -> Imported:
 
 def _is_large(op: Op) -> bool:
     """Whether an op is a constant that takes memory worth splitting."""
-    if not op.kind.about.is_constant:
+    if op.name != CONSTANT:
         return False
     dense: Dense = op.kind.attrs["value"]
     # Compiled programs of jax refuse arrays of elements below a byte, which they hold unpacked.

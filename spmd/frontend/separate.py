@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from spmd.ir.control_flow import producers_of
+from spmd.ir.description import BARRIER, CONSTANT
 from spmd.ir.dialect.bodies import separated
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.reducers import NEUTRAL, body_reducer, is_identity
@@ -34,7 +35,7 @@ def separate(program: Program) -> Program:
     def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
         if len(op.results) == 1 or not _is_separable(op):
             return None
-        if op.kind.about.is_barrier:
+        if op.name == BARRIER:
             types = op.kind.results
             pairs = zip(operands, types, strict=True)
             return [b.op(op.name, (value,), (type_,))[0] for value, type_ in pairs]
@@ -45,7 +46,7 @@ def separate(program: Program) -> Program:
 
 def _is_separable(op: Op) -> bool:
     """Whether an op of several results may be one op for each of them."""
-    return op.kind.about.is_barrier or bool(_bodies(op))
+    return op.name == BARRIER or bool(_bodies(op))
 
 
 def _bodies(op: Op) -> tuple[Body, ...]:
@@ -70,7 +71,7 @@ def _reductions(
         if NEUTRAL in attrs:
             initial = producers.get(op.operands[k - count])
             attrs[NEUTRAL] = initial is not None and (
-                initial.kind.about.is_constant
+                initial.name == CONSTANT
                 and is_identity(initial.kind.attrs["value"], initial.kind.results[0].dtype, reducer)
             )
         own = (operands[k], *shared, operands[k - count])

@@ -18,12 +18,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.ir.control_flow import producers_of, users_of
-from spmd.ir.dead import remove_dead
-from spmd.ir.dedupe import dedupe
+from spmd.ir.description import BROADCAST
 from spmd.ir.dialect.builder import Builder, resized
 from spmd.ir.dialect.reducers import NEUTRAL
 from spmd.ir.program import Op, Program, Value
-from spmd.ir.rewrite import Now, edit_ops
+from spmd.ir.rewrite import Now, dedupe, edit_ops, remove_dead
 from spmd.ir.types import TensorType
 from spmd.mesh.sharding import Axes
 
@@ -158,7 +157,7 @@ class _Shifted(NamedTuple):
                 }
                 (source,) = op.operands
                 return b.op(SLICE, (self.now(source),), (type_,), attrs)[0]
-        if op is not None and op.kind.about.is_broadcast and not _varies(op, dim):
+        if op is not None and op.name == BROADCAST and not _varies(op, dim):
             return b.op(op.name, [self.now(v) for v in op.operands], (type_,), op.kind.attrs)[0]
         none = (0,) * type_.rank
         attrs = {

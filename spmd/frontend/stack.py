@@ -19,11 +19,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmd.frontend.lanes import Block, Row, Stack, carries_that_differ
-from spmd.ir.dead import remove_dead
 from spmd.ir.dialect.batched import Batched, form_of
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, OpKind, Program, Region, Value
-from spmd.ir.rewrite import repeat_op
+from spmd.ir.rewrite import remove_dead, repeat_op
 
 
 def stacked(program: Program, stacks: Sequence[Stack]) -> Program:

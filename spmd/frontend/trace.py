@@ -24,7 +24,7 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 from spmd.errors import FrontendError, MeshError
 from spmd.frontend.callbacks import OnCallbacks, OwnCallbacks
 from spmd.frontend.refine import DIM, is_dynamic, refine
-from spmd.ir.callbacks import Callback
+from spmd.ir.program import Callback
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import as_mesh, has_explicit_axes, mesh_around
 

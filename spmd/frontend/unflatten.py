@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from spmd.ir.control_flow import producers_of
+from spmd.ir.description import RESHAPE
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import rewrite_ops
@@ -62,7 +63,7 @@ def _flattened(program: Program) -> dict[Value, Op]:
     return {
         value: op
         for value, op in producers_of(program).items()
-        if op.kind.about.is_reshape and any(len(g.before) > 1 for g in _groups_of(op))
+        if op.name == RESHAPE and any(len(g.before) > 1 for g in _groups_of(op))
     }
 
 

@@ -24,12 +24,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmd.ir.control_flow import integer_of
-from spmd.ir.dead import remove_dead
+from spmd.ir.control_flow import Index, integer_of
+from spmd.ir.description import BROADCAST, CONSTANT, DYNAMIC_SLICE, RESHAPE
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.index import Index
 from spmd.ir.program import Op, OpKind, Program, Region, Value, walk_region
-from spmd.ir.rewrite import Now, edit_ops, repeat_op
+from spmd.ir.rewrite import Now, edit_ops, remove_dead, repeat_op
 from spmd.ir.types import numpy_dtype
 
 _FOLDED: Mapping[str, Callable[..., int]] = {
@@ -155,7 +154,7 @@ class _Unroller:
             value = b.constant(np.array(integer), op.kind.results[0].dtype)
             self.known[value] = integer
             return (value,)
-        if op.kind.about.is_dynamic_slice:
+        if op.name == DYNAMIC_SLICE:
             return self._sliced(b, op.kind, operands)
         if op.name == "stablehlo.dynamic_update_slice":
             return self._written(b, op.kind, operands)
@@ -200,7 +199,7 @@ class _Unroller:
         dtype = numpy_dtype(kind.results[0].dtype)
         if not np.issubdtype(dtype, np.integer) and dtype != np.bool_:
             return None
-        if kind.about.is_constant:
+        if kind.name == CONSTANT:
             return int(kind.attrs["value"].array())
         given = [self._integer(v) for v in operands]
         if not given or None in given:
@@ -248,8 +247,7 @@ class _Unroller:
 
 def _widens(kind: OpKind, more: int) -> bool:
     """Whether an op adds so many dims of one element in front, and does nothing else."""
-    about = kind.about
-    if not (about.is_reshape or about.is_broadcast):
+    if kind.name not in (RESHAPE, BROADCAST):
         return False
     before, after = kind.operands[0].shape, kind.results[0].shape
     if more < 0:

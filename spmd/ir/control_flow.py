@@ -1,17 +1,20 @@
-"""Control flow as data flow: which values of a region op are one, trip counts, uses of values."""
+"""Control flow as data flow: which values of a region op are one, trip counts, uses of values.
+
+`Index` finds all of it once for a program.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from spmd.ir.description import CONSTANT, CONVERT, FROM_MANUAL
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.types import numpy_dtype
-
-_DIRECTION = "comparison_direction"
-"""The attribute of comparisons that says which one it is."""
 
 UNKNOWN_TRIPS = 16
 """Assumed trip count of a loop whose condition doesn't tell it."""
@@ -71,49 +74,11 @@ def held_atoms(program: Program) -> dict[Value, tuple[int, ...]]:
                     visit(inner, held + op.kind.attrs["axes"], held)
                 else:
                     visit(inner, held, outer)
-            own = outer if op.kind.about.is_exit else held
+            own = outer if op.name == FROM_MANUAL else held
             found.update((v, own) for v in op.results if own)
 
     visit(program.body, (), ())
     return found
-
-
-def trip_count(op: Op, producers: Mapping[Value, Op]) -> int | None:
-    """How often a `while` runs, read from `i < n` or `i != n` with constant start, step and end.
-
-    Args:
-      op: a `stablehlo.while`.
-      producers: the op that defines each value.
-
-    Returns:
-      The number of iterations, or None when it cannot be told.
-    """
-    cond, body = op.regions
-    if len(cond.results) != 1:
-        return None
-    test = producers.get(cond.results[0])
-    if test is None or _DIRECTION not in test.kind.attrs or test.operands[0] not in cond.args:
-        return None
-    index = cond.args.index(test.operands[0])
-    step_op = producers.get(body.results[index])
-    if step_op is None or step_op.kind.about.reducer != "add":
-        return None
-    others = [v for v in step_op.operands if v != body.args[index]]
-    start = integer_of(producers, op.operands[index])
-    end = integer_of(producers, test.operands[1])
-    step = integer_of(producers, others[0]) if len(others) == 1 else None
-    if start is None or end is None or not step:
-        return None
-    direction = str(test.kind.attrs[_DIRECTION])
-    if "LT" in direction:
-        trips = -((start - end) // step) if start < end else 0  # rounded up: 0, 3, 6 for i < 7
-    elif "NE" in direction and (end - start) % step == 0:
-        trips = (end - start) // step
-    else:
-        return None
-    # What counts away from its end, or past the largest integer, goes on until it wraps around.
-    limits = np.iinfo(numpy_dtype(test.kind.operands[0].dtype))
-    return trips if trips >= 0 and limits.min <= start + trips * step <= limits.max else None
 
 
 def integer_of(producers: Mapping[Value, Op], value: Value) -> int | None:
@@ -121,9 +86,9 @@ def integer_of(producers: Mapping[Value, Op], value: Value) -> int | None:
     op = producers.get(value)
     if op is None:
         return None
-    if op.kind.about.is_convert:
+    if op.name == CONVERT:
         return integer_of(producers, op.operands[0])
-    if not op.kind.about.is_constant or op.kind.results[0].rank:
+    if op.name != CONSTANT or op.kind.results[0].rank:
         return None
     element = op.kind.attrs["value"].array()
     return int(element) if np.issubdtype(element.dtype, np.integer) else None
@@ -149,3 +114,76 @@ def users_of(program: Program) -> dict[Value, list[tuple[Op | None, int]]]:
 
     visit(program.body)
     return users
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """Lookups over one program. Each is made when it is first asked for, and kept.
+
+    Attributes:
+      program: the program.
+
+    Example:
+      >>> index = Index(program)
+      >>> index.producers[value].name
+      'stablehlo.add'
+    """
+
+    program: Program
+
+    @cached_property
+    def producers(self) -> Mapping[Value, Op]:
+        """The op that defines each value; arguments have none."""
+        return producers_of(self.program)
+
+    @cached_property
+    def users(self) -> Mapping[Value, Sequence[tuple[Op | None, int]]]:
+        """For each value, its uses as (op, operand index); a region's return is (None, index)."""
+        return users_of(self.program)
+
+    @cached_property
+    def held(self) -> Mapping[Value, tuple[int, ...]]:
+        """For each value inside a manual region, the atoms along which it may differ unseen."""
+        return held_atoms(self.program)
+
+    @cached_property
+    def trips(self) -> Mapping[Value, int | None]:
+        """A loop's first result -> how often the loop runs, None where that cannot be told."""
+        loops = (op for op in self.program.walk() if op.is_loop)
+        return {op.results[0]: self._trip_count(op) for op in loops if op.results}
+
+    def runs(self, op: Op) -> int:
+        """How often the regions of an op run each time that the op does; a guess if unknown."""
+        if not op.is_loop:
+            return 1
+        trips = self.trips.get(op.results[0])
+        return UNKNOWN_TRIPS if trips is None else trips
+
+    def _trip_count(self, op: Op) -> int | None:
+        """How often a loop runs, by `i < n` or `i != n` with constant start, step and end."""
+        cond, body = op.regions
+        if len(cond.results) != 1:
+            return None
+        test = self.producers.get(cond.results[0])
+        direction = "" if test is None else str(test.kind.attrs.get("comparison_direction", ""))
+        if test is None or not direction or test.operands[0] not in cond.args:
+            return None
+        index = cond.args.index(test.operands[0])
+        step_op = self.producers.get(body.results[index])
+        if step_op is None or step_op.kind.about.reducer != "add":
+            return None
+        others = [v for v in step_op.operands if v != body.args[index]]
+        start = integer_of(self.producers, op.operands[index])
+        end = integer_of(self.producers, test.operands[1])
+        step = integer_of(self.producers, others[0]) if len(others) == 1 else None
+        if start is None or end is None or not step:
+            return None
+        if "LT" in direction:
+            trips = -((start - end) // step) if start < end else 0  # rounded up: 0, 3, 6 for i < 7
+        elif "NE" in direction and (end - start) % step == 0:
+            trips = (end - start) // step
+        else:
+            return None
+        # What counts away from its end, or past the largest integer, goes on until it wraps around.
+        limits = np.iinfo(numpy_dtype(test.kind.operands[0].dtype))
+        return trips if trips >= 0 and limits.min <= start + trips * step <= limits.max else None

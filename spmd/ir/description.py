@@ -1,7 +1,7 @@
 """`Description`: all that the compiler knows of an op, as data.
 
 The descriptions are written in `spmd.ir.dialect`, by family. Algorithms ask an op's kind for a
-trait (`op.kind.about.is_elementwise`), and name no op.
+trait (`op.kind.about.is_elementwise`), and for one op alone by a name from here (`BROADCAST`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
+
+# Ops that algorithms ask for by name, because they alone are what is looked for.
+BARRIER = "stablehlo.optimization_barrier"
+BROADCAST = "stablehlo.broadcast_in_dim"
+CONSTANT = "stablehlo.constant"
+CONVERT = "stablehlo.convert"
+DYNAMIC_SLICE = "stablehlo.dynamic_slice"
+REDUCE = "stablehlo.reduce"
+RESHAPE = "stablehlo.reshape"
+SCATTER = "stablehlo.scatter"
+SUBTRACT = "stablehlo.subtract"
+TRANSPOSE = "stablehlo.transpose"
+FROM_MANUAL = "spmd.from_manual"
+"""The inverse of `spmd.to_manual`: joins the devices' pieces to the value outside of a region."""
 
 COMPOSITE = "stablehlo.composite"
 """A call of a function that stays whole; its attribute `name` says which."""
@@ -52,11 +66,7 @@ class Description(NamedTuple):
       is_elementwise: each element of the results depends on the same elements of the operands.
       linear: of an elementwise op, the groups of operands in which it is linear.
       reducer: the reduction whose terms it combines: `add`, `max`, ...
-      is_constant: its elements are an attribute.
       is_source: it has no operands, and any piece of it can be made anywhere.
-      is_broadcast, is_convert, is_difference, is_dynamic_slice, is_reduce, is_reshape,
-        is_scatter, is_transpose: as named.
-      is_barrier: nothing that reads its result begins before its operand is there.
       is_mark: the user said how its result is split.
       is_repeatable: equal ops over equal operands may be done once.
       has_effect: it is kept even if nobody reads its results.
@@ -77,7 +87,6 @@ class Description(NamedTuple):
       region: of control flow, what its regions are: `loop`, `branches` or `manual`.
       selector: dtype of the scalar that chooses among its branches.
       tells_devices: its result depends on which device it runs on, beside its operands.
-      is_exit: it hands a value of a manual region to the region around it.
       is_global: only the whole program has it, never one device's.
       is_local: only one device's program has it.
       is_manual: in the whole program only manual regions have it.
@@ -90,17 +99,7 @@ class Description(NamedTuple):
     is_elementwise: bool = False
     linear: tuple[tuple[int, ...], ...] = ()
     reducer: str = ""
-    is_constant: bool = False
     is_source: bool = False
-    is_broadcast: bool = False
-    is_convert: bool = False
-    is_difference: bool = False
-    is_dynamic_slice: bool = False
-    is_reduce: bool = False
-    is_reshape: bool = False
-    is_scatter: bool = False
-    is_transpose: bool = False
-    is_barrier: bool = False
     is_mark: bool = False
     is_repeatable: bool = True
     has_effect: bool = False
@@ -119,7 +118,6 @@ class Description(NamedTuple):
     region: str = ""
     selector: str = ""
     tells_devices: bool = False
-    is_exit: bool = False
     is_global: bool = False
     is_local: bool = False
     is_manual: bool = False

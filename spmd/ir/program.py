@@ -8,20 +8,42 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from spmd.ir.callbacks import Callback
 from spmd.ir.description import (
+    BROADCAST,
     COMPOSITE,
     CUSTOM_CALL,
     DESCRIPTIONS,
+    TRANSPOSE,
     UNKNOWN,
     UNKNOWN_CALL,
     Description,
     key_of,
 )
 from spmd.ir.types import Attribute, Dense, TensorType
+
+
+@dataclass(frozen=True, eq=False)
+class Callback:
+    """A function of the process that compiled the program; ops name it by its number.
+
+    Attributes:
+      function: from arrays to a sequence of arrays.
+      label: what the user wrote: `jax.debug.print`, `jax.pure_callback of lookup`.
+      is_debug: whether it only looks: `jax.debug.print` and `jax.debug.callback`.
+      has_effect: whether it does more than compute its results.
+      is_ordered: whether it is called in the order of the program among others that are.
+    """
+
+    function: Callable[..., Sequence[Any]]
+    label: str
+    is_debug: bool
+    has_effect: bool
+    is_ordered: bool
+
 
 Value = int
 
@@ -137,12 +159,12 @@ class OpKind:
     @property
     def adds_dims(self) -> bool:
         """Whether it broadcasts to dims of one element alone: the same elements, another shape."""
-        return self.about.is_broadcast and self.operands[0].size == self.results[0].size
+        return self.name == BROADCAST and self.operands[0].size == self.results[0].size
 
     @property
     def is_renaming(self) -> bool:
         """Whether it adds or moves dims of one element alone: the same memory."""
-        if self.about.is_transpose:
+        if self.name == TRANSPOSE:
             shape = self.operands[0].shape
             moved = [dim for dim in self.attrs["permutation"] if shape[dim] != 1]
             return moved == sorted(moved)

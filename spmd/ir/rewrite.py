@@ -1,11 +1,13 @@
-"""Rebuilding a program op by op: what every rewrite of the local program is made of."""
+"""Rebuilding a program op by op, of which rewrites are made; and what every rewrite ends with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from typing import NamedTuple
 
+from spmd.ir.description import TRANSPOSE
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.program import Loc, Op, Program, Region, Value
+from spmd.ir.program import Loc, Op, OpKind, Program, Region, Value, free_values, has_effect
 from spmd.ir.types import TensorType
 
 Rewrite = Callable[[Builder, Op, tuple[Value, ...]], "Sequence[Value] | None"]
@@ -135,3 +137,119 @@ def edit_ops(program: Program, edit: Edit) -> Program:
 
     body = region(program.body, True)
     return program._replace(types=tuple(b.types), body=body)
+
+
+def remove_dead(program: Program) -> Program:
+    """Drops ops whose results nobody reads; those with an effect are kept.
+
+    before: `%1 = negate %0; %2 = tanh %0; return %2`
+    after:  `%2 = tanh %0; return %2`
+    """
+
+    # Backwards, so that the readers of a value are seen before its op. A loop's carry that nobody
+    # reads stays: whether its body needs it takes a look around the loop.
+    def region(old: Region, needed: set[Value]) -> Region:
+        needed.update(old.results)
+        kept = []
+        for op in reversed(old.ops):
+            if needed.isdisjoint(op.results) and op.results and not has_effect(op):
+                continue
+            if op.regions:
+                for inner in op.regions:
+                    needed.update(free_values(inner))
+                op = op._replace(regions=tuple(region(r, set()) for r in op.regions))
+            needed.update(op.operands)
+            kept.append(op)
+        return Region(old.args, tuple(reversed(kept)), old.results)
+
+    return program._replace(body=region(program.body, set()))
+
+
+def dedupe(program: Program) -> Program:
+    """Equal ops over equal operands are done once, and transposes of transposes are one.
+
+    An op inside a branch may reuse one that is visible from it, never the other way round. A loop's
+    body reuses nothing from outside: XLA's export of loops that capture values is fragile.
+
+    before: `%2 = all_gather %1 {data}; ...; %7 = all_gather %1 {data}`
+    after:  `%2 = all_gather %1 {data}; ...` and every use of `%7` reads `%2`
+
+    before: `%1 = transpose %0 [1, 0]; %2 = transpose %1 [1, 0]`
+    after:  every use of `%2` reads `%0`
+    """
+    turned: dict[Value, tuple[Value, tuple[int, ...]]] = {}  # a transpose -> of what, and how
+    joined = False
+
+    # Operands are replaced before they are compared, so that chains collapse: with %3 and %4 equal
+    # gathers, `%5 = tanh %3; %6 = tanh %4` are equal as well, once %4 is %3.
+    def edit(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
+        nonlocal joined
+        if op.regions or not op.kind.about.is_repeatable:
+            return None
+        if op.name == TRANSPOSE:
+            (source,), order = op.operands, tuple(op.kind.attrs["permutation"])
+            if source in turned:
+                joined, (source, before) = True, turned[source]
+                order = tuple([before[p] for p in order])
+                result = b.transpose(source, order)
+                if result != source:
+                    turned[result] = source, order
+                return (result,)
+            turned[op.results[0]] = source, order
+        first = b.once((op.kind, op.operands), lambda: op.results)
+        return None if first is op.results else first
+
+    found = edit_ops(program, edit)
+    return remove_dead(found) if joined else found
+
+
+class Carry(NamedTuple):
+    """A carry of a loop.
+
+    Attributes:
+      operand: its value in front of the loop.
+      test, inside: the arguments of condition and body.
+      after: what the body hands on.
+      result: the loop's result.
+    """
+
+    operand: Value
+    test: Value
+    inside: Value
+    after: Value
+    result: Value
+
+
+def recarried(
+    loop: Op, types: Sequence[TensorType], without: Container[int] = (), more: Sequence[Carry] = ()
+) -> Op:
+    """A loop with other carries; the ops of its regions are as before.
+
+    before: `%5, %6 = while(%0, %1) { body(%2, %3): ...; return %4, %3 }`
+    after:  `%5, %9 = while(%0, %7) { body(%2, %8): ...; return %4, %8 }`, without carry 1
+
+    Args:
+      loop: the loop.
+      types: of all values.
+      without: numbers of the carries that go.
+      more: carries that are added at the end.
+    """
+    cond, body = loop.regions
+
+    def changed(values: Sequence[Value], added: Sequence[Value]) -> tuple[Value, ...]:
+        return (*(v for i, v in enumerate(values) if i not in without), *added)
+
+    operands = changed(loop.operands, [carry.operand for carry in more])
+    kinds = tuple(types[v] for v in operands)
+    return loop._replace(
+        kind=OpKind(loop.name, kinds, kinds, loop.kind.attrs),
+        operands=operands,
+        results=changed(loop.results, [carry.result for carry in more]),
+        regions=(
+            cond._replace(args=changed(cond.args, [carry.test for carry in more])),
+            body._replace(
+                args=changed(body.args, [carry.inside for carry in more]),
+                results=changed(body.results, [carry.after for carry in more]),
+            ),
+        ),
+    )

@@ -10,9 +10,9 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from spmd.ir.description import COMPOSITE, CUSTOM_CALL
+from spmd.ir.description import COMPOSITE, CUSTOM_CALL, FROM_MANUAL
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK
-from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
+from spmd.ir.dialect.manual import MANUAL, TO_MANUAL
 from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Program, Region, Value
 from spmd.ir.types import DIM_NUMBERS, Attribute, ConvDims, Dense, Opaque, TensorType
 from spmd.lowering.local.callbacks import FREE, LINKED

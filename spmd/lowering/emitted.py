@@ -11,7 +11,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd.ir.callbacks import Callback
+from spmd.ir.program import Callback
 from spmd.ir.types import Dense, Order, TensorType, needs_x64
 from spmd.lowering.emit import emit
 from spmd.lowering.partition import Partitioned

@@ -24,7 +24,7 @@ from spmd.errors import MeshError, UnsupportedOpError
 from spmd.frontend.importer.regions import SAME
 from spmd.frontend.importer.shard_shapes import LEAVES
 from spmd.frontend.importer.shardings import MARKS
-from spmd.ir.callbacks import Callback
+from spmd.ir.program import Callback
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.launch.agree import digest
 from spmd.launch.programs import check_same_program

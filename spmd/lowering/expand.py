@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmd.ir.control_flow import producers_of
+from spmd.ir.description import BROADCAST, DYNAMIC_SLICE
 from spmd.ir.dialect.builder import AXIS_INDEX, LOCAL_SLICE, Builder
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK
 from spmd.ir.dialect.collectives import DEVICE_IDS
@@ -105,12 +106,12 @@ def _sliced_again(program: Program) -> frozenset[Value]:
     producers = producers_of(program)
     found = set()
     for op in program.walk():
-        if op.name != LOCAL_SLICE and not op.kind.about.is_dynamic_slice:
+        if op.name != LOCAL_SLICE and op.name != DYNAMIC_SLICE:
             continue
         source = producers.get(op.operands[0])
-        while source is not None and (is_move(source.kind) or source.kind.about.is_broadcast):
+        while source is not None and (is_move(source.kind) or source.name == BROADCAST):
             source = producers.get(source.operands[0])
-        if source is not None and source.kind.about.is_dynamic_slice:
+        if source is not None and source.name == DYNAMIC_SLICE:
             found.add(source.results[0])
     return frozenset(found)
 

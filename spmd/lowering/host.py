@@ -19,9 +19,9 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 
 from spmd.frontend.importer.attributes import tensor_type
-from spmd.ir.callbacks import Callback
 from spmd.ir.description import CUSTOM_CALL
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG
+from spmd.ir.program import Callback
 from spmd.ir.types import numpy_dtype
 from spmd.lowering.local.callbacks import FREE, LINKED
 

@@ -24,11 +24,10 @@ import functools
 from collections import defaultdict
 from collections.abc import Sequence
 
-from spmd.ir.control_flow import ties
-from spmd.ir.description import CUSTOM_CALL
+from spmd.ir.control_flow import Index, ties
+from spmd.ir.description import BROADCAST, CONSTANT, CUSTOM_CALL, SCATTER
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.registry import rule_of
-from spmd.ir.index import Index
 from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.types import Opaque, Order
@@ -79,7 +78,7 @@ def _pinned(program: Program, wishes: _Wishes, links: Sequence[Value]) -> Progra
     classes = {wishes.of((value, dim)) for value, rank in ranks for dim in range(rank)}
 
     def edit(b: Builder, op: Op, now: Now) -> tuple[Value, ...] | None:
-        if not (op.kind.about.is_scatter or _joins(op)):
+        if op.name != SCATTER and not _joins(op):
             return None
         (result,), (type_,) = op.results, op.kind.results
         dims = [wishes.of((result, dim)) for dim in range(type_.rank)]
@@ -189,9 +188,9 @@ class _Wishes:
         """Whether an op fills its result with a scalar, or computes with what was filled so."""
         # Without this, weights of one shape would go together by the zeros that both are added to.
         about = op.kind.about
-        if about.is_broadcast:
+        if op.name == BROADCAST:
             return not op.kind.operands[0].rank or op.operands[0] in self.blank
-        if about.is_constant:
+        if op.name == CONSTANT:
             return bool(op.kind.attrs["value"].splat)
         return about.is_elementwise and all(v in self.blank for v in op.operands)
 
@@ -201,7 +200,7 @@ def _kept(kind: OpKind) -> tuple[tuple[int, int, int, int], ...]:
     """Each (operand, dim, result, dim) of which the op keeps the elements in order."""
     about = kind.about
     # A product makes other elements; backends choose how it reads its operands and writes.
-    if about.rule is None or about.collective or about.flops is not None or about.is_scatter:
+    if about.rule is None or about.collective or about.flops is not None or kind.name == SCATTER:
         return ()
     rule = rule_of(kind)
     return tuple(

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from spmd.ir.description import BARRIER, FROM_MANUAL
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.callbacks import CALLBACK
 from spmd.ir.dialect.collectives import RESIZED
-from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
+from spmd.ir.dialect.manual import MANUAL, TO_MANUAL
 from spmd.ir.program import Loc, Op, OpKind, Program, Value, numberless
 from spmd.ir.types import Order, local_type
 from spmd.lowering.collectives import HELD, apply_step, without_permutes
@@ -232,7 +233,7 @@ class _Partitioner:
     def ops(self, ops: Sequence[Op]) -> None:
         waiting: list[Op] = []  # barriers next to each other, of which none waits for another
         for op in ops:
-            is_barrier = op.kind.about.is_barrier
+            is_barrier = op.name == BARRIER
             fresh = {v for barrier in waiting for v in barrier.results}
             if waiting and not (is_barrier and fresh.isdisjoint(op.operands)):
                 self.barrier(waiting)

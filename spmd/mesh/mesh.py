@@ -74,7 +74,14 @@ class Mesh:
             if device_ids is None
             else tuple(int(i) for i in np.asarray(tuple(device_ids)).reshape(-1))
         )
-        _check_devices(ids, sizes)
+        if len(ids) != count:
+            raise MeshError(
+                f"shape {sizes} needs {count} devices and {len(ids)} ids were given",
+                fix="give one id for each device",
+            )
+        if len(set(ids)) != len(ids):
+            twice = next(i for i in ids if ids.count(i) > 1)
+            raise MeshError(f"device {twice} appears twice in the mesh", fix="use each device once")
         object.__setattr__(self, "device_ids", ids)
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "axis_names", names)
@@ -230,10 +237,16 @@ def make_mesh(*shape_and_names: Any, devices: Any = None, **axes: int) -> Mesh:
     """
     from jax.experimental import mesh_utils
 
-    if shape_and_names:
-        sizes, names = _sizes_and_names(shape_and_names, axes)
-    else:
-        names, sizes = tuple(axes), tuple(axes.values())
+    given = shape_and_names or (tuple(axes.values()), tuple(axes))
+    is_fit = len(given) == 2 and all(isinstance(part, tuple | list) for part in given)
+    if not is_fit or (shape_and_names and axes):
+        stated = [*map(repr, shape_and_names), *(f"{name}={size}" for name, size in axes.items())]
+        raise MeshError(
+            "make_mesh takes one keyword for each axis, or a tuple of sizes and one of names",
+            actual=f"make_mesh({', '.join(stated)})",
+            fix="write make_mesh(data=4, model=2), or make_mesh((4, 2), ('data', 'model'))",
+        )
+    sizes, names = map(tuple, given)
     _check_axes(sizes, names)
     used = _first_devices(devices, names, sizes)
     arranged = mesh_utils.create_device_mesh(sizes, devices=used, allow_split_physical_axes=True)
@@ -241,10 +254,7 @@ def make_mesh(*shape_and_names: Any, devices: Any = None, **axes: int) -> Mesh:
 
 
 def HybridMesh(
-    ici: Mapping[str, int],
-    dcn: Mapping[str, int],
-    *,
-    devices: Sequence[Any] | None = None,
+    ici: Mapping[str, int], dcn: Mapping[str, int], *, devices: Sequence[Any] | None = None
 ) -> Mesh:
     """A mesh over several slices: each axis is its `dcn` part (major) times its `ici` part.
 
@@ -320,20 +330,6 @@ def _first_devices(devices: Any, names: Sequence[str], sizes: Sequence[int]) -> 
     return available[:needed]
 
 
-def _sizes_and_names(
-    given: Sequence[Any], axes: Mapping[str, int]
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Axes that are given as `jax.make_mesh` takes them."""
-    if axes or len(given) != 2 or not all(isinstance(part, tuple | list) for part in given):
-        stated = [*map(repr, given), *(f"{name}={size}" for name, size in axes.items())]
-        raise MeshError(
-            "make_mesh takes one keyword for each axis, or a tuple of sizes and one of names",
-            actual=f"make_mesh({', '.join(stated)})",
-            fix="write make_mesh(data=4, model=2), or make_mesh((4, 2), ('data', 'model'))",
-        )
-    return tuple(given[0]), tuple(given[1])
-
-
 def _check_axes(sizes: Sequence[int], names: Sequence[str]) -> None:
     if len(sizes) != len(names):
         raise MeshError(
@@ -357,14 +353,3 @@ def _check_axes(sizes: Sequence[int], names: Sequence[str]) -> None:
             actual=f"({_describe(names, sizes)})",
             fix="give every axis its own name",
         )
-
-
-def _check_devices(ids: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-    if len(ids) != math.prod(sizes):
-        raise MeshError(
-            f"shape {sizes} needs {math.prod(sizes)} devices and {len(ids)} ids were given",
-            fix="give one id for each device",
-        )
-    if len(set(ids)) != len(ids):
-        twice = next(i for i in ids if ids.count(i) > 1)
-        raise MeshError(f"device {twice} appears twice in the mesh", fix="use each device once")

@@ -24,19 +24,6 @@ _MOST_IDS = 16
 """How many device ids an error lists."""
 
 
-def axis_atoms_of(mesh: Mesh, other: Mesh) -> dict[str, Axes]:
-    """The atoms of `mesh` that each axis of another mesh consists of, major to minor.
-
-    Raises:
-      MeshError: the meshes have other devices, or an axis consists of no atoms of `mesh`.
-
-    Example:
-      >>> axis_atoms_of(Mesh(None, (4, 2), ("data", "model")), Mesh(None, (2, 4), ("x", "y")))
-      {'x': (0,), 'y': (1, 2)}
-    """
-    return {name: part_atoms(mesh, other, name) for name in other.axis_names}
-
-
 @lru_cache(maxsize=1024)
 def part_atoms(mesh: Mesh, other: Mesh, name: str, pre: int = 1, size: int = 0) -> Axes:
     """The atoms of `mesh` that an axis of another mesh, or a part of one, consists of.
@@ -51,7 +38,12 @@ def part_atoms(mesh: Mesh, other: Mesh, name: str, pre: int = 1, size: int = 0) 
       MeshError: the meshes have other devices, or there are no such atoms.
     """
     if set(mesh.device_ids) != set(other.device_ids):
-        raise _other_devices(mesh, other)
+        raise MeshError(
+            "two different meshes in one program: they are not over the same devices",
+            actual=f"the mesh {_described(other)}",
+            required=f"the devices of the mesh {_described(mesh)}",
+            fix="make all meshes of a program of the devices that it is compiled for",
+        )
     whole = other.shape[name]
     size = size or whole
     if whole % (pre * size):
@@ -74,30 +66,18 @@ def part_atoms(mesh: Mesh, other: Mesh, name: str, pre: int = 1, size: int = 0) 
         )
         a = next(fits, None)
         if a is None:
-            raise _no_refinement(mesh, other, name)
+            raise MeshError(
+                f"two different meshes in one program: axis {name!r} of ({other}) is not made of "
+                f"axes, or parts of axes, of ({mesh})",
+                actual=f"the mesh {_described(other)}",
+                required=f"axes along which devices lie as along those of the mesh "
+                f"{_described(mesh)}",
+                fix="mark and compile with one and the same mesh, or order axes and devices alike",
+            )
         found.append(a)
         size //= mesh.atoms[a].size
         index = index % size
     return tuple(found)
-
-
-def _other_devices(mesh: Mesh, other: Mesh) -> MeshError:
-    return MeshError(
-        "two different meshes in one program: they are not over the same devices",
-        actual=f"the mesh {_described(other)}",
-        required=f"the devices of the mesh {_described(mesh)}",
-        fix="make all meshes of a program of the devices that it is compiled for",
-    )
-
-
-def _no_refinement(mesh: Mesh, other: Mesh, name: str) -> MeshError:
-    return MeshError(
-        f"two different meshes in one program: axis {name!r} of ({other}) is not made of axes, "
-        f"or parts of axes, of ({mesh})",
-        actual=f"the mesh {_described(other)}",
-        required=f"axes along which devices lie as along those of the mesh {_described(mesh)}",
-        fix="mark and compile with one and the same mesh, or order axes and devices alike",
-    )
 
 
 def _described(mesh: Mesh) -> str:

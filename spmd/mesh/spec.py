@@ -19,9 +19,6 @@ from spmd.mesh.sharding import Axes, Sharding, axis_refs, parse_axes
 OPEN = PartitionSpec.UNCONSTRAINED
 """A spec entry that leaves a dim to the compiler; `...` means the same."""
 
-SpecEntry = Any
-"""An axis name, a mesh-axis index, a tuple of them (major to minor), None, `...` or `OPEN`."""
-
 
 def as_mesh(mesh: Any) -> Mesh:
     """Our mesh for a mesh of ours or of jax (`Mesh`, `AbstractMesh`).
@@ -170,7 +167,8 @@ def spec_entries(
     """Checks a user's spec and spells it out: for each dim its axis names, or None if it is open.
 
     Args:
-      spec: a sequence of entries; shorter than the rank leaves the other dims unsplit.
+      spec: a sequence of entries: an axis name, a mesh-axis index, a tuple of them (major to
+        minor), None, `...` or `OPEN`. Shorter than the rank leaves the other dims unsplit.
       rank: the tensor's rank.
       mesh: the mesh.
       what: what the spec is for, for errors.
@@ -192,8 +190,9 @@ def spec_entries(
     if isinstance(spec, str) or not isinstance(spec, Sequence | PartitionSpec):
         spec = (spec,)
     if len(spec) > rank:
+        dims, has = (f"{n} dim{'' if n == 1 else 's'}" for n in (len(spec), rank))
         raise SpecError(
-            f"the spec of {what} is for {_dims(len(spec))}, and the tensor has {_dims(rank)}",
+            f"the spec of {what} is for {dims}, and the tensor has {has}",
             source=source,
             actual=f"spec {tuple(spec)}",
             required=f"at most {rank} entries, one for each dim",
@@ -219,10 +218,6 @@ def spec_entries(
                 fix=f"keep {name!r} in one place",
             )
     return tuple(entries) + ((),) * (rank - len(entries))
-
-
-def _dims(count: int) -> str:
-    return f"{count} dim{'' if count == 1 else 's'}"
 
 
 def _axis_name(entry: Any, mesh: Mesh, spec: Any, what: str, source: str | None) -> str:

@@ -11,7 +11,7 @@ from spmd.mesh.sharding import Sharding
 from spmd.mesh.topology import Topology
 from spmd.planning.problem import Problem
 from spmd.propagation.projection import Assignment
-from spmd.propagation.propagated import Propagated
+from spmd.propagation.propagate import Propagated
 
 
 class Choice(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.ir.index import Index
+from spmd.ir.control_flow import Index
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.types import TensorType, local_type
 from spmd.mesh.mesh import Mesh
@@ -17,9 +17,8 @@ from spmd.mesh.sharding import Axes, Mark, Sharding, is_even
 from spmd.mesh.topology import Topology
 from spmd.predict.backends import Backend
 from spmd.predict.fusion import fuse
-from spmd.propagation.cheap import cheap_values
-from spmd.propagation.propagate import propagate
-from spmd.propagation.propagated import Propagated
+from spmd.propagation.propagate import Propagated, propagate
+from spmd.propagation.sink import cheap_values
 from spmd.reshard.paths import Table
 from spmd.reshard.resharder import Resharder, States
 

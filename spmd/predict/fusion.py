@@ -9,36 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
 
-from spmd.ir.description import Role
+from spmd.ir.description import BARRIER, BROADCAST, CONSTANT, REDUCE, SCATTER, Role
+from spmd.ir.dialect.reducers import body_reducer
 from spmd.ir.dialect.window import running_dim
-from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values
+from spmd.ir.program import Body, Op, OpKind, Program, Region, Value, free_values
+from spmd.ir.types import ConvDims, DotDims, Order, TensorType
 from spmd.predict.backends import Backend
-from spmd.predict.operands import is_library_reduce, transposed_operands
-
-
-class Fused(NamedTuple):
-    """What becomes of each value of a program.
-
-    Attributes:
-      stored: whether it has memory of its own.
-      root: the value in whose memory it lies.
-      summed: whether a library's reduction reads it, perhaps under another name.
-      needed: whether a reader needs it in memory.
-    """
-
-    stored: tuple[bool, ...]
-    root: tuple[Value, ...]
-    summed: tuple[bool, ...]
-    needed: tuple[bool, ...]
 
 
 def fuse(program: Program, backend: Backend) -> Fused:
     """Which values of a local program a backend stores, and where the others lie."""
-    found = _Fusion(program, backend)
-    stored, root, summed, needed = found.stored, found.root, found.summed, found.needed
-    return Fused(tuple(stored), tuple(root), tuple(summed), tuple(needed))
+    return Fused(program, backend)
 
 
 def stored_values(program: Program) -> frozenset[Value]:
@@ -56,7 +38,7 @@ def is_untouched(loop: Op, position: int) -> bool:
 def wants_stored(op: Op, what: Role, position: int) -> bool:
     """Whether an op needs an operand in memory, and cannot compute it inside."""
     if what == Role.UPDATE:
-        return position < len(op.results) or op.kind.about.is_scatter
+        return position < len(op.results) or op.name == SCATTER
     return what == Role.CALL
 
 
@@ -99,7 +81,7 @@ def wide_values(program: Program) -> frozenset[Value]:
     inputs: dict[Value, frozenset[Value]] = {}
     found = set()
     for op in ops:
-        if op.kind.about.role not in (Role.INSIDE, Role.ONCE) or op.kind.about.is_constant:
+        if op.kind.about.role not in (Role.INSIDE, Role.ONCE) or op.name == CONSTANT:
             continue
         result, operands = op.results[0], _as_large(op)
         read = _read(inputs, operands)
@@ -132,12 +114,15 @@ def _as_large(op: Op) -> Sequence[Value]:
     return tuple(dict.fromkeys([operands[i] for i in places]))
 
 
-class _Fusion:
-    """Walks a program backwards, and collects the fields of `Fused`.
+class Fused:
+    """What becomes of each value of a program, found by walking it backwards.
 
     Attributes:
-      readers: how many kernels read a value; 2 stands for more.
-      needed: whether one of them needs it stored.
+      stored: whether it has memory of its own.
+      root: the value in whose memory it lies.
+      readers: how many kernels read it; 2 stands for more.
+      needed: whether one of them needs it in memory.
+      summed: whether a library's reduction reads it, perhaps under another name.
     """
 
     # Backwards, because whether a value is stored depends on its readers:
@@ -161,85 +146,168 @@ class _Fusion:
         self.needed = [False] * count
         self.summed = [False] * count
         for value in program.body.results:
-            self.read(value, 1, True)
+            self._read(value, 1, True)
         if not backend.repeats:
             for value in wide_values(program):
                 self.needed[value] = True
-        self.region(program.body)
+        self._region(program.body)
 
-    def read(self, value: Value, readers: int, needed: bool) -> None:
+    def _read(self, value: Value, readers: int, needed: bool) -> None:
         self.readers[value] += readers
         if needed:
             self.needed[value] = True
 
-    def region(self, region: Region) -> None:
+    def _region(self, region: Region) -> None:
         for op in reversed(region.ops):
             what = op.kind.about.role
             if what == Role.REGION:
-                self.control_flow(op)
+                self._control_flow(op)
             elif not op.results:
                 for value in op.operands:
-                    self.read(value, 1, True)
+                    self._read(value, 1, True)
             elif not any(map(self.readers.__getitem__, op.results)):
                 continue
             elif what == Role.ALIAS or op.kind.is_renaming:
-                self.alias(op)
-            elif what <= Role.ONCE and self.is_inside(op, what):
-                self.inside(op)
-            elif not op.kind.about.is_constant:  # constants lie in the executable
-                self.store(op, what)
+                self._alias(op)
+            elif what <= Role.ONCE and self._is_inside(op, what):
+                self._inside(op)
+            elif op.name != CONSTANT:  # constants lie in the executable
+                self._store(op, what)
 
-    def alias(self, op: Op) -> None:
-        stops = op.kind.about.is_barrier and not self.backend.drops_barriers
+    def _alias(self, op: Op) -> None:
+        stops = op.name == BARRIER and not self.backend.drops_barriers
         for value, alias in zip(op.operands, op.results, strict=True):
             if self.readers[alias]:
                 self.root[alias] = value
-                self.read(value, self.readers[alias], self.needed[alias] or stops)
+                self._read(value, self.readers[alias], self.needed[alias] or stops)
                 self.summed[value] |= self.summed[alias]
 
-    def is_inside(self, op: Op, what: Role) -> bool:
+    def _is_inside(self, op: Op, what: Role) -> bool:
         """Whether an op is computed inside its readers."""
         result = op.results[0]
         if self.needed[result]:
             return False
-        if self.summed[result] and not op.kind.about.is_constant:
+        if self.summed[result] and op.name != CONSTANT:
             about = op.kind.about
-            return (about.in_library or about.is_broadcast) and self.readers[result] == 1
+            return (about.in_library or op.name == BROADCAST) and self.readers[result] == 1
         return what == Role.INSIDE or self.readers[result] == 1
 
-    def inside(self, op: Op) -> None:
+    def _inside(self, op: Op) -> None:
         result, readers = op.results[0], self.readers
         count = min(readers[result], 2)
         for value in dict.fromkeys(op.operands):
             readers[value] += count
             self.summed[value] |= self.summed[result]
 
-    def store(self, op: Op, what: Role) -> None:
+    def _store(self, op: Op, what: Role) -> None:
         for value in op.results:
             self.stored[value] = True
         copied = copied_operands(op.kind, self.backend)
         is_library = self.backend.library_reduces and is_library_reduce(op.kind)
         for i, value in enumerate(op.operands):
-            self.read(value, 1, i not in copied and wants_stored(op, what, i))
+            self._read(value, 1, i not in copied and wants_stored(op, what, i))
             if is_library:
                 self.summed[value] = True
 
-    def control_flow(self, op: Op) -> None:
+    def _control_flow(self, op: Op) -> None:
         is_loop = op.is_loop
         for i, value in enumerate(op.operands):
             if is_loop and is_untouched(op, i):
                 self.root[op.results[i]] = value
-                self.read(value, 2, True)
+                self._read(value, 2, True)
             else:
                 self.stored[op.results[i]] = is_loop
-                self.read(value, 1, True)
+                self._read(value, 1, True)
         if not is_loop:
             for value in op.results:
                 self.stored[value] = self.readers[value] > 0
         for region in op.regions:
             for value in free_values(region):
-                self.read(value, 2, True)
+                self._read(value, 2, True)
         for region in reversed(op.regions):
             for value in region.results:
-                self.read(value, 1, True)
-            self.region(region)
+                self._read(value, 1, True)
+            self._region(region)
+
+
+# The order of dims in which XLA's CPU kernels read operands; any other order is copied first.
+# Products of matrices read (batch, rows, contracted) and (batch, contracted, columns), or either
+# one transposed as long as rows, columns and what is contracted are one dim each. Convolutions read
+# (batch, spatial, features) and (spatial, in, out). Collectives work along the first dim.
+
+
+def transposed_operands(kind: OpKind) -> Mapping[int, Order]:
+    """Positions of the operands that are copied first, and the order of their copies' dims."""
+    found: dict[int, Order] | None = kind._cache.get("operands.transposed")
+    if found is not None:
+        return found
+    wanted: dict[int, Order] = {}
+    if kind.about.reads == "matrices":
+        wanted = _dot(kind)
+    elif kind.about.reads == "images":
+        conv: ConvDims = kind.attrs["dimension_numbers"]
+        features = conv.kernel_input_feature, conv.kernel_output_feature
+        wanted[0] = (conv.input_batch, *conv.input_spatial, conv.input_feature)
+        wanted[1] = (*conv.kernel_spatial, *features)
+    elif kind.about.collective and kind.about.along:
+        wanted = _along(kind.operands, kind.attrs[kind.about.along])
+    found = {i: order for i, order in wanted.items() if not _is_same(order, kind.operands[i])}
+    kind._cache["operands.transposed"] = found
+    return found
+
+
+def transposed_results(kind: OpKind) -> Order:
+    """The order of dims in which results have to be copied; empty if no copy is needed."""
+    if kind.about.collective == "all_gather":
+        order = _along(kind.results, kind.attrs["all_gather_dim"])[0]
+        return () if _is_same(order, kind.results[0]) else tuple(range(kind.results[0].rank))
+    return ()
+
+
+def is_library_reduce(kind: OpKind) -> bool:
+    """Whether a reduction is a library call: sum, maximum or minimum of one float32 tensor."""
+    if kind.name != REDUCE or len(kind.results) != 1:
+        return False
+    body = kind.attrs.get("body")
+    known = isinstance(body, Body) and body_reducer(body) in ("add", "max", "min")
+    return known and kind.operands[0].dtype == "f32"
+
+
+def _dot(kind: OpKind) -> dict[int, Order]:
+    # A weight gradient `b s i, b s o -> i o` contracts b and s: its left operand is read as i, b, s
+    # and is copied first, its right one as b, s, o, which is how it lies.
+    dims: DotDims = kind.attrs["dot_dimension_numbers"]
+    lhs, rhs = kind.operands
+    rows = _others(lhs.rank, dims.lhs_batch, dims.lhs_contract)
+    columns = _others(rhs.rank, dims.rhs_batch, dims.rhs_contract)
+    return {
+        0: _operand(dims.lhs_batch, rows, dims.lhs_contract, lhs),
+        1: _operand(dims.rhs_batch, dims.rhs_contract, columns, rhs),
+    }
+
+
+def _operand(batch: Order, first: Order, second: Order, type_: TensorType) -> Order:
+    """The order of dims in which a dot reads an operand.
+
+    A batch of matrices is read as it is, transposed ones too: but these only in exactly that order,
+    where dims of size 1 count.
+    """
+    as_it_is = tuple(range(type_.rank))
+    if len(first) == len(second) == 1 and (*batch, *second, *first) == as_it_is:
+        return as_it_is
+    return (*batch, *first, *second)
+
+
+def _others(rank: int, *used: Order) -> Order:
+    taken = {d for dims in used for d in dims}
+    return tuple(d for d in range(rank) if d not in taken)
+
+
+def _along(types: tuple[TensorType, ...], dim: int) -> dict[int, Order]:
+    return {i: (dim, *_others(t.rank, (dim,))) for i, t in enumerate(types)}
+
+
+def _is_same(order: Order, type_: TensorType) -> bool:
+    """Whether a tensor's elements lie in this order already; dims of size 1 do not matter."""
+    long = [d for d in order if type_.shape[d] != 1]
+    return long == sorted(long)

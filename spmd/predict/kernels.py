@@ -1,4 +1,4 @@
-"""The kernels that XLA makes of a local program.
+"""The kernels that XLA makes of a local program, in the order in which they run.
 
     before: %3 = dot %1, %2; %4 = exp %3; %5 = abs %4; %6 = dot %5, %2
     after:  [dot: %1 %2 -> %3], [exp, abs: %3 -> %5], [dot: %5 %2 -> %6]
@@ -9,7 +9,8 @@ A kernel makes what lies in memory; everything else is computed inside its reade
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from spmd.ir.description import Role
@@ -17,41 +18,149 @@ from spmd.ir.dialect.window import running_dim
 from spmd.ir.program import Op, Program, Region, Value, free_values
 from spmd.ir.types import TensorType
 from spmd.predict.backends import Backend
-from spmd.predict.fusion import Fused, copied_operands, fuse, is_untouched, wants_stored
-from spmd.predict.kernel_order import Dependence, Kernel, breadth_first, combined
-from spmd.predict.operands import is_library_reduce, transposed_results
+from spmd.predict.fusion import (
+    copied_operands,
+    fuse,
+    is_library_reduce,
+    is_untouched,
+    transposed_results,
+    wants_stored,
+)
 
 
-class Kernels(NamedTuple):
-    """All kernels of a program.
+class Kernel(NamedTuple):
+    """A unit that a backend launches: one op, or several that are fused into it.
+
+    Attributes:
+      op: the op whose results it makes; for a copy, the op that the copy is for.
+      reads: the stored values that it reads, directly or through what is computed inside.
+      makes: the values that it stores.
+      writes_over: whether it may write over an operand of the same size that nobody reads again.
+      is_copy: whether it makes a transposed copy.
+      handed: for a loop, the operands in whose memory its carries lie.
+      regions: for control flow, each region's kernels.
+    """
+
+    op: Op
+    reads: tuple[Value, ...]
+    makes: tuple[Value, ...]
+    writes_over: bool = False
+    is_copy: bool = False
+    handed: tuple[Value, ...] = ()
+    regions: tuple[tuple[Kernel, ...], ...] = ()
+
+
+class Dependence:
+    """Which kernels of a region wait for which.
+
+    Attributes:
+      makers: value -> the number of the kernel that makes it.
+    """
+
+    def __init__(self, kernels: Sequence[Kernel]) -> None:
+        self.kernels = list(kernels)
+        self.makers: dict[Value, int] = {}
+        self.readers: dict[Value, list[int]] = {}
+        for i, kernel in enumerate(kernels):
+            self.makers.update(dict.fromkeys(kernel.makes, i))
+            for value in dict.fromkeys((*kernel.reads, *kernel.handed)):
+                self.readers.setdefault(value, []).append(i)
+
+    def is_last(self, number: int, value: Value) -> bool:
+        """Whether a kernel waits for all others that read a value, and so may write over it."""
+        # Not by the order of the program: a backend that runs kernels breadth first may still have
+        # another reader ahead of it. So the search follows what the kernel waits for, backwards,
+        # until it has met all other readers.
+        missing = set(self.readers[value]) - {number}
+        if value in self.kernels[number].handed and value in self.kernels[number].reads:
+            return False
+        if not missing or max(missing) > number:
+            return not missing
+        first, waiting, seen = min(missing), [number], {number}
+        while waiting and missing:
+            kernel = self.kernels[waiting.pop()]
+            for read in (*kernel.reads, *kernel.handed):
+                maker = self.makers.get(read, -1)
+                if maker >= first and maker not in seen:
+                    seen.add(maker)
+                    missing.discard(maker)
+                    waiting.append(maker)
+        return not missing
+
+
+def combined(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """All-reduces over the same axes that do not wait for each other, as one kernel."""
+    # Their depth, the number of all-reduces on the way to them, tells which those are:
+    #   %2 = all_reduce %0   depth 0        before: [%2: %0] [%3: %2] [%4: %1]
+    #   %3 = all_reduce %2   depth 1        after:  [%2 %4: %0 %1] [%3: %2]
+    #   %4 = all_reduce %1   depth 0
+    depth: dict[Value, int] = {}
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for i, kernel in enumerate(kernels):
+        here = max((depth.get(v, 0) for v in (*kernel.reads, *kernel.handed)), default=0)
+        if kernel.op.collective == "all_reduce" and not kernel.is_copy:
+            attrs = kernel.op.kind.attrs
+            groups.setdefault((attrs.get("axes"), attrs.get("body"), here), []).append(i)
+            here += 1
+        depth.update(dict.fromkeys(kernel.makes, here))
+    found: list[Kernel | None] = list(kernels)
+    for numbers in groups.values():
+        members = [kernels[i] for i in numbers]
+        reads = dict.fromkeys(v for kernel in members for v in kernel.reads)
+        makes = tuple(v for kernel in members for v in kernel.makes)
+        for i in numbers:
+            found[i] = None
+        found[numbers[-1]] = members[-1]._replace(reads=tuple(reads), makes=makes)
+    return [kernel for kernel in found if kernel is not None]
+
+
+def breadth_first(kernels: Sequence[Kernel], arguments: Sequence[Value]) -> tuple[Kernel, ...]:
+    """A region's kernels in the order in which their operands get ready.
+
+    XLA's scheduler for CPUs uses this order, so that independent kernels can run at the same time.
+
+    before: [a: x], [b: a], [c: x], [d: b c]         in the order of the program
+    after:  [a: x], [c: x], [b: a], [d: b c]         c waits for x alone, as a does
+    """
+    made = {value for kernel in kernels for value in kernel.makes}
+    captured = [v for k in kernels for v in (*k.handed, *k.reads) if v not in made]
+    readers: dict[Value, list[int]] = {}
+    missing: list[int] = []
+    for i, kernel in enumerate(kernels):
+        reads = dict.fromkeys((*kernel.handed, *kernel.reads))
+        missing.append(len(reads))
+        for value in reads:
+            readers.setdefault(value, []).append(i)
+    ready = deque(i for i, count in enumerate(missing) if not count)
+    order: list[Kernel] = []
+
+    def release(values: Iterable[Value]) -> None:
+        for value in values:
+            for i in readers.get(value, ()):
+                missing[i] -= 1
+                if not missing[i]:
+                    ready.append(i)
+
+    # Kernels without operands come first, as they stand; then those that need the region's
+    # arguments alone, in the order in which their last argument is released.
+    first, ready = ready, deque()
+    release(dict.fromkeys((*arguments, *captured)))
+    ready.extendleft(reversed(first))
+    while ready:
+        kernel = kernels[ready.popleft()]
+        order.append(kernel)
+        release(kernel.makes)
+    return tuple(order)
+
+
+class Kernels:
+    """The kernels that a backend runs for a local program, found by walking it forwards.
 
     Attributes:
       body: in the order in which they run.
+      fused: what becomes of each value.
       types: of each value; transposed copies are numbered behind the program's values.
-      root: the value in whose memory each value lies.
-      stored: whether a value has memory of its own.
       copied: number of a copy -> the value that it is a copy of.
-    """
-
-    body: tuple[Kernel, ...]
-    types: list[TensorType]
-    root: tuple[Value, ...]
-    stored: tuple[bool, ...]
-    copied: dict[Value, Value]
-
-
-def kernels_of(program: Program, backend: Backend) -> Kernels:
-    """The kernels that a backend runs for a local program."""
-    fused = fuse(program, backend)
-    built = _Builder(program, backend, fused)
-    body = built.region(program.body)
-    return Kernels(body, built.types, fused.root, fused.stored, built.copied)
-
-
-class _Builder:
-    """Walks a program forwards, and collects its kernels with what each one reads.
-
-    Attributes:
       inputs: value -> the stored values that a reader of it reads instead.
       made_of: stored value of this region -> what is read to compute it again.
       again: those of `made_of` that every reader computes again if it can.
@@ -62,31 +171,32 @@ class _Builder:
     #   %2 = dot %0, %1; %3 = exp %2; %4 = abs %3; %5 = dot %4, %1
     # it is {%2: (%2,), %3: (%2,), %4: (%4,)}: the kernel of %4 reads %2 and computes `exp` itself.
 
-    def __init__(self, program: Program, backend: Backend, fused: Fused) -> None:
+    def __init__(self, program: Program, backend: Backend) -> None:
         self.backend = backend
-        self.fused = fused
+        self.fused = fuse(program, backend)
         self.types = list(program.types)
         self.inputs: dict[Value, tuple[Value, ...]] = {}
         self.made_of: dict[Value, tuple[Value, ...]] = {}
         self.again: set[Value] = set()
         self.copied: dict[Value, Value] = {}
         self.copies: dict[tuple[object, ...], Value] = {}
+        self.body = self._region(program.body)
 
-    def region(self, region: Region) -> tuple[Kernel, ...]:
+    def _region(self, region: Region) -> tuple[Kernel, ...]:
         self.inputs.update((value, (value,)) for value in region.args)
         outer = self.copies, self.made_of, self.again
         self.copies, self.made_of, self.again = {}, {}, set()
         kernels: list[Kernel] = []
         for op in region.ops:
-            self.op(op, kernels)
+            self._op(op, kernels)
         self.copies, self.made_of, self.again = outer
         if not self.backend.breadth_first:
             return tuple(kernels)
         if self.backend.combines:
             kernels = combined(kernels)
-        return breadth_first(self.apart(kernels), region.args)
+        return breadth_first(self._apart(kernels), region.args)
 
-    def apart(self, kernels: list[Kernel]) -> list[Kernel]:
+    def _apart(self, kernels: list[Kernel]) -> list[Kernel]:
         """Gives updates and loops copies to write over, of values that others may still read.
 
         A copy is made as soon as its value is there, and not only when it is written over.
@@ -95,61 +205,66 @@ class _Builder:
         found: list[Kernel] = []
         for i, kernel in enumerate(kernels):
             taken: set[Value] = set()
-            for k, value in enumerate(self.written_over(kernel)):
+            for k, value in enumerate(self._written_over(kernel)):
                 if value in order.makers and (value in taken or not order.is_last(i, value)):
-                    copy = self.copy_of(value)
+                    copy = self._copy_of(value)
                     found.append(Kernel(kernel.op, (value,), (copy,), is_copy=True))
-                    kernel = _instead(kernel, k, value, copy)
+                    if kernel.handed:
+                        handed = [copy if h == k else v for h, v in enumerate(kernel.handed)]
+                        kernel = kernel._replace(handed=tuple(handed))
+                    else:
+                        reads = tuple(copy if v == value else v for v in kernel.reads)
+                        kernel = kernel._replace(reads=reads)
                 taken.add(value)
             found.append(kernel)
         return found
 
-    def written_over(self, kernel: Kernel) -> tuple[Value, ...]:
+    def _written_over(self, kernel: Kernel) -> tuple[Value, ...]:
         """The values whose memory a kernel's results take over."""
         op = kernel.op
         if kernel.is_copy:
             return ()
         if op.kind.about.role == Role.UPDATE:
-            return self.read(op.operands[: len(op.results)])
+            return self._read(op.operands[: len(op.results)])
         return kernel.handed if op.is_loop else ()
 
-    def copy_of(self, value: Value) -> Value:
+    def _copy_of(self, value: Value) -> Value:
         """A new value number, for a copy of a value."""
         self.types.append(self.types[value])
         self.copied[len(self.types) - 1] = value
         return len(self.types) - 1
 
-    def op(self, op: Op, kernels: list[Kernel]) -> None:
+    def _op(self, op: Op, kernels: list[Kernel]) -> None:
         what = op.kind.about.role
         if what == Role.REGION:
-            kernels.append(self.control_flow(op))
+            kernels.append(self._control_flow(op))
         elif what == Role.ALIAS:
             for value, alias in zip(op.operands, op.results, strict=True):
                 self.inputs[alias] = self.inputs[value]
         elif op.results and not any(map(self.fused.stored.__getitem__, op.results)):
             summed = self.fused.summed[op.results[0]]
-            read = (self.read if summed else self.inside)(op.operands)
+            read = (self._read if summed else self._inside)(op.operands)
             if self.backend.breadth_first and op.kind.about.tells_devices:
-                read = (*read, self.device(op, kernels))
+                read = (*read, self._device(op, kernels))
             self.inputs.update(dict.fromkeys(op.results, read))
         else:
-            self.kernel(op, what, kernels)
+            self._kernel(op, what, kernels)
 
-    def read(self, values: Sequence[Value]) -> tuple[Value, ...]:
+    def _read(self, values: Sequence[Value]) -> tuple[Value, ...]:
         """The stored values that a reader of some values reads."""
         inputs = self.inputs
         if len(values) == 1:
             return inputs[values[0]]
         return tuple(dict.fromkeys([root for value in values for root in inputs[value]]))
 
-    def inside(self, values: Sequence[Value], any_op: bool = False) -> tuple[Value, ...]:
+    def _inside(self, values: Sequence[Value], any_op: bool = False) -> tuple[Value, ...]:
         """The stored values that a kernel reads which computes some values again inside.
 
         Args:
           values: what it computes.
           any_op: whether to compute also those again that are made of several values of their size.
         """
-        roots = self.read(values)
+        roots = self._read(values)
         if not any_op and self.again.isdisjoint(roots):
             return roots
         found: dict[Value, None] = {}
@@ -158,19 +273,19 @@ class _Builder:
             found.update(dict.fromkeys(self.made_of[root] if is_again else (root,)))
         return tuple(found)
 
-    def kernel(self, op: Op, what: Role, kernels: list[Kernel]) -> None:
+    def _kernel(self, op: Op, what: Role, kernels: list[Kernel]) -> None:
         operands = list(op.operands)
         if what <= Role.INSIDE and self.backend.recomputes:
-            self.made_of[op.results[0]] = self.inside(operands)
-            if self.is_unary(op):
+            self.made_of[op.results[0]] = self._inside(operands)
+            if self._is_unary(op):
                 self.again.add(op.results[0])
         for position, order in copied_operands(op.kind, self.backend).items():
-            operands[position] = self.copy(op, operands[position], order, kernels)
+            operands[position] = self._copy(op, operands[position], order, kernels)
         for value in op.results:
             self.inputs[value] = (value,)
         over = what <= Role.UPDATE or op.kind.about.is_in_place
-        reads = self.operands(op, what, operands)
-        if not (makes := self.first_made(op)):
+        reads = self._operands(op, what, operands)
+        if not (makes := self._first_made(op)):
             kernels.append(Kernel(op, reads, op.results, over))
             return
         kernels.append(Kernel(op, reads, makes))
@@ -180,7 +295,7 @@ class _Builder:
             else:  # what its readers add to it is small
                 self.inputs[value] = (first,)
 
-    def first_made(self, op: Op) -> tuple[Value, ...]:
+    def _first_made(self, op: Op) -> tuple[Value, ...]:
         """New values, from which a second kernel makes an op's results; empty if there is none.
 
         All-gathers along an inner dim are transposed, an all-to-all's pieces are joined, and
@@ -191,35 +306,35 @@ class _Builder:
             collective == "all_to_all" or bool(transposed_results(op.kind))
         )
         is_two = is_two or (self.backend.rewrites_windows and running_dim(op.kind) is not None)
-        return tuple(map(self.copy_of, op.results)) if is_two else ()
+        return tuple(map(self._copy_of, op.results)) if is_two else ()
 
-    def operands(self, op: Op, what: Role, operands: list[Value]) -> tuple[Value, ...]:
+    def _operands(self, op: Op, what: Role, operands: list[Value]) -> tuple[Value, ...]:
         """The stored values that a kernel reads for its operands, or their copies."""
         is_library = self.backend.library_reduces and is_library_reduce(op.kind)
         reads: dict[Value, None] = {}
         for i, value in enumerate(operands):
             direct = is_library or wants_stored(op, what, i)
-            reads.update(dict.fromkeys((self.read if direct else self.inside)((value,))))
+            reads.update(dict.fromkeys((self._read if direct else self._inside)((value,))))
         return tuple(reads)
 
-    def is_unary(self, op: Op) -> bool:
+    def _is_unary(self, op: Op) -> bool:
         """Whether an op reads one value of its size: reading that instead costs nothing."""
         size = op.kind.results[0].size
         pairs = zip(op.operands, op.kind.operands, strict=True)
         return sum(type_.size >= size and bool(self.inputs[v]) for v, type_ in pairs) <= 1
 
-    def copy(self, op: Op, value: Value, order: tuple[int, ...], kernels: list[Kernel]) -> Value:
+    def _copy(self, op: Op, value: Value, order: tuple[int, ...], kernels: list[Kernel]) -> Value:
         """A transposed copy of a value, made once for all that read it in this order."""
         key = (self.fused.root[value], self.types[value].shape, order)
         found = self.copies.get(key)
         if found is None:
-            found = self.copies[key] = self.copy_of(value)
+            found = self.copies[key] = self._copy_of(value)
             self.inputs[found] = (found,)
-            reads = self.inside((value,), self.types[value].rank > 2)
+            reads = self._inside((value,), self.types[value].rank > 2)
             kernels.append(Kernel(op, reads, (found,), is_copy=True))
         return found
 
-    def device(self, op: Op, kernels: list[Kernel]) -> Value:
+    def _device(self, op: Op, kernels: list[Kernel]) -> Value:
         """The device's number in this region, which is a kernel: what needs it alone waits."""
         key = ("device",)
         if key not in self.copies:
@@ -228,24 +343,16 @@ class _Builder:
             kernels.append(Kernel(op, (), (self.copies[key],), is_copy=True))
         return self.copies[key]
 
-    def control_flow(self, op: Op) -> Kernel:
+    def _control_flow(self, op: Op) -> Kernel:
         is_loop = op.is_loop
         free = [value for region in op.regions for value in free_values(region)]
         kept = [v for i, v in enumerate(op.operands) if is_loop and is_untouched(op, i)]
         handed = [v for v in op.operands if v not in kept]
-        regions = tuple(self.region(region) for region in op.regions)
+        regions = tuple(self._region(region) for region in op.regions)
         for i, value in enumerate(op.results):
             untouched = is_loop and is_untouched(op, i)
             self.inputs[value] = self.inputs[op.operands[i]] if untouched else (value,)
         makes = tuple(value for value in op.results if self.fused.stored[value])
-        reads = self.read((*free, *kept))
+        reads = self._read((*free, *kept))
         begins = tuple(root for value in handed for root in self.inputs[value])
         return Kernel(op, reads, makes, is_loop, False, begins, regions)
-
-
-def _instead(kernel: Kernel, position: int, value: Value, copy: Value) -> Kernel:
-    """A kernel that writes over a copy of a value."""
-    if kernel.handed:
-        handed = [copy if i == position else v for i, v in enumerate(kernel.handed)]
-        return kernel._replace(handed=tuple(handed))
-    return kernel._replace(reads=tuple(copy if v == value else v for v in kernel.reads))

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from spmd.ir.description import Role
+from spmd.ir.description import CONSTANT, Role
 from spmd.ir.dialect.composites import WORKSPACE
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.types import TensorType
 from spmd.predict.backends import Backend, backend_of
-from spmd.predict.kernel_order import Kernel
-from spmd.predict.kernels import Kernels, kernels_of
+from spmd.predict.kernels import Kernel, Kernels
 
 
 class Buffer(NamedTuple):
@@ -109,7 +109,7 @@ def peak_memory(
 
 def constant_bytes(program: Program) -> int:
     """Bytes of one device's constants; those of equal elements are made where they are read."""
-    attrs = (op.kind.attrs for op in program.walk() if op.kind.about.is_constant)
+    attrs = (op.kind.attrs for op in program.walk() if op.name == CONSTANT)
     constants = (found["value"] for found in attrs)
     whole = sum(len(dense.data) for dense in constants if not dense.splat)
     return whole + sum(program.types[v].bytes for v in lifted(program))
@@ -122,21 +122,15 @@ def lifted(program: Program) -> tuple[Value, ...]:
 
 def predict(program: Program, donated: Sequence[int], backend: Backend) -> MemoryUse:
     """Predicts what one device holds under a backend."""
-    kernels = kernels_of(program, backend)
-    return _Simulation(program, kernels, _aliases(program, donated), backend).run()
-
-
-def _aliases(program: Program, donated: Sequence[int]) -> dict[int, int]:
-    """Result -> the donated argument that it lies in: the first free one of its type, as in jax."""
-    types, body = program.types, program.body
+    # Result -> the donated argument that it lies in: the first free one of its type, as in jax.
+    types, body, aliases = program.types, program.body, {}
     free: dict[object, list[int]] = {}
     for position in donated:
         free.setdefault(types[body.args[position]], []).append(position)
-    found = {}
     for position, value in enumerate(body.results):
         if places := free.get(types[value]):
-            found[position] = places.pop(0)
-    return found
+            aliases[position] = places.pop(0)
+    return _Simulation(program, Kernels(program, backend), aliases, backend).run()
 
 
 class _Uses:
@@ -170,23 +164,21 @@ class _Uses:
 
     def home(self, value: Value) -> Value:
         """The value in whose memory this one lies."""
-        root = self.kernels.root
+        root = self.kernels.fused.root
         while value < len(root) and root[value] != value:
             value = root[value]
         return value
 
 
+@dataclass(eq=False)
 class _Place:
     """The memory of a result, in which other values can lie before the result is made.
 
-    Attributes:
-      bytes: how much it is.
-      taken: the kernels in whose time something lies there, a bit each.
+    `taken` are the kernels in whose time something lies there, a bit each.
     """
 
-    def __init__(self, size: int) -> None:
-        self.bytes = size
-        self.taken = 0
+    bytes: int
+    taken: int = 0
 
 
 def _span(start: int, end: int) -> int:

@@ -1,7 +1,7 @@
 """What an op takes on one device: its arithmetic or its memory traffic, whichever is longer.
 
 Whoever weighs an op asks here: the planner, of its share under an assignment; the timeline and
-recomputation, of the op of a local program.
+recomputation, of the op of a local program, and of what it sends to other devices.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from spmd.ir.description import COMPOSITE, Role
-from spmd.ir.dialect.halo import Halo, exchange, reads_of
-from spmd.ir.dialect.merge import rounds
+from spmd.ir.description import COMPOSITE, SCATTER, Role
+from spmd.ir.dialect.composites import AXES, SENT
+from spmd.ir.dialect.halo import Halo, exchange, reads_of, rounds
 from spmd.ir.dialect.rule import Exchange, Rule
-from spmd.ir.program import OpKind
+from spmd.ir.program import Op, OpKind
 from spmd.ir.types import TensorType, dtype_bits, local_type
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, local_shape, piece_sizes
 from spmd.mesh.topology import Topology
 from spmd.propagation.projection import Assignment, project
-from spmd.reshard.comm import collective_seconds
+from spmd.reshard.comm import collective_seconds, group_size, run_as, wire_bytes
 
 
 def arithmetic_seconds(kind: OpKind, topology: Topology) -> float:
@@ -58,7 +59,7 @@ def bytes_written(kind: OpKind, sizes: Sequence[float]) -> Sequence[float]:
     if kind.about.role == Role.ALIAS or kind.is_renaming:
         return (0.0,) * len(kind.results)
     if kind.about.role == Role.UPDATE:
-        first = count - len(kind.results) if kind.about.is_scatter else len(kind.results)
+        first = count - len(kind.results) if kind.name == SCATTER else len(kind.results)
         return sizes[first : first + len(kind.results)]
     return sizes[count:]
 
@@ -88,11 +89,19 @@ def op_seconds(
         is computed inside what reads it, and costs what is read for it there.
     """
     compute = share_seconds(kind, rule, assignment, mesh, topology)
-    exchanges = own_seconds(kind, rule, assignment, mesh, topology)
+    exchanges = 0.0
+    if name := kind.about.collective:
+        piece = local_kind(kind, rule, assignment, mesh)
+        sent, got = piece.operands[0].bytes, piece.results[0].bytes
+        exchanges += collective_seconds(name, kind.attrs["axes"], sent, got, mesh, topology)
     exchanges += halo_seconds(kind, rule, assignment, mesh, topology)
     exchanges += merge_seconds(kind, rule, assignment, mesh, topology)
     exchanges += exchange_seconds(rule, assignment, mesh, topology)
-    sizes = piece_bytes(kind, rule, assignment, mesh)
+    extents = [mesh.extent(axes) for axes in assignment]
+    sizes = [
+        type_.size * dtype_bits(type_.dtype) / 8 / math.prod([extents[f] for d in dims for f in d])
+        for type_, dims in zip((*kind.operands, *kind.results), rule.values, strict=True)
+    ]
     moves = (*bytes_read(kind, sizes), *bytes_written(kind, sizes))
     if stored:
         moves = tuple(itertools.compress(moves, stored))
@@ -127,30 +136,6 @@ def local_kind(kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh) -> 
     ]
     count = len(kind.operands)
     return OpKind(kind.name, tuple(types[:count]), tuple(types[count:]), kind.attrs)
-
-
-def piece_bytes(kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh) -> list[float]:
-    """Bytes of one device's piece of each operand and result."""
-    extents = [mesh.extent(axes) for axes in assignment]
-    types = (*kind.operands, *kind.results)
-    return [
-        type_.size * dtype_bits(type_.dtype) / 8 / math.prod([extents[f] for d in dims for f in d])
-        for type_, dims in zip(types, rule.values, strict=True)
-    ]
-
-
-def own_seconds(
-    kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology
-) -> float:
-    """Time on the links of an op that is a collective itself."""
-    if not kind.about.collective:
-        return 0.0
-    before, after = (
-        local_type(type_, project(rule, dims, assignment, mesh.atom_sizes), mesh)
-        for type_, dims in zip((*kind.operands, *kind.results), rule.values, strict=True)
-    )
-    name, axes = kind.about.collective, kind.attrs["axes"]
-    return collective_seconds(name, axes, before.bytes, after.bytes, mesh, topology)
 
 
 def ring_seconds(
@@ -251,3 +236,45 @@ def merge_seconds(
             wire = collective_seconds("all_gather", axes, own, after, mesh, topology)
             seconds += wire + (own + after) / topology.hbm_bandwidth
     return seconds
+
+
+RAGGED = "ragged_all_to_all"
+"""The kind of what composites exchange."""
+
+
+class Transfer(NamedTuple):
+    """What an op brings from device to device.
+
+    Attributes:
+      kind: as in `spmd.reshard.comm.KINDS`.
+      axes: the atoms along which devices exchange.
+      put, got: bytes that a device puts in, and that it gets.
+      group: how many devices exchange with one another.
+    """
+
+    kind: str
+    axes: Axes
+    put: int
+    got: int
+    group: int
+
+    @staticmethod
+    def of(op: Op, mesh: Mesh) -> Transfer | None:
+        """That of an op along axes of the mesh; None if it is none."""
+        attrs = op.kind.attrs
+        if AXES in attrs:
+            axes, sent = attrs[AXES], attrs[SENT]
+            return Transfer(RAGGED, axes, sent, sent, mesh.extent(axes))
+        if not op.collective or "axes" not in attrs:
+            return None
+        put, got = (sum(t.bytes for t in x) for x in (op.kind.operands, op.kind.results))
+        return Transfer(op.collective, attrs["axes"], put, got, group_size(attrs, mesh))
+
+    def seconds(self, mesh: Mesh, topology: Topology) -> float:
+        """Predicted time."""
+        return collective_seconds(self.kind, self.axes, self.put, self.got, mesh, topology)
+
+    def sent_bytes(self, mesh: Mesh, topology: Topology) -> int:
+        """What one device sends, in the way in which the backend runs it."""
+        kind = run_as(self.kind, self.axes, mesh, topology)
+        return wire_bytes(kind, self.group, self.put, self.got)

@@ -20,9 +20,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from spmd.ir.control_flow import Index
 from spmd.ir.description import Role
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.index import Index
 from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.ir.types import DotDims, dtype_bits
 from spmd.mesh.mesh import Mesh
@@ -30,8 +30,14 @@ from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
 from spmd.predict.backends import backend_of
 from spmd.predict.fusion import stored_values
-from spmd.predict.ops import arithmetic_seconds, bytes_read, bytes_written, memory_seconds
-from spmd.predict.transfers import RAGGED, Transfer
+from spmd.predict.ops import (
+    RAGGED,
+    Transfer,
+    arithmetic_seconds,
+    bytes_read,
+    bytes_written,
+    memory_seconds,
+)
 
 COMPUTE = "compute"
 
@@ -153,10 +159,8 @@ class _Schedule:
         outer, self.free = self.free, {}
         gaps, self.gaps = self.gaps, []
         for op in region.ops:
-            if op.regions:
-                end = max(end, self.control_flow(op, start, trips, depth))
-            else:
-                end = max(end, self.op(op, start, trips, depth))
+            schedule = self.control_flow if op.regions else self.op
+            end = max(end, schedule(op, start, trips, depth))
         self.free, self.gaps = outer, gaps
         return end
 
@@ -214,19 +218,17 @@ class _Schedule:
         is_loop = op.is_loop
         runs = self.index.trips[op.results[0]] if is_loop else 1
         inner = self.index.runs(op)
-        once = self.iteration(op, begin, trips * inner, depth) if is_loop else 0.0
-        seconds = inner * once if is_loop else self.longest_branch(op, begin, trips, depth)
+        if is_loop:
+            end = begin
+            for region in op.regions:  # the condition, then the body
+                end = self.region(region, end, trips * inner, depth + 1)
+            seconds = inner * (end - begin)
+        else:
+            seconds = self.longest_branch(op, begin, trips, depth)
         self.slots.insert(place, Slot(op, COMPUTE, begin, begin + seconds, trips, depth, runs))
         self.free = dict.fromkeys([*self.free, COMPUTE], begin + seconds)
         self.ready.update(dict.fromkeys(op.results, begin + seconds))
         return begin + seconds
-
-    def iteration(self, op: Op, begin: float, trips: int, depth: int) -> float:
-        """Seconds of a loop's condition and body, one after the other."""
-        end = begin
-        for region in op.regions:
-            end = self.region(region, end, trips, depth + 1)
-        return end - begin
 
     def longest_branch(self, op: Op, begin: float, trips: int, depth: int) -> float:
         """Seconds of the branch that takes longest; only its slots stay."""

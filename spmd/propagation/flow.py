@@ -179,12 +179,7 @@ def _wanted(
 
 
 def _changes(
-    rule: Rule,
-    position: int,
-    dim: int,
-    held: int,
-    axes: Axes,
-    claims: Mapping[int, _Claim],
+    rule: Rule, position: int, dim: int, held: int, axes: Axes, claims: Mapping[int, _Claim]
 ) -> Iterator[Change]:
     """A dim's longer axes: first what the rule fixes of them, then what its factors want."""
     factors = rule.values[position][dim]

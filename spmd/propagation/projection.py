@@ -85,9 +85,7 @@ def factors_to_dim(
         if own and not complete:
             return None
         axes += own
-        extent = 1
-        for a in own:
-            extent *= sizes[a]
+        extent = math.prod([sizes[a] for a in own])
         if factors[factor].size % extent:
             return None
         complete = complete and extent == factors[factor].size
@@ -172,12 +170,6 @@ def reduced_axes(rule: Rule, assignment: Assignment, result: Sequence[DimFactors
       result: the factors of the result's dims; of any result that has none of these if left out.
     """
     own = {a for dim in result for f in dim for a in assignment[f]}
-    return tuple(
-        sorted(
-            a
-            for factor, axes in zip(rule.factors, assignment, strict=True)
-            if factor.kind == REDUCE
-            for a in axes
-            if a not in own
-        )
-    )
+    split = zip(rule.factors, assignment, strict=True)
+    owed = {a for factor, axes in split if factor.kind == REDUCE for a in axes}
+    return tuple(sorted(owed - own))

@@ -16,11 +16,12 @@ recorded for the planner.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
-from functools import cache, lru_cache, partial
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache, partial
 from typing import NamedTuple
 
-from spmd.ir.control_flow import ties
+from spmd.ir.control_flow import Index, ties
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.dialect.rule import Factor, Rule
 from spmd.ir.program import Loc, Op, OpKind, Program, Value
@@ -40,7 +41,89 @@ from spmd.propagation.flow import (
     spread_through,
     union,
 )
-from spmd.propagation.propagated import Conflict, Origin, Propagated
+
+
+class Origin(NamedTuple):
+    """Why a dim has some of its atoms: from a neighbouring value's dim, or from a mark.
+
+    Attributes:
+      atoms: the atoms.
+      value, dim: where they came from; no value: a mark.
+      label: the op that they came through, or the mark's reason.
+      loc: where that op is.
+    """
+
+    atoms: Axes
+    value: Value | None
+    dim: int
+    label: str
+    loc: Loc = Loc()
+
+    @property
+    def reason(self) -> str:
+        """For people: `through stablehlo.add at train.py:12 (step)`, or the mark's reason."""
+        if self.value is None:
+            return self.label
+        source = self.loc.trail
+        label = self.label.removeprefix("stablehlo.")
+        return f"through {label}" + (f" at {source}" if source else "")
+
+
+class Conflict(NamedTuple):
+    """Values around one op that want different axes for one factor of it."""
+
+    op: Op
+    factor: int
+    claims: tuple[tuple[Axes, Value, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Propagated:
+    """The program with a proposal for every value.
+
+    Attributes:
+      program: unchanged.
+      mesh: the mesh that atoms refer to.
+      proposals: for each value, the atoms of each dim.
+      marks: value -> its mark.
+      cheap: values without a sharding of their own.
+      origins: (value, dim) -> where its atoms came from, oldest first.
+      conflicts: disagreements left to the planner.
+      undivided: (value, dim) -> axes that were wanted there and don't divide the dim.
+    """
+
+    program: Program
+    mesh: Mesh
+    proposals: tuple[tuple[Axes, ...], ...]
+    marks: Mapping[Value, Mark]
+    cheap: frozenset[Value]
+    origins: Mapping[tuple[Value, int], tuple[Origin, ...]]
+    conflicts: tuple[Conflict, ...]
+    undivided: Mapping[tuple[Value, int], Axes]
+
+    @cached_property
+    def index(self) -> Index:
+        """Lookups over the program, for everyone who reads it from here on."""
+        return Index(self.program)
+
+    def why(self, value: Value, dim: int, atom: int) -> tuple[str, ...]:
+        """The chain from an inferred atom back to the mark that caused it, nearest first."""
+        return tuple([origin.reason for _, origin in self._chain(value, dim, atom)])
+
+    def root(self, value: Value, dim: int, atom: int) -> Value | None:
+        """The marked value that an inferred atom comes from, if any."""
+        chain = list(self._chain(value, dim, atom))
+        return chain[-1][0] if chain and chain[-1][1].value is None else None
+
+    def _chain(self, value: Value, dim: int, atom: int) -> Iterator[tuple[Value, Origin]]:
+        """(value, why it has the atom), back to the mark."""
+        at: Value | None = value
+        while at is not None:
+            origin = next((o for o in self.origins.get((at, dim), ()) if atom in o.atoms), None)
+            if origin is None:
+                return
+            yield at, origin
+            at, dim = origin.value, origin.dim
 
 
 class _Node(NamedTuple):
@@ -76,7 +159,16 @@ def propagate(
     for a, b in links:
         state.add_tie((a, b), Loc(), "the donated argument and its update")
     state.run()
-    return state.finish()
+    return Propagated(
+        program,
+        mesh,
+        tuple(state.proposals),
+        marks,
+        cheap,
+        {key: tuple(found) for key, found in state.origins.items()},
+        tuple(state.conflicts[key] for key in sorted(state.conflicts)),
+        dict(sorted(state.undivided.items())),
+    )
 
 
 class _State:
@@ -96,9 +188,16 @@ class _State:
     def __init__(
         self, program: Program, mesh: Mesh, marks: Mapping[Value, Mark], cheap: frozenset[Value]
     ) -> None:
-        self.program, self.mesh, self.marks, self.cheap = program, mesh, marks, cheap
+        self.program, self.mesh, self.cheap = program, mesh, cheap
         self.proposals: list[Proposal] = [((),) * t.rank for t in program.types]
-        self.flags = self.value_flags()
+        self.flags: list[tuple[int, ...] | None] = [(OPEN,) * t.rank for t in program.types]
+        for value in (*program.body.args, *program.body.results):
+            self.flags[value] = program.types[value].shape
+        for value, mark in marks.items():
+            pairs = zip(self.flags[value] or (), mark.open, strict=True)
+            self.flags[value] = tuple(flag if is_open else CLOSED for flag, is_open in pairs)
+        for value in cheap:
+            self.flags[value] = None
         self.nodes: list[_Node] = []
         self.shapes: dict[tuple[int, tuple[tuple[int, ...] | None, ...]], Shape] = {}
         self.touching: list[list[int]] = [[] for _ in program.types]
@@ -119,20 +218,6 @@ class _State:
             for dim, axes in enumerate(mark.dims):
                 if axes:
                     self.origins[value, dim] = [Origin(axes, None, dim, mark.reason)]
-
-    def value_flags(self) -> list[tuple[int, ...] | None]:
-        program = self.program
-        flags: list[tuple[int, ...] | None] = [(OPEN,) * t.rank for t in program.types]
-        for value in (*program.body.args, *program.body.results):
-            flags[value] = program.types[value].shape
-        for value, mark in self.marks.items():
-            found = flags[value] or ()
-            flags[value] = tuple(
-                flag if is_open else CLOSED for flag, is_open in zip(found, mark.open, strict=True)
-            )
-        for value in self.cheap:
-            flags[value] = None
-        return flags
 
     # Building the graph.
 
@@ -300,18 +385,6 @@ class _State:
             if length > held:
                 kept.append(change)
         return tuple(kept)
-
-    def finish(self) -> Propagated:
-        return Propagated(
-            self.program,
-            self.mesh,
-            tuple(self.proposals),
-            self.marks,
-            self.cheap,
-            {key: tuple(found) for key, found in self.origins.items()},
-            tuple(self.conflicts[key] for key in sorted(self.conflicts)),
-            dict(sorted(self.undivided.items())),
-        )
 
 
 @lru_cache(maxsize=1 << 12)

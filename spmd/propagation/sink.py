@@ -6,7 +6,8 @@ after:  `%5 = while(%a = %0) { %7 = broadcast %6; ... add %a, %7 ...; return %x 
 A scalar that is not constant is carried instead of what is broadcast from it.
 
 jax lifts the constants of a `scan`'s body into carries, masks and zeros as large as activations
-among them. As carries they would need a sharding and memory; as cheap values they need neither.
+among them. As carries they would need a sharding and memory; as cheap values they need neither:
+every use gets a copy in the sharding that it wants, so they constrain no plan.
 """
 
 from __future__ import annotations
@@ -14,29 +15,48 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from spmd.ir.control_flow import producers_of
+from spmd.ir.description import BROADCAST, CONSTANT
 from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.ir.types import TensorType
-from spmd.propagation.cheap import cheap_values
+
+LONGEST_CHAIN = 12
+"""Elementwise ops on top of each other beyond which recomputing stops being cheap."""
+
+
+def cheap_values(program: Program) -> frozenset[Value]:
+    """Values of rank 1 or more that are recomputed for every use."""
+    depth: dict[Value, int] = {}
+    types = program.types
+    for op in program.walk():
+        if op.regions or len(op.results) != 1 or not types[op.results[0]].rank:
+            continue
+        about = op.kind.about
+        if about.is_source:
+            depth[op.results[0]] = 0
+        elif (about.is_elementwise or op.name == BROADCAST) and all(
+            v in depth or not types[v].rank for v in op.operands
+        ):
+            below = max((depth.get(v, 0) for v in op.operands), default=0)
+            if below < LONGEST_CHAIN:
+                depth[op.results[0]] = below + 1
+    return frozenset(depth)
 
 
 def sink_invariants(program: Program) -> Program:
     """Takes cheap values that do not change out of the carries of every loop, outermost first."""
     if not any(op.is_loop for op in program.walk()):
         return program
-    return _Sink(program).run()
+    sink = _Sink(program)
+    body = sink.region(program.body)
+    return program._replace(types=tuple(sink.types), body=body)
 
 
 class _Sink:
     def __init__(self, program: Program) -> None:
-        self.program = program
         self.types = list(program.types)
         self.cheap = set(cheap_values(program))
         self.producers = producers_of(program)
         self.instead: dict[Value, Value] = {}
-
-    def run(self) -> Program:
-        body = self.region(self.program.body)
-        return self.program._replace(types=tuple(self.types), body=body)
 
     def values(self, values: Iterable[Value]) -> tuple[Value, ...]:
         return tuple([self.instead.get(v, v) for v in values])
@@ -120,4 +140,4 @@ def _makes_scalar(op: Op) -> bool:
     """Whether an op makes a scalar of nothing but scalars."""
     about = op.kind.about
     is_scalar = all(t.rank == 0 for t in (*op.kind.operands, *op.kind.results))
-    return is_scalar and len(op.results) == 1 and (about.is_constant or about.is_elementwise)
+    return is_scalar and len(op.results) == 1 and (op.name == CONSTANT or about.is_elementwise)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import groupby, permutations, product
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
 from spmd.mesh.topology import Topology
-from spmd.reshard.comm import KINDS, collective_terms, run_as, wire_bytes
+from spmd.reshard.comm import KINDS, terms_of, wire_bytes
 from spmd.reshard.moves import Move, Moves
 from spmd.reshard.problem import Problem
 from spmd.reshard.question import EXACT_ATOMS, Digit, Dims, Names, Question, atom_digits
@@ -82,11 +82,8 @@ class Atlas:
         terms = []
         for kind, axes in looks:
             atoms = names.atoms(axes)
-            run = run_as(kind, atoms, mesh, topology)
-            seconds = collective_terms(run, atoms, mesh, topology)
-            terms.append(
-                (KINDS.index(run), mesh.extent(atoms), sum(1 << a for a in atoms), *seconds)
-            )
+            run, group, *seconds = terms_of(kind, atoms, mesh, topology)
+            terms.append((KINDS.index(run), group, sum(1 << a for a in atoms), *seconds))
         columns = np.array(terms or [(0,) * 5]).T[:, look]
         self.atoms = columns[2].astype(np.int64)
         self.latency, self.pace = columns[3:]
@@ -157,18 +154,13 @@ class Distances:
         nodes = np.arange(len(atlas.pieces) + 1)
         self._first = np.searchsorted(atlas.source[self._usable], nodes).tolist()
         self._to = atlas.by_target[usable[atlas.by_target]]
-        self._nodes: dict[Sharding, int | None] = {}
         self._rows: dict[int, Array] = {}
-        self._bounds: dict[tuple[int, int], list[float]] = {}
-        self._out: dict[int, list[tuple[float, int, int, int]]] = {}
-
-    def node(self, sharding: Sharding) -> int | None:
-        """The node of a sharding; None if the value does not divide, or it splits a unit."""
-        if sharding not in self._nodes:
-            self._nodes[sharding] = self._node(sharding)
-        return self._nodes[sharding]
+        self.node = cache(self._node)
+        self._left = cache(self._ticks_to)
+        self._moves_from = cache(self._moves_out_of)
 
     def _node(self, sharding: Sharding) -> int | None:
+        """The node of a sharding; None if the value does not divide, or it splits a unit."""
         dims = tuple([sharding.dims[d] for d in self.names.dims])
         node = self._atlas.nodes.get((dims, sharding.partial))
         whole = node is not None and self._legal[node]
@@ -239,29 +231,23 @@ class Distances:
                         heapq.heappush(heap, (estimate, total, there))
         return None
 
-    def _left(self, goal: int, least: int) -> list[float]:
+    def _ticks_to(self, goal: int, least: int) -> list[float]:
         """Ticks from every node to one, with the value in so many pieces at least."""
-        found = self._bounds.get((goal, least))
-        if found is None:
-            atlas, moves = self._atlas, self._usable
-            near = np.full((len(atlas.pieces), 1), math.inf)
-            near[goal] = 0
-            fits = atlas.pieces >= least
-            moves = moves[fits[atlas.source[moves]] & fits[atlas.target[moves]]]
-            every = np.ones(len(moves), dtype=bool)
-            _follow(near, atlas.target[moves], atlas.source[moves], self._ticks[moves], every)
-            found = self._bounds[goal, least] = near[:, 0].tolist()
+        atlas, moves = self._atlas, self._usable
+        near = np.full((len(atlas.pieces), 1), math.inf)
+        near[goal] = 0
+        fits = atlas.pieces >= least
+        moves = moves[fits[atlas.source[moves]] & fits[atlas.target[moves]]]
+        every = np.ones(len(moves), dtype=bool)
+        _follow(near, atlas.target[moves], atlas.source[moves], self._ticks[moves], every)
+        found: list[float] = near[:, 0].tolist()
         return found
 
-    def _moves_from(self, node: int) -> list[tuple[float, int, int, int]]:
+    def _moves_out_of(self, node: int) -> list[tuple[float, int, int, int]]:
         """Ticks, bytes, target and number of each usable move out of a node."""
-        found = self._out.get(node)
-        if found is None:
-            at = self._usable[self._first[node] : self._first[node + 1]]
-            columns = (self._ticks[at], self._sent[at], self._atlas.target[at], at)
-            found = list(zip(*(column.tolist() for column in columns), strict=True))
-            self._out[node] = found
-        return found
+        at = self._usable[self._first[node] : self._first[node + 1]]
+        columns = (self._ticks[at], self._sent[at], self._atlas.target[at], at)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def _follow(near: Array, source: Array, target: Array, ticks: Array, look: Array) -> None:

@@ -8,10 +8,12 @@ in MPICH" (bytes of the bandwidth-optimal, steps of the latency-optimal algorith
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from spmd.errors import LegalityError
 from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes
 from spmd.mesh.topology import Topology
 
 KINDS = (
@@ -86,6 +88,50 @@ _RING_CHIPS = 8
 """Slices of so many chips are one ring to the TPU compiler."""
 
 
+class Terms(NamedTuple):
+    """What decides the cost of a collective over some atoms, beside the size of the value.
+
+    Attributes:
+      kind: one of `KINDS`, as the backend runs it.
+      group: devices that exchange with one another.
+      latency: seconds of one that moves nothing.
+      pace: seconds for each byte on the wire.
+    """
+
+    kind: str
+    group: int
+    latency: float
+    pace: float
+
+    def cost(self, local_in_bytes: int, local_out_bytes: int) -> tuple[float, int]:
+        """Seconds, and bytes that each device sends, given those of its pieces."""
+        sent = wire_bytes(self.kind, self.group, local_in_bytes, local_out_bytes)
+        return self.latency + sent * self.pace, sent
+
+
+@lru_cache(maxsize=1 << 14)
+def terms_of(kind: str, atoms: Axes, mesh: Mesh, topology: Topology) -> Terms:
+    """The terms of a collective.
+
+    What was measured inside a host counts there; elsewhere the latency of the slowest link for each
+    step, and its bandwidth.
+    """
+    kind, group = run_as(kind, atoms, mesh, topology), mesh.extent(atoms)
+    if kind == "slice" or not atoms:
+        return Terms(kind, group, 0.0, 0.0)
+    links = [topology.atom_links(mesh)[a] for a in atoms]
+    if all(link == topology.chip.ici for link in links):
+        like = "all_to_all" if kind == "ragged_all_to_all" else kind
+        measured = topology.measured(like, group)
+        if measured is not None:
+            return Terms(kind, group, measured.latency, 1 / measured.bandwidth)
+    steps = latency_steps(kind, [mesh.atom_sizes[a] for a in atoms])
+    pace = 1 / min(x.bandwidth for x in links)
+    if kind == "ragged_all_to_all":
+        pace *= max(topology.detour(mesh, axis) for axis in {mesh.atoms[a].axis for a in atoms})
+    return Terms(kind, group, max(x.latency for x in links) * steps, pace)
+
+
 def collective_seconds(
     kind: str,
     atoms: Sequence[int],
@@ -104,30 +150,4 @@ def collective_seconds(
       mesh: the mesh that the atoms belong to.
       topology: the links; the slowest one among the atoms sets the pace.
     """
-    kind = run_as(kind, atoms, mesh, topology)
-    sent = wire_bytes(kind, mesh.extent(atoms), local_in_bytes, local_out_bytes)
-    latency, pace = collective_terms(kind, atoms, mesh, topology)
-    return latency + sent * pace
-
-
-def collective_terms(
-    kind: str, atoms: Sequence[int], mesh: Mesh, topology: Topology
-) -> tuple[float, float]:
-    """Seconds of a collective that moves nothing, and seconds for each byte on the wire.
-
-    What was measured inside a host counts there; elsewhere the latency of the slowest link for each
-    step, and its bandwidth.
-    """
-    if kind == "slice" or not atoms:
-        return 0.0, 0.0
-    links = [topology.atom_links(mesh)[a] for a in atoms]
-    if all(link == topology.chip.ici for link in links):
-        like = "all_to_all" if kind == "ragged_all_to_all" else kind
-        measured = topology.measured(like, mesh.extent(atoms))
-        if measured is not None:
-            return measured.latency, 1 / measured.bandwidth
-    steps = latency_steps(kind, [mesh.atom_sizes[a] for a in atoms])
-    pace = 1 / min(x.bandwidth for x in links)
-    if kind == "ragged_all_to_all":
-        pace *= max(topology.detour(mesh, axis) for axis in {mesh.atoms[a].axis for a in atoms})
-    return max(x.latency for x in links) * steps, pace
+    return terms_of(kind, tuple(atoms), mesh, topology).cost(local_in_bytes, local_out_bytes)[0]

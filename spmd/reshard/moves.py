@@ -7,7 +7,7 @@ from itertools import combinations, groupby, permutations
 from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes, common_prefix
-from spmd.reshard.problem import Problem
+from spmd.reshard.problem import Problem, moved
 from spmd.reshard.question import Dims
 
 
@@ -46,7 +46,7 @@ def reduce(dims: Dims, partial: Axes, run: Axes) -> Move:
 
 def permute(problem: Problem, dims: Dims, partial: Axes, after: Dims) -> Move:
     """A collective-permute to another sharding with the same local shape."""
-    return Move("collective_permute", after, partial, problem.moved(dims, after), ())
+    return Move("collective_permute", after, partial, moved(dims, after, problem.sizes), ())
 
 
 class Moves:
@@ -66,9 +66,15 @@ class Moves:
             yield from self._appends("slice", dims, partial, idle)
         # A gather may not leave a larger piece than the larger end has: the memory limit.
         room = pieces // self.problem.fewest_pieces
-        if room > 1:
-            yield from self._gathers(dims, partial, room)
-        yield from self._exchanges(dims, partial)
+        for dim, axes in enumerate(dims) if room > 1 else ():
+            for keep in self._gathered(dims, dim, room):
+                if self.problem.extent(axes[keep:]) <= room:
+                    yield gather(dims, partial, dim, keep)
+        for dim, axes in enumerate(dims):
+            for other in range(len(dims)) if axes else ():
+                for keep in self._exchanged(dims, dim, other) if other != dim else ():
+                    if self.problem.divides(other, dims[other] + axes[keep:]):
+                        yield exchange(dims, partial, dim, keep, other)
         if partial:
             for run in self._reduced(partial):
                 yield reduce(dims, partial, run)
@@ -82,21 +88,6 @@ class Moves:
             for run in self._runs(dims, dim, pool):
                 if self.problem.divides(dim, dims[dim] + run):
                     yield append(kind, dims, partial, dim, run)
-
-    def _gathers(self, dims: Dims, partial: Axes, room: int) -> Iterator[Move]:
-        for dim, axes in enumerate(dims):
-            for keep in self._gathered(dims, dim, room):
-                if self.problem.extent(axes[keep:]) <= room:
-                    yield gather(dims, partial, dim, keep)
-
-    def _exchanges(self, dims: Dims, partial: Axes) -> Iterator[Move]:
-        for dim, axes in enumerate(dims):
-            for other in range(len(dims)) if axes else ():
-                if other == dim:
-                    continue
-                for keep in self._exchanged(dims, dim, other):
-                    if self.problem.divides(other, dims[other] + axes[keep:]):
-                        yield exchange(dims, partial, dim, keep, other)
 
     def _runs(self, dims: Dims, dim: int, pool: Axes) -> Iterator[Axes]:
         """Runs out of `pool` to append to a dim, if it divides by them."""
@@ -167,8 +158,8 @@ class DirectedMoves(Moves):
                 ]
         stand_ins = sorted(pool, key=lambda a: (a in problem.goal_digits, a))
         for alike in self._by_size(stand_ins):
-            found.append(problem.dividing(problem.goal_extents[dim], axes, alike))
-            found.append(problem.dividing(problem.room[dim], axes, alike))
+            for size in (problem.goal_extents[dim], problem.room[dim]):
+                found.append(problem.dividing(size, axes, alike))
         return filter(None, dict.fromkeys(found))
 
     def _by_size(self, pool: Sequence[int]) -> list[Sequence[int]]:

@@ -29,10 +29,10 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, format_sharding, is_even, is_legal
 from spmd.mesh.topology import Topology
 from spmd.reshard.atlas import Distances, distances
-from spmd.reshard.comm import collective_seconds, collective_terms, run_as, wire_bytes
+from spmd.reshard.comm import Terms, terms_of
 from spmd.reshard.moves import Move
 from spmd.reshard.problem import moved, pieces_after
-from spmd.reshard.question import Asked, Dims, Names
+from spmd.reshard.question import Dims, Names, questions
 from spmd.reshard.search import Answer, answers, direct_answers, is_small
 
 Table = np.ndarray[Any, np.dtype[np.float64]]
@@ -94,12 +94,7 @@ class Path:
 
 @lru_cache(maxsize=1 << 16)
 def reshard(
-    src: Sharding,
-    dst: Sharding,
-    type_: TensorType,
-    mesh: Mesh,
-    topology: Topology,
-    held: Axes = (),
+    src: Sharding, dst: Sharding, type_: TensorType, mesh: Mesh, topology: Topology, held: Axes = ()
 ) -> Path:
     """The cheapest path from one sharding of a value to another.
 
@@ -144,8 +139,19 @@ def reshard(
         if dst.kind not in WHOLE_TERMS:
             seconds += mask_seconds(unmasked, type_, mesh, topology)
         return Path(lambda: (*path.steps, mask), seconds, path.bytes)
-    _check(src, dst, type_, mesh)
-    shape = _padded(src, dst, type_.shape, mesh)
+    legal = all(is_legal(sharding, type_.shape, mesh, even=False) for sharding in (src, dst))
+    if not legal or not can_reshard(src, dst):
+        fix = "use every atom at most once and give every dim its atoms"
+        raise LegalityError(
+            f"no reshard of {type_} leads from one sharding to the other",
+            actual=format_sharding(src, mesh),
+            required=format_sharding(dst, mesh),
+            fix="leave partial only what is partial already" if legal else fix,
+        )
+    # Every dim that either sharding does not divide is rounded up until both do.
+    pairs = zip(src.dims, dst.dims, strict=True)
+    units = [math.lcm(mesh.extent(a), mesh.extent(b)) for a, b in pairs]
+    shape = tuple(-(-size // unit) * unit for size, unit in zip(type_.shape, units, strict=True))
     path = _cheapest(src, dst, shape, type_.dtype, held, mesh, topology)
     if shape == type_.shape:
         return path
@@ -205,20 +211,6 @@ def _alike(
     return found
 
 
-def _check(src: Sharding, dst: Sharding, type_: TensorType, mesh: Mesh) -> None:
-    """Refuses what cannot be asked."""
-    legal = all(is_legal(sharding, type_.shape, mesh, even=False) for sharding in (src, dst))
-    if legal and can_reshard(src, dst):
-        return
-    fix = "use every atom at most once and give every dim its atoms"
-    raise LegalityError(
-        f"no reshard of {type_} leads from one sharding to the other",
-        actual=format_sharding(src, mesh),
-        required=format_sharding(dst, mesh),
-        fix="leave partial only what is partial already" if legal else fix,
-    )
-
-
 def _untorn(
     src: Sharding,
     dst: Sharding,
@@ -241,8 +233,8 @@ def _untorn(
     else:
         first = reshard(src, last, type_, mesh, topology, held)
         second = _one_by_one(last, dst, type_, mesh, topology)
-    seconds, sent = first.seconds + second.seconds, first.bytes + second.bytes
-    return Path(first.steps + second.steps, seconds, sent)
+    sent = first.bytes + second.bytes
+    return Path(first.steps + second.steps, first.seconds + second.seconds, sent)
 
 
 def _one_by_one(
@@ -255,8 +247,8 @@ def _one_by_one(
             there = Sharding((*here.dims[:d], b, *here.dims[d + 1 :]), here.partial, here.kind)
             step = Step("all_gather" if a else "slice", here, there, a or b, (d,))
             before, after = (local_type(type_, s, mesh).bytes for s in (here, there))
-            seconds += collective_seconds(step.kind, step.axes, before, after, mesh, topology)
-            sent += wire_bytes(step.kind, mesh.extent(step.axes), before, after)
+            took, more = terms_of(step.kind, step.axes, mesh, topology).cost(before, after)
+            seconds, sent = seconds + took, sent + more
             steps.append(step)
             here = there
     return Path(tuple(steps), seconds, sent)
@@ -275,14 +267,6 @@ def mask_seconds(sharding: Sharding, type_: TensorType, mesh: Mesh, topology: To
     """Time to read one device's piece and to write it, or zeros."""
     local = local_type(type_, sharding, mesh)
     return 2 * local.bytes / topology.hbm_bandwidth
-
-
-def _padded(src: Sharding, dst: Sharding, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-    """The shape with every dim that either sharding does not divide rounded up until both do."""
-    units = [
-        math.lcm(mesh.extent(a), mesh.extent(b)) for a, b in zip(src.dims, dst.dims, strict=True)
-    ]
-    return tuple(-(-size // unit) * unit for size, unit in zip(shape, units, strict=True))
 
 
 def torn_dims(step: Step, shape: Sequence[int], mesh: Mesh) -> list[int]:
@@ -308,9 +292,16 @@ def permute_pairs(before: Sharding, after: Sharding, mesh: Mesh) -> tuple[tuple[
     replicas share out the rest in order, within the groups of the atoms that change place.
     """
     axes = moved(before.dims, after.dims, mesh.atom_sizes)
-    fixed = [a for a in range(len(mesh.atoms)) if a not in axes]
+    fixed = mesh.coordinates([a for a in range(len(mesh.atoms)) if a not in axes])
 
-    have, wanted = (_pieces(sharding.dims, fixed, mesh) for sharding in (before, after))
+    def pieces(dims: Dims) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """A number for the piece that each device holds, and for where it is along other atoms."""
+        number = fixed
+        for axes in dims:  # a permute leaves the number of pieces of every dim alone
+            number = number * mesh.extent(axes) + mesh.coordinates(axes)
+        return number
+
+    have, wanted = pieces(before.dims), pieces(after.dims)
     source = np.arange(mesh.size)
     moving = np.flatnonzero(have != wanted)
     takers, holders = (moving[np.argsort(p[moving], kind="stable")] for p in (wanted, have))
@@ -318,36 +309,12 @@ def permute_pairs(before: Sharding, after: Sharding, mesh: Mesh) -> tuple[tuple[
     return tuple(zip(source.tolist(), range(mesh.size), strict=True))
 
 
-def _pieces(dims: Dims, fixed: Sequence[int], mesh: Mesh) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """A number for the piece that each device holds, and for where it is along other atoms."""
-    number = mesh.coordinates(fixed)
-    for axes in dims:  # a permute leaves the number of pieces of every dim alone
-        number = number * mesh.extent(axes) + mesh.coordinates(axes)
-    return number
-
-
 # ---------------------------------------------------------------------------------------------
 # From the answer to a question back to steps, with the cost model's own figures.
 
 
-class _Leg(NamedTuple):
-    """What a step costs, however large the value is.
-
-    Attributes:
-      kind: of the step, as the backend runs it.
-      group: devices that exchange with one another.
-      latency: seconds that it takes however small the value is.
-      pace: seconds for each byte.
-      before: pieces that the value is in.
-      after: pieces that it is in afterwards.
-    """
-
-    kind: str
-    group: int
-    latency: float
-    pace: float
-    before: int
-    after: int
+_Leg = tuple[Terms, int, int]
+"""What decides the cost of a step, and the pieces that the value is in before and after it."""
 
 
 class _Route(NamedTuple):
@@ -361,12 +328,15 @@ class _Route(NamedTuple):
 
     def steps(self) -> tuple[Step, ...]:
         """The steps of this value over this mesh."""
-        found, here = [], self.src
+        found, here, names = [], self.src, self.names
         for move in self.answer:
-            there = _sharding_at(move.dims, move.partial, self.names, self.src, self.dst)
-            axes = _axes_of(move, self.names)
-            dims = tuple([self.names.dims[d] for d in move.at])
-            found.append(Step(move.kind, here, there, axes, dims))
+            tiling = list(names.kept)
+            for number, digits in zip(names.dims, move.dims, strict=True):
+                tiling[number] += names.atoms(digits)
+            partial = (*names.atoms(move.partial), *self.dst.partial)
+            there = Sharding(tuple(tiling)).with_partial(partial, self.src.kind)
+            dims = tuple([names.dims[d] for d in move.at])
+            found.append(Step(move.kind, here, there, _axes_of(move, names), dims))
             here = there
         return tuple(found)
 
@@ -404,11 +374,9 @@ def _cheapest(
 def _cost(route: _Route, bits: int) -> tuple[float, int]:
     """Seconds, and bytes that each device sends, for a value of so many bits."""
     seconds, sent = 0.0, 0
-    for kind, group, latency, pace, before, after in route.legs:
-        if kind != "slice":
-            more = wire_bytes(kind, group, -(-bits // (8 * before)), -(-bits // (8 * after)))
-            seconds += latency + more * pace
-            sent += more
+    for terms, before, after in route.legs:
+        took, more = terms.cost(-(-bits // (8 * before)), -(-bits // (8 * after)))
+        seconds, sent = seconds + took, sent + more
     return seconds, sent
 
 
@@ -421,49 +389,26 @@ SPLITTABLE = WHOLE_TERMS | {"add"}
 
 @lru_cache(maxsize=1 << 16)
 def routes(
-    src: Sharding,
-    dst: Sharding,
-    room: tuple[int, ...],
-    held: Axes,
-    mesh: Mesh,
-    topology: Topology,
+    src: Sharding, dst: Sharding, room: tuple[int, ...], held: Axes, mesh: Mesh, topology: Topology
 ) -> tuple[_Route, ...]:
     """The paths that are best for values of some size, of shapes that divide as `room` does."""
-    asked = Asked(src, dst, room, held, mesh, topology)
-    question, names = asked.question(join=True)
+    asked = questions(src, dst, room, held, mesh, topology)
+    question, names = next(asked)
     found = [(answer, names) for answer in answers(question)]
     if not is_small(question):  # joined atoms cannot part: perhaps they should have
-        question, names = asked.question(join=False)
+        question, names = next(asked)
         apart = direct_answers(question) if found else answers(question)
         found += [(answer, names) for answer in apart]
-    pieces = mesh.extent(a for axes in src.dims for a in axes)
-    return tuple(
-        [
-            _Route(_legs(answer, names, pieces, mesh, topology), answer, names, src, dst)
-            for answer, names in found
-        ]
-    )
-
-
-def _legs(
-    answer: Answer, names: Names, pieces: int, mesh: Mesh, topology: Topology
-) -> tuple[_Leg, ...]:
-    """What the moves cost for a value in so many pieces at first."""
-    legs = []
-    for move in answer:
-        axes = _axes_of(move, names)
-        kind = run_as(move.kind, axes, mesh, topology)
-        group, latency, pace = _terms(kind, axes, mesh, topology)
-        after = pieces_after(move.kind, group, pieces)
-        legs.append(_Leg(kind, group, latency, pace, pieces, after))
-        pieces = after
-    return tuple(legs)
-
-
-@lru_cache(maxsize=1 << 14)
-def _terms(kind: str, axes: Axes, mesh: Mesh, topology: Topology) -> tuple[int, float, float]:
-    """Devices that exchange, seconds of a collective that moves nothing, and for each byte."""
-    return mesh.extent(axes), *collective_terms(kind, axes, mesh, topology)
+    ways = []
+    for answer, names in found:
+        legs, pieces = [], mesh.extent(a for axes in src.dims for a in axes)
+        for move in answer:
+            terms = terms_of(move.kind, _axes_of(move, names), mesh, topology)
+            after = pieces_after(move.kind, terms.group, pieces)
+            legs.append((terms, pieces, after))
+            pieces = after
+        ways.append(_Route(tuple(legs), answer, names, src, dst))
+    return tuple(ways)
 
 
 def _axes_of(move: Move, names: Names) -> Axes:
@@ -472,13 +417,3 @@ def _axes_of(move: Move, names: Names) -> Axes:
     if move.kind in ("collective_permute", "all_reduce"):  # their groups have no order
         return tuple(sorted(axes))
     return axes
-
-
-def _sharding_at(
-    tiling: Dims, partial: Axes, names: Names, src: Sharding, dst: Sharding
-) -> Sharding:
-    """A sharding of the question as one of the value."""
-    dims = list(names.kept)
-    for number, digits in zip(names.dims, tiling, strict=True):
-        dims[number] += names.atoms(digits)
-    return Sharding(tuple(dims)).with_partial((*names.atoms(partial), *dst.partial), src.kind)

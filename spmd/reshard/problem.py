@@ -122,14 +122,9 @@ class Problem:
             found = self._extents[axes] = math.prod([self.sizes[a] for a in axes])
         return found
 
-    def moved(self, before: Dims, after: Dims) -> Axes:
-        """Digits that change place."""
-        return moved(before, after, self.sizes)
-
     def pieces(self, dims: Dims) -> int:
         """Into how many pieces the value is split."""
-        extent = self.extent
-        return math.prod([extent(axes) for axes in dims])
+        return math.prod([self.extent(axes) for axes in dims])
 
     def divides(self, dim: int, axes: Axes) -> bool:
         """Whether a dim divides by some digits."""
@@ -149,19 +144,17 @@ class Problem:
         found = self._prices.get((kind, axes, pieces))
         if found is None:
             after = pieces_after(kind, self.extent(axes), pieces)
-            found = self._prices[kind, axes, pieces] = self._price(kind, axes, pieces, after), after
+            line = Line(0, 0, 0, 1)
+            if kind != "slice":
+                sent = wire_bytes(kind, self.extent(axes), self.unit // pieces, self.unit // after)
+                letters = [self._letters[a] for a in axes]
+                steps = 2
+                if not all([letter.flat for letter in letters]):
+                    steps = latency_steps(kind, [n for letter in letters for n in letter.sizes])
+                latency = max([self._latencies[a] for a in axes]) * steps
+                line = Line(latency, sent * max([self.paces[a] for a in axes]), sent, 1)
+            found = self._prices[kind, axes, pieces] = line, after
         return found
-
-    def _price(self, kind: str, axes: Axes, pieces: int, after: int) -> Line:
-        if kind == "slice":
-            return Line(0, 0, 0, 1)
-        sent = wire_bytes(kind, self.extent(axes), self.unit // pieces, self.unit // after)
-        letters = [self._letters[a] for a in axes]
-        steps = 2
-        if not all([letter.flat for letter in letters]):
-            steps = latency_steps(kind, [size for letter in letters for size in letter.sizes])
-        latency = max([self._latencies[a] for a in axes]) * steps
-        return Line(latency, sent * max([self.paces[a] for a in axes]), sent, 1)
 
     def bounds(self, dims: Dims, partial: Axes) -> list[Line]:
         """Lower bounds of what it costs to come from here to `dst`; none if it may cost nothing.
@@ -195,12 +188,11 @@ class Problem:
         launches = max(losing + clash + bool(partial), int(sent > 0))
         if not launches:
             return []
-        rounds = 0
-        for letter in [self._letters[a] for a in partial]:
-            if not letter.flat:
-                rounds += sum(letter.sizes) - len(letter.sizes)
-        if not self._flat:
-            rounds += _doublings(pieces * ways / self.goal_pieces)
+        owed = [self._letters[a] for a in partial if not self._letters[a].flat]
+        rounds = sum(sum(letter.sizes) - len(letter.sizes) for letter in owed)
+        if not self._flat:  # in each round of a gather pieces double
+            mantissa, exponent = math.frexp(pieces * ways / self.goal_pieces)
+            rounds += max(exponent - (mantissa == 0.5), 0)
         fixed = self._best_latency * (launches + max(launches, rounds))
         line = Line(fixed, self._best_pace * sent, sent, launches)
         return self._with_slow_links(line, facts, partial) if self.slow else [line]
@@ -256,12 +248,6 @@ def pieces_after(kind: str, group: int, pieces: int) -> int:
     if kind in ("slice", "reduce_scatter"):
         return pieces * group
     return pieces // group if kind == "all_gather" else pieces
-
-
-def _doublings(growth: float) -> int:
-    """Rounds that a gather by such a factor takes at least: in each, pieces double."""
-    mantissa, exponent = math.frexp(growth)
-    return max(exponent - (mantissa == 0.5), 0)
 
 
 def moved(before: Dims, after: Dims, sizes: tuple[int, ...]) -> Axes:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -106,8 +106,17 @@ class _Dim(NamedTuple):
     room: int
 
 
-class Asked:
-    """What a pair of shardings comes down to.
+def questions(
+    src: Sharding,
+    dst: Sharding,
+    shape: Sequence[int],
+    held: Axes,
+    mesh: Mesh,
+    topology: Topology,
+) -> Iterator[tuple[Question, Names]]:
+    """What a pair of shardings comes down to: with atoms joined, then with each for itself.
+
+    Where some dim has room for a part of a joined digit only, the first may have no path.
 
     Args:
       src: sharding at first.
@@ -117,56 +126,43 @@ class Asked:
       mesh: the mesh.
       topology: the links.
     """
-
-    def __init__(
-        self,
-        src: Sharding,
-        dst: Sharding,
-        shape: Sequence[int],
-        held: Axes,
-        mesh: Mesh,
-        topology: Topology,
-    ) -> None:
-        self._mesh, self._letters = mesh, atom_digits(mesh, topology)
-        letters = self._letters
-        many, alike = len(letters) > EXACT_ATOMS, len(set(letters)) == 1
-        dims, kept = [], []
-        for number, (a, b, size) in enumerate(zip(src.dims, dst.dims, shape, strict=True)):
-            prefix = common_prefix(a, b) if many or alike else ()
-            kept.append(prefix)
-            taken = len(prefix)
-            dims.append(_Dim(number, a[taken:], b[taken:], size // mesh.extent(prefix)))
-        self._kept = tuple(kept)
-        aside = {a for axes in kept for a in axes}.union(dst.partial)
-        aside.update([a for a in held if a not in src.used and a not in dst.used])
-        atoms = [a for a in range(len(letters)) if a not in aside]
-        self._partial = [a for a in src.partial if a not in aside]
-        spares = 1 if many or (alike and not self._partial) else 2
-        devices = mesh.extent(atoms)
-        placed = {a for dim in dims for a in dim.src + dim.dst}
-        parked = mesh.extent([a for a in atoms if a not in placed]) if many else devices
-        self._dims = _useful(dims, devices, parked, spares)
-        # What a dim or an atom looks like, not its number, says where it comes in a question.
-        look = letters.__getitem__
-        self._dims.sort(key=lambda d: (list(map(look, d.src)), list(map(look, d.dst)), d.room))
-        met = [a for d in self._dims for a in d.src] + [a for d in self._dims for a in d.dst]
-        met += sorted(self._partial, key=look) + sorted(atoms, key=look)
-        self._order = list(dict.fromkeys(met))
-
-    def question(self, join: bool = True) -> tuple[Question, Names]:
-        """The question, and what its digits and dims stand for.
-
-        Args:
-          join: whether atoms may become one digit; where some dim has room for a part of it only,
-            there may be no path then.
-        """
-        dims, letters, partial = self._dims, self._letters, self._partial
-        runs: list[Axes] = [(a,) for a in self._order]
-        if join and len(runs) > EXACT_ATOMS:
-            runs = _joined(dims, partial, self._order, letters)
-            runs = _refined(runs, [dim.room for dim in dims], self._mesh)
-        names = Names(tuple(runs), tuple([dim.number for dim in dims]), self._kept)
-        return _in_digits(runs, dims, partial, letters), names
+    letters = atom_digits(mesh, topology)
+    many, alike = len(letters) > EXACT_ATOMS, len(set(letters)) == 1
+    dims, kept = [], []
+    for number, (a, b, size) in enumerate(zip(src.dims, dst.dims, shape, strict=True)):
+        prefix = common_prefix(a, b) if many or alike else ()
+        kept.append(prefix)
+        taken = len(prefix)
+        dims.append(_Dim(number, a[taken:], b[taken:], size // mesh.extent(prefix)))
+    aside = {a for axes in kept for a in axes}.union(dst.partial)
+    aside.update([a for a in held if a not in src.used and a not in dst.used])
+    atoms = [a for a in range(len(letters)) if a not in aside]
+    partial = [a for a in src.partial if a not in aside]
+    spares = 1 if many or (alike and not partial) else 2
+    devices = mesh.extent(atoms)
+    placed = {a for dim in dims for a in dim.src + dim.dst}
+    parked = mesh.extent([a for a in atoms if a not in placed]) if many else devices
+    dims = _useful(dims, devices, parked, spares)
+    # What a dim or an atom looks like, not its number, says where it comes in a question.
+    look = letters.__getitem__
+    dims.sort(key=lambda d: (list(map(look, d.src)), list(map(look, d.dst)), d.room))
+    met = [a for d in dims for a in d.src] + [a for d in dims for a in d.dst]
+    order = dict.fromkeys(met + sorted(partial, key=look) + sorted(atoms, key=look))
+    apart: list[Axes] = [(a,) for a in order]
+    joined = apart
+    if len(apart) > EXACT_ATOMS:
+        joined = _joined(dims, partial, list(order), letters)
+        joined = _refined(joined, [dim.room for dim in dims], mesh)
+    for runs in (joined, apart):
+        digit_of = {run[0]: i for i, run in enumerate(runs)}
+        question = Question(
+            tuple([_digit(letters[run[0]], len(run)) for run in runs]),
+            tuple([_digits(dim.src, digit_of) for dim in dims]),
+            tuple([_digits(dim.dst, digit_of) for dim in dims]),
+            tuple(sorted(_digits(partial, digit_of))),
+            tuple([dim.room for dim in dims]),
+        )
+        yield question, Names(tuple(runs), tuple([dim.number for dim in dims]), tuple(kept))
 
 
 @lru_cache(maxsize=64)
@@ -191,13 +187,9 @@ def atom_digits(mesh: Mesh, topology: Topology) -> tuple[Digit, ...]:
 
 
 def _useful(dims: Iterable[_Dim], devices: int, parked: int, spares: int) -> list[_Dim]:
-    """Dims that can be split, and of those that neither end splits only the roomiest.
+    """Dims that can be split, and of those that neither end splits only the `spares` roomiest.
 
-    Args:
-      dims: every dim.
-      devices: extent of all atoms.
-      parked: extent of the atoms that neither end puts on a dim.
-      spares: how many such dims to keep.
+    `devices` is the extent of all atoms, `parked` of those that neither end puts on a dim.
     """
     rooms = [
         dim._replace(room=math.gcd(dim.room, devices if dim.src or dim.dst else parked))
@@ -264,25 +256,12 @@ def _refined(runs: list[Axes], rooms: Sequence[int], mesh: Mesh) -> list[Axes]:
     return runs
 
 
-def _in_digits(
-    runs: Sequence[Axes], dims: Sequence[_Dim], partial: Sequence[int], letters: Sequence[Digit]
-) -> Question:
-    """The question in digits, one for each run."""
-    number = {run[0]: i for i, run in enumerate(runs)}
-
-    def digits(atoms: Iterable[int]) -> Axes:
-        return tuple([number[a] for a in atoms if a in number])
-
-    return Question(
-        tuple([_digit(letters[run[0]], len(run)) for run in runs]),
-        tuple([digits(dim.src) for dim in dims]),
-        tuple([digits(dim.dst) for dim in dims]),
-        tuple(sorted(digits(partial))),
-        tuple([dim.room for dim in dims]),
-    )
-
-
 @lru_cache(maxsize=1 << 10)
 def _digit(letter: Digit, count: int) -> Digit:
     """So many equal atoms as one digit."""
     return letter._replace(sizes=letter.sizes * count)
+
+
+def _digits(atoms: Iterable[int], digit_of: Mapping[int, int]) -> Axes:
+    """Atoms in digits, each of which has the number of its first atom."""
+    return tuple([digit_of[a] for a in atoms if a in digit_of])

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from spmd.ir.index import Index
+from spmd.ir.control_flow import Index
 from spmd.ir.program import Value
-from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
 from spmd.mesh.topology import Topology
@@ -17,9 +16,6 @@ from spmd.reshard.paths import Path, Table, can_reshard, reshard, reshard_second
 
 States = tuple[Sharding, ...]
 """Shardings that one value may be in."""
-
-Ways = dict[tuple[Sharding, Sharding], Path]
-"""From where to where -> the path that is known."""
 
 NO_WAY = Path((), math.inf, 0)
 """The path between shardings that no collectives connect."""
@@ -39,8 +35,6 @@ class Resharder:
 
     def __init__(self, index: Index, mesh: Mesh, topology: Topology) -> None:
         self.index, self.mesh, self.topology = index, mesh, topology
-        self._paths: dict[tuple[TensorType, Axes], Ways] = {}
-        self._ways_of: dict[Value, Ways] = {}
 
     def held(self, value: Value) -> Axes:
         """The atoms that no way may use."""
@@ -48,23 +42,10 @@ class Resharder:
 
     def path(self, value: Value, have: Sharding, wanted: Sharding) -> Path:
         """The cheapest path; `NO_WAY` where there is none."""
-        ways = self._ways(value)
-        found = ways.get((have, wanted))
-        if found is None:
-            found = NO_WAY
-            if can_reshard(have, wanted):
-                type_ = self.index.program.types[value]
-                found = reshard(have, wanted, type_, self.mesh, self.topology, self.held(value))
-            ways[have, wanted] = found
-        return found
-
-    def _ways(self, value: Value) -> Ways:
-        """The paths that are known of values like one."""
-        ways = self._ways_of.get(value)
-        if ways is None:
-            key = self.index.program.types[value], self.held(value)
-            ways = self._ways_of[value] = self._paths.setdefault(key, {})
-        return ways
+        if not can_reshard(have, wanted):
+            return NO_WAY
+        type_ = self.index.program.types[value]
+        return reshard(have, wanted, type_, self.mesh, self.topology, self.held(value))
 
     def seconds(self, value: Value, have: Sharding, wanted: Sharding) -> float:
         """Time of the cheapest path: 0 between equals, infinite where there is none."""

@@ -6,8 +6,7 @@ import re
 from typing import NoReturn
 
 from spmd.errors import FrontendError
-from spmd.ir.text import ESCAPES
-from spmd.ir.text_dense import element_bytes
+from spmd.ir.text import ESCAPES, element_bytes
 from spmd.ir.types import Dense, TensorType, numpy_dtype
 
 WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)

@@ -11,10 +11,10 @@ import numpy as np
 from jax.experimental import io_callback
 
 import spmd
-from spmd.ir.dead import remove_dead
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK
 from spmd.ir.legality import check_program
 from spmd.ir.program import Op, Program, Region, has_effect
+from spmd.ir.rewrite import remove_dead
 from spmd.lowering.expand import expand
 from spmd.lowering.local.callbacks import LINKED, in_order
 from tests.two_processes import run_both

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import spmd
+from spmd.ir.control_flow import Index
 from spmd.ir.description import COMPOSITE
 from spmd.ir.dialect.composites import WORKSPACE, arguments_of
-from spmd.ir.index import Index
 from spmd.ir.program import OpKind
 from spmd.ir.types import Opaque
 from spmd.mesh.spec import jax_mesh

@@ -13,9 +13,14 @@ from hypothesis import strategies as st
 import spmd
 from spmd.errors import MeshError
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.refinement import axis_atoms_of, part_atoms
+from spmd.mesh.refinement import part_atoms
 
 MESH = Mesh(None, (4, 2), ("data", "model"))
+
+
+def axis_atoms_of(mesh: Mesh, other: Mesh) -> dict[str, tuple[int, ...]]:
+    """The atoms of a mesh that each axis of another one consists of."""
+    return {name: part_atoms(mesh, other, name) for name in other.axis_names}
 
 
 @pytest.mark.parametrize(

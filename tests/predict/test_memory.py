@@ -13,8 +13,7 @@ import pytest
 import spmd
 from benchmarks.memory import PROGRAMS, programs
 from spmd.predict.backends import backend_of
-from spmd.predict.kernel_order import Kernel, breadth_first
-from spmd.predict.kernels import kernels_of
+from spmd.predict.kernels import Kernel, Kernels, breadth_first
 from spmd.predict.memory import MemoryUse, peak_memory, predict
 from tests.ir.text_parse import parse_program
 
@@ -198,7 +197,7 @@ def test_cheap_values_are_computed_again() -> None:
     lowered = spmd.jit(f, mesh=spmd.Mesh(None, (1,), ("data",))).lower(
         *[jax.ShapeDtypeStruct(SQUARE, np.float32)] * 2
     )
-    kernels = kernels_of(lowered.stages.optimized.program, backend_of("cpu"))
+    kernels = Kernels(lowered.stages.optimized.program, backend_of("cpu"))
     product = next(k.makes for k in kernels.body if k.op.name == "stablehlo.dot_general")
     (shifted,) = (k for k in kernels.body if k.op.name == "stablehlo.subtract")
     assert any(k.op.name == "stablehlo.maximum" for k in kernels.body)
@@ -209,7 +208,7 @@ def test_independent_all_reduces_are_one() -> None:
     lowered = programs("moe/train-own-axis@4x2", 1)["moe/train-own-axis@4x2"](None)
     program = lowered.stages.optimized.program
     ops = sum(op.name == "stablehlo.all_reduce" for op in program.walk())
-    kernels = kernels_of(program, backend_of("cpu")).body
+    kernels = Kernels(program, backend_of("cpu")).body
     combined = [k for k in kernels if k.op.name == "stablehlo.all_reduce"]
     assert len(combined) < ops == sum(len(k.makes) for k in combined)
 

@@ -11,6 +11,7 @@ import pytest
 import spmd
 from spmd.compiler import plan_problem, propagated_of
 from spmd.explain.costs import sent_bytes, spent
+from spmd.ir.description import CONSTANT
 from spmd.ir.program import OpKind, Program, Region
 from spmd.lowering.recompute.again import Costs
 from spmd.mesh.sharding import Mark
@@ -75,7 +76,7 @@ def test_all_judges_say_the_same_of_an_op() -> None:
         kinds += 1
         for trial in (whole, *(planned(program, choice) for choice in choices[1:5:3])):
             local, plan, line = trial.optimized.program, trial.plan, trial.timeline
-            parts = [part for part in local.walk() if not part.kind.about.is_constant]
+            parts = [part for part in local.walk() if part.name != CONSTANT]
             # Those made where they are read, and those whose piece has fewer dims to move.
             if len(parts) != 1 or op.results[0] in plan.problem.propagated.cheap:
                 continue

@@ -22,7 +22,7 @@ from spmd.ir.dialect.rule import REPLICATE, WINDOW, Factor, Rule
 from spmd.ir.program import Op, Program, Value
 from spmd.mesh.sharding import Axes
 from spmd.propagation.projection import dim_to_factors, factors_to_dim
-from spmd.propagation.propagated import Propagated
+from spmd.propagation.propagate import Propagated
 
 MOST_CLAIMS = 64
 """Combinations of claims on the factors of one dim beyond which a dim counts as contested."""

@@ -22,7 +22,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, is_legal, local_shape, replicated
 from spmd.mesh.topology import Topology
 from spmd.reshard.paths import Path, reshard, torn_dims
-from spmd.reshard.question import EXACT_ATOMS, EXACT_DIGITS, Asked
+from spmd.reshard.question import EXACT_ATOMS, EXACT_DIGITS, questions
 from tests.reshard.oracle import Oracle, all_shardings
 from tests.reshard.simulate import mesh_of, reduced, run_step, terms, tiles
 
@@ -194,9 +194,7 @@ def test_twelve_atoms_ask_no_more_than_two():
     large, small = mesh_of(64, 64), mesh_of(2, 2)
     for many, few in zip(named_pairs(large, 2), named_pairs(small, 2), strict=True):
         counts = [
-            len(
-                Asked(*pair, (2**14, 2**13), (), mesh, Topology("v4:16x16x16")).question()[0].digits
-            )
+            len(next(questions(*pair, (2**14, 2**13), (), mesh, Topology("v4:16x16x16")))[0].digits)
             for mesh, pair in ((large, many), (small, few))
         ]
         assert counts[0] <= max(counts[1], EXACT_DIGITS)
@@ -208,19 +206,19 @@ def test_twelve_atoms_ask_no_more_than_two():
 
 def test_equal_questions_whatever_axes_and_dims_are_called():
     mesh, other = mesh_of(4, 2), mesh_of(2, 4)
-    first, _ = Asked(
-        Sharding(((0, 1), (), ())), Sharding(((), (0, 1), ())), (8, 8, 1), (), mesh, A100
-    ).question()
-    second, _ = Asked(
-        Sharding(((), (1, 2))), Sharding(((1, 2), ())), (8, 8), (), other, A100
-    ).question()
+    first, _ = next(
+        questions(Sharding(((0, 1), (), ())), Sharding(((), (0, 1), ())), (8, 8, 1), (), mesh, A100)
+    )
+    second, _ = next(
+        questions(Sharding(((), (1, 2))), Sharding(((1, 2), ())), (8, 8), (), other, A100)
+    )
     assert first == second
 
 
 def test_what_stays_is_no_part_of_the_question():
     mesh = mesh_of(2, 2, 2)
     src, dst = Sharding(((0, 1), ()), (2,), "add"), Sharding(((0,), (1,)), (2,), "add")
-    question, names = Asked(src, dst, (8, 8), (), mesh, A100).question()
+    question, names = next(questions(src, dst, (8, 8), (), mesh, A100))
     assert [digit.sizes for digit in question.digits] == [(2,)]
     assert (question.src, question.dst, question.partial) == (((), (0,)), ((0,), ()), ())
     assert names.digits == ((1,),)
@@ -232,7 +230,7 @@ def test_atoms_that_play_the_same_part_are_one_digit():
     x, y = mesh.axis_atoms.values()
     assert len(mesh.atoms) > EXACT_ATOMS
     src, dst = Sharding((x, ()), y, "add"), Sharding(((), x))
-    question, names = Asked(src, dst, (4096, 4096), (), mesh, Topology("v4:16x16x16")).question()
+    question, names = next(questions(src, dst, (4096, 4096), (), mesh, Topology("v4:16x16x16")))
     assert set(names.digits) == {x, y}
     assert question.partial == (names.digits.index(y),)
 

@@ -19,8 +19,8 @@ from spmd.explain.page.html import Html, drawing, joined, line, rect, tag, words
 from spmd.explain.words import bytes_text, seconds_text, source_text
 from spmd.ir.control_flow import UNKNOWN_TRIPS
 from spmd.mesh.mesh import Mesh
+from spmd.predict.ops import Transfer
 from spmd.predict.timeline import COMPUTE, Timeline
-from spmd.predict.transfers import Transfer
 
 LEFT, ACROSS = 92, 1016
 """Where the drawn part of a chart begins, and its width; before it are labels."""

@@ -15,7 +15,7 @@ from spmd.errors import FrontendError
 from spmd.frontend.importer.manual import COLLECTIVE_DIMS, Exchange
 from spmd.frontend.importer.shardings import MARKS, AxisRef, axis_refs
 from spmd.ir.program import Frame
-from spmd.ir.text_dense import element_bytes
+from spmd.ir.text import element_bytes
 from spmd.ir.types import (
     DIM_NUMBERS,
     Attribute,

@@ -39,8 +39,7 @@ from spmd.frontend.importer.contents import (
 from spmd.frontend.importer.legalize import LEGALIZED
 from spmd.frontend.importer.ops import Importer
 from spmd.frontend.importer.regions import REGION_HANDLERS
-from spmd.ir.callbacks import Callback
-from spmd.ir.program import Program
+from spmd.ir.program import Callback, Program
 from spmd.ir.types import Attribute, ShardingAttr, TensorType
 from spmd.mesh.mesh import Mesh
 

@@ -11,9 +11,10 @@ from spmd.frontend.importer.attributes import exchange_of
 from spmd.frontend.importer.manual import BY_PIPELINE, BY_USER, Scope, collective
 from spmd.frontend.importer.ops import Env, Handler, Importer, keep
 from spmd.frontend.importer.shardings import NO_AXES, Stated, manual_axes, shardings_of
+from spmd.ir.description import FROM_MANUAL
 from spmd.ir.dialect.callbacks import FLAG
 from spmd.ir.dialect.collectives import COLLECTIVES
-from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
+from spmd.ir.dialect.manual import MANUAL, TO_MANUAL
 from spmd.ir.pipelines import SHIFT
 from spmd.ir.program import Loc, Op, OpKind, Region, Value, has_effect
 from spmd.ir.types import Attribute, ShardingAttr

@@ -19,7 +19,8 @@ from spmd.frontend.importer.manual import Scope
 from spmd.frontend.importer.ops import Env, Importer, keep
 from spmd.frontend.importer.shardings import MARKS, manual_refs, shardings_of
 from spmd.frontend.importer.unsupported import refuse
-from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
+from spmd.ir.description import FROM_MANUAL
+from spmd.ir.dialect.manual import MANUAL, TO_MANUAL
 from spmd.ir.program import Loc, Op, OpKind, Region
 from spmd.mesh.sharding import Axes
 

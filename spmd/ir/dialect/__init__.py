@@ -2,15 +2,12 @@
 
 from spmd.ir.dialect import (  # noqa: F401
     callbacks,
-    calls,
     collectives,
     contract,
-    control,
     elementwise,
     index,
     linalg,
     manual,
     shape,
-    sort,
     window,
 )

@@ -57,17 +57,12 @@ def all_of_it(sizes: Sequence[int], count: int) -> tuple[int, ...]:
     return (count, *sizes)
 
 
-def none_apart(_: OpKind) -> int:
-    """Every operand has the dims of the op."""
-    return 0
-
-
 def second_half(kind: OpKind) -> int:
     """The operands of the second half are scalars beside the others."""
     return len(kind.operands) // 2
 
 
-def in_front(apart: Callable[[OpKind], int] = none_apart, **changed: Any) -> Form:
+def in_front(apart: Callable[[OpKind], int] = lambda _: 0, **changed: Any) -> Form:
     """The form of ops that differ in types and in some attributes.
 
     Args:

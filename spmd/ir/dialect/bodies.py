@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from spmd.ir.description import CONSTANT
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Body, Op, Region, Value
 
@@ -27,7 +28,7 @@ def is_elementwise(body: Body) -> bool:
         op.kind.about.rule is not None
         and set(op.kind.attrs) <= _SCALAR_ATTRS
         and all(t.shape == shape for t in (*op.kind.operands, *op.kind.results))
-        and (not op.kind.about.is_constant or op.kind.attrs["value"].splat or not shape)
+        and (op.name != CONSTANT or op.kind.attrs["value"].splat or not shape)
         for op in body.region.ops
     )
 
@@ -49,7 +50,7 @@ def inline_elementwise(
     env = dict(zip(body.region.args, args, strict=True))
     for op in body.region.ops:
         results = [type_.with_shape(shape) for type_ in op.kind.results]
-        if op.kind.about.is_constant:
+        if op.name == CONSTANT:
             element = op.kind.attrs["value"].array().reshape(-1)[0]
             env[op.results[0]] = b.splat(np.asarray(element), results[0])
         else:

@@ -9,18 +9,10 @@ from typing import NamedTuple
 
 from spmd.ir.description import Role
 from spmd.ir.dialect.batched import Batched, in_front, second_half, shifted
-from spmd.ir.dialect.merge import Merge
+from spmd.ir.dialect.halo import Merge
 from spmd.ir.dialect.reducers import NEUTRAL
 from spmd.ir.dialect.registry import op
-from spmd.ir.dialect.rule import (
-    MERGE,
-    PASS,
-    REDUCE,
-    REPLICATE,
-    DimFactors,
-    Rule,
-    RuleBuilder,
-)
+from spmd.ir.dialect.rule import MERGE, PASS, REDUCE, REPLICATE, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
 from spmd.ir.types import DIM_NUMBERS, DotDims
 
@@ -90,12 +82,7 @@ def _product(
     return lhs, rhs, result
 
 
-@op(
-    "stablehlo.reduce",
-    batched=in_front(second_half, dimensions=shifted),
-    is_reduce=True,
-    role=Role.FOLD,
-)
+@op("stablehlo.reduce", batched=in_front(second_half, dimensions=shifted), role=Role.FOLD)
 def _reduce(kind: OpKind) -> Rule:
     """`i k, -> i {k: reduce}`; a body that is not one known op merges the results of pieces of `k`.
 
@@ -122,7 +109,7 @@ def _reduce(kind: OpKind) -> Rule:
     )
 
 
-def _partial_results(kind: OpKind, operand: list[DimFactors]) -> list[Merge]:
+def _partial_results(kind: OpKind, operand: list[DimFactors]) -> tuple[Merge, ...]:
     """The tensors that are gathered along each reduced dim, for a body that is no known op."""
     # Reduced dims are merged from the most minor one on. Of f32[4, 6] reduced over both dims, each
     # device offers f32[4, 1] along dim 1, and f32[1, 1] along dim 0 when dim 1 is merged.
@@ -135,7 +122,7 @@ def _partial_results(kind: OpKind, operand: list[DimFactors]) -> list[Merge]:
         types = kind.operands[: len(kind.operands) // 2]
         tensors = tuple((type_.with_shape(shape), dims) for type_ in types)
         merges.append(Merge(operand[d][0], tensors))
-    return merges
+    return tuple(merges)
 
 
 class RaggedDims(NamedTuple):

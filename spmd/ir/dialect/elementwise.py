@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmd.ir.description import Description, Role
+from spmd.ir.description import CONVERT, Description, Role
 from spmd.ir.dialect.batched import elementwise
 from spmd.ir.dialect.registry import describe
 from spmd.ir.dialect.rule import Rule, RuleBuilder
@@ -16,7 +16,7 @@ def elementwise_rule(kind: OpKind) -> Rule:
     dims = [build.factor(size) for size in shape]
     operands = [dims if t.shape == shape else [] for t in kind.operands]
     linear = kind.about.linear
-    if kind.about.is_convert and widens(kind.operands[0].dtype, kind.results[0].dtype):
+    if kind.name == CONVERT and widens(kind.operands[0].dtype, kind.results[0].dtype):
         linear = ((0,),)
     terms = kind.about.reducer if kind.about.reducer in ("max", "min") else "add"
     return build.build(operands, [dims] * len(kind.results), linear=linear, terms=terms)
@@ -72,11 +72,11 @@ describe(
     dialect="chlo",
 )  # fmt: skip
 describe(IN_LIBRARY, "square", dialect="chlo")
-describe(CHEAP._replace(is_convert=True), "convert")
+describe(CHEAP._replace(), "convert")
 
 # Linear in some operands: partial sums flow through these.
 describe(IN_LIBRARY._replace(linear=((0, 1),), reducer="add"), "add")
-describe(IN_LIBRARY._replace(linear=((0, 1),), is_difference=True), "subtract")
+describe(IN_LIBRARY._replace(linear=((0, 1),)), "subtract")
 describe(IN_LIBRARY._replace(linear=((0,),)), "negate")
 describe(CHEAP._replace(linear=((0,),)), "real", "imag")
 describe(IN_LIBRARY._replace(linear=((0,), (1,)), reducer="mul"), "multiply")

@@ -1,4 +1,7 @@
-"""Rules of linear algebra: batch dims pass, the dims of a matrix stay whole."""
+"""Rules of linear algebra, of random numbers and of other calls of libraries.
+
+Batch dims pass, the dims of a matrix stay whole.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmd.ir.dialect.batched import Batched, in_front
-from spmd.ir.dialect.registry import BATCHED_CALL, batch_rank, op
+from spmd.ir.dialect.elementwise import elementwise_rule
+from spmd.ir.dialect.registry import BATCHED_CALL, LONE_CALL, batch_rank, op
 from spmd.ir.dialect.rule import REPLICATE, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
 from spmd.ir.types import Opaque, TensorType
 
 MATRIX_CALLS = (
-    "Eigh",
-    "LuDecomposition",
-    "ProductOfElementaryHouseholderReflectors",
-    "Qr",
+    "custom_call:Eigh",
+    "custom_call:LuDecomposition",
+    "custom_call:ProductOfElementaryHouseholderReflectors",
+    "custom_call:Qr",
 )
 """Targets that XLA itself expands, with a matrix as first operand."""
 
@@ -43,12 +47,6 @@ def _transforms(kind: OpKind) -> float:
 def _fft(kind: OpKind) -> Rule:
     """All dims but the transformed ones, which are the last, pass."""
     return _batched(kind, kind.operands[0].rank - len(kind.attrs["fft_length"]))
-
-
-@op("stablehlo.cholesky", batched=in_front(), is_same_locally=True, passes=_blocks)
-def _cholesky(kind: OpKind) -> Rule:
-    """`b i j -> b i j`, with `i` and `j` whole."""
-    return _batched(kind, kind.operands[0].rank - 2)
 
 
 @op("stablehlo.triangular_solve", batched=in_front(), is_same_locally=True, passes=_blocks)
@@ -87,12 +85,9 @@ def _batched_call(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched 
     return found and Batched(OpKind(kind.name, found.kind.operands, found.kind.results, attrs))
 
 
-@op(
-    *(f"custom_call:{target}" for target in MATRIX_CALLS),
-    batched=_batched_call,
-    is_same_locally=True,
-)
-def _matrix_call(kind: OpKind) -> Rule:
+@op(*MATRIX_CALLS, batched=_batched_call, is_same_locally=True)
+@op("stablehlo.cholesky", batched=in_front(), is_same_locally=True, passes=_blocks)
+def _matrix(kind: OpKind) -> Rule:
     """`b i j -> b i j, b k`: the leading dims of the matrix are those of every result."""
     return _batched(kind, kind.operands[0].rank - 2)
 
@@ -144,3 +139,30 @@ def _batched(kind: OpKind, batch: int, right: int | None = None, free: int = -1)
         [dims(t, bool(column) and t.shape == sides) for t in kind.results],
         linear=((right,),) if right is not None and len(kind.results) == 1 else (),
     )
+
+
+op(
+    # They say where or how an array lies in memory, and leave its elements alone.
+    "custom_call:LayoutConstraint",
+    "custom_call:annotate_device_placement",
+    # jax's GPU kernels of its default generator: two words of key and of counter give two words.
+    "custom_call:cu_threefry2x32_ffi",
+    "custom_call:hip_threefry2x32_ffi",
+    is_same_locally=True,
+)(elementwise_rule)
+
+
+@op(LONE_CALL, "stablehlo.rng_bit_generator", is_same_locally=True)
+def _whole(kind: OpKind) -> Rule:
+    """Nothing is split.
+
+    Random numbers depend on the whole shape by the backend's own algorithm, so every device makes
+    all of them; a piece made with a state of its own would hold others. And a call in a manual
+    region that nobody described is in one device's program as the user wrote it.
+    """
+    build = RuleBuilder()
+    operands, results = (
+        [[build.factor(size, REPLICATE) for size in t.shape] for t in types]
+        for types in (kind.operands, kind.results)
+    )
+    return build.build(operands, results)

@@ -1,11 +1,19 @@
-"""Manual regions: written for one device along some axes, with the ways in and out."""
+"""Control flow, and manual regions, which are written for one device along some axes."""
 
 from __future__ import annotations
 
-from spmd.ir.description import Description
+from spmd.ir.description import FROM_MANUAL, Description, Role
 from spmd.ir.dialect.registry import describe, op
 from spmd.ir.dialect.rule import FIXED, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
+
+IF = "stablehlo.if"
+"""Chooses between two regions; what programs of ours are written with."""
+
+describe(Description(region="loop", role=Role.REGION), "while")
+describe(Description(region="branches", selector="i32", role=Role.REGION), "case")
+describe(Description(region="branches", selector="i1", role=Role.REGION), "if")
+
 
 MANUAL = "spmd.manual"
 """A region that is written for one device along some axes, the `axes` of the op. It has no
@@ -14,9 +22,6 @@ operands: `TO_MANUAL` brings values in, `FROM_MANUAL` makes the results, at the 
 TO_MANUAL = "spmd.to_manual"
 """Makes one device's piece of a value from outside the region. `dims` are the manual atoms that
 split each dim, `axes` all atoms that are manual here."""
-
-FROM_MANUAL = "spmd.from_manual"
-"""The inverse of `TO_MANUAL`: joins the devices' pieces to the value outside."""
 
 describe(Description(region="manual", is_global=True), "manual", dialect="spmd")
 
@@ -27,7 +32,7 @@ def _to_manual(kind: OpKind) -> Rule:
     return _boundary(kind, whole=kind.operands[0].shape, inner=kind.results[0].shape)
 
 
-@op(FROM_MANUAL, is_global=True, is_manual=True, is_exit=True, vanishes=True)
+@op(FROM_MANUAL, is_global=True, is_manual=True, vanishes=True)
 def _from_manual(kind: OpKind) -> Rule:
     """`i j -> (x i) j`, where `x` is split over just the axes of the dim."""
     return _boundary(kind, whole=kind.results[0].shape, inner=kind.operands[0].shape)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from spmd.ir.dialect.halo import Halo, Window
-from spmd.ir.dialect.merge import Merge
+from spmd.ir.dialect.halo import Halo, Merge, Window
 from spmd.ir.types import TensorType
 
 PASS = "pass"
@@ -182,7 +181,6 @@ def parse_rule(
     kinds: Mapping[str, str] | None = None,
     reduction: str = "",
     linear: Iterable[Sequence[int]] = (),
-    moves: bool = False,
 ) -> Rule:
     """A rule from its text; factor sizes come from the types.
 
@@ -194,7 +192,6 @@ def parse_rule(
       kinds: factor -> kind where it is not `pass`.
       reduction: as in `Rule`.
       linear: as in `Rule`.
-      moves: as in `Rule`.
 
     Raises:
       ValueError: a text that does not fit the types.
@@ -217,7 +214,6 @@ def parse_rule(
         tuple(Factor(sizes[name], (kinds or {}).get(name, PASS)) for name in names),
         reduction,
         tuple(tuple(group) for group in linear),
-        moves,
     )
 
 
@@ -322,24 +318,8 @@ class RuleBuilder:
         self,
         operands: Iterable[Sequence[DimFactors]],
         results: Iterable[Sequence[DimFactors]],
-        *,
-        reduction: str = "",
-        linear: Iterable[Sequence[int]] = (),
-        moves: bool = False,
-        held: Iterable[int] = (),
-        merges: Iterable[Merge] = (),
-        terms: str = "add",
+        **more: Any,
     ) -> Rule:
-        """The rule over the factors made so far."""
-        return Rule(
-            tuple(tuple(dims) for dims in operands),
-            tuple(tuple(dims) for dims in results),
-            tuple(self.factors),
-            reduction,
-            tuple(tuple(group) for group in linear),
-            moves,
-            tuple(self.reads),
-            tuple(held),
-            tuple(merges),
-            terms,
-        )
+        """The rule over the factors made so far; `more` are other fields of `Rule`."""
+        before, after = (tuple(map(tuple, side)) for side in (operands, results))
+        return Rule(before, after, tuple(self.factors), reads=tuple(self.reads), **more)

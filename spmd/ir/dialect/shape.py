@@ -11,8 +11,7 @@ from spmd.ir.dialect.rule import REPLICATE, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
 
 
-@op("stablehlo.constant", is_source=True, is_constant=True, role=Role.INSIDE)
-@op("stablehlo.iota", is_source=True, role=Role.INSIDE)
+@op("stablehlo.constant", "stablehlo.iota", is_source=True, role=Role.INSIDE)
 def _source(kind: OpKind) -> Rule:
     """`-> i j`: any piece can be made locally."""
     build = RuleBuilder()
@@ -23,7 +22,6 @@ def _source(kind: OpKind) -> Rule:
     "stablehlo.broadcast_in_dim",
     batched=in_front(broadcast_dimensions=behind_first),
     is_same_locally=True,
-    is_broadcast=True,
     role=Role.INSIDE,
 )
 def _broadcast_in_dim(kind: OpKind) -> Rule:
@@ -41,7 +39,6 @@ def _broadcast_in_dim(kind: OpKind) -> Rule:
     "stablehlo.transpose",
     batched=in_front(permutation=behind_first),
     is_same_locally=True,
-    is_transpose=True,
     role=Role.INSIDE,
 )
 def _transpose(kind: OpKind) -> Rule:
@@ -52,13 +49,7 @@ def _transpose(kind: OpKind) -> Rule:
     return build.build([operand], [result], linear=((0,),), moves=True)
 
 
-@op(
-    "stablehlo.reshape",
-    batched=in_front(),
-    is_same_locally=True,
-    is_reshape=True,
-    role=Role.ALIAS,
-)
+@op("stablehlo.reshape", batched=in_front(), is_same_locally=True, role=Role.ALIAS)
 def _reshape(kind: OpKind) -> Rule:
     """`(i j) k -> i (j k)`: factors are the common refinement of both shapes, major to minor.
 
@@ -146,23 +137,13 @@ def _bitcast_convert(kind: OpKind) -> Rule:
     return build.build([operand], [result])
 
 
-@op(
-    "stablehlo.optimization_barrier",
-    is_same_locally=True,
-    is_repeatable=False,
-    is_barrier=True,
-    role=Role.ALIAS,
-)
-def _optimization_barrier(kind: OpKind) -> Rule:
-    """`i j -> i j`: in the whole program a barrier has one operand (`spmd.frontend.separate`)."""
+@op("stablehlo.optimization_barrier", is_same_locally=True, is_repeatable=False, role=Role.ALIAS)
+@op("spmd.mark", is_mark=True, is_global=True, vanishes=True, role=Role.ALIAS)
+def _passes(kind: OpKind) -> Rule:
+    """`i j -> i j`: in the whole program a barrier has one operand (`spmd.frontend.separate`).
+
+    A mark passes open dims through; the closed ones are fixed where the program is read.
+    """
     build = RuleBuilder()
     dims = [build.factor(size) for size in kind.operands[0].shape]
-    return build.build([dims], [dims], linear=((0,),), moves=True)
-
-
-@op("spmd.mark", is_mark=True, is_global=True, vanishes=True, role=Role.ALIAS)
-def _mark(kind: OpKind) -> Rule:
-    """A mark passes open dims through; the closed ones are fixed where the program is read."""
-    build = RuleBuilder()
-    dims = [build.factor(size) for size in kind.results[0].shape]
     return build.build([dims], [dims], linear=((0,),), moves=True)

@@ -77,10 +77,7 @@ def _reverse(kind: OpKind) -> Rule:
 
 
 _PADDED = in_front(
-    lambda _: 1,
-    edge_padding_low=first(0),
-    edge_padding_high=first(0),
-    interior_padding=first(0),
+    lambda _: 1, edge_padding_low=first(0), edge_padding_high=first(0), interior_padding=first(0)
 )
 
 
@@ -137,7 +134,6 @@ def _concatenate(kind: OpKind) -> Rule:
 @op(
     "stablehlo.dynamic_slice",
     batched=at_a_place(1, slice_sizes=all_of_it),
-    is_dynamic_slice=True,
     reads_pieces=True,
     role=Role.INSIDE,
 )
@@ -185,7 +181,6 @@ class Sliding:
     """The windows of a `reduce_window`, `select_and_scatter` or `convolution`, dim by dim.
 
     Attributes:
-      rank: number of dims.
       strides, padding, base, window: window strides, padding, base and window dilations.
     """
 
@@ -193,7 +188,6 @@ class Sliding:
         conv = kind.name == "stablehlo.convolution"
         names = ("lhs_dilation", "rhs_dilation") if conv else ("base_dilations", "window_dilations")
         ones = (1,) * rank
-        self.rank = rank
         self.strides: tuple[int, ...] = kind.attrs.get("window_strides") or ones
         self.base: tuple[int, ...] = kind.attrs.get(names[0]) or ones
         self.window: tuple[int, ...] = kind.attrs.get(names[1]) or ones

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spmd.ir.carries import Carry, recarried
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG
-from spmd.ir.dialect.control import IF
+from spmd.ir.dialect.manual import IF
 from spmd.ir.dialect.reducers import reducer_body
 from spmd.ir.program import Op, OpKind, Program, Region, Value
+from spmd.ir.rewrite import Carry, recarried
 from spmd.ir.types import TensorType, dtype_bits, is_float
 from spmd.lowering.local.table import LocalOp, local
 from spmd.mesh.sharding import Axes

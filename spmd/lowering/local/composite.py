@@ -27,7 +27,7 @@ from spmd.errors import SpmdError
 from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.importer.module import import_module, signature
 from spmd.frontend.trace import trace
-from spmd.ir.description import COMPOSITE
+from spmd.ir.description import COMPOSITE, FROM_MANUAL
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.composites import (
     AXES,
@@ -41,7 +41,7 @@ from spmd.ir.dialect.composites import (
     arguments_of,
     composite_of,
 )
-from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
+from spmd.ir.dialect.manual import MANUAL, TO_MANUAL
 from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.ir.rewrite import append_ops
 from spmd.ir.types import Attribute, TensorType, needs_x64, numpy_dtype

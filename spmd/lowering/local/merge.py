@@ -13,8 +13,7 @@ import numpy as np
 
 from spmd.ir.dialect.bodies import inline_elementwise
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.dialect.halo import Need
-from spmd.ir.dialect.merge import rounds
+from spmd.ir.dialect.halo import Need, rounds
 from spmd.ir.dialect.reducers import identity_element
 from spmd.ir.dialect.rule import MERGE
 from spmd.ir.program import Body, Value

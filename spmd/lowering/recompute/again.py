@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from spmd.ir.description import BARRIER
 from spmd.ir.program import Loc, Op, Program, Region, Value, reads
 from spmd.lowering.rewrites.clock import Clock
 from spmd.mesh.mesh import Mesh
@@ -45,7 +46,7 @@ class Costs:
         They are infinite if it must not run twice.
         """
         about = op.kind.about
-        if about.has_effect or not op.results or not (about.is_repeatable or about.is_barrier):
+        if about.has_effect or not op.results or not (about.is_repeatable or op.name == BARRIER):
             return math.inf
         if op.regions:
             inside = sum(self.again(inner) for region in op.regions for inner in region.ops)

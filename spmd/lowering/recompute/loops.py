@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spmd.ir.carries import Carry, recarried
-from spmd.ir.dead import remove_dead
+from spmd.ir.control_flow import Index
+from spmd.ir.description import BROADCAST, RESHAPE
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.index import Index
 from spmd.ir.program import Op, Program, Region, Value
-from spmd.ir.rewrite import repeat_op
+from spmd.ir.rewrite import Carry, recarried, remove_dead, repeat_op
 from spmd.ir.types import TensorType
 from spmd.lowering.recompute.again import Costs, again, late, with_operands
 from spmd.lowering.recompute.cut import Cut, Prices, cheapest_cut
@@ -209,7 +208,7 @@ class _Rewrite:
 def _core(piece: Value, index: Index) -> Value:
     """The value that is collected, without the dim of size 1 in front."""
     op = index.producers.get(piece)
-    if op is None or not (op.kind.about.is_reshape or op.kind.about.is_broadcast):
+    if op is None or op.name not in (RESHAPE, BROADCAST):
         return piece
     dims = op.kind.attrs.get("broadcast_dimensions", ())
     same = op.kind.operands[0].size == op.kind.results[0].size and list(dims) == sorted(dims)

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spmd.ir.dead import remove_dead
-from spmd.ir.dedupe import dedupe
 from spmd.ir.program import Op, Program, Region
+from spmd.ir.rewrite import dedupe, remove_dead
 from spmd.lowering.recompute.again import Costs
 from spmd.lowering.recompute.block import recompute_in_block
 from spmd.lowering.recompute.loops import recompute_in_loops

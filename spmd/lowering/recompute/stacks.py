@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd.ir.control_flow import integer_of
-from spmd.ir.description import Role
-from spmd.ir.index import Index
+from spmd.ir.control_flow import Index, integer_of
+from spmd.ir.description import CONVERT, DYNAMIC_SLICE, SCATTER, SUBTRACT, Role
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.types import numpy_dtype
 from spmd.predict.fusion import is_untouched
@@ -110,7 +109,7 @@ def _written(loop: Op, number: int, index: Index) -> tuple[Op, Value] | None:
     body = loop.regions[1]
     carry = body.args[number]
     update = index.producers.get(body.results[number])
-    if update is None or update.kind.about.is_scatter or update.kind.about.role != Role.UPDATE:
+    if update is None or update.name == SCATTER or update.kind.about.role != Role.UPDATE:
         return None
     if update.operands[0] != carry or index.users.get(loop.regions[0].args[number]):
         return None
@@ -144,7 +143,7 @@ def _slices(loop: Op, number: int, index: Index) -> tuple[Op, ...]:
     body = loop.regions[1]
     uses = index.users.get(body.args[number], ())
     ops = tuple(
-        op for op, place in uses if op is not None and op.kind.about.is_dynamic_slice and place == 0
+        op for op, place in uses if op is not None and op.name == DYNAMIC_SLICE and place == 0
     )
     for op in ops:
         shape = op.kind.operands[0].shape
@@ -177,7 +176,7 @@ def _in_trip(trip: int, loop: Op, value: Value, index: Index) -> int | None:
         found = _counter(trip, loop, loop.regions[1].args.index(value), index)
     else:
         found, op = integer_of(index.producers, value), index.producers.get(value)
-        if found is None and op is not None and (op.kind.about.is_convert or _sign(op)):
+        if found is None and op is not None and (op.name == CONVERT or _sign(op)):
             match [_in_trip(trip, loop, v, index) for v in op.operands]:
                 case [int(a)]:
                     found = a
@@ -207,4 +206,4 @@ def _sign(op: Op) -> int:
     """1 for a sum, -1 for a difference, 0 for anything else."""
     about = op.kind.about
     is_sum = about.reducer == "add" and about.is_elementwise
-    return 1 if is_sum else -1 if about.is_difference else 0
+    return 1 if is_sum else -1 if op.name == SUBTRACT else 0

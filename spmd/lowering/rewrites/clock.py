@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from spmd.ir.index import Index
+from spmd.ir.control_flow import Index
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology

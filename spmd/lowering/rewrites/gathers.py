@@ -32,12 +32,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from spmd.ir.control_flow import producers_of
-from spmd.ir.dead import remove_dead
+from spmd.ir.control_flow import Index, producers_of
+from spmd.ir.description import CONVERT
 from spmd.ir.dialect.builder import LOCAL_SLICE, Builder
-from spmd.ir.index import Index
 from spmd.ir.program import Op, Program, Region, Value
-from spmd.ir.rewrite import Now, edit_ops
+from spmd.ir.rewrite import Now, edit_ops, remove_dead
 from spmd.ir.types import TensorType
 from spmd.lowering.rewrites.moves import again, is_move, operand_dim, pieces_of
 
@@ -74,14 +73,14 @@ class _Chain(NamedTuple):
 
     def converts(self, source: Value) -> int:
         """How many converts are between a value and the gather."""
-        return sum(op.kind.about.is_convert for op in self.moves[: self.values.index(source)])
+        return sum(op.name == CONVERT for op in self.moves[: self.values.index(source)])
 
     def repeated(self, b: Builder, source: Value, x: Value) -> Value:
         """The moves from `source` on, on a gathered `x`; they convert to what they did."""
         moves = list(zip(self.moves, self.dims, strict=False))[: self.values.index(source)]
         for op, dim in reversed(moves):
             b.loc = op.loc
-            if op.kind.about.is_convert:
+            if op.name == CONVERT:
                 x = b.convert(x, op.kind.results[0].dtype)
             else:
                 shape = op.kind.results[0].scaled(dim, pieces_of(self.gather)).shape

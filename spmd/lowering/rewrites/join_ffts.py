@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from spmd.ir.control_flow import users_of
-from spmd.ir.dead import remove_dead
+from spmd.ir.control_flow import Index, users_of
+from spmd.ir.description import TRANSPOSE
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.index import Index
 from spmd.ir.program import Op, Program, Value
-from spmd.ir.rewrite import Now, edit_ops
+from spmd.ir.rewrite import Now, edit_ops, remove_dead
 from spmd.ir.types import Opaque
 
 LENGTHS = "fft_length"
@@ -79,7 +78,7 @@ def _part(op: Op, made: Mapping[Value, Op]) -> _Part | None:
     last = op.kind.results[0].rank - 1 if op.results else 0
     if len(op.kind.attrs.get(LENGTHS, ())) == 1:
         return _Part(op.operands[0], last, op)
-    if not op.kind.about.is_transpose:
+    if op.name != TRANSPOSE:
         return None
     fft = made.get(op.operands[0])
     if fft is None or len(fft.kind.attrs.get(LENGTHS, ())) != 1:
@@ -87,7 +86,7 @@ def _part(op: Op, made: Mapping[Value, Op]) -> _Part | None:
     there, order = made.get(fft.operands[0]), op.kind.attrs["permutation"]
     swap = [*range(last + 1)]
     swap[order[last]], swap[last] = last, order[last]
-    if there is None or not there.kind.about.is_transpose or list(order) != swap:
+    if there is None or there.name != TRANSPOSE or list(order) != swap:
         return None
     is_back = there.kind.attrs["permutation"] == order
     return _Part(there.operands[0], order[last], fft) if is_back else None

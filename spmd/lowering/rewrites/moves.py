@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from spmd.ir.description import CONVERT, RESHAPE, TRANSPOSE
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, OpKind, Value
 from spmd.ir.types import TensorType
@@ -17,7 +18,7 @@ from spmd.ir.types import TensorType
 
 def is_move(kind: OpKind) -> bool:
     """Whether an op moves the elements of its one operand around, or changes their type."""
-    return kind.about.is_convert or kind.about.is_transpose or kind.about.is_reshape
+    return kind.name in (CONVERT, TRANSPOSE, RESHAPE)
 
 
 def is_elementwise(kind: OpKind) -> bool:
@@ -27,10 +28,10 @@ def is_elementwise(kind: OpKind) -> bool:
 
 def operand_dim(kind: OpKind, dim: int) -> int | None:
     """The operands' dim that is cut (or joined) where the result's dim is; None if none is."""
-    if kind.about.is_transpose:
+    if kind.name == TRANSPOSE:
         found: int = kind.attrs["permutation"][dim]
         return found
-    if kind.about.is_reshape:
+    if kind.name == RESHAPE:
         return _same_place(kind.results[0].shape, dim, kind.operands[0].shape)
     return dim if is_elementwise(kind) else None
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spmd.ir.control_flow import producers_of, users_of
+from spmd.ir.description import CONVERT, RESHAPE, TRANSPOSE
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import Now, edit_ops
@@ -40,8 +41,7 @@ def _exchanges(op: Op) -> bool:
 
 
 def _reshapes(op: Op) -> bool:
-    about = op.kind.about
-    return op.kind.adds_dims or about.is_transpose or about.is_reshape
+    return op.kind.adds_dims or op.name in (TRANSPOSE, RESHAPE)
 
 
 def _passes_on(op: Op) -> bool:
@@ -51,7 +51,7 @@ def _passes_on(op: Op) -> bool:
 
 def _widens(op: Op) -> bool:
     """Whether an op converts elements of a narrower type."""
-    is_convert = op.kind.about.is_convert
+    is_convert = op.name == CONVERT
     return is_convert and _is_narrower(op.kind.operands[0].dtype, op.kind.results[0].dtype)
 
 
@@ -75,7 +75,7 @@ def _widened_last(program: Program) -> Program:
         op = made.get(value)
         if op is None:
             return None
-        if op.kind.about.is_convert:
+        if op.name == CONVERT:
             return op.operands[0] if _widens(op) else None
         if not _reshapes(op) or (inner := narrow_of(b, op.operands[0])) is None:
             return None
@@ -102,7 +102,7 @@ def _narrowed_first(program: Program) -> Program:
 
     def narrowed(b: Builder, value: Value, dtype: str) -> Value:
         op = made.get(value)
-        widened = op is not None and op.kind.about.is_convert
+        widened = op is not None and op.name == CONVERT
         if op is not None and widened and op.kind.operands[0].dtype == dtype:
             return op.operands[0]
         return b.once(("narrowed", value, dtype), lambda: b.convert(value, dtype))
@@ -112,7 +112,7 @@ def _narrowed_first(program: Program) -> Program:
         if len(op.results) != 1:
             return None
         (result,) = op.results
-        if op.kind.about.is_convert and op.kind.results[0] == b.types[op.operands[0]]:
+        if op.name == CONVERT and op.kind.results[0] == b.types[op.operands[0]]:
             return op.operands
         if result not in wanted:
             return None
@@ -135,7 +135,7 @@ def _wanted_types(program: Program) -> dict[Value, str]:
     def wanted(use: Op | None, have: str) -> str | None:
         if use is None:
             return None
-        if use.kind.about.is_convert:
+        if use.name == CONVERT:
             dtype = use.kind.results[0].dtype
             return dtype if _is_narrower(dtype, have) else None
         return found.get(use.results[0]) if _passes_on(use) else None

@@ -6,9 +6,8 @@ program as it is and of the one whose sums travel (`ring`): `spmd.trial` takes t
 
 from __future__ import annotations
 
-from spmd.ir.dead import remove_dead
-from spmd.ir.dedupe import dedupe
 from spmd.ir.program import Program
+from spmd.ir.rewrite import dedupe, remove_dead
 from spmd.lowering.rewrites.clock import Clock, Room
 from spmd.lowering.rewrites.combine import combine
 from spmd.lowering.rewrites.gathers import regather, share_gathers

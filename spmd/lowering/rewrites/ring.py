@@ -26,13 +26,12 @@ from functools import partial, reduce
 from typing import NamedTuple
 
 from spmd.ir.control_flow import users_of
-from spmd.ir.dead import remove_dead
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.reducers import reducer_body
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.dialect.rule import PASS
 from spmd.ir.program import Op, Program, Region, Value
-from spmd.ir.rewrite import Now, edit_ops
+from spmd.ir.rewrite import Now, edit_ops, remove_dead
 from spmd.ir.types import TensorType
 from spmd.lowering.collectives import HELD
 from spmd.lowering.local.dims import dynamic_take_dim, to_next

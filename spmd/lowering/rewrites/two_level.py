@@ -27,10 +27,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from spmd.ir.control_flow import users_of
-from spmd.ir.dead import remove_dead
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Value
-from spmd.ir.rewrite import Now, edit_ops
+from spmd.ir.rewrite import Now, edit_ops, remove_dead
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes

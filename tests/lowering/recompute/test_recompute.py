@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 
 import spmd
-from spmd.ir.index import Index
+from spmd.ir.control_flow import Index
 from spmd.ir.program import Op, OpKind, Program
 from spmd.ir.text import format_program
 from spmd.lowering.legality import check_local

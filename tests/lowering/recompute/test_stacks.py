@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import spmd
-from spmd.ir.index import Index
+from spmd.ir.control_flow import Index
 from spmd.ir.program import Program
 from spmd.lowering.recompute.recompute import recompute
 from spmd.lowering.recompute.stacks import pairs_of

@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-from spmd.ir.dead import remove_dead
-from spmd.ir.dedupe import dedupe
+from spmd.ir.rewrite import dedupe, remove_dead
 from spmd.ir.text import format_program
 from spmd.mesh.mesh import Mesh
 from tests.ir.text_parse import parse_program

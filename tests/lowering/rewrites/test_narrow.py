@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from spmd.ir.dead import remove_dead
+from spmd.ir.rewrite import remove_dead
 from spmd.lowering.rewrites.narrow import narrow
 from spmd.mesh.mesh import Mesh
 from tests.lowering.rewrites.local_programs import names, rewritten, sent

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
-from spmd.ir.dead import remove_dead
 from spmd.ir.program import Program
+from spmd.ir.rewrite import remove_dead
 from spmd.lowering.rewrites.slices import slice_collectives
 from spmd.mesh.mesh import Mesh
 from tests.lowering.rewrites.local_programs import names, rewritten, sent

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from spmd.ir import index
+from spmd.ir import control_flow
 from spmd.ir.control_flow import UNKNOWN_TRIPS
 from tests.programs import llama
 
@@ -23,7 +23,7 @@ def test_each_lookup_is_made_once_for_a_program(monkeypatch: pytest.MonkeyPatch)
     kept = []  # a program that is gone could share its id with a later one
 
     def counted(name: str) -> Any:
-        make = getattr(index, name)
+        make = getattr(control_flow, name)
 
         def run(program: Any) -> Any:
             kept.append(program)
@@ -33,7 +33,7 @@ def test_each_lookup_is_made_once_for_a_program(monkeypatch: pytest.MonkeyPatch)
         return run
 
     for name in LOOKUPS:
-        monkeypatch.setattr(index, name, counted(name))
+        monkeypatch.setattr(control_flow, name, counted(name))
     plan = llama(spmd.make_mesh(data=4, model=2), "adamw", scan=True).lower().stages.plan
     assert [calls[name, id(plan.program)] for name in LOOKUPS] == [1, 1, 1]
 
