@@ -197,11 +197,7 @@ def _ask(seat: Seat, about: dict[str, str], timeout_s: float) -> str:
 
 
 def _read_line(file: IO[bytes]) -> str:
-    """One line without its end.
-
-    Raises:
-      OSError: the other side ended before it was whole.
-    """
+    """One line without its end; an OSError where the other side ended before it was whole."""
     data = file.readline(_LONGEST)
     if not data.endswith(b"\n"):
         raise ConnectionError("the connection was closed")
