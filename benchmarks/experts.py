@@ -42,13 +42,14 @@ from benchmarks.compiled_ahead import (
     print_head,
     print_line,
 )
+from benchmarks.hlo.groups import arrays
 from benchmarks.hlo.modelled import Modelled, Seconds, modelled
 from benchmarks.tpu import mesh_ahead
 from models.llama import sharding
 from models.llama.config import LlamaConfig
 from models.llama.named import named_config
 from spmd.cli.flags import Parser, Switch, words
-from spmd.measure.hlo import Instruction, arrays
+from spmd.measure.hlo import Instruction
 from spmd.planning import assignments
 
 

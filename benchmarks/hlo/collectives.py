@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from benchmarks.hlo.groups import source_of
 from benchmarks.hlo.issued import Issued, Reader
 from benchmarks.hlo.runs import Runs
 from benchmarks.hlo.scatter import scattered_bytes
 from spmd.ir.control_flow import UNKNOWN_TRIPS
-from spmd.measure.hlo import Instruction, Module, op_name_of, parse_module_text, source_of
+from spmd.measure.hlo import Instruction, Module, op_name_of, parse_module_text
 from spmd.reshard.comm import wire_bytes
 
 

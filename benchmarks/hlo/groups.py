@@ -1,11 +1,11 @@
-"""A collective instruction of optimized HLO: its kind, the type that arrives, who takes part."""
+"""Instructions of optimized HLO: operands, types, sources; what a collective receives, and where."""
 
 from __future__ import annotations
 
 import math
 import re
 
-from spmd.measure.hlo import Instruction, Module, elements
+from spmd.measure.hlo import Instruction, Module, integer, items_of, places_of
 
 
 def payload(instruction: Instruction) -> str:
@@ -64,3 +64,43 @@ def _largest_cycle(pairs: re.Match[str] | None) -> int:
                 waiting += near
         largest = max(largest, size)
     return largest
+
+
+def elements(type_: str) -> list[str]:
+    """The top-level elements of a tuple type, at least two: a single one is repeated."""
+    parts = items_of(type_)[0] if type_.startswith("(") else [type_]
+    return parts if len(parts) > 1 else parts * 2
+
+
+def arrays(type_: str) -> list[tuple[str, tuple[int, ...]]]:
+    """(dtype, shape) of every array in a type."""
+    return [
+        (dtype, tuple(int(size) for size in re.findall(r"\d+", sizes)))
+        for dtype, sizes in re.findall(r"\b([a-z]\w*)\[([^\]]*)\]", type_)
+        if dtype not in ("token", "opaque")
+    ]
+
+
+def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of an array, without padding by layout tiles."""
+    bits = 8 if dtype == "pred" else integer(r"(\d+)", dtype)
+    return -(-math.prod(shape) * bits // 8)
+
+
+def source_of(instruction: Instruction, module: Module) -> str:
+    """The innermost frame that is not in an installed library, else the innermost one."""
+    if "source_file=" in instruction.rest:
+        return places_of(instruction, module)[0]
+    frame = first = integer(r"stack_frame_id=(\d+)", instruction.rest)
+    while frame in module.frames:
+        where, parent = module.frames[frame]
+        if "site-packages" not in where and not where.startswith("<"):
+            return where
+        frame = parent if parent < frame else 0
+    return module.frames.get(first, ("", 0))[0]
+
+
+def operands(instruction: Instruction) -> list[str]:
+    """Names of the operands: what stands before the parenthesis that closes them."""
+    items, _ = items_of(instruction.rest, 0)
+    return re.findall(r"%([^\s,(){}]+)", " ".join(items))

@@ -18,16 +18,13 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from benchmarks.hlo.groups import group_size, payload
+from benchmarks.hlo.groups import array_bytes, arrays, group_size, operands, payload
 from spmd.measure.hlo import (
     Instruction,
     Module,
-    array_bytes,
-    arrays,
     called,
     integer,
     kind_of,
-    operands,
 )
 
 

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from benchmarks.hlo.trips import Loops
 from spmd.errors import ArgumentError
 from spmd.ir.control_flow import UNKNOWN_TRIPS
 from spmd.measure.hlo import Instruction, Module, names_of
-from spmd.measure.trips import Loops
 
 _CALLS = {
     "call": ("to_apply",),

@@ -11,15 +11,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from benchmarks.hlo.groups import group_size, payload
+from benchmarks.hlo.groups import array_bytes, arrays, group_size, operands, payload
 from spmd.measure.hlo import (
     Instruction,
     Module,
-    array_bytes,
-    arrays,
     integer,
     names_of,
-    operands,
 )
 
 

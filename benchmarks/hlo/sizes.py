@@ -9,18 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.hlo.groups import payload
+from benchmarks.hlo.groups import array_bytes, arrays, elements, operands, payload, source_of
 from benchmarks.hlo.runs import Runs
 from spmd.measure.hlo import (
     Instruction,
-    array_bytes,
-    arrays,
-    elements,
     kind_of,
     op_name_of,
-    operands,
     parse_module_text,
-    source_of,
 )
 
 

@@ -12,7 +12,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from spmd.measure.hlo import Instruction, Module, names_of, operands
+from benchmarks.hlo.groups import operands
+from spmd.measure.hlo import Instruction, Module, names_of, stated_trips
 
 MOST = 1 << 16
 """A counter is followed for so many iterations."""
@@ -84,8 +85,8 @@ class Loops:
         """
         key = (computation, loop.name)
         if key not in self._known:
-            stated = re.search(r'"?known_trip_count"?:\{"?n"?:"?(\d+)', loop.rest)
-            self._known[key] = int(stated[1]) if stated else self._followed(loop, computation)
+            stated = stated_trips(loop)
+            self._known[key] = self._followed(loop, computation) if stated is None else stated
         return self._known[key]
 
     def _followed(self, loop: Instruction, computation: str) -> int | None:

@@ -356,8 +356,7 @@ class Compiled(Planned):
         Example:
           >>> print(compiled.measure(params, opt_state, batch))
         """
-        from spmd.measure.feed import Feed
-        from spmd.measure.profile import run_steps
+        from spmd.measure.profile import Feed, run_steps
 
         self._check_here()
         if steps < 1:

@@ -104,11 +104,11 @@ def _instruction(line: str) -> Instruction | None:
 def _type_end(body: str) -> int:
     """Where the type at the start of an instruction ends: a tuple's holds spaces and layouts."""
     if body.startswith("("):
-        return _items(body)[1] + 1
+        return items_of(body)[1] + 1
     return body.find(" ") if " " in body else len(body)
 
 
-def _items(text: str, start: int = 1) -> tuple[list[str], int]:
+def items_of(text: str, start: int = 1) -> tuple[list[str], int]:
     """The items of a list in parentheses that begins at `start`, and where the closing one is."""
     items, depth = [], 0
     for match in _BRACKET_OR_COMMA.finditer(text, start):
@@ -155,12 +155,6 @@ def integer(pattern: str, text: str) -> int:
     return int(match[1]) if match else 0
 
 
-def operands(instruction: Instruction) -> list[str]:
-    """Names of the operands: what stands before the parenthesis that closes them."""
-    items, _ = _items(instruction.rest, 0)
-    return re.findall(r"%([^\s,(){}]+)", " ".join(items))
-
-
 def names_of(rest: str, key: str) -> list[str]:
     """The computations that an attribute names: `calls=%a`, `branch_computations={%a, %b}`."""
     match = re.search(rf"\b{key}=(?:\{{([^}}]*)\}}|([^\s,]+))", rest)
@@ -175,17 +169,10 @@ def op_name_of(instruction: Instruction) -> str:
     return match[1].replace('\\"', '"') if match else ""
 
 
-def source_of(instruction: Instruction, module: Module) -> str:
-    """The innermost frame that is not in an installed library, else the innermost one."""
-    if "source_file=" in instruction.rest:
-        return places_of(instruction, module)[0]
-    frame = first = integer(r"stack_frame_id=(\d+)", instruction.rest)
-    while frame in module.frames:
-        where, parent = module.frames[frame]
-        if "site-packages" not in where and not where.startswith("<"):
-            return where
-        frame = parent if parent < frame else 0
-    return module.frames.get(first, ("", 0))[0]
+def stated_trips(loop: Instruction) -> int | None:
+    """How often a `while` runs, as XLA states it for CPUs and GPUs; None where it does not."""
+    stated = re.search(r'"?known_trip_count"?:\{"?n"?:"?(\d+)', loop.rest)
+    return int(stated[1]) if stated else None
 
 
 def kind_of(instruction: Instruction) -> str | None:
@@ -236,24 +223,3 @@ def places_of(instruction: Instruction, module: Module) -> list[str]:
         found.append(where.partition(" (")[0])
         frame = parent if parent < frame else 0
     return found
-
-
-def elements(type_: str) -> list[str]:
-    """The top-level elements of a tuple type, at least two: a single one is repeated."""
-    parts = _items(type_)[0] if type_.startswith("(") else [type_]
-    return parts if len(parts) > 1 else parts * 2
-
-
-def arrays(type_: str) -> list[tuple[str, tuple[int, ...]]]:
-    """(dtype, shape) of every array in a type."""
-    return [
-        (dtype, tuple(int(size) for size in re.findall(r"\d+", sizes)))
-        for dtype, sizes in re.findall(r"\b([a-z]\w*)\[([^\]]*)\]", type_)
-        if dtype not in ("token", "opaque")
-    ]
-
-
-def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of an array, without padding by layout tiles."""
-    bits = 8 if dtype == "pred" else integer(r"(\d+)", dtype)
-    return -(-math.prod(shape) * bits // 8)

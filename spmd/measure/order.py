@@ -16,10 +16,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from spmd.measure.hlo import Instruction, Module, names_of
+from spmd.measure.hlo import Instruction, Module, names_of, stated_trips
 from spmd.measure.labels import COLLECTIVES, Labels, kernel_collective, kernel_kind
 from spmd.measure.profile import Event
-from spmd.measure.trips import Loops
 
 
 class Order:
@@ -34,9 +33,7 @@ class Order:
         # Sort of work -> names of its ops in the order of the schedule.
         self.sorts: dict[str, list[str]] = {}
         unknown = set()
-        for instruction, often in _scheduled(
-            labels.module, labels.module.entry, Loops(labels.module)
-        ):
+        for instruction, often in _scheduled(labels.module, labels.module.entry):
             if sort := self._sort(instruction):
                 self.sorts.setdefault(sort, []).append(instruction.name)
                 if not often:
@@ -94,27 +91,24 @@ def _stem(name: str) -> str:
     return re.sub(r"_(\d+|clone|remat\d*)(?=_|$)", "", re.sub(r"\W", "_", name))
 
 
-def _scheduled(
-    module: Module, computation: str, loops: Loops
-) -> Iterator[tuple[Instruction, bool]]:
+def _scheduled(module: Module, computation: str) -> Iterator[tuple[Instruction, bool]]:
     """What a computation runs, loops written out, and whether it is known how often it runs."""
     for instruction in module.computations.get(computation, ()):
         rest = instruction.rest
         if instruction.opcode == "call":
             for name in names_of(rest, "to_apply"):
-                yield from _scheduled(module, name, loops)
+                yield from _scheduled(module, name)
         elif instruction.opcode == "while":
-            count = loops.trips(instruction, computation)
+            count = stated_trips(instruction)
             for name in names_of(rest, "body") * (1 if count is None else count):
-                yield from (
-                    (i, often and count is not None) for i, often in _scheduled(module, name, loops)
-                )
+                for inner, often in _scheduled(module, name):
+                    yield inner, often and count is not None
             for name in names_of(rest, "condition"):  # not run where the count is known
-                yield from ((i, False) for i, _ in _scheduled(module, name, loops))
+                yield from ((i, False) for i, _ in _scheduled(module, name))
         elif instruction.opcode == "conditional":
             for key in ("branch_computations", "true_computation", "false_computation"):
                 for name in names_of(rest, key):
-                    yield from ((i, False) for i, _ in _scheduled(module, name, loops))
+                    yield from ((i, False) for i, _ in _scheduled(module, name))
         else:
             yield instruction, True
 

@@ -1,4 +1,4 @@
-"""Runs steps under jax's profiler, and reads what it recorded: a profile -> plain records.
+"""Runs steps under jax's profiler, reads what it recorded, and says whose time is whose.
 
 A step is what happens between the two ends of an annotation on the host. Where its ops ran:
 
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 STEP = "spmd.measure.step"
 """The annotation around each step of a profile."""
@@ -79,6 +80,46 @@ class Run(NamedTuple):
     def seconds(self) -> float:
         """The median of the times."""
         return statistics.median(self.times)
+
+
+class Feed:
+    """Runs a program again and again; the arrays that it was given first stay as they are.
+
+    Args:
+      executable: a program of flat arguments that returns flat results.
+      arguments: of the first step, on their devices.
+      donated: positions of the arguments that the program takes over.
+      links: (result, argument) of donated arguments and their updates.
+    """
+
+    def __init__(
+        self,
+        executable: Any,
+        arguments: Sequence[Any],
+        donated: Sequence[int],
+        links: Sequence[tuple[int, int]],
+    ) -> None:
+        self.executable, self.arguments, self.donated = executable, arguments, donated
+        self.links = [(result, argument) for result, argument in links if argument in donated]
+        self.updates: dict[int, Any] = {}
+
+    def prepare(self) -> list[Any]:
+        """The arguments of the next step."""
+        made = list(self.arguments)
+        for position in self.donated:
+            given, update = made[position], self.updates.pop(position, None)
+            # A result that was asked for elsewhere is not the next step's argument.
+            if update is not None and update.sharding.is_equivalent_to(given.sharding, given.ndim):
+                made[position] = update
+            else:
+                made[position] = jax.device_put(jnp.copy(given), given.format)
+        jax.block_until_ready(made)
+        return made
+
+    def run(self, arguments: list[Any]) -> None:
+        """Runs a step, and waits for its results."""
+        results = jax.block_until_ready(self.executable(*arguments))
+        self.updates = {argument: results[result] for result, argument in self.links}
 
 
 def run_steps(
@@ -233,3 +274,49 @@ def _cpu_events(threads: Sequence[_Thread]) -> Iterator[Event]:
             after = thread.first_for(event.device, max(began, event.start), moment)
             end = max(end, after)
         yield event._replace(end=end)
+
+
+class Share(NamedTuple):
+    """Seconds of a device's time.
+
+    Attributes:
+      seconds: in which the device did this, and nothing that comes before it.
+      hidden: in which it did this beside something that comes before it.
+    """
+
+    seconds: float
+    hidden: float
+
+
+def shares(spans: Sequence[tuple[int, float, float]]) -> list[Share]:
+    """Divides the time of one device among what it did, of which it may do several things at once.
+
+    before: dot 0..4, all_gather 3..7, copy 6..8        (seconds)
+    after:  dot 4, all_gather 2 and 1 hidden, copy 2    (nothing waits for what runs beside it)
+
+    Args:
+      spans: (rank, start, end) of each thing. At any moment the time is that of the things with the
+        lowest rank that run, in equal parts.
+
+    Returns:
+      The share of each. The `seconds` of all add up to the time in which anything ran.
+    """
+    seconds, hidden = [0.0] * len(spans), [0.0] * len(spans)
+    edges = sorted(
+        [(start, True, i) for i, (_, start, end) in enumerate(spans) if end > start]
+        + [(end, False, i) for i, (_, start, end) in enumerate(spans) if end > start]
+    )
+    running: dict[int, set[int]] = {}
+    before = 0.0
+    for moment, begins, i in edges:
+        levels = [running[rank] for rank in sorted(running) if running[rank]]
+        for level, totals in zip(levels, (seconds, *[hidden] * len(levels)), strict=False):
+            for j in level:
+                totals[j] += (moment - before) / len(level)
+        now = running.setdefault(spans[i][0], set())
+        if begins:
+            now.add(i)
+        else:
+            now.remove(i)
+        before = moment
+    return [Share(*share) for share in zip(seconds, hidden, strict=True)]

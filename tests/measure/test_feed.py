@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.measure.feed import Feed
+from spmd.measure.profile import Feed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.hlo.trips import Loops
 from spmd.measure.hlo import parse_module_text
-from spmd.measure.trips import Loops
 
 TYPE = "(s32[], s32[], f32[8])"
 
