@@ -1,4 +1,4 @@
-"""Instructions of optimized HLO: operands, types, sources; what a collective receives, and where."""
+"""Instructions of optimized HLO: operands, types and sources; who takes part in a collective."""
 
 from __future__ import annotations
 

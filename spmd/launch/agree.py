@@ -102,12 +102,8 @@ def judged(
 ) -> str | None:
     """What the first process makes of what all say, on each of them; None where one is alone.
 
-    Args:
-      what: what this process says, by name; `checked` names the occasion.
-      judge: makes a text of what all say. It is not asked if they are at different occasions, or
-        one did not come: then the text is `as_json` of the error.
-      processes: as for `check_same`.
-      timeout_s: as for `check_same`.
+    `checked` of what is said names the occasion. If processes are at different ones, or one did not
+    come, the text is `as_json` of an error.
     """
 
     def outcome_of(found: Found) -> str:
@@ -239,17 +235,9 @@ PROCESS_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
 def check_same_program(
     name: str, emitted: str, mesh: Mesh, jax_mesh: jax.sharding.Mesh, more: Mapping[str, str]
 ) -> None:
-    """Compares a compiled program, its mesh and what XLA is told with the other processes'.
+    """Compares a program, its mesh and what XLA is told, and `more`, as `check_same` does.
 
-    Args:
-      name: the program's name.
-      emitted: the per-device module as text; source locations are left out.
-      mesh: the mesh.
-      jax_mesh: the same mesh of jax devices, which tell the processes that take part.
-      more: other names and values that should be equal.
-
-    Raises:
-      LaunchError: as for `check_same`.
+    The devices of `jax_mesh` tell which processes take part. Source locations do not count.
     """
     processes = sorted({device.process_index for device in jax_mesh.devices.flat})
     if len(processes) < 2:

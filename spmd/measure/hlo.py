@@ -86,7 +86,8 @@ def parse_module_text(text: str) -> Module:
             "the text is not an HLO module: it has no ENTRY computation",
             fix='pass compiled.as_text("hlo")',
         )
-    return Module(entry, computations, _device_count(text), _frames(tables))
+    counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text[: text.find("\n")])
+    return Module(entry, computations, math.prod(map(int, counts)), _frames(tables))
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -122,12 +123,6 @@ def items_of(text: str, start: int = 1) -> tuple[list[str], int]:
             if match[0] == ")":
                 return items, match.start()
     return items, len(text)
-
-
-def _device_count(text: str) -> int:
-    header = text[: text.find("\n")]
-    counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
-    return math.prod(int(count) for count in counts)
 
 
 def _frames(tables: Mapping[str, Mapping[int, str]]) -> dict[int, tuple[str, int]]:

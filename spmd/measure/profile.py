@@ -66,12 +66,7 @@ class Step(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Steps that were run.
-
-    Attributes:
-      times: seconds of each step without the profiler.
-      steps: those under it.
-    """
+    """Steps that were run: seconds of each without the profiler, and those under it."""
 
     times: tuple[float, ...]
     steps: tuple[Step, ...]
@@ -125,14 +120,7 @@ class Feed:
 def run_steps(
     step: Callable[[Any], None], prepare: Callable[[], Any], steps: int, profiled: int = PROFILED
 ) -> Run:
-    """Warms up, times steps, and runs some more under the profiler.
-
-    Args:
-      step: runs the program on its arguments, and waits for the results.
-      prepare: makes the arguments of the next step; its time is not counted.
-      steps: how many to time.
-      profiled: how many to run under the profiler after these.
-    """
+    """Warms up, times steps without what `prepare` takes, and runs some more under the profiler."""
 
     def timed() -> float:
         given = prepare()
@@ -199,16 +187,12 @@ def _device_events(profile: Any) -> Iterator[Event]:
         for line in planes[name].lines:
             if line.name.startswith("Stream"):
                 for event in line.events:
-                    yield _kernel(int(number), event)
+                    stats = dict(event.stats)
+                    launch = (stats.get("correlation_id", 0), stats.get("cuda_graph_node_id", 0))
+                    op, times = str(stats.get("hlo_op", "")), (event.start_ns, event.end_ns)
+                    yield Event(int(number), event.name, op, *times, launch)
     if not gpus and "/host:CPU" in planes:
         yield from _cpu_events([_Thread(line) for line in planes["/host:CPU"].lines])
-
-
-def _kernel(device: int, event: Any) -> Event:
-    stats = dict(event.stats)
-    launch = (stats.get("correlation_id", 0), stats.get("cuda_graph_node_id", 0))
-    op = str(stats.get("hlo_op", ""))
-    return Event(device, event.name, op, event.start_ns, event.end_ns, launch)
 
 
 class _Thread:
