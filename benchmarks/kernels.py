@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from spmd.measure.labels import ATTENTION, COLLECTIVES, COPIES, MATRIX, OTHER, kernel_kind
-from spmd.measure.shares import shares
+from spmd.measure.profile import shares
 
 KINDS = (MATRIX, ATTENTION, OTHER, COPIES)
 HEADER = ("GPU busy", *KINDS, "exposed communication", "hidden communication")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spmd.errors import LaunchError
-from spmd.launch.exit_codes import EXIT_PREEMPTED
+from spmd.launch import EXIT_PREEMPTED
 
 COORDINATOR_PORT = 8476
 """Where process 0 listens if nothing else is asked for; Cloud TPU's default, too."""

@@ -16,7 +16,7 @@ from scripts.jobs.job import Job, check_dns_label
 from scripts.jobs.tpu import TpuSlice
 from scripts.jobs.volumes import BUCKET_ANNOTATIONS, Volume, mounted
 from spmd.errors import LaunchError
-from spmd.launch.exit_codes import EXIT_PREEMPTED
+from spmd.launch import EXIT_PREEMPTED
 from spmd.launch.initialize import ENV_COORDINATOR, ENV_DEVICES, ENV_PROCESS, ENV_PROCESSES
 
 WORKERS = "workers"

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import IO, NamedTuple
 
 from spmd.errors import LaunchError
-from spmd.launch.exit_codes import EXIT_PEER_LOST
+from spmd.launch import EXIT_PEER_LOST
 from spmd.launch.initialize import ENV_COORDINATOR, ENV_PROCESS, ENV_PROCESSES
 
 ENV_RESTART = "SPMD_RESTART"

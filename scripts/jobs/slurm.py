@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from scripts.jobs.job import Job, exports, restarted
 from spmd.errors import LaunchError
-from spmd.launch.exit_codes import EXIT_PREEMPTED
+from spmd.launch import EXIT_PREEMPTED
 
 _TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}")
 PATIENCE_S = 300

@@ -37,7 +37,7 @@ import jax
 from serving.bundle.bundle import Bundle
 from serving.bundle.connect import connect, welcome
 from serving.bundle.wire import Message, encode, read
-from spmd.launch.exit_codes import EXIT_PREEMPTED
+from spmd.launch import EXIT_PREEMPTED
 from spmd.launch.peers import at_stop, first_line, peer_lost, stop_now
 from spmd.launch.store import job_store, this_process
 

@@ -11,8 +11,7 @@ from spmd.explain.document import Cell, Lines, Table, number, section
 from spmd.explain.words import plural, seconds_text
 from spmd.measure.labels import ATTENTION, COPIES, KINDS, MATRIX, OTHER, Label, Labels, label_of
 from spmd.measure.order import Order
-from spmd.measure.profile import Event, Run, Step
-from spmd.measure.shares import shares
+from spmd.measure.profile import Event, Run, Step, shares
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 from spmd.predict.timeline import Timeline

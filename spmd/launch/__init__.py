@@ -1,10 +1,14 @@
 """Jobs of several processes: joining, agreeing, stopping together; launchers and a watchdog."""
 
-from spmd.launch.agree import check_same, exchange, from_first
-from spmd.launch.exit_codes import EXIT_HUNG, EXIT_PEER_LOST, EXIT_PREEMPTED
+from spmd.launch.agree import check_same, check_same_sources, exchange, from_first
 from spmd.launch.initialize import initialize, is_main_process
-from spmd.launch.peers import stop_agreed, stopping_peers
-from spmd.launch.sources import check_same_sources
+from spmd.launch.peers import (
+    EXIT_HUNG,
+    EXIT_PEER_LOST,
+    EXIT_PREEMPTED,
+    stop_agreed,
+    stopping_peers,
+)
 from spmd.launch.watchdog import Unwatched, Watch, Watchdog
 
 __all__ = [

@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import sys
+import sysconfig
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import jax
 
 from spmd.errors import LaunchError
 from spmd.launch.store import Store, job_store, this_process
+from spmd.mesh.mesh import Mesh
 
 TIMEOUT_S = 600.0
 """How long processes wait for the slowest: compiling takes minutes, and hosts differ."""
@@ -95,39 +102,25 @@ def judged(
 ) -> str | None:
     """What the first process makes of what all say, on each of them; None where one is alone.
 
-    Args:
-      what: what this process says, by name; `checked` names the occasion.
-      judge: makes a text of what all say. It is not asked if they are at different occasions, or
-        one did not come: then the text is `as_json` of the error.
-      processes: as for `check_same`.
-      timeout_s: as for `check_same`.
+    `checked` of what is said names the occasion. If processes are at different ones, or one did not
+    come, the text is `as_json` of an error.
     """
 
     def outcome_of(found: Found) -> str:
         places = {process: {"checked": said["checked"]} for process, said in found.items()}
         return differences(places) or judge(found)
 
-    joined = _joined(processes)
-    return None if joined is None else gathered(*joined, what, outcome_of, timeout_s)
-
-
-def _joined(
-    processes: Sequence[int] | None = None,
-) -> tuple[Store, str, tuple[int, ...], int] | None:
-    """Store, a folder of it for one more call, members, this process; None if it is alone."""
-    store = job_store()
-    if store is None:
-        return None
-    me, count = this_process()
-    members = tuple(sorted(processes)) if processes is not None else tuple(range(count))
-    if len(members) < 2 or me not in members:
+    store, (me, count) = job_store(), this_process()
+    members = tuple(range(count) if processes is None else sorted(processes))
+    if store is None or len(members) < 2 or me not in members:
         return None
     # The call's number is part of the key, so that nobody reads an earlier outcome. All members
     # count alike, since they call in the same order. Groups count by themselves, because not every
     # process takes part in every group.
     _calls[members] += 1
     group = "all" if len(members) == count else "-".join(map(str, members))
-    return store, f"same/{group}/{_calls[members]}", members, me
+    folder = f"same/{group}/{_calls[members]}"
+    return gathered(store, folder, members, me, what, outcome_of, timeout_s)
 
 
 def gathered(
@@ -139,17 +132,7 @@ def gathered(
     outcome_of: Callable[[Found], str],
     timeout_s: float,
 ) -> str:
-    """What the first member makes of what all say, on every one of them.
-
-    Args:
-      store: the job's store.
-      folder: where in the store; another one for each call.
-      members: the processes that take part.
-      me: this process, one of them.
-      what: what it says, with what is compared as `checked`.
-      outcome_of: makes a text of what all say.
-      timeout_s: seconds to wait for each other.
-    """
+    """What the first member makes of what all say, on each; `folder` is another for each call."""
     # Processes 0 1 2 with --steps 100 100 90:
     #   each writes same/all/1/<its number>; 0 waits for all three
     #   0 writes same/all/1/outcome: "process 2: 90; processes 0, 1: 100"
@@ -183,11 +166,7 @@ def gathered(
 
 
 def differences(found: Found) -> str:
-    """The differences between processes as the JSON of a `LaunchError`; empty if there are none.
-
-    Args:
-      found: process -> names and values.
-    """
+    """The differences between processes as the JSON of a `LaunchError`; empty if there are none."""
     names = list(dict.fromkeys(name for what in found.values() for name in what))
     parts = {}
     for name in names:
@@ -244,3 +223,129 @@ def raise_json(outcome: str) -> None:
 def digest(text: str) -> str:
     """A short hash that is the same in every process."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+# Programs: before XLA sees one, the processes of its mesh compare what they have compiled.
+
+
+PROCESS_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
+"""XLA flags that may differ from process to process."""
+
+
+def check_same_program(
+    name: str, emitted: str, mesh: Mesh, jax_mesh: jax.sharding.Mesh, more: Mapping[str, str]
+) -> None:
+    """Compares a program, its mesh and what XLA is told, and `more`, as `check_same` does.
+
+    The devices of `jax_mesh` tell which processes take part. Source locations do not count.
+    """
+    processes = sorted({device.process_index for device in jax_mesh.devices.flat})
+    if len(processes) < 2:
+        return
+    what = {
+        "number of devices": str(jax.device_count()),
+        "mesh": str(mesh),
+        "order of devices": digest(str(mesh.device_ids)),
+        "program hash": digest(without_locations(emitted)),
+        **settings(),
+        **more,
+    }
+    check_same(what, label=f"program {name}", processes=processes)
+
+
+def without_locations(module: str) -> str:
+    """A module's text without the lines that name source files: paths differ between hosts."""
+    return "\n".join(line for line in module.splitlines() if not line.startswith("#loc"))
+
+
+def settings() -> dict[str, str]:
+    """The settings of jax and flags of XLA that may change what is computed."""
+    names = "enable_x64 default_matmul_precision default_prng_impl threefry_partitionable"
+    found = {f"jax_{name}": str(getattr(jax.config, f"jax_{name}")) for name in names.split()}
+    for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        for flag in os.environ.get(variable, "").split():
+            key, _, value = flag.partition("=")
+            if not key.startswith(PROCESS_FLAGS):
+                found[f"{variable} {key}"] = value or "(given)"
+    return found
+
+
+# Sources. Versions say what was installed. A checkout and a user's own files have none: two hosts
+# that read different ones would train different things, or hang.
+
+
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
+"""Folders of installed packages; what is below them has a version."""
+
+_SHOWN = 3
+
+
+def imported() -> dict[str, str]:
+    """Module -> a hash of its file, of all modules that are imported from outside the environment.
+
+    The program itself is `__main__`. Paths do not count: they differ between hosts.
+    """
+    inside = tuple(
+        sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    )
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name == "__mp_main__":  # the program again, under the name that its workers use
+            continue
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith((".py", ".so")):
+            continue
+        if not file.startswith(inside) and not _PACKAGES & set(Path(file).parts):
+            found[name] = hash_of([Path(file)])
+    return found
+
+
+def by_package(modules: Mapping[str, str]) -> dict[str, str]:
+    """Top-level package -> a hash of its modules."""
+    tops: dict[str, list[str]] = {}
+    for name, sha in sorted(modules.items()):
+        tops.setdefault(name.partition(".")[0], []).append(f"{name} {sha}")
+    return {top: digest("\n".join(modules)) for top, modules in tops.items()}
+
+
+def hash_of(files: Iterable[Path]) -> str:
+    """A hash of the contents of files; of one that is not there any more, of nothing."""
+    hashed = hashlib.sha256()
+    for path in files:
+        try:
+            hashed.update(path.read_bytes())
+        except OSError:
+            continue
+    return hashed.hexdigest()[:12]
+
+
+def check_same_sources() -> None:
+    """Compares what was imported with what the other processes imported; a no-op with one process.
+
+    `spmd.initialize` has compared what was imported by then; this finds what came later. Modules
+    that only some processes have imported are not compared. All processes have to call it.
+
+    Raises:
+      LaunchError: a module differs. It is raised on every process.
+    """
+    raise_json(judged({"checked": "sources", **imported()}, different_sources) or "")
+
+
+def different_sources(found: Found) -> str:
+    """The modules that differ between processes, as the JSON of a `LaunchError`; "" if none do."""
+    different: dict[str, int] = {}
+    for process, theirs in found.items():
+        for name in found[0].keys() & theirs.keys():
+            if theirs[name] != found[0][name]:
+                different.setdefault(name, process)
+    if not different:
+        return ""
+    names = sorted(different)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return as_json(
+        LaunchError(
+            f"the processes of this job run different sources of {', '.join(names[:_SHOWN])}{more}",
+            actual=f"process {different[names[0]]} has another {names[0]} than process 0",
+            fix="give every host the same files",
+        )
+    )

@@ -16,10 +16,9 @@ from pathlib import Path
 import jax
 
 from spmd.errors import LaunchError
-from spmd.launch.agree import check_same
+from spmd.launch.agree import by_package, check_same, hash_of, imported
 from spmd.launch.meet import Seat, meet
 from spmd.launch.peers import first_line, watch_peers
-from spmd.launch.sources import by_package, hash_of, imported
 from spmd.launch.store import (
     Place,
     connected_to,
@@ -109,20 +108,15 @@ def versions() -> dict[str, str]:
         "version of Python": platform.python_version(),
         "version of jax": jax.__version__,
         "version of jaxlib": metadata.version("jaxlib"),
-        **{f"sources of {_named(top)} (hash)": sha for top, sha in hashes.items()},
+        **{
+            f"sources of {'the program' if top == '__main__' else top} (hash)": sha
+            for top, sha in hashes.items()
+        },
     }
 
 
-def _named(top: str) -> str:
-    return "the program" if top == "__main__" else top
-
-
 def find_place(given: Place, env: Mapping[str, str], timeout_s: float) -> Place | None:
-    """This process's place, from arguments, then the environment, then jax's cluster detection.
-
-    Returns:
-      None where nothing says that there is more than one process.
-    """
+    """From arguments, then the environment, then jax's cluster detection; None if it is alone."""
     place = _with_environment(given, env)
     if None in (place.coordinator, place.processes, place.process):
         place = detect_cluster(place, timeout_s)
@@ -157,11 +151,7 @@ def _number(name: str, text: str) -> int:
 
 
 def _seat(place: Place) -> Seat:
-    """A place of which everything is known.
-
-    Raises:
-      LaunchError: something is missing or cannot be.
-    """
+    """A place of which everything is known and can be; else a LaunchError."""
     parts = {
         f"coordinator_address ({ENV_COORDINATOR})": place.coordinator,
         f"num_processes ({ENV_PROCESSES})": place.processes,

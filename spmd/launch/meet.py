@@ -54,11 +54,6 @@ class Seat(NamedTuple):
 def meet(seat: Seat, about: Mapping[str, str], timeout_s: float) -> None:
     """Waits until all processes of a job are there, and compares what they say of themselves.
 
-    Args:
-      seat: this process.
-      about: names and values that should be the same everywhere.
-      timeout_s: seconds to wait.
-
     Raises:
       LaunchError: process 0 cannot be reached, a process did not come, came twice or expects
         another number of processes, or something in `about` differs.
@@ -197,11 +192,7 @@ def _ask(seat: Seat, about: dict[str, str], timeout_s: float) -> str:
 
 
 def _read_line(file: IO[bytes]) -> str:
-    """One line without its end.
-
-    Raises:
-      OSError: the other side ended before it was whole.
-    """
+    """One line without its end; an OSError where the other side ended before it was whole."""
     data = file.readline(_LONGEST)
     if not data.endswith(b"\n"):
         raise ConnectionError("the connection was closed")

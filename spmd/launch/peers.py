@@ -23,16 +23,23 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NoReturn
 
 import jax
 
-from spmd.launch.exit_codes import EXIT_PEER_LOST, EXIT_PREEMPTED
-from spmd.launch.signs import LEFT, Signs, describe_silent, was
 from spmd.launch.stop import StopVote
 from spmd.launch.store import Store, connected_to, this_process
+
+EXIT_PREEMPTED = 75
+"""Stopped by SIGTERM after its state was saved: start it again (`EX_TEMPFAIL` of sysexits.h)."""
+
+EXIT_PEER_LOST = 76
+"""Stopped because another process of the job was lost or failed: the cause is elsewhere."""
+
+EXIT_HUNG = 77
+"""Stopped by its watchdog: no progress within the limit."""
 
 VERDICT = "verdict"
 WHO = "who"
@@ -42,6 +49,54 @@ COLLECTIVE_FAILED = re.compile(
     r"gloo|nccl|connection (closed|reset)|socket closed|heartbeat|coordination service", re.I
 )
 """Words in errors that another process's end most likely caused."""
+
+
+LEFT = "left"
+"""Sign of a process that ended normally: its silence afterwards means nothing."""
+
+SHOWN = 4
+"""So many lost processes are named with their hosts."""
+
+
+class Signs:
+    """When each process last gave a sign of life; silence counts from the time `started` on."""
+
+    def __init__(self, processes: int, timeout_s: float, started: float) -> None:
+        self.timeout_s = timeout_s
+        self._seen = dict.fromkeys(range(processes), ("", started))
+
+    def silent(self, now: float, signs: Mapping[int, str]) -> dict[int, float]:
+        """Process -> seconds of silence, for those that have been silent for too long.
+
+        `signs` has each one's latest: another text than last time is a sign of life.
+        """
+        # Signs are counters, not times: hosts' clocks differ. Only this process's clock is read,
+        # at the moment when it sees a counter change.
+        for process, sign in signs.items():
+            if self._seen[process][0] != sign:
+                self._seen[process] = (sign, now)
+        return {
+            process: now - since
+            for process, (sign, since) in self._seen.items()
+            if sign != LEFT and now - since > self.timeout_s
+        }
+
+
+def describe_silent(silent: Mapping[int, float], who: Mapping[str, str] | None = None) -> str:
+    """`process 1 was lost: no sign of life for 12 s; it was pid 4711 on host-b`."""
+    names = ", ".join(str(process) for process in sorted(silent))
+    one = len(silent) == 1
+    known = [who[str(process)] for process in sorted(silent) if who and str(process) in who]
+    return (
+        f"{'process' if one else 'processes'} {names} {'was' if one else 'were'} lost: no sign of "
+        f"life for {min(silent.values()):.0f} s{was(', '.join(known[:SHOWN]))}; the end of its "
+        "output or the scheduler's log (killed, out of memory, preempted) says why"
+    )
+
+
+def was(who: str) -> str:
+    """`; it was pid 4711 on host-b`; nothing where that is not known."""
+    return f"; it was {who}" if who else ""
 
 
 class Peers:
@@ -81,8 +136,6 @@ class Peers:
         self._thread.start()
         if self.process:
             self._clock.start()
-
-    # The thread.
 
     def _run(self) -> None:
         """Watches until the processes have met at their end."""
@@ -267,12 +320,7 @@ def form_last_line(form: Callable[[str], str]) -> None:
 
 
 def peer_lost(process: int, how: str) -> NoReturn:
-    """Ends this process since another one was lost; if that has said why, with its words.
-
-    Args:
-      process: which one.
-      how: how it is known.
-    """
+    """Ends this process since another one was lost; if that has said why, with its words."""
     assert _peers is not None
     verdict = f"process {process} was lost: {how}"
     if process:  # with process 0 the store is gone

@@ -17,13 +17,7 @@ _REACHED = "stop/reached"
 
 
 class StopVote:
-    """The vote of one process; `look` belongs to its thread, `reached` to its main thread.
-
-    Args:
-      store: the job's store.
-      process: this process.
-      processes: how many vote.
-    """
+    """The vote of one process; `look` belongs to its thread, `reached` to its main thread."""
 
     def __init__(self, store: Store, process: int, processes: int) -> None:
         self.store = store
@@ -36,12 +30,7 @@ class StopVote:
         self._change = threading.Condition()
 
     def reached(self, step: int, wanted: bool) -> bool:
-        """Whether all processes stop before this step.
-
-        Args:
-          step: the step that would be next.
-          wanted: whether this process was asked to stop.
-        """
+        """Whether all processes stop before this step, which would be next."""
         if wanted and not self._has_asked:
             self._has_asked = True
             self.store.claim(_REQUEST, str(self.process))

@@ -17,10 +17,9 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
-from spmd.launch.exit_codes import EXIT_HUNG
-from spmd.launch.peers import fail_peers
+from spmd.launch.peers import EXIT_HUNG, fail_peers
 from spmd.launch.store import job_store, this_process
 
 REMEMBERED = 100
@@ -34,22 +33,6 @@ REQUEST = "watchdog/dump"
 ANSWER = "watchdog/dumped"
 PATIENCE_S = 10.0
 """How long a hung process waits for the others to write their files."""
-
-
-class Watch(Protocol):
-    """What a program tells of its progress."""
-
-    @property
-    def doing(self) -> str:
-        """What was said to take longer and has not ended; empty if nothing was."""
-
-    def beat(self, step: int | None = None, what: str = "step finished") -> None:
-        """Says that there is progress."""
-
-    def may_take(
-        self, what: str, seconds: float | None = None
-    ) -> contextlib.AbstractContextManager[None]:
-        """Says that what is inside may take longer than a step."""
 
 
 class Watchdog:
@@ -298,3 +281,7 @@ class Unwatched:
             yield
         finally:
             self.doing = before
+
+
+Watch = Watchdog | Unwatched
+"""What a program tells of its progress."""

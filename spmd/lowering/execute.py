@@ -26,8 +26,7 @@ from spmd.frontend.importer.shard_shapes import LEAVES
 from spmd.frontend.importer.shardings import MARKS
 from spmd.ir.program import Callback
 from spmd.ir.types import TensorType, numpy_dtype
-from spmd.launch.agree import digest
-from spmd.launch.programs import check_same_program
+from spmd.launch.agree import check_same_program, digest
 from spmd.lowering.emitted import Emitted, Placement, formats
 from spmd.lowering.host import effects_of, emit_callbacks, silent
 from spmd.lowering.local.composite import inline_region

@@ -46,10 +46,6 @@ class Label(NamedTuple):
     collective: str = ""
 
 
-# ---------------------------------------------------------------------------------------------
-# Ops of our local program.
-
-
 def label_of(op: Op, mesh: Mesh) -> Label:
     """The label of an op of a local program."""
     layer = layer_of(op.loc)
@@ -95,9 +91,6 @@ def layer_of(loc: Loc) -> str:
         return os.path.basename(loc.user_frames[0].file)
     return "/".join(name for name in names if name != "<module>")
 
-
-# ---------------------------------------------------------------------------------------------
-# Events of a profile.
 
 _CONTROL = {"while", "conditional", "call"}
 """Ops that only run others, which on CPUs have events of their own inside theirs. On GPUs a call
@@ -185,7 +178,8 @@ class Labels:
         layer = ours[0].layer if ours else layer_of(Loc(scope))
         if kind := self.collective(instruction):
             like = [label.collective for label in ours if label.collective.startswith(f"{kind} ")]
-            axes = next(filter(None, map(self._axes, self._parts(instruction))), "")
+            groups = (groups_of(part, self.module) for part in self._parts(instruction))
+            axes = next((self.axes[group] for group in groups if group in self.axes), "")
             name = f"{kind} over {axes}" if axes else (like or [kind])[0]
             return Label(COLLECTIVES, layer, name)
         if instruction.opcode.startswith("copy"):
@@ -219,9 +213,6 @@ class Labels:
         if self.kind(instruction):
             return ""
         return next(filter(None, map(kind_of, self._parts(instruction))), "")
-
-    def _axes(self, instruction: Instruction) -> str:
-        return self.axes.get(groups_of(instruction, self.module), "")
 
     def kind(self, instruction: Instruction) -> str:
         """What an instruction computes, where that shows; else nothing."""

@@ -1,4 +1,4 @@
-"""Runs steps under jax's profiler, and reads what it recorded: a profile -> plain records.
+"""Runs steps under jax's profiler, reads what it recorded, and says whose time is whose.
 
 A step is what happens between the two ends of an annotation on the host. Where its ops ran:
 
@@ -66,12 +66,7 @@ class Step(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Steps that were run.
-
-    Attributes:
-      times: seconds of each step without the profiler.
-      steps: those under it.
-    """
+    """Steps that were run: seconds of each without the profiler, and those under it."""
 
     times: tuple[float, ...]
     steps: tuple[Step, ...]
@@ -80,40 +75,6 @@ class Run(NamedTuple):
     def seconds(self) -> float:
         """The median of the times."""
         return statistics.median(self.times)
-
-
-def run_steps(
-    step: Callable[[Any], None], prepare: Callable[[], Any], steps: int, profiled: int = PROFILED
-) -> Run:
-    """Warms up, times steps, and runs some more under the profiler.
-
-    Args:
-      step: runs the program on its arguments, and waits for the results.
-      prepare: makes the arguments of the next step; its time is not counted.
-      steps: how many to time.
-      profiled: how many to run under the profiler after these.
-    """
-
-    def timed() -> float:
-        given = prepare()
-        start = time.perf_counter()
-        step(given)
-        return time.perf_counter() - start
-
-    for _ in range(WARM):
-        timed()
-    times = tuple(timed() for _ in range(steps))
-    if not profiled:
-        return Run(times, ())
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # it would slow every call down
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            for _ in range(profiled):
-                given = prepare()
-                with jax.profiler.TraceAnnotation(STEP):
-                    step(given)
-        return Run(times, read_folder(Path(folder)))
 
 
 class Feed:
@@ -154,6 +115,33 @@ class Feed:
         """Runs a step, and waits for its results."""
         results = jax.block_until_ready(self.executable(*arguments))
         self.updates = {argument: results[result] for result, argument in self.links}
+
+
+def run_steps(
+    step: Callable[[Any], None], prepare: Callable[[], Any], steps: int, profiled: int = PROFILED
+) -> Run:
+    """Warms up, times steps without what `prepare` takes, and runs some more under the profiler."""
+
+    def timed() -> float:
+        given = prepare()
+        start = time.perf_counter()
+        step(given)
+        return time.perf_counter() - start
+
+    for _ in range(WARM):
+        timed()
+    times = tuple(timed() for _ in range(steps))
+    if not profiled:
+        return Run(times, ())
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # it would slow every call down
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            for _ in range(profiled):
+                given = prepare()
+                with jax.profiler.TraceAnnotation(STEP):
+                    step(given)
+        return Run(times, read_folder(Path(folder)))
 
 
 def read_folder(folder: Path) -> tuple[Step, ...]:
@@ -199,16 +187,12 @@ def _device_events(profile: Any) -> Iterator[Event]:
         for line in planes[name].lines:
             if line.name.startswith("Stream"):
                 for event in line.events:
-                    yield _kernel(int(number), event)
+                    stats = dict(event.stats)
+                    launch = (stats.get("correlation_id", 0), stats.get("cuda_graph_node_id", 0))
+                    op, times = str(stats.get("hlo_op", "")), (event.start_ns, event.end_ns)
+                    yield Event(int(number), event.name, op, *times, launch)
     if not gpus and "/host:CPU" in planes:
         yield from _cpu_events([_Thread(line) for line in planes["/host:CPU"].lines])
-
-
-def _kernel(device: int, event: Any) -> Event:
-    stats = dict(event.stats)
-    launch = (stats.get("correlation_id", 0), stats.get("cuda_graph_node_id", 0))
-    op = str(stats.get("hlo_op", ""))
-    return Event(device, event.name, op, event.start_ns, event.end_ns, launch)
 
 
 class _Thread:
@@ -274,3 +258,49 @@ def _cpu_events(threads: Sequence[_Thread]) -> Iterator[Event]:
             after = thread.first_for(event.device, max(began, event.start), moment)
             end = max(end, after)
         yield event._replace(end=end)
+
+
+class Share(NamedTuple):
+    """Seconds of a device's time.
+
+    Attributes:
+      seconds: in which the device did this, and nothing that comes before it.
+      hidden: in which it did this beside something that comes before it.
+    """
+
+    seconds: float
+    hidden: float
+
+
+def shares(spans: Sequence[tuple[int, float, float]]) -> list[Share]:
+    """Divides the time of one device among what it did, of which it may do several things at once.
+
+    before: dot 0..4, all_gather 3..7, copy 6..8        (seconds)
+    after:  dot 4, all_gather 2 and 1 hidden, copy 2    (nothing waits for what runs beside it)
+
+    Args:
+      spans: (rank, start, end) of each thing. At any moment the time is that of the things with the
+        lowest rank that run, in equal parts.
+
+    Returns:
+      The share of each. The `seconds` of all add up to the time in which anything ran.
+    """
+    seconds, hidden = [0.0] * len(spans), [0.0] * len(spans)
+    edges = sorted(
+        [(start, True, i) for i, (_, start, end) in enumerate(spans) if end > start]
+        + [(end, False, i) for i, (_, start, end) in enumerate(spans) if end > start]
+    )
+    running: dict[int, set[int]] = {}
+    before = 0.0
+    for moment, begins, i in edges:
+        levels = [running[rank] for rank in sorted(running) if running[rank]]
+        for level, totals in zip(levels, (seconds, *[hidden] * len(levels)), strict=False):
+            for j in level:
+                totals[j] += (moment - before) / len(level)
+        now = running.setdefault(spans[i][0], set())
+        if begins:
+            now.add(i)
+        else:
+            now.remove(i)
+        before = moment
+    return [Share(*share) for share in zip(seconds, hidden, strict=True)]

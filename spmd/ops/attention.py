@@ -13,24 +13,41 @@ and dtypes that a kernel does not take. Under plain `jax.jit` composites are the
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from functools import partial
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from spmd.errors import ArgumentError
+from spmd.lowering.register import register_composite
+from spmd.ops import attention_cudnn, attention_reference, attention_splash
 from spmd.ops import attention_order as order
-from spmd.ops import attention_reference
-from spmd.ops.attention_composites import FORWARD, GRADIENT
-from spmd.ops.attention_reference import Mask
+from spmd.ops.attention_pieces import piece, piece_gradient
+from spmd.ops.attention_reference import Mask, Spec
+from spmd.ops.attention_rules import (
+    ARITHMETIC,
+    FORWARD,
+    GRADIENT,
+    PIECE,
+    PIECE_GRADIENT,
+    forward_flops,
+    forward_rule,
+    gradient_flops,
+    gradient_rule,
+    piece_gradient_rule,
+    piece_rule,
+)
+from spmd.ops.attention_split import lower_forward, lower_gradient
 
 ANYWHERE = 0
 """The `length` of queries that are not at positions 0, 1, ... of a whole sequence."""
 
 Implementation = Literal["auto", "composite", "xla", "cudnn"]
+
+Kernel = Callable[..., Any]
 
 
 def attention(
@@ -103,69 +120,44 @@ def attention(
             ),
         )  # fmt: skip
     length = q_BSND.shape[1] if positions is None else ANYWHERE
+    spec = Spec(causal, segments is not None, float(scale), length, dtype, window, zigzag)
     is_whole = implementation != "xla"
-    spec = _Spec(
-        causal, segments is not None, float(scale), length, dtype, window, zigzag, is_whole
-    )
     # Positions are an operand so that a device with a part of the queries has just theirs.
     if causal and positions is None:
         positions = order.positions(length, zigzag) if zigzag > 1 else jnp.arange(length)
-    out_BSND: jax.Array = _attend(spec, q_BSND, k_BTKD, v_BTKD, positions, queries_BS, keys_BT)
+    masks = positions, queries_BS, keys_BT
+    out_BSND: jax.Array = _attend(spec, is_whole, (q_BSND, k_BTKD, v_BTKD), masks)
     return out_BSND
 
 
-class _Spec(NamedTuple):
-    """The static parameters of one attention.
-
-    Attributes:
-      causal, segments, scale, length, logits_dtype, window, zigzag: as for
-        `attention_reference.forward`.
-      is_whole: whether to make composites of it.
-    """
-
-    causal: bool
-    segments: bool
-    scale: float
-    length: int
-    logits_dtype: str
-    window: int | None
-    zigzag: int
-    is_whole: bool
+Arrays = tuple[Any, ...]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(spec: _Spec, q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any) -> Any:
-    return _attend_forward(spec, q_BSND, k_BTKD, v_BTKD, *masks)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(spec: Spec, is_whole: bool, tensors: Arrays, masks: Arrays) -> Any:
+    return _attend_forward(spec, is_whole, tensors, masks)[0]
 
 
-def _attend_forward(
-    spec: _Spec, q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any
-) -> tuple[Any, tuple[Any, ...]]:
-    tensors = (q_BSND, k_BTKD, v_BTKD)
-    out_BSND, lse_BNS = _run(spec, FORWARD, attention_reference.forward, tensors, masks)
-    return out_BSND, (*tensors, out_BSND, lse_BNS, *masks)
+def _attend_forward(spec: Spec, is_whole: bool, tensors: Arrays, masks: Arrays) -> Any:
+    out_BSND, lse_BNS = _run(spec, is_whole, FORWARD, attention_reference.forward, tensors, masks)
+    return out_BSND, ((*tensors, out_BSND, lse_BNS), masks)
 
 
-def _attend_backward(spec: _Spec, kept: tuple[Any, ...], dout_BSND: Any) -> tuple[Any, ...]:
-    tensors, masks = kept[:-3], kept[-3:]
+def _attend_backward(spec: Spec, is_whole: bool, kept: Any, dout_BSND: Any) -> Any:
+    tensors, masks = kept
     operands = (*tensors, dout_BSND)
-    gradients = _run(spec, GRADIENT, attention_reference.gradient, operands, masks)
-    return (*gradients, None, None, None)
+    gradients = _run(spec, is_whole, GRADIENT, attention_reference.gradient, operands, masks)
+    return gradients, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _run(
-    spec: _Spec,
-    name: str,
-    reference: Callable[..., Any],
-    tensors: Sequence[Any],
-    given: Sequence[Any],
+    spec: Spec, is_whole: bool, name: str, reference: Kernel, tensors: Arrays, given: Arrays
 ) -> Any:
     """One of the two functions, as a composite or as it is."""
     attributes = spec._asdict()
-    is_whole = attributes.pop("is_whole")
     if spec.zigzag == 1:  # so that modules exported before there was an order read the same
         del attributes["zigzag"]
     if spec.window is None:  # an attribute of a composite has a value
@@ -176,9 +168,7 @@ def _run(
     return _composite(name, reference, attributes, int(spec.causal), len(tensors))(*tensors, *masks)
 
 
-def _composite(
-    name: str, reference: Callable[..., Any], attributes: Any, positions: int, tensors: int
-) -> Any:
+def _composite(name: str, reference: Kernel, attributes: Any, positions: int, tensors: int) -> Any:
     """A composite whose `jax.vmap` is the same composite on a larger batch."""
 
     @custom_vmap
@@ -191,7 +181,7 @@ def _composite(
     def mapped(size: int, batched: Sequence[bool], *operands: Any) -> Any:
         if any(batched[tensors : tensors + positions]):
             axes = [0 if is_batched else None for is_batched in batched]
-            results = jax.vmap(functools.partial(reference, **attributes), axes)(*operands)
+            results = jax.vmap(partial(reference, **attributes), axes)(*operands)
             return results, jax.tree.map(lambda _: True, results)
         merged = []
         for i, (x, is_batched) in enumerate(zip(operands, batched, strict=True)):
@@ -206,6 +196,48 @@ def _composite(
         return split, tuple(True for _ in split)
 
     return run
+
+
+KERNELS = {"cuda": attention_cudnn, "tpu": attention_splash}
+
+
+def _on_each(name: str, made: Callable[[Kernel], Kernel]) -> dict[str, Kernel]:
+    """What is made of each platform's kernel, `forward` or `gradient`."""
+    return {platform: made(getattr(kernels, name)) for platform, kernels in KERNELS.items()}
+
+
+register_composite(
+    FORWARD,
+    forward_rule,
+    decomposition=attention_reference.forward,
+    kernels=_on_each("forward", partial(order.in_usual_order, dims=(1, 1, 1), results=(1, 2))),
+    flops=forward_flops,
+    arithmetic=ARITHMETIC,
+    lower=lower_forward,
+)
+register_composite(
+    GRADIENT,
+    gradient_rule,
+    decomposition=attention_reference.gradient,
+    kernels=_on_each(
+        "gradient", partial(order.in_usual_order, dims=(1, 1, 1, 1, 2, 1), results=(1, 1, 1))
+    ),
+    flops=gradient_flops,
+    arithmetic=ARITHMETIC,
+    lower=lower_gradient,
+)
+for name, rule, run, kernel_of, flops in (
+    (PIECE, piece_rule, piece, "forward", forward_flops),
+    (PIECE_GRADIENT, piece_gradient_rule, piece_gradient, "gradient", gradient_flops),
+):
+    register_composite(
+        name,
+        rule,
+        decomposition=partial(run, getattr(attention_reference, kernel_of)),
+        kernels=_on_each(kernel_of, partial(partial, run)),
+        flops=flops,
+        arithmetic=ARITHMETIC,
+    )
 
 
 def _check(

@@ -32,17 +32,9 @@ def forward(q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any, **spec: Any) -> 
     return _call("_dot_product_attention_fwd_p", tensors, (), masks, spec, is_training=True)
 
 
-def gradient(
-    q_BSND: Any,
-    k_BTKD: Any,
-    v_BTKD: Any,
-    out_BSND: Any,
-    lse_BNS: Any,
-    dout_BSND: Any,
-    *masks: Any,
-    **spec: Any,
-) -> Any:
+def gradient(*operands: Any, **spec: Any) -> Any:
     """As `attention_reference.gradient`; NotImplemented for what cuDNN does not take."""
+    q_BSND, k_BTKD, v_BTKD, out_BSND, lse_BNS, dout_BSND, *masks = operands
     tensors, kept = (q_BSND, k_BTKD, v_BTKD), (lse_BNS, out_BSND, dout_BSND)
     return _call("_dot_product_attention_bwd_p", tensors, kept, masks, spec)
 

@@ -88,9 +88,7 @@ def in_usual_order(
 ) -> Callable[..., Any]:
     """A kernel that also takes whole sequences in zigzag order, by putting them in the usual one.
 
-    Args:
-      kernel: as `attention_reference.forward` or `gradient`.
-      dims, results: the dim of positions of each tensor that it takes, and of each result.
+    `dims` and `results` are the dim of positions of each tensor that it takes, and of each result.
     """
     masks = 0, 1, 1  # positions, segments of queries and of keys
 

@@ -33,30 +33,17 @@ Kernel = Callable[..., Any]
 Tensors = Sequence[Any]
 
 
-def piece(
-    kernel: Kernel,
-    q_BSND: Any,
-    k_BTKD: Any,
-    v_BTKD: Any,
-    is_before: Any,
-    out_BSND: Any,
-    lse_BNS: Any,
-    *segments: Any,
-    zigzag: int = 1,
-    **spec: Any,
-) -> tuple[Any, Any]:
+def piece(kernel: Kernel, *operands: Any, zigzag: int = 1, **spec: Any) -> tuple[Any, Any]:
     """The outputs and the logsumexp over the pieces so far and over one more.
 
     Args:
       kernel: computes what is not hidden.
-      q_BSND: this device's queries.
-      k_BTKD, v_BTKD: a piece of the keys and values.
-      is_before: whether the piece is of a device before this one, a boolean scalar.
-      out_BSND, lse_BNS: float32, over the pieces so far.
-      *segments: (B, S) and (B, T), if there are any.
-      zigzag: the number of parts of a sequence in zigzag order; 1 for the usual one.
-      **spec: as for `attention_reference.forward`.
+      *operands: this device's queries, a piece of the keys and values, whether that is of a device
+        before this one (a boolean scalar), float32 outputs and logsumexp over the pieces so far;
+        and segments (B, S) and (B, T), if there are any.
+      zigzag, **spec: as for `attention_reference.forward`.
     """
+    q_BSND, k_BTKD, v_BTKD, is_before, out_BSND, lse_BNS, *segments = operands
     run = _either(kernel, reference.forward)
 
     def over(queries: Tensors, keys: Tensors) -> Tensors:
@@ -92,28 +79,14 @@ def _joined(so_far: Tensors, more: Tensors) -> Tensors:
 
 
 def piece_gradient(
-    kernel: Kernel,
-    q_BSND: Any,
-    k_BTKD: Any,
-    v_BTKD: Any,
-    out_BSND: Any,
-    lse_BNS: Any,
-    dout_BSND: Any,
-    is_before: Any,
-    dq_BSND: Any,
-    *segments: Any,
-    zigzag: int = 1,
-    **spec: Any,
+    kernel: Kernel, *operands: Any, zigzag: int = 1, **spec: Any
 ) -> tuple[Any, Any, Any]:
     """The gradient of the queries over one more piece, and those of its keys and values.
 
-    Args:
-      kernel: computes what is not hidden.
-      q_BSND, k_BTKD, v_BTKD, is_before, zigzag, **spec: as for `piece`.
-      out_BSND, lse_BNS, dout_BSND: outputs and logsumexp over all pieces; gradient of the outputs.
-      dq_BSND: float32, over the pieces so far.
-      *segments: as for `piece`.
+    Operands are as for `piece`, with outputs and logsumexp over all pieces and the gradient of the
+    outputs before `is_before`, and the queries' gradient over the pieces so far, in float32, after.
     """
+    q_BSND, k_BTKD, v_BTKD, out_BSND, lse_BNS, dout_BSND, is_before, dq_BSND, *segments = operands
     run = _either(kernel, reference.gradient)
 
     def over(queries: Tensors, keys: Tensors) -> Tensors:

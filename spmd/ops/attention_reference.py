@@ -67,36 +67,47 @@ class Mask(NamedTuple):
         return functools.reduce(jnp.logical_and, parts) if parts else None
 
 
-def forward(
-    q_BSND: Any,
-    k_BTKD: Any,
-    v_BTKD: Any,
-    *masks: Any,
-    causal: bool,
-    segments: bool,
-    scale: float,
-    length: int,
-    logits_dtype: str,
-    window: int | None = None,
-    zigzag: int = 1,
-) -> tuple[Any, Any]:
-    """The output (B, S, N, D) and the logsumexp of the scores (B, N, S).
+class Spec(NamedTuple):
+    """The static parameters of an attention: the attributes of its composites.
 
-    Args:
-      q_BSND, k_BTKD, v_BTKD: queries, keys and values.
-      *masks: positions (S,) if causal, then segments (B, S) and (B, T) if there are any.
-      causal, segments: which of them there are.
+    Attributes:
+      causal, segments: which masks there are: positions (S,), then segments (B, S) and (B, T).
       scale: of the scores.
       length: queries of the whole sequence, of which there may be a part here; 0 for any part.
       logits_dtype: what scores are computed in.
       window: of the keys that a causal query sees, how many at most; None is all.
       zigzag: the number of parts of a sequence in zigzag order; 1 for the usual one.
     """
-    del length
-    mask = Mask.of(masks, causal=causal, segments=segments).ordered(k_BTKD.shape[1], zigzag)
+
+    causal: bool
+    segments: bool
+    scale: float
+    length: int
+    logits_dtype: str
+    window: int | None = None
+    zigzag: int = 1
+
+    def mask(self, masks: Sequence[Any], keys: int) -> Mask:
+        """What the masks say of so many keys."""
+        mask = Mask.of(masks, causal=self.causal, segments=self.segments)
+        return mask.ordered(keys, self.zigzag)
+
+
+def forward(
+    q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any, **attributes: Any
+) -> tuple[Any, Any]:
+    """The output (B, S, N, D) and the logsumexp of the scores (B, N, S).
+
+    Args:
+      q_BSND, k_BTKD, v_BTKD: queries, keys and values.
+      *masks: positions (S,) if causal, then segments (B, S) and (B, T) if there are any.
+      **attributes: the fields of `Spec`.
+    """
+    spec = Spec(**attributes)
+    mask = spec.mask(masks, k_BTKD.shape[1])
 
     def block(q_BQND: Any, part: Mask) -> tuple[Any, Any]:
-        return _forward(q_BQND, k_BTKD, v_BTKD, part, window, scale, logits_dtype)
+        return _forward(q_BQND, k_BTKD, v_BTKD, part, spec)
 
     def step(_: None, blocks: tuple[Any, Mask]) -> tuple[None, tuple[Any, Any]]:
         return None, block(*blocks)
@@ -111,33 +122,18 @@ def forward(
     return out_BSND, jnp.swapaxes(lse_BSN, 1, 2)
 
 
-def gradient(
-    q_BSND: Any,
-    k_BTKD: Any,
-    v_BTKD: Any,
-    out_BSND: Any,
-    lse_BNS: Any,
-    dout_BSND: Any,
-    *masks: Any,
-    causal: bool,
-    segments: bool,
-    scale: float,
-    length: int,
-    logits_dtype: str,
-    window: int | None = None,
-    zigzag: int = 1,
-) -> tuple[Any, Any, Any]:
+def gradient(*operands: Any, **attributes: Any) -> tuple[Any, Any, Any]:
     """Gradients of queries, keys and values, from the forward pass's results and `dout`.
 
     Gradients of keys and values are sums over the queries that are here.
     """
-    del length
-    mask = Mask.of(masks, causal=causal, segments=segments).ordered(k_BTKD.shape[1], zigzag)
+    q_BSND, k_BTKD, v_BTKD, out_BSND, lse_BNS, dout_BSND, *masks = operands
+    spec = Spec(**attributes)
+    mask = spec.mask(masks, k_BTKD.shape[1])
     tensors = (q_BSND, out_BSND, jnp.swapaxes(lse_BNS, 1, 2), dout_BSND)
 
     def block(blocks: Sequence[Any], part: Mask) -> tuple[Any, Any, Any]:
-        q, out, lse, dout = blocks
-        return _gradient(q, out, lse, dout, k_BTKD, v_BTKD, part, window, scale, logits_dtype)
+        return _gradient(blocks, k_BTKD, v_BTKD, part, spec)
 
     def step(sums: tuple[Any, Any], blocks: tuple[Any, Mask]) -> tuple[Any, Any]:
         dq, dk, dv = block(*blocks)
@@ -148,7 +144,7 @@ def gradient(
         dq, dk, dv = block(tensors, mask)
     else:
         pieces = tuple(_split(x, count) for x in tensors), _split_mask(mask, count)
-        zero = jnp.zeros(k_BTKD.shape, logits_dtype)
+        zero = jnp.zeros(k_BTKD.shape, spec.logits_dtype)
         (dk, dv), dq = jax.lax.scan(step, (zero, zero), pieces)
         dq = _joined(dq, q_BSND.shape[1])
     return dq.astype(q_BSND.dtype), dk.astype(k_BTKD.dtype), dv.astype(v_BTKD.dtype)
@@ -157,17 +153,9 @@ def gradient(
 # One block of queries.
 
 
-def _forward(
-    q_BQND: Any,
-    k_BTKD: Any,
-    v_BTKD: Any,
-    mask: Mask,
-    window: int | None,
-    scale: float,
-    logits_dtype: str,
-) -> tuple[Any, Any]:
+def _forward(q_BQND: Any, k_BTKD: Any, v_BTKD: Any, mask: Mask, spec: Spec) -> tuple[Any, Any]:
     """Output and logsumexp (B, Q, N) of some queries; zeros where one sees no key."""
-    scores_BKGQT, visible = _scores(q_BQND, k_BTKD, mask, window, scale, logits_dtype)
+    scores_BKGQT, visible = _scores(q_BQND, k_BTKD, mask, spec)
     most = jnp.max(scores_BKGQT, -1, keepdims=True)
     weights_BKGQT = jnp.exp(scores_BKGQT - most)
     if visible is not None:
@@ -176,7 +164,7 @@ def _forward(
     total = jnp.where(total == 0, 1, total)
     weights_BKGQT = (weights_BKGQT / total).astype(v_BTKD.dtype)
     out = jnp.einsum(
-        "bkgqt,btkd->bqkgd", weights_BKGQT, v_BTKD, preferred_element_type=logits_dtype
+        "bkgqt,btkd->bqkgd", weights_BKGQT, v_BTKD, preferred_element_type=spec.logits_dtype
     )
     lse_BQKG = jnp.moveaxis((most + jnp.log(total))[..., 0], 3, 1)
     lse_BQN = lse_BQKG.reshape(q_BQND.shape[:3]).astype(jnp.float32)
@@ -184,24 +172,17 @@ def _forward(
 
 
 def _gradient(
-    q_BQND: Any,
-    out_BQND: Any,
-    lse_BQN: Any,
-    dout_BQND: Any,
-    k_BTKD: Any,
-    v_BTKD: Any,
-    mask: Mask,
-    window: int | None,
-    scale: float,
-    logits_dtype: str,
+    block: Sequence[Any], k_BTKD: Any, v_BTKD: Any, mask: Mask, spec: Spec
 ) -> tuple[Any, Any, Any]:
     """Gradients by some queries, in the dtype of the scores."""
     # With weights P = softmax(S), out = P v and dP = dout v:
     #   dS = P * (dP - rowsum(P * dP)),   and   rowsum(P * dP) = dout . (P v) = dout . out
     # so `own` needs no sum over keys. P itself is exp(S - lse), by the forward pass's logsumexp.
+    q_BQND, out_BQND, lse_BQN, dout_BQND = block
+    logits_dtype = spec.logits_dtype
     dot = functools.partial(jnp.einsum, preferred_element_type=logits_dtype)
     heads = k_BTKD.shape[2]
-    scores_BKGQT, visible = _scores(q_BQND, k_BTKD, mask, window, scale, logits_dtype)
+    scores_BKGQT, visible = _scores(q_BQND, k_BTKD, mask, spec)
     lse_BKGQ = jnp.moveaxis(_grouped(lse_BQN, heads), 1, 3).astype(logits_dtype)
     weights_BKGQT = jnp.exp(scores_BKGQT - lse_BKGQ[..., None])
     if visible is not None:
@@ -211,25 +192,24 @@ def _gradient(
     dweights_BKGQT = dot("bqkgd,btkd->bkgqt", dout, v_BTKD)
     own_BQN = jnp.sum(out_BQND.astype(logits_dtype) * dout_BQND.astype(logits_dtype), -1)
     own_BKGQ = jnp.moveaxis(_grouped(own_BQN, heads), 1, 3)
-    dscores_BKGQT = weights_BKGQT * (dweights_BKGQT - own_BKGQ[..., None]) * scale
+    dscores_BKGQT = weights_BKGQT * (dweights_BKGQT - own_BKGQ[..., None]) * spec.scale
     dscores_BKGQT = dscores_BKGQT.astype(q.dtype)
     dq = dot("bkgqt,btkd->bqkgd", dscores_BKGQT, k_BTKD)
     dk = dot("bkgqt,bqkgd->btkd", dscores_BKGQT, q)
     return dq.reshape(q_BQND.shape), dk, dv
 
 
-def _scores(
-    q_BQND: Any, k_BTKD: Any, mask: Mask, window: int | None, scale: float, logits_dtype: str
-) -> tuple[Any, Any]:
+def _scores(q_BQND: Any, k_BTKD: Any, mask: Mask, spec: Spec) -> tuple[Any, Any]:
     """Scores (B, K, G, Q, T), the least number where a key is not seen; and which are seen."""
     q_BQKGD = _grouped(q_BQND, k_BTKD.shape[2])
-    scores = jnp.einsum("bqkgd,btkd->bkgqt", q_BQKGD, k_BTKD, preferred_element_type=logits_dtype)
-    scores *= scale
-    visible_BQT = mask.visible(k_BTKD.shape[1], window)
+    dtype = spec.logits_dtype
+    scores = jnp.einsum("bqkgd,btkd->bkgqt", q_BQKGD, k_BTKD, preferred_element_type=dtype)
+    scores *= spec.scale
+    visible_BQT = mask.visible(k_BTKD.shape[1], spec.window)
     if visible_BQT is None:
         return scores, None
     visible = visible_BQT[:, None, None]
-    return jnp.where(visible, scores, jnp.finfo(logits_dtype).min), visible
+    return jnp.where(visible, scores, jnp.finfo(dtype).min), visible
 
 
 def _grouped(x_BQN: Any, heads: int) -> Any:

@@ -41,17 +41,9 @@ def forward(q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any, **spec: Any) -> 
     return _heads_first(out_BNSD).astype(q_BSND.dtype), lse_BNS.astype(jnp.float32)
 
 
-def gradient(
-    q_BSND: Any,
-    k_BTKD: Any,
-    v_BTKD: Any,
-    out_BSND: Any,
-    lse_BNS: Any,
-    dout_BSND: Any,
-    *masks: Any,
-    **spec: Any,
-) -> Any:
+def gradient(*operands: Any, **spec: Any) -> Any:
     """As `attention_reference.gradient`; NotImplemented for what the kernel does not take."""
+    q_BSND, k_BTKD, v_BTKD, out_BSND, lse_BNS, dout_BSND, *masks = operands
     if not takes(q_BSND, k_BTKD, spec):
         return NotImplemented
     kernel = _kernel(q_BSND, k_BTKD, spec, save_residuals=False)

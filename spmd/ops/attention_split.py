@@ -59,7 +59,9 @@ def lower_gradient(op: LocalOp) -> Sequence[Value]:
     q, _, _, *kept = op.operands[:6]
     dq, *own = here.own((type_, *here.key_types))
     dq = b.convert(dq, "f32")
-    sums = [] if here.goes_round else here.put(here.nothing(), 0, own)
+    sums: Sequence[Value] = []
+    if not here.goes_round:
+        sums = here.put([b.splat(0, b.types[x]) for x in here.keys[:2]], 0, own)
     for place, keys in here.others(-1):
         operands = q, *keys[:2], *kept, here.is_before(place), dq
         types = b.types[dq], *here.key_types
@@ -189,10 +191,6 @@ class _Here:
             return terms
         arrived = [self._sent(x, -1) for x in sums]
         return [self.b.binary("add", x, y) for x, y in zip(arrived, terms, strict=True)]
-
-    def nothing(self) -> Sequence[Value]:
-        """Zeros for all keys and values."""
-        return [self.b.splat(0, self.b.types[x]) for x in self.keys[:2]]
 
     def put(self, sums: Sequence[Value], place: int, terms: Sequence[Value]) -> Sequence[Value]:
         """The sums of all pieces with those of one in its place."""

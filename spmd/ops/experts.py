@@ -25,7 +25,7 @@ these, an exchange C times, less what stays: it is for more devices than choices
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -156,43 +156,33 @@ def _lower(op: LocalOp) -> tuple[Value, ...]:
     )
 
 
-class _Platform(NamedTuple):
-    """What computes on a platform.
+def _kernel(name: str, send: experts_exchange.Send, product: experts_local.Product) -> Any:
+    """`forward` or `gradient` on one device, alone or together with others."""
 
-    Attributes:
-      send: how rows are exchanged.
-      product: what multiplies rows by their experts.
-    """
+    def run(*operands: Any, count: int, axes: tuple[str, ...] = ()) -> Any:
+        how = {"count": count, "product": product}
+        if not axes:
+            return getattr(experts_local, name)(*operands, **how)
+        x, gates, chosen, _, *rest = operands  # every device knows which experts it has
+        exchange = getattr(experts_exchange, name)
+        return exchange(x, gates, chosen, *rest, axes=axes, send=send, **how)
 
-    send: experts_exchange.Send
-    product: experts_local.Product
-
-    def kernel(self, name: str) -> Any:
-        """`forward` or `gradient` on one device, alone or together with others."""
-
-        def run(*operands: Any, count: int, axes: tuple[str, ...] = ()) -> Any:
-            how = {"count": count, "product": self.product}
-            if not axes:
-                return getattr(experts_local, name)(*operands, **how)
-            x, gates, chosen, _, *rest = operands  # every device knows which experts it has
-            exchange = getattr(experts_exchange, name)
-            return exchange(x, gates, chosen, *rest, axes=axes, send=self.send, **how)
-
-        return run
+    return run
 
 
 # On all of them what one device computes stays a function of its own, so that its time is that of
 # the rows that are expected, and not of those that there is room for.
-_PLATFORMS = {
-    "cpu": _Platform(experts_exchange.by_gather, experts_local.ragged),
-    "cuda": _Platform(experts_exchange.by_collective, _on_gpus),
-    "tpu": _Platform(experts_exchange.by_collective, experts_tpu.product),
+_PLATFORMS: dict[str, tuple[experts_exchange.Send, experts_local.Product]] = {
+    "cpu": (experts_exchange.by_gather, experts_local.ragged),
+    "cuda": (experts_exchange.by_collective, _on_gpus),
+    "tpu": (experts_exchange.by_collective, experts_tpu.product),
 }
+"""How rows are exchanged, and what multiplies them by their experts."""
 
 
 def _kernels(name: str) -> dict[str, Any]:
     """Platform -> what computes one of the two there."""
-    return {name_: platform.kernel(name) for name_, platform in _PLATFORMS.items()}
+    return {platform: _kernel(name, *how) for platform, how in _PLATFORMS.items()}
 
 
 register_composite(

@@ -78,25 +78,22 @@ def forward(
     count: int,
     axes: tuple[str, ...],
     send: Send,
-    product: Product | None = None,
+    product: Product,
 ) -> Any:
     """The sum of the chosen experts of the rows at hand, wherever these experts are.
 
     Args:
-      x_BSH, gates_BSC: as for `spmd.ops.experts`.
-      chosen_BSC: the experts, from 1 on; 0 is none.
-      *weights: gate, up and down of the experts at hand.
-      count: how many experts there are in all.
+      x_BSH, gates_BSC, chosen_BSC, *weights, count, product: as for `experts_local.forward`.
       axes: the axes of the devices that exchange; they split the experts evenly.
       send: how rows are exchanged.
-      product: what multiplies; see `experts_local.forward`.
     """
     route = _Route.of(chosen_BSC, weights[0].shape[0], count, axes)
     x_XH = route.sorted(x_BSH)
 
     def turn(i: Any, out_XH: Any) -> Any:
         there, back, part = route.turn(i)
-        x_RH = send(x_XH, _room(x_XH, route.size), there, axes)
+        room_RH = jnp.zeros((route.size, x_XH.shape[1]), x_XH.dtype)
+        x_RH = send(x_XH, room_RH, there, axes)
         said_RH = said(x_RH[part.at_R], part, weights, product)
         return send(_undone(said_RH, part), out_XH, back, axes)
 
@@ -111,7 +108,7 @@ def gradient(
     count: int,
     axes: tuple[str, ...],
     send: Send,
-    product: Product | None = None,
+    product: Product,
 ) -> Any:
     """Gradients of rows, gates and weights: the operands are those of `forward`, and its `dout`."""
     x_BSH, gates_BSC, chosen_BSC, *weights, dout_BSH = operands
@@ -122,7 +119,8 @@ def gradient(
 
     def turn(i: Any, sums: Any) -> Any:
         there, back, part = route.turn(i)
-        got_RW = send(sent_XW, _room(sent_XW, route.size), there, axes)[part.at_R]
+        room_RW = jnp.zeros((route.size, sent_XW.shape[1]), sent_XW.dtype)
+        got_RW = send(sent_XW, room_RW, there, axes)[part.at_R]
         x_RH, dout_RH = got_RW[:, :width], got_RW[:, width : 2 * width]
         gates_R = jnp.where(part.is_here_R1[:, 0], _without(got_RW, 2 * width, gates_BSC.dtype), 0)
 
@@ -237,10 +235,6 @@ class _Route(NamedTuple):
             return turn(0, carry)
         most = jnp.max(jnp.sum(self.sizes_NN, axis=0))
         return jax.lax.fori_loop(0, (most + self.size - 1) // self.size, turn, carry)
-
-
-def _room(x_XH: Any, size: int) -> Any:
-    return jnp.zeros((size, x_XH.shape[1]), x_XH.dtype)
 
 
 def _undone(x_RH: Any, part: Part) -> Any:

@@ -16,6 +16,17 @@ import jax.numpy as jnp
 Product = Callable[[Any, Any, Any], Any]
 """(rows sorted by their expert, weights, rows of each expert) -> each row times its expert's."""
 
+_BY_ROWS = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())),
+    lhs_ragged_dimensions=(0,),
+    rhs_group_dimensions=(0,),
+)
+
+
+def ragged(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
+    """Each row times its expert's weights, as XLA multiplies them."""
+    return jax.lax.ragged_dot_general(x_RI, weights_EOI, sizes_E, _BY_ROWS)
+
 
 def forward(
     x_BSH: Any,
@@ -24,7 +35,7 @@ def forward(
     numbers_E: Any,
     *weights: Any,
     count: int,
-    product: Product | None = None,
+    product: Product = ragged,
 ) -> Any:
     """What the experts at hand, whose numbers are given, add to the rows at hand.
 
@@ -46,7 +57,7 @@ def forward(
     return choices.turns(turn, jnp.zeros_like(x_TH)).reshape(x_BSH.shape)
 
 
-def gradient(*operands: Any, count: int, product: Product | None = None) -> Any:
+def gradient(*operands: Any, count: int, product: Product = ragged) -> Any:
     """Gradients of rows, gates and weights: the operands are those of `forward`, and its `dout`."""
     x_BSH, gates_BSC, chosen_BSC, numbers_E, *weights, dout_BSH = operands
     choices = _Choices.of(chosen_BSC, numbers_E, count)
@@ -110,12 +121,7 @@ def summed(terms: Iterable[Any]) -> Any:
 
 
 def turn_size(share: float, most: int) -> int:
-    """Choices of a turn: the share of the experts at hand if all are chosen alike, and a quarter.
-
-    Args:
-      share: that share.
-      most: choices that there may be.
-    """
+    """Choices of a turn: the share of these experts if all are chosen alike, and a quarter."""
     return min(most, math.ceil(share * 5 / 4))
 
 
@@ -191,17 +197,14 @@ class _Choices(NamedTuple):
         return jax.lax.fori_loop(0, needed, turn, carry)
 
 
-def added(
-    x_RH: Any, gates_R: Any, part: Part, weights: Sequence[Any], product: Product | None
-) -> Any:
+def added(x_RH: Any, gates_R: Any, part: Part, weights: Sequence[Any], product: Product) -> Any:
     """What each choice adds to its row."""
     out_RH = said(x_RH, part, weights, product)
     return out_RH * gates_R[:, None].astype(out_RH.dtype)
 
 
-def said(x_RH: Any, part: Part, weights: Sequence[Any], product: Product | None) -> Any:
+def said(x_RH: Any, part: Part, weights: Sequence[Any], product: Product) -> Any:
     """What its expert says to each row, all of them sorted by their expert."""
-    product = product or ragged
     gate_EMH, up_EMH, down_EHM = weights
     # No product of padding is defined: it is hidden on the way in, for the gradient's sake, and on
     # the way out.
@@ -209,15 +212,3 @@ def said(x_RH: Any, part: Part, weights: Sequence[Any], product: Product | None)
     gate_RM, up_RM = (product(x_RH, weight, part.sizes_E) for weight in (gate_EMH, up_EMH))
     out_RH = product(jax.nn.silu(gate_RM) * up_RM, down_EHM, part.sizes_E)
     return jnp.where(part.is_here_R1, out_RH, 0)
-
-
-_BY_ROWS = jax.lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((1,), (2,)), ((), ())),
-    lhs_ragged_dimensions=(0,),
-    rhs_group_dimensions=(0,),
-)
-
-
-def ragged(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
-    """Each row times its expert's weights, as XLA multiplies them."""
-    return jax.lax.ragged_dot_general(x_RI, weights_EOI, sizes_E, _BY_ROWS)

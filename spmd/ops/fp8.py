@@ -121,10 +121,11 @@ def fp8_dot(
     """
     x, single = jnp.asarray(x), not isinstance(w, tuple)
     weights = tuple(map(jnp.asarray, (w,) if single else w))
-    dims = dimension_numbers or (((x.ndim - 1,), (0,)), ((), ()))
+    dims: Any = dimension_numbers or (((x.ndim - 1,), (0,)), ((), ()))
     rows = 1 + 2 * len(weights)
     _check(x, weights, state, rows)
-    plan = _Plan(_hashable(dims), margin, state is not None)
+    dims = tuple(tuple(tuple(map(int, side)) for side in pair) for pair in dims)  # hashable
+    plan = _Plan(dims, margin, state is not None)
     maxima = jnp.zeros((rows, 1), jnp.float32) if state is None else state.maxima
     results = _products(plan, x, weights, maxima)
     return results[0] if single else results
@@ -205,10 +206,10 @@ def _backward(plan: _Plan, kept: Any, grads: tuple[Any, ...]) -> tuple[Any, tupl
         largest = met[1 + len(grads) + i]
         scale = scales[i] if plan.delayed else _scale(largest, E5M2, plan.margin)
         dy8 = _rounded(dy, E5M2, scale)
-        term = _grad_of_left(dy8, w8, plan.dims, x8.values.ndim, like_x.dtype)
+        term = _grad_of(0, dy8, w8, plan.dims, x8.values.ndim, like_x.dtype)
         dx = term if i == 0 else dx + term
         # Devices add their terms in the dtype of `x`, as those of a product in it.
-        term = _grad_of_right(dy8, x8, plan.dims, w8.values.ndim, like_x.dtype)
+        term = _grad_of(1, dy8, x8, plan.dims, w8.values.ndim, like_x.dtype)
         dw.append(term.astype(like.dtype))
     return dx, tuple(dw), jnp.concatenate([jnp.concatenate(met), maxima[:, :-1]], axis=1)
 
@@ -224,40 +225,27 @@ def _dot(a: _Rounded, b: _Rounded, dims: Any, dtype: Any) -> jax.Array:
     return (product * (a.unscale * b.unscale).astype(sums)).astype(dtype)
 
 
-def _grad_of_left(dy: _Rounded, b: _Rounded, dims: Any, rank: int, dtype: Any) -> jax.Array:
-    """The gradient of a product's left operand."""
+def _grad_of(
+    side: int, dy: _Rounded, other: _Rounded, dims: Any, rank: int, dtype: Any
+) -> jax.Array:
+    """The gradient of a product's left operand (side 0) or right one (1), of so many dims."""
     # dy has the batch dims, then those of the left operand that are its own, then the right one's.
-    (summed, b_summed), (batch, b_batch) = dims
+    (summed, other_summed), (batch, other_batch) = ((pair[side], pair[1 - side]) for pair in dims)
     own = _others(rank, summed, batch)
-    b_own = _others(b.values.ndim, b_summed, b_batch)
-    dy_own = tuple(range(len(batch) + len(own), dy.values.ndim))
-    product = _dot(dy, b, ((dy_own, b_own), (tuple(range(len(batch))), b_batch)), dtype)
-    last = [summed[b_summed.index(d)] for d in sorted(b_summed)]
-    return _in_order(product, (*batch, *own, *last))
-
-
-def _grad_of_right(dy: _Rounded, a: _Rounded, dims: Any, rank: int, dtype: Any) -> jax.Array:
-    """The gradient of a product's right operand."""
-    (a_summed, summed), (a_batch, batch) = dims
-    own = _others(rank, summed, batch)
-    a_own = _others(a.values.ndim, a_summed, a_batch)
-    dy_own = tuple(range(len(batch), len(batch) + len(a_own)))
-    product = _dot(dy, a, ((dy_own, a_own), (tuple(range(len(batch))), a_batch)), dtype)
-    last = [summed[a_summed.index(d)] for d in sorted(a_summed)]
-    return _in_order(product, (*batch, *own, *last))
+    other_own = _others(other.values.ndim, other_summed, other_batch)
+    begin = len(batch) + (0 if side else len(own))
+    dy_own = tuple(range(begin, begin + len(other_own)))
+    dims = (dy_own, other_own), (tuple(range(len(batch))), other_batch)
+    product = _dot(dy, other, dims, dtype)
+    last = [summed[other_summed.index(d)] for d in sorted(other_summed)]
+    order = [*batch, *own, *last]  # which dims of the operand the product's are
+    if order == sorted(order):
+        return product
+    return jnp.transpose(product, sorted(range(rank), key=order.__getitem__))
 
 
 def _others(rank: int, *taken: Sequence[int]) -> tuple[int, ...]:
     return tuple(d for d in range(rank) if not any(d in some for some in taken))
-
-
-def _in_order(x: jax.Array, dims: Sequence[int]) -> jax.Array:
-    """Dims that are numbered `dims` -> the same in ascending order."""
-    return (
-        x
-        if list(dims) == sorted(dims)
-        else jnp.transpose(x, sorted(range(x.ndim), key=dims.__getitem__))
-    )
 
 
 # Scales
@@ -304,13 +292,6 @@ def _rounded(x: Any, dtype: Any, scale: Any) -> _Rounded:
 
 def _limit(dtype: Any) -> float:
     return float(jnp.finfo(dtype).max)
-
-
-# Arguments
-
-
-def _hashable(dims: Any) -> Any:
-    return tuple(tuple(tuple(int(d) for d in side) for side in pair) for pair in dims)
 
 
 def _check(x: Any, weights: tuple[Any, ...], state: Any, rows: int) -> None:

@@ -15,7 +15,7 @@ its own. Everywhere else it is matrix products of `x` as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -85,7 +85,9 @@ def linears(x_BI: Any, weights: Sequence[Any]) -> tuple[jax.Array, ...]:
     parts = [(w["values"], w["scales"]) if isinstance(w, dict) else (w,) for w in weights]
     for part in parts:
         _check(x_BI, part)
-    if len({part[0].ndim for part in parts}) > 1 or not _are_alike(part[0] for part in parts):
+    outputs = [part[0].shape[0] for part in parts]
+    are_alike = all(n % max(1, min(outputs)) == 0 for n in outputs)
+    if len({part[0].ndim for part in parts}) > 1 or not are_alike:
         return tuple(_composite(x_BI, [part])[0] for part in parts)
     return _composite(x_BI, parts)
 
@@ -99,12 +101,6 @@ def _composite(x_BI: Any, parts: Sequence[Sequence[Any]]) -> tuple[jax.Array, ..
         x_BI = x_BI.reshape(x_BI.shape[0], groups, NIBBLES, width)
     found = jax.lax.composite(_decomposition, NAME)(x_BI, *(x for part in parts for x in part))
     return tuple(found)
-
-
-def _are_alike(weights: Iterable[Any]) -> bool:
-    """Whether one split of outputs may serve all weights: the fewest outputs divide the others."""
-    outputs = [weight.shape[0] for weight in weights]
-    return all(n % max(1, min(outputs)) == 0 for n in outputs)
 
 
 def _check(x: Any, operands: tuple[Any, ...]) -> None:

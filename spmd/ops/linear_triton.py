@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from spmd.ops.triton import power_above, triton
+from spmd.ops.triton import compiled_with, power_above, triton
 
 MOST_ROWS = 128
 """With more rows products are bound by arithmetic, and cuBLAS is faster."""
@@ -100,8 +100,7 @@ def products(x_BI: Any, weights: Sequence[Any], *, interpret: bool = False) -> A
         ],
         out_specs=[of_result(*place) for place in places],
         out_shape=[jax.ShapeDtypeStruct((tiles.splits, rows, w.shape[0]), dtype) for w in weights],
-        interpret=interpret,
-        **({} if interpret else {"compiler_params": _compiler_params(tiles)}),
+        **compiled_with(4, tiles.stages, interpret),
     )(x_BI, *weights)  # fmt: skip
     return tuple(jnp.sum(x, axis=0).astype(x_BI.dtype) for x in sums)
 
@@ -129,10 +128,6 @@ def tiles_for(x_BI: Any, weights: Sequence[Any]) -> Tiles | None:
     splits, at_once = fitting[0]
     tile = (outputs + padded) * at_once * x_BI.dtype.itemsize
     return Tiles(padded, outputs, at_once, splits, min(MOST_STAGES, SHARED_BYTES // tile))
-
-
-def _compiler_params(tiles: Tiles) -> Any:
-    return triton().CompilerParams(num_warps=4, num_stages=tiles.stages)
 
 
 def _kernel(x: Any, *rest: Any, tiles: Tiles, ends: Sequence[int]) -> None:

@@ -131,9 +131,8 @@ def paged_update(
             f"pool (A, N, P, ...) and new (A, R, ...) of one dtype, {TABLES}",
         )  # fmt: skip
     integers = [x.astype(jnp.int32) for x in tables]
-    updated: jax.Array = jax.lax.composite(paged_reference.update, UPDATE)(
-        pool_ANP, new_AR, *integers
-    )
+    composite = jax.lax.composite(paged_reference.update, UPDATE)
+    updated: jax.Array = composite(pool_ANP, new_AR, *integers)
     return updated
 
 

@@ -25,17 +25,9 @@ ROWS = 32
 """Rows of a block."""
 
 
-def attend(
-    q_ARKGD: Any,
-    pool_ANPK2D: Any,
-    table_ABM: Any,
-    slots_AR: Any,
-    positions_AR: Any,
-    first_AB1: Any,
-    *scales: Any,
-    window: int | None = None,
-) -> Any:
+def attend(*operands: Any, window: int | None = None) -> Any:
     """As the reference; NotImplemented for shapes and dtypes that the kernel does not take."""
+    q_ARKGD, pool_ANPK2D, table_ABM, _, positions_AR, first_AB1, *_ = operands
     if not takes(q_ARKGD, pool_ANPK2D) or 0 in (*q_ARKGD.shape, *table_ABM.shape):
         return NotImplemented
     last_AR = last_positions(positions_AR, first_AB1)

@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 
 from spmd.errors import ArgumentError
 from spmd.ops.paged_reference import KEYS, VALUES
-from spmd.ops.triton import power_above, triton
+from spmd.ops.triton import compiled_with, power_above, triton
 
 POSITIONS = 64
 """Positions of a tile: so many keys and values are multiplied at a time."""
@@ -44,40 +44,31 @@ MOST_BYTES = 512
 LOWEST = np.float32(-1e30)
 
 
-def attend(
-    q_ARKGD: Any,
-    pool_ANPK2D: Any,
-    table_ABM: Any,
-    slots_AR: Any,
-    positions_AR: Any,
-    first_AB1: Any,
-    *scales: Any,
-    window: int | None = None,
-    interpret: bool = False,
-) -> Any:
+def attend(*operands: Any, window: int | None = None, interpret: bool = False) -> Any:
     """As the reference; NotImplemented for shapes that the kernel does not take.
 
     Args:
-      q_ARKGD, pool_ANPK2D, table_ABM, slots_AR, positions_AR, first_AB1, *scales, window: as there.
+      *operands, window: as there.
       interpret: run it step by step in jax, on any platform: for tests.
 
     Raises:
       ArgumentError: a pool whose elements the kernel cannot count.
     """
+    q_ARKGD, pool_ANPK2D, table_ABM, slots_AR, positions_AR, first_AB1, *scales = operands
     groups, width = q_ARKGD.shape[3:]
     if 0 in (*q_ARKGD.shape, *table_ABM.shape):
         return NotImplemented
     if not takes(groups, width, pool_ANPK2D.shape[2], _item(q_ARKGD, pool_ANPK2D)):
         return NotImplemented
     _check_size(pool_ANPK2D)
-    operands = (q_ARKGD, pool_ANPK2D, table_ABM, positions_AR, *scales)
     # Padding is the rows of one more slot, so that its results are written, too.
     rows, slots = q_ARKGD.shape[1], table_ABM.shape[1]
     slot_AR = jnp.where(jnp.arange(rows) < first_AB1[:, -1:], slots_AR, slots)
     counts_AB = jnp.maximum(jnp.diff(first_AB1, axis=1, append=rows), 0)
     small = max(SMALL, power_above(groups))
     large = max(LARGE, small)
-    run = functools.partial(_run, operands, window=window, interpret=interpret)
+    read = (q_ARKGD, pool_ANPK2D, table_ABM, positions_AR, *scales)
+    run = functools.partial(_run, read, window=window, interpret=interpret)
     if rows <= slots or large == small:
         return run(_tiles(counts_AB, first_AB1, slot_AR, small // groups), small)
     # A slot's rows are all in small tiles, or all in large ones.
@@ -90,14 +81,7 @@ def attend(
 
 
 def takes(groups: int, width: int, size: int, item: int) -> bool:
-    """Whether the kernel takes these sizes: Triton's tiles are powers of two.
-
-    Args:
-      groups: query heads of a key head.
-      width: of a head.
-      size: positions of a page.
-      item: bytes of a number.
-    """
+    """Whether the kernel takes these sizes, with `item` bytes a number: tiles are powers of two."""
     are_powers = all(n & (n - 1) == 0 for n in (width, size))
     are_enough = width >= 16 and size >= 8
     return are_powers and are_enough and groups <= MOST_GROUPS and width * item <= MOST_BYTES
@@ -138,14 +122,9 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(counts_AB: Any, first_AB: Any, slot_AR: Any, size: int, *, most: int = 0) -> _Tiles:
-    """The tiles of `counts_AB` rows of each slot, from row `first_AB` on.
+    """The tiles of `counts_AB` rows of each slot, from `first_AB` on; `most` where that is known.
 
-    Args:
-      counts_AB: how many rows each slot has.
-      first_AB: where each slot's rows begin.
-      slot_AR: the slot of each row; places of the rows of slots without a count mean nothing.
-      size: the most rows of a tile.
-      most: how many tiles there may be, where that is known.
+    Places of the rows of slots without a count mean nothing.
     """
     # E.g. rows 0, 1..5 and 6 of three slots in tiles of four rows: counts [1, 5, 1], needed
     # [1, 2, 1], begin [0, 1, 3]; tile 2 is the second of slot 1, with row 5 alone.
@@ -229,8 +208,8 @@ def _run(operands: Any, tiles: _Tiles, queries: int, *, window: int | None, inte
         in_specs=in_specs,
         out_specs=out_specs,
         out_shape=out_shape,
-        interpret=interpret,
-        **({} if interpret else {"compiler_params": _compiler_params(width * item)}),
+        # Keys of two tiles are fetched ahead, or of one.
+        **compiled_with(4, 3 if width * item <= MOST_BYTES // 2 else 2, interpret),
     )(*inputs)
     if parts == 1:
         return found[0]
@@ -239,12 +218,6 @@ def _run(operands: Any, tiles: _Tiles, queries: int, *, window: int | None, inte
     heads_AIKSGD = heads_AIKQD[:, :, :, : tiles.size * groups].reshape(shape)
     group_A1, tile_AR = jnp.arange(outer)[:, None], tiles.place // tiles.size
     return heads_AIKSGD.at[group_A1, tile_AR, :, tiles.place % tiles.size].get(mode="clip")
-
-
-def _compiler_params(row: int) -> Any:
-    """Parameters for keys of so many bytes: those of two tiles are fetched ahead, or of one."""
-    stages = 3 if row <= MOST_BYTES // 2 else 2
-    return triton().CompilerParams(num_warps=4, num_stages=stages)
 
 
 def _joined(heads_AICKQD: Any, largest_AICKQ: Any, sums_AICKQ: Any) -> Any:
@@ -332,7 +305,9 @@ def _kernel(
     _, largest_Q, total_Q, head_QD = jax.lax.fori_loop(begin, end, tile, (pages_T, *nothing))
     if parts == 1:
         total_Q = jnp.where(total_Q == 0, 1, total_Q)
-        _store_wide(outputs[0], (row_Q, head_Q), head_QD / total_Q[:, None], is_real_Q)
+        head_QD = head_QD / total_Q[:, None]
+        where, mask = _widened(outputs[0], (row_Q, head_Q), is_real_Q)
+        triton().store(outputs[0].at[where], head_QD.astype(outputs[0].dtype), mask=mask)
         return
     for ref, x in zip(outputs, (head_QD, largest_Q, total_Q), strict=True):
         ref[...] = x
@@ -357,11 +332,6 @@ def _load(ref: Any, where: Any, mask: Any, other: Any) -> Any:
 def _load_wide(ref: Any, where: Any, mask: Any) -> Any:
     """The last dim whole: zeros where the mask is not set."""
     return _load(ref, *_widened(ref, where, mask), 0)
-
-
-def _store_wide(ref: Any, where: Any, x: Any, mask: Any) -> None:
-    where, mask = _widened(ref, where, mask)
-    triton().store(ref.at[where], x.astype(ref.dtype), mask=mask)
 
 
 def _widened(ref: Any, where: Any, mask: Any) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from spmd.ops.triton import triton
+from spmd.ops.triton import compiled_with, triton
 
 
 class Tiles(NamedTuple):
@@ -171,13 +171,8 @@ def _call(
     interpret: bool,
 ) -> Any:
     """A call of a kernel that finds its way in whole arrays; profiles show its name."""
-    parameters = {}
-    if not interpret:
-        compiler_params = triton().CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages)
-        parameters = {"compiler_params": compiler_params}
-    return pl.pallas_call(
-        kernel, name=name, grid=(programs,), out_shape=result, interpret=interpret, **parameters
-    )
+    how = compiled_with(tiles.warps, tiles.stages, interpret)
+    return pl.pallas_call(kernel, name=name, grid=(programs,), out_shape=result, **how)
 
 
 def _place(program: Any, rows: int, columns: int) -> tuple[Any, Any]:

@@ -12,6 +12,13 @@ def triton() -> Any:
     return backend
 
 
+def compiled_with(warps: int, stages: int, interpret: bool) -> dict[str, Any]:
+    """Arguments of a `pallas_call`: how it is compiled, or that it runs step by step in jax."""
+    if interpret:
+        return {"interpret": True}
+    return {"compiler_params": triton().CompilerParams(num_warps=warps, num_stages=stages)}
+
+
 def power_above(n: int) -> int:
     """The least power of two that is not below n."""
     return 1 << (n - 1).bit_length()

@@ -8,8 +8,7 @@ from spmd.torch.install import load_torchax
 
 load_torchax()
 
-from spmd.torch.exported import Exported, export  # noqa: E402
-from spmd.torch.functional import call_jax, functional  # noqa: E402
+from spmd.torch.functional import Exported, call_jax, export, functional  # noqa: E402
 from spmd.torch.sharded import Sharded, shard  # noqa: E402  # torchax has to be loaded first
 from spmd.torch.step import TrainStep, train_step  # noqa: E402
 

@@ -54,11 +54,7 @@ def struct_of(tensor: torch.Tensor, what: str) -> jax.ShapeDtypeStruct:
 
 
 def narrow_dtype(dtype: torch.dtype, what: str) -> torch.dtype:
-    """The dtype inside: of 32 bits where jax has no more.
-
-    Raises:
-      ArgumentError: numbers that would lose digits.
-    """
+    """The dtype inside: of 32 bits where jax has no more, unless numbers would lose digits."""
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         return dtype
     if dtype in WIDE:
@@ -72,11 +68,7 @@ def narrow_dtype(dtype: torch.dtype, what: str) -> torch.dtype:
 
 
 def narrow(tensor: torch.Tensor, what: str) -> torch.Tensor:
-    """A tensor in its dtype inside.
-
-    Raises:
-      ArgumentError: a value that does not fit.
-    """
+    """A tensor in its dtype inside, if its values fit."""
     dtype = narrow_dtype(tensor.dtype, what)
     if dtype == tensor.dtype or tensor.is_meta:
         return tensor
@@ -91,13 +83,7 @@ def narrow(tensor: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def tensor_of(array: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
-    """An array, however it is split, as one tensor.
-
-    Args:
-      array: of jax.
-      dtype: of the tensor; the array's if left out.
-      device: where it goes; the CPU if left out. To a GPU it goes by DLPack.
-    """
+    """An array of jax, however it is split, as one tensor; to a GPU it goes by DLPack."""
     if device is not None and torch.device(device).type != "cpu":
         first = min(array.sharding.device_set, key=lambda d: d.id)
         tensor = torch.from_dlpack(jax.device_put(array, first)).to(device)

@@ -33,13 +33,10 @@ class Tracing(Environment):  # type: ignore[misc]  # torchax has no types
         self.draws = False
         self._key = key
         for op in (torch.ops.aten.native_batch_norm, torch.ops.aten._native_batch_norm_legit):
-            self._override(op.default, _batch_norm)
-        self._override(torch.nn.functional.batch_norm, _functional_batch_norm)
+            self.override_op_definition(op.default, _batch_norm)
+        self.override_op_definition(torch.nn.functional.batch_norm, _functional_batch_norm)
         for op in (torch.ops.aten.detach.default, torch.Tensor.detach, torch.detach):
-            self._override(op, _detach)
-
-    def _override(self, op: Any, fn: Any) -> None:
-        self.override_op_definition(op, fn)
+            self.override_op_definition(op, _detach)
 
     def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Computes an op; under `torch.no_grad` no gradient flows through its result."""

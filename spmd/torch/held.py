@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import torch
@@ -12,29 +12,79 @@ from spmd.api import Compiled
 from spmd.errors import ArgumentError, described
 from spmd.mesh.spec import as_mesh
 from spmd.options import Options
-from spmd.torch import saved
-from spmd.torch.inputs import Inputs
-from spmd.torch.program import Arrays
-from spmd.torch.state import Rules, state_of
+from spmd.torch.arrays import array_of, struct_of, tensor_of
+from spmd.torch.inputs import Inputs, take_apart
+from spmd.torch.state import Rules, State, state_of
 
 
-class _HasCompiled(Protocol):
-    @property
-    def compiled(self) -> Compiled: ...
+class Arrays:
+    """A module's tensors: torch's until a program says how they lie, then on the mesh.
+
+    Attributes:
+      state: the module's tensors by name.
+      placed: name -> array on the mesh, once there.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.placed: dict[str, Any] = {}
+        self._loaded: dict[str, Any] = {}
+        self._structs = {name: struct_of(t, f"{name!r}") for name, t in state.tensors.items()}
+
+    def structs(self) -> dict[str, Any]:
+        """The type of each tensor inside a program."""
+        return dict(self._structs)
+
+    def known(self) -> dict[str, Any]:
+        """What a program is compiled for: arrays that lie on the mesh already, types of others."""
+        return self._structs | self.placed
+
+    def place(self, shardings: Mapping[str, Any]) -> None:
+        """Puts onto the mesh what is not there yet."""
+        for name, sharding in shardings.items():
+            if name not in self.placed:
+                array = self._loaded.pop(name, None)
+                if array is None:
+                    array = array_of(self.state.tensors[name], f"{name!r}")
+                self.placed[name] = jax.device_put(array, sharding)
+
+    def value(self, name: str) -> Any:
+        """A tensor's array, on the mesh or on its way there; None if it is still the module's."""
+        return self.placed.get(name, self._loaded.get(name))
+
+    def load(self, name: str, array: Any) -> None:
+        """Replaces a tensor, where it lies or will lie."""
+        if name in self.placed:
+            self.placed[name] = jax.device_put(array, self.placed[name].sharding)
+        else:
+            self._loaded[name] = array
 
 
-Program = TypeVar("Program", bound=_HasCompiled)
+class Program(NamedTuple):
+    """One program of a module.
+
+    Attributes:
+      compiled: the program.
+      changed: names of the buffers that it changes.
+      draws: whether it draws random numbers.
+      outputs: of a forward pass, how its result is put together.
+    """
+
+    compiled: Compiled
+    changed: tuple[str, ...]
+    draws: bool
+    outputs: Any = None
 
 
-class Held(Generic[Program]):
+class Held:
     """A module's tensors on a mesh, and the programs that were compiled for it."""
 
     def __init__(self, module: Any, mesh: Any, rules: Rules, options: Options | None) -> None:
-        check_module(module)
+        self._arrays = Arrays(state_of(module))
         as_mesh(mesh)
         self.module = module
         self._mesh, self._rules, self._options = mesh, rules, options
-        self._arrays = Arrays(state_of(module))
+        self._signature: Callable[..., Any] = module.forward  # its parameters name the inputs
         self._programs: dict[Any, Program] = {}
         self._last: Program | None = None
 
@@ -52,6 +102,10 @@ class Held(Generic[Program]):
             )
         return self._last.compiled
 
+    def compile(self, *args: Any, **kwargs: Any) -> Compiled:
+        """Compiles for inputs without running, and puts all tensors onto the mesh."""
+        return self._program(take_apart(self._signature, args, kwargs)).compiled
+
     @property
     def parameters(self) -> dict[str, jax.Array]:
         """Each parameter by torch's name, as it lies on the mesh; of tied ones the first name.
@@ -67,7 +121,20 @@ class Held(Generic[Program]):
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers named as in `module.state_dict()`, as tensors of the CPU."""
-        return saved.state_dict(self.module, self._arrays)
+        tensors: dict[str, torch.Tensor] = {}  # tied names share one
+        found = {}
+        for name, own in self.module.state_dict(keep_vars=True).items():
+            first = self._arrays.state.aliases.get(name)
+            if first is None:
+                found[name] = own  # what a module adds by get_extra_state
+                continue
+            if first not in tensors:
+                array = self._arrays.value(first)
+                tensors[first] = (
+                    own.detach().clone() if array is None else tensor_of(array, dtype=own.dtype)
+                )
+            found[name] = tensors[first]
+        return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replaces parameters and buffers; they lie on the mesh as before.
@@ -75,7 +142,33 @@ class Held(Generic[Program]):
         Raises:
           ArgumentError: a name is missing or unknown, or a tensor has another shape.
         """
-        saved.load_state_dict(self.module, self._arrays, state_dict)
+        state = self._arrays.state
+        known = [n for n in self.module.state_dict(keep_vars=True) if n in state.aliases]
+        unknown = [name for name in state_dict if name not in state.aliases]
+        missing = [name for name in known if name not in state_dict]
+        if unknown or missing:
+            raise ArgumentError(
+                "the state dict has other names than the module",
+                actual="; ".join(
+                    f"{what} {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+                    for what, names in (("unknown", unknown), ("missing", missing))
+                    if names
+                ),
+                fix="load it into the module first if it may differ, with strict=False",
+            )
+        for name, tensor in state_dict.items():
+            first = state.aliases[name]
+            own = state.tensors[first]
+            is_tensor = isinstance(tensor, torch.Tensor)
+            if not is_tensor or tensor.shape != own.shape:
+                shape = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if is_tensor else ""
+                raise ArgumentError(
+                    f"{name!r} cannot be loaded",
+                    actual=shape or described(tensor),
+                    required=f"{own.dtype} of shape {tuple(own.shape)}",
+                    fix="load the state dict of the same module",
+                )
+            self._arrays.load(first, array_of(tensor.to(own.dtype), f"{name!r}"))
 
     def _placed(self, names: Iterable[str]) -> dict[str, jax.Array]:
         _ = self.compiled  # only a program says how they lie
@@ -96,18 +189,3 @@ class Held(Generic[Program]):
 
     def _compile(self, inputs: Inputs) -> Program:
         raise NotImplementedError
-
-
-def check_module(module: Any) -> None:
-    """Holds that something is a torch module.
-
-    Raises:
-      ArgumentError: it is not.
-    """
-    if not isinstance(module, torch.nn.Module):
-        raise ArgumentError(
-            f"a {type(module).__name__} is no torch module",
-            actual=described(module),
-            required="a torch.nn.Module",
-            fix="for functions of jax use spmd.jit",
-        )

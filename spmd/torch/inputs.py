@@ -69,15 +69,7 @@ class Inputs(NamedTuple):
 
 
 def take_apart(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inputs:
-    """Takes the arguments of a call apart.
-
-    Args:
-      fn: what has these parameters, for names.
-      args, kwargs: pytrees of tensors and of plain values.
-
-    Raises:
-      ArgumentError: a value that is neither a tensor nor can be compared.
-    """
+    """Takes the arguments of a call apart: pytrees of tensors and plain values, named as `fn`'s."""
     found, tree = torch_tree.tree_flatten_with_path((tuple(args), dict(kwargs)))
     heads = _positional_names(fn, len(args))
     inputs, leaves, rest = [], [], []
@@ -140,11 +132,7 @@ def _merged(rest: Sequence[tuple[int, Any]], leaves: Sequence[Any]) -> list[Any]
 
 
 def split_result(result: Any) -> tuple[list[Any], Outputs]:
-    """The tensors of a module's result, and what is needed to put it together again.
-
-    Raises:
-      ArgumentError: it holds an object that is no pytree of tensors, such as a cache.
-    """
+    """The tensors of a module's result, and what is needed to put it together again."""
     leaves, tree = torch_tree.tree_flatten(result)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     rest = [(i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)]

@@ -22,11 +22,7 @@ COMMAND = 'pip install "spmd[torch]"'
 
 
 def check_installed(version_of: Callable[[str], str] = metadata.version) -> None:
-    """Holds that the packages are here, in the versions that were tried.
-
-    Raises:
-      InstallError: one is not.
-    """
+    """Holds that the packages are here, in the versions that were tried."""
     for package, wanted in WANTED.items():
         try:
             have = version_of(package)

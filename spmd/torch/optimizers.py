@@ -8,7 +8,7 @@ PyTorch does, and are arguments of the program: another learning rate compiles n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,40 +21,8 @@ from spmd.torch.arrays import array_of, tensor_of
 from spmd.torch.state import State
 
 
-class Optimizer(Protocol):
-    """What a training step asks of an optimizer. `params` and `grads` are by name."""
-
-    trained: tuple[str, ...]
-
-    @property
-    def key(self) -> Any:
-        """What the program depends on."""
-
-    def init(self, params: dict[str, Any]) -> Any:
-        """The state before the first step."""
-
-    def scalars(self, steps: int) -> Any:
-        """Arguments of the step that follows this many."""
-
-    def update(self, grads: Any, state: Any, params: Any, scalars: Any) -> tuple[Any, Any]:
-        """New parameters and state. A gradient is None where the loss does not reach."""
-
-    def saved(self, state: Any, steps: int) -> dict[str, Any]:
-        """The state as tensors."""
-
-    def load(self, given: Mapping[str, Any]) -> None:
-        """Takes what `saved` gave; `loaded` then gives it out."""
-
-    def loaded(self) -> tuple[dict[str, Any], int]:
-        """Path in the state -> array, of what was loaded or was there before; and the steps."""
-
-
-def optimizer_of(given: Any, state: State) -> Optimizer:
-    """The optimizer of a training step.
-
-    Raises:
-      ArgumentError: it is neither optax's nor one of torch's that is known.
-    """
+def optimizer_of(given: Any, state: State) -> OptaxOptimizer | TorchOptimizer:
+    """The optimizer of a training step, of optax or torch."""
     if isinstance(given, torch.optim.Optimizer):
         return TorchOptimizer(given, state)
     if callable(getattr(given, "init", None)) and callable(getattr(given, "update", None)):
@@ -67,12 +35,13 @@ def optimizer_of(given: Any, state: State) -> Optimizer:
     )
 
 
-# ---------------------------------------------------------------------------------------------
-# optax
-
-
 class OptaxOptimizer:
-    """An optimizer of optax, over all parameters that require a gradient."""
+    """An optimizer of optax, over all parameters that require a gradient.
+
+    Attributes:
+      trained: names of the parameters that it moves.
+      key: what the program depends on.
+    """
 
     key = ()
 
@@ -90,7 +59,7 @@ class OptaxOptimizer:
         return ()
 
     def update(self, grads: Any, state: Any, params: Any, scalars: Any) -> tuple[Any, Any]:
-        """New parameters and state."""
+        """New parameters and state. A gradient is None where the loss does not reach."""
         whole = {n: jnp.zeros_like(params[n]) if g is None else g for n, g in grads.items()}
         updates, state = self._optimizer.update(whole, state, params)
         return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates), state
@@ -108,12 +77,8 @@ class OptaxOptimizer:
         }
 
     def loaded(self) -> tuple[dict[str, Any], int]:
-        """What was loaded, and the steps."""
+        """Path in the state -> array, of what was loaded or was there before; and the steps."""
         return self._loaded, 0
-
-
-# ---------------------------------------------------------------------------------------------
-# torch
 
 
 class _Rule(NamedTuple):
@@ -194,7 +159,7 @@ RULES = {torch.optim.SGD: _SGD, torch.optim.Adam: _ADAM, torch.optim.AdamW: _ADA
 
 
 class TorchOptimizer:
-    """An optimizer of torch: its groups and its rule. Its own tensors stay as they are.
+    """As `OptaxOptimizer`, of torch: its groups and its rule. Its own tensors stay as they are.
 
     The state is {slot: {name of a parameter: array}}, with torch's names of slots.
     """
@@ -297,11 +262,7 @@ class TorchOptimizer:
 
 
 def _groups_by_name(optimizer: torch.optim.Optimizer, state: State) -> dict[str, int]:
-    """Name of each of the optimizer's parameters, in its order -> number of its group.
-
-    Raises:
-      ArgumentError: a parameter that is not the module's.
-    """
+    """Name of each of the optimizer's parameters, in its order -> number of its group."""
     names = {id(parameter): name for name, parameter in state.parameters.items()}
     found = {}
     for number, group in enumerate(optimizer.param_groups):

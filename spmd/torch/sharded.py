@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from operator import call
+from typing import Any
 
 import torch
 
-from spmd.api import Compiled, jit
+from spmd.api import jit
 from spmd.options import Options
 from spmd.torch.arrays import tensor_of
-from spmd.torch.held import Held
-from spmd.torch.inputs import Inputs, Outputs, split_result, take_apart
-from spmd.torch.program import NO_RANDOM, RANDOM, Random, key_of, split, trace
+from spmd.torch.held import Held, Program
+from spmd.torch.inputs import Inputs, split_result, take_apart
 from spmd.torch.state import Rules, specs_of
-from spmd.torch.tracing import as_arrays, run
+from spmd.torch.tracing import (
+    NO_RANDOM,
+    RANDOM,
+    Random,
+    as_arrays,
+    key_of,
+    run,
+    split,
+    trace,
+)
 
 
 def shard(
@@ -62,14 +71,7 @@ def shard(
     return sharded
 
 
-class _Program(NamedTuple):
-    compiled: Compiled
-    outputs: Outputs
-    changed: tuple[str, ...]
-    draws: bool
-
-
-class Sharded(Held[_Program]):
+class Sharded(Held):
     """A module on a mesh: call it with tensors, and it gives tensors.
 
     It is compiled once for each structure, shape and dtype of inputs, and for each mode of the
@@ -90,7 +92,7 @@ class Sharded(Held[_Program]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Computes the module's result."""
-        inputs = take_apart(self.module.forward, args, kwargs)
+        inputs = take_apart(self._signature, args, kwargs)
         program = self._program(inputs)
         random = Random(self._seed, self.calls).arguments() if program.draws else ()
         state = split(self._arrays.placed, program.changed)
@@ -100,16 +102,9 @@ class Sharded(Held[_Program]):
         device = next((t.device for t in inputs.leaves if isinstance(t, torch.Tensor)), None)
         return program.outputs.rebuild([tensor_of(leaf, device=device) for leaf in leaves])
 
-    def compile(self, *args: Any, **kwargs: Any) -> Compiled:
-        """Compiles for inputs without running, and puts parameters onto the mesh."""
-        return self._program(take_apart(self.module.forward, args, kwargs)).compiled
-
-    def _compile(self, inputs: Inputs) -> _Program:
+    def _compile(self, inputs: Inputs) -> Program:
         specs = specs_of(self._rules, self._arrays.state, inputs.inputs, not self._programs)
         noted: list[Any] = []
-
-        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            return module(*args, **kwargs)
 
         def forward(state: Any, leaves: Any, random: Any) -> Any:
             ran = run(self.module, call, state, inputs, leaves, key_of(random))
@@ -137,4 +132,4 @@ class Sharded(Held[_Program]):
         )
         for shardings in compiled.in_shardings[:2]:
             self._arrays.place(shardings)
-        return _Program(compiled, outputs, changed, draws)
+        return Program(compiled, changed, draws, outputs)

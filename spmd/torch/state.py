@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from spmd.api import caller
-from spmd.errors import SpecError, described
+from spmd.errors import ArgumentError, SpecError, described
 from spmd.mesh.spec import first_match, match_patterns
 from spmd.torch.arrays import array_of
 
@@ -40,7 +40,14 @@ class State(NamedTuple):
 
 
 def state_of(module: Any) -> State:
-    """The tensors of a module."""
+    """The tensors of a module, which has to be one of torch."""
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentError(
+            f"a {type(module).__name__} is no torch module",
+            actual=described(module),
+            required="a torch.nn.Module",
+            fix="for functions of jax use spmd.jit",
+        )
     parameters = dict(module.named_parameters())
     buffers = {name: b for name, b in module.named_buffers() if name not in parameters}
     first = {id(tensor): name for name, tensor in (buffers | parameters).items()}
@@ -71,17 +78,7 @@ class Specs(NamedTuple):
 
 
 def specs_of(rules: Rules, state: State, inputs: Sequence[Input], check: bool = True) -> Specs:
-    """Applies rules.
-
-    Args:
-      rules: as `Rules` says.
-      state: the module's tensors.
-      inputs: of the call.
-      check: whether each rule has to match something. Later calls may lack an optional input.
-
-    Raises:
-      SpecError: a rule that matches nothing, or two for tensors that are tied.
-    """
+    """Applies rules; to `check`, each has to match something: later calls may lack an input."""
     patterns = [rule for rule in rules if isinstance(rule, str)]
     if check:
         _check_rules(rules, patterns, [*state.aliases, *(name for name, _ in inputs)], inputs)
@@ -111,11 +108,7 @@ def _check_rules(
 
 
 def _tied(rules: Rules, patterns: Sequence[str], names: Sequence[str]) -> str | None:
-    """The rule of one tensor that has several names.
-
-    Raises:
-      SpecError: rules that want it split in different ways.
-    """
+    """The rule of one tensor that has several names."""
     found = {name: first_match(name, patterns) for name in names}
     ruled = {name: key for name, key in found.items() if key is not None}
     if len({repr(_spec(rules, key)) for key in ruled.values()}) > 1:

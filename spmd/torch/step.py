@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import torch
 
-from spmd.api import Compiled, jit, path_name
+from spmd.api import jit, path_name
 from spmd.errors import ArgumentError, described
 from spmd.options import Options
-from spmd.torch.held import Held
+from spmd.torch.held import Held, Program
 from spmd.torch.inputs import Inputs, take_apart
 from spmd.torch.optimizers import TorchOptimizer, optimizer_of
-from spmd.torch.program import (
-    NO_RANDOM,
-    RANDOM,
-    Random,
-    Traced,
-    key_of,
-    split,
-    trace,
-)
 from spmd.torch.state import Rules, specs_of
-from spmd.torch.tracing import loss_of, run
+from spmd.torch.tracing import NO_RANDOM, RANDOM, Random, key_of, loss_of, run, split, trace
 
 
 def train_step(
@@ -67,13 +59,7 @@ def train_step(
     return TrainStep(module, loss, optimizer, mesh, rules or {}, seed, options)
 
 
-class _Program(NamedTuple):
-    compiled: Compiled
-    changed: tuple[str, ...]
-    draws: bool
-
-
-class TrainStep(Held[_Program]):
+class TrainStep(Held):
     """A training step that holds parameters, buffers and optimizer state on a mesh.
 
     It is compiled once for each structure, shape and dtype of batches, and for each mode of the
@@ -129,10 +115,6 @@ class TrainStep(Held[_Program]):
         result: jax.Array = loss
         return result
 
-    def compile(self, *batch: Any, **named: Any) -> Compiled:
-        """Compiles for a batch without a step, and puts all tensors onto the mesh."""
-        return self._program(take_apart(self._signature, batch, named)).compiled
-
     @property
     def optimizer_state(self) -> Any:
         """The optimizer's state on the mesh: {slot: {name: array}} of torch's, a pytree of optax's.
@@ -175,7 +157,7 @@ class TrainStep(Held[_Program]):
     def _more_key(self) -> Any:
         return self._optimizer.key
 
-    def _compile(self, inputs: Inputs) -> _Program:
+    def _compile(self, inputs: Inputs) -> Program:
         optimizer = self._optimizer
         specs = specs_of(self._rules, self._arrays.state, inputs.inputs, not self._programs)
         draws: list[bool] = []
@@ -192,7 +174,13 @@ class TrainStep(Held[_Program]):
             RANDOM,
         )
         changed, unused = tuple(traced.results[0][1]), traced.is_zero[1]
-        self._check(traced)
+        if all(unused.values()):
+            raise ArgumentError(
+                "the loss depends on no parameter that the optimizer trains",
+                actual=f"{len(optimizer.trained)} parameters require a gradient and are the "
+                "optimizer's",
+                fix="let the loss call the module that it is given, and not under torch.no_grad()",
+            )
 
         def step(
             params: Any, opt_state: Any, buffers: Any, state: Any, batch: Any, random: Any, now: Any
@@ -223,26 +211,13 @@ class TrainStep(Held[_Program]):
             RANDOM if draws[0] else (),
             optimizer.scalars(0),
         )
-        self._place(compiled)
-        return _Program(compiled, changed, draws[0])
-
-    def _place(self, compiled: Compiled) -> None:
-        """Puts onto the mesh what is not there yet."""
         params, _, buffers, state, *_ = compiled.in_shardings
         self._arrays.place(params | buffers | state)
         if self._optimizer_state is None:
-            trained, _ = split(self._arrays.placed, self._optimizer.trained)
-            own = compiled.init(1, self._optimizer.init, trained)
+            trained, _ = split(self._arrays.placed, optimizer.trained)
+            own = compiled.init(1, optimizer.init, trained)
             self._optimizer_state = _filled(own, self._initial)
-
-    def _check(self, traced: Traced) -> None:
-        if all(traced.is_zero[1].values()):
-            raise ArgumentError(
-                "the loss depends on no parameter that the optimizer trains",
-                actual=f"{len(self._optimizer.trained)} parameters require a gradient and are the "
-                "optimizer's",
-                fix="let the loss call the module that it is given, and not under torch.no_grad()",
-            )
+        return Program(compiled, changed, draws[0])
 
 
 def _filled(state: Any, arrays: Mapping[str, Any]) -> Any:
@@ -264,11 +239,7 @@ def _filled(state: Any, arrays: Mapping[str, Any]) -> Any:
 
 
 def _loss_function(module: Any, loss: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """A loss as a function of the module and a batch, and one with the batch's parameters alone.
-
-    Raises:
-      ArgumentError: it cannot be called.
-    """
+    """A loss as a function of the module and a batch, and one with the batch's parameters alone."""
     if not callable(loss):
         raise ArgumentError(
             f"the loss is a {type(loss).__name__}",
@@ -286,8 +257,6 @@ def _loss_function(module: Any, loss: Any) -> tuple[Callable[..., Any], Callable
 
 
 def _without_first(loss: Callable[..., Any]) -> Callable[..., Any]:
-    import inspect
-
     def batch(*args: Any, **kwargs: Any) -> None: ...
 
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -13,8 +13,10 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 import torchax
+from jax.extend.core import Literal, jaxpr_as_fun
 from jax.extend.source_info_util import register_exclusion
 from torchax.tensor import OperatorNotFound, Tensor
 from torchax.view import View
@@ -31,7 +33,6 @@ for _path in _LIBRARIES:
 
 _LOCK = threading.Lock()
 """A module is changed while it is traced: one trace at a time."""
-
 
 _VALUE_ERRORS = (
     jax.errors.ConcretizationTypeError,
@@ -77,15 +78,9 @@ def run(
     """Runs `fn(module, *inputs)` with arrays, or tracers of jax, in place of tensors.
 
     Args:
-      module: a torch module; it is left as it was.
-      fn: called with the module and the inputs.
-      arrays: the value of each parameter and buffer by name, of tied ones once.
-      inputs: the inputs' structure.
-      leaves: the array of each, by name.
+      arrays: the value of each of the module's parameters and buffers, of tied ones once.
+      leaves: the array of each input, by name; `inputs` has their structure.
       key: for random numbers.
-
-    Raises:
-      UnsupportedOpError, FrontendError: what cannot be traced.
     """
     env = Tracing(key)
     state = {f"module.{name}": Tensor(array, env) for name, array in arrays.items()}
@@ -108,26 +103,25 @@ def run(
         (new,) = env.t2j_iso([state[f"module.{name}"]])
         if new is not array:
             changed[name] = _like(name, new, array)
-    _check_changed(module, changed)
+    for name, _ in module.named_parameters():
+        if name in changed:
+            raise FrontendError(
+                f"the forward pass changes the parameter {name!r}",
+                required="parameters that only an optimizer changes",
+                fix="compute with a new tensor, or make it a buffer",
+            )
     return Run(result, changed, env.draws)
 
 
-def _check_changed(module: Any, changed: Mapping[str, Any]) -> None:
-    names = [name for name, _ in module.named_parameters() if name in changed]
-    if names:
-        raise FrontendError(
-            f"the forward pass changes the parameter {names[0]!r}",
-            required="parameters that only an optimizer changes",
-            fix="compute with a new tensor, or make it a buffer",
-        )
-
-
-def check_pure(ran: Run) -> None:
-    """Holds that a run's results depend on its arguments alone.
-
-    Raises:
-      FrontendError: it drew random numbers, or changed buffers.
-    """
+def run_pure(
+    module: Any,
+    fn: Callable[..., Any],
+    arrays: Mapping[str, Any],
+    inputs: Inputs,
+    leaves: Mapping[str, Any],
+) -> Any:
+    """As `run`: the result alone, which has to depend on the arguments alone."""
+    ran = run(module, fn, arrays, inputs, leaves, key_of((0, 0)))
     if ran.draws or ran.changed:
         raise FrontendError(
             "the module draws random numbers"
@@ -136,6 +130,7 @@ def check_pure(ran: Run) -> None:
             required="results that depend on the arguments alone",
             fix="export it in evaluation mode: module.eval()",
         )
+    return ran.result
 
 
 def as_arrays(tensors: Sequence[Any]) -> list[Any]:
@@ -259,11 +254,7 @@ def _line_of(traceback: TracebackType | None) -> str | None:
 
 
 def loss_of(result: Any) -> Any:
-    """A loss as a jax scalar.
-
-    Raises:
-      ArgumentError: it is no scalar of floats.
-    """
+    """A loss as a jax scalar of floats."""
     value = result.jax() if hasattr(result, "jax") else None
     if value is None or value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
         raise ArgumentError(
@@ -273,3 +264,73 @@ def loss_of(result: Any) -> Any:
             fix="return a scalar tensor, as in torch.nn.functional.mse_loss(model(x), y)",
         )
     return value
+
+
+# From a module's function to that of a program.
+
+
+class Traced(NamedTuple):
+    """A function of pytrees that was traced once.
+
+    Attributes:
+      call: computes it, from pytrees of the same structure.
+      results: structs of what it returns.
+      is_zero: in place of each leaf, whether it is zero by construction, as the gradient of a
+        parameter that the loss never reaches is.
+    """
+
+    call: Callable[..., Any]
+    results: Any
+    is_zero: Any
+
+
+def trace(fn: Callable[..., Any], *args: Any) -> Traced:
+    """Traces a function at structs; running the result does not run `fn` again."""
+    closed, results = jax.make_jaxpr(fn, return_shape=True)(*args)
+    flat, tree = jaxpr_as_fun(closed), jax.tree.structure(results)
+
+    def call(*args: Any) -> Any:
+        return jax.tree.unflatten(tree, flat(*jax.tree.leaves(args)))
+
+    return Traced(call, results, jax.tree.unflatten(tree, list(_is_zero(closed.jaxpr))))
+
+
+def _is_zero(jaxpr: Any) -> Iterator[bool]:
+    """For each result whether it is the zero that jax puts where nothing flows to."""
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    for atom in jaxpr.outvars:
+        while not isinstance(atom, Literal) and atom in makers:
+            eqn = makers[atom]
+            if eqn.primitive.name != "broadcast_in_dim":
+                break
+            atom = eqn.invars[0]
+        yield isinstance(atom, Literal) and not np.any(atom.val)
+
+
+class Random(NamedTuple):
+    """Which random numbers a call draws: those of its number, under a seed."""
+
+    seed: int
+    call: int
+
+    def arguments(self) -> tuple[Any, Any]:
+        """As arguments of a program."""
+        return np.uint32(self.seed % 2**32), np.uint32(self.call % 2**32)
+
+
+RANDOM = (jax.ShapeDtypeStruct((), np.uint32), jax.ShapeDtypeStruct((), np.uint32))
+"""Types of `Random.arguments`."""
+
+NO_RANDOM = (np.uint32(0), np.uint32(0))
+"""In place of them where no random numbers are drawn."""
+
+
+def key_of(random: Any) -> Any:
+    """The key of a call, inside a program."""
+    seed, call = random
+    return jax.random.fold_in(jax.random.key(seed), call)
+
+
+def split(tree: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The entries of these names, and the others."""
+    return {n: tree[n] for n in names}, {n: v for n, v in tree.items() if n not in names}

@@ -11,8 +11,9 @@ from spmd.launch.agree import (
     differences,
     gathered,
     raise_json,
+    settings,
+    without_locations,
 )
-from spmd.launch.programs import settings, without_locations
 from tests.launch.memory import Memory
 from tests.waiting import PATIENCE
 

@@ -3,8 +3,7 @@
 import pytest
 
 from spmd.launch import peers
-from spmd.launch.peers import COLLECTIVE_FAILED
-from spmd.launch.signs import LEFT, Signs, describe_silent
+from spmd.launch.peers import COLLECTIVE_FAILED, LEFT, Signs, describe_silent
 
 
 def test_a_sign_that_changes_is_life():

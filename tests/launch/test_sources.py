@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 
 from spmd.errors import LaunchError
-from spmd.launch.agree import raise_json
-from spmd.launch.sources import by_package, check_same_sources, different_sources, imported
+from spmd.launch.agree import (
+    by_package,
+    check_same_sources,
+    different_sources,
+    imported,
+    raise_json,
+)
 
 
 @pytest.fixture
@@ -27,7 +32,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_what_is_the_users_is_hashed_and_what_is_installed_is_not(own: Path):
     before = imported()
-    assert {own.name, f"{own.name}.data", "spmd", "spmd.launch.sources"} <= before.keys()
+    assert {own.name, f"{own.name}.data", "spmd", "spmd.launch.agree"} <= before.keys()
     assert not {"jax", "numpy", "json", "pytest"} & before.keys()
     (own / "data.py").write_text("seed = 2\n")
     after = imported()

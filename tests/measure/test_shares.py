@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd.measure.shares import Share, shares
+from spmd.measure.profile import Share, shares
 
 SPANS = st.lists(
     st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(0, 6)).map(

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
-from spmd.launch.agree import digest
-from spmd.launch.programs import without_locations
+from spmd.launch.agree import digest, without_locations
 from tests.corpus import sequences
 from tests.corpus.program import mark
 from tests.programs import llama
