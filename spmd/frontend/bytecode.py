@@ -8,6 +8,7 @@ prints text, which this one reads with a parser that survives wrong input.
 from __future__ import annotations
 
 import io
+import math
 import os
 import signal
 import subprocess
@@ -21,6 +22,9 @@ MAGIC = b"ML\xefR"
 _ARTIFACT = b"StableHLO_v"
 _SECONDS = 20.0
 _SECONDS_PER_MEGABYTE = 1.0
+"""Of the processor; how long that takes depends on what else runs."""
+_PATIENCE = 30
+"""Times as many by the clock, for a reader that waits and computes nothing."""
 _MEMORY = 4 << 30
 _MEMORY_PER_BYTE = 64
 
@@ -50,16 +54,19 @@ def bytecodes_to_texts(modules: Sequence[bytes]) -> list[str]:
     limit = _SECONDS + _SECONDS_PER_MEGABYTE * size / 2**20
     try:
         reader = subprocess.run(
-            [sys.executable, "-P", os.path.abspath(__file__)],
+            [sys.executable, "-P", os.path.abspath(__file__), str(math.ceil(limit))],
             input=b"".join(_framed(data) for data in modules),
             capture_output=True,
-            timeout=limit,
+            timeout=limit * _PATIENCE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"},
         )
     except subprocess.TimeoutExpired as error:
         raise BytecodeError(f"MLIR is still reading it after {limit:.0f} seconds") from error
     if reader.returncode < 0:
-        raise BytecodeError(f"MLIR ends with {signal.Signals(-reader.returncode).name} on it")
+        ended = signal.Signals(-reader.returncode).name
+        if ended == "SIGXCPU":
+            raise BytecodeError(f"MLIR is still reading it after {limit:.0f} seconds")
+        raise BytecodeError(f"MLIR ends with {ended} on it")
     if reader.returncode:
         raise BytecodeError(reader.stderr.decode(errors="replace").strip()[-400:])
     return [text.decode() for text in _frames(reader.stdout)]
@@ -80,7 +87,7 @@ def _frames(data: bytes) -> Iterator[bytes]:
 def main() -> None:
     """The other process: bytecode on stdin, text on stdout."""
     data = sys.stdin.buffer.read()
-    _limit_memory(_MEMORY + _MEMORY_PER_BYTE * len(data))
+    _limit(_MEMORY + _MEMORY_PER_BYTE * len(data), int(sys.argv[1]))
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
@@ -101,12 +108,14 @@ def main() -> None:
             sys.stdout.buffer.write(_framed(text.getvalue()))
 
 
-def _limit_memory(size: int) -> None:
+def _limit(size: int, seconds: int) -> None:
+    """Bounds this process's memory in bytes, and its time on the processor."""
     try:
         import resource
     except ImportError:  # not on this system
         return
-    resource.setrlimit(resource.RLIMIT_AS, (size, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    for what, limit in ((resource.RLIMIT_AS, size), (resource.RLIMIT_CPU, seconds)):
+        resource.setrlimit(what, (limit, resource.getrlimit(what)[1]))
 
 
 if __name__ == "__main__":
