@@ -59,8 +59,8 @@ class Trial:
         """The local program after those rewrites that come before recomputation."""
         if self._unpriced is not self:
             return self._unpriced._simple
-        program, mesh = self.partitioned.program, self.plan.mesh
-        return self.clock("optimize", simplify, program, mesh)
+        program, mesh, topology = self.partitioned.program, self.plan.mesh, self.plan.topology
+        return self.clock("optimize", simplify, program, mesh, topology)
 
     @property
     def _room(self) -> Room:

@@ -20,11 +20,13 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 
 
-def simplify(program: Program, mesh: Mesh) -> Program:
+def simplify(program: Program, mesh: Mesh, topology: Topology) -> Program:
     """The rewrites that leave less to do: everything is done once, where and as it is cheapest."""
     # `regather` undoes pairs of scatter and gather, which `two_level` makes on purpose, so it comes
     # before.
-    deduped = dedupe(join_ffts(program))
+    # XLA for CPUs lays an FFT of several dims as its readers like it, which it then refuses to run.
+    joined = program if topology.platform == "cpu" else join_ffts(program)
+    deduped = dedupe(joined)
     program = share_gathers(regather(narrow(deduped)))
     program = program if program is deduped else dedupe(program)
     return remove_dead(slice_collectives(program, mesh))
