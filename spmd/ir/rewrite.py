@@ -166,7 +166,7 @@ def remove_dead(program: Program) -> Program:
 
 
 def dedupe(program: Program) -> Program:
-    """Equal ops over equal operands are done once, and transposes of transposes are one.
+    """Equal ops over equal operands are done once; transposes that undo each other are not done.
 
     An op inside a branch may reuse one that is visible from it, never the other way round. A loop's
     body reuses nothing from outside: XLA's export of loops that capture values is fragile.
@@ -178,29 +178,27 @@ def dedupe(program: Program) -> Program:
     after:  every use of `%2` reads `%0`
     """
     turned: dict[Value, tuple[Value, tuple[int, ...]]] = {}  # a transpose -> of what, and how
-    joined = False
+    undone = False
 
     # Operands are replaced before they are compared, so that chains collapse: with %3 and %4 equal
     # gathers, `%5 = tanh %3; %6 = tanh %4` are equal as well, once %4 is %3.
     def edit(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
-        nonlocal joined
+        nonlocal undone
         if op.regions or not op.kind.about.is_repeatable:
             return None
         if op.name == TRANSPOSE:
             (source,), order = op.operands, tuple(op.kind.attrs["permutation"])
             if source in turned:
-                joined, (source, before) = True, turned[source]
-                order = tuple([before[p] for p in order])
-                result = b.transpose(source, order)
-                if result != source:
-                    turned[result] = source, order
-                return (result,)
+                first, before = turned[source]
+                if [before[p] for p in order] == list(range(len(order))):
+                    undone = True
+                    return (first,)
             turned[op.results[0]] = source, order
-        first = b.once((op.kind, op.operands), lambda: op.results)
-        return None if first is op.results else first
+        made = b.once((op.kind, op.operands), lambda: op.results)
+        return None if made is op.results else made
 
     found = edit_ops(program, edit)
-    return remove_dead(found) if joined else found
+    return remove_dead(found) if undone else found
 
 
 class Carry(NamedTuple):

@@ -1,4 +1,4 @@
-"""Transposes of transposes are one, and none where they undo each other."""
+"""Transposes that undo each other are not done."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ def transposes(lowered: spmd.Lowered) -> int:
 
 
 @given(st.lists(st.sampled_from(ORDERS), min_size=1, max_size=4))
-def test_a_chain_of_transposes_is_at_most_one(orders: list[tuple[int, ...]]) -> None:
-    def turned(x: Any) -> Any:
+def test_transposes_that_undo_each_other_are_not_done(orders: list[tuple[int, ...]]) -> None:
+    def there_and_back(x: Any) -> Any:
         for order in orders:
             x = jnp.transpose(x, order)
-        return x
+        for order in reversed(orders):
+            x = jnp.transpose(x, np.argsort(order).tolist())
+        return x * 2
 
     mesh = spmd.make_mesh(data=2)
-    fn = spmd.jit(turned, mesh=mesh, options=spmd.Options(check=True, planner="greedy"))
-    lowered = fn.lower(jax.ShapeDtypeStruct(X.shape, X.dtype))
-    expected = turned(X)
-    is_as_before = expected.shape == X.shape and bool(np.array_equal(expected, X))
-    assert transposes(lowered) == (0 if is_as_before else 1)
+    fn = spmd.jit(there_and_back, mesh=mesh, options=spmd.Options(check=True, planner="greedy"))
+    assert transposes(fn.lower(jax.ShapeDtypeStruct(X.shape, X.dtype))) == 0
 
 
 def test_what_is_read_in_between_stays() -> None:
