@@ -87,7 +87,7 @@ def plan_exactly(
     for hidden in with_hidden(costs):
         solutions.append((hidden, hidden.solution))
         proposed.append(decoded(hidden, hidden.solution))
-        if not hidden.by_slack:
+        if not hidden.by_slack:  # what marks suggest differs little between the two
             proposed.append(decoded(hidden, hidden.suggested))
     search = Search(memory_for(problem.topology, memory_limit), map(try_out, _different(proposed)))
     for solution in solutions:

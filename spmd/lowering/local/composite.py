@@ -275,12 +275,13 @@ def _atom_name(atom: int) -> str:
 
 def _inline_manual(module: ir.Module, sizes: Sequence[int]) -> None:
     """Takes what a module's one `shard_map` computes out of it, in place."""
+    atom_of = {_atom_name(atom): atom for atom in range(len(sizes))}
 
     def spell_out(op: Any) -> ir.WalkResult:
         # From jax 0.11 on groups are axes of a mesh, which is a symbol of the module.
         text = str(op.attributes["replica_groups"]) if "replica_groups" in op.attributes else ""
         if "axes" in text:
-            atoms = [int(atom) for atom in re.findall(r'"atom(\d+)"', text)]
+            atoms = [atom_of[name] for name in re.findall(r'"(\w+)"', text)]
             others = [atom for atom in range(len(sizes)) if atom not in atoms]
             devices = np.arange(math.prod(sizes)).reshape(sizes).transpose([*others, *atoms])
             groups: Any = devices.reshape(-1, math.prod(sizes[atom] for atom in atoms))

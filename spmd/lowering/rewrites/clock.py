@@ -66,7 +66,8 @@ class Room(NamedTuple):
     def left(self, program: Program) -> int:
         """Predicted bytes that a program leaves free at its peak; negative if it is too large.
 
-        What has room for all values at once, twice, is not looked into: half of it is free.
+        A program whose values take less than half of the memory even if none is ever freed needs no
+        prediction: half of the memory is returned, which is less than what is free.
         """
         if 2 * sum(t.bytes for t in program.types) + constant_bytes(program) < self.bytes:
             return self.bytes // 2
