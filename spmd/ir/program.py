@@ -164,6 +164,8 @@ class OpKind:
     @property
     def is_renaming(self) -> bool:
         """Whether it adds or moves dims of one element alone: the same memory."""
+        if self.name not in (TRANSPOSE, BROADCAST):
+            return False
         if self.name == TRANSPOSE:
             shape = self.operands[0].shape
             moved = [dim for dim in self.attrs["permutation"] if shape[dim] != 1]

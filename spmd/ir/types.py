@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ class TensorType(NamedTuple):
     @property
     def bytes(self) -> int:
         """Bytes of the whole tensor, sub-byte elements packed."""
-        return -(-self.size * dtype_bits(self.dtype) // 8)
+        return _bytes_of(self)
 
     def __str__(self) -> str:
         if self.dtype == "token":
@@ -56,6 +57,11 @@ class TensorType(NamedTuple):
     def scaled(self, dim: int, times: int, parts: int = 1) -> TensorType:
         """The same type with one dim multiplied by `times` and divided by `parts`."""
         return self.with_dim(dim, self.shape[dim] * times // parts)
+
+
+@functools.cache
+def _bytes_of(type_: TensorType) -> int:
+    return -(-type_.size * dtype_bits(type_.dtype) // 8)
 
 
 def local_type(type_: TensorType, sharding: Sharding, mesh: Mesh) -> TensorType:

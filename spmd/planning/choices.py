@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Sequence
-from functools import cached_property
 
 from spmd.ir.dialect.registry import rule_of
-from spmd.ir.dialect.rule import REDUCE, Rule
+from spmd.ir.dialect.rule import Rule
 from spmd.ir.program import Op, OpKind
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
@@ -31,6 +30,9 @@ MOST_CARRIED = 12
 
 Partial = tuple[tuple[int, ...], Axes, str]
 """A group of operands that flow through an op partial: (their positions, over what, how)."""
+
+Sums = tuple[tuple[tuple[int, ...], str], ...]
+"""What may flow through an op partial: (positions of a group of operands, how)."""
 
 
 class Choices:
@@ -79,7 +81,7 @@ class Choices:
         return self._made[key]
 
     def placed(
-        self, op: Op, axes: Sequence[Axes], base: Choice | None = None
+        self, op: Op, axes: Sequence[Axes], base: Choice | None, sums: Sums
     ) -> tuple[Choice, ...]:
         """The choices in which some axes have every place that they may have, whoever wished so.
 
@@ -88,12 +90,13 @@ class Choices:
         Args:
           op: the op.
           axes: atoms of each axis to place; of those that are held nothing is made.
-          base: where all other axes are; nowhere if left out.
+          base: where all other axes are; nowhere if None.
+          sums: what may flow through it partial.
         """
         if op.is_mark:
             return self.of_mark(op)
         held = self.resharder.held(op.results[0])
-        key = (op.kind, held, tuple(axes), base)
+        key = (op.kind, held, tuple(axes), base, sums)
         if key not in self._made:
             rule = rule_of(op.kind, op.loc)
             runs = [atoms for atoms in axes if not set(atoms) & {*held, *rule.held}]
@@ -105,7 +108,7 @@ class Choices:
             found: list[Choice | None] = []
             if flowing is None:
                 found += [self._plain(op.kind, rule, a) for a in assignments]
-            for partial in self._partials(rule, runs, flowing):
+            for partial in _partials(sums, runs, flowing):
                 owed = set(partial[1])
                 found += [
                     self._carried(op.kind, rule, a, partial)
@@ -114,28 +117,6 @@ class Choices:
                 ]
             self._made[key] = tuple(dict.fromkeys([c for c in found if c is not None]))
         return self._made[key]
-
-    def _partials(
-        self, rule: Rule, runs: Sequence[Axes], flowing: Partial | None
-    ) -> Iterable[Partial]:
-        """What may flow through an op partial over any of some axes, beside what does already."""
-        sets = axis_sets(runs)
-        if flowing is not None:
-            group, already, how = flowing
-            yield flowing
-            yield from ((group, tuple(sorted((*already, *more))), how) for more in sets)
-            return
-        kinds = [how for how in self.reductions if rule.lets_through(how)]
-        for group, how, over in itertools.product(rule.linear, kinds, sets):
-            yield tuple(group), over, how
-
-    @cached_property
-    def reductions(self) -> tuple[str, ...]:
-        """How partial values of this program are put together."""
-        kinds = dict.fromkeys([op.kind for op in self.problem.program.walk() if not op.regions])
-        rules = [rule_of(kind) for kind in kinds if not kind.about.is_mark]
-        reduces = [r.reduction for r in rules if any(f.kind == REDUCE for f in r.factors)]
-        return tuple(dict.fromkeys(reduces))
 
     def of_mark(self, op: Op) -> tuple[Choice, ...]:
         """The one choice that a mark leaves: what it says."""
@@ -223,6 +204,17 @@ def axis_sets(runs: Sequence[Axes]) -> list[Axes]:
         for count in range(1, len(runs) + 1)
         for chosen in itertools.combinations(runs, count)
     ]
+
+
+def _partials(sums: Sums, runs: Sequence[Axes], flowing: Partial | None) -> Iterable[Partial]:
+    """What flows through an op partial over any of some axes, beside what does already."""
+    sets = axis_sets(runs)
+    if flowing is None:
+        yield from ((group, over, how) for (group, how), over in itertools.product(sums, sets))
+        return
+    group, already, how = flowing
+    yield flowing
+    yield from ((group, tuple(sorted((*already, *more))), how) for more in sets)
 
 
 def _flowing(choice: Choice, moved: Collection[int]) -> Partial | None:

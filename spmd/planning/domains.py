@@ -3,19 +3,22 @@
 Three sources, the likely first. *Suggested* is what the marks lead to: choices that follow from
 what propagation proposed for an op's values. *Taken* is what a plan took for ops of one kind.
 *Placed* is every way to lay some axes of the mesh on the factors of an op, on the dims of a carry,
-or among its terms, whoever wished for it.
+or among its terms, whoever wished for it. Terms of a sum are among these only where a sum arrives.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from spmd.ir.dialect.registry import rule_of
+from spmd.ir.dialect.rule import REDUCE
 from spmd.ir.program import OpKind
 from spmd.ir.types import TensorType
+from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, replicated
-from spmd.planning.choices import Choices, axis_sets
+from spmd.planning.choices import Choices, Sums, axis_sets
 from spmd.planning.plan import Choice, Plan
 from spmd.planning.problem import Problem, laid
 from spmd.planning.units import ARGUMENT, CARRY, Unit, Units
@@ -70,22 +73,76 @@ def domains_of(
     left: list[tuple[States, ...]] = []
     made: list[tuple[Choice, ...]] = []
     suggested: list[int] = []
-    for unit, wishes in zip(units.units, units.wishes, strict=True):
+    arriving = _sums_arriving(problem, units)
+    for number, (unit, wishes) in enumerate(zip(units.units, units.wishes, strict=True)):
         options: tuple[Choice, ...] = ()
         if unit.op is not None and unit.tie is None:
             first = _suggested(problem, choices, unit, base)
             known = base.choice(unit.op) if base else None
             held = choices.resharder.held(unit.op.results[0])
-            more = (taken or {}).get((unit.op.kind, held)) or choices.placed(unit.op, axes, known)
+            more = (taken or {}).get((unit.op.kind, held)) or choices.placed(
+                unit.op, axes, known, arriving[number]
+            )
             options = tuple(dict.fromkeys((*first, *more)))
             states = tuple(tuple([c.results[k] for c in options]) for k in range(len(wishes)))
             suggested.append(len(first))
         else:
-            states = (_states(problem, choices, unit, axes, base),) * len(wishes)
+            sums = [how for _, how in arriving[number]]
+            states = (_states(problem, choices, unit, axes, base, sums),) * len(wishes)
             suggested.append(1)
         left.append(states)
         made.append(options)
     return Domains(tuple(left), tuple(made), tuple(suggested))
+
+
+def _sums_arriving(problem: Problem, units: Units) -> list[Sums]:
+    """For each class, what may arrive partial: a sum that nothing has put together on the way.
+
+    To take a whole value apart into terms only costs. So operands flow through an op partial only
+    where one of them comes from a product over a split dim, say, through linear ops.
+
+    Trace:
+      %2 = dot %0, %1          leaves a sum
+      %3 = multiply %2, %w     a sum may arrive as %2, and so %3 may be one; none as %w
+      %4 = tanh %3             not linear: what it reads is put together, and it leaves no sum
+    """
+    read: list[dict[int, list[tuple[int, int]]]] = [{} for _ in units.units]
+    for use in units.uses:
+        read[use.target].setdefault(use.position, []).append((use.source, use.result))
+    leaves: dict[int, dict[str, None]] = {}
+
+    def arriving(number: int, positions: Iterable[int]) -> dict[str, None]:
+        sources = (source for i in positions for source, _ in read[number].get(i, ()))
+        return {how: None for source in sources for how in leaves.get(source, ())}
+
+    found: list[Sums] = [()] * len(units.units)
+    todo = True
+    while todo:  # loops carry sums to ops before
+        todo = False
+        for number, unit in enumerate(units.units):
+            before = len(leaves.get(number, ()))
+            if unit.role == CARRY:
+                hows = arriving(number, read[number])
+                found[number] = tuple([((), how) for how in hows])
+            elif unit.role == ARGUMENT:
+                states = problem.arguments[unit.number]
+                hows = dict.fromkeys([state.kind for state in states if state.partial])
+            elif unit.op is not None and not unit.op.is_mark:
+                rule = rule_of(unit.op.kind, unit.op.loc)
+                found[number] = tuple(
+                    (tuple(group), how)
+                    for group in rule.linear
+                    for how in arriving(number, group)
+                    if rule.lets_through(how)
+                )
+                hows = dict.fromkeys([how for _, how in found[number]])
+                if any(factor.kind == REDUCE for factor in rule.factors):
+                    hows[rule.reduction] = None
+            else:
+                continue
+            leaves[number] = hows
+            todo |= len(hows) > before
+    return found
 
 
 def _suggested(
@@ -104,9 +161,14 @@ def _suggested(
 
 
 def _states(
-    problem: Problem, choices: Choices, unit: Unit, axes: Sequence[Axes], base: Plan | None
+    problem: Problem,
+    choices: Choices,
+    unit: Unit,
+    axes: Sequence[Axes],
+    base: Plan | None,
+    sums: Sequence[str],
 ) -> States:
-    """The states of an argument, of a carry, or of nothing."""
+    """The states of an argument, of a carry where such sums may arrive, or of nothing."""
     if unit.role == ARGUMENT:
         return problem.arguments[unit.number]
     if unit.role != CARRY:
@@ -118,17 +180,19 @@ def _states(
     suggested = [s for s in (known, problem.wishes[value], replicated(type_.rank)) if s]
     held = problem.index.held.get(value, ())
     runs = [atoms for atoms in axes if set(held).isdisjoint(atoms)]
-    placed = _placed(type_, runs, suggested[0], choices)
+    placed = _placed(type_, runs, suggested[0], sums, choices.mesh)
     return tuple(dict.fromkeys((*suggested, *placed)))
 
 
-def _placed(type_: TensorType, runs: Sequence[Axes], base: Sharding, choices: Choices) -> States:
+def _placed(
+    type_: TensorType, runs: Sequence[Axes], base: Sharding, sums: Sequence[str], mesh: Mesh
+) -> States:
     """A value with some axes on every dim, or among what it is partial over, or nowhere."""
     moved = set(itertools.chain(*runs))
     dims = tuple([tuple([a for a in own if a not in moved]) for own in base.dims])
     owed = tuple([a for a in base.partial if a not in moved])
-    full = laid(type_, dims, runs, choices.mesh)
-    kinds = (base.kind,) if owed else choices.reductions
+    full = laid(type_, dims, runs, mesh)
+    kinds = (base.kind,) if owed else sums
     partial = [
         state.with_partial(tuple(sorted((*owed, *more))), kind)
         for kind in kinds

@@ -48,6 +48,10 @@ of each taking so many seconds; and so many plans, of so many ops altogether, at
 NEAR = 1.1
 """Plans whose sum of costs is larger than the best one's by more than that are not nearby."""
 
+MOST_HIDDEN = 2.0
+"""Arithmetic and communication that hide one another take half of their sum at least: a plan whose
+sum is larger than that is not brought down to a program."""
+
 MOST_EXPOSED = 0.5
 """Where a machine hides less than the rest, plans of hidden communication are not proposed."""
 
@@ -64,7 +68,7 @@ def plan_exactly(
     Proposed are the cheapest plan where reshards take their time, of all placements and of those
     that the marks suggest; where the machine can hide most of it, the cheapest where it does; where
     there are open arguments, the cheapest in which they lie as the marks suggest; and the greedy
-    plan. Their programs are timed, and the fastest that fits in memory is taken.
+    plan. Those that may win are timed, and the fastest that fits in memory is taken.
 
     Args:
       problem: what is to be planned.
@@ -87,9 +91,10 @@ def plan_exactly(
     for hidden in with_hidden(costs):
         solutions.append((hidden, hidden.solution))
         proposed.append(decoded(hidden, hidden.solution))
-        if not hidden.by_slack:  # what marks suggest differs little between the two
-            proposed.append(decoded(hidden, hidden.suggested))
-    search = Search(memory_for(problem.topology, memory_limit), map(try_out, _different(proposed)))
+    search = Search[P](memory_for(problem.topology, memory_limit))
+    for plan in sorted(_different(proposed), key=lambda plan: plan.seconds):
+        if plan.seconds <= MOST_HIDDEN * search.seconds:
+            search.add(try_out(plan))
     for solution in solutions:
         _try_nearby(*solution, search, try_out)
     fastest = min(search.tried, key=lambda trial: trial.seconds)
@@ -100,7 +105,8 @@ def plan_exactly(
         if recompute:
             skip_detours(search, try_out)
         best = search.best
-    seconds = next(t.seconds for t in search.tried if t.plan.choices == greedy.choices)
+    tried = (t.seconds for t in search.tried if t.plan.choices == greedy.choices)
+    seconds = next(tried, 0.0)
     best.plan = best.plan._replace(greedy_seconds=seconds, like_loops=like is not None)
     return best
 

@@ -70,35 +70,33 @@ def wide_values(program: Program) -> frozenset[Value]:
     XLA's fusion decides by such costs (`PriorityFusion` on GPUs).
     """
     ops = list(program.walk())
-    readers: dict[Value, int] = {}
+    readers = [0] * len(program.types)
     for op in reversed(ops):
         count = 1
         # What is made of one value alone, a convert, is computed in its own readers' place.
         if op.kind.about.role == Role.INSIDE and len(_as_large(op)) == 1:
-            count = readers.get(op.results[0], 0)
-        for value in dict.fromkeys(op.operands):
-            readers[value] = readers.get(value, 0) + count
+            count = readers[op.results[0]]
+        for value in op.operands if len(op.operands) < 2 else set(op.operands):
+            readers[value] += count
     inputs: dict[Value, frozenset[Value]] = {}
     found = set()
     for op in ops:
-        if op.kind.about.role not in (Role.INSIDE, Role.ONCE) or op.name == CONSTANT:
+        if op.kind.about.role not in _INSIDE or op.kind.name == CONSTANT:
             continue
         result, operands = op.results[0], _as_large(op)
-        read = _read(inputs, operands)
-        n, k = len(read), readers.get(result, 0)
-        if len(operands) > 1 and k > 1 and n * k > n + 1 + k:
-            found.add(result)
+        if len(operands) == 1:  # most are: the set of what is in front of it is shared
+            read = inputs.get(operands[0], frozenset(operands))
         else:
-            inputs[result] = read if n <= MANY else frozenset(islice(read, MANY))
+            read = frozenset[Value]().union(*[inputs.get(v, (v,)) for v in operands])
+            n, k = len(read), readers[result]
+            if k > 1 and n * k > n + 1 + k:
+                found.add(result)
+                continue
+        inputs[result] = read if len(read) <= MANY else frozenset(islice(read, MANY))
     return frozenset(found)
 
 
-def _read(inputs: Mapping[Value, frozenset[Value]], operands: Sequence[Value]) -> frozenset[Value]:
-    """What is read for some operands, of which some are computed inside."""
-    if len(operands) == 1:  # most are: the set of what is in front of it is shared
-        found = inputs.get(operands[0])
-        return frozenset(operands) if found is None else found
-    return frozenset[Value]().union(*(inputs.get(v, (v,)) for v in operands))
+_INSIDE = frozenset({Role.INSIDE, Role.ONCE})
 
 
 def _as_large(op: Op) -> Sequence[Value]:
@@ -111,6 +109,8 @@ def _as_large(op: Op) -> Sequence[Value]:
         cache["as_large"] = places
     if len(places) == 1:
         return (operands[places[0]],)
+    if len(places) == 2 and operands[places[0]] != operands[places[1]]:
+        return (operands[places[0]], operands[places[1]])
     return tuple(dict.fromkeys([operands[i] for i in places]))
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from spmd.ir.description import CONSTANT, Role
 from spmd.ir.dialect.composites import WORKSPACE
-from spmd.ir.program import Op, Program, Value
+from spmd.ir.program import Op, Program, Region, Value, reads
 from spmd.ir.types import TensorType
 from spmd.predict.backends import Backend, backend_of
 from spmd.predict.kernels import Kernel, Kernels
@@ -105,6 +105,31 @@ def peak_memory(
       platform: `cpu`, `cuda` or `tpu`, whose backends order kernels differently; None for any.
     """
     return predict(program, donated, backend_of(platform))
+
+
+def alive_bytes(program: Program) -> int:
+    """Bytes at the fullest moment if every value is held from its op to the last one that reads it.
+
+    A quick look: what is computed inside its readers is counted, and what has to wait for them is
+    not. `peak_memory` takes ten times as long.
+    """
+    sizes = [type_.bytes for type_ in program.types]
+
+    def region(block: Region) -> int:
+        last = {v: i for i, op in enumerate(block.ops) for v in reads(op)}
+        last |= dict.fromkeys(block.results, len(block.ops))
+        freed: dict[int, int] = {}
+        now = most = 0
+        for i, op in enumerate(block.ops):
+            for v in op.results:
+                now += sizes[v]
+                end = last.get(v, i)
+                freed[end] = freed.get(end, 0) + sizes[v]
+            most = max(most, now + max(map(region, op.regions), default=0))
+            now -= freed.pop(i, 0)
+        return most
+
+    return sum(sizes[v] for v in program.body.args) + region(program.body)
 
 
 def constant_bytes(program: Program) -> int:

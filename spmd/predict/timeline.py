@@ -306,29 +306,40 @@ class LocalTimes:
 
     def _seconds(self, op: Op) -> float:
         kind = op.kind
-        written = sum(bytes_written(kind, _sizes(kind)))
-        moved = sum(self._bytes_read(op).values()) + written
+        moved = sum(self._bytes_read(op).values()) + _moves(kind)[1]
         memory = memory_seconds(kind, moved, self.topology)
         return max(arithmetic_seconds(kind, self.topology), memory)
 
     def _bytes_read(self, op: Op) -> dict[Value, float]:
         """The bytes that an op reads from memory, with all that is computed inside it, by value."""
         # Each stored value is read once, at the largest size that anything inside wants.
-        about, sizes = op.kind.about, _sizes(op.kind)
-        wanted = sizes if about.role == Role.ALIAS else bytes_read(op.kind, sizes)
         found: dict[Value, float] = {}
-        for value, size, whole in zip(op.operands, wanted, sizes, strict=False):
+        for value, (size, whole) in zip(op.operands, _moves(op.kind)[0], strict=False):
             inside = self._reads.get(value)
             if inside is None:
-                inside = {value: size}
-            elif size < whole:  # no more than it reads of what is made there
-                inside = {root: min(most, size) for root, most in inside.items()}
+                if size > found.get(value, -1):
+                    found[value] = size
+                continue
             for root, most in inside.items():
-                if most > found.get(root, -1):
-                    found[root] = most
+                # No more than the op reads of what is made there.
+                read = size if size < most and size < whole else most
+                if read > found.get(root, -1):
+                    found[root] = read
         return found
 
 
-def _sizes(kind: OpKind) -> list[int]:
-    """Bytes of an op's operands and results."""
-    return [type_.bytes for type_ in (*kind.operands, *kind.results)]
+Moves = tuple[list[tuple[float, int]], float]
+"""Of each operand the bytes that are read and all that it has; and the bytes that are written."""
+
+
+def _moves(kind: OpKind) -> Moves:
+    """What an op reads of its operands, and what it writes; of an alias all that it stands for."""
+    moves: Moves | None = kind._cache.get("moves")
+    if moves is None:
+        sizes = [type_.bytes for type_ in (*kind.operands, *kind.results)]
+        read = sizes if kind.about.role == Role.ALIAS else bytes_read(kind, sizes)
+        written = sum(bytes_written(kind, sizes))
+        count = len(kind.operands)
+        moves = list(zip(read[:count], sizes[:count], strict=True)), written
+        kind._cache["moves"] = moves
+    return moves

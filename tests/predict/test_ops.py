@@ -72,7 +72,7 @@ def test_all_judges_say_the_same_of_an_op() -> None:
     for program in ops_of_corpus():
         (op,) = program.body.ops
         whole = planned(program)
-        choices = Choices(whole.plan.problem).placed(op, axes)
+        choices = Choices(whole.plan.problem).placed(op, axes, None, ())
         kinds += 1
         for trial in (whole, *(planned(program, choice) for choice in choices[1:5:3])):
             local, plan, line = trial.optimized.program, trial.plan, trial.timeline

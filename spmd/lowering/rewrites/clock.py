@@ -8,7 +8,7 @@ from spmd.ir.control_flow import Index
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
-from spmd.predict.memory import constant_bytes, peak_memory
+from spmd.predict.memory import alive_bytes, constant_bytes, peak_memory
 from spmd.predict.timeline import LocalTimes
 from spmd.reshard.comm import collective_seconds
 
@@ -66,9 +66,9 @@ class Room(NamedTuple):
     def left(self, program: Program) -> int:
         """Predicted bytes that a program leaves free at its peak; negative if it is too large.
 
-        A program whose values take less than half of the memory even if none is ever freed needs no
-        prediction: half of the memory is returned, which is less than what is free.
+        Where even its values before fusion leave some, no closer look is taken.
         """
-        if 2 * sum(t.bytes for t in program.types) + constant_bytes(program) < self.bytes:
-            return self.bytes // 2
+        left = self.bytes - alive_bytes(program) - constant_bytes(program)
+        if left >= 0:
+            return left
         return self.bytes - peak_memory(program, self.donated).peak

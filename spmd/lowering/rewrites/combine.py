@@ -160,10 +160,11 @@ class _Combiner:
             group = together.get(id(op), [op])
             reads = [v for member in group for v in member.operands]
             reads += [v for r in op.regions for v in free_values(r)]
-            if waiting.has_any(reads) and _can_wait(op):
-                waiting.put_off(op, place)
-                continue
-            waiting.make(reads)
+            if waiting.has_any(reads):
+                if _can_wait(op):
+                    waiting.put_off(op, place)
+                    continue
+                waiting.make(reads)
             now = start_of[id(op)]
             waiting.flush_over(now)
             if op.regions:

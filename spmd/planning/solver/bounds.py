@@ -89,8 +89,9 @@ class Passing:
         for pair in self.pairs:
             self.later[pair.first].append(pair)
             self.earlier[pair.second].append(pair)
-        ends = zip(self.later, self.earlier, strict=True)
+        ends = list(zip(self.earlier, self.later, strict=True))
         self.share = [1.0 / max(len(a), len(b), 1) for a, b in ends]
+        self.sent = [[*(p.to_second for p in a), *(p.to_first for p in b)] for a, b in ends]
 
     def run(self, sweeps: int) -> Bounds:
         """Passes messages, and bounds the least cost from both sides.
@@ -126,26 +127,24 @@ class Passing:
     def belief(self, v: int) -> Table:
         """A variable's costs with everything that was sent to it."""
         total = self.unary[v].copy()
-        for pair in self.earlier[v]:
-            total += pair.to_second
-        for pair in self.later[v]:
-            total += pair.to_first
+        for sent in self.sent[v]:
+            total += sent
         return total
 
     def sweep(self) -> None:
-        """Backward, then forward."""
+        """From the last variable to the first, then back."""
         for v in reversed(range(len(self.unary))):
             if self.earlier[v]:
                 mine = self.belief(v) * self.share[v]
                 for pair in self.earlier[v]:
-                    sent = _least(pair.turned + (mine - pair.to_second)[:, None])
-                    np.subtract(sent, _least(sent), out=pair.to_first)
+                    costs = pair.turned + (mine - pair.to_second)[:, None]
+                    _least(costs, out=pair.to_first)
         for v in range(len(self.unary)):
             if self.later[v]:
                 mine = self.belief(v) * self.share[v]
                 for pair in self.later[v]:
-                    sent = _least(pair.costs + (mine - pair.to_first)[:, None])
-                    np.subtract(sent, _least(sent), out=pair.to_second)
+                    costs = pair.costs + (mine - pair.to_first)[:, None]
+                    _least(costs, out=pair.to_second)
 
     def rounded(self) -> tuple[int, ...]:
         """A joint state: each variable's best, given those before it and what the others sent.

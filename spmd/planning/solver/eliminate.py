@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,12 +24,20 @@ class _Factor(NamedTuple):
     table: Table
 
 
-class _Response(NamedTuple):
-    """A variable's best state for each joint state of the neighbours that it had."""
+class _Gone(NamedTuple):
+    """A variable that was eliminated: its costs, and the factors that it had with others."""
 
     variable: int
-    neighbours: tuple[int, ...]
-    best: Table
+    unary: Table
+    factors: list[_Factor]
+
+    def response(self, states: Sequence[int]) -> int:
+        """Its best state, given those of all others."""
+        total = self.unary
+        for variables, table in self.factors:
+            row = [slice(None) if u == self.variable else states[u] for u in variables]
+            total = total + table[tuple(row)]
+        return int(total.argmin())
 
 
 class Elimination:
@@ -46,7 +54,7 @@ class Elimination:
         self.factors: dict[int, _Factor] = {}
         self.touching: list[set[int]] = [set() for _ in self.unary]
         self.near: list[dict[int, int]] = [{} for _ in self.unary]
-        self.done: list[_Response] = []
+        self.done: list[_Gone] = []
         self.next = 0
         self._left = set(range(len(self.unary)))
         for (u, v), table in network.pairs.items():
@@ -121,7 +129,7 @@ class Elimination:
         for v, state in known.items():
             states[v] = state
         for step in reversed(self.done):
-            states[step.variable] = int(step.best[tuple(states[u] for u in step.neighbours)])
+            states[step.variable] = step.response(states)
         return states
 
     def _add(self, factor: _Factor) -> None:
@@ -154,29 +162,23 @@ class Elimination:
     def _eliminate(self, v: int) -> tuple[int, ...]:
         """Replaces all that touches a variable by its best response; returns its neighbours."""
         near = tuple(sorted(self.near[v]))
-        order = (v, *near)
-        place = {u: i for i, u in enumerate(order)}
-        total = np.zeros([self.sizes[u] for u in order])
-        total += self.unary[v].reshape([-1] + [1] * len(near))
-        for number in sorted(self.touching[v]):
-            factor = self._remove(number)
-            # A factor's variables ascend; in the table the eliminated one comes first.
-            own = sorted(range(len(factor.variables)), key=lambda i: place[factor.variables[i]])
-            shape = [1] * len(order)
-            for i in own:
-                shape[place[factor.variables[i]]] = self.sizes[factor.variables[i]]
-            total += factor.table.transpose(own).reshape(shape)
-        best = total.argmin(axis=0)
-        self.done.append(_Response(v, near, best))
+        factors = [self._remove(number) for number in sorted(self.touching[v])]
+        self.done.append(_Gone(v, self.unary[v], factors))
         self._left.discard(v)
-        if near:
-            costs = np.minimum(np.minimum.reduce(total), FORBIDDEN)
-            if len(near) == 1:
-                self.unary[near[0]] = self.unary[near[0]] + costs
-            elif costs.any():
-                self._merge(near, costs)
-        else:
-            self.constant += float(total.min())
+        # One dim for each neighbour, in ascending order, behind that of the variable.
+        total = self.unary[v].reshape(-1, *[1] * len(near))
+        for variables, table in factors:
+            at = variables.index(v)
+            front = table.transpose(at, *[i for i in range(table.ndim) if i != at])
+            index = [slice(None), *[slice(None) if u in variables else None for u in near]]
+            total = total + front[tuple(index)]
+        costs = np.minimum.reduce(total)
+        if not near:
+            self.constant += float(costs)
+        elif len(near) == 1:
+            self.unary[near[0]] = self.unary[near[0]] + np.minimum(costs, FORBIDDEN)
+        elif costs.any():
+            self._merge(near, np.minimum(costs, FORBIDDEN))
         return near
 
     def _merge(self, variables: tuple[int, ...], table: Table) -> None:

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 
 from spmd.planning.solver.bounds import Passing
-from spmd.planning.solver.dominate import undominated
 from spmd.planning.solver.eliminate import Elimination
 from spmd.planning.solver.network import Network, Table
 
@@ -27,7 +26,7 @@ TABLE_LIMIT = 1 << 18
 """Entries of the largest table that elimination may build."""
 
 ROUNDS = 12
-SWEEPS = 4
+SWEEPS = 6
 """Rounds of message passing, and sweeps in each; after each round states are dropped."""
 
 CLOSE = 1e-9
@@ -89,7 +88,6 @@ class Reduced:
     # Every step keeps a cheapest joint state of what it is given, so the one found at the end is
     # one of the whole network. Trace, of a chain a - b - c in which a costs (0, 3), b and c (0, 0),
     # and neighbours that differ 5:
-    #   dominated   nothing: a = 1 costs 3 more, but saves 5 where b = 1;
     #   eliminated  a answers b = 0 with 0, for 0, and b = 1 with 1, for 3, so b now costs (0, 3);
     #               b answers c likewise, so c now costs (0, 3); c = 0 is best;
     #   unwound     c = 0, to which b answered 0, to which a answered 0.
@@ -104,16 +102,11 @@ class Reduced:
         limit: int = TABLE_LIMIT,
     ) -> None:
         self._network, self._limit = network, limit
-        if allowed is not None:
-            network = network.restricted(allowed)
-        alive = undominated(network, kept)
-        self._gone = Elimination(network.restricted(alive))
+        self._alive = allowed or [np.arange(len(costs)) for costs in network.unary]
+        self._gone = Elimination(network.restricted(allowed) if allowed else network)
         self._gone.run(limit, neighbours=2, keep=kept)
         if not kept and self._gone.fits(limit):
             self._gone.run(limit)
-        self._alive = alive
-        if allowed is not None:
-            self._alive = [a[k] for a, k in zip(allowed, alive, strict=True)]
 
     @cached_property
     def _passing(self) -> Passing:
