@@ -91,6 +91,8 @@ def plan_exactly(
     for hidden in with_hidden(costs):
         solutions.append((hidden, hidden.solution))
         proposed.append(decoded(hidden, hidden.solution))
+        if not hidden.by_slack:  # what marks suggest differs little between the two
+            proposed.append(decoded(hidden, hidden.suggested))
     search = Search[P](memory_for(problem.topology, memory_limit))
     for plan in sorted(_different(proposed), key=lambda plan: plan.seconds):
         if plan.seconds <= MOST_HIDDEN * search.seconds:
