@@ -48,9 +48,10 @@ of each taking so many seconds; and so many plans, of so many ops altogether, at
 NEAR = 1.1
 """Plans whose sum of costs is larger than the best one's by more than that are not nearby."""
 
-MOST_HIDDEN = 2.0
+MOST_HIDDEN, MOST_MERGED = 2.0, 1.25
 """Arithmetic and communication that hide one another take half of their sum at least: a plan whose
-sum is larger than that is not brought down to a program."""
+sum is larger than that is not brought down to a program. Collectives that are merged take less than
+their sum, too: so one whose sum is nearly the least is."""
 
 MOST_EXPOSED = 0.5
 """Where a machine hides less than the rest, plans of hidden communication are not proposed."""
@@ -94,8 +95,9 @@ def plan_exactly(
         if not hidden.by_slack:  # what marks suggest differs little between the two
             proposed.append(decoded(hidden, hidden.suggested))
     search = Search[P](memory_for(problem.topology, memory_limit))
+    least = min(plan.seconds for plan in proposed)
     for plan in sorted(_different(proposed), key=lambda plan: plan.seconds):
-        if plan.seconds <= MOST_HIDDEN * search.seconds:
+        if plan.seconds <= max(MOST_HIDDEN * search.seconds, MOST_MERGED * least):
             search.add(try_out(plan))
     for solution in solutions:
         _try_nearby(*solution, search, try_out)
