@@ -41,7 +41,7 @@ CLOSE = 1e-3
 RUNS = 3_000
 """How often a program is taken to run, where time to compile is weighed against time to run."""
 
-HOPED, SECONDS_AN_OP, MOST_TRIES, MOST_OPS = 0.1, 5e-4, 24, 800
+HOPED, SECONDS_AN_OP, MOST_TRIES, MOST_OPS = 0.1, 2.5e-4, 24, 800
 """Nearby plans are tried out for as long as a run that becomes so much shorter would save, each op
 of each taking so many seconds; and so many plans, of so many ops altogether, at most."""
 
