@@ -263,6 +263,12 @@ class _Partitioner:
             choice = self.plan.choices[op.results[0]]
             self.b.loc = op.loc
             self.keep(op, choice, self.lower(op, choice, self.operands(op, choice)))
+        else:  # made where it is used, of scalars that are put together here
+            self.b.loc = op.loc
+            for i, value in enumerate(op.operands):
+                if value not in self.cheap:
+                    self.use = op, i
+                    self.get(value, replicated(0))
 
     def operands(self, op: Op, choice: Choice) -> tuple[Value, ...]:
         found, here = [], self.copies[-1]

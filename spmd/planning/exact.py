@@ -36,7 +36,7 @@ ROUNDS = 3
 """How often each pair is placed, at most."""
 
 CLOSE = 1e-3
-"""Relative difference of times for which no pair is placed again."""
+"""Relative difference of times for which no pair is placed again, and no nearby plan is taken."""
 
 RUNS = 3_000
 """How often a program is taken to run, where time to compile is weighed against time to run."""
@@ -109,9 +109,7 @@ def plan_exactly(
         if recompute:
             skip_detours(search, try_out)
         best = search.best
-    tried = (t.seconds for t in search.tried if t.plan.choices == greedy.choices)
-    seconds = next(tried, 0.0)
-    best.plan = best.plan._replace(greedy_seconds=seconds, like_loops=like is not None)
+    best.plan = best.plan._replace(like_loops=like is not None)
     return best
 
 
@@ -178,8 +176,9 @@ def _try_nearby(
         if not _different([*seen, plan])[len(seen) :]:
             continue
         seen.append(plan)
-        if (seconds := search.add(try_out(plan)).seconds) < best:
-            best, pins = seconds, {**pins, variable: (state,)}
+        trial = try_out(plan)
+        if trial.seconds < best * (1 - CLOSE):
+            best, pins = search.add(trial).seconds, {**pins, variable: (state,)}
 
 
 def with_hidden(costs: CostNetwork) -> list[CostNetwork]:

@@ -102,7 +102,6 @@ class Plan(NamedTuple):
       solver: which solver made it.
       notes: what people should know (fallbacks taken), in program order.
       run_seconds: predicted time of one run of its program; 0 if that was not tried.
-      greedy_seconds: predicted time of the greedy plan's program; 0 if that was not tried.
       byte_price: seconds for each byte that its program holds at the fullest moment: what is worth
         less than its price is made again instead (`spmd.lowering.recompute`); 0: nothing is.
       recomputed: what its program makes again; empty if that was not tried.
@@ -127,7 +126,6 @@ class Plan(NamedTuple):
     solver: str
     notes: tuple[str, ...]
     run_seconds: float = 0.0
-    greedy_seconds: float = 0.0
     byte_price: float = 0.0
     recomputed: tuple[Recomputed, ...] = ()
     exposed: float = 1.0

@@ -10,7 +10,7 @@ from spmd.planning.plan import Choice, Move, Plan, Weighed
 from spmd.planning.problem import Problem
 
 _AS_THEY_ARE = (
-    "seconds", "solver", "run_seconds", "greedy_seconds", "byte_price", "exposed", "by_slack",
+    "seconds", "solver", "run_seconds", "byte_price", "exposed", "by_slack",
     "like_loops", "gap"
 )  # fmt: skip
 """Fields that are numbers or text."""

@@ -149,6 +149,8 @@ class _Collector:
                 unit = self.add(Unit(OP, op, trips=trips), colour, op.results)
                 for value, position in zip(op.operands, alike, strict=True):
                     self.uses.append((value, unit, position, trips))
+            else:  # made where it is used, of scalars that are there by then
+                self.uses += [(v, self.whole, 0, trips) for v in op.operands if v not in cheap]
 
     def look(self, kind: OpKind) -> tuple[Hashable, Sequence[int]]:
         """What planning sees of a kind; and for each operand the first one that looks like it.

@@ -138,6 +138,10 @@ class Walk:
                     self.define(value, state)
                 self.choices[op.results[0]] = choice
                 self.seconds += seconds * times
+            else:  # made where it is used, of scalars that are there by then
+                for value in op.operands:
+                    if value not in cheap and (whole := replicated(0)) not in copies[value]:
+                        self.seconds += self.demand(value, whole, times, op) * times
 
     def control_flow(self, op: Op, times: int) -> None:
         """Settles a region op: its carries, then what is inside."""

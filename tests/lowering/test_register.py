@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -60,7 +61,7 @@ def test_a_reduced_factor_leaves_a_partial_sum(columns: int, mesh: spmd.Mesh) ->
 
     compiled = spmd.jit(fn, mesh=mesh, options=spmd.Options(check=True)).compile(x)
     np.testing.assert_allclose(compiled(x), x.sum(1))
-    assert "partial add {model}" in compiled.as_text("planned")
+    assert re.search(r"partial add {[^}]*model}", compiled.as_text("planned"))
 
 
 def test_replicated_factors_are_gathered_and_the_call_is_kept(mesh: spmd.Mesh) -> None:
