@@ -210,10 +210,9 @@ class Compiled(Planned):
         return self.boundary.laid_out(taken, which, self.donated)
 
     def _with_values(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Zeros in place of structs that the program does not read; `jax.jit` drops these.
+        """Zeros in place of structs that the program does not read, as `jax.jit` drops these.
 
-        Raises:
-          ArgumentError: it reads one.
+        ArgumentError if it reads one.
         """
         structs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
         if not structs:
@@ -231,11 +230,7 @@ class Compiled(Planned):
         return jax.tree.unflatten(self.interface.out_tree, results)
 
     def check(self, arrays: Sequence[Any]) -> None:
-        """Holds that flat arguments are there to be taken.
-
-        Raises:
-          ArgumentError: one was deleted, or is donated and given twice.
-        """
+        """Holds that flat arguments are there to be taken: not deleted, nor donated twice."""
         check_alive(self.request.arg_names, arrays)
         if self.donated:
             check_once(self.request.arg_names, arrays, self.donated)
@@ -401,11 +396,7 @@ class Compiled(Planned):
         return str(self.executable.as_text()) if stage == "hlo" else super().as_text(stage)
 
     def _flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The flat arguments of a call.
-
-        Raises:
-          ArgumentError: they have another structure than those compiled for.
-        """
+        """The flat arguments of a call; ArgumentError for a structure not compiled for."""
         leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
         if tree != self.interface.in_tree:
             raise ArgumentError(
@@ -430,10 +421,7 @@ def _around(
 ) -> tuple[Boundary, Outside]:
     """What is around a program: where its arguments and results lie, and what jax is told of them.
 
-    Args:
-      planned: the program.
-      emitted: its text.
-      devices: descriptions of the mesh's devices, where they are not here.
+    `devices` are descriptions of the mesh's devices, where they are not here.
     """
     mesh = jax_mesh(planned.mesh, devices, planned.interface.axis_types)
     boundary = Boundary(planned.interface, emitted, mesh)

@@ -105,17 +105,9 @@ def pipeline(
 def _run(
     layer_fn: Callable[..., Any], stacked: Any, cut: Any, of: Pipeline, mesh: Mesh | None
 ) -> Any:
-    """The loop over steps.
+    """The loop over steps: what the last stage makes of each microbatch, leaves (M, B / M, ...).
 
-    Args:
-      layer_fn: one layer.
-      stacked: what layers have: leaves (S, V, layers of a chunk, ...).
-      cut: x and rows: leaves (M, B / M, ...).
-      of: the pipeline.
-      mesh: where its axis is, if that is known.
-
-    Returns:
-      What the last stage makes of each microbatch: leaves (M, B / M, ...).
+    Layers are stacked as (S, V, layers of a chunk, ...), x and rows cut into (M, B / M, ...).
     """
     stage, mark = jnp.arange(of.stages), partial(_marked, mesh=mesh, axis=of.axis)
 

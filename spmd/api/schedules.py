@@ -51,14 +51,7 @@ def chosen_pipeline(
 ) -> Pipeline:
     """The pipeline of a call, in the schedule that it names or that is weighed now.
 
-    Args:
-      asked: what the call says.
-      layers, batch: sizes of the stack and of the batch.
-      mesh: where the axis is, if that is known.
-      source: the user's line.
-
-    Raises:
-      ArgumentError, MeshError: as for `pipeline`.
+    `layers` and `batch` are sizes of the stack and the batch; errors are as for `pipeline`.
     """
     _check_counts(asked, batch, mesh, source)
     name = asked.schedule
@@ -108,12 +101,9 @@ class Tried:
 def in_fastest_schedule(attempt: Callable[[bool], Tried], memory_limit: int | None) -> Tried:
     """A program with its pipelines in the schedule that is predicted to be the fastest.
 
-    Of schedules that do not fit in memory the one that misses the least is taken.
-
-    Args:
-      attempt: traces and plans it, again for each schedule that its pipelines leave open; told
-        whether jax may take a trace that it has made before.
-      memory_limit: bytes that one device may use; what the topology has room for when left out.
+    `attempt` traces and plans it in each schedule that its pipelines leave open, told whether jax
+    may take a trace that it has made before. Of schedules that do not fit in memory
+    (`memory_limit`, or what the topology has room for) the one that misses the least is taken.
 
     Raises:
       PlanError: it keeps to the memory limit in no schedule.

@@ -31,14 +31,9 @@ Specs = Sequence[Any] | Mapping[str, Any] | None
 def arg_specs(in_specs: Any, parts: Sequence[Part], fn: Any, positional: int) -> list[Any]:
     """The spec of each leaf of the arguments, None for open ones.
 
-    Args:
-      in_specs: one entry for each parameter, static ones counted, or, as `jax.jit` has it, for each
-        positional argument that is not static: a spec, a pytree of specs that is a prefix of the
-        argument, or None. A single `PartitionSpec` or `NamedSharding` is for all arguments. None
-        for all open.
-      parts: the arguments without the static ones.
-      fn: the function.
-      positional: how many positional arguments there are, static ones counted.
+    `in_specs` has one entry for each parameter, static ones counted, or, as `jax.jit` has it, for
+    each positional argument that is not static: a spec, a pytree of specs that is a prefix of the
+    argument, or None. A single `PartitionSpec` or `NamedSharding` is for all arguments.
 
     Raises:
       SpecError: another number of entries than of arguments, entries of another structure, or one
@@ -86,11 +81,7 @@ def _wrong_count(in_specs: Any, names: Sequence[str]) -> SpecError:
 
 
 def result_specs(out_specs: Any, out_tree: Any) -> list[Any]:
-    """The spec of each leaf of the result, None for open ones.
-
-    Raises:
-      SpecError: specs of another structure.
-    """
+    """The spec of each leaf of the result, None for open ones; SpecError for another structure."""
     return _spread(out_specs, out_tree, "the result", is_outermost=True)
 
 
@@ -295,11 +286,7 @@ def _axes_of(mesh: Mesh, other: Mesh, names: tuple[str, ...] | None) -> tuple[st
 
 
 def check_memory(sharding: NamedSharding, what: str) -> None:
-    """Holds that a sharding is for the memory of the devices.
-
-    Raises:
-      SpecError: it is for another.
-    """
+    """SpecError for a sharding that is not for the memory of the devices."""
     if sharding.memory_kind not in (None, "device", "unpinned_host"):
         raise SpecError(
             f"{what} is to lie in {sharding.memory_kind}",
@@ -313,11 +300,7 @@ def check_memory(sharding: NamedSharding, what: str) -> None:
 def out_entries(
     specs: Sequence[Any], leaves: Sequence[Any], names: Sequence[str], mesh: Mesh
 ) -> tuple[Entries | None, ...]:
-    """The spelled-out spec of each leaf of the result, None for open ones.
-
-    Raises:
-      SpecError: a spec that does not fit its leaf.
-    """
+    """The spelled-out spec of each leaf of the result, None for open ones."""
     return tuple(
         open_entries(leaf.shape)
         if spec is None
@@ -354,16 +337,9 @@ def like_parameters(
 def flat_entries(
     specs: Specs, types: Sequence[TensorType], names: Sequence[str], mesh: Mesh, what: str
 ) -> tuple[Entries | None, ...]:
-    """The spelled-out spec of each argument or result of a module, None for open ones.
+    """The spelled-out spec of each argument or result (`what`) of a module, None for open ones.
 
-    Args:
-      specs: what the user gave.
-      types, names: of the arguments or results.
-      mesh: the mesh.
-      what: `argument` or `result`, for errors.
-
-    Raises:
-      SpecError: more or fewer specs, one for nothing, or one that does not fit.
+    SpecError for more or fewer specs, one for nothing, or one that does not fit.
     """
     if specs is None:
         return (None,) * len(types)

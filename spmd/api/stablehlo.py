@@ -164,12 +164,7 @@ def _check_updates(
 
 
 def static_module(source: Any, symbols: Mapping[str, int] | None, shapes: Shapes = None) -> Any:
-    """A module in memory, without dynamic shapes.
-
-    Args:
-      source: as `parse_module` takes it, or a `jax.export.Exported`.
-      symbols: symbol -> value.
-      shapes: of the arguments.
+    """A module in memory (or `jax.export.Exported`), without dynamic shapes, at sizes of symbols.
 
     Raises:
       FrontendError: a module that cannot be read, or cannot have these shapes.

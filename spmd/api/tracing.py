@@ -52,16 +52,9 @@ from spmd.options import Options
 
 @dataclass(frozen=True)
 class Recipe:
-    """A function, and what `jit` was told about it.
+    """A function, and what `jit` was told about it: mesh and specs as they were given.
 
-    Attributes:
-      fn: a function of pytrees of arrays.
-      mesh: the mesh as it was given, or None.
-      in_specs, out_specs: specs of arguments and results, as they were given.
-      static_argnums, static_argnames: which arguments are constants, by number and by name.
-      donate_argnums, donate_argnames: which are donated.
-      keep_unused, inline: as for `jax.jit`; they matter where the function is traced into another.
-      options: compile options.
+    `keep_unused` and `inline` matter where the function is traced into another.
     """
 
     fn: Any
@@ -103,7 +96,6 @@ class Aval(NamedTuple):
     """The type of an argument leaf: what a program is compiled for.
 
     Attributes:
-      shape, dtype: of the array.
       weak_type: whether its dtype gives way to others, as that of a Python scalar does.
       sharding: how it is split, where jax has that in types: on a mesh with Explicit axes.
       order: in which order its dims lie in memory, if not major to minor.
@@ -124,11 +116,7 @@ class Aval(NamedTuple):
 
 
 def aval_of(leaf: Any) -> Aval:
-    """The type of an argument leaf.
-
-    Raises:
-      TypeError: it is not an array.
-    """
+    """The type of an argument leaf; TypeError if it is not an array."""
     aval = getattr(leaf, "aval", None)  # an array's own; jax.typeof takes longer to find it
     if aval is None:
         aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
@@ -163,8 +151,7 @@ class Call(NamedTuple):
     Attributes:
       static: (number or name, value) of each static argument.
       argnums: the numbers of the positional arguments that are not static.
-      leaves: the others, flat.
-      avals: the type of each leaf.
+      leaves, avals: the others, flat, and the type of each.
       tree: the structure of ((positional, ...), {name: ...}), static ones left out.
       positional: how many positional arguments there are, static ones counted.
       settings: of jax, that decide how the function is traced.
@@ -193,13 +180,10 @@ class Interface(NamedTuple):
     """A request to the compiler, and what arguments and results are to the caller.
 
     Attributes:
-      request: what is to be compiled.
       in_tree: the structure of ((positional, ...), {name: ...}), static arguments left out.
-      out_tree: the structure of the result.
-      out_structs: its leaves.
+      out_tree, out_structs: the structure of the result, and its leaves.
       axis_types: jax's types of the mesh's axes, where they are not all Auto.
       key_dtypes: for each flat argument its dtype if it is a key array.
-      name: the function's, or none.
       out_specs: for each flat result its spec as the user or jax's types have it, or None; they may
         name axes of size 1, which split nothing. None are known if empty.
     """
@@ -215,11 +199,7 @@ class Interface(NamedTuple):
 
 
 def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """The arguments of a call, static and other ones.
-
-    Raises:
-      ArgumentError: one that is not static is not an array.
-    """
+    """The arguments of a call, static and others; ArgumentError if one of these is not an array."""
     argnums, dynamic = recipe.dynamic(args, kwargs)
     static: list[tuple[int | str, Any]] = [(i, x) for i, x in enumerate(args) if i not in argnums]
     static += [(name, kwargs[name]) for name in sorted(kwargs) if name not in dynamic[1]]
@@ -260,10 +240,7 @@ def _not_an_array(names: Sequence[str], leaves: Sequence[Any]) -> ArgumentError:
 def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interface:
     """Traces a function at the arguments of a call; nothing is compiled yet.
 
-    Args:
-      recipe: the function.
-      call: its arguments.
-      topology: the machine to plan for; that of the options, else of the mesh, when left out.
+    It is for the topology, that of the options, or that of the mesh.
 
     Raises:
       MeshError: there is no mesh, or there are two.

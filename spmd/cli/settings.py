@@ -36,12 +36,7 @@ class SettingsError(SpmdError):
 def read(file: str | Path, parser: argparse.ArgumentParser) -> dict[str, list[str]]:
     """The words that a command line would have for each setting of a file; none for null.
 
-    Args:
-        file: its path.
-        parser: whose flags may be in it.
-
-    Raises:
-        SettingsError: the file cannot be read, names no flag, or gives one what it does not take.
+    SettingsError: the file cannot be read, names no flag, or gives one what it does not take.
     """
     flags = {_name(flag): flag for flag in _settable(parser)}
     lines: dict[str, int] = {}
@@ -64,12 +59,7 @@ def read(file: str | Path, parser: argparse.ArgumentParser) -> dict[str, list[st
 
 
 def write(parser: argparse.ArgumentParser, given: argparse.Namespace) -> str:
-    """All settings as a file that reads back to the same ones, in groups as `--help` has them.
-
-    Args:
-        parser: whose flags they are.
-        given: what it read.
-    """
+    """All settings as a file that reads back to the same ones, in groups as `--help` has them."""
     lines = []
     for group in parser._action_groups:
         flags = [flag for flag in group._group_actions if flag in _settable(parser)]
@@ -146,11 +136,7 @@ def _words(parser: argparse.ArgumentParser, flag: argparse.Action, node: yaml.No
 
 
 def _value(parser: argparse.ArgumentParser, flag: argparse.Action, text: str) -> Any:
-    """What a flag is with this text.
-
-    Raises:
-        argparse.ArgumentError: it cannot be read, or is none of its choices.
-    """
+    """What a flag is with this text; argparse.ArgumentError if it is none of its values."""
     value = parser._get_value(flag, text)
     parser._check_value(flag, value)
     return value

@@ -17,8 +17,6 @@ class Cell(NamedTuple):
     """One cell of a table.
 
     Attributes:
-      text: what it says.
-      look: what that is.
       key: what the page's table sorts by; the text if left out.
       style: its class on the page: `t` stays on one line, `w` takes the room that is left.
       parts: what the page unfolds: (name, remark) of each thing that the cell stands for.
@@ -54,13 +52,9 @@ def source(trail: str, note: str = "") -> Cell:
 
 
 class Table(NamedTuple):
-    """A table.
+    """A table, whose rows are in order by the column `sort` already, descending.
 
-    Attributes:
-      heads: the columns' names.
-      rows: their cells.
-      sort: the column by which the rows already are in order, descending.
-      search: what the rows are, for a box on the page that filters them; no box if empty.
+    `search` says what the rows are, for a box on the page that filters them; no box if empty.
     """
 
     heads: tuple[str, ...]

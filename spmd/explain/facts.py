@@ -25,17 +25,16 @@ CLOSE = 5e-4
 
 @dataclass(frozen=True)
 class Facts:
-    """A program, and the figures of one run of it.
+    """A program, and the figures of one run of it; reports leave out what is None.
 
     Attributes:
-      stages: the pipeline's results.
       collectives: what one run of the program exchanges.
-      use: the memory that one device is predicted to use; reports leave it out if not given.
+      use: the memory that one device is predicted to use.
       compiled: what XLA reports of memory, once it has compiled the program.
-      prices: of what the plan decided against; reports leave them out if not given.
+      prices: of what the plan decided against.
       given_name: what the program is called; the function's name if not given.
       file: where its function is written, if known.
-      measured: what steps of it took, once that was measured.
+      measured: what steps of it took.
     """
 
     stages: Stages
@@ -170,9 +169,7 @@ def memory_rows(facts: Facts) -> tuple[tuple[str, str], ...]:
 def _against(leaves: Sequence[Leaf], held: int | None = None) -> str:
     """What one device holds of arguments or results, against all of them.
 
-    Args:
-      leaves: what may lie in pieces.
-      held: bytes that it holds; more than those of its pieces where something is always whole.
+    It holds the pieces, or `held` bytes where something is always whole beside them.
     """
     pieces = sum(leaf.local.bytes for leaf in leaves)
     part = pieces if held is None else held

@@ -98,12 +98,8 @@ def leaf_table(leaves: Sequence[Leaf], mesh: Mesh) -> Table:
 class Group(NamedTuple):
     """Leaves of one type and sharding whose names differ in numbers or in single parts.
 
-    There is a leaf (or one for each number) for every combination of the parts of names.
-
-    Attributes:
-      parts: what stands in each place of the leaves' names, numbers written as `*`.
-      look: what the leaves have in common beside that.
-      leaves: at least one; they differ in name and origin alone.
+    There is a leaf (or one for each number) for every combination of the parts of names, in which
+    numbers are `*`. `look` is what they have in common beside those.
     """
 
     parts: tuple[frozenset[str], ...]
@@ -145,10 +141,6 @@ def group_leaves(
 
     Names that differ only in numbers go together, then groups whose names differ in one part, as
     long as the result holds every combination: `{mu,nu}/{w,b}` stands for four leaves.
-
-    Args:
-      leaves: the leaves.
-      look_of: what leaves have in common; type, sharding and kind of origin when left out.
     """
     alike: dict[tuple[str, object], list[Leaf]] = {}
     for leaf in leaves:

@@ -68,7 +68,6 @@ class MarkGroup(NamedTuple):
 
     Attributes:
       name: `mark_sharding at model.py:12 (f)`, `argument layers/*/w`.
-      values: the marked values.
       sharding: what the first of them says; in a `Relief`, the first that would lie otherwise.
       seconds: time of the reshards that are next to them.
     """
@@ -88,8 +87,6 @@ class Relief(NamedTuple):
     """Some marks, and what the program would cost without them.
 
     Attributes:
-      marks: the marks.
-      price: of leaving them out.
       seconds: predicted time of one run with them.
       instead: how the marked value would lie; None if it would be made anew for every use.
       elsewhere: where the marked values would lie as they are marked, the value that lies as
@@ -114,12 +111,9 @@ class Relief(NamedTuple):
 
 
 class MarkPrices(NamedTuple):
-    """Marks that cost something.
+    """Marks that cost enough to speak of, those first without which most is saved.
 
-    Attributes:
-      reliefs: for each mark that costs enough to speak of, what leaving it out does; best first.
-      tried: how many groups of marks were left out.
-      groups: how many are next to any reshard at all.
+    Of `groups` that are next to any reshard, `tried` were left out.
     """
 
     reliefs: tuple[Relief, ...]
@@ -356,14 +350,7 @@ def replanned(
     change: Mapping[Value, Sharding] | None = None,
     options: Options | None = None,
 ) -> Plan:
-    """The plan of the same program under other marks.
-
-    Args:
-      plan: the plan whose program, mesh and machine it is.
-      drop: marked values that are no longer marked.
-      change: arguments that are marked so from now on.
-      options: what the plan was made with.
-    """
+    """The plan of the same program without some values' marks, and with others for arguments."""
     old = plan.propagated
     links = tuple(plan.problem.links.items())
 

@@ -123,16 +123,7 @@ def part_table(parts: Sequence[Part]) -> Table:
 def compare(
     run: Run, labels: Labels, timeline: Timeline, mesh: Mesh, topology: Topology, platform: str
 ) -> Measured:
-    """Sets what was measured beside what was predicted.
-
-    Args:
-      run: the steps.
-      labels: of their events.
-      timeline: the predicted schedule.
-      mesh: the mesh.
-      topology: the machine that the schedule is for.
-      platform: that of the devices.
-    """
+    """Sets what was measured, with labels of its events, beside what was predicted."""
     rows = [
         _Row(label_of(part.slot.op, mesh), part.seconds, part.hidden)
         for part in spent(timeline, topology)

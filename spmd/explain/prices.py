@@ -52,12 +52,7 @@ Losers = tuple[tuple[str, Price | None], ...]
 
 
 class Prices:
-    """Prices of what a plan decided against.
-
-    Args:
-      plan: the plan.
-      options: what it was made with.
-    """
+    """Prices of what a plan, made with some options, decided against."""
 
     def __init__(self, plan: Plan, options: Options | None = None) -> None:
         self.plan = plan
@@ -147,8 +142,6 @@ class ConflictRow(NamedTuple):
     """Values around an op that want different axes, and what the planner made of it.
 
     Attributes:
-      op: the op.
-      source: the user's source line, and its caller's.
       claims: (value's name, its type, dim, axes that it wants there).
       taken: the axes that the plan took.
       ops: how many ops are like this.

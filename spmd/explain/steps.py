@@ -29,12 +29,9 @@ AT_ONCE = 3
 
 
 class Travel(NamedTuple):
-    """What one device sends to its neighbour in one run.
+    """What one device sends to its neighbour in one run: how many times, and how many bytes in all.
 
-    Attributes:
-      sends: how many times.
-      sent: bytes of these, in all.
-      waited: how much longer they make a run, seconds; the rest is hidden behind arithmetic.
+    `waited` are the seconds by which that makes a run longer; the rest is hidden behind arithmetic.
     """
 
     sends: int
@@ -172,12 +169,8 @@ class RingRow(NamedTuple):
     """Ops that read all pieces of something, gathered or one after another.
 
     Attributes:
-      op: the op.
-      source: the user's source line, and its caller's.
       ops: how many ops are like this.
-      axes: what splits it.
-      pieces: how many there are.
-      goes_round: whether they go round.
+      axes, pieces: what splits it, into how many pieces.
       is_zigzag: whether positions are in zigzag order.
       is_causal: whether positions see none behind them.
       piece: bytes of one device's piece, of all that may go round together.

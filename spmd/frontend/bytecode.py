@@ -36,18 +36,13 @@ class BytecodeError(ValueError):
 def bytecode_to_text(data: bytes) -> str:
     """The text of a module in bytecode, or of a portable artifact.
 
-    Raises:
-      BytecodeError: MLIR refuses the bytes, or did not survive them.
+    BytecodeError if MLIR refuses the bytes, or did not survive them.
     """
     return bytecodes_to_texts([data])[0]
 
 
 def bytecodes_to_texts(modules: Sequence[bytes]) -> list[str]:
-    """The texts of several modules, read by one process.
-
-    Raises:
-      BytecodeError: as for `bytecode_to_text`, of any of them.
-    """
+    """The texts of several modules, read by one process; BytecodeError for any of them."""
     # `-P` and the own path of this file: the reader imports this installation, and nothing from the
     # current folder. A crash shows as a negative return code, the number of the signal.
     size = sum(map(len, modules))

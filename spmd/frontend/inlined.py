@@ -98,11 +98,8 @@ def _replace_results(op: Any, values: Sequence[Any]) -> None:
 def take_apart(module: ir.Module, main: Any) -> dict[int, Taken]:
     """Writes out what the function `main` calls, in place; other functions go.
 
-    Returns:
-      Number -> what the barriers of this number stand for.
-
-    Raises:
-      FrontendError: functions that call each other without end.
+    Returns what the barriers of each number stand for. FrontendError if functions call each other
+    without end.
     """
     functions, count = functions_of(module), 0
     taken: dict[int, Taken] = {}

@@ -87,12 +87,9 @@ def symbols_of(module: ir.Module) -> tuple[str, ...]:
 def refine(
     module: ir.Module, shapes: Sequence[Sequence[int]], symbols: Mapping[str, int] = NO_SYMBOLS
 ) -> ir.Module:
-    """A module at static shapes.
+    """A module at static shapes of its arguments, without those that are a symbol's value.
 
-    Args:
-      module: has a function `main`, or one function alone; it stays as it is.
-      shapes: of each argument, without those that are a symbol's value.
-      symbols: name -> value, for modules whose functions take such.
+    `symbols` has the values of symbols, for modules whose functions take such.
 
     Returns:
       A module without dynamic shapes, shape assertions, and arguments for symbols.
@@ -141,10 +138,7 @@ def exported_dims(exported: Any) -> list[ArgumentDims]:
 
 
 def constraints_of(dim: Any) -> list[str]:
-    """What `jax.export.symbolic_shape` was told of the symbols that are made with a dim's.
-
-    It is text: `n >= 2`, `mod(n, 8) == 0`.
-    """
+    """What `jax.export.symbolic_shape` was told of a dim's symbols: `n >= 2`, `mod(n, 8) == 0`."""
     # jax keeps constraints to itself. For one on a remainder it adds `8*floordiv(n, 8) == n`, which
     # nobody wrote.
     stated = [constraint.debug_str for constraint in dim.scope._explicit_constraints]
@@ -159,9 +153,6 @@ def stated_dims(module: ir.Module) -> list[ArgumentDims]:
     shapes, and names the symbols in the message of a failure:
 
         ... polymorphic shapes specifications: args[0].shape = (n, 4),args[2].shape = (2*n,). ...
-
-    Raises:
-      FrontendError: an argument that is no ranked tensor.
     """
     dims: list[ArgumentDims]
     with module.context:

@@ -39,26 +39,14 @@ _FUNCTIONS: Mapping[str, Callable[[int, int], int]] = {
 
 
 def symbols_in(dims: Iterable[Dim]) -> tuple[str, ...]:
-    """The symbols that dims are made of, in order of their names.
-
-    Raises:
-      FrontendError: a dim that is no expression of symbols.
-
-    Example:
-      >>> symbols_in(("2*n", 4, "floordiv(m, 8)"))
-      ('m', 'n')
-    """
+    """The symbols that dims are made of, in order of their names: `m` and `n` of `2*n`, `m + 1`."""
     trees = [_parsed(dim) for dim in dims if isinstance(dim, str)]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)]
     return tuple(sorted({node.id for node in nodes} - set(_FUNCTIONS)))
 
 
 def size_of(dim: Dim, symbols: Mapping[str, int]) -> int:
-    """The size of a dim.
-
-    Args:
-      dim: a number, or an expression of symbols.
-      symbols: name -> value.
+    """The size of a dim, a number or an expression of symbols.
 
     Raises:
       FrontendError: a symbol without a value, something that is no such expression, or no size.

@@ -36,11 +36,7 @@ _SEEN: ContextVar[list[Mesh] | None] = ContextVar("seen meshes", default=None)
 
 @contextmanager
 def seen_meshes(known: Mesh | None = None) -> Iterator[list[Mesh]]:
-    """The meshes of the marks met while tracing, in order; `jit` without a mesh takes the first.
-
-    Args:
-      known: the mesh that is traced for, if that is known: it comes before all others.
-    """
+    """The meshes of the marks met while tracing, in order; `known` comes before all others."""
     found = [] if known is None else [known]
     token = _SEEN.set(found)
     try:
@@ -76,7 +72,6 @@ class Trace(NamedTuple):
     """A function that was traced and lowered.
 
     Attributes:
-      module: the MLIR module.
       out: the result's pytree of `ShapeDtypeStruct`s.
       manual: the distinct meshes of its calls of `jax.shard_map`.
       meshes: those meshes and the ones of jax's sharding constraints that have devices.
@@ -211,12 +206,9 @@ def _meshes_of(jaxpr: Any) -> Iterator[tuple[bool, Any]]:
 
 
 def _renumber(module: ir.Module, order: tuple[int, ...], program: tuple[int, ...]) -> None:
-    """Makes the devices of a module's meshes positions in the program's mesh.
+    """Makes the devices of a module's meshes positions in the program's mesh, in place.
 
-    Args:
-      module: the module, in place.
-      order: ids of the devices by their position in jax's meshes.
-      program: ids of the devices by their position in the program's mesh.
+    `order` and `program` are ids of devices by their position in jax's meshes and in the program's.
     """
     # jax's meshes have one order of devices, by which the module numbers them. For the program's
     # mesh with the devices 0 2 1 3 and jax's with 0 1 2 3:
@@ -304,13 +296,7 @@ _uneven_mark = Primitive("spmd_mark")
 
 
 def mark_uneven(x: Any, mesh: Mesh, entries: tuple[tuple[str, ...] | None, ...]) -> Any:
-    """A sharding constraint on a tracer, on any mesh, whose axes need not divide its dims.
-
-    Args:
-      x: a tracer.
-      mesh: the mesh.
-      entries: for each dim its axis names, or None if it is open.
-    """
+    """A sharding constraint on a tracer, on any mesh, whose axes need not divide its dims."""
     axes = tuple(zip(mesh.axis_names, mesh.sizes, strict=True))
     return _uneven_mark.bind(x, mesh=axes, ids=mesh.device_ids, entries=entries)
 

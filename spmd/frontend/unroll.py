@@ -70,12 +70,7 @@ def unroll(program: Program, most: int) -> Program:
 
 
 class _Stack(NamedTuple):
-    """A tensor some pieces of which, along dim 0, were written one by one.
-
-    Attributes:
-      under: what it was before.
-      pieces: place -> what was written there.
-    """
+    """A tensor of which some pieces along dim 0 were written one by one, and what is under them."""
 
     under: Value
     pieces: Mapping[int, Value]

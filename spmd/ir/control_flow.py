@@ -23,10 +23,8 @@ UNKNOWN_TRIPS = 16
 class Tie(NamedTuple):
     """Values that are one value to data flow, and so share one sharding.
 
-    Attributes:
-      source: values that flow in from outside the op (the initial value of a carry), or None.
-      inside: region arguments and region results.
-      result: the op's result, or None.
+    `source` flows in from outside the op (the initial value of a carry), `inside` are region
+    arguments and results, and `result` is the op's.
     """
 
     source: Value | None
@@ -118,16 +116,7 @@ def users_of(program: Program) -> dict[Value, list[tuple[Op | None, int]]]:
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Lookups over one program. Each is made when it is first asked for, and kept.
-
-    Attributes:
-      program: the program.
-
-    Example:
-      >>> index = Index(program)
-      >>> index.producers[value].name
-      'stablehlo.add'
-    """
+    """Lookups over one program, as `index.producers[value]`, made when first asked for."""
 
     program: Program
 

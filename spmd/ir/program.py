@@ -78,10 +78,7 @@ class Loc(NamedTuple):
 
     @property
     def trail(self) -> str:
-        """`source` and who called it: of a helper's line, the caller tells which use is meant.
-
-        Example: `model.py:252 (linear) <- model.py:240 (mlp)`.
-        """
+        """`source` and who called it: `model.py:252 (linear) <- model.py:240 (mlp)`."""
         shown = self.user_frames[:2]
         return " <- ".join(str(f) for f in shown if f is shown[0] or f.function != "<module>")
 
@@ -203,10 +200,7 @@ class Op(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The op's name for people: without the dialect where that is StableHLO's.
-
-        A composite has a name of its own, and so has the function that a callback calls.
-        """
+        """The op's name for people; of a composite its own, of a callback its function's."""
         if self.kind.name == COMPOSITE:
             return str(self.kind.attrs["name"])
         if "called" in self.kind.attrs:  # a callback

@@ -102,9 +102,7 @@ def was(who: str) -> str:
 class Peers:
     """The thread that gives signs of life, looks for others' and stops this process in time.
 
-    Args:
-      store: the job's store.
-      timeout_s: after so many seconds of silence a process counts as lost.
+    After `timeout_s` seconds of silence a process counts as lost.
     """
 
     # How process 2 of 4 is missed, with a timeout of 60 s and a look every 5 s:

@@ -27,8 +27,7 @@ class _Gpu(NamedTuple):
     Attributes:
       name: CUDA's name for it.
       capability: compute capability.
-      cores: number of multiprocessors.
-      fpus: float32 units of a multiprocessor.
+      cores, fpus: multiprocessors, and the float32 units of each.
       shared: KiB of shared memory of a multiprocessor.
       l2, memory: bytes of the L2 cache and of device memory.
       bandwidth: of device memory, in 10^9 bytes/s.
@@ -111,9 +110,7 @@ def is_here(mesh: Mesh, topology: Topology) -> bool:
 def devices_ahead(mesh: Mesh, topology: Topology) -> list[Any]:
     """Descriptions of a machine's devices, in the mesh's order: to compile for, not to run on.
 
-    Args:
-      mesh: as many devices as the topology has, or for TPUs a multiple of it: as many slices.
-      topology: of TPUs or NVIDIA GPUs.
+    The mesh has as many as the topology, or for TPUs a multiple of it: as many slices.
 
     Raises:
       MeshError: no compiler for the machine is here, or the mesh does not fit it.

@@ -35,19 +35,14 @@ class Emitted:
     """A local program as plain data: it can be kept, compared and compiled later.
 
     Attributes:
-      name: the program's.
-      mesh: the mesh.
       module: StableHLO text with a function `main`, to be run on every device. It takes pieces of
         the arguments, and behind them those of the constants.
       arguments, results: shardings of the global arguments and results.
-      argument_types: of the global arguments.
-      result_types: of one device's pieces.
+      argument_types, result_types: of the global arguments; of one device's pieces.
       argument_orders, result_orders: in which order their dims lie in memory.
       donated: flat indices of donated arguments.
-      needs_x64: whether some value has elements of 64 bits.
       callbacks: the Python functions that it calls, by number.
-      peak_bytes: predicted memory of one device, where somebody asked for it.
-      seconds: predicted time of one run, where somebody asked for it.
+      peak_bytes, seconds: of one device and run, predicted where somebody asked for it.
       constants: what it takes behind its arguments.
     """
 
@@ -109,12 +104,7 @@ def formats(
 
 
 def emit_local(local: Partitioned, donated: tuple[int, ...] = ()) -> Emitted:
-    """Emits an expanded local program.
-
-    Args:
-      local: the program and its boundary.
-      donated: flat indices of donated arguments.
-    """
+    """Emits an expanded local program; `donated` are flat indices of arguments."""
     program, mesh, arguments, results = local[:4]
     types, body = program.types, program.body
     count = len(body.args) - len(program.constants)

@@ -105,11 +105,6 @@ def compile_emitted(
 ) -> Any:
     """Hands an emitted program to XLA, once all processes of the mesh have shown the same one.
 
-    Args:
-      emitted: the program.
-      compiler_options: passed to XLA as they are.
-      outside: what jax is told of arguments and results.
-
     Returns:
       jax's compiled program: it takes and returns flat global arrays. One `WithConstants` if it
       has some, which looks the same.
@@ -137,10 +132,7 @@ def compile_emitted(
 class WithConstants:
     """jax's compiled program, and the constants that it takes in front of its arguments.
 
-    Attributes:
-      compiled: the program.
-      constants: arrays, of which every process places the pieces of its own devices; none if the
-        program's devices are not here.
+    Of these every process places the pieces of its own devices; none if the devices are not here.
     """
 
     def __init__(self, compiled: Any, emitted: Emitted, outside: Outside) -> None:
@@ -174,15 +166,10 @@ def compile_within(
     compiler_options: Mapping[str, Any],
     outside: Outside | None = None,
 ) -> Any:
-    """As `compile_emitted`, for a program that has been planned within a memory limit.
+    """As `compile_emitted`, for a program that has been planned within a limit of bytes.
 
     Where XLA takes more than the limit, its scheduler is told of it; of both programs the smaller
     one is kept. It is not told at once, for then it also slows down what fits.
-
-    Args:
-      limit: bytes of one device.
-      emitted, compiler_options, outside: as for `compile_emitted`.
-      topology: the machine.
     """
     free = compile_emitted(emitted, compiler_options, outside)
     used, around = _memory(free)
@@ -203,11 +190,7 @@ def _memory(compiled: Any) -> tuple[int, int]:
 
 
 def check_no_callbacks(emitted: Emitted) -> None:
-    """Checks that a program can be compiled for a machine that is not here.
-
-    Raises:
-      MeshError: it calls Python, which takes the runtime of that machine.
-    """
+    """MeshError if a program that is compiled for elsewhere calls Python, which takes a runtime."""
     if emitted.callbacks:
         raise MeshError(
             "a program that calls Python cannot be compiled for a machine that is not here",
@@ -243,10 +226,6 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
     """A jitted function of constants and flat global arguments that runs an emitted program.
 
     Constants come first, where jax's C++ dispatch puts such values. It is traced `on_own_mesh`.
-
-    Args:
-      emitted: the program.
-      outside: as for `compile_emitted`.
     """
     outside = outside or Outside(jax_mesh(emitted.mesh))
     boundary = jax_mesh(emitted.boundary_mesh, outside.devices)
@@ -281,16 +260,10 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
 def executable_on(
     module: str, out_types: Sequence[TensorType], where: Any, callbacks: Callbacks = ()
 ) -> Any:
-    """A function of host arrays that runs a whole program, as it is, on one device or a mesh.
+    """A function of host arrays that runs a whole program (its text) on a jax device or a mesh.
 
-    On a mesh every device holds all arguments and results; what is between is left to XLA's
-    partitioner.
-
-    Args:
-      module: StableHLO text with a function `main`.
-      out_types: types of its results.
-      where: a jax device, or the mesh of the program's manual regions.
-      callbacks: what it calls; those that only look do nothing.
+    On a mesh, that of the program's manual regions, every device holds all arguments and results;
+    what is between is left to XLA's partitioner. Callbacks that only look do nothing.
     """
     run, place = _runner(module, tuple(out_types), silent(callbacks)), where
     more: dict[str, Any] = {}
@@ -324,12 +297,9 @@ def _runner(
 
 
 def without_shardings(module: ir.Module) -> str:
-    """A module's text without anything that says how values lie on devices.
+    """A module's text without anything that says how values lie on devices, but for manual regions.
 
-    Manual regions stay, and the meshes that they name.
-
-    Raises:
-      UnsupportedOpError: a manual region as GSPMD's text has it, which only its partitioner runs.
+    UnsupportedOpError for a manual region as GSPMD's text has it, which only its partitioner runs.
     """
     target = "call_target_name"
     if _holds(module, lambda op: target in op.attributes and op.attributes[target].value == LEAVES):

@@ -47,14 +47,11 @@ def lay_out(
     platform: str,
     wanted: bool | None = None,
 ) -> Partitioned:
-    """Chooses the order in memory of arguments and results.
+    """Chooses the order in memory of arguments and results of a program with all its collectives.
 
-    Args:
-      local: the local program, with all its collectives.
-      links: (result, argument) of donated arguments and their updates: what can be chosen.
-      given: the order of each other argument, None for major to minor.
-      platform: what it is compiled for.
-      wanted: whether to choose; None: where the backend would transpose otherwise.
+    `links` are the (result, argument) of donated arguments, which can be chosen; other arguments
+    are `given` (None: major to minor). It chooses if `wanted`; None: where the backend would
+    transpose otherwise.
     """
     program, body, types = local.program, local.program.body, local.program.types
     arguments = [*given, *[None] * (len(body.args) - len(given))]

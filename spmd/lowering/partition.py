@@ -44,13 +44,10 @@ def _use(op: Op, index: int) -> str:
 
 
 class Partitioned(NamedTuple):
-    """A local program and how its boundary lies on the mesh.
+    """A local program, whose only communication is explicit collectives, and how its boundary lies.
 
-    Attributes:
-      program: runs on every device; its only communication is explicit collectives.
-      mesh: the mesh.
-      arguments, results: shardings of the global arguments and results.
-      argument_orders, result_orders: in which order their dims lie in memory; empty until chosen.
+    `arguments` and `results` are shardings of the global ones; the orders of their dims in memory
+    are empty until chosen.
     """
 
     program: Program

@@ -22,8 +22,6 @@ class Measured(NamedTuple):
     """Measured speed of one kind of collective among some devices behind a switch.
 
     Attributes:
-      kind: as in `spmd.reshard.comm.KINDS`.
-      devices: how many exchange with one another.
       latency: seconds that a collective of almost no bytes takes.
       bandwidth: bytes/s that each device sends in a large one, counting bytes as a ring does.
     """
@@ -198,11 +196,7 @@ def chip_to_json(chip: Chip) -> dict[str, Any]:
 
 
 def chip_from_json(data: dict[str, Any]) -> Chip:
-    """Reads what `chip_to_json` makes.
-
-    Raises:
-      KeyError, TypeError, ValueError: the dict is not one that `chip_to_json` made.
-    """
+    """Reads what `chip_to_json` makes; KeyError, TypeError or ValueError for anything else."""
     own: dict[str, Any] = {
         name: Link(**data[name]) for name in ("ici", "dcn", "core") if data.get(name)
     }

@@ -158,11 +158,7 @@ class Mesh:
         """The same devices with an axis for each prime-sized part of an axis.
 
         Specs name whole axes. Here every part of `model` is an axis, so a model with 2 key heads
-        can split them over one half of `model=4`.
-
-        Example:
-          >>> Mesh(None, (2, 4), ("data", "model")).refined().axis_names
-          ('data', 'model.0', 'model.1')
+        can split them over one half of `model=4`, which is called `model.0`.
         """
         pieces = self.pieces()
         sizes, dcn_sizes = [], []

@@ -80,12 +80,9 @@ class Sharding:
 
 
 class Mark(NamedTuple):
-    """How the user wants one value to be split.
+    """How the user wants one value to be split: atoms of each dim, and which dims are open.
 
-    Attributes:
-      dims: atoms of each dim.
-      open: for each dim, whether the compiler may split it further.
-      reason: where the mark comes from: `argument params/w_in`, `mark_sharding at train.py:12`.
+    `reason` is where the mark comes from: `argument params/w_in`, `mark_sharding at train.py:12`.
     """
 
     dims: tuple[Axes, ...]

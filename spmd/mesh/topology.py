@@ -263,10 +263,7 @@ def _cover(size: int, free: Sequence[int], shape: Sequence[int]) -> tuple[int, .
 
 
 def _dims_link(topology: Topology, dims: Sequence[int]) -> Link:
-    """One link with the bandwidth of several torus dims together.
-
-    Cores that are devices of their own form one more dim, behind those of the torus.
-    """
+    """One link with the bandwidth of several torus dims, and of cores behind them, together."""
     chip, shape = topology.chip, topology.shape
     if chip.core is not None and dims == (len(shape),):
         return chip.core

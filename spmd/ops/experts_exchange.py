@@ -39,8 +39,7 @@ class Places(NamedTuple):
     """What goes from each device to each other one, from the one at hand.
 
     Attributes:
-      here_N: where the rows for each device start.
-      sent_N: how many there are.
+      here_N, sent_N: where the rows for each device start, and how many there are.
       there_N: where they start at that device.
       got_N: how many rows come from each.
     """
@@ -82,10 +81,8 @@ def forward(
 ) -> Any:
     """The sum of the chosen experts of the rows at hand, wherever these experts are.
 
-    Args:
-      x_BSH, gates_BSC, chosen_BSC, *weights, count, product: as for `experts_local.forward`.
-      axes: the axes of the devices that exchange; they split the experts evenly.
-      send: how rows are exchanged.
+    As `experts_local.forward`, over the axes of the devices that exchange, which split the experts
+    evenly; `send` exchanges rows.
     """
     route = _Route.of(chosen_BSC, weights[0].shape[0], count, axes)
     x_XH = route.sorted(x_BSH)
@@ -151,10 +148,7 @@ class _Route(NamedTuple):
       place_TC: where each row's choices are in that order.
       counts_NE: how many choices each device has of each of the experts here.
       sizes_NN: how many choices each device has for each.
-      me: the device.
-      choices: of each row.
-      size: choices of a turn.
-      most: choices that may come.
+      choices, size, most: choices of each row, of a turn, and that may come.
     """
 
     order_X: Any

@@ -90,8 +90,7 @@ class Part(NamedTuple):
     """The choices of one turn.
 
     Attributes:
-      at_R: their places among all choices.
-      row_R: the rows that made them.
+      at_R, row_R: their places among all choices, and the rows that made them.
       is_here_R1: whether there is such a choice; the last ones are padding.
       sizes_E: how many there are of each expert at hand, one expert behind the other.
     """
@@ -135,9 +134,7 @@ class _Choices(NamedTuple):
       order_X: the choices, sorted; those of experts that are elsewhere are last.
       place_TC: where each row's choices are in that order.
       ends_E: where each expert's choices end.
-      choices: of each row.
-      size: choices of a turn.
-      most: choices that there may be.
+      choices, size, most: choices of each row, of a turn, and that there may be.
     """
 
     order_X: Any

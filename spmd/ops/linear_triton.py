@@ -46,8 +46,7 @@ class Tiles(NamedTuple):
     """How the products are divided.
 
     Attributes:
-      rows: of x, with padding: a power of two.
-      outputs: of a block.
+      rows, outputs: of x, with padding a power of two; of a block.
       inputs: that are multiplied at a time.
       splits: programs that share a block's inputs.
       stages: tiles under way, the one that is multiplied among them.
@@ -61,15 +60,10 @@ class Tiles(NamedTuple):
 
 
 def products(x_BI: Any, weights: Sequence[Any], *, interpret: bool = False) -> Any:
-    """`x @ weight.T` for each weight; NotImplemented for shapes and dtypes that are not for it.
+    """`x @ weight.T` (B, O) for each weight; NotImplemented for what is not for the kernel.
 
-    Args:
-      x_BI: rows, of 16 bits.
-      weights: (O, I) each, of the same dtype.
-      interpret: run it step by step in jax, on any platform: for tests.
-
-    Returns:
-      (B, O) for each weight, summed in float32, in the dtype of `x_BI`.
+    It takes rows and weights (O, I) of one dtype of 16 bits, and sums in float32. `interpret` runs
+    it step by step in jax, on any platform: for tests.
     """
     tiles = tiles_for(x_BI, weights)
     if tiles is None:

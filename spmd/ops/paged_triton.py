@@ -47,12 +47,8 @@ LOWEST = np.float32(-1e30)
 def attend(*operands: Any, window: int | None = None, interpret: bool = False) -> Any:
     """As the reference; NotImplemented for shapes that the kernel does not take.
 
-    Args:
-      *operands, window: as there.
-      interpret: run it step by step in jax, on any platform: for tests.
-
-    Raises:
-      ArgumentError: a pool whose elements the kernel cannot count.
+    ArgumentError for a pool whose elements it cannot count. `interpret` runs it step by step in
+    jax, on any platform: for tests.
     """
     q_ARKGD, pool_ANPK2D, table_ABM, slots_AR, positions_AR, first_AB1, *scales = operands
     groups, width = q_ARKGD.shape[3:]

@@ -25,10 +25,6 @@ def array_of(tensor: torch.Tensor, what: str) -> Any:
 
     A tensor on a GPU stays there, by DLPack. Where jax has no 64 bits, integers become narrower.
 
-    Args:
-      tensor: on a CPU or GPU.
-      what: the tensor, for errors.
-
     Raises:
       ArgumentError: it has no values, or values that do not fit into 32 bits.
     """

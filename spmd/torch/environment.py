@@ -22,11 +22,7 @@ from spmd.torch.arrays import array_of
 
 
 class Tracing(Environment):  # type: ignore[misc]  # torchax has no types
-    """One trace of a module; enter it to let torch ops be jax ops.
-
-    Attributes:
-      draws: whether random numbers were drawn.
-    """
+    """One trace of a module, to be entered: torch ops are jax ops; whether it `draws` randomly."""
 
     def __init__(self, key: Any) -> None:
         super().__init__()

@@ -18,12 +18,7 @@ from spmd.torch.state import Rules, State, state_of
 
 
 class Arrays:
-    """A module's tensors: torch's until a program says how they lie, then on the mesh.
-
-    Attributes:
-      state: the module's tensors by name.
-      placed: name -> array on the mesh, once there.
-    """
+    """A module's tensors by name: torch's until a program says how they lie, then on the mesh."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -61,13 +56,9 @@ class Arrays:
 
 
 class Program(NamedTuple):
-    """One program of a module.
+    """One program of a module: the buffers that it changes, and whether it draws random numbers.
 
-    Attributes:
-      compiled: the program.
-      changed: names of the buffers that it changes.
-      draws: whether it draws random numbers.
-      outputs: of a forward pass, how its result is put together.
+    `outputs` says of a forward pass how its result is put together.
     """
 
     compiled: Compiled

@@ -43,8 +43,7 @@ def check_installed(version_of: Callable[[str], str] = metadata.version) -> None
 def load_torchax() -> None:
     """Imports all of torchax that we use; from then on it is imported as any package.
 
-    Raises:
-      InstallError: PyTorch or torchax is missing, or of another version.
+    InstallError if PyTorch or torchax is missing, or of another version.
     """
     check_installed()
     with _old_overloads(), _known_decompositions():

@@ -36,11 +36,9 @@ def optimizer_of(given: Any, state: State) -> OptaxOptimizer | TorchOptimizer:
 
 
 class OptaxOptimizer:
-    """An optimizer of optax, over all parameters that require a gradient.
+    """An optimizer of optax, over all parameters that require a gradient: `trained`.
 
-    Attributes:
-      trained: names of the parameters that it moves.
-      key: what the program depends on.
+    `key` is what the program depends on.
     """
 
     key = ()

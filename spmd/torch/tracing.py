@@ -42,12 +42,9 @@ _VALUE_ERRORS = (
 
 
 class Run(NamedTuple):
-    """What one run of a module gives.
+    """What one run of a module gives: its result, of traced tensors, and the changed buffers.
 
-    Attributes:
-      result: what the function returned, traced tensors and all.
-      changed: name of each buffer that it changed -> its new array.
-      draws: whether it drew random numbers.
+    `draws`: whether it drew random numbers.
     """
 
     result: Any
@@ -77,10 +74,8 @@ def run(
 ) -> Run:
     """Runs `fn(module, *inputs)` with arrays, or tracers of jax, in place of tensors.
 
-    Args:
-      arrays: the value of each of the module's parameters and buffers, of tied ones once.
-      leaves: the array of each input, by name; `inputs` has their structure.
-      key: for random numbers.
+    `arrays` are the values of parameters and buffers, `leaves` those of the inputs, by name; `key`
+    is for random numbers.
     """
     env = Tracing(key)
     state = {f"module.{name}": Tensor(array, env) for name, array in arrays.items()}
@@ -270,13 +265,10 @@ def loss_of(result: Any) -> Any:
 
 
 class Traced(NamedTuple):
-    """A function of pytrees that was traced once.
+    """A function of pytrees that was traced once: what computes it, and structs of what it returns.
 
-    Attributes:
-      call: computes it, from pytrees of the same structure.
-      results: structs of what it returns.
-      is_zero: in place of each leaf, whether it is zero by construction, as the gradient of a
-        parameter that the loss never reaches is.
+    `is_zero` says of each leaf whether it is zero by construction, as the gradient of a parameter
+    that the loss never reaches is.
     """
 
     call: Callable[..., Any]

@@ -67,10 +67,7 @@ def whole_run(program: Program, mesh: Mesh) -> Run:
 
 
 def text_run(text: str, program: Program, mesh: Mesh) -> Run:
-    """A whole program's module, compiled for the first device of the mesh.
-
-    With manual regions it takes the whole mesh, and XLA's partitioner.
-    """
+    """A whole program compiled for the mesh's first device; with manual regions for all, by XLA."""
     types = tuple(program.types[v] for v in program.body.results)
     is_manual = any(op.name == MANUAL for op in program.walk())
     where = mesh if is_manual else jax_mesh(mesh).devices.flat[0]
@@ -84,14 +81,12 @@ def host_arrays(arrays: Sequence[Any]) -> Arrays:
 
 
 class Search(NamedTuple):
-    """The search in one block: the program, or a body taken by itself.
+    """The search in one block: the program, or a body taken by itself with a plan of its own.
 
     Attributes:
-      plan: of the block, as a whole program.
       arguments: for each argument of the block a host array.
       lower: how a plan becomes a program to run.
       tolerance: the largest difference that still counts as equal.
-      inside: as in `Culprit`.
     """
 
     plan: Plan

@@ -71,8 +71,6 @@ def verify(
     runs on all of the mesh, partitioned by XLA, and every device has to have room for it.
 
     Args:
-      plan: of the program.
-      module: the StableHLO module that was compiled, in memory.
       run: the compiled program, from flat arguments to flat results.
       arguments: flat arguments; they are copied, so donation does not reach them.
       lower: the stages from a plan to an emitted module.

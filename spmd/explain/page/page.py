@@ -41,11 +41,7 @@ BREAK = tag("br")
 
 
 def render(facts: Facts) -> str:
-    """What `explain_program` says, with pictures, as one page without outside resources.
-
-    Args:
-      facts: of the program.
-    """
+    """What `explain_program` says, with pictures, as one page without outside resources."""
     plan = facts.plan
     sections = [section for section in _sections(facts) if section.body]
     texts = dict.fromkeys([*(form.text for form in plan.forms), *plan.notes])

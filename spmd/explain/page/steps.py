@@ -147,14 +147,10 @@ def grid(
     phases: Sequence[tuple[int, int, str]],
     label: str,
 ) -> Html:
-    """The picture.
+    """The picture: a line for each of `names`, a column for each step, but for some in the middle.
 
-    Args:
-      names: of the workers, a line each.
-      count: of the steps, a column each; some in the middle may be left out.
-      work: what a worker does in a step.
-      phases: (first step, the one behind the last, name) of what gets a bracket above it.
-      label: what screen readers say.
+    `work` says what a worker does in a step. A phase is (first step, the one behind the last,
+    name), and gets a bracket above it. `label` is what screen readers say.
     """
     steps, top = shown_steps(count), _ABOVE if phases else 0
     bottom = top + len(names) * _HIGH

@@ -37,11 +37,7 @@ Found = list[tuple[str, Value, Sharding | None]]
 def explain_value(stages: Stages, name: str, prices: Prices | None = None) -> str:
     """All about one value: its sharding, why each dim is split or not, and who reshards it.
 
-    Args:
-      stages: the pipeline's results.
-      name: an argument's or a result's name or a pattern of names (`params/*/w`), a value's number
-        as in `%12`, or a source line (`model.py:12`) for all that is made there.
-      prices: of what the plan decided against; left out if not given.
+    `name` is as for `Planned.explain`; without `prices` nothing is said of what else would cost.
 
     Raises:
       ArgumentError: no value has this name.

@@ -37,8 +37,7 @@ from spmd.mesh.mesh import Mesh
 def tensor_type(type_: Any) -> TensorType:
     """A type, from the bindings or as MLIR writes it.
 
-    Raises:
-      FrontendError: it is neither a ranked tensor of static shape nor a token.
+    FrontendError if it is neither a ranked tensor of static shape nor a token.
     """
     text = str(type_)
     if text == "!stablehlo.token":
@@ -128,8 +127,7 @@ def _walk_location(location: Any, scope: str, frames: list[Frame]) -> str:
 def entries_of(op: Any) -> tuple[tuple[str, Any], ...]:
     """An op's attributes; a complex constant, which the bindings have no class for, as text.
 
-    Raises:
-      FrontendError: another attribute that they have no class for.
+    FrontendError for another attribute that they have no class for.
     """
     try:
         return tuple([(name, op.attributes[name]) for name in op.attributes])

@@ -52,11 +52,9 @@ _OF_CALLBACKS = ("number", "called", "ordered", "partitioned")
 def call_handlers(
     composites: Mapping[str, Mapping[str, Attribute]], callbacks: int = 0
 ) -> dict[str, Handler]:
-    """The handlers of one import.
+    """The handlers of one import, at which so many Python functions are there to be called.
 
-    Args:
-      composites: name of each composite that stays one op -> attributes besides its own.
-      callbacks: how many Python functions are there to be called.
+    `composites` has the name of each composite that stays one op -> attributes besides its own.
     """
     # A tuple never becomes a value: it is remembered as the values that it was made of.
     #   %3 = tuple %1, %2; %4 = get_tuple_element %3[1]      %4 is %2, and no op is appended
@@ -151,11 +149,7 @@ def _marked(
 
 
 def _callback(importer: Importer, op: Any, env: Env, known: int) -> Op:
-    """A call of a Python function, with the manual axes around it.
-
-    Raises:
-      UnsupportedOpError: the function is not here.
-    """
+    """A call of a Python function, with the manual axes around it."""
     loc = importer.loc(op.location)
     stated = dict(entries_of(op))
     attrs = {n: importer.attribute(n, stated[n]) for n in _OF_CALLBACKS if n in stated}

@@ -23,16 +23,7 @@ _PATH_PART = re.compile(r"""\[\s*['"]?(.*?)['"]?\s*\]|([^\[\].]+)""")
 
 
 class Contents:
-    """The functions and meshes of a module.
-
-    Args:
-      module: the module.
-      mesh: the mesh that it is compiled for, if that is known.
-
-    Attributes:
-      functions: name -> function.
-      meshes: its meshes.
-    """
+    """The functions and meshes of a module, compiled for a mesh if that is known."""
 
     def __init__(self, module: Any, mesh: Mesh | None = None) -> None:
         self.functions: dict[str, Any] = {}
@@ -46,11 +37,7 @@ class Contents:
         self.meshes = Meshes(meshes, partitions_of(module), mesh)
 
     def main(self) -> Any:
-        """The function to compile.
-
-        Raises:
-          FrontendError: there is none, or several and none is `main`.
-        """
+        """The function to compile; FrontendError if there is none, or several and no `main`."""
         main = self.functions.get("main")
         if main is None and len(self.functions) == 1:
             main = next(iter(self.functions.values()))

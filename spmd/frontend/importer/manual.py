@@ -36,10 +36,8 @@ class Scope(NamedTuple):
     """A manual region.
 
     Attributes:
-      mesh: the mesh that the program is compiled for.
-      own: the mesh that the region is written for.
-      names: its manual axes there.
-      axes: the atoms of `mesh` that these are, ascending.
+      mesh, own: the mesh that the program is compiled for, and that the region is written for.
+      names, axes: its manual axes on `own`, and the atoms of `mesh` that these are, ascending.
       held: these, and those of the regions around it.
     """
 
@@ -55,11 +53,7 @@ class Scope(NamedTuple):
         return len(self.held) == len(self.mesh.atoms)
 
     def check_free(self, sharding: ShardingAttr, loc: Loc) -> None:
-        """Holds that a mark inside splits nothing over manual axes.
-
-        Raises:
-          SpecError: it does.
-        """
+        """Holds that a mark inside splits nothing over manual axes; SpecError if it does."""
         used = {a for refs in sharding.dims for a in atoms_of_refs(refs, self.mesh)}
         held = used & set(self.held)
         if held:
@@ -99,7 +93,6 @@ class Exchange(NamedTuple):
     """A collective as the module states it.
 
     Attributes:
-      name: the op.
       dims: the attributes that name dims, as `all_gather_dim`.
       rows: its replica groups, padded with -1, or the pairs of a permute.
       mesh, axes: of `#stablehlo.replica_group_mesh_axes`, if it has that in place of groups; the
@@ -124,20 +117,10 @@ def collective(
     loc: Loc,
     partitions: int,
 ) -> dict[str, Attribute] | None:
-    """The attributes of a collective, its body left out.
+    """The attributes of a collective in a manual region, its body left out.
 
     `axes` are the atoms over which it runs, and `groups` its groups where these are not just those
-    of the axes.
-
-    Args:
-      stated: the collective as the module states it.
-      scope: the manual region that it is in.
-      meshes: the module's meshes.
-      loc: where it comes from.
-      partitions: the number of devices that the module is for.
-
-    Returns:
-      None for a collective that does nothing: every device exchanges with itself alone.
+    of the axes. None for one that does nothing: every device exchanges with itself alone.
 
     Raises:
       UnsupportedOpError: it is outside any manual region, or runs over axes that are not manual.

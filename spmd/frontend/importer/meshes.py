@@ -25,19 +25,11 @@ End = tuple[Mapping[str, Any], int]
 
 
 class Meshes:
-    """The meshes of a module.
+    """The meshes of a module by name, None for those of a single device.
 
-    A module's devices are positions among those that it is for. These are the devices of the mesh
-    that the program is compiled for, in its order.
-
-    Args:
-      named: name -> mesh; None for those of a single device.
-      partitions: the number of devices that the module is for.
-      mesh: the mesh that it is compiled for; the first one that it states when left out.
-
-    Attributes:
-      named: as given.
-      partitions: as given.
+    Its devices are positions among those (`partitions` many) that it is for. These are the devices
+    of the mesh that the program is compiled for, in its order; left out, that is the first one it
+    states.
     """
 
     def __init__(self, named: dict[str, Mesh | None], partitions: int, mesh: Mesh | None) -> None:
@@ -53,11 +45,7 @@ class Meshes:
         return self._mesh or NO_AXES
 
     def with_axes(self, names: Iterable[str]) -> Mesh:
-        """The first mesh of the module that has all of some axes.
-
-        Raises:
-          FrontendError: there is none.
-        """
+        """The first mesh of the module that has all of some axes."""
         wanted = set(names)
         found = (mesh for mesh in self.named.values() if mesh and wanted <= set(mesh.axis_names))
         mesh = next(found, None if wanted else NO_AXES)
@@ -72,11 +60,7 @@ class Meshes:
         return stated(attr, self.named, rank)
 
     def atoms(self, other: Mesh, refs: Iterable[AxisRef]) -> Axes:
-        """The atoms of `mesh` that axes and parts of axes of another mesh consist of.
-
-        Raises:
-          MeshError: there are none.
-        """
+        """The atoms of `mesh` that axes and parts of axes of another mesh consist of."""
         if other.size == 1:
             return ()
         if self._mesh is None:
@@ -84,11 +68,7 @@ class Meshes:
         return tuple(a for ref in refs for a in part_atoms(self.mesh, other, *ref))
 
     def written(self, sharding: Stated) -> ShardingAttr:
-        """A sharding on `mesh`.
-
-        Raises:
-          MeshError: its axes consist of no atoms of `mesh`.
-        """
+        """A sharding on `mesh`; MeshError if its axes consist of no atoms of it."""
         if sharding.mesh == self.mesh or not any(sharding.dims):
             return ShardingAttr(sharding.dims, sharding.open)
         dims = [axis_refs(self.atoms(sharding.mesh, refs), self.mesh) for refs in sharding.dims]
@@ -99,18 +79,10 @@ class Meshes:
         return ShardingAttr(named, sharding.open)
 
     def mark(self, attr: Any, rank: int, opened: Sequence[int] = ()) -> ShardingAttr | None:
-        """What a sharding marks on `mesh`; None if nothing.
+        """What a sharding of a tensor marks on `mesh`, some dims being open besides; None: nothing.
 
         A value that is not added up yet is not marked: where a sum is finished is for the plan to
         decide.
-
-        Args:
-          attr: the sharding.
-          rank: of the tensor.
-          opened: dims that are open besides.
-
-        Raises:
-          MeshError: as for `written`.
         """
         key = (attr, rank, tuple(opened))
         if key not in self._known:
@@ -123,11 +95,7 @@ class Meshes:
         return self._known[key]
 
     def marks_of(self, op: Any, ranks: Sequence[int]) -> list[ShardingAttr | None]:
-        """What an op's own attributes mark of each of its results.
-
-        Raises:
-          MeshError: as for `written`.
-        """
+        """What an op's own attributes mark of each of its results."""
         name = next(name for name in MARKS if name in op.attributes)
         attrs = shardings_of(op.attributes[name])
         attrs = attrs * len(ranks) if len(attrs) == 1 else attrs
@@ -137,13 +105,8 @@ class Meshes:
     def boundary_marks(self, ends: Sequence[End], what: str = "") -> list[ShardingAttr | None]:
         """What is marked of each argument, or of each result, of a function.
 
-        Args:
-          ends: what the module states of them.
-          what: `argument` or `result`, if they are those of the program.
-
-        Raises:
-          MeshError: as for `written`.
-          SpecError: one of the program's is stated as terms that are not added up.
+        `what` is `argument` or `result`, if they are those of the program: SpecError if one of
+        these is stated as terms that are not added up.
         """
         found = []
         for i, (attrs, rank) in enumerate(ends):

@@ -52,12 +52,7 @@ NO_COMPOSITES: Mapping[str, Mapping[str, Attribute]] = MappingProxyType({})
 
 
 class Imported(NamedTuple):
-    """A program, and what its module says about shardings.
-
-    Attributes:
-      program: the function `main`.
-      arg_marks, result_marks: how each argument and result is marked, or None.
-    """
+    """A program, and how each argument and result is marked (None: it is not)."""
 
     program: Program
     arg_marks: tuple[ShardingAttr | None, ...]
@@ -113,8 +108,7 @@ def import_module(
 def parse_module(source: Any) -> ir.Module:
     """A module in memory from itself, its text or bytecode, or the path of a file with either.
 
-    Raises:
-      FrontendError: no such file, or something that MLIR cannot read.
+    FrontendError: no such file, or something that MLIR cannot read.
     """
     if isinstance(source, ir.Module):
         return _with_shardings(source)
@@ -142,11 +136,7 @@ def module_text(module: ir.Module) -> str:
 
 
 def signature(module: ir.Module) -> tuple[tuple[TensorType, ...], tuple[TensorType, ...]]:
-    """Types of the arguments and results of a module's function.
-
-    Raises:
-      FrontendError: as for `import_module`.
-    """
+    """Types of the arguments and results of a module's function."""
     with module.context, malformed():
         return types_of(Contents(module).main())
 
@@ -156,9 +146,6 @@ def boundary_names(module: ir.Module) -> tuple[tuple[str, ...], tuple[str, ...]]
 
     A module says so in its arguments' locations and its results' attributes, if at all: where it
     does not, or not for all of them differently, they are `arg0`, `arg1`, ... and `result0`, ...
-
-    Raises:
-      FrontendError: as for `import_module`.
     """
     with module.context, malformed():
         main = Contents(module).main()
@@ -239,12 +226,7 @@ def malformed() -> Iterator[None]:
 
 
 def _check_text(text: str) -> None:
-    """Refuses text that would end the process.
-
-    Raises:
-      FrontendError: brackets nest too deeply.
-      UnicodeDecodeError: a string with escapes that are not UTF-8.
-    """
+    """Refuses text that would end the process: FrontendError, or UnicodeDecodeError of a string."""
     _check_depth(text)
     _check_strings(text)
 

@@ -43,7 +43,6 @@ class Importer:
     """A program being made of a module's blocks.
 
     Attributes:
-      contents: functions and meshes of the module.
       types: the type of each value so far.
       type: converts a type; equal ones become the same object.
       attribute: converts an attribute, given its name and itself.
@@ -163,14 +162,10 @@ class Importer:
     def op(
         self, op: Any, env: Env, name: str = "", attrs: Mapping[str, Attribute] | None = None
     ) -> Op:
-        """An op of the module as one of the program.
+        """One of the module's ops as one of the program's; its results are added to `env`.
 
-        Args:
-          op: the op.
-          env: the values around it; its results are added.
-          name: its name in the program, if that is another one.
-          attrs: its attributes there, if they are others. They must follow from the op alone, since
-            equal ops share a kind.
+        It may get another name, and other attributes, which must follow from the op alone: equal
+        ops share a kind.
 
         Raises:
           FrontendError: it reads a value that is not visible, or is refused.
@@ -225,11 +220,7 @@ class Importer:
         return result
 
     def mark(self, ops: list[Op], value: Value, sharding: ShardingAttr | None, loc: Loc) -> Value:
-        """Marks a value; a sharding that says nothing leaves it as it is.
-
-        Raises:
-          SpecError: it splits over axes that are manual here.
-        """
+        """Marks a value; a sharding that says nothing leaves it as it is."""
         if self.in_bodies or sharding is None or says_nothing(sharding):
             return value
         if self.scopes:
@@ -334,14 +325,9 @@ class Importer:
         return attrs
 
     def body(self, region: Any, name: str) -> Body:
-        """A region of scalar ops as data.
+        """A region of scalar ops, of an op or of the function that it names, as data.
 
-        Args:
-          region: a region of an op, or of the function that it names.
-          name: the op's name.
-
-        Raises:
-          FrontendError: it reads a value from around it that is not a constant.
+        FrontendError if it reads a value from around it that is not a constant.
         """
         outer = self.types, self._constants  # values are numbered anew
         self.types, self._constants = [], {}

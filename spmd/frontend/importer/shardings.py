@@ -76,15 +76,9 @@ def open_dims(op: Any) -> tuple[int, ...]:
 
 
 def stated(attr: Any, meshes: Mapping[str, Mesh | None], rank: int) -> Stated | None:
-    """A sharding as data; None for one that says nothing, as that of a single device.
+    """An `sdy.sharding`, or GSPMD's text, as data; None if it says nothing, as of a single device.
 
-    Args:
-      attr: an `sdy.sharding`, or GSPMD's text.
-      meshes: the module's meshes by name.
-      rank: of the tensor.
-
-    Raises:
-      FrontendError: it names a mesh that is not there, or is not known.
+    FrontendError if it names a mesh that is not there, or is not known.
     """
     if isinstance(attr, str):
         return _tiled(attr, rank)

@@ -89,15 +89,7 @@ REFUSED: Mapping[str, Refusal] = {
 
 
 def refuse(name: str, loc: Loc) -> None:
-    """Raises if an op is refused.
-
-    Args:
-      name: the op's name, or `custom_call:` and its target.
-      loc: where it comes from.
-
-    Raises:
-      UnsupportedOpError: the op is in `REFUSED`.
-    """
+    """Raises UnsupportedOpError if an op (`custom_call:` and its target) is in `REFUSED`."""
     refusal = REFUSED.get(name)
     if refusal is not None:
         raise UnsupportedOpError(

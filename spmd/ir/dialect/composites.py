@@ -41,13 +41,10 @@ Function = Callable[..., Any]
 
 
 class Composite(NamedTuple):
-    """One registered composite.
+    """One registered composite: its name in modules and what computes it.
 
-    Attributes:
-      name: as in the module.
-      decomposition: a function that computes it at any shapes; None if only the module has one.
-      kernels: platform -> a function that computes it there; it may return NotImplemented for
-        shapes that it cannot take.
+    The decomposition does so at any shapes (None: only the module has one), the kernel of a
+    platform may return NotImplemented for shapes that it cannot take.
     """
 
     name: str
@@ -59,11 +56,7 @@ _COMPOSITES: dict[str, Composite] = {}
 
 
 def add_composite(composite: Composite) -> None:
-    """Registers a composite.
-
-    Raises:
-      SpmdError: there is one of this name.
-    """
+    """Registers a composite; SpmdError if there is one of this name."""
     if composite.name in _COMPOSITES:
         raise SpmdError(f"composite {composite.name} is registered already", fix="keep one of them")
     _COMPOSITES[composite.name] = composite
@@ -82,11 +75,7 @@ def composite_of(kind: OpKind) -> Composite:
 
 
 def arguments_of(kind: OpKind) -> dict[str, Any]:
-    """A composite's own attributes as Python values: bools, numbers, text, tuples, numpy arrays.
-
-    Raises:
-      SpmdError: an attribute of another type.
-    """
+    """A composite's own attributes as Python values: bools, numbers, text, tuples, numpy arrays."""
     found = {}
     for key, value in kind.attrs.items():
         if key.startswith(PREFIX):

@@ -51,7 +51,6 @@ class Halo(NamedTuple):
     """A dim of an operand of which a device reads more, or other parts, than its own tile.
 
     Attributes:
-      operand, dim: position of the operand, and its dim.
       factor: the factor whose tiles read it: that of the operand's dim, or, where this dim stays
         whole, that of the result's.
       window: what is read; None for running totals, where each device reads one element (the
@@ -94,7 +93,6 @@ class Reads(NamedTuple):
     """What the tiles read, in elements and in base positions (see `Window`).
 
     Attributes:
-      need: the elements that each tile reads.
       base: number of base positions that each device needs.
       low: how many base positions lie before the first element, if the same on all devices.
       skips: for each tile, how many base positions after its first element it drops; used where
@@ -109,14 +107,7 @@ class Reads(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def reads_of(window: Window, size: int, axes: Axes, mesh: Mesh) -> Reads:
-    """The elements of an operand's dim that each tile of the tiled dim reads.
-
-    Args:
-      window: the window.
-      size: size of the operand's dim.
-      axes: what the tiled dim is split over.
-      mesh: the mesh.
-    """
+    """The elements of an operand's dim that each tile (over `axes`) of the tiled dim reads."""
     # With dilation, tiles may start at different phases between two elements. 10 base positions, an
     # element at every third, in tiles that start at 0, 3, 5 and 8 (piece 3):
     #
@@ -166,12 +157,8 @@ class Transfer(NamedTuple):
 class Exchange(NamedTuple):
     """How devices get what they need beyond their own tile.
 
-    Attributes:
-      rounds: transfers of one collective-permute each; in a round every device sends and receives
-        at most once.
-      lengths: elements that each device sends in a round, the most of its transfers.
-      gather: whether the rounds would move as much as a gather of the whole dim, which is then
-        done instead.
+    In each of `rounds` every device sends and receives at most once, `lengths` elements. If the
+    rounds would move as much as a gather of the whole dim, that is done instead (`gather`).
     """
 
     rounds: tuple[tuple[Transfer, ...], ...]
@@ -223,7 +210,6 @@ class Merge(NamedTuple):
     """What devices exchange so that a `merge` factor may be split.
 
     Attributes:
-      factor: the number of the factor.
       tensors: what each device contributes: the type of each tensor if no other factor is split,
         and the factors of its dims.
       network: whether tiles meet pair by pair in `rounds`; otherwise all tensors are gathered.
@@ -236,7 +222,7 @@ class Merge(NamedTuple):
 
 @lru_cache(maxsize=256)
 def rounds(count: int) -> Rounds:
-    """A network that sorts `count` tiles, each sorted in itself: any number of them.
+    """A network that sorts any number of tiles, each sorted in itself.
 
     Batcher's merge exchange (Knuth, The Art of Computer Programming, 5.2.2, algorithm M). For
     equal tiles it holds as it does for single elements: a pair's tiles are merged, and one keeps

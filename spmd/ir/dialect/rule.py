@@ -39,11 +39,9 @@ def sides(pairs: Sequence[Pair]) -> tuple[list[DimFactors], list[DimFactors]]:
 
 
 class Ring(NamedTuple):
-    """How a `ring` factor may be split.
+    """How a `ring` factor may be split: by the atoms of the factor `along`, into `wanted` pieces.
 
-    Attributes:
-      along: the factor whose atoms it may have, too.
-      wanted: the number of pieces that there have to be; 0 if any will do.
+    If `wanted` is 0 any number will do.
     """
 
     along: int
@@ -58,9 +56,7 @@ class Ring(NamedTuple):
 class Exchange(NamedTuple):
     """How a factor may be split by atoms that split others, the op exchanging what that takes.
 
-    Attributes:
-      along: these others.
-      bytes: what all devices of a mesh have for each other then, if only these others are split.
+    `bytes` are what all devices have for each other then, if only these others are split.
     """
 
     along: tuple[int, ...]
@@ -184,14 +180,8 @@ def parse_rule(
 ) -> Rule:
     """A rule from its text; factor sizes come from the types.
 
-    Args:
-      text: `"b i k, b j k -> b i j"`: a term for each operand, `->`, a term for each result; one
-        factor a dim, or `(i j)` for a dim made of several, major first.
-      operands: types of the operands.
-      results: types of the results.
-      kinds: factor -> kind where it is not `pass`.
-      reduction: as in `Rule`.
-      linear: as in `Rule`.
+    A text as `"b i k, b j k -> b i j"` has a term for each operand and result, one factor a dim, or
+    `(i j)` for a dim made of several, major first. `kinds` has those factors that do not `pass`.
 
     Raises:
       ValueError: a text that does not fit the types.

@@ -51,11 +51,9 @@ from spmd.predict.ops import exchanged_bytes
 
 
 class Traced(NamedTuple):
-    """A composite at given shapes as functions of a module.
+    """A composite at given shapes as functions of a module, and the symbol of the one to call.
 
     Attributes:
-      entry: the symbol of the one to call.
-      functions: the text of each, in the order of the module.
       program: the functions as a program; None if they have ops that the compiler does not know.
       workspace: predicted bytes that it holds beside its operands and results.
     """
@@ -76,12 +74,7 @@ def lower_composite(op: LocalOp, **changed: Attribute) -> tuple[Value, ...]:
 
 
 def lower_exchanging(op: LocalOp, factor: int) -> tuple[Value, ...]:
-    """The composite for one device of a group that exchanges what split operands need.
-
-    Args:
-      op: the op.
-      factor: the factor that exchanges.
-    """
+    """The composite for one device that exchanges what operands split by `factor` need."""
     exchange, axes = op.rule.factors[factor].exchange, op.choice.assignment[factor]
     assert exchange is not None, "no factor that exchanges"
     sent = exchanged_bytes(exchange, op.choice.assignment, op.mesh)
@@ -102,8 +95,7 @@ def append_composite(
 ) -> tuple[Value, ...]:
     """Appends a composite on one device, by the platform's kernel or by its decomposition.
 
-    Raises:
-      SpmdError: nothing computes it at these shapes.
+    SpmdError if nothing computes it at these shapes.
     """
     types = tuple(b.types[v] for v in operands)
     kind = OpKind(COMPOSITE, types, tuple(results), {**attrs, KERNEL: True})
@@ -135,10 +127,8 @@ def _call(b: Builder, operands: Sequence[Value], kind: OpKind, traced: Traced) -
 def traced_composite(kind: OpKind) -> Traced | None:
     """The traced kernel or decomposition of a composite; made once for each kind.
 
-    None if its kernel does not take these shapes, or if there is no decomposition.
-
-    Raises:
-      SpmdError: a function that fails, or whose results are not those of the composite.
+    None if its kernel does not take these shapes, or if there is no decomposition. SpmdError if a
+    function fails, or has other results than the composite.
     """
     composite = composite_of(kind)
     platform = kind.attrs.get(PLATFORM, "")

@@ -28,7 +28,6 @@ class Part(NamedTuple):
     """Elements that each device has, and their places in the range that it wants.
 
     Attributes:
-      value: the elements, along the dim.
       offsets: for each tile, the place of the first element in the range; it may be negative.
       lows, highs: for each tile, the places in the range that this part fills.
       zeroed: whether the value is zero on devices where it fills no place.
@@ -50,13 +49,9 @@ class Part(NamedTuple):
 def fetch(
     b: Builder, x: Value, split: Split, need: Need, axes: Axes, fill: Value | None = None
 ) -> Value:
-    """The range that each device needs of a dim, with `fill` outside of it.
+    """The range that each device needs of a dim, with the scalar `fill` (else zero) outside of it.
 
-    Args:
-      b, x, split: the builder, the local tile and its dim.
-      need: for each tile that wants some, the elements.
-      axes: what the tiles that want them are split over.
-      fill: a scalar for what is not needed or does not exist; zero if left out.
+    The tiles that want them are split over `axes`.
     """
     type_ = b.types[x].with_dim(split.dim, need.length)
     return assembled(b, parts_of(b, x, split, need), type_, split.dim, axes, fill)
@@ -145,10 +140,7 @@ def assembled(
     axes: Axes,
     fill: Value | None = None,
 ) -> Value:
-    """A range of a dim, from parts that do not overlap on any device; `fill`, or zero, elsewhere.
-
-    The tiles of the range are split over `axes`.
-    """
+    """A range of a dim, from parts that do not overlap on any device; `fill`, or 0, elsewhere."""
     length = type_.shape[dim]
 
     def filler(size: int) -> Value:

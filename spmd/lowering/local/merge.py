@@ -113,9 +113,9 @@ def _top(op: LocalOp, x: Value, k: int) -> tuple[Value, Value]:
 
 
 def last_element(dtype: str) -> Any:
-    """The element that `top_k` puts behind all others: it orders floats totally.
+    """The element that `top_k` puts behind all others: of floats the NaN with all bits set.
 
-    The least of these is the NaN whose bits are all set, sign and payload.
+    It orders floats totally.
     """
     if not dtype.startswith(("f", "bf")):
         return identity_element("max", dtype)

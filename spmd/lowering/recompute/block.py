@@ -77,10 +77,7 @@ class _Block:
         self.again = {value: op for op in cut.again for value in op.results}
 
     def keep(self, value: Value) -> float:
-        """Price of holding a value across the moment; 0 for the block's arguments and results.
-
-        Those are in memory anyway.
-        """
+        """Price of holding a value across the moment; the block's own ends are there anyway."""
         if value not in self.makers or value in self.returned:
             return 0.0
         # What is computed inside its readers has no memory of its own: what it is made of does.

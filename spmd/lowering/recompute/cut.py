@@ -34,12 +34,7 @@ class Prices(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """An answer.
-
-    Attributes:
-      kept: the values that are kept, those among them that are there anyway.
-      again: the ops that are done again, in their order.
-    """
+    """An answer: the values that are kept or there anyway, and the ops done again, in order."""
 
     kept: frozenset[Value]
     again: tuple[Op, ...]
@@ -48,10 +43,7 @@ class Cut(NamedTuple):
 def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: Prices) -> Cut:
     """What to keep and what to make again so that some values are there, at the least cost.
 
-    Args:
-      ops: in order; what they read and none of them makes can only be kept.
-      needed: the values.
-      prices: what keeping and making costs.
+    What the ops read and none of them makes can only be kept.
     """
     makers = {value: op for op in ops for value in op.results}
     needed = tuple(dict.fromkeys(needed))

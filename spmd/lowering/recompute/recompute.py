@@ -37,14 +37,9 @@ def recompute(
 ) -> tuple[Program, tuple[Recomputed, ...]]:
     """Makes values again rather than holding them, where that costs less than their price.
 
-    Args:
-      program: a local program.
-      mesh: its mesh.
-      topology: the machine.
-      price: seconds for each byte that is held at the fullest moment.
-      limit: bytes of one device; below it no further moment is relieved.
-      donated: positions of the arguments whose memory may be overwritten.
-      exchanges: whether collectives may be done again.
+    `price` is in seconds for each byte held at the fullest moment; below `limit` bytes no further
+    moment is relieved. Donated arguments may be overwritten. With `exchanges`, collectives may be
+    done again.
 
     Returns:
       The program, and what it no longer holds.

@@ -21,13 +21,9 @@ from spmd.predict.fusion import is_untouched
 
 
 class Stack(NamedTuple):
-    """Pieces of one value.
+    """Pieces of one value, in carries of the forward and the backward loop by number.
 
-    Attributes:
-      written: the number of the forward loop's carry.
-      read: the number of the backward loop's carry.
-      piece: what the forward loop writes in each trip.
-      slices: the ops of the backward loop that read one piece.
+    `piece` is what the forward loop writes in each trip, `slices` are the ops that read one.
     """
 
     written: int
@@ -40,11 +36,8 @@ class Pair(NamedTuple):
     """Two loops with stacks between them.
 
     Attributes:
-      forward, backward: the loops.
       trips: how often the forward loop runs: the length of every stack.
-      place: in the forward loop's body, where it writes.
-      read_at: in the backward loop's body, where it reads.
-      stacks: what lies between them.
+      place, read_at: where the forward loop's body writes, and the backward one's reads.
     """
 
     forward: Op
@@ -165,10 +158,7 @@ def _ends(loop: Op, value: Value, index: Index) -> tuple[int, int] | None:
 
 
 def _in_trip(trip: int, loop: Op, value: Value, index: Index) -> int | None:
-    """An integer of a loop's body, made of constants and of what counts the trips.
-
-    None where that cannot be told, or where it overflows.
-    """
+    """An integer of a loop's body, made of constants and the count of trips; None if unknown."""
     dtype = numpy_dtype(index.program.types[value].dtype)
     if not np.issubdtype(dtype, np.integer):
         return None

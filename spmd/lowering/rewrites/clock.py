@@ -53,12 +53,7 @@ class Clock:
 
 
 class Room(NamedTuple):
-    """The memory of one device.
-
-    Attributes:
-      bytes: how much it has.
-      donated: positions of the arguments whose memory may be overwritten.
-    """
+    """The memory of one device: bytes, and the arguments by position that may be overwritten."""
 
     bytes: int
     donated: tuple[int, ...] = ()
@@ -66,7 +61,7 @@ class Room(NamedTuple):
     def left(self, program: Program) -> int:
         """Predicted bytes that a program leaves free at its peak; negative if it is too large.
 
-        A program whose values take less than half of the memory even if none is ever freed needs no
+        One whose values take less than half of the memory even if none is ever freed needs no
         prediction: half of the memory is returned, which is less than what is free.
         """
         if 2 * sum(t.bytes for t in program.types) + constant_bytes(program) < self.bytes:

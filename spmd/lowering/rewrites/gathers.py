@@ -45,7 +45,6 @@ class _Chain(NamedTuple):
     """The moves that lead to a gather's operand, followed back, and the gathered dim in each.
 
     Attributes:
-      gather: the op.
       values: its operand, the value that this is a move of, and so on back.
       dims: for each of `values`, the dim along which it would be gathered instead.
       moves: the ops between them, the last one first.

@@ -27,12 +27,9 @@ MOST_DIMS = 3
 
 
 class _Part(NamedTuple):
-    """An FFT of one dim.
+    """An FFT of one dim of what is transformed.
 
-    Attributes:
-      operand: what is transformed.
-      dim: which dim of it.
-      op: the op, which transforms the last dim: of a transpose of the operand, if of another dim.
+    The op transforms the last dim: of a transpose of the operand, if it is of another dim.
     """
 
     operand: Value

@@ -55,14 +55,10 @@ class _Traits(NamedTuple):
 
 
 def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
-    """Issues collectives early.
+    """Issues collectives early, at most `prefetch` gathers over the same links ahead of their use.
 
-    Args:
-      program: a local program.
-      clock: its.
-      prefetch: how many gathers over the same links may be held or under way ahead of their use.
-      room: the memory of one device. An order that needs more is not taken, unless the given order
-        needs more still.
+    An order that needs more memory than there is room is not taken, unless the given one needs more
+    still.
     """
     if prefetch == 0 or not any(op.collective for op in program.walk()):
         return program
@@ -91,8 +87,6 @@ class _Places:
       is_gather: for each op whether its result takes memory from when it starts: it is a collective
         that makes more than it takes, or of something that is kept in any case.
       earliest: for each gather, the op in front of which it must not start (see `_earliest`).
-      found: the places.
-      traits: of each op.
       needed: value -> the first place at which something reads it.
       used: value -> the first place at which arithmetic reads it, cheap ops in between left out.
       links_free: axes -> the time from which their links are busy with later gathers.
@@ -131,8 +125,8 @@ class _Places:
     def _ready(self) -> list[int]:
         """For each op, the last op before it that it must stay behind; -1 if there is none.
 
-        Cheap ops and collectives that make its operands move along with it, so they do not count:
-        what makes their operands does.
+        Cheap ops and collectives that make its operands move along with it: what makes theirs
+        counts.
         """
         found, made = [], dict[Value, int]()
         for i, (op, traits) in enumerate(zip(self.ops, self.traits, strict=True)):
@@ -145,8 +139,8 @@ class _Places:
     def _earliest(self, prefetch: int) -> dict[int, int]:
         """For each gather, the op in front of which it must not start; -1 if there is none.
 
-        That is the last loop before it, or the use of the gather that is used `prefetch` places
-        earlier, whichever is later.
+        That is the later one of the last loop before it and the use of the gather `prefetch` uses
+        before.
         """
         # Gathers over the same links with uses at ops 4, 8 and 12, and prefetch = 2: the third one
         # waits for op 4. At most two of their results exist at any time.

@@ -125,10 +125,8 @@ class _Term(NamedTuple):
     """What a device adds to a sum, to be made in pieces; or what that is made of.
 
     Attributes:
-      value: the whole.
       dim: the dim that is taken apart; None of what is read whole.
       op: makes a piece of it of its operands' pieces; None where pieces are cut out of it.
-      operands: the op's.
     """
 
     value: Value
