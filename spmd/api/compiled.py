@@ -149,9 +149,7 @@ class Compiled(Planned):
         self._moved = 0
         doing("XLA")
         options = xla_options(
-            self.request.platform,
-            self.stages.optimized.program,
-            self.options.compiler_options,
+            self.request.platform, self.stages.optimized.program, self.options.compiler_options
         )
         limit = self.options.memory_limit
         if limit is None:

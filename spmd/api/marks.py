@@ -107,7 +107,6 @@ def path_name(path: Sequence[Any]) -> str:
 
 
 def _check_tensor(t: Any, spec: Any, source: str | None) -> None:
-    """Holds that what is to be marked is one tensor."""
     if isinstance(t, Mesh | AbstractMesh | jax.sharding.Mesh):
         raise MeshError(
             "a mesh stands where the tensor belongs",

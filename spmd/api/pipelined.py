@@ -164,7 +164,6 @@ def _cut(leaf: Any, of: Pipeline) -> Any:
 
 
 def _at(leaf: Any, number: Any) -> Any:
-    """A chunk of a stage's."""
     if leaf.shape[0] == 1:
         return leaf[0]
     return jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False)
@@ -240,7 +239,6 @@ def _marked(tree: Any, mesh: Mesh | None, axis: str) -> Any:
 
 
 def _layers(stacked: Any, chunks: int | None, source: str | None) -> int:
-    """How many layers a stack has."""
     if chunks is None:
         return _leading(stacked, "stacked", "(layers, ...)", source)
     count = _leading(stacked, "stacked", "(chunks, layers / chunks, ...)", source)

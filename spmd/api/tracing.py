@@ -219,7 +219,6 @@ def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _not_an_array(names: Sequence[str], leaves: Sequence[Any]) -> ArgumentError:
-    """The error of the first argument that is not an array."""
 
     def is_array(leaf: Any) -> bool:
         try:

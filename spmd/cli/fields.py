@@ -90,7 +90,6 @@ def from_yaml(cls: type[T], file: str | Path, **overrides: Any) -> T:
 
 
 def _flag(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
-    """What `add_argument` needs to know."""
     default = _default(field)
     said: dict[str, Any] = {} if default is dataclasses.MISSING else {"default": default}
     if "type" in field.metadata:

@@ -46,7 +46,6 @@ class Travel(NamedTuple):
 
 
 def _travel(parts: Sequence[Spent], stages: Stages) -> Travel:
-    """What some exchanges send."""
     mesh, topology = stages.plan.mesh, stages.plan.topology
     return Travel(
         sum(part.slot.trips for part in parts),

@@ -67,11 +67,7 @@ def result_mark(
 
 
 def _boundary_mark(
-    mesh: Mesh,
-    what: str,
-    shape: Sequence[int],
-    entries: Entries | None,
-    attr: ShardingAttr | None,
+    mesh: Mesh, what: str, shape: Sequence[int], entries: Entries | None, attr: ShardingAttr | None
 ) -> Mark | None:
     if entries is not None:
         return Mark(*dims_of(entries, shape, mesh, what=what), what)

@@ -22,12 +22,7 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 from jaxlib.mlir.passmanager import PassManager
 
 from spmd.errors import FrontendError
-from spmd.frontend.importer.attributes import (
-    function_type,
-    items_of,
-    location_of,
-    tensor_type,
-)
+from spmd.frontend.importer.attributes import function_type, items_of, location_of, tensor_type
 from spmd.frontend.importer.contents import Contents
 from spmd.frontend.importer.module import malformed
 from spmd.frontend.inlined import (
@@ -296,7 +291,6 @@ def _drop_operands(op: Any, gone: set[int]) -> None:
 
 
 def _types(main: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
-    """The static types of the arguments."""
     types = function_type(main)[0]
     if len(types) != len(shapes):
         raise FrontendError(

@@ -95,7 +95,6 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="spmd watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        """Starts to watch."""
         with contextlib.suppress(OSError):  # a full disk is no reason not to watch
             self._is_new = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +110,6 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Stops watching."""
         self._end.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()

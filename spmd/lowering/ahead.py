@@ -57,7 +57,6 @@ RESERVED = 1 << 10
 
 
 def _target(gpu: _Gpu) -> str:
-    """The text of XLA's `GpuTargetConfigProto`."""
     major, minor = gpu.capability
     shared = gpu.shared << 10
     return f"""
@@ -142,7 +141,6 @@ def devices_ahead(mesh: Mesh, topology: Topology) -> list[Any]:
 
 
 def _tpus(topology: Topology, slices: int) -> list[Any]:
-    """The devices as libtpu describes them."""
     if importlib.util.find_spec("libtpu") is None:
         raise _not_installed(topology, "libtpu", "tpu")
     if jax.default_backend() != "tpu":  # no chip is touched: several may compile at once
@@ -161,7 +159,6 @@ def _tpus(topology: Topology, slices: int) -> list[Any]:
 
 
 def _gpus(topology: Topology, chip: str) -> list[Any]:
-    """The devices as jax's plugin for CUDA describes them."""
     if not any(importlib.util.find_spec(name) for name in CUDA_PLUGINS):
         raise _not_installed(topology, "jax's plugin for CUDA", "cuda")
     hosts = -(-topology.count // topology.chip.per_host)

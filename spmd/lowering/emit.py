@@ -234,7 +234,6 @@ def _frame_text(frame: Frame) -> str:
 
 
 def _attribute(attr: Attribute) -> str:
-    """One attribute as MLIR text."""
     if isinstance(attr, bool):
         return "true" if attr else "false"
     if isinstance(attr, int):

@@ -67,10 +67,7 @@ def _lower(ctx: Any, *args: Any, module: str, callbacks: Callbacks, **_: Any) ->
     if len(type_.inputs) < len(args):  # those without elements are constants there
         args = tuple(arg for arg, aval in zip(args, ctx.avals_in, strict=True) if aval.size)
     name = mlir.merge_mlir_modules(
-        ctx.module_context.module,
-        "spmd_main",
-        source,
-        dst_symtab=ctx.module_context.symbol_table,
+        ctx.module_context.module, "spmd_main", source, dst_symtab=ctx.module_context.symbol_table
     )
     if callbacks:
         emit_callbacks(ctx, ctx.module_context.symbol_table[name], callbacks)
@@ -321,7 +318,6 @@ def without_shardings(module: ir.Module) -> str:
 
 
 def _holds(module: ir.Module, is_wanted: Callable[[Any], bool]) -> bool:
-    """Whether a module has an op of some kind."""
     found = False
 
     def visit(op: Any) -> Any:

@@ -28,7 +28,7 @@ DEFAULTS: dict[str, dict[str, str | bool | int]] = {
 EIGHT_BIT: dict[str, dict[str, str | bool | int]] = {
     # XLA tries Triton's products first, which takes 16 s for each shape of float8, against 0.2 s
     # without; what it takes in the end is cuBLASLt's either way. On an H200, jax 0.11.2.
-    "cuda": {"xla_gpu_enable_triton_gemm": False},
+    "cuda": {"xla_gpu_enable_triton_gemm": False}
 }
 """Platform -> options for programs with products of 8-bit floats."""
 

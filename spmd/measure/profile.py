@@ -169,7 +169,6 @@ def _step(span: tuple[float, float], events: Sequence[Event]) -> Step:
 
 
 def _device_events(profile: Any) -> Iterator[Event]:
-    """All that devices did, its times in nanoseconds."""
     planes = {plane.name: plane for plane in profile.planes}
     gpus = {name: found[1] for name in planes if (found := re.match(r"/device:GPU:(\d+)", name))}
     for name, number in gpus.items():

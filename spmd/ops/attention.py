@@ -251,7 +251,6 @@ def _check(
     zigzag: int,
     implementation: str,
 ) -> None:
-    """Raises ArgumentError where something does not fit."""
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
     problem = required = ""
     if implementation not in get_args(Implementation):

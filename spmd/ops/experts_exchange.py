@@ -101,11 +101,7 @@ def forward(
 
 
 def gradient(
-    *operands: Any,
-    count: int,
-    axes: tuple[str, ...],
-    send: Send,
-    product: Product,
+    *operands: Any, count: int, axes: tuple[str, ...], send: Send, product: Product
 ) -> Any:
     """Gradients of rows, gates and weights: the operands are those of `forward`, and its `dout`."""
     x_BSH, gates_BSC, chosen_BSC, *weights, dout_BSH = operands

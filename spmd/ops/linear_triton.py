@@ -154,9 +154,6 @@ def _block(x: Any, weight: Any, result: Any, tiles: Tiles, split: Any) -> None:
     sum_OR = jnp.zeros((tiles.outputs, tiles.rows), jnp.float32)
     sum_OR = jax.lax.fori_loop(0, count, body, sum_OR)
     out = (tiles.rows, tiles.outputs)
-    where = (
-        jnp.broadcast_to(row_R[:, None], out),
-        jax.lax.broadcasted_iota(jnp.int32, out, 1),
-    )
+    where = (jnp.broadcast_to(row_R[:, None], out), jax.lax.broadcasted_iota(jnp.int32, out, 1))
     mask = jnp.broadcast_to((row_R < rows)[:, None], out)
     triton().store(result.at[where], sum_OR.T.astype(result.dtype), mask=mask)

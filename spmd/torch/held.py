@@ -88,8 +88,7 @@ class Held:
         """
         if self._last is None:
             raise ArgumentError(
-                "nothing is compiled yet",
-                fix="call it, or its compile(), with inputs first",
+                "nothing is compiled yet", fix="call it, or its compile(), with inputs first"
             )
         return self._last.compiled
 

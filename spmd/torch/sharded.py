@@ -14,16 +14,7 @@ from spmd.torch.arrays import tensor_of
 from spmd.torch.held import Held, Program
 from spmd.torch.inputs import Inputs, split_result, take_apart
 from spmd.torch.state import Rules, specs_of
-from spmd.torch.tracing import (
-    NO_RANDOM,
-    RANDOM,
-    Random,
-    as_arrays,
-    key_of,
-    run,
-    split,
-    trace,
-)
+from spmd.torch.tracing import NO_RANDOM, RANDOM, Random, as_arrays, key_of, run, split, trace
 
 
 def shard(

@@ -217,10 +217,7 @@ def _branch(op: Op, selector: int) -> int:
 def _with_body(program: Program, body: Region) -> Program:
     args = tuple(f"%{v}" for v in body.args)
     return program._replace(
-        body=body,
-        arg_names=args,
-        result_names=tuple(f"%{v}" for v in body.results),
-        constants=(),
+        body=body, arg_names=args, result_names=tuple(f"%{v}" for v in body.results), constants=()
     )
 
 

@@ -8,15 +8,7 @@ from typing import Any, NamedTuple
 from spmd.errors import ArgumentError
 from spmd.lowering.execute import without_shardings
 from spmd.planning.plan import Plan
-from spmd.verify.bisect import (
-    Culprit,
-    Lower,
-    Run,
-    Search,
-    host_arrays,
-    text_run,
-    whole_run,
-)
+from spmd.verify.bisect import Culprit, Lower, Run, Search, host_arrays, text_run, whole_run
 from spmd.verify.compare import Comparison, Tolerance, compare_results, default_rtol
 
 _READ_WRONGLY = "the module was read wrongly: as imported and not partitioned, it differs as well"

@@ -279,10 +279,7 @@ def memory_svg(curve: MemoryCurve, limit: int) -> Html:
     ]
     if is_near:
         y, text = y_of(limit), f"the device's {bytes_text(limit)}"
-        parts += [
-            line("limit", LEFT, y, _RIGHT, y),
-            words(_RIGHT, y - 5, text, text_anchor="end"),
-        ]
+        parts += [line("limit", LEFT, y, _RIGHT, y), words(_RIGHT, y - 5, text, text_anchor="end")]
     last = f"last of {count} kernels of the local program"
     parts += [
         words(LEFT, base + 16, "first kernel", "soft"),

@@ -161,8 +161,7 @@ def bars(rows: Sequence[tuple[str, float, str, str]]) -> Html:
         joined(
             tag("div", label),
             tag(
-                "div.track",
-                tag("div.bar", style=f"width:{amount / most:.2%};background:{colour}"),
+                "div.track", tag("div.bar", style=f"width:{amount / most:.2%};background:{colour}")
             ),
             tag("div.value", remark),
         )

@@ -24,14 +24,7 @@ from spmd.explain.page import charts, steps, tiles
 from spmd.explain.page import html as h
 from spmd.explain.page.html import Html, joined, tag
 from spmd.explain.prices import ConflictRow, conflict_rows, loser_text, marks_title
-from spmd.explain.words import (
-    bytes_text,
-    plural,
-    seconds_text,
-    share_text,
-    source_text,
-    spec_text,
-)
+from spmd.explain.words import bytes_text, plural, seconds_text, share_text, source_text, spec_text
 from spmd.predict.timeline import COMPUTE, Timeline
 
 TOP_VALUES = 15
@@ -150,7 +143,6 @@ def _sections(facts: Facts) -> list[_Section]:
 
 
 def _first_screen(facts: Facts) -> Html:
-    """The figures, and the largest of what the time is spent on."""
     return joined(_cards(facts), _spent(facts), _most_costly(facts))
 
 
@@ -228,14 +220,12 @@ def _most_costly(facts: Facts) -> Html:
 
 
 def _quality(facts: Facts) -> Html:
-    """This plan beside the greedy one and the best there can be."""
     seconds = facts.timeline.seconds
     rows = [("this plan", seconds, seconds_text(seconds), "var(--accent)")]
     return h.bars(rows + [(*row, "var(--soft)") for row in quality_rows(facts)])
 
 
 def _timeline(facts: Facts) -> Html:
-    """The predicted run as a picture."""
     drawn = charts.bars_of(facts.timeline, facts.plan.mesh)
     if not drawn.seconds:
         return Html()
@@ -275,7 +265,6 @@ def _loop(loop: charts.Bars, axes: Sequence[str]) -> Html:
 
 
 def _by_line(timeline: Timeline) -> Html:
-    """Time by source line."""
     totals: dict[str, list[float]] = {}
     for slot in timeline.slots:
         if not slot.op.regions:
@@ -365,7 +354,6 @@ def _memory(facts: Facts) -> Html:
 
 
 def _marks(facts: Facts) -> Html:
-    """Marks that forbid something cheaper."""
     if facts.prices is None or not facts.prices.marks.groups:
         return Html()
     found = facts.prices.marks
@@ -386,7 +374,6 @@ def _marks(facts: Facts) -> Html:
 
 
 def _conflicts(conflicts: Sequence[ConflictRow]) -> Html:
-    """Disagreements that the planner settled."""
     rows = []
     for row in conflicts:
         place = joined(row.op, BREAK, h.source(row.source))

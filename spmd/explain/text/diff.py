@@ -33,7 +33,6 @@ def diff_text(a: Facts, b: Facts) -> str:
 
 
 def _costs(a: Facts, b: Facts) -> Lines:
-    """What both plans are of, and their figures."""
     about = [
         (key, facts.title, f"{facts.plan.mesh} on {facts.plan.topology}")
         for key, facts in (("a", a), ("b", b))
@@ -161,7 +160,6 @@ def _collectives(a: Iterable[Collective], b: Iterable[Collective]) -> Lines:
 
 
 def _rows(title: str, rows: Sequence[Sequence[str]], most: int = MOST) -> Lines:
-    """The first rows under a title."""
     lines = aligned(rows[:most])
     if len(rows) > most:
         lines.append(f"and {len(rows) - most} more")

@@ -122,7 +122,6 @@ def brief(what: str, facts: Facts) -> str:
 
 
 def _costs(facts: Facts) -> Lines:
-    """The largest costs with the text of their source lines."""
     whole = facts.timeline.seconds
     title, most = largest(facts.costs, whole)
     rows = [
@@ -171,7 +170,6 @@ def _titled(title: str, rows: Iterable[PipelineRow | RingRow]) -> Lines:
 
 
 def _marks(facts: Facts) -> Lines:
-    """What would have been cheaper, and which mark forbids it."""
     if facts.prices is None or not facts.prices.marks.groups:
         return iter(())
     lines = [f"{marks_title(facts.prices.marks)}:"]

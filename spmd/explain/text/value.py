@@ -13,14 +13,7 @@ from spmd.explain.document import Lines, aligned
 from spmd.explain.facts import CLOSE
 from spmd.explain.leaves import boundary
 from spmd.explain.prices import Prices
-from spmd.explain.words import (
-    axes_text,
-    bytes_text,
-    source_text,
-    spec_text,
-    type_text,
-    value_name,
-)
+from spmd.explain.words import axes_text, bytes_text, source_text, spec_text, type_text, value_name
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.types import local_type
 from spmd.mesh.sharding import Sharding
@@ -72,7 +65,6 @@ def _named(plan: Plan, name: str) -> Found:
 
 
 def _numbered(plan: Plan, name: str) -> Found:
-    """The value of a number, as in `%12`."""
     digits = name.removeprefix("%")
     if not digits.isdecimal() or int(digits) >= len(plan.program.types):
         return []

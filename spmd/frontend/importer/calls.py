@@ -10,11 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmd.errors import FrontendError
-from spmd.frontend.importer.attributes import (
-    composite_attribute,
-    entries_of,
-    items_of,
-)
+from spmd.frontend.importer.attributes import composite_attribute, entries_of, items_of
 from spmd.frontend.importer.contents import ends_of
 from spmd.frontend.importer.ops import Env, Handler, Importer, keep
 from spmd.frontend.importer.shard_shapes import (
@@ -137,10 +133,7 @@ def _inline(importer: Importer, op: Any, callee: str, env: Env, ops: list[Op]) -
 
 
 def _marked(
-    importer: Importer,
-    ops: list[Op],
-    values: Sequence[Value],
-    marks: Sequence[ShardingAttr | None],
+    importer: Importer, ops: list[Op], values: Sequence[Value], marks: Sequence[ShardingAttr | None]
 ) -> list[Value]:
     """Values as a function's signature marks its arguments or results, at its call."""
     loc = importer.call_loc

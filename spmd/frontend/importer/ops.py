@@ -232,7 +232,6 @@ class Importer:
         return marked
 
     def _mark_results(self, op: Any, env: Env, ops: list[Op]) -> None:
-        """Marks the results of an op as its own attributes say."""
         results = [result for result in op.results if result in env]  # no tuple has a value
         ranks = [self.types[env[result]].rank for result in results]
         marks = self.contents.meshes.marks_of(op, ranks) if results else ()

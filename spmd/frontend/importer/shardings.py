@@ -177,7 +177,6 @@ def manual_refs(text: str) -> tuple[Mesh, tuple[AxisRef, ...]] | None:
 
 
 def _tiles_mesh(found: re.Match[str]) -> Mesh:
-    """A mesh with an axis for each dim of the tiles."""
     tiles, kinds = _numbers(found["tiles"]), _kinds(found)
     names = [f"dim {d}" for d in range(len(tiles) - len(kinds))]
     names += [f"{kind} {i}" for i, kind in enumerate(kinds)]
@@ -185,7 +184,6 @@ def _tiles_mesh(found: re.Match[str]) -> Mesh:
 
 
 def _devices(found: re.Match[str]) -> Any:
-    """The devices of the tiles, in their order."""
     if found["ids"]:
         return _numbers(found["ids"])
     shape = _numbers(found["shape"])

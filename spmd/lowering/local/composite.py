@@ -259,7 +259,6 @@ def _among_devices(
 
 
 def _atom_name(atom: int) -> str:
-    """The axis of an atom of the mesh."""
     return f"atom{atom}"
 
 

@@ -85,18 +85,13 @@ def parts_of(b: Builder, x: Value, split: Split, need: Need) -> list[Part]:
 
 
 def _whole_part(x: Value, need: Need) -> Part:
-    """A part that has every element of the dim."""
     every = range(len(need.starts))
     whole = [Transfer(i, i, need.lows[i], need.highs[i]) for i in every]
     return _part(x, whole, [0 for _ in every], need)
 
 
 def _part(
-    x: Value,
-    transfers: Iterable[Transfer],
-    firsts: Sequence[int],
-    need: Need,
-    zeroed: bool = False,
+    x: Value, transfers: Iterable[Transfer], firsts: Sequence[int], need: Need, zeroed: bool = False
 ) -> Part:
     """A part, from what each target takes of it and which element it starts with there."""
     count = len(need.starts)
@@ -244,13 +239,7 @@ class _Base(NamedTuple):
 
 
 def base_of(
-    op: LocalOp,
-    number: int,
-    x: Value,
-    dim: int,
-    axes: Axes,
-    window: Window,
-    fill: Value | None,
+    op: LocalOp, number: int, x: Value, dim: int, axes: Axes, window: Window, fill: Value | None
 ) -> _Base:
     """The base positions that tiles over `axes` read, for an op that pads and dilates them itself.
 

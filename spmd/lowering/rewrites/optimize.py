@@ -33,12 +33,7 @@ def simplify(program: Program, mesh: Mesh, topology: Topology) -> Program:
 
 
 def schedule(
-    program: Program,
-    mesh: Mesh,
-    topology: Topology,
-    combine_bytes: int,
-    prefetch: int,
-    room: Room,
+    program: Program, mesh: Mesh, topology: Topology, combine_bytes: int, prefetch: int, room: Room
 ) -> Program:
     """The rewrites that say how and when collectives run, which the others must not undo.
 
