@@ -33,8 +33,8 @@ from spmd.ir.dialect.rule import PASS
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops, remove_dead
 from spmd.ir.types import TensorType
-from spmd.lowering.collectives import HELD
 from spmd.lowering.local.dims import dynamic_take_dim, to_next
+from spmd.lowering.partition import HELD
 from spmd.lowering.rewrites.moves import again, is_elementwise, is_move, operand_dim, pieces_of
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes

@@ -33,7 +33,7 @@ from spmd.ir.control_flow import users_of
 from spmd.ir.dialect.builder import LOCAL_SLICE, Builder
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops
-from spmd.lowering.collectives import HELD
+from spmd.lowering.partition import HELD
 from spmd.lowering.rewrites.moves import again, is_elementwise, is_move, operand_dim
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
