@@ -164,15 +164,14 @@ def pattern(names: Iterable[str]) -> str:
     split = [re.split(r"(/|\d+| )", name) for name in given]
     if len({len(parts) for parts in split}) > 1:
         return f"{given[0]} and {len(given) - 1} more"
-    return "".join(_common(list(dict.fromkeys(parts))) for parts in zip(*split, strict=True))
 
+    def common(parts: Sequence[str]) -> str:
+        if len(parts) == 1:
+            return parts[0]
+        is_any = len(parts) > 3 or all(part.isdigit() for part in parts)
+        return "*" if is_any else "{" + ",".join(parts) + "}"
 
-def _common(parts: Sequence[str]) -> str:
-    if len(parts) == 1:
-        return parts[0]
-    if len(parts) > 3 or all(part.isdigit() for part in parts):
-        return "*"
-    return "{" + ",".join(parts) + "}"
+    return "".join(common(list(dict.fromkeys(parts))) for parts in zip(*split, strict=True))
 
 
 # ---------------------------------------------------------------------------------------------

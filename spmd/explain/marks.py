@@ -189,8 +189,14 @@ def costly_mark(plan: Plan, options: Options, suspicion: float) -> Relief | None
     most = (1 - LEAST_SHARE) * plan.run_seconds
     if least_seconds(plan.problem.index, plan.mesh, plan.topology) >= most:
         return None
+    blamed = blamed_groups(plan)
+    repeated = _seconds_behind(plan, blamed, _repeated_seconds(plan))
+    pairs = zip(blamed, repeated, strict=True)
+    groups = [group._replace(seconds=group.seconds + more) for group, more in pairs]
+    groups.sort(key=lambda group: -group.seconds)
+    suspects = [group for group in groups if group.seconds > suspicion * plan.seconds]
     found = []
-    for group in _suspects(plan, suspicion * plan.seconds)[:MOST_TRIES]:
+    for group in suspects[:MOST_TRIES]:
         try:
             relief = relief_of(plan, group, options)
         except PlanError:  # without the mark nothing fits into the memory
@@ -199,18 +205,6 @@ def costly_mark(plan: Plan, options: Options, suspicion: float) -> Relief | None
         if relief.without < most and more <= MOST_MORE * held_bytes(plan):
             found.append(relief)
     return max(found, key=lambda relief: relief.share, default=None)
-
-
-def _suspects(plan: Plan, least: float) -> list[MarkGroup]:
-    """Marks around which the planner's sum has so many seconds, those with the most first."""
-    blamed = list(blamed_groups(plan))
-    repeated = _seconds_behind(plan, blamed, _repeated_seconds(plan))
-    groups = [
-        group._replace(seconds=group.seconds + more)
-        for group, more in zip(blamed, repeated, strict=True)
-    ]
-    groups.sort(key=lambda group: -group.seconds)
-    return [group for group in groups if group.seconds > least]
 
 
 def _repeated_seconds(plan: Plan) -> dict[Value, float]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from spmd.explain.document import Cell, Table, count, number, source
 from spmd.explain.words import bytes_text, plural, seconds_text, type_text
 from spmd.ir.description import CONSTANT
-from spmd.ir.program import Op, Program, numberless
+from spmd.ir.program import Program, numberless
 from spmd.lowering.recompute.again import AGAIN
 from spmd.planning.plan import Plan, Recomputed
 from spmd.predict.memory import Buffer, MemoryUse
@@ -107,7 +107,13 @@ class MemoryCurve(NamedTuple):
 def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
     """What a local program is predicted to hold, as a curve."""
     count = len(use.order)
-    kinds = [SAVED if _is_saved(buffer, use.order) else TEMPORARY for buffer in use.buffers]
+
+    def is_saved(buffer: Buffer) -> bool:
+        """Whether the forward pass makes it and the backward pass reads it last."""
+        last = use.order[min(buffer.end, count - 1)]
+        return "transpose(" in last.loc.scope and "transpose(" not in buffer.op.loc.scope
+
+    kinds = [SAVED if is_saved(buffer) else TEMPORARY for buffer in use.buffers]
     changes = [[0] * len(KINDS) for _ in range(count + 1)]
     changes[0] = [use.arguments + use.constants, use.results - use.aliased, 0, 0]
     for kind, buffer in zip(kinds, use.buffers, strict=True):
@@ -117,12 +123,6 @@ def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
         changes[min(buffer.end + 1, count)][KINDS.index(kind)] -= buffer.bytes
     held = accumulate(changes[:-1], lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
     return MemoryCurve(tuple(map(tuple, held)), use.peak_at, _at_peak(use, program, kinds))
-
-
-def _is_saved(buffer: Buffer, order: Sequence[Op]) -> bool:
-    """Whether the forward pass makes it and the backward pass reads it last."""
-    last = order[min(buffer.end, len(order) - 1)]
-    return "transpose(" in last.loc.scope and "transpose(" not in buffer.op.loc.scope
 
 
 def _at_peak(use: MemoryUse, program: Program, kinds: Sequence[str]) -> tuple[Alive, ...]:

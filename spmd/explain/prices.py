@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -22,7 +21,6 @@ from spmd.explain.marks import (
 )
 from spmd.explain.words import axes_text, type_text, value_name
 from spmd.ir.program import Value, numberless
-from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, is_legal
 from spmd.mesh.spec import has_parts
 from spmd.options import Options
@@ -112,7 +110,12 @@ class Prices:
         type_ = plan.program.types[value]
         have = plan.arguments[plan.program.body.args.index(value)]
         wanted = [move.wanted.full() for move in plan.moves if move.value == value]
-        wanted += [*_over_one_axis(plan.mesh, type_.rank), Sharding(((),) * type_.rank)]
+        # One dim over one axis of the mesh, larger axes first; then whole.
+        for atoms in sorted(plan.mesh.axis_atoms.values(), key=plan.mesh.extent, reverse=True):
+            dims = range(type_.rank if atoms else 0)
+            each = (tuple(atoms if d == dim else () for d in range(type_.rank)) for dim in dims)
+            wanted += map(Sharding, each)
+        wanted.append(Sharding(((),) * type_.rank))
         legal = [
             sharding
             for sharding in dict.fromkeys(wanted)
@@ -125,13 +128,6 @@ class Prices:
             for sharding in legal[:MOST_OTHERS]
         ]
         return tuple(sorted(found, key=lambda pair: pair[1].seconds))
-
-
-def _over_one_axis(mesh: Mesh, rank: int) -> Iterator[Sharding]:
-    """A value with one dim split over one axis of the mesh, larger axes first."""
-    for atoms in sorted(mesh.axis_atoms.values(), key=mesh.extent, reverse=True):
-        for dim in range(rank if atoms else 0):
-            yield Sharding(tuple(atoms if d == dim else () for d in range(rank)))
 
 
 # ---------------------------------------------------------------------------------------------

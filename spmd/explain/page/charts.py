@@ -227,7 +227,10 @@ def _bracket(loop: Bars, scale: float, top: int, lanes: int) -> Html:
 
 
 def _time_axis(total: float, scale: float, y: float) -> list[Html]:
-    step = _nice(total / 8)
+    # The next larger 1, 2 or 5 times a power of ten.
+    least = total / 8
+    power = 10.0 ** math.floor(math.log10(least)) if least > 0 else 1.0
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= least * 0.999)
     parts = []
     for k in range(int(total / step) + 1):
         x = LEFT + k * step * scale
@@ -235,12 +238,6 @@ def _time_axis(total: float, scale: float, y: float) -> list[Html]:
         anchor = "end" if x > _RIGHT - 32 else "middle" if k else "start"
         parts += [line("tick", x, y - 4, x, y), words(x, y + 14, text, "soft", text_anchor=anchor)]
     return parts
-
-
-def _nice(step: float) -> float:
-    """The next larger 1, 2 or 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(step)) if step > 0 else 1.0
-    return next(m * power for m in (1, 2, 5, 10) if m * power >= step * 0.999)
 
 
 def memory_svg(curve: MemoryCurve, limit: int) -> Html:

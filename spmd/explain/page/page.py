@@ -57,7 +57,9 @@ def render(facts: Facts) -> str:
         tiles.HATCH,
         tag("header", tag("h1", title), tag("p.lead", lead)),
         tag("ul.notes", *notes) if notes else "",
-        _first_screen(facts),
+        _cards(facts),
+        _spent(facts),
+        _most_costly(facts),
         tag("nav", *(tag("a", s.title, href=f"#{s.anchor}") for s in sections)),
         tag("main", *map(_folded, sections)),
         tag("script", _resource("report.js")),
@@ -72,7 +74,9 @@ def notebook_cell(facts: Facts) -> Html:
         "div.spmd spmd-cell",
         tag("style", _resource("first.css")),
         tag("p.title", tag("b", facts.title), on),
-        _first_screen(facts),
+        _cards(facts),
+        _spent(facts),
+        _most_costly(facts),
     )
 
 
@@ -102,6 +106,9 @@ def _sections(facts: Facts) -> list[_Section]:
     conflicts = conflict_rows(stages, facts.prices)
     again, made_again = recomputed(facts.plan, facts.timeline)
     times = [(stage, n, seconds_text(n), "var(--accent)") for stage, n in stages.seconds.items()]
+    own = facts.timeline.seconds
+    quality = [("this plan", own, seconds_text(own), "var(--accent)")]
+    quality += [(*row, "var(--soft)") for row in quality_rows(facts)]
     return [
         _Section("timeline", "Timeline", "predicted; compute and links at the same time where "
                  "neither waits for the other", _timeline(facts), True),
@@ -112,7 +119,7 @@ def _sections(facts: Facts) -> list[_Section]:
         _Section("rings", "Rings", "operands that come piece by piece, and those that could",
                  steps.rings(facts), True),
         _Section("plan", "The plan", "against the greedy one and the best there can be",
-                 _quality(facts), True),
+                 h.bars(quality), True),
         _Section("collectives", "Collectives", f"{plural(len(facts.collectives), 'op')}, "
                  f"{facts.sent_text}", _collectives(facts)),
         _Section("bytes", "Bytes by kind", "sent by each device, executions, time",
@@ -140,10 +147,6 @@ def _sections(facts: Facts) -> list[_Section]:
 
 # ---------------------------------------------------------------------------------------------
 # The first screen: the figures of a run, where its time goes, and the largest costs.
-
-
-def _first_screen(facts: Facts) -> Html:
-    return joined(_cards(facts), _spent(facts), _most_costly(facts))
 
 
 def _cards(facts: Facts) -> Html:
@@ -217,12 +220,6 @@ def _most_costly(facts: Facts) -> Html:
 
 # ---------------------------------------------------------------------------------------------
 # One run: the plan, the timeline, the collectives, memory.
-
-
-def _quality(facts: Facts) -> Html:
-    seconds = facts.timeline.seconds
-    rows = [("this plan", seconds, seconds_text(seconds), "var(--accent)")]
-    return h.bars(rows + [(*row, "var(--soft)") for row in quality_rows(facts)])
 
 
 def _timeline(facts: Facts) -> Html:
@@ -382,25 +379,19 @@ def _conflicts(conflicts: Sequence[ConflictRow]) -> Html:
             shown = (joined(tag("b", axes), f": {loser_text(price)}") for axes, price in row.losers)
             losers = joined(*shown, by=BREAK)
             least = min((price.seconds for _, price in row.losers if price), default=math.inf)
+        claims = [
+            joined(tag("b", axes), f" on dim {dim} of ", tag("code", h.breakable(name)), " ",
+                   tag("code.soft", type_))
+            for name, type_, dim, axes in row.claims
+        ]  # fmt: skip
         rows.append(
             (
                 Cell(place, key=f"{row.op} {row.source}", style="w"),
                 count(row.ops),
-                Cell(joined(*map(_claim, row.claims), by=BREAK), key=str(row.claims), style="w"),
+                Cell(joined(*claims, by=BREAK), key=str(row.claims), style="w"),
                 Cell(tag("b", row.taken), key=row.taken, style="t"),
                 Cell(losers, key=least, style="w"),
             )
         )
     heads = ("op", "n", "who wants what", "the plan took", "what else would cost")
     return h.table(Table(heads, rows, search="an op, an argument, an axis"))
-
-
-def _claim(claim: tuple[str, str, int, str]) -> Html:
-    name, type_, dim, axes = claim
-    return joined(
-        tag("b", axes),
-        f" on dim {dim} of ",
-        tag("code", h.breakable(name)),
-        " ",
-        tag("code.soft", type_),
-    )
