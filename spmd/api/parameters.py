@@ -86,18 +86,13 @@ def _written(fn: Any) -> Any:
 
 
 class Part(NamedTuple):
-    """An argument that is not static.
+    """An argument that is not static."""
 
-    Attributes:
-      place: the number of its parameter, or its name where the function does not have it in order.
-      struct: its pytree of structs.
-      is_donated: whether the results may take its memory.
-    """
-
+    # the number of its parameter, or its name where the function does not have it in order
     place: int | str
     name: str
-    struct: Any
-    is_donated: bool
+    struct: Any  # its pytree of structs
+    is_donated: bool  # whether the results may take its memory
 
 
 def call_parts(

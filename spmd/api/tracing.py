@@ -93,19 +93,15 @@ class Recipe:
 
 
 class Aval(NamedTuple):
-    """The type of an argument leaf: what a program is compiled for.
-
-    Attributes:
-      weak_type: whether its dtype gives way to others, as that of a Python scalar does.
-      sharding: how it is split, where jax has that in types: on a mesh with Explicit axes.
-      order: in which order its dims lie in memory, if not major to minor.
-    """
+    """The type of an argument leaf: what a program is compiled for."""
 
     shape: tuple[int, ...]
     dtype: Any
+    # whether its dtype gives way to others, as that of a Python scalar does
     weak_type: bool = False
+    # how it is split, where jax has that in types: on a mesh with Explicit axes
     sharding: NamedSharding | None = None
-    order: Order | None = None
+    order: Order | None = None  # in which order its dims lie in memory, if not major to minor
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
@@ -146,24 +142,16 @@ def as_array(leaf: Any) -> Any:
 
 
 class Call(NamedTuple):
-    """A call's arguments, taken apart.
+    """A call's arguments, taken apart."""
 
-    Attributes:
-      static: (number or name, value) of each static argument.
-      argnums: the numbers of the positional arguments that are not static.
-      leaves, avals: the others, flat, and the type of each.
-      tree: the structure of ((positional, ...), {name: ...}), static ones left out.
-      positional: how many positional arguments there are, static ones counted.
-      settings: of jax, that decide how the function is traced.
-    """
-
-    static: tuple[tuple[int | str, Any], ...]
-    argnums: tuple[int, ...]
+    static: tuple[tuple[int | str, Any], ...]  # (number or name, value) of each static argument
+    argnums: tuple[int, ...]  # the numbers of the positional arguments that are not static
+    # leaves, avals: the others, flat, and the type of each
     leaves: tuple[Any, ...]
     avals: tuple[Aval, ...]
-    tree: Any
-    positional: int
-    settings: Any
+    tree: Any  # the structure of ((positional, ...), {name: ...}), static ones left out
+    positional: int  # how many positional arguments there are, static ones counted
+    settings: Any  # of jax, that decide how the function is traced
 
     @property
     def key(self) -> Any:
@@ -177,24 +165,19 @@ class Call(NamedTuple):
 
 
 class Interface(NamedTuple):
-    """A request to the compiler, and what arguments and results are to the caller.
-
-    Attributes:
-      in_tree: the structure of ((positional, ...), {name: ...}), static arguments left out.
-      out_tree, out_structs: the structure of the result, and its leaves.
-      axis_types: jax's types of the mesh's axes, where they are not all Auto.
-      key_dtypes: for each flat argument its dtype if it is a key array.
-      out_specs: for each flat result its spec as the user or jax's types have it, or None; they may
-        name axes of size 1, which split nothing. None are known if empty.
-    """
+    """A request to the compiler, and what arguments and results are to the caller."""
 
     request: Request
-    in_tree: Any
+    in_tree: Any  # the structure of ((positional, ...), {name: ...}), static arguments left out
+    # out_tree, out_structs: the structure of the result, and its leaves
     out_tree: Any
     out_structs: tuple[Any, ...]
+    # jax's types of the mesh's axes, where they are not all Auto
     axis_types: tuple[Any, ...] | None
-    key_dtypes: tuple[Any, ...]
+    key_dtypes: tuple[Any, ...]  # for each flat argument its dtype if it is a key array
     name: str = ""
+    # for each flat result its spec as the user or jax's types have it, or None; they may name axes
+    # of size 1, which split nothing. None are known if empty
     out_specs: tuple[PartitionSpec | None, ...] = ()
 
 

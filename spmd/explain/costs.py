@@ -217,28 +217,18 @@ def spent(timeline: Timeline, topology: Topology) -> list[Spent]:
 
 
 class Cost(NamedTuple):
-    """What one source line costs in compute, or in one kind of collective.
+    """What one source line costs in compute, or in one kind of collective."""
 
-    Attributes:
-      kind: `compute`, or the collective's kind.
-      axes: the mesh axes over which a collective goes, as text.
-      frames: the user's source line and its caller's, innermost first.
-      reason: why the largest of the collectives is there.
-      ops, runs: how many ops it is, and how often they run together; loops multiply.
-      bytes: what one device sends for them.
-      seconds: how much longer they make a run.
-      hidden: how much of a collective's time is hidden behind arithmetic, seconds.
-    """
-
-    kind: str
-    axes: str
-    frames: tuple[Frame, ...]
-    reason: str
+    kind: str  # `compute`, or the collective's kind
+    axes: str  # the mesh axes over which a collective goes, as text
+    frames: tuple[Frame, ...]  # the user's source line and its caller's, innermost first
+    reason: str  # why the largest of the collectives is there
+    # ops, runs: how many ops it is, and how often they run together; loops multiply
     ops: int
     runs: int
-    bytes: int
-    seconds: float
-    hidden: float
+    bytes: int  # what one device sends for them
+    seconds: float  # how much longer they make a run
+    hidden: float  # how much of a collective's time is hidden behind arithmetic, seconds
 
     @property
     def title(self) -> str:

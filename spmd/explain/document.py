@@ -14,21 +14,15 @@ Look = Literal["text", "number", "code", "path", "name", "source", "kind"]
 
 
 class Cell(NamedTuple):
-    """One cell of a table.
-
-    Attributes:
-      key: what the page's table sorts by; the text if left out.
-      style: its class on the page: `t` stays on one line, `w` takes the room that is left.
-      parts: what the page unfolds: (name, remark) of each thing that the cell stands for.
-      note: a sentence below it.
-    """
+    """One cell of a table."""
 
     text: str
     look: Look = "text"
-    key: str | float | None = None
-    style: str = ""
+    key: str | float | None = None  # what the page's table sorts by; the text if left out
+    style: str = ""  # its class on the page: `t` stays on one line, `w` takes the room that is left
+    # what the page unfolds: (name, remark) of each thing that the cell stands for
     parts: tuple[tuple[str, str], ...] = ()
-    note: str = ""
+    note: str = ""  # a sentence below it
 
 
 def count(number: int) -> Cell:

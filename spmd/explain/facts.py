@@ -25,26 +25,16 @@ CLOSE = 5e-4
 
 @dataclass(frozen=True)
 class Facts:
-    """A program, and the figures of one run of it; reports leave out what is None.
-
-    Attributes:
-      collectives: what one run of the program exchanges.
-      use: the memory that one device is predicted to use.
-      compiled: what XLA reports of memory, once it has compiled the program.
-      prices: of what the plan decided against.
-      given_name: what the program is called; the function's name if not given.
-      file: where its function is written, if known.
-      measured: what steps of it took.
-    """
+    """A program, and the figures of one run of it; reports leave out what is None."""
 
     stages: Stages
-    collectives: Sequence[Collective]
-    use: MemoryUse | None = None
-    compiled: Memory | None = None
-    prices: Prices | None = None
-    given_name: str = ""
-    file: str = ""
-    measured: Measured | None = None
+    collectives: Sequence[Collective]  # what one run of the program exchanges
+    use: MemoryUse | None = None  # the memory that one device is predicted to use
+    compiled: Memory | None = None  # what XLA reports of memory, once it has compiled the program
+    prices: Prices | None = None  # of what the plan decided against
+    given_name: str = ""  # what the program is called; the function's name if not given
+    file: str = ""  # where its function is written, if known
+    measured: Measured | None = None  # what steps of it took
 
     @property
     def name(self) -> str:

@@ -64,18 +64,13 @@ WORTH = 0.01
 
 
 class MarkGroup(NamedTuple):
-    """Marks that are one to a person: made at one line, or of arguments that differ in numbers.
+    """Marks that are one to a person: made at one line, or of arguments that differ in numbers."""
 
-    Attributes:
-      name: `mark_sharding at model.py:12 (f)`, `argument layers/*/w`.
-      sharding: what the first of them says; in a `Relief`, the first that would lie otherwise.
-      seconds: time of the reshards that are next to them.
-    """
-
-    name: str
+    name: str  # `mark_sharding at model.py:12 (f)`, `argument layers/*/w`
     values: tuple[Value, ...]
+    # what the first of them says; in a `Relief`, the first that would lie otherwise
     sharding: Sharding
-    seconds: float
+    seconds: float  # time of the reshards that are next to them
 
     def text(self, mesh: Mesh) -> str:
         """`argument x ("data", None) and 2 more`."""
@@ -84,19 +79,15 @@ class MarkGroup(NamedTuple):
 
 
 class Relief(NamedTuple):
-    """Some marks, and what the program would cost without them.
-
-    Attributes:
-      seconds: predicted time of one run with them.
-      instead: how the marked value would lie; None if it would be made anew for every use.
-      elsewhere: where the marked values would lie as they are marked, the value that lies as
-        `instead` says: `argument w`, `multiply at model.py:12 (f)`. Empty if it is a marked one.
-    """
+    """Some marks, and what the program would cost without them."""
 
     marks: MarkGroup
     price: Price
-    seconds: float
+    seconds: float  # predicted time of one run with them
+    # how the marked value would lie; None if it would be made anew for every use
     instead: Sharding | None
+    # where the marked values would lie as they are marked, the value that lies as `instead` says:
+    # `argument w`, `multiply at model.py:12 (f)`. Empty if it is a marked one
     elsewhere: str = ""
 
     @property

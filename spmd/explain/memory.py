@@ -91,17 +91,12 @@ class Alive(NamedTuple):
 
 
 class MemoryCurve(NamedTuple):
-    """Bytes held over a run.
+    """Bytes held over a run."""
 
-    Attributes:
-      steps: for each kernel as they run, a loop's before the loop itself, bytes of each of `KINDS`.
-      peak: the step with the most bytes.
-      at_peak: what is held there, the largest first.
-    """
-
+    # for each kernel as they run, a loop's before the loop itself, bytes of each of `KINDS`
     steps: tuple[tuple[int, ...], ...]
-    peak: int
-    at_peak: tuple[Alive, ...]
+    peak: int  # the step with the most bytes
+    at_peak: tuple[Alive, ...]  # what is held there, the largest first
 
 
 def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:

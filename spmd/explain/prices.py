@@ -135,21 +135,16 @@ class Prices:
 
 
 class ConflictRow(NamedTuple):
-    """Values around an op that want different axes, and what the planner made of it.
-
-    Attributes:
-      claims: (value's name, its type, dim, axes that it wants there).
-      taken: the axes that the plan took.
-      ops: how many ops are like this.
-      losers: the axes of the claims that lost, or `no axis`, with the price of taking them, None if
-        no plan that was weighed does so. None where prices were not asked for.
-    """
+    """Values around an op that want different axes, and what the planner made of it."""
 
     op: str
     source: str
+    # (value's name, its type, dim, axes that it wants there)
     claims: tuple[tuple[str, str, int, str], ...]
-    taken: str
-    ops: int
+    taken: str  # the axes that the plan took
+    ops: int  # how many ops are like this
+    # the axes of the claims that lost, or `no axis`, with the price of taking them, None if no plan
+    # that was weighed does so. None where prices were not asked for
     losers: Losers | None = None
 
 

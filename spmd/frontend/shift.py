@@ -57,16 +57,11 @@ def shift_heads(program: Program, proposals: Sequence[Sequence[Axes]]) -> Progra
 
 
 class _Shifts(NamedTuple):
-    """What a join's tail is made of, along one dim.
-
-    Attributes:
-      head: the slice of which the head is the element in front.
-      inside: elementwise ops' results, to be made one element longer.
-    """
+    """What a join's tail is made of, along one dim."""
 
     dim: int
-    head: Value
-    inside: frozenset[Value]
+    head: Value  # the slice of which the head is the element in front
+    inside: frozenset[Value]  # elementwise ops' results, to be made one element longer
 
 
 def _has_head(op: Op) -> bool:

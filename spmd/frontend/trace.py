@@ -69,20 +69,13 @@ class ClosedOverTracer(FrontendError):
 
 
 class Trace(NamedTuple):
-    """A function that was traced and lowered.
-
-    Attributes:
-      out: the result's pytree of `ShapeDtypeStruct`s.
-      manual: the distinct meshes of its calls of `jax.shard_map`.
-      meshes: those meshes and the ones of jax's sharding constraints that have devices.
-      callbacks: the Python functions that it calls, by number.
-    """
+    """A function that was traced and lowered."""
 
     module: Any
-    out: Any
-    manual: list[Any]
-    meshes: list[Any]
-    callbacks: tuple[Callback, ...]
+    out: Any  # the result's pytree of `ShapeDtypeStruct`s
+    manual: list[Any]  # the distinct meshes of its calls of `jax.shard_map`
+    meshes: list[Any]  # those meshes and the ones of jax's sharding constraints that have devices
+    callbacks: tuple[Callback, ...]  # the Python functions that it calls, by number
 
 
 def trace(

@@ -28,21 +28,13 @@ from spmd.ir.types import Attribute, Dense, TensorType
 
 @dataclass(frozen=True, eq=False)
 class Callback:
-    """A function of the process that compiled the program; ops name it by its number.
+    """A function of the process that compiled the program; ops name it by its number."""
 
-    Attributes:
-      function: from arrays to a sequence of arrays.
-      label: what the user wrote: `jax.debug.print`, `jax.pure_callback of lookup`.
-      is_debug: whether it only looks: `jax.debug.print` and `jax.debug.callback`.
-      has_effect: whether it does more than compute its results.
-      is_ordered: whether it is called in the order of the program among others that are.
-    """
-
-    function: Callable[..., Sequence[Any]]
-    label: str
-    is_debug: bool
-    has_effect: bool
-    is_ordered: bool
+    function: Callable[..., Sequence[Any]]  # from arrays to a sequence of arrays
+    label: str  # what the user wrote: `jax.debug.print`, `jax.pure_callback of lookup`
+    is_debug: bool  # whether it only looks: `jax.debug.print` and `jax.debug.callback`
+    has_effect: bool  # whether it does more than compute its results
+    is_ordered: bool  # whether it is called in the order of the program among others that are
 
 
 Value = int
@@ -239,23 +231,16 @@ class Body(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A whole function.
+    """A whole function."""
 
-    Attributes:
-      name: the function's name.
-      types: type of every value.
-      body: its arguments, ops and results.
-      arg_names, result_names: paths in the user's pytrees, for people.
-      callbacks: the Python functions that its ops call, by number.
-      constants: elements of its last arguments, which the user does not pass.
-    """
-
-    name: str
-    types: tuple[TensorType, ...]
-    body: Region
+    name: str  # the function's name
+    types: tuple[TensorType, ...]  # type of every value
+    body: Region  # its arguments, ops and results
+    # arg_names, result_names: paths in the user's pytrees, for people
     arg_names: tuple[str, ...]
     result_names: tuple[str, ...]
-    callbacks: tuple[Callback, ...] = ()
+    callbacks: tuple[Callback, ...] = ()  # the Python functions that its ops call, by number
+    # elements of its last arguments, which the user does not pass
     constants: tuple[Dense, ...] = ()
 
     def walk(self) -> Iterator[Op]:

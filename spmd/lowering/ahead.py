@@ -22,27 +22,19 @@ from spmd.mesh.topology import Topology
 
 
 class _Gpu(NamedTuple):
-    """The figures of one GPU.
+    """The figures of one GPU."""
 
-    Attributes:
-      name: CUDA's name for it.
-      capability: compute capability.
-      cores, fpus: multiprocessors, and the float32 units of each.
-      shared: KiB of shared memory of a multiprocessor.
-      l2, memory: bytes of the L2 cache and of device memory.
-      bandwidth: of device memory, in 10^9 bytes/s.
-      clock: GHz.
-    """
-
-    name: str
-    capability: tuple[int, int]
+    name: str  # CUDA's name for it
+    capability: tuple[int, int]  # compute capability
+    # cores, fpus: multiprocessors, and the float32 units of each
     cores: int
     fpus: int
-    shared: int
+    shared: int  # KiB of shared memory of a multiprocessor
+    # l2, memory: bytes of the L2 cache and of device memory
     l2: int
     memory: int
-    bandwidth: int
-    clock: float
+    bandwidth: int  # of device memory, in 10^9 bytes/s
+    clock: float  # GHz
 
 
 # From the CUDA programming guide's table of compute capabilities, and NVIDIA's architecture papers.

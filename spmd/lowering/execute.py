@@ -81,19 +81,14 @@ mlir.register_lowering(_program, _lower)
 
 @dataclass(frozen=True)
 class Outside:
-    """What jax is told of a program's arguments and results, besides what the program says.
+    """What jax is told of a program's arguments and results, besides what the program says."""
 
-    Attributes:
-      mesh: the mesh that they lie on: the program's, with the user's axis types.
-      weak: whether the type of each result is weak; none is if empty.
-      devices: descriptions of devices that are not here, in the mesh's order; the process's own by
-        id if None.
-      results: how the results lie, in the user's words; as the program says if empty.
-    """
-
-    mesh: jax.sharding.Mesh
-    weak: tuple[bool, ...] = ()
+    mesh: jax.sharding.Mesh  # the mesh that they lie on: the program's, with the user's axis types
+    weak: tuple[bool, ...] = ()  # whether the type of each result is weak; none is if empty
+    # descriptions of devices that are not here, in the mesh's order; the process's own by id if
+    # None
     devices: Sequence[Any] | None = None
+    # how the results lie, in the user's words; as the program says if empty
     results: tuple[Placement, ...] = ()
 
 

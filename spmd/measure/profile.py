@@ -34,20 +34,15 @@ PROFILED = 3
 
 
 class Event(NamedTuple):
-    """Something that one device did, seconds after its step began.
-
-    Attributes:
-      name: the kernel's; on CPUs the op's.
-      op: the op of the optimized module that it belongs to; empty where the profile names none.
-      launch: of a GPU's kernel, the number of the call that launched it, and its place in the CUDA
-        graph that was launched.
-    """
+    """Something that one device did, seconds after its step began."""
 
     device: int
-    name: str
-    op: str
+    name: str  # the kernel's; on CPUs the op's
+    op: str  # the op of the optimized module that it belongs to; empty where the profile names none
     start: float
     end: float
+    # of a GPU's kernel, the number of the call that launched it, and its place in the CUDA graph
+    # that was launched
     launch: tuple[int, int] = (0, 0)
 
 

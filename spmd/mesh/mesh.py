@@ -20,18 +20,12 @@ class Atom:
 
     Axis `data` of size 4 has the atoms `data:(1)2` and `data:(2)2`, major first. A whole axis, and
     every sub-axis of it, is a run of neighbouring atoms, so that sub-axis algebra is tuple algebra.
-
-    Attributes:
-      axis: index of the mesh axis.
-      pre: product of the sizes of the same axis's more major atoms.
-      size: a prime.
-      stride: how far apart in the flattened mesh two neighbours along this atom are.
     """
 
-    axis: int
-    pre: int
-    size: int
-    stride: int
+    axis: int  # index of the mesh axis
+    pre: int  # product of the sizes of the same axis's more major atoms
+    size: int  # a prime
+    stride: int  # how far apart in the flattened mesh two neighbours along this atom are
 
 
 @dataclass(frozen=True)

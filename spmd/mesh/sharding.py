@@ -25,20 +25,15 @@ class Sharding:
 
     Equal shardings are one object, compared and hashed by identity: planning is made of look-ups by
     shardings, and by tuples of them.
-
-    Attributes:
-      dims: for each dim, the atoms that split it, major to minor.
-      partial: atoms over which every device holds only a term of the value, ascending.
-      kind: how those terms combine: `add`, `mul`, `max`, `min`, `and`, `or`, `xor`; `""` if none.
-      used: every atom that splits a dim or is partial.
     """
 
     __slots__ = ("dims", "kind", "partial", "used")
 
-    dims: tuple[Axes, ...]
-    partial: Axes
+    dims: tuple[Axes, ...]  # for each dim, the atoms that split it, major to minor
+    partial: Axes  # atoms over which every device holds only a term of the value, ascending
+    # how those terms combine: `add`, `mul`, `max`, `min`, `and`, `or`, `xor`; `""` if none
     kind: str
-    used: frozenset[int]
+    used: frozenset[int]  # every atom that splits a dim or is partial
 
     _interned: ClassVar[dict[tuple[tuple[Axes, ...], Axes, str], Sharding]] = {}
 

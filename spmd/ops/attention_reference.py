@@ -26,18 +26,13 @@ SMALLEST_BLOCK = 128
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees: what the optional operands say.
+    """Which keys a query sees: what the optional operands say."""
 
-    Attributes:
-      positions_S: where each query is in its sequence, if it sees no key behind it.
-      queries_BS, keys_BT: segments, if a query sees just the keys of its own.
-      positions_T: where each key is, if they are not in their order.
-    """
-
-    positions_S: Any = None
+    positions_S: Any = None  # where each query is in its sequence, if it sees no key behind it
+    # queries_BS, keys_BT: segments, if a query sees just the keys of its own
     queries_BS: Any = None
     keys_BT: Any = None
-    positions_T: Any = None
+    positions_T: Any = None  # where each key is, if they are not in their order
 
     @staticmethod
     def of(operands: Sequence[Any], *, causal: bool, segments: bool) -> Mask:

@@ -36,18 +36,13 @@ LANES = 128
 
 
 class Places(NamedTuple):
-    """What goes from each device to each other one, from the one at hand.
+    """What goes from each device to each other one, from the one at hand."""
 
-    Attributes:
-      here_N, sent_N: where the rows for each device start, and how many there are.
-      there_N: where they start at that device.
-      got_N: how many rows come from each.
-    """
-
+    # here_N, sent_N: where the rows for each device start, and how many there are
     here_N: Any
     sent_N: Any
-    there_N: Any
-    got_N: Any
+    there_N: Any  # where they start at that device
+    got_N: Any  # how many rows come from each
 
 
 def by_collective(x: Any, out: Any, places: Places, axes: tuple[str, ...]) -> Any:
@@ -137,21 +132,15 @@ def gradient(
 
 
 class _Route(NamedTuple):
-    """Which choices go where.
+    """Which choices go where."""
 
-    Attributes:
-      order_X: the places of this device's choices, sorted by their expert; those of none are last.
-      place_TC: where each row's choices are in that order.
-      counts_NE: how many choices each device has of each of the experts here.
-      sizes_NN: how many choices each device has for each.
-      choices, size, most: choices of each row, of a turn, and that may come.
-    """
-
+    # the places of this device's choices, sorted by their expert; those of none are last
     order_X: Any
-    place_TC: Any
-    counts_NE: Any
-    sizes_NN: Any
+    place_TC: Any  # where each row's choices are in that order
+    counts_NE: Any  # how many choices each device has of each of the experts here
+    sizes_NN: Any  # how many choices each device has for each
     me: Any
+    # choices, size, most: choices of each row, of a turn, and that may come
     choices: int
     size: int
     most: int

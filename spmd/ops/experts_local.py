@@ -87,18 +87,13 @@ def gradient(*operands: Any, count: int, product: Product = ragged) -> Any:
 
 
 class Part(NamedTuple):
-    """The choices of one turn.
+    """The choices of one turn."""
 
-    Attributes:
-      at_R, row_R: their places among all choices, and the rows that made them.
-      is_here_R1: whether there is such a choice; the last ones are padding.
-      sizes_E: how many there are of each expert at hand, one expert behind the other.
-    """
-
+    # at_R, row_R: their places among all choices, and the rows that made them
     at_R: Any
     row_R: Any
-    is_here_R1: Any
-    sizes_E: Any
+    is_here_R1: Any  # whether there is such a choice; the last ones are padding
+    sizes_E: Any  # how many there are of each expert at hand, one expert behind the other
 
 
 def inverse(order_X: Any) -> Any:
@@ -129,17 +124,12 @@ class _Choices(NamedTuple):
 
     All rows may choose experts at hand, but that is seldom: a turn has as many choices as there are
     if experts are chosen alike, and a quarter more, and mostly there is one.
-
-    Attributes:
-      order_X: the choices, sorted; those of experts that are elsewhere are last.
-      place_TC: where each row's choices are in that order.
-      ends_E: where each expert's choices end.
-      choices, size, most: choices of each row, of a turn, and that there may be.
     """
 
-    order_X: Any
-    place_TC: Any
-    ends_E: Any
+    order_X: Any  # the choices, sorted; those of experts that are elsewhere are last
+    place_TC: Any  # where each row's choices are in that order
+    ends_E: Any  # where each expert's choices end
+    # choices, size, most: choices of each row, of a turn, and that there may be
     choices: int
     size: int
     most: int

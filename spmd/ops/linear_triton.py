@@ -43,20 +43,14 @@ MOST_STAGES = 5
 
 
 class Tiles(NamedTuple):
-    """How the products are divided.
+    """How the products are divided."""
 
-    Attributes:
-      rows, outputs: of x, with padding a power of two; of a block.
-      inputs: that are multiplied at a time.
-      splits: programs that share a block's inputs.
-      stages: tiles under way, the one that is multiplied among them.
-    """
-
+    # rows, outputs: of x, with padding a power of two; of a block
     rows: int
     outputs: int
-    inputs: int
-    splits: int
-    stages: int
+    inputs: int  # that are multiplied at a time
+    splits: int  # programs that share a block's inputs
+    stages: int  # tiles under way, the one that is multiplied among them
 
 
 def products(x_BI: Any, weights: Sequence[Any], *, interpret: bool = False) -> Any:

@@ -103,18 +103,13 @@ def _check_size(pool_ANPK2D: Any) -> None:
 
 
 class _Tiles(NamedTuple):
-    """Which rows the programs of a call have.
+    """Which rows the programs of a call have."""
 
-    Attributes:
-      about: (A, I, 4): the slot of each tile, its first row and, twice, its number of rows; these
-        are 0 for tiles that are not needed.
-      place: (A, R): `size` times the tile of each row, and the row's number in it.
-      size: the most rows of a tile.
-    """
-
+    # (A, I, 4): the slot of each tile, its first row and, twice, its number of rows; these are 0
+    # for tiles that are not needed
     about: Any
-    place: Any
-    size: int
+    place: Any  # (A, R): `size` times the tile of each row, and the row's number in it
+    size: int  # the most rows of a tile
 
 
 def _tiles(counts_AB: Any, first_AB: Any, slot_AR: Any, size: int, *, most: int = 0) -> _Tiles:

@@ -81,18 +81,12 @@ def host_arrays(arrays: Sequence[Any]) -> Arrays:
 
 
 class Search(NamedTuple):
-    """The search in one block: the program, or a body taken by itself with a plan of its own.
-
-    Attributes:
-      arguments: for each argument of the block a host array.
-      lower: how a plan becomes a program to run.
-      tolerance: the largest difference that still counts as equal.
-    """
+    """The search in one block: the program, or a body taken by itself with a plan of its own."""
 
     plan: Plan
-    arguments: Arrays
-    lower: Lower
-    tolerance: Tolerance
+    arguments: Arrays  # for each argument of the block a host array
+    lower: Lower  # how a plan becomes a program to run
+    tolerance: Tolerance  # the largest difference that still counts as equal
     inside: tuple[str, ...] = ()
 
     @property

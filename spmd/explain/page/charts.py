@@ -39,23 +39,15 @@ _HEIGHT, _STEPS = 240, 700
 
 
 class Segment(NamedTuple):
-    """Something that takes time, seconds after the run, or the loop's iteration, began.
+    """Something that takes time, seconds after the run, or the loop's iteration, began."""
 
-    Attributes:
-      lanes: `compute`, or the names of the mesh axes whose links are busy.
-      kind: `compute`, or the collective's kind.
-      label: what it is: an op, or a collective and what it moves.
-      group: the user's source line and its caller's; `in f` for several lines of one function.
-      ops: how many ops are drawn as this one.
-    """
-
-    lanes: tuple[str, ...]
-    kind: str
-    label: str
-    group: str
+    lanes: tuple[str, ...]  # `compute`, or the names of the mesh axes whose links are busy
+    kind: str  # `compute`, or the collective's kind
+    label: str  # what it is: an op, or a collective and what it moves
+    group: str  # the user's source line and its caller's; `in f` for several lines of one function
     start: float
     seconds: float
-    ops: int = 1
+    ops: int = 1  # how many ops are drawn as this one
 
     @property
     def end(self) -> float:
@@ -64,25 +56,15 @@ class Segment(NamedTuple):
 
 
 class Bars(NamedTuple):
-    """What happens in a region, in order: in a program, a branch, or one iteration of a loop.
+    """What happens in a region, in order: in a program, a branch, or one iteration of a loop."""
 
-    Attributes:
-      segments: ops and collectives outside of inner loops.
-      loops: the loops and conditionals, of whose equal iterations one is shown.
-      once: seconds of all of it, once.
-      start: when it begins first, seconds after what is around it began.
-      seconds: all iterations together.
-      title: of a loop, how often it runs: `loop ×4`.
-      place: of a loop, the user's source line and its caller's.
-    """
-
-    segments: tuple[Segment, ...]
-    loops: tuple[Bars, ...]
-    once: float
-    start: float
-    seconds: float
-    title: str = ""
-    place: str = ""
+    segments: tuple[Segment, ...]  # ops and collectives outside of inner loops
+    loops: tuple[Bars, ...]  # the loops and conditionals, of whose equal iterations one is shown
+    once: float  # seconds of all of it, once
+    start: float  # when it begins first, seconds after what is around it began
+    seconds: float  # all iterations together
+    title: str = ""  # of a loop, how often it runs: `loop ×4`
+    place: str = ""  # of a loop, the user's source line and its caller's
 
     def lane_seconds(self, lane: str) -> float:
         """How long a lane is busy in one iteration, inner loops included."""

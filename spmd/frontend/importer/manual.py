@@ -33,19 +33,15 @@ _WITH_REPLICAS = ("stablehlo.all_gather", "stablehlo.all_reduce", "stablehlo.red
 
 
 class Scope(NamedTuple):
-    """A manual region.
+    """A manual region."""
 
-    Attributes:
-      mesh, own: the mesh that the program is compiled for, and that the region is written for.
-      names, axes: its manual axes on `own`, and the atoms of `mesh` that these are, ascending.
-      held: these, and those of the regions around it.
-    """
-
+    # mesh, own: the mesh that the program is compiled for, and that the region is written for
     mesh: Mesh
     own: Mesh
+    # names, axes: its manual axes on `own`, and the atoms of `mesh` that these are, ascending
     names: tuple[str, ...]
     axes: Axes
-    held: Axes
+    held: Axes  # these, and those of the regions around it
 
     @property
     def is_whole(self) -> bool:
@@ -90,24 +86,17 @@ def atoms_of_refs(refs: Iterable[AxisRef], mesh: Mesh) -> Axes:
 
 
 class Exchange(NamedTuple):
-    """A collective as the module states it.
-
-    Attributes:
-      dims: the attributes that name dims, as `all_gather_dim`.
-      rows: its replica groups, padded with -1, or the pairs of a permute.
-      mesh, axes: of `#stablehlo.replica_group_mesh_axes`, if it has that in place of groups; the
-        mesh by name, or itself.
-      channel: the number of its channel; 0 if it has none.
-      global_ids: whether `use_global_device_ids` is set.
-    """
+    """A collective as the module states it."""
 
     name: str
-    dims: Mapping[str, int]
-    rows: Groups
+    dims: Mapping[str, int]  # the attributes that name dims, as `all_gather_dim`
+    rows: Groups  # its replica groups, padded with -1, or the pairs of a permute
+    # mesh, axes: of `#stablehlo.replica_group_mesh_axes`, if it has that in place of groups; the
+    # mesh by name, or itself
     mesh: str | Mesh
     axes: tuple[AxisRef, ...]
-    channel: int
-    global_ids: bool
+    channel: int  # the number of its channel; 0 if it has none
+    global_ids: bool  # whether `use_global_device_ids` is set
 
 
 def collective(

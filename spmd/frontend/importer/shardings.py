@@ -26,19 +26,13 @@ NO_AXES = Mesh(None, (), ())
 
 
 class Stated(NamedTuple):
-    """A sharding as a module states it, on a mesh of its own.
+    """A sharding as a module states it, on a mesh of its own."""
 
-    Attributes:
-      mesh: the mesh; its device ids are positions among the devices that the module is for.
-      dims: for each dim, the axes and parts of axes that split it, major to minor.
-      open: for each dim, whether it may be split further.
-      unreduced: axes over which the value is not added up yet.
-    """
-
-    mesh: Mesh
+    mesh: Mesh  # the mesh; its device ids are positions among the devices that the module is for
+    # for each dim, the axes and parts of axes that split it, major to minor
     dims: tuple[tuple[AxisRef, ...], ...]
-    open: tuple[bool, ...]
-    unreduced: tuple[AxisRef, ...] = ()
+    open: tuple[bool, ...]  # for each dim, whether it may be split further
+    unreduced: tuple[AxisRef, ...] = ()  # axes over which the value is not added up yet
 
 
 def mesh_of(attr: Any) -> Mesh | None:

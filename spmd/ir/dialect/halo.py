@@ -32,34 +32,27 @@ class Window(NamedTuple):
     Position `o` of the tiled dim reads the base positions `o * stride - low + [0, span)`, where
     element `e` of the operand lies at base position `e * dilation`; what lies between elements and
     beyond them is padding.
-
-    Attributes:
-      tiled: size of the dim whose tiles decide: the result's, or a kernel's.
-      stride, low, dilation, span: as above.
-      reverse: the tiled dim is counted from its end.
     """
 
-    tiled: int
+    tiled: int  # size of the dim whose tiles decide: the result's, or a kernel's
+    # stride, low, dilation, span: as above
     stride: int = 1
     low: int = 0
     dilation: int = 1
     span: int = 1
-    reverse: bool = False
+    reverse: bool = False  # the tiled dim is counted from its end
 
 
 class Halo(NamedTuple):
-    """A dim of an operand of which a device reads more, or other parts, than its own tile.
-
-    Attributes:
-      factor: the factor whose tiles read it: that of the operand's dim, or, where this dim stays
-        whole, that of the result's.
-      window: what is read; None for running totals, where each device reads one element (the
-        total) of every tile.
-    """
+    """A dim of an operand of which a device reads more, or other parts, than its own tile."""
 
     operand: int
     dim: int
+    # the factor whose tiles read it: that of the operand's dim, or, where this dim stays whole,
+    # that of the result's
     factor: int
+    # what is read; None for running totals, where each device reads one element (the total) of
+    # every tile
     window: Window | None
 
 
@@ -90,18 +83,14 @@ class Need(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What the tiles read, in elements and in base positions (see `Window`).
-
-    Attributes:
-      base: number of base positions that each device needs.
-      low: how many base positions lie before the first element, if the same on all devices.
-      skips: for each tile, how many base positions after its first element it drops; used where
-        `low` is None.
-    """
+    """What the tiles read, in elements and in base positions (see `Window`)."""
 
     need: Need
-    base: int
+    base: int  # number of base positions that each device needs
+    # how many base positions lie before the first element, if the same on all devices
     low: int | None
+    # for each tile, how many base positions after its first element it drops; used where `low` is
+    # None
     skips: tuple[int, ...]
 
 
@@ -207,16 +196,13 @@ Rounds = tuple[tuple[tuple[int, int], ...], ...]
 
 
 class Merge(NamedTuple):
-    """What devices exchange so that a `merge` factor may be split.
-
-    Attributes:
-      tensors: what each device contributes: the type of each tensor if no other factor is split,
-        and the factors of its dims.
-      network: whether tiles meet pair by pair in `rounds`; otherwise all tensors are gathered.
-    """
+    """What devices exchange so that a `merge` factor may be split."""
 
     factor: int
+    # what each device contributes: the type of each tensor if no other factor is split, and the
+    # factors of its dims
     tensors: tuple[tuple[TensorType, tuple[tuple[int, ...], ...]], ...]
+    # whether tiles meet pair by pair in `rounds`; otherwise all tensors are gathered
     network: bool = False
 
 

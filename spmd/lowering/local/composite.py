@@ -51,17 +51,13 @@ from spmd.predict.ops import exchanged_bytes
 
 
 class Traced(NamedTuple):
-    """A composite at given shapes as functions of a module, and the symbol of the one to call.
-
-    Attributes:
-      program: the functions as a program; None if they have ops that the compiler does not know.
-      workspace: predicted bytes that it holds beside its operands and results.
-    """
+    """A composite at given shapes as functions of a module, and the symbol of the one to call."""
 
     entry: str
     functions: tuple[str, ...]
+    # the functions as a program; None if they have ops that the compiler does not know
     program: Program | None
-    workspace: int
+    workspace: int  # predicted bytes that it holds beside its operands and results
 
 
 class _Declined(Exception):

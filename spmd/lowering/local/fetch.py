@@ -25,19 +25,15 @@ from spmd.mesh.sharding import Axes, tiles
 
 
 class Part(NamedTuple):
-    """Elements that each device has, and their places in the range that it wants.
-
-    Attributes:
-      offsets: for each tile, the place of the first element in the range; it may be negative.
-      lows, highs: for each tile, the places in the range that this part fills.
-      zeroed: whether the value is zero on devices where it fills no place.
-    """
+    """Elements that each device has, and their places in the range that it wants."""
 
     value: Value
+    # for each tile, the place of the first element in the range; it may be negative
     offsets: tuple[int, ...]
+    # lows, highs: for each tile, the places in the range that this part fills
     lows: tuple[int, ...]
     highs: tuple[int, ...]
-    zeroed: bool = False
+    zeroed: bool = False  # whether the value is zero on devices where it fills no place
 
     @property
     def used(self) -> list[int]:

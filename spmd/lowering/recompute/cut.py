@@ -19,17 +19,13 @@ from spmd.ir.program import Op, Value, reads
 
 
 class Prices(NamedTuple):
-    """What answers cost, in seconds of one run.
+    """What answers cost, in seconds of one run."""
 
-    Attributes:
-      keep: keeping a value; infinite where it cannot be kept, 0 where it is there anyway.
-      again: doing an op again; infinite where that is not allowed.
-      early: of an op that is done again, for a value that it reads: having that value there from
-        then on, though it is needed later.
-    """
-
+    # keeping a value; infinite where it cannot be kept, 0 where it is there anyway
     keep: Callable[[Value], float]
-    again: Callable[[Op], float]
+    again: Callable[[Op], float]  # doing an op again; infinite where that is not allowed
+    # of an op that is done again, for a value that it reads: having that value there from then on,
+    # though it is needed later
     early: Callable[[Value, Op], float] = lambda value, op: 0.0
 
 

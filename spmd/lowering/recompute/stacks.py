@@ -33,16 +33,12 @@ class Stack(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Two loops with stacks between them.
-
-    Attributes:
-      trips: how often the forward loop runs: the length of every stack.
-      place, read_at: where the forward loop's body writes, and the backward one's reads.
-    """
+    """Two loops with stacks between them."""
 
     forward: Op
     backward: Op
-    trips: int
+    trips: int  # how often the forward loop runs: the length of every stack
+    # place, read_at: where the forward loop's body writes, and the backward one's reads
     place: Value
     read_at: Value
     stacks: tuple[Stack, ...]

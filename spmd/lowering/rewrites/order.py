@@ -31,19 +31,12 @@ _NEVER = float("inf")
 
 
 class _Traits(NamedTuple):
-    """What matters of an op of a kind.
+    """What matters of an op of a kind."""
 
-    Attributes:
-      is_cheap: whether it is computed inside its readers, or only another name.
-      can_move: whether it moves up: collectives do, and cheap ops with them.
-      grows: whether it is a collective that makes more than it takes.
-      links: the atoms over which a collective runs.
-    """
-
-    is_cheap: bool
-    can_move: bool
-    grows: bool
-    links: frozenset[int]
+    is_cheap: bool  # whether it is computed inside its readers, or only another name
+    can_move: bool  # whether it moves up: collectives do, and cheap ops with them
+    grows: bool  # whether it is a collective that makes more than it takes
+    links: frozenset[int]  # the atoms over which a collective runs
 
     @staticmethod
     def of(kind: OpKind) -> _Traits:

@@ -122,15 +122,11 @@ def _is_whole(axes: Axes, mesh: Mesh, topology: Topology) -> bool:
 
 
 class _Term(NamedTuple):
-    """What a device adds to a sum, to be made in pieces; or what that is made of.
-
-    Attributes:
-      dim: the dim that is taken apart; None of what is read whole.
-      op: makes a piece of it of its operands' pieces; None where pieces are cut out of it.
-    """
+    """What a device adds to a sum, to be made in pieces; or what that is made of."""
 
     value: Value
-    dim: int | None
+    dim: int | None  # the dim that is taken apart; None of what is read whole
+    # makes a piece of it of its operands' pieces; None where pieces are cut out of it
     op: Op | None = None
     operands: tuple[_Term, ...] = ()
 

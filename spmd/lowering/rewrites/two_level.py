@@ -107,18 +107,14 @@ _Turn = Callable[[Builder, Value], Value]
 
 
 class _Way(NamedTuple):
-    """How a collective is done in parts.
+    """How a collective is done in parts."""
 
-    Attributes:
-      first: the type of what the first part takes.
-      parts: the kind of each, the type of its result, its atoms and its other attributes.
-      copied: bytes that are copied to put pieces in order, or into a flat buffer and out of it.
-      before, after: those copies of the operand, and of the last part's result.
-    """
-
-    first: TensorType
+    first: TensorType  # the type of what the first part takes
+    # the kind of each, the type of its result, its atoms and its other attributes
     parts: tuple[tuple[str, TensorType, Axes, dict[str, Any]], ...]
+    # bytes that are copied to put pieces in order, or into a flat buffer and out of it
     copied: int = 0
+    # before, after: those copies of the operand, and of the last part's result
     before: _Turn = lambda b, x: x
     after: _Turn = lambda b, x: x
 
