@@ -170,7 +170,12 @@ class Compiled(Planned):
         try:
             if self.request.platform == "cpu":  # whose runtime crashes; others raise
                 self.check(taken)
-            results = self._executed(taken)
+            try:
+                results = self.executable(*taken)
+            except ValueError:  # jax looks at layouts in any case: we do only where it finds others
+                if not (which := self.boundary.in_other_layouts(taken)):
+                    raise
+                results = self.executable(*self._laid_out(taken, which))
         except NAN_FOUND as error:
             raise FloatingPointError(
                 f"{self.name} returned an invalid value ({error}); under jax.disable_jit() it says "
@@ -184,15 +189,6 @@ class Compiled(Planned):
             check_types(names, types, self.boundary.data(leaves))
             raise  # it is none of these
         return self.boundary.hand_back(list(results))
-
-    def _executed(self, taken: Sequence[Any]) -> Any:
-        try:
-            return self.executable(*taken)
-        except ValueError:  # jax looks at layouts in any case: we do only where it finds others
-            which = self.boundary.in_other_layouts(taken)
-            if not which:
-                raise
-        return self.executable(*self._laid_out(taken, which))
 
     def _laid_out(self, taken: Sequence[Any], which: Sequence[int]) -> Sequence[Any]:
         """Arguments, of which some lie in another layout than the program's, in the program's."""

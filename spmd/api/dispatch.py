@@ -28,8 +28,7 @@ except (ImportError, AttributeError):  # another version of jax
 # `ARRAY` is the class of arrays that are not key arrays. `NAN_FOUND` is what a compiled program
 # raises under `jax_debug_nans`.
 
-KINDS = 1024
-"""How many kinds of call of one function are kept."""
+KINDS = 1024  # how many kinds of call of one function are kept
 
 
 Miss = Callable[..., tuple[Any, Any]]

@@ -95,8 +95,18 @@ def pipeline(
     )
     mark = partial(_marked, mesh=own, axis=axis)
     with jax.named_scope(of.scope):
-        stacked = jax.tree.map(lambda leaf: _of_stages(leaf, of, chunks is not None), stacked)
-        cut = jax.tree.map(lambda leaf: _cut(leaf, of), (x, rows))
+
+        def of_stages(leaf: Any) -> Any:
+            """(L, ...) or (V, L / V, ...) -> (S, V, layers of a chunk, ...)."""
+            shape = of.chunks, of.stages, -1, *leaf.shape[1 + (chunks is not None) :]
+            return jnp.reshape(leaf, shape).swapaxes(0, 1)
+
+        def in_microbatches(leaf: Any) -> Any:
+            """(B, ...) -> (M, B / M, ...); each has rows of all pieces of a split batch."""
+            return leaf.reshape(-1, of.microbatches, *leaf.shape[1:]).swapaxes(0, 1)
+
+        stacked = jax.tree.map(of_stages, stacked)
+        cut = jax.tree.map(in_microbatches, (x, rows))
         out = _run(layer_fn, mark(stacked), cut, of, own)
         y: T = jax.tree.map(lambda leaf, like: leaf.swapaxes(0, 1).reshape(like.shape), out, x)
         return y
@@ -152,17 +162,6 @@ def _steps(step: Callable[..., Any], state: Any, inputs: Any, of: Pipeline) -> A
 # Leaves.
 
 
-def _of_stages(leaf: Any, of: Pipeline, is_chunked: bool) -> Any:
-    """(L, ...) or (V, L / V, ...) -> (S, V, layers of a chunk, ...)."""
-    cut = jnp.reshape(leaf, (of.chunks, of.stages, -1, *leaf.shape[1 + is_chunked :]))
-    return cut.swapaxes(0, 1)
-
-
-def _cut(leaf: Any, of: Pipeline) -> Any:
-    """(B, ...) -> (M, B / M, ...); each microbatch has rows of all pieces of a split batch."""
-    return leaf.reshape(-1, of.microbatches, *leaf.shape[1:]).swapaxes(0, 1)
-
-
 def _at(leaf: Any, number: Any) -> Any:
     if leaf.shape[0] == 1:
         return leaf[0]
@@ -189,7 +188,11 @@ def _leaving(leaf: Any, of: Pipeline) -> Any:
 def _moved(leaf: Any, entering: Any, begins: Any, of: Pipeline, mesh: Mesh | None) -> Any:
     """(S, ...): each stage gets what the one before made, and stage 0 what enters."""
     is_apart = mesh is not None and mesh.shape[of.axis] == of.stages
-    moved = _sent(leaf, of, mesh) if is_apart else _here(leaf, of)
+    if is_apart:
+        moved = _sent(leaf, of, mesh)
+    else:  # no axis has one of them on each device
+        moved = _shift(leaf, 1)
+        moved = moved + _shift(leaf, 1 - of.stages) if of.chunks > 1 else moved
     return jnp.where(begins.reshape(-1, *[1] * (leaf.ndim - 1)), entering, moved)
 
 
@@ -209,12 +212,6 @@ def _sent(leaf: Any, of: Pipeline, mesh: Any) -> Any:
     where = known_mesh(mesh)
     ring = jax.shard_map(send, mesh=where, in_specs=spec, out_specs=spec, axis_names=axes)
     return ring(leaf)
-
-
-def _here(leaf: Any, of: Pipeline) -> Any:
-    """Stages moved on, where no axis has one of them on each device."""
-    moved = _shift(leaf, 1)
-    return moved + _shift(leaf, 1 - of.stages) if of.chunks > 1 else moved
 
 
 def _shift(leaf: Any, by: int) -> Any:

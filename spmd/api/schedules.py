@@ -23,8 +23,7 @@ from spmd.predict.memory import peak_memory
 
 DEFAULT = "gpipe"
 
-SHORT = 0.5
-"""Memory is short where a program takes more than this share of it."""
+SHORT = 0.5  # memory is short where a program takes more than this share of it
 
 _TAKEN: ContextVar[str] = ContextVar("schedule of pipelines", default=DEFAULT)
 """Of this trace: what calls without a schedule take where they can."""
@@ -123,29 +122,27 @@ def in_fastest_schedule(attempt: Callable[[bool], Tried], memory_limit: int | No
         names = {name: None for of in pipelines for name in of.open_schedules}
         default = min(of.schedule for of in pipelines)
         search = Search(memory_for(topology, memory_limit), [first])
+
+    def in_schedule(name: str) -> Tried:
+        token = _TAKEN.set(name)
+        try:
+            return attempt(False)
+        finally:
+            _TAKEN.reset(token)
+
     # To compute steps again takes longer, but where memory is short so does what else saves it.
     for is_lean in (False, True):
         if is_lean and any(each.fits(SHORT * search.limit) for each in search.tried):
             break
         for name in names:
             if SCHEDULES[name][1] == is_lean and name != default:
-                make = partial(_in_schedule, attempt, name)
-                search.weigh(Candidate(f"pipelines {name}", make))
+                search.weigh(Candidate(f"pipelines {name}", partial(in_schedule, name)))
     if not search.tried:
         raise refused
     best = search.best
     forms = (*best.stages.plan.forms, *search.weighed)
     stages = replace(best.stages, plan=best.stages.plan._replace(forms=forms))
     return Tried(best.interface, stages)
-
-
-def _in_schedule(attempt: Callable[[bool], Tried], name: str) -> Tried:
-    """A program whose pipelines take a schedule if they may."""
-    token = _TAKEN.set(name)
-    try:
-        return attempt(False)
-    finally:
-        _TAKEN.reset(token)
 
 
 # ---------------------------------------------------------------------------------------------

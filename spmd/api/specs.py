@@ -224,7 +224,11 @@ def arg_entries(leaf: Any, spec: Any, name: str, mesh: Mesh) -> Entries | None:
     shape = leaf.shape if hasattr(leaf, "shape") else np.shape(leaf)
     if spec is None:
         spec = mesh_sharding(leaf)
-        if spec is None or _says_nothing(spec, mesh):
+        if spec is None:
+            return open_entries(shape)
+        other = as_mesh(spec.mesh)
+        is_other = (other.axis_names, other.sizes) != (mesh.axis_names, mesh.sizes)
+        if is_other and spec.is_fully_replicated:  # which says nothing of this mesh
             return open_entries(shape)
     return fitting_entries(spec, shape, leaf, f"argument {name}", mesh)
 
@@ -235,13 +239,6 @@ def open_entries(shape: Sequence[int]) -> Entries | None:
     XLA for CPUs crashes where such an array is split, in jax 0.11.
     """
     return ((),) * len(shape) if 0 in shape else None
-
-
-def _says_nothing(placed: NamedSharding, mesh: Mesh) -> bool:
-    """Whether an array is whole on each device of another mesh: nothing is said of this one."""
-    other = as_mesh(placed.mesh)
-    is_other = (other.axis_names, other.sizes) != (mesh.axis_names, mesh.sizes)
-    return is_other and placed.is_fully_replicated
 
 
 def fitting_entries(spec: Any, shape: Sequence[int], leaf: Any, what: str, mesh: Mesh) -> Entries:

@@ -134,13 +134,6 @@ def order_of(leaf: Any) -> Order | None:
     return None if order == tuple(sorted(order)) else order
 
 
-def as_array(leaf: Any) -> Any:
-    """An argument leaf as jax takes it: a tensor of another framework is shared through DLPack."""
-    if hasattr(leaf, "__dlpack__") and not isinstance(leaf, jax.Array | np.ndarray | np.generic):
-        return jnp.from_dlpack(leaf)
-    return leaf
-
-
 class Call(NamedTuple):
     """A call's arguments, taken apart."""
 
@@ -187,7 +180,11 @@ def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     static: list[tuple[int | str, Any]] = [(i, x) for i, x in enumerate(args) if i not in argnums]
     static += [(name, kwargs[name]) for name in sorted(kwargs) if name not in dynamic[1]]
     leaves, tree = jax.tree.flatten(dynamic)
-    leaves = list(map(as_array, leaves))
+    for i, leaf in enumerate(leaves):  # a tensor of another framework is shared through DLPack
+        if hasattr(leaf, "__dlpack__") and not isinstance(
+            leaf, jax.Array | np.ndarray | np.generic
+        ):
+            leaves[i] = jnp.from_dlpack(leaf)
     try:
         avals = tuple(map(aval_of, leaves))
     except TypeError as error:
@@ -264,6 +261,9 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
     result_names = tuple(path_name(path) or "result" for path, _ in out_paths)
     out_structs = tuple(leaf for _, leaf in out_paths)
     out_specs = result_specs(recipe.out_specs, out_tree)
+    # A result's spec as jax would have it: the one given, else that of its type.
+    found = (s.sharding if o is None else o for o, s in zip(out_specs, out_structs, strict=True))
+    stated = [getattr(spec, "spec", spec) for spec in found]
     request = Request(
         traced.module,
         mesh,
@@ -288,15 +288,8 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
         axis_types_of(mesh, [given, *placed, around]),
         tuple(map(key_dtype, call.leaves)),
         function_name(recipe.fn),
-        tuple(map(_spec_of, out_specs, out_structs)),
+        tuple(spec if isinstance(spec, PartitionSpec) else None for spec in stated),
     )
-
-
-def _spec_of(given: Any, struct: Any) -> PartitionSpec | None:
-    """A result's spec as jax would have it: the one given, else that of its type."""
-    found = struct.sharding if given is None else given
-    found = getattr(found, "spec", found)
-    return found if isinstance(found, PartitionSpec) else None
 
 
 def axis_types_of(mesh: Mesh, givens: Sequence[Any]) -> tuple[Any, ...] | None:

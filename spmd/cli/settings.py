@@ -25,8 +25,7 @@ from spmd.errors import SpmdError
 
 TAG = "tag:yaml.org,2002:"
 
-NOT_SETTINGS = ("help", "settings", "print_settings")
-"""Flags that are no settings."""
+NOT_SETTINGS = ("help", "settings", "print_settings")  # flags that are no settings
 
 
 class SettingsError(SpmdError):

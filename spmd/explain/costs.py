@@ -27,8 +27,7 @@ from spmd.predict.timeline import COMPUTE, Slot, Timeline
 
 K = TypeVar("K", bound=Hashable)
 
-MOST = 5
-"""Costs that a report opens with; the largest collective follows where none is among them."""
+MOST = 5  # costs that a report opens with; the largest collective follows where none is among them
 
 # ---------------------------------------------------------------------------------------------
 # Collectives.

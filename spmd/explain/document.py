@@ -75,8 +75,7 @@ class Table(NamedTuple):
         return made
 
 
-Lines = Iterator[str]
-"""What a part of a text yields, without line ends."""
+Lines = Iterator[str]  # what a part of a text yields, without line ends
 
 
 def section(title: str, lines: Sequence[str]) -> Lines:

@@ -19,8 +19,7 @@ from spmd.predict.backends import room_for
 from spmd.predict.memory import MemoryUse
 from spmd.predict.timeline import Timeline, least_seconds
 
-CLOSE = 5e-4
-"""Relative difference of two times that a report does not show."""
+CLOSE = 5e-4  # relative difference of two times that a report does not show
 
 
 @dataclass(frozen=True)

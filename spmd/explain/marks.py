@@ -40,8 +40,7 @@ from spmd.planning.problem import posed
 from spmd.predict.ops import arithmetic_seconds
 from spmd.predict.timeline import least_seconds
 
-LEAST_SHARE = 0.2
-"""The part of a run that a mark costs if it is spoken of."""
+LEAST_SHARE = 0.2  # the part of a run that a mark costs if it is spoken of
 
 OBVIOUS_SHARE = 0.5
 """The part of the planner's sum around a mark from which on it is looked at without being asked."""
@@ -56,11 +55,8 @@ a mark costs in a thousand runs.
 MOST_MORE = 0.1
 """How much larger a device's arguments may be without a mark: else it is there to save memory."""
 
-MOST_TRIES = 2
-"""Marks without which a program is planned again."""
-
-WORTH = 0.01
-"""The part of the time of all reshards that a mark must cost to be mentioned."""
+MOST_TRIES = 2  # marks without which a program is planned again
+WORTH = 0.01  # the part of the time of all reshards that a mark must cost to be mentioned
 
 
 class MarkGroup(NamedTuple):

@@ -18,11 +18,8 @@ from spmd.predict.timeline import Timeline
 
 EXPOSED, HIDDEN, IDLE = "collectives, exposed", "collectives, hidden", "idle"
 
-NOWHERE = "not attributed"
-"""The layer of what XLA added and named after nothing of the program's."""
-
-MOST = 20
-"""Rows of a table that are printed."""
+NOWHERE = "not attributed"  # the layer of what XLA added and named after nothing of the program's
+MOST = 20  # rows of a table that are printed
 
 
 class Part(NamedTuple):

@@ -27,14 +27,12 @@ from spmd.options import Options
 from spmd.planning.plan import Plan
 from spmd.propagation.propagate import Conflict
 
-MOST_TRIES = 5
-"""Marks without which a program is planned again for a report."""
+MOST_TRIES = 5  # marks without which a program is planned again for a report
 
 MOST_CONFLICTS = 24
 """Kinds of conflicts whose losing claims are priced for a report, the largest values first."""
 
-MOST_OTHERS = 5
-"""Other shardings of one argument for which a program is planned again."""
+MOST_OTHERS = 5  # other shardings of one argument for which a program is planned again
 
 MOST_OPS = 28_000
 """Ops of the programs that are timed for one part of a report: of large programs, each of which

@@ -16,15 +16,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-MAGIC = b"ML\xefR"
-"""The first bytes of MLIR bytecode and of portable artifacts."""
+MAGIC = b"ML\xefR"  # the first bytes of MLIR bytecode and of portable artifacts
 
 _ARTIFACT = b"StableHLO_v"
 _SECONDS = 20.0
-_SECONDS_PER_MEGABYTE = 1.0
-"""Of the processor; how long that takes depends on what else runs."""
-_PATIENCE = 30
-"""Times as many by the clock, for a reader that waits and computes nothing."""
+_SECONDS_PER_MEGABYTE = 1.0  # of the processor; how long that takes depends on what else runs
+_PATIENCE = 30  # times as many by the clock, for a reader that waits and computes nothing
 _MEMORY = 4 << 30
 _MEMORY_PER_BYTE = 64
 

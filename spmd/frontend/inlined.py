@@ -24,8 +24,7 @@ from spmd.frontend.importer.ops import MOST_OPS
 from spmd.frontend.importer.regions import SAME
 from spmd.frontend.importer.shard_shapes import is_manual_call
 
-BEGIN, END = "spmd.begin", "spmd.end"
-"""Attributes of barriers: the number of what they stand for."""
+BEGIN, END = "spmd.begin", "spmd.end"  # attributes of barriers: the number of what they stand for
 
 _CALLEES = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 """Op that calls a function -> its attribute that names it."""

@@ -15,8 +15,7 @@ from typing import NamedTuple
 from spmd.ir.dialect.batched import form_of
 from spmd.ir.program import Op, Program, Region, Value, free_values, has_effect, reads
 
-Row = tuple[int, ...]
-"""Places of ops, of each lane one, that do the same."""
+Row = tuple[int, ...]  # places of ops, of each lane one, that do the same
 
 OUTSIDE = -1
 """In place of a reader: a region's results, or an op that reads a value inside its regions."""

@@ -44,8 +44,7 @@ NO_SYMBOLS: Mapping[str, int] = MappingProxyType({})
 SYMBOL = "jax.global_constant"
 """How jax names an argument that is the value of a symbol: it is in front of the others."""
 
-DIM = "spmd.dim: "
-"""Begins an attribute of a composite that is a symbolic dim: `spmd.dim: 2*n`."""
+DIM = "spmd.dim: "  # begins an attribute of a composite that is a symbolic dim: `spmd.dim: 2*n`
 
 _PASSES = (
     "builtin.module(stablehlo-refine-arguments{{types={types}}},stablehlo-refine-shapes,"

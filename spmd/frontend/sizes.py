@@ -12,11 +12,8 @@ from typing import Any
 
 from spmd.errors import FrontendError
 
-LONGEST = 1000
-"""Characters of a dim at most."""
-
-LARGEST = 1 << 62
-"""Sizes, and all numbers on the way to them, are below it."""
+LONGEST = 1000  # characters of a dim at most
+LARGEST = 1 << 62  # sizes, and all numbers on the way to them, are below it
 
 Dim = int | str
 """The size of a dim: a number, or an expression of symbols."""

@@ -16,8 +16,7 @@ from spmd.ir.description import CONSTANT, CONVERT, FROM_MANUAL
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.types import numpy_dtype
 
-UNKNOWN_TRIPS = 16
-"""Assumed trip count of a loop whose condition doesn't tell it."""
+UNKNOWN_TRIPS = 16  # assumed trip count of a loop whose condition doesn't tell it
 
 
 class Tie(NamedTuple):

@@ -14,8 +14,7 @@ _SCOPE = re.compile(
     r"pipeline\[(\w+),stages=(\d+),microbatches=(\d+),chunks=(\d+),lean=([01]),"
     r"open=(\d+)\]"
 )
-SHIFT = "to_next_stage"
-"""The name scope, inside a pipeline's, of what sends on what stages made."""
+SHIFT = "to_next_stage"  # the name scope, inside a pipeline's, of what sends on what stages made
 
 SCHEDULES = MappingProxyType(
     {

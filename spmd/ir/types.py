@@ -217,5 +217,4 @@ class ShardingAttr(NamedTuple):
     open: tuple[bool, ...]
 
 
-Attribute = Any
-"""bool | int | float | str | tuple | Dense | Opaque | a NamedTuple above | Body."""
+Attribute = Any  # bool | int | float | str | tuple | Dense | Opaque | a NamedTuple above | Body

@@ -22,8 +22,7 @@ from typing import IO
 from spmd.launch.peers import EXIT_HUNG, fail_peers
 from spmd.launch.store import job_store, this_process
 
-REMEMBERED = 100
-"""How many of the last marks a file shows."""
+REMEMBERED = 100  # how many of the last marks a file shows
 
 LONG = 10.0
 """What may take longer than a step may take so many times the limit, if nothing else is said; so
@@ -31,8 +30,7 @@ may the first beat, before which programs are compiled."""
 
 REQUEST = "watchdog/dump"
 ANSWER = "watchdog/dumped"
-PATIENCE_S = 10.0
-"""How long a hung process waits for the others to write their files."""
+PATIENCE_S = 10.0  # how long a hung process waits for the others to write their files
 
 
 class Watchdog:

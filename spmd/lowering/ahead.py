@@ -44,8 +44,7 @@ _GPUS = {
     "h200": _Gpu("NVIDIA H200", (9, 0), 132, 128, 228, 60 << 20, 141 * 10**9, 4_800, 1.98),
 }
 
-RESERVED = 1 << 10
-"""Bytes of shared memory that CUDA keeps of every block."""
+RESERVED = 1 << 10  # bytes of shared memory that CUDA keeps of every block
 
 
 def _target(gpu: _Gpu) -> str:
@@ -87,8 +86,7 @@ CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 """With it jax's plugin starts without cuDNN and the like, which compiling does not take."""
 
-_CHIP_CONFIG = {"v4": "megacore"}
-"""Chips whose two cores are one device only if libtpu is told so."""
+_CHIP_CONFIG = {"v4": "megacore"}  # chips whose two cores are one device only if libtpu is told so
 
 
 def is_here(mesh: Mesh, topology: Topology) -> bool:

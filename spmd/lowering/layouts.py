@@ -101,8 +101,7 @@ def _joins(op: Op) -> bool:
     return bool(rule.moves and rule.linear == (tuple(range(count)),))
 
 
-_Dim = tuple[Value, int]
-"""A value and the number of one of its dims."""
+_Dim = tuple[Value, int]  # a value and the number of one of its dims
 
 
 class _Wishes:

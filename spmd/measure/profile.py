@@ -23,14 +23,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-STEP = "spmd.measure.step"
-"""The annotation around each step of a profile."""
-
-WARM = 2
-"""Runs before any is timed: the first ones load kernels and fill caches of the runtime."""
-
-PROFILED = 3
-"""Steps that run under the profiler, after those that are timed without it."""
+STEP = "spmd.measure.step"  # the annotation around each step of a profile
+WARM = 2  # runs before any is timed: the first ones load kernels and fill caches of the runtime
+PROFILED = 3  # steps that run under the profiler, after those that are timed without it
 
 
 class Event(NamedTuple):

@@ -32,8 +32,7 @@ class Measured(NamedTuple):
     bandwidth: float
 
 
-DTYPES = ("f32", "bf16", "f16", "i8", "fp8")
-"""The dtypes that a chip's peak is given for."""
+DTYPES = ("f32", "bf16", "f16", "i8", "fp8")  # the dtypes that a chip's peak is given for
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from spmd.errors import MeshError
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 
-_MOST_IDS = 16
-"""How many device ids an error lists."""
+_MOST_IDS = 16  # how many device ids an error lists
 
 
 @lru_cache(maxsize=1024)

@@ -9,8 +9,7 @@ from typing import ClassVar, NamedTuple
 from spmd.errors import SpecError
 from spmd.mesh.mesh import Mesh
 
-Axes = tuple[int, ...]
-"""Atoms of a mesh, major to minor."""
+Axes = tuple[int, ...]  # atoms of a mesh, major to minor
 
 
 def common_prefix(first: Axes, second: Axes) -> Axes:

@@ -18,11 +18,8 @@ from jax.export import is_symbolic_dim
 
 from spmd.ops import attention_order as order
 
-MOST_SCORES = 1 << 20
-"""Scores of one head and sequence that may be there at once."""
-
-SMALLEST_BLOCK = 128
-"""Queries of a block, at least."""
+MOST_SCORES = 1 << 20  # scores of one head and sequence that may be there at once
+SMALLEST_BLOCK = 128  # queries of a block, at least
 
 
 class Mask(NamedTuple):

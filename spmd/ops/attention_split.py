@@ -34,8 +34,7 @@ LEAST_PIECE = 512
 
 Pieces that go round may be shorter: the planner weighed that."""
 
-SEQUENCE = 1
-"""The dim of queries, keys and values that has their positions."""
+SEQUENCE = 1  # the dim of queries, keys and values that has their positions
 
 
 def lower_forward(op: LocalOp) -> Sequence[Value]:

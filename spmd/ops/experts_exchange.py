@@ -31,8 +31,7 @@ from spmd.ops.experts_local import Part, Product, added, inverse, said, summed, 
 Send = Callable[[Any, Any, "Places", tuple[str, ...]], Any]
 """(rows, where they arrive, places, axes) -> that, with what the others have sent."""
 
-LANES = 128
-"""Widths of rows stay multiples of this."""
+LANES = 128  # widths of rows stay multiples of this
 
 
 class Places(NamedTuple):

@@ -22,18 +22,15 @@ from jax.experimental import pallas as pl
 
 from spmd.ops.triton import compiled_with, power_above, triton
 
-MOST_ROWS = 128
-"""With more rows products are bound by arithmetic, and cuBLAS is faster."""
+MOST_ROWS = 128  # with more rows products are bound by arithmetic, and cuBLAS is faster
 
 LEAST_ROWS = 16
-OUTPUTS = 64
-"""Of a block: so many rows of a weight is the least that tensor cores of Hopper take."""
+OUTPUTS = 64  # of a block: so many rows of a weight is the least that tensor cores of Hopper take
 
 MULTIPROCESSORS = 132
 """Of an H100. With blocks for more than two turns of them, larger blocks read x less often."""
 
-PROGRAMS = 96
-"""Fewer do not keep them busy."""
+PROGRAMS = 96  # fewer do not keep them busy
 
 MOST_SPLITS = 4
 SHARED_BYTES = 1 << 17

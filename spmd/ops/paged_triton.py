@@ -28,11 +28,8 @@ from spmd.errors import ArgumentError
 from spmd.ops.paged_reference import KEYS, VALUES
 from spmd.ops.triton import compiled_with, power_above, triton
 
-POSITIONS = 64
-"""Positions of a tile: so many keys and values are multiplied at a time."""
-
-PROGRAMS = 528
-"""About as many programs as keep a GPU of 132 multiprocessors busy."""
+POSITIONS = 64  # positions of a tile: so many keys and values are multiplied at a time
+PROGRAMS = 528  # about as many programs as keep a GPU of 132 multiprocessors busy
 
 SMALL, LARGE = 16, 64
 """Queries of a tile: tensor cores multiply no fewer than 16, and Hopper's are fastest with 64."""

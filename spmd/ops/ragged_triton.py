@@ -33,8 +33,7 @@ class Tiles(NamedTuple):
     stages: int
 
 
-LEAST = 64
-"""Dims of weights are multiples of so many; others are not for the kernel."""
+LEAST = 64  # dims of weights are multiples of so many; others are not for the kernel
 
 NEIGHBOURS = 8
 """So many tiles of rows take turns over the columns together, so that caches serve them both."""

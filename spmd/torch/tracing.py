@@ -31,8 +31,7 @@ _OURS = str(Path(__file__).parents[1])
 for _path in _LIBRARIES:
     register_exclusion(_path)  # the line of an op is the user's, or that of the model's code
 
-_LOCK = threading.Lock()
-"""A module is changed while it is traced: one trace at a time."""
+_LOCK = threading.Lock()  # a module is changed while it is traced: one trace at a time
 
 _VALUE_ERRORS = (
     jax.errors.ConcretizationTypeError,
@@ -313,8 +312,7 @@ class Random(NamedTuple):
 RANDOM = (jax.ShapeDtypeStruct((), np.uint32), jax.ShapeDtypeStruct((), np.uint32))
 """Types of `Random.arguments`."""
 
-NO_RANDOM = (np.uint32(0), np.uint32(0))
-"""In place of them where no random numbers are drawn."""
+NO_RANDOM = (np.uint32(0), np.uint32(0))  # in place of them where no random numbers are drawn
 
 
 def key_of(random: Any) -> Any:

@@ -31,11 +31,8 @@ from spmd.planning.problem import whole_axes
 from spmd.verify.compare import Comparison, Tolerance, compare_results
 
 Arrays = list[Any]
-Run = Callable[[Arrays], Arrays]
-"""A program, from flat host arrays to flat host arrays."""
-
-Lower = Callable[[Plan], Emitted]
-"""The stages from the plan to the emitted program."""
+Run = Callable[[Arrays], Arrays]  # a program, from flat host arrays to flat host arrays
+Lower = Callable[[Plan], Emitted]  # the stages from the plan to the emitted program
 
 
 class Culprit(NamedTuple):

@@ -27,8 +27,7 @@ LEFT, ACROSS = 92, 1016
 
 _RIGHT = LEFT + ACROSS
 _LANE, _GAP, _TOP = 30, 8, 8
-_FINEST = 1000
-"""Parts of a timeline below which neighbours are drawn as one."""
+_FINEST = 1000  # parts of a timeline below which neighbours are drawn as one
 
 MEMORY_COLOURS = ("var(--arguments)", "var(--results)", "var(--saved)", "var(--temporary)")
 

@@ -27,8 +27,7 @@ from spmd.explain.prices import ConflictRow, conflict_rows, loser_text, marks_ti
 from spmd.explain.words import bytes_text, plural, seconds_text, share_text, source_text, spec_text
 from spmd.predict.timeline import COMPUTE, Timeline
 
-TOP_VALUES = 15
-"""Rows of the table of what is alive at the peak."""
+TOP_VALUES = 15  # rows of the table of what is alive at the peak
 
 BREAK = tag("br")
 

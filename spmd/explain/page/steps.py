@@ -13,11 +13,8 @@ from spmd.explain.page.html import Html, drawing, joined, line, rect, source, ta
 from spmd.explain.steps import PipelineRow, RingRow, pipeline_rows, ring_rows
 from spmd.ir.pipelines import Pipeline
 
-MOST_WORKERS = 16
-"""Lines of a picture."""
-
-MOST_COLUMNS = 34
-"""Columns that are drawn; of more, those in the middle are left out."""
+MOST_WORKERS = 16  # lines of a picture
+MOST_COLUMNS = 34  # columns that are drawn; of more, those in the middle are left out
 
 _WIDE, _HIGH, _LEFT, _ABOVE = 30, 24, 74, 26
 

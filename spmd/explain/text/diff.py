@@ -12,8 +12,7 @@ from spmd.explain.leaves import Group, Leaf, group_leaves, values_inside
 from spmd.explain.words import bytes_text, plural, seconds_text, source_text, spec_text, type_text
 from spmd.ir.types import local_type
 
-MOST = 12
-"""Rows of each part that are shown, the largest; the others are counted."""
+MOST = 12  # rows of each part that are shown, the largest; the others are counted
 
 
 def diff_text(a: Facts, b: Facts) -> str:

@@ -20,8 +20,7 @@ from spmd.mesh.sharding import Sharding
 from spmd.planning.plan import Plan
 from spmd.reshard.comm import wire_bytes
 
-MOST_VALUES = 8
-"""Values that one pattern or source line shows."""
+MOST_VALUES = 8  # values that one pattern or source line shows
 
 Found = list[tuple[str, Value, Sharding | None]]
 """(title, value, what it lies in) of values that are asked for."""

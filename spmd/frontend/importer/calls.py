@@ -25,8 +25,7 @@ from spmd.ir.dialect.callbacks import CALLBACK
 from spmd.ir.program import Op, OpKind, Value
 from spmd.ir.types import Attribute, ShardingAttr
 
-DEEPEST_CALLS = 100
-"""How many functions may call each other in turn."""
+DEEPEST_CALLS = 100  # how many functions may call each other in turn
 _CHLO_COMPOSITES = {
     f"chlo.{name}"
     for name in (

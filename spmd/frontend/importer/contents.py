@@ -113,8 +113,7 @@ def _stated(function: Any, name: str) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------
 # Its shardings, on the mesh that it is compiled for.
 
-End = tuple[Mapping[str, Any], int]
-"""Of an argument or a result: its attributes, and its rank."""
+End = tuple[Mapping[str, Any], int]  # of an argument or a result: its attributes, and its rank
 
 
 class Meshes:

@@ -24,8 +24,7 @@ BY_PIPELINE = "stages send what they made to the next ones"
 Groups = tuple[tuple[int, ...], ...]
 """Groups of devices that exchange with one another, in the order of their pieces."""
 
-Refs = tuple[AxisRef, ...]
-"""Axes and parts of axes, major to minor."""
+Refs = tuple[AxisRef, ...]  # axes and parts of axes, major to minor
 
 COLLECTIVE_DIMS = ("all_gather_dim", "concat_dimension", "scatter_dimension", "split_dimension")
 _WITH_REPLICAS = ("stablehlo.all_gather", "stablehlo.all_reduce", "stablehlo.reduce_scatter")

@@ -43,8 +43,7 @@ from spmd.ir.program import Callback, Program
 from spmd.ir.types import Attribute, ShardingAttr, TensorType
 from spmd.mesh.mesh import Mesh
 
-DEEPEST = 1000
-"""How many brackets of a module's text may be open at once."""
+DEEPEST = 1000  # how many brackets of a module's text may be open at once
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|->|[(){}\[\]<>]')
 _ESCAPE = rb"\\([0-9a-fA-F]{2})"
 

@@ -25,16 +25,13 @@ from spmd.ir.dialect.registry import ALONE
 from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Region, Value, has_effect
 from spmd.ir.types import Attribute, Dense, ShardingAttr, TensorType
 
-DEEPEST_REGIONS = 64
-"""How many loops and branches may be inside each other."""
-MOST_OPS = 250_000
-"""How many ops a program may have with its calls inlined."""
+DEEPEST_REGIONS = 64  # how many loops and branches may be inside each other
+MOST_OPS = 250_000  # how many ops a program may have with its calls inlined
 _CONTROL_FLOW = {"stablehlo.while", "stablehlo.case", "stablehlo.if"}
 _NEUTRAL_OPERAND = {"stablehlo.reduce", "stablehlo.reduce_window", "stablehlo.pad"}
 _RETURNS = {"func.return", "stablehlo.return", "sdy.return"}
 
-Env = dict[Any, Value]
-"""Maps a value of the module to its number in the program."""
+Env = dict[Any, Value]  # maps a value of the module to its number in the program
 Handler = Callable[["Importer", Any, Env, list[Op]], None]
 """Imports an op of the module: appends ops, and enters its results into the environment."""
 

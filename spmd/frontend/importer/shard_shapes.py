@@ -26,8 +26,7 @@ from spmd.mesh.sharding import Axes
 
 ENTERS, LEAVES = "SPMDFullToShardShape", "SPMDShardToFullShape"
 
-Inline = Callable[[Importer, Any, Env, list[Op]], None]
-"""Imports what a call calls."""
+Inline = Callable[[Importer, Any, Env, list[Op]], None]  # imports what a call calls
 
 
 class _Crossing(NamedTuple):

@@ -21,8 +21,7 @@ Size 0 stands for the whole axis."""
 MARKS = ("sdy.sharding", "mhlo.sharding")
 """Attributes that say how an op's results, an argument or a result are split."""
 
-NO_AXES = Mesh(None, (), ())
-"""The mesh without axes: what is on it is not split."""
+NO_AXES = Mesh(None, (), ())  # the mesh without axes: what is on it is not split
 
 
 class Stated(NamedTuple):

@@ -13,8 +13,7 @@ from spmd.errors import SpmdError
 from spmd.ir.program import OpKind
 from spmd.ir.types import Dense, Opaque
 
-PREFIX = "with."
-"""In front of the names of a composite's own attributes, among those of the op."""
+PREFIX = "with."  # in front of the names of a composite's own attributes, among those of the op
 
 PLATFORM = "spmd.platform"
 """Attribute of a composite: the platform that the program is compiled for."""
@@ -33,8 +32,7 @@ Its kernel gets their names as `axes`, for jax's collectives."""
 SENT = "spmd.sent"
 """Attribute of such a composite: bytes that a device has for its group, itself included."""
 
-MESH = "spmd.mesh"
-"""Attribute of such a composite: the sizes of the mesh's atoms."""
+MESH = "spmd.mesh"  # attribute of such a composite: the sizes of the mesh's atoms
 
 Function = Callable[..., Any]
 """A JAX function of local arrays; a composite's attributes are its keyword arguments."""

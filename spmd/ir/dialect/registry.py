@@ -54,8 +54,7 @@ def registered_ops() -> tuple[str, ...]:
     return tuple(sorted(name for name, about in DESCRIPTIONS.items() if about.rule))
 
 
-ALONE = "spmd.alone"
-"""Attribute of a custom call: all axes of the mesh are manual where it is."""
+ALONE = "spmd.alone"  # attribute of a custom call: all axes of the mesh are manual where it is
 
 BATCHED_CALL = "custom_call:num_batch_dims"
 """Key of the rule for custom calls that have batch dims and no rule of their own."""

@@ -26,11 +26,8 @@ RING = "ring"
 UNCLAIMED = (REPLICATE, FIXED, RING)
 """Kinds of factors that are never split because a dim is: what splits them follows from the op."""
 
-DimFactors = tuple[int, ...]
-"""Factors of one dim, major to minor."""
-
-Pair = tuple[DimFactors, DimFactors]
-"""Factors of an operand's dim and of the result's."""
+DimFactors = tuple[int, ...]  # factors of one dim, major to minor
+Pair = tuple[DimFactors, DimFactors]  # factors of an operand's dim and of the result's
 
 
 def sides(pairs: Sequence[Pair]) -> tuple[list[DimFactors], list[DimFactors]]:
@@ -63,8 +60,7 @@ class Exchange(NamedTuple):
     bytes: float
 
 
-MOST_PIECES = 64
-"""Pieces that go round are written out, one after another: no more than so many."""
+MOST_PIECES = 64  # pieces that go round are written out, one after another: no more than so many
 
 
 class Factor(NamedTuple):

@@ -13,8 +13,7 @@ from spmd.lowering.rewrites.clock import Clock
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 
-SPREAD = 0.25
-"""How much dearer a byte of the last value is than one of the first."""
+SPREAD = 0.25  # how much dearer a byte of the last value is than one of the first
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +68,7 @@ class Costs:
         return 2 * self.program.types[value].bytes / self.topology.hbm_bandwidth
 
 
-AGAIN = "again, rather than held"
-"""Note of ops that are done again."""
+AGAIN = "again, rather than held"  # note of ops that are done again
 
 
 def again(loc: Loc) -> Loc:

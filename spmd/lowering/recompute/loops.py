@@ -25,8 +25,7 @@ from spmd.lowering.recompute.stacks import Pair, pairs_of
 from spmd.planning.plan import Recomputed
 from spmd.predict.fusion import is_untouched
 
-ROUNDS = 8
-"""Loops inside one another that are looked at, the outermost first."""
+ROUNDS = 8  # loops inside one another that are looked at, the outermost first
 
 
 def recompute_in_loops(program: Program, costs: Costs) -> tuple[Program, list[Recomputed]]:

@@ -24,8 +24,7 @@ from spmd.mesh.topology import Topology
 from spmd.planning.plan import Recomputed
 from spmd.predict.memory import peak_memory
 
-ROUNDS = 4
-"""Moments of a program that are relieved, the fullest first."""
+ROUNDS = 4  # moments of a program that are relieved, the fullest first
 
 
 def recompute(

@@ -27,18 +27,12 @@ from spmd.ir.program import Op, Program, Region, Value, free_values
 from spmd.lowering.rewrites.clock import Clock
 from spmd.lowering.rewrites.moves import pieces_of
 
-MEMBERS = 4
-"""A bucket has room for at least so many collectives; larger ones travel alone."""
-
-PATIENCE = 16
-"""A collective waits, or comes early, for at most so many times its own duration."""
-
-FEW_BYTES = 1 << 16
-"""What an op reads and writes that waits with the reduction that it reads."""
+MEMBERS = 4  # a bucket has room for at least so many collectives; larger ones travel alone
+PATIENCE = 16  # a collective waits, or comes early, for at most so many times its own duration
+FEW_BYTES = 1 << 16  # what an op reads and writes that waits with the reduction that it reads
 
 
-_Key = tuple[object, ...]
-"""What collectives have to share in order to travel together."""
+_Key = tuple[object, ...]  # what collectives have to share in order to travel together
 
 
 class _Bucket:

@@ -61,11 +61,8 @@ def schedule(
 # before: `%1 = fft %0 [16]; %2 = transpose %1 [1, 0]; %3 = fft %2 [8]; %4 = transpose %3 [1, 0]`
 # after:  `%4 = fft %0 [8, 16]`
 
-LENGTHS = "fft_length"
-"""The attribute that FFTs alone have."""
-
-MOST_DIMS = 3
-"""XLA has no FFT of more."""
+LENGTHS = "fft_length"  # the attribute that FFTs alone have
+MOST_DIMS = 3  # XLA has no FFT of more
 
 
 class _Part(NamedTuple):
