@@ -85,7 +85,7 @@ def _written(fn: Any) -> Any:
     return inspect.unwrap(fn)
 
 
-class Part(NamedTuple):
+class Argument(NamedTuple):
     """An argument that is not static."""
 
     # the number of its parameter, or its name where the function does not have it in order
@@ -102,7 +102,7 @@ def call_parts(
     donate_argnums: Sequence[int],
     donate_argnames: Sequence[str],
     positional: int,
-) -> tuple[Part, ...]:
+) -> tuple[Argument, ...]:
     """The arguments of a call in the order of their leaves.
 
     Args:
@@ -114,20 +114,20 @@ def call_parts(
     """
     names, donated = parameter_names(fn, positional), positions(donate_argnums, positional)
     parts = [
-        Part(number, names[number], struct, number in donated)
+        Argument(number, names[number], struct, number in donated)
         for number, struct in zip(argnums, structs[0], strict=True)
     ]
     order = {name: place for place, name in enumerate(parameter_names(fn, parameter_count(fn)))}
     return (
         *parts,
         *(
-            Part(order.get(name, name), name, structs[1][name], name in donate_argnames)
+            Argument(order.get(name, name), name, structs[1][name], name in donate_argnames)
             for name in sorted(structs[1])  # as jax flattens a dict
         ),
     )
 
 
-def leaf_names(parts: Sequence[Part]) -> tuple[str, ...]:
+def leaf_names(parts: Sequence[Argument]) -> tuple[str, ...]:
     """The name of each leaf: `params/w_in`, the parameter's, then the path within the argument."""
     return tuple(
         "/".join(filter(None, (part.name, path_name(path))))
@@ -136,13 +136,13 @@ def leaf_names(parts: Sequence[Part]) -> tuple[str, ...]:
     )
 
 
-def donated_leaves(parts: Sequence[Part]) -> tuple[int, ...]:
+def donated_leaves(parts: Sequence[Argument]) -> tuple[int, ...]:
     """Flat indices of the donated arguments."""
     flags = [part.is_donated for part in parts for _ in jax.tree.leaves(part.struct)]
     return tuple(i for i, is_donated in enumerate(flags) if is_donated)
 
 
-def updates_of(parts: Sequence[Part], out_tree: Any) -> tuple[tuple[int, int], ...]:
+def updates_of(parts: Sequence[Argument], out_tree: Any) -> tuple[tuple[int, int], ...]:
     """(result leaf, argument leaf) of each donated argument and the result that updates it.
 
     That is the first part of the results, not taken yet, of the same structure, shapes and dtypes;

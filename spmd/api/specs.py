@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from spmd.api.marks import caller, path_name, some_of
-from spmd.api.parameters import Part, parameter_count, parameter_names
+from spmd.api.parameters import Argument, parameter_count, parameter_names
 from spmd.errors import MeshError, SpecError, described
 from spmd.frontend.marks import Entries
 from spmd.ir.types import TensorType
@@ -28,7 +28,7 @@ Specs = Sequence[Any] | Mapping[str, Any] | None
 # One spec for each leaf of a pytree.
 
 
-def arg_specs(in_specs: Any, parts: Sequence[Part], fn: Any, positional: int) -> list[Any]:
+def arg_specs(in_specs: Any, parts: Sequence[Argument], fn: Any, positional: int) -> list[Any]:
     """The spec of each leaf of the arguments, None for open ones.
 
     `in_specs` has one entry for each parameter, static ones counted, or, as `jax.jit` has it, for

@@ -15,7 +15,7 @@ from spmd.api.dispatch import settings
 from spmd.api.marks import caller, path_name
 from spmd.api.mistakes import no_mesh, warning_of_changes
 from spmd.api.parameters import (
-    Part,
+    Argument,
     call_parts,
     donated_leaves,
     function_name,
@@ -78,7 +78,7 @@ class Recipe:
         named = {name: arg for name, arg in kwargs.items() if name not in self.static_argnames}
         return argnums, (tuple(args[i] for i in argnums), named)
 
-    def parts(self, dynamic: Any, argnums: Sequence[int], positional: int) -> tuple[Part, ...]:
+    def parts(self, dynamic: Any, argnums: Sequence[int], positional: int) -> tuple[Argument, ...]:
         """The arguments of a call that are not static, one by one; see `call_parts`."""
         donate = self.donate_argnums, self.donate_argnames
         return call_parts(self.fn, dynamic, argnums, *donate, positional)

@@ -69,7 +69,7 @@ def unroll(program: Program, most: int) -> Program:
     return remove_dead(edit_ops(program, _Unroller(index, chosen).edit))
 
 
-class _Stack(NamedTuple):
+class _Collected(NamedTuple):
     """A tensor of which some pieces along dim 0 were written one by one, and what is under them."""
 
     under: Value
@@ -101,7 +101,7 @@ class _Unroller:
     def __init__(self, index: Index, chosen: Mapping[Value, int]) -> None:
         self.index, self.chosen = index, chosen
         self.known: dict[Value, int] = {}
-        self.stacks: dict[Value, _Stack] = {}
+        self.stacks: dict[Value, _Collected] = {}
         self.number: dict[Value, Value] = {}
         self.first: dict[tuple[OpKind, tuple[Value, ...]], tuple[Value, tuple[Value, ...]]] = {}
         self.sliced: dict[tuple[Value, int], Value] = {}
@@ -220,7 +220,7 @@ class _Unroller:
         place = self._place(starts, shape, piece)
         if place is None:
             return None
-        stack = self.stacks.get(value, _Stack(value, {}))
+        stack = self.stacks.get(value, _Collected(value, {}))
         written = stack.pieces.get(place)
         if written is None:
             made = b.slice_dim(stack.under, 0, place, place + 1)
@@ -235,8 +235,8 @@ class _Unroller:
         (made,) = b.repeat(kind, tuple(operands))
         place = self._place(starts, kind.operands[0].shape, kind.operands[1].shape)
         if place is not None:
-            stack = self.stacks.get(value, _Stack(value, {}))
-            self.stacks[made] = _Stack(stack.under, {**stack.pieces, place: piece})
+            stack = self.stacks.get(value, _Collected(value, {}))
+            self.stacks[made] = _Collected(stack.under, {**stack.pieces, place: piece})
         return (made,)
 
 

@@ -18,7 +18,7 @@ class Link(NamedTuple):
     latency: float
 
 
-class Measured(NamedTuple):
+class CollectiveSpeed(NamedTuple):
     """Measured speed of one kind of collective among some devices behind a switch.
 
     Attributes:
@@ -72,7 +72,7 @@ class Chip:
     per_host: int = 8
     cores: int = 1
     core: Link | None = None
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[CollectiveSpeed, ...] = ()
     overlap: float = 1.0
     efficiency: tuple[tuple[str, float], ...] = ()
     byte_transpose: float = 0.0
@@ -109,7 +109,7 @@ _NVLINK_LATENCY = 4e-6
 # CPU: a stand-in, so that plans can be made for hosts without accelerators.
 _IN_PROGRAM = 30e-6  # small ones take 10 to 55, however many devices and of whichever kind
 _HOPPER = tuple(
-    Measured(kind, devices, _IN_PROGRAM, rate * 1e9)
+    CollectiveSpeed(kind, devices, _IN_PROGRAM, rate * 1e9)
     for devices, *rates in ((2, 178, 250, 181, 195, 183), (4, 227, 280, 208, 196, 262))
     for kind, rate in zip(
         ("all_gather", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter"),
@@ -201,5 +201,5 @@ def chip_from_json(data: dict[str, Any]) -> Chip:
     }
     own["flops"] = tuple((dtype, float(data["flops"][dtype])) for dtype in DTYPES)
     own["efficiency"] = tuple(data.get("efficiency", {}).items())
-    own["measured"] = tuple(Measured(**m) for m in data.get("measured", ()))
+    own["measured"] = tuple(CollectiveSpeed(**m) for m in data.get("measured", ()))
     return Chip(**{**data, **own})

@@ -60,7 +60,7 @@ class Arrays:
             self._loaded[name] = array
 
 
-class Program(NamedTuple):
+class ModuleProgram(NamedTuple):
     """One program of a module: the buffers that it changes, and whether it draws random numbers.
 
     `outputs` says of a forward pass how its result is put together.
@@ -81,8 +81,8 @@ class Held:
         self.module = module
         self._mesh, self._rules, self._options = mesh, rules, options
         self._signature: Callable[..., Any] = module.forward  # its parameters name the inputs
-        self._programs: dict[Any, Program] = {}
-        self._last: Program | None = None
+        self._programs: dict[Any, ModuleProgram] = {}
+        self._last: ModuleProgram | None = None
 
     @property
     def compiled(self) -> Compiled:
@@ -169,7 +169,7 @@ class Held:
         _ = self.compiled  # only a program says how they lie
         return {name: self._arrays.placed[name] for name in names}
 
-    def _program(self, inputs: Inputs) -> Program:
+    def _program(self, inputs: Inputs) -> ModuleProgram:
         """The program for inputs like these, in the module's mode; compiled if it is new."""
         mode = tuple(part.training for part in self.module.modules())
         key = inputs.key, mode, self._more_key()
@@ -182,7 +182,7 @@ class Held:
         """What a program depends on besides inputs and the module's mode."""
         return None
 
-    def _compile(self, inputs: Inputs) -> Program:
+    def _compile(self, inputs: Inputs) -> ModuleProgram:
         raise NotImplementedError
 
 
@@ -266,7 +266,7 @@ class Sharded(Held):
         device = next((t.device for t in inputs.leaves if isinstance(t, torch.Tensor)), None)
         return program.outputs.rebuild([tensor_of(leaf, device=device) for leaf in leaves])
 
-    def _compile(self, inputs: Inputs) -> Program:
+    def _compile(self, inputs: Inputs) -> ModuleProgram:
         specs = specs_of(self._rules, self._arrays.state, inputs.inputs, not self._programs)
         noted: list[Any] = []
 
@@ -296,4 +296,4 @@ class Sharded(Held):
         )
         for shardings in compiled.in_shardings[:2]:
             self._arrays.place(shardings)
-        return Program(compiled, changed, draws, outputs)
+        return ModuleProgram(compiled, changed, draws, outputs)

@@ -40,7 +40,7 @@ _VALUE_ERRORS = (
 )
 
 
-class Run(NamedTuple):
+class ModuleRun(NamedTuple):
     """What one run of a module gives: its result, of traced tensors, and the changed buffers.
 
     `draws`: whether it drew random numbers.
@@ -70,7 +70,7 @@ def run(
     inputs: Inputs,
     leaves: Mapping[str, Any],
     key: Any,
-) -> Run:
+) -> ModuleRun:
     """Runs `fn(module, *inputs)` with arrays, or tracers of jax, in place of tensors.
 
     `arrays` are the values of parameters and buffers, `leaves` those of the inputs, by name; `key`
@@ -104,7 +104,7 @@ def run(
                 required="parameters that only an optimizer changes",
                 fix="compute with a new tensor, or make it a buffer",
             )
-    return Run(result, changed, env.draws)
+    return ModuleRun(result, changed, env.draws)
 
 
 def run_pure(
@@ -263,7 +263,7 @@ def loss_of(result: Any) -> Any:
 # From a module's function to that of a program.
 
 
-class Traced(NamedTuple):
+class TracedFunction(NamedTuple):
     """A function of pytrees that was traced once: what computes it, and structs of what it returns.
 
     `is_zero` says of each leaf whether it is zero by construction, as the gradient of a parameter
@@ -275,7 +275,7 @@ class Traced(NamedTuple):
     is_zero: Any
 
 
-def trace(fn: Callable[..., Any], *args: Any) -> Traced:
+def trace(fn: Callable[..., Any], *args: Any) -> TracedFunction:
     """Traces a function at structs; running the result does not run `fn` again."""
     closed, results = jax.make_jaxpr(fn, return_shape=True)(*args)
     flat, tree = jaxpr_as_fun(closed), jax.tree.structure(results)
@@ -283,7 +283,7 @@ def trace(fn: Callable[..., Any], *args: Any) -> Traced:
     def call(*args: Any) -> Any:
         return jax.tree.unflatten(tree, flat(*jax.tree.leaves(args)))
 
-    return Traced(call, results, jax.tree.unflatten(tree, list(_is_zero(closed.jaxpr))))
+    return TracedFunction(call, results, jax.tree.unflatten(tree, list(_is_zero(closed.jaxpr))))
 
 
 def _is_zero(jaxpr: Any) -> Iterator[bool]:

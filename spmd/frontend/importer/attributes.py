@@ -12,7 +12,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo as hlo
 
 from spmd.errors import FrontendError
-from spmd.frontend.importer.manual import COLLECTIVE_DIMS, Exchange
+from spmd.frontend.importer.manual import COLLECTIVE_DIMS, StatedCollective
 from spmd.frontend.importer.shardings import MARKS, AxisRef, axis_refs
 from spmd.ir.program import Frame
 from spmd.ir.text import element_bytes
@@ -238,7 +238,7 @@ def _mesh_over(attr: Any) -> str | Mesh:
     return Mesh(ids, [axis.size for axis in axes], [axis.name for axis in axes])
 
 
-def exchange_of(op: Any) -> Exchange:
+def exchange_of(op: Any) -> StatedCollective:
     """A collective's groups, dims and channel, as data."""
     attrs = op.attributes
     permutes = op.name == "stablehlo.collective_permute"
@@ -252,7 +252,7 @@ def exchange_of(op: Any) -> Exchange:
     else:
         rows = np.asarray(stated).tolist()
     has_channel = "channel_handle" in attrs
-    return Exchange(
+    return StatedCollective(
         op.name,
         {name: attrs[name].value for name in COLLECTIVE_DIMS if name in attrs},
         tuple(tuple(row) for row in rows),

@@ -84,7 +84,7 @@ def atoms_of_refs(refs: Iterable[AxisRef], mesh: Mesh) -> Axes:
 # Collectives.
 
 
-class Exchange(NamedTuple):
+class StatedCollective(NamedTuple):
     """A collective as the module states it."""
 
     name: str
@@ -99,7 +99,7 @@ class Exchange(NamedTuple):
 
 
 def collective(
-    stated: Exchange,
+    stated: StatedCollective,
     scope: Scope | None,
     meshes: Mapping[str, Mesh | None],
     loc: Loc,
@@ -160,7 +160,7 @@ def _crossed(groups: Groups, mesh: Mesh) -> Axes:
     )
 
 
-def _check(stated: Exchange, groups: Groups, scope: Scope, loc: Loc) -> None:
+def _check(stated: StatedCollective, groups: Groups, scope: Scope, loc: Loc) -> None:
     """Groups are of one size, of replicas of one program, and stay within the manual axes."""
     problem = fix = ""
     devices = {p for group in groups for p in group}
@@ -184,7 +184,7 @@ def _check(stated: Exchange, groups: Groups, scope: Scope, loc: Loc) -> None:
 
 
 def _groups(
-    stated: Exchange, meshes: Mapping[str, Mesh | None], everyone: tuple[int, ...]
+    stated: StatedCollective, meshes: Mapping[str, Mesh | None], everyone: tuple[int, ...]
 ) -> Groups:
     if stated.mesh:
         mesh = stated.mesh if isinstance(stated.mesh, Mesh) else meshes[stated.mesh]

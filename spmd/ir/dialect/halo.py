@@ -134,7 +134,7 @@ def reads_of(window: Window, size: int, axes: Axes, mesh: Mesh) -> Reads:
     return Reads(Need.of(size, length, ranges), base, phase, skips)
 
 
-class Transfer(NamedTuple):
+class HaloSend(NamedTuple):
     """Elements `[low, high)` go from one tile's device to another's."""
 
     source: int
@@ -143,42 +143,42 @@ class Transfer(NamedTuple):
     high: int
 
 
-class Exchange(NamedTuple):
+class HaloExchange(NamedTuple):
     """How devices get what they need beyond their own tile.
 
     In each of `rounds` every device sends and receives at most once, `lengths` elements. If the
     rounds would move as much as a gather of the whole dim, that is done instead (`gather`).
     """
 
-    rounds: tuple[tuple[Transfer, ...], ...]
+    rounds: tuple[tuple[HaloSend, ...], ...]
     lengths: tuple[int, ...]
     gather: bool
 
 
 @lru_cache(maxsize=4096)
-def exchange(need: Need, size: int, axes: Axes, mesh: Mesh) -> Exchange:
+def exchange(need: Need, size: int, axes: Axes, mesh: Mesh) -> HaloExchange:
     """The rounds that bring a need together, for a dim of `size` elements split over `axes`."""
     owned = tiles(size, axes, mesh)
-    found: list[Transfer] = []
+    found: list[HaloSend] = []
     for target, (low, high) in enumerate(zip(need.lows, need.highs, strict=True)):
         for source, (start, own) in enumerate(owned):
             begin, end = max(low, start), min(high, start + own)
             if begin < end and source != target:
-                found.append(Transfer(source, target, begin, end))
+                found.append(HaloSend(source, target, begin, end))
     rounds = _rounds(sorted(found, key=lambda t: (t.source - t.target, t.target)))
     lengths = tuple(max(t.high - t.low for t in transfers) for transfers in rounds)
     piece = piece_sizes(size, axes, mesh)[-1]
     gather = sum(lengths) > 0 and sum(lengths) >= (len(owned) - 1) * piece
-    return Exchange(rounds, lengths, gather)
+    return HaloExchange(rounds, lengths, gather)
 
 
-def _rounds(transfers: Iterable[Transfer]) -> tuple[tuple[Transfer, ...], ...]:
+def _rounds(transfers: Iterable[HaloSend]) -> tuple[tuple[HaloSend, ...], ...]:
     """Each transfer joins the first round in which both of its devices are still free."""
     # They come sorted by distance, so that one round is one shift where every tile needs the same.
     # Where distances mix, later transfers fill gaps. 4 tiles that each need all before them:
     #   0->3 opens round 0;   0->2 and 1->3 round 1;   0->1 round 2;   1->2 fits into round 0;
     #   2->3 meets a busy 3 in rounds 0 and 1 and joins round 2
-    rounds: list[list[Transfer]] = []
+    rounds: list[list[HaloSend]] = []
     busy: list[set[tuple[str, int]]] = []
     for transfer in transfers:
         taken = {("source", transfer.source), ("target", transfer.target)}

@@ -50,7 +50,7 @@ from spmd.predict.memory import peak_memory
 from spmd.predict.ops import exchanged_bytes
 
 
-class Traced(NamedTuple):
+class TracedComposite(NamedTuple):
     """A composite at given shapes as functions of a module, and the symbol of the one to call."""
 
     entry: str
@@ -115,12 +115,14 @@ def append_composite(
     return append_ops(b, traced.program, operands, loc=b.loc)
 
 
-def _call(b: Builder, operands: Sequence[Value], kind: OpKind, traced: Traced) -> tuple[Value, ...]:
+def _call(
+    b: Builder, operands: Sequence[Value], kind: OpKind, traced: TracedComposite
+) -> tuple[Value, ...]:
     attrs = {**kind.attrs, WORKSPACE: traced.workspace}
     return b.op(COMPOSITE, operands, kind.results, attrs)
 
 
-def traced_composite(kind: OpKind) -> Traced | None:
+def traced_composite(kind: OpKind) -> TracedComposite | None:
     """The traced kernel or decomposition of a composite; made once for each kind.
 
     None if its kernel does not take these shapes, or if there is no decomposition. SpmdError if a
@@ -138,11 +140,11 @@ def traced_composite(kind: OpKind) -> Traced | None:
     cache = OpKind(kind.name, kind.operands, kind.results, bare)._cache
     if "composite.traced" not in cache:
         cache["composite.traced"] = _trace(function, kind, platform or "cpu")
-    found: Traced | None = cache["composite.traced"]
+    found: TracedComposite | None = cache["composite.traced"]
     return found
 
 
-def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
+def _trace(function: Function, kind: OpKind, platform: str) -> TracedComposite | None:
     attributes = arguments_of(kind)
     sizes, axes = kind.attrs.get(MESH, ()), kind.attrs.get(AXES, ())
     if axes:
@@ -186,7 +188,7 @@ def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
     # Of a kernel nothing is known but what is around its calls.
     workspace = peak_memory(program, (), platform).temporary if program else 0
     entry, functions = _functions(module, kind.attrs["name"])
-    return Traced(entry, functions, program, workspace)
+    return TracedComposite(entry, functions, program, workspace)
 
 
 _STAND_INS = {

@@ -18,7 +18,7 @@ from spmd.ir.min_cut import SINK, SOURCE, Network
 from spmd.ir.program import Op, Value, reads
 
 
-class Prices(NamedTuple):
+class CutPrices(NamedTuple):
     """What answers cost, in seconds of one run."""
 
     # keeping a value; infinite where it cannot be kept, 0 where it is there anyway
@@ -36,7 +36,7 @@ class Cut(NamedTuple):
     again: tuple[Op, ...]
 
 
-def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: Prices) -> Cut:
+def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: CutPrices) -> Cut:
     """What to keep and what to make again so that some values are there, at the least cost.
 
     What the ops read and none of them makes can only be kept.
@@ -79,7 +79,7 @@ def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: Prices) -> 
     return Cut(frozenset(value for value in asked if value not in made), again)
 
 
-def _read(network: Network, value: Value, ops: Sequence[Op], prices: Prices) -> None:
+def _read(network: Network, value: Value, ops: Sequence[Op], prices: CutPrices) -> None:
     """Adds the edges of a value that ops read which may be done again.
 
     If one of them is, the value has to be there by then. The earlier that is, the longer it lies in

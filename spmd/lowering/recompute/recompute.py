@@ -17,7 +17,7 @@ from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, OpKind, Program, Region, Value, reads
 from spmd.ir.rewrite import dedupe, remove_dead, repeat_op
 from spmd.lowering.recompute.again import Costs, again, reads_inside, with_operands
-from spmd.lowering.recompute.cut import Prices, cheapest_cut
+from spmd.lowering.recompute.cut import CutPrices, cheapest_cut
 from spmd.lowering.recompute.loops import recompute_in_loops
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
@@ -136,7 +136,7 @@ class _Block:
         self.returned = set(region.results)
         self.layer = len(self.after) / self._layers()
         self.needed_at = self._needed_at()
-        prices = Prices(self.keep, lambda op: runs * costs.again(op), self.early)
+        prices = CutPrices(self.keep, lambda op: runs * costs.again(op), self.early)
         cut = cheapest_cut(self.before, self.crossing, prices)
         self.again = {value: op for op in cut.again for value in op.results}
 

@@ -20,7 +20,7 @@ from spmd.ir.types import numpy_dtype
 from spmd.predict.fusion import is_untouched
 
 
-class Stack(NamedTuple):
+class Residual(NamedTuple):
     """Pieces of one value, in carries of the forward and the backward loop by number.
 
     `piece` is what the forward loop writes in each trip, `slices` are the ops that read one.
@@ -41,7 +41,7 @@ class Pair(NamedTuple):
     # place, read_at: where the forward loop's body writes, and the backward one's reads
     place: Value
     read_at: Value
-    stacks: tuple[Stack, ...]
+    stacks: tuple[Residual, ...]
 
 
 def has_pairs(program: Program) -> bool:
@@ -68,7 +68,7 @@ def pairs_of(region: Region, index: Index) -> list[Pair]:
 def _between(forward: Op, loops: Mapping[Value, Op], index: Index) -> list[Pair]:
     """The pairs of a loop and one that reads its stacks, those with the most stacks first."""
     types = index.program.types
-    found: dict[tuple[Value, Value, Value], list[Stack]] = {}
+    found: dict[tuple[Value, Value, Value], list[Residual]] = {}
     for number in range(len(forward.results)):
         written = _written(forward, number, index)
         reader = _reader(forward.results[number], loops, index)
@@ -83,7 +83,7 @@ def _between(forward: Op, loops: Mapping[Value, Op], index: Index) -> list[Pair]
             last = update.kind.results[0].shape[0] - 1
             # The one place stands for the other where what is read is made again.
             if ends and min(ends) >= 0 and max(ends) <= last and types[place] == types[at]:
-                stack = Stack(number, read, update.operands[1], slices)
+                stack = Residual(number, read, update.operands[1], slices)
                 found.setdefault((backward.results[0], place, at), []).append(stack)
     trips = index.trips[forward.results[0]] or 0
     pairs = [

@@ -65,7 +65,7 @@ LENGTHS = "fft_length"  # the attribute that FFTs alone have
 MOST_DIMS = 3  # XLA has no FFT of more
 
 
-class _Part(NamedTuple):
+class _Fft(NamedTuple):
     """An FFT of one dim of what is transformed.
 
     The op transforms the last dim: of a transpose of the operand, if it is of another dim.
@@ -98,9 +98,9 @@ def join_ffts(program: Program) -> Program:
     return remove_dead(edit_ops(program, edit))
 
 
-def _parts(op: Op | None, made: Mapping[Value, Op]) -> list[_Part]:
+def _parts(op: Op | None, made: Mapping[Value, Op]) -> list[_Fft]:
     """The FFTs of different dims that end with an op, the last one first."""
-    found: list[_Part] = []
+    found: list[_Fft] = []
     while op is not None and len(found) < MOST_DIMS:
         part = _part(op, made)
         if part is None or any(part.dim == other.dim for other in found):
@@ -110,10 +110,10 @@ def _parts(op: Op | None, made: Mapping[Value, Op]) -> list[_Part]:
     return found
 
 
-def _part(op: Op, made: Mapping[Value, Op]) -> _Part | None:
+def _part(op: Op, made: Mapping[Value, Op]) -> _Fft | None:
     last = op.kind.results[0].rank - 1 if op.results else 0
     if len(op.kind.attrs.get(LENGTHS, ())) == 1:
-        return _Part(op.operands[0], last, op)
+        return _Fft(op.operands[0], last, op)
     if op.name != TRANSPOSE:
         return None
     fft = made.get(op.operands[0])
@@ -125,10 +125,10 @@ def _part(op: Op, made: Mapping[Value, Op]) -> _Part | None:
     if there is None or there.name != TRANSPOSE or list(order) != swap:
         return None
     is_back = there.kind.attrs["permutation"] == order
-    return _Part(there.operands[0], order[last], fft) if is_back else None
+    return _Fft(there.operands[0], order[last], fft) if is_back else None
 
 
-def _kind(parts: Sequence[_Part], rank: int) -> Opaque | None:
+def _kind(parts: Sequence[_Fft], rank: int) -> Opaque | None:
     """The kind of the FFT of all dims; None if there is none."""
     if {part.dim for part in parts} != set(range(rank - len(parts), rank)):
         return None
