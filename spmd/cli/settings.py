@@ -46,7 +46,9 @@ def read(file: str | Path, parser: argparse.ArgumentParser) -> dict[str, list[st
             raise SettingsError(f"{where}: a setting's name is a word, not a list or mapping")
         name = str(key.value).replace("-", "_")
         if name not in flags:
-            raise SettingsError(f"{where}: no setting is called {name!r}{_nearest(name, flags)}")
+            near = difflib.get_close_matches(name, flags, n=1)
+            hint = f"; the nearest is {near[0]!r}" if near else ""
+            raise SettingsError(f"{where}: no setting is called {name!r}{hint}")
         if name in lines:
             raise SettingsError(f"{where}: {name} is given twice, first in line {lines[name]}")
         lines[name] = _line(key)
@@ -172,11 +174,6 @@ def _truth(node: yaml.Node) -> bool | None:
 
 def _shown(node: yaml.Node) -> str:
     return repr(node.value) if isinstance(node, yaml.ScalarNode) else "a list or mapping"
-
-
-def _nearest(name: str, flags: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, flags, n=1)
-    return f"; the nearest is {near[0]!r}" if near else ""
 
 
 def _line(node: yaml.Node) -> int:

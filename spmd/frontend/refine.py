@@ -250,7 +250,9 @@ def _bind(module: ir.Module, own: Mapping[int, str], symbols: Mapping[str, int])
             sized = {name: _sized(attr, symbols) for name, attr in stated.items()}
             op.attributes["composite_attributes"] = ir.DictAttr.get(sized)
         if callee in gone:
-            _drop_operands(op, gone[callee])
+            operands = [value for i, value in enumerate(op.operands) if i not in gone[callee]]
+            attrs = {name: op.attributes[name] for name in op.attributes}
+            replace(op, op.name, operands, attrs, op.location)
 
 
 def _sized(attr: Any, symbols: Mapping[str, int]) -> Any:
@@ -277,12 +279,6 @@ def _drop_arguments(function: Any, values: Mapping[int, int]) -> None:
     attrs = list(function.attributes["arg_attrs"])
     function.attributes["function_type"] = ir.TypeAttr.get(type_)
     function.attributes["arg_attrs"] = ir.ArrayAttr.get([attrs[i] for i in kept])
-
-
-def _drop_operands(op: Any, gone: set[int]) -> None:
-    operands = [value for i, value in enumerate(op.operands) if i not in gone]
-    attrs = {name: op.attributes[name] for name in op.attributes}
-    replace(op, op.name, operands, attrs, op.location)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from spmd.errors import FrontendError
 
@@ -109,13 +108,10 @@ def _value(node: ast.expr, dim: str, symbols: Mapping[str, int]) -> int:
             function = _FUNCTIONS[name]
         case _:
             raise _not_a_dim(dim)
-    return _applied(function, _value(left, dim, symbols), _value(right, dim, symbols), dim)
-
-
-def _applied(function: Callable[[int, int], Any], left: int, right: int, dim: str) -> int:
+    a, b = (_value(side, dim, symbols) for side in (left, right))
     divides = function in (operator.floordiv, operator.mod)
-    too_large = function is operator.pow and not 0 <= right < 63
-    value = LARGEST if too_large or (divides and not right) else function(left, right)
+    too_large = function is operator.pow and not 0 <= b < 63
+    value = LARGEST if too_large or (divides and not b) else function(a, b)
     if abs(value) >= LARGEST:
-        raise FrontendError(f"the dim {dim} has no size for these symbols: {left}, {right}")
+        raise FrontendError(f"the dim {dim} has no size for these symbols: {a}, {b}")
     return int(value)

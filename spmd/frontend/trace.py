@@ -116,7 +116,13 @@ def trace(
         traced = jitted.trace(*args, **kwargs)
     program = traced.jaxpr
     if len(program.in_avals) > len(jax.tree.leaves(traced.in_avals)):  # jax adds such values
-        raise _closed_over_tracer(traced.fun_name)
+        name = traced.fun_name
+        raise ClosedOverTracer(
+            f"{name} uses a value of another function that jax traces, which has no numbers yet",
+            required="arguments, and constants",
+            fix=f"pass it to {name} as an argument, or call {name} instead of compiling it: inside "
+            "of other programs it is inlined",
+        )
     out = jax.tree.unflatten(traced.out_tree, map(_struct, program.out_avals))
     calls = OwnCallbacks(on_callbacks) if on_callbacks else None
     flat = calls and calls.without_jax(program, traced.fun_name)
@@ -131,7 +137,10 @@ def trace(
     symbolic = any(is_symbolic_dim(d) for a in program.in_avals for d in getattr(a, "shape", ()))
     composites = _composites_of(program.jaxpr) if symbolic else ()
     rules = [(primitive, _lower_composite) for primitive in dict.fromkeys(composites)]
-    parameters = _parameters(order, [*(calls.lowering_rules() if calls else ()), *rules])
+    marks = (_uneven_mark, partial(_lower_mark, order=order))
+    own_rules = [*(calls.lowering_rules() if calls else ()), *rules]
+    every: Any = ((custom_partitioning_p, _inline), marks, *own_rules)
+    parameters = mlir.LoweringParameters(override_lowering_rules=every)
     with _told():
         lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
     module: Any = lowered.compiler_ir("stablehlo")
@@ -148,15 +157,6 @@ def _struct(aval: Any) -> jax.ShapeDtypeStruct:
     sharding = typed if typed is not None and has_explicit_axes(typed.mesh) else None
     weak = bool(getattr(aval, "weak_type", False))
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak, sharding=sharding)
-
-
-def _closed_over_tracer(name: str) -> ClosedOverTracer:
-    return ClosedOverTracer(
-        f"{name} uses a value of another function that jax traces, which has no numbers yet",
-        required="arguments, and constants",
-        fix=f"pass it to {name} as an argument, or call {name} instead of compiling it: inside of "
-        "other programs it is inlined",
-    )
 
 
 @contextmanager
@@ -230,13 +230,6 @@ def _stated(positions: Sequence[int]) -> list[int]:
 
 def _inline(ctx: Any, *values: Any, call: Any, **_: Any) -> Any:
     return mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)(ctx, *values)
-
-
-def _parameters(order: tuple[int, ...], more: Sequence[Any]) -> Any:
-    """How programs are lowered for a mesh with the devices in this order."""
-    lower_mark = partial(_lower_mark, order=order)
-    rules: Any = ((custom_partitioning_p, _inline), (_uneven_mark, lower_mark), *more)
-    return mlir.LoweringParameters(override_lowering_rules=rules)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -33,7 +33,11 @@ class Group(NamedTuple):
 
 def unflatten(program: Program) -> Program:
     """Rewrites such sums; a program without any is returned as it is."""
-    flattened = _flattened(program)
+    flattened = {  # results of reshapes in which several dims become one
+        value: op
+        for value, op in producers_of(program).items()
+        if op.name == RESHAPE and any(len(group.before) > 1 for group in _groups_of(op))
+    }
     sums = [op for op in program.walk() if _is_sum(op, flattened)]
     if not sums:
         return program
@@ -56,15 +60,6 @@ def unflatten(program: Program) -> Program:
         return b.op(op.name, wholes, op.kind.results, attrs)
 
     return rewrite_ops(program, rewrite)
-
-
-def _flattened(program: Program) -> dict[Value, Op]:
-    """Results of reshapes in which several dims become one."""
-    return {
-        value: op
-        for value, op in producers_of(program).items()
-        if op.name == RESHAPE and any(len(g.before) > 1 for g in _groups_of(op))
-    }
 
 
 def _is_sum(op: Op, flattened: dict[Value, Op]) -> bool:

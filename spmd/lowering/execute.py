@@ -227,11 +227,8 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
     def specs(shardings: Sequence[Sharding]) -> tuple[PartitionSpec, ...]:
         return tuple(partition_spec(sharding, emitted.boundary_mesh) for sharding in shardings)
 
-    def constants_last(*args: Any) -> Any:
-        return run(*args[count:], *args[:count])
-
     mapped = jax.shard_map(
-        constants_last if count else run,
+        (lambda *args: run(*args[count:], *args[:count])) if count else run,
         mesh=boundary,
         in_specs=(*specs([c.sharding for c in emitted.constants]), *emitted.argument_specs),
         out_specs=specs(emitted.results),

@@ -359,17 +359,14 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: 
         return b.collective(step.kind, x, type_, step.axes, pairs=pairs)
     if step.kind == "reduce_scatter":
         x = cut(b, x, step.dims[0], step.axes, mesh)
-    if not _has_collective(step.before.kind, type_.dtype):
+    # Whether XLA's backends reduce this way across devices; bitwise ones only for predicates.
+    bitwise = ("and", "or") if type_.dtype == "i1" else ()
+    if step.before.kind not in ("add", "mul", "max", "min", *bitwise):
         return _reduce_gathered(b, x, type_, step, mesh)
     body = reducer_body(step.before.kind, type_.dtype)
     dims = {"scatter_dimension": step.dims[0]} if step.kind == "reduce_scatter" else {}
     assert dims or step.kind == "all_reduce", step.kind
     return b.collective(step.kind, x, type_, step.axes, body=body, **dims)
-
-
-def _has_collective(kind: str, dtype: str) -> bool:
-    """Whether XLA's backends reduce this way across devices; bitwise ones only for predicates."""
-    return kind in ("add", "mul", "max", "min") or (kind in ("and", "or") and dtype == "i1")
 
 
 def _reduce_gathered(b: Builder, x: Value, result: TensorType, step: Step, mesh: Mesh) -> Value:

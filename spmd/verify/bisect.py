@@ -158,7 +158,11 @@ class Search(NamedTuple):
             return self.descend_loop(index, op)
         if op.regions:
             (selector,) = self.values_before(index, op.operands[:1])
-            number = _branch(op, int(selector))
+            number, last = int(selector), len(op.regions) - 1
+            if op.kind.about.selector == "i1":
+                number = 0 if number else 1
+            elif not 0 <= number <= last:
+                number = last
             branch = _region_program(self.plan, op.regions[number])
             captured = self.values_before(index, branch.body.args)
             plan = _piece_plan(self.plan, branch)
@@ -193,12 +197,6 @@ class Search(NamedTuple):
         """Searches a piece of the program as one of its own."""
         inside = (*self.inside, place)
         return self._replace(plan=plan, arguments=arguments, inside=inside).run()
-
-
-def _branch(op: Op, selector: int) -> int:
-    if op.kind.about.selector == "i1":
-        return 0 if selector else 1
-    return selector if 0 <= selector < len(op.regions) else len(op.regions) - 1
 
 
 # ---------------------------------------------------------------------------------------------

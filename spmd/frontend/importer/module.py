@@ -117,7 +117,8 @@ def parse_module(source: Any) -> ir.Module:
         if not isinstance(source, str):
             data = bytes(source)
             source = bytecode_to_text(data) if data.startswith(MAGIC) else data.decode()
-        _check_text(source)
+        _check_depth(source)
+        _check_strings(source)
         with mlir.make_ir_context():
             return _with_shardings(ir.Module.parse(source))
     except (ir.MLIRError, ValueError, TypeError) as error:
@@ -222,12 +223,6 @@ def malformed() -> Iterator[None]:
 
 # ---------------------------------------------------------------------------------------------
 # Text that would end the process inside of MLIR's parser.
-
-
-def _check_text(text: str) -> None:
-    """Refuses text that would end the process: FrontendError, or UnicodeDecodeError of a string."""
-    _check_depth(text)
-    _check_strings(text)
 
 
 def _line_of(error: Exception, text: str) -> str | None:

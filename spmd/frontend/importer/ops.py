@@ -170,7 +170,9 @@ class Importer:
         name = name or op.name
         loc = self.loc(op.location)
         if not (name in DEVICE_IDS and self.scopes):
-            refuse(_refusal_name(op, name), loc)
+            is_call = name == "stablehlo.custom_call"
+            called = op.attributes["call_target_name"].value if is_call else ""
+            refuse(f"custom_call:{called}" if is_call else name, loc)
         try:
             inputs = tuple([env[v] for v in op.operands])
         except KeyError as error:
@@ -291,7 +293,9 @@ class Importer:
     ) -> None:
         if kind.name == "stablehlo.constant" and kind.attrs["value"].splat:
             self._constants[outs[0]] = kind.attrs["value"]
-        elif inputs and inputs[0] in self._constants and _is_wrapped_scalar(kind):
+        # Of a scalar to a scalar, as jax does for windows' initial values.
+        is_wrapped = kind.name == "stablehlo.broadcast_in_dim" and kind.results[0].rank == 0
+        if is_wrapped and inputs[0] in self._constants:
             self._constants[outs[0]] = self._constants[inputs[0]]
 
     def _note_neutral(self, kind: OpKind, inputs: tuple[Value, ...]) -> OpKind:
@@ -369,15 +373,3 @@ def keep(op: Op, ops: list[Op]) -> None:
 
 def _import_plainly(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
     keep(importer.op(op, env), ops)
-
-
-def _is_wrapped_scalar(kind: OpKind) -> bool:
-    """Whether an op broadcasts a scalar to a scalar, as jax does for windows' initial values."""
-    return kind.name == "stablehlo.broadcast_in_dim" and kind.results[0].rank == 0
-
-
-def _refusal_name(op: Any, name: str) -> str:
-    """The name of an op in `unsupported.REFUSED`."""
-    if name != "stablehlo.custom_call":
-        return name
-    return f"custom_call:{op.attributes['call_target_name'].value}"

@@ -93,14 +93,13 @@ def _chains(program: Program) -> dict[Value, list[Op]]:
     for op in program.walk():
         if op.collective == "all_reduce" and len(op.results) == 1 and "groups" not in op.kind.attrs:
             before = chains.get(op.operands[0], []) if len(users[op.operands[0]]) == 1 else []
-            fits = all(_reduce_alike(other, op) for other in before)
+            own, others = op.kind.attrs, [other.kind.attrs for other in before]
+            fits = all(
+                attrs["body"] == own["body"] and set(attrs["axes"]).isdisjoint(own["axes"])
+                for attrs in others
+            )
             chains[op.results[0]] = [*before, op] if fits else [op]
     return chains
-
-
-def _reduce_alike(op: Op, other: Op) -> bool:
-    mine, its = op.kind.attrs, other.kind.attrs
-    return mine["body"] == its["body"] and set(mine["axes"]).isdisjoint(its["axes"])
 
 
 _Turn = Callable[[Builder, Value], Value]
