@@ -102,10 +102,8 @@ def in_fastest_schedule(attempt: Callable[[bool], Tried], memory_limit: int | No
 
     `attempt` traces and plans it in each schedule that its pipelines leave open, told whether jax
     may take a trace that it has made before. Of schedules that do not fit in memory
-    (`memory_limit`, or what the topology has room for) the one that misses the least is taken.
-
-    Raises:
-      PlanError: it keeps to the memory limit in no schedule.
+    (`memory_limit`, or what the topology has room for) the one that misses the least is taken;
+    PlanError if there is a limit and none keeps to it.
     """
     names, default = dict.fromkeys(SCHEDULES), DEFAULT
     try:

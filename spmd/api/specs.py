@@ -215,12 +215,7 @@ def mesh_sharding(leaf: Any) -> NamedSharding | None:
 
 
 def arg_entries(leaf: Any, spec: Any, name: str, mesh: Mesh) -> Entries | None:
-    """An argument's spelled-out spec: given, or read off the array's own placement.
-
-    Raises:
-      MeshError: it is placed on another mesh.
-      SpecError: a spec that does not fit it.
-    """
+    """An argument's spelled-out spec, given or its placement's; MeshError, SpecError if unfit."""
     shape = leaf.shape if hasattr(leaf, "shape") else np.shape(leaf)
     if spec is None:
         spec = mesh_sharding(leaf)
@@ -334,10 +329,7 @@ def like_parameters(
 def flat_entries(
     specs: Specs, types: Sequence[TensorType], names: Sequence[str], mesh: Mesh, what: str
 ) -> tuple[Entries | None, ...]:
-    """The spelled-out spec of each argument or result (`what`) of a module, None for open ones.
-
-    SpecError for more or fewer specs, one for nothing, or one that does not fit.
-    """
+    """Spelled-out specs of a module's arguments or results, None if open; SpecError if unfit."""
     if specs is None:
         return (None,) * len(types)
     if isinstance(specs, Mapping):

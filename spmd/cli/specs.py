@@ -63,10 +63,7 @@ def _named_sizes(text: str, what: str, example: str) -> dict[str, int]:
 
 
 def parse_named_specs(flag: str, texts: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
-    """`["0=data,None", "params/w=None,model"]` -> `{name: ("data", None), "params/w": ...}`.
-
-    UsageError for other forms, or a number that does not exist.
-    """
+    """`["0=data,None", "w=None,model"]` as specs by argument; UsageError for other forms."""
     specs: dict[str, Any] = {}
     for text in texts:
         name, equals, spec = text.rpartition("=")

@@ -179,10 +179,7 @@ def pattern(names: Iterable[str]) -> str:
 
 
 def values_inside(plan: Plan) -> Counter[tuple[str, TensorType, Sharding, str]]:
-    """The values that are made inside the program: (op, type, sharding, source), how many.
-
-    They are the results of ops, and copies: values that an op needs in another sharding.
-    """
+    """(op, type, sharding, source) -> how many: results of ops, and copies in another sharding."""
     found: Counter[tuple[str, TensorType, Sharding, str]] = Counter()
     copies: set[tuple[Value, Sharding]] = set()
     for op in plan.program.walk():

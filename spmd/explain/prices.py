@@ -77,10 +77,7 @@ class Prices:
 
     @cached_property
     def obvious_mark(self) -> Relief | None:
-        """The mark that costs the most, if it costs much and one sees so without looking far.
-
-        None for a program that takes next to no time.
-        """
+        """The mark that costs most, if much and easily seen; None where a run takes no time."""
         if self.plan.run_seconds < LEAST_SECONDS:
             return None
         return costly_mark(self.plan, self.options, OBVIOUS_SHARE)

@@ -25,16 +25,11 @@ class Calls(NamedTuple):
 def function_artifact(
     fn: Callable[..., Any], args: Sequence[Any], *, platform: str, names: Sequence[str] = ()
 ) -> tuple[bytes, Any, Calls]:
-    """A JAX function at given `ShapeDtypeStruct`s as a portable artifact.
+    """A JAX function at `ShapeDtypeStruct`s as an artifact; FrontendError for ops that none has.
 
     Some functions of jax are written differently for each platform. `names` are what the first flat
-    arguments are called; as jax calls them when left out.
-
-    Returns:
-      The artifact, the result's pytree of `ShapeDtypeStruct`s, and what it calls.
-
-    Raises:
-      FrontendError: ops that no artifact can have.
+    arguments are called; as jax calls them when left out. Returned are the artifact, the result's
+    pytree of `ShapeDtypeStruct`s, and what it calls.
     """
     module, out, *_ = trace(fn, args, {}, platform=platform)
     with module.context:

@@ -31,10 +31,7 @@ class BytecodeError(ValueError):
 
 
 def bytecode_to_text(data: bytes) -> str:
-    """The text of a module in bytecode, or of a portable artifact.
-
-    BytecodeError if MLIR refuses the bytes, or did not survive them.
-    """
+    """The text of a module in bytecode or of an artifact; BytecodeError if MLIR refuses it."""
     return bytecodes_to_texts([data])[0]
 
 

@@ -83,13 +83,9 @@ def refine(
 ) -> ir.Module:
     """A module at static shapes of its arguments, without those that are a symbol's value.
 
-    `symbols` has the values of symbols, for modules whose functions take such.
-
-    Returns:
-      A module without dynamic shapes, shape assertions, and arguments for symbols.
-
-    Raises:
-      FrontendError: shapes or values that do not fit, or dims that depend on data.
+    `symbols` has the values of symbols, for modules whose functions take such. The module returned
+    has no dynamic shapes, shape assertions, or arguments for symbols. FrontendError for shapes or
+    values that do not fit, or dims that depend on data.
     """
     with module.context, ir.Location.unknown():
         copy = _copied(module)

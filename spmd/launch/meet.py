@@ -52,9 +52,8 @@ class Seat(NamedTuple):
 def meet(seat: Seat, about: Mapping[str, str], timeout_s: float) -> None:
     """Waits until all processes of a job are there, and compares what they say of themselves.
 
-    Raises:
-      LaunchError: process 0 cannot be reached, a process did not come, came twice or expects
-        another number of processes, or something in `about` differs.
+    LaunchError if process 0 cannot be reached, a process did not come, came twice or expects
+    another number of processes, or something in `about` differs.
     """
     if seat.processes < 2:
         return

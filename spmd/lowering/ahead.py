@@ -99,10 +99,8 @@ def is_here(mesh: Mesh, topology: Topology) -> bool:
 def devices_ahead(mesh: Mesh, topology: Topology) -> list[Any]:
     """Descriptions of a machine's devices, in the mesh's order: to compile for, not to run on.
 
-    The mesh has as many as the topology, or for TPUs a multiple of it: as many slices.
-
-    Raises:
-      MeshError: no compiler for the machine is here, or the mesh does not fit it.
+    The mesh has as many as the topology, or for TPUs a multiple of it: as many slices. MeshError if
+    no compiler for the machine is here, or the mesh does not fit it.
     """
     is_tpu, chip = topology.platform == "tpu", topology.name.partition(":")[0]
     if not is_tpu and (topology.platform != "cuda" or chip not in GPU_TARGETS):

@@ -27,10 +27,8 @@ _MOST_IDS = 16  # how many device ids an error lists
 def part_atoms(mesh: Mesh, other: Mesh, name: str, pre: int = 1, size: int = 0) -> Axes:
     """The atoms of `mesh` that an axis of another mesh, or a part of one, consists of.
 
-    The part has this size behind parts of the size `pre`; size 0 is the whole axis.
-
-    Raises:
-      MeshError: the meshes have other devices, or there are no such atoms.
+    The part has this size behind parts of the size `pre`; size 0 is the whole axis. MeshError if
+    the meshes have other devices, or there are no such atoms.
     """
     if set(mesh.device_ids) != set(other.device_ids):
         raise MeshError(

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from spmd.ops.experts_local import Part, Product, added, inverse, said, summed, turn_size
+from spmd.ops.experts_local import Product, Turn, added, inverse, said, summed, turn_size
 
 Send = Callable[[Any, Any, "Places", tuple[str, ...]], Any]
 """(rows, where they arrive, places, axes) -> that, with what the others have sent."""
@@ -179,7 +179,7 @@ class _Route(NamedTuple):
 
         return summed(map(term, range(self.choices)))
 
-    def turn(self, i: Any) -> tuple[Places, Places, Part]:
+    def turn(self, i: Any) -> tuple[Places, Places, Turn]:
         """The places of turn `i`, those of the way back, and what arrives, by expert."""
         start, me = i * self.size, self.me
         # Rows from a device lie behind those from the devices before it; a turn takes of that the
@@ -193,7 +193,7 @@ class _Route(NamedTuple):
         back = Places(there_NN[:, me], sent_NN[:, me], here_NN[:, me], sent_NN[me])
         return there, back, self._part(start)
 
-    def _part(self, start: Any) -> Part:
+    def _part(self, start: Any) -> Turn:
         """What arrives in the turn from `start` on, sorted by expert."""
         # From each device come those of the first expert, of the second, ...
         here = self.counts_NE.shape[1]
@@ -205,7 +205,7 @@ class _Route(NamedTuple):
         at_R = jnp.argsort(expert_R, stable=True)
         sizes_E = jnp.sum(expert_R[:, None] == jnp.arange(here), axis=0, dtype=jnp.int32)
         is_first_R1 = (jnp.arange(self.size) < jnp.sum(sizes_E))[:, None]
-        return Part(at_R, at_R, is_first_R1, sizes_E)
+        return Turn(at_R, at_R, is_first_R1, sizes_E)
 
     def turns(self, turn: Callable[[Any, Any], Any], carry: Any) -> Any:
         """As many turns as it takes on the device of the group that has most to do."""
@@ -215,7 +215,7 @@ class _Route(NamedTuple):
         return jax.lax.fori_loop(0, (most + self.size - 1) // self.size, turn, carry)
 
 
-def _undone(x_RH: Any, part: Part) -> Any:
+def _undone(x_RH: Any, part: Turn) -> Any:
     """Rows in the order in which they came."""
     return x_RH[inverse(part.at_R)]
 

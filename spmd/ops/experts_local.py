@@ -86,7 +86,7 @@ def gradient(*operands: Any, count: int, product: Product = ragged) -> Any:
     return dx_TH.reshape(x_BSH.shape), dgates_X.reshape(gates_BSC.shape), *found
 
 
-class Part(NamedTuple):
+class Turn(NamedTuple):
     """The choices of one turn."""
 
     # at_R, row_R: their places among all choices, and the rows that made them
@@ -147,7 +147,7 @@ class _Choices(NamedTuple):
         place_TC = inverse(order_X).reshape(-1, choices)
         return _Choices(order_X, place_TC, ends_E, choices, size, most)
 
-    def turn(self, i: Any) -> Part:
+    def turn(self, i: Any) -> Turn:
         """The choices of turn `i`."""
         start = i * self.size
         padded = jnp.pad(self.order_X, (0, self.size))
@@ -155,7 +155,7 @@ class _Choices(NamedTuple):
         bounds_E = jnp.clip(self.ends_E - start, 0, self.size)
         is_here_R1 = (jnp.arange(self.size) < bounds_E[-1])[:, None]
         sizes_E = jnp.diff(bounds_E, prepend=0)
-        return Part(at_R, at_R // self.choices, is_here_R1, sizes_E)
+        return Turn(at_R, at_R // self.choices, is_here_R1, sizes_E)
 
     def summed(self, i: Any, x_RH: Any) -> Any:
         """(T, H): the sum of what turn `i` has found for each row's choices."""
@@ -184,13 +184,13 @@ class _Choices(NamedTuple):
         return jax.lax.fori_loop(0, needed, turn, carry)
 
 
-def added(x_RH: Any, gates_R: Any, part: Part, weights: Sequence[Any], product: Product) -> Any:
+def added(x_RH: Any, gates_R: Any, part: Turn, weights: Sequence[Any], product: Product) -> Any:
     """What each choice adds to its row."""
     out_RH = said(x_RH, part, weights, product)
     return out_RH * gates_R[:, None].astype(out_RH.dtype)
 
 
-def said(x_RH: Any, part: Part, weights: Sequence[Any], product: Product) -> Any:
+def said(x_RH: Any, part: Turn, weights: Sequence[Any], product: Product) -> Any:
     """What its expert says to each row, all of them sorted by their expert."""
     gate_EMH, up_EMH, down_EHM = weights
     # No product of padding is defined: it is hidden on the way in, for the gradient's sake, and on

@@ -41,10 +41,7 @@ _VALUE_ERRORS = (
 
 
 class ModuleRun(NamedTuple):
-    """What one run of a module gives: its result, of traced tensors, and the changed buffers.
-
-    `draws`: whether it drew random numbers.
-    """
+    """A run of a module: its traced result, changed buffers, whether it drew random numbers."""
 
     result: Any
     changed: dict[str, Any]

@@ -30,9 +30,7 @@ def explain_value(stages: Stages, name: str, prices: Prices | None = None) -> st
     """All about one value: its sharding, why each dim is split or not, and who reshards it.
 
     `name` is as for `Planned.explain`; without `prices` nothing is said of what else would cost.
-
-    Raises:
-      ArgumentError: no value has this name.
+    ArgumentError if no value has this name.
     """
     plan = stages.plan
     found = _named(plan, name) or _numbered(plan, name)

@@ -35,10 +35,7 @@ from spmd.mesh.mesh import Mesh
 
 
 def tensor_type(type_: Any) -> TensorType:
-    """A type, from the bindings or as MLIR writes it.
-
-    FrontendError if it is neither a ranked tensor of static shape nor a token.
-    """
+    """A type, from the bindings or text; FrontendError unless a static ranked tensor or a token."""
     text = str(type_)
     if text == "!stablehlo.token":
         return TensorType((), "token")

@@ -109,9 +109,7 @@ def collective(
 
     `axes` are the atoms over which it runs, and `groups` its groups where these are not just those
     of the axes. None for one that does nothing: every device exchanges with itself alone.
-
-    Raises:
-      UnsupportedOpError: it is outside any manual region, or runs over axes that are not manual.
+    UnsupportedOpError outside any manual region, or over axes that are not manual.
     """
     everyone = tuple(range(scope.mesh.size if scope else partitions))
     permutes = stated.name == "stablehlo.collective_permute"

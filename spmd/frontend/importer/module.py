@@ -105,10 +105,7 @@ def import_module(
 
 
 def parse_module(source: Any) -> ir.Module:
-    """A module in memory from itself, its text or bytecode, or the path of a file with either.
-
-    FrontendError: no such file, or something that MLIR cannot read.
-    """
+    """A module from itself, its text or bytecode, or a file's path; FrontendError if it is none."""
     if isinstance(source, ir.Module):
         return _with_shardings(source)
     if isinstance(source, os.PathLike) or (isinstance(source, str) and "\n" not in source):

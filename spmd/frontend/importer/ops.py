@@ -162,10 +162,7 @@ class Importer:
         """One of the module's ops as one of the program's; its results are added to `env`.
 
         It may get another name, and other attributes, which must follow from the op alone: equal
-        ops share a kind.
-
-        Raises:
-          FrontendError: it reads a value that is not visible, or is refused.
+        ops share a kind. FrontendError if it reads a value that is not visible, or is refused.
         """
         name = name or op.name
         loc = self.loc(op.location)
@@ -325,10 +322,7 @@ class Importer:
         return attrs
 
     def body(self, region: Any, name: str) -> Body:
-        """A region of scalar ops, of an op or of the function that it names, as data.
-
-        FrontendError if it reads a value from around it that is not a constant.
-        """
+        """A region or function of scalar ops as data; FrontendError if it reads non-constants."""
         outer = self.types, self._constants  # values are numbered anew
         self.types, self._constants = [], {}
         self.in_bodies += 1

@@ -69,10 +69,7 @@ def open_dims(op: Any) -> tuple[int, ...]:
 
 
 def stated(attr: Any, meshes: Mapping[str, Mesh | None], rank: int) -> Stated | None:
-    """An `sdy.sharding`, or GSPMD's text, as data; None if it says nothing, as of a single device.
-
-    FrontendError if it names a mesh that is not there, or is not known.
-    """
+    """A stated sharding as data, None of a single device; FrontendError if its mesh is unknown."""
     if isinstance(attr, str):
         return _tiled(attr, rank)
     sharding = sdy.TensorShardingAttr(attr)

@@ -174,13 +174,10 @@ def parse_rule(
     reduction: str = "",
     linear: Iterable[Sequence[int]] = (),
 ) -> Rule:
-    """A rule from its text; factor sizes come from the types.
+    """A rule from its text; factor sizes come from the types. ValueError for one that misfits.
 
     A text as `"b i k, b j k -> b i j"` has a term for each operand and result, one factor a dim, or
     `(i j)` for a dim made of several, major first. `kinds` has those factors that do not `pass`.
-
-    Raises:
-      ValueError: a text that does not fit the types.
     """
     left, arrow, right = text.partition("->")
     terms = [_parse_term(term) for term in left.split(",")] if left.strip() else []

@@ -89,10 +89,7 @@ def append_composite(
     results: Sequence[TensorType],
     attrs: Mapping[str, Attribute],
 ) -> tuple[Value, ...]:
-    """Appends a composite on one device, by the platform's kernel or by its decomposition.
-
-    SpmdError if nothing computes it at these shapes.
-    """
+    """Appends a composite on one device, by kernel or decomposition; SpmdError without either."""
     types = tuple(b.types[v] for v in operands)
     kind = OpKind(COMPOSITE, types, tuple(results), {**attrs, KERNEL: True})
     platform = attrs.get(PLATFORM, "")

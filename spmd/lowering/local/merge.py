@@ -213,10 +213,7 @@ def _top(op: LocalOp, x: Value, k: int) -> tuple[Value, Value]:
 
 
 def last_element(dtype: str) -> Any:
-    """The element that `top_k` puts behind all others: of floats the NaN with all bits set.
-
-    It orders floats totally.
-    """
+    """The element that `top_k` puts last in its total order: of floats the NaN of all bits set."""
     if not dtype.startswith(("f", "bf")):
         return identity_element("max", dtype)
     element = numpy_dtype(dtype)
