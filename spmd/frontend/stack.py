@@ -41,19 +41,15 @@ def stacked(program: Program, stacks: Sequence[Stack]) -> Program:
 
 
 class _Writer:
-    """Writes rows.
-
-    Attributes:
-      made: values, of each lane one -> what they are together, and whether they differ.
-      alone: values of rows that are read one by one, and keep their numbers.
-    """
+    """Writes rows."""
 
     def __init__(self, block: Block, rows: Sequence[Row]) -> None:
         self.block, self.b = block, Builder(block.program.types)
         self.b.begin(isolated=True)
+        # values, of each lane one -> what they are together, and whether they differ
         self.made: dict[tuple[Value, ...], tuple[Value, bool]] = {}
         inside = {place for row in rows for place in row}
-        self.alone = set(block.program.body.results)
+        self.alone = set(block.program.body.results)  # values read one by one: they keep numbers
         for place, read in enumerate(block.reads):
             if place not in inside:
                 self.alone.update(read)

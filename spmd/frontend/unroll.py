@@ -84,29 +84,20 @@ class _Same(dict[Value, Value]):
 
 
 class _Unroller:
-    """Writes loops out.
-
-    Attributes:
-      known: integers that were worked out.
-      stacks: values of which pieces are known.
-      number: the same number for values that are computed alike from the same ones.
-      first: a kind of op and its operands' numbers -> the loop that computed it first, the results.
-      sliced: a stack and a place in it -> the first slice that was taken there.
-      widened: a value with a dim of one element in front -> the value.
-      loop, handed: the loop that is being written; numbers of what other loops handed the trip that
-        is being written, with what stands for it behind a barrier.
-      env, cotangents: new values for old ones in this trip; what it gets from the trip before.
-    """
+    """Writes loops out."""
 
     def __init__(self, index: Index, chosen: Mapping[Value, int]) -> None:
         self.index, self.chosen = index, chosen
-        self.known: dict[Value, int] = {}
-        self.stacks: dict[Value, _Collected] = {}
-        self.number: dict[Value, Value] = {}
+        self.known: dict[Value, int] = {}  # integers that were worked out
+        self.stacks: dict[Value, _Collected] = {}  # values of which pieces are known
+        self.number: dict[Value, Value] = {}  # the same for values that are computed alike
+        # a kind of op and its operands' numbers -> the loop that computed it first, the results
         self.first: dict[tuple[OpKind, tuple[Value, ...]], tuple[Value, tuple[Value, ...]]] = {}
-        self.sliced: dict[tuple[Value, int], Value] = {}
-        self.widened: dict[Value, Value] = {}
-        self.loop = -1
+        self.sliced: dict[tuple[Value, int], Value] = {}  # (stack, place) -> its first slice
+        self.widened: dict[Value, Value] = {}  # value with one more dim in front -> the value
+        self.loop = -1  # that is being written
+        # of its trip: numbers of what other loops handed it -> what that is behind a barrier; new
+        # values for old ones; what it gets from the trip before
         self.handed: dict[Value, Value | None] = {}
         self.env = _Same()
         self.cotangents: list[Value] = []

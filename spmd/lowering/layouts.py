@@ -108,17 +108,13 @@ class _Wishes:
     """What the collectives of a program wish of the order of dims.
 
     Dims that go together, through all ops that keep their elements in order, are one class.
-
-    Attributes:
-      same: a dim -> another one of its class; those that stand for a class are not in it.
-      blank: values that are the same everywhere: they have no order.
-      first: (dim, other dim) -> bytes of the collectives that want the one in front of the other.
     """
 
     def __init__(self, program: Program) -> None:
         self.types, self.index = program.types, Index(program)
-        self.same: dict[_Dim, _Dim] = {}
-        self.blank: set[Value] = set()
+        self.same: dict[_Dim, _Dim] = {}  # to another of its class; not of one that stands for it
+        self.blank: set[Value] = set()  # the same everywhere: they have no order
+        # (dim, other dim) -> bytes of the collectives that want the one in front of the other
         self.first: dict[tuple[_Dim, _Dim], int] = defaultdict(int)
         self.tie(program.body)
         self.wish(program.body, 1)

@@ -174,18 +174,12 @@ def _device_events(profile: Any) -> Iterator[Event]:
 
 
 class _Thread:
-    """What one thread of a CPU did.
-
-    Attributes:
-      ops: (event, its stats) of each op.
-      ends: (moment, number) of what others began and this thread ended.
-      tasks: when it began with each task of its pool.
-    """
+    """What one thread of a CPU did."""
 
     def __init__(self, line: Any) -> None:
-        self.ops: list[tuple[Event, Mapping[str, Any]]] = []
-        self.ends: list[tuple[float, int]] = []
-        self.tasks: list[float] = []
+        self.ops: list[tuple[Event, Mapping[str, Any]]] = []  # each with its stats
+        self.ends: list[tuple[float, int]] = []  # (moment, number) of what others began
+        self.tasks: list[float] = []  # when it began with each task of its pool
         for event in line.events:
             if event.name == "ThreadpoolListener::StartRegion":
                 self.tasks.append(event.start_ns)

@@ -37,16 +37,7 @@ Handler = Callable[["Importer", Any, Env, list[Op]], None]
 
 
 class Importer:
-    """A program being made of a module's blocks.
-
-    Attributes:
-      types: the type of each value so far.
-      type: converts a type; equal ones become the same object.
-      attribute: converts an attribute, given its name and itself.
-      calls: names of the functions that are being inlined, outermost first.
-      scopes: the manual regions around the current op, outermost first.
-      in_bodies: how many scalar bodies are around the current op.
-    """
+    """A program being made of a module's blocks."""
 
     # MLIR shares equal types and attributes, and a model has the same layer many times: every
     # distinct one is converted once and kept by identity. Equal types are therefore one object, and
@@ -60,13 +51,13 @@ class Importer:
     ) -> None:
         self.contents = contents
         self.function = function
-        self.types: list[TensorType] = []
-        self.type = functools.cache(tensor_type)
+        self.types: list[TensorType] = []  # of each value so far
+        self.type = functools.cache(tensor_type)  # equal ones become the same object
         self.attribute = functools.cache(attribute)
-        self.calls: list[str] = []
+        self.calls: list[str] = []  # functions that are being inlined, outermost first
         self.call_loc = Loc()
-        self.scopes: list[Scope] = []
-        self.in_bodies = 0
+        self.scopes: list[Scope] = []  # manual regions around the op, outermost first
+        self.in_bodies = 0  # how many scalar bodies are around the op
         self._handlers = handlers
         self._count = 0
         self._depth = 0

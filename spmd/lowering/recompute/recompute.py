@@ -216,19 +216,14 @@ class _Block:
 
 
 class _Again:
-    """Does ops again, behind barriers.
-
-    Attributes:
-      made: what values that are not held are now; and what has gone through a barrier is.
-      past: values stored behind the fullest moment, with the time of arithmetic by which they are,
-        and the last one from before it.
-    """
+    """Does ops again, behind barriers."""
 
     def __init__(
         self, b: Builder, again: dict[Value, Op], costs: Costs, last: Sequence[Value]
     ) -> None:
         self.b, self.again, self.costs = b, again, costs
-        self.made: dict[Value, Value] = {}
+        self.made: dict[Value, Value] = {}  # what is not held, or is behind a barrier, now
+        # (time of arithmetic by which it is stored, value) from the fullest moment on
         self.past = [(-math.inf, value) for value in last]
         self.clock = 0.0
 

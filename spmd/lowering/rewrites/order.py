@@ -74,15 +74,6 @@ class _Places:
     """The place of each op of a block in the new order.
 
     Places count ops of the old order: an op at 2.5 stands behind op 2 and in front of op 3.
-
-    Attributes:
-      ready: for each op, the last op before it that it must stay behind; -1 if there is none.
-      is_gather: for each op whether its result takes memory from when it starts: it is a collective
-        that makes more than it takes, or of something that is kept in any case.
-      earliest: for each gather, the op in front of which it must not start (see `_earliest`).
-      needed: value -> the first place at which something reads it.
-      used: value -> the first place at which arithmetic reads it, cheap ops in between left out.
-      links_free: axes -> the time from which their links are busy with later gathers.
     """
 
     # The walk goes backwards, so that the readers of a value have their places before its maker:
@@ -103,12 +94,16 @@ class _Places:
         self.traits = [of_kind[op.kind] for op in self.ops]
         self.starts = clock.starts(region)
         self.ready = self._ready()
+        # whether its result takes memory from when it starts: it is a collective that makes more
+        # than it takes, or of something that is kept in any case
         self.is_gather = [
             traits.grows or (bool(op.collective) and ready < 0)
             for op, traits, ready in zip(self.ops, self.traits, self.ready, strict=True)
         ]
         self.earliest = self._earliest(prefetch)
         self.found = [float(i) for i in range(len(self.ops))]
+        # the first place at which something, or arithmetic behind cheap ops, reads a value; and the
+        # time from which links of some axes are busy with later gathers
         self.needed: dict[Value, float] = {}
         self.used: dict[Value, float] = {}
         self.links_free: dict[frozenset[int], float] = {}
