@@ -110,7 +110,7 @@ def _exchanged(devices: int, room: float, rows: Any, weights: Any) -> Any:
     by_expert_R = jnp.argsort(expert_R, stable=True)
     sizes_E = jnp.sum(expert_R[:, None] == jnp.arange(here), 0, dtype=jnp.int32)
     is_here_R1 = (jnp.arange(size) < jnp.sum(sizes_E))[:, None]
-    part = local.Part(by_expert_R, by_expert_R, is_here_R1, sizes_E)
+    part = local.Turn(by_expert_R, by_expert_R, is_here_R1, sizes_E)
     out_RH = local.said(x_RH[by_expert_R], part, weights, experts_tpu.product)
     out_RH = jnp.zeros_like(out_RH).at[by_expert_R].set(out_RH)
     out_XH = _send(out_RH, chosen_X.shape[0], back)

@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 import jax
 
 from spmd.forms import MOST_TRIPS, STACKED_GAIN, forms_written_out, stacked_form
-from spmd.frontend.accumulate import accumulate
 from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.importer.module import Imported, import_module, module_text
 from spmd.frontend.lanes import Stack
@@ -31,7 +30,7 @@ from spmd.frontend.marks import Entries, collect_marks, result_mark
 from spmd.frontend.separate import separate
 from spmd.frontend.shift import shift_heads
 from spmd.frontend.stack import stacked
-from spmd.frontend.unflatten import unflatten
+from spmd.frontend.sums import accumulate, unflatten
 from spmd.frontend.unroll import unroll
 from spmd.ir.dialect.composites import PLATFORM, whole_composites
 from spmd.ir.dialect.registry import TAUGHT

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd.mesh.chips import Link, Measured
+from spmd.mesh.chips import CollectiveSpeed, Link
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import jax_mesh
 from spmd.mesh.topology import Topology
@@ -135,7 +135,7 @@ def fit_link(samples: Sequence[Sample], mesh: Mesh) -> Link:
     return Link(1 / pace, latency)
 
 
-def fit_collectives(samples: Sequence[Sample], mesh: Mesh) -> tuple[Measured, ...]:
+def fit_collectives(samples: Sequence[Sample], mesh: Mesh) -> tuple[CollectiveSpeed, ...]:
     """For each kind and number of devices: the time of an empty one, and the pace of large ones."""
     groups: dict[tuple[str, int], list[Sample]] = {}
     for s in samples:
@@ -143,7 +143,7 @@ def fit_collectives(samples: Sequence[Sample], mesh: Mesh) -> tuple[Measured, ..
     found = []
     for (kind, devices), group in groups.items():
         latency, pace = _fit([1] * len(group), group, mesh)
-        found.append(Measured(kind, devices, latency, 1 / pace))
+        found.append(CollectiveSpeed(kind, devices, latency, 1 / pace))
     return tuple(found)
 
 

@@ -13,12 +13,7 @@ from spmd.api.parameters import behind_leading, check_without, with_leading
 from spmd.api.pipelined import pipeline
 from spmd.api.planned import STAGES
 from spmd.api.specs import like_parameters
-from spmd.api.stablehlo import (
-    compile_stablehlo,
-    lower_stablehlo,
-    module_request,
-    static_module,
-)
+from spmd.api.stablehlo import compile_stablehlo, lower_stablehlo, module_request, static_module
 
 __all__ = [
     "STAGES",

@@ -86,13 +86,9 @@ class Boundary:
     def laid_out(
         self, taken: Sequence[Any], which: Sequence[int], donated: Sequence[int] = ()
     ) -> list[Any]:
-        """The arguments, some of them moved into the order in memory that the program wants.
+        """Arguments as `take` gave them, `which` of them moved into the program's order in memory.
 
-        Args:
-          taken: as `take` gave them.
-          which: those to move. One after the other: of what is donated there is never a second copy
-            but of one argument.
-          donated: those that the program takes over.
+        One after the other: of what is donated there is never a second copy but of one argument.
         """
         laid = list(taken)
         for index in which:

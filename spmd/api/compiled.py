@@ -149,9 +149,7 @@ class Compiled(Planned):
         self._moved = 0
         doing("XLA")
         options = xla_options(
-            self.request.platform,
-            self.stages.optimized.program,
-            self.options.compiler_options,
+            self.request.platform, self.stages.optimized.program, self.options.compiler_options
         )
         limit = self.options.memory_limit
         if limit is None:
@@ -172,7 +170,12 @@ class Compiled(Planned):
         try:
             if self.request.platform == "cpu":  # whose runtime crashes; others raise
                 self.check(taken)
-            results = self._executed(taken)
+            try:
+                results = self.executable(*taken)
+            except ValueError:  # jax looks at layouts in any case: we do only where it finds others
+                if not (which := self.boundary.in_other_layouts(taken)):
+                    raise
+                results = self.executable(*self._laid_out(taken, which))
         except NAN_FOUND as error:
             raise FloatingPointError(
                 f"{self.name} returned an invalid value ({error}); under jax.disable_jit() it says "
@@ -186,15 +189,6 @@ class Compiled(Planned):
             check_types(names, types, self.boundary.data(leaves))
             raise  # it is none of these
         return self.boundary.hand_back(list(results))
-
-    def _executed(self, taken: Sequence[Any]) -> Any:
-        try:
-            return self.executable(*taken)
-        except ValueError:  # jax looks at layouts in any case: we do only where it finds others
-            which = self.boundary.in_other_layouts(taken)
-            if not which:
-                raise
-        return self.executable(*self._laid_out(taken, which))
 
     def _laid_out(self, taken: Sequence[Any], which: Sequence[int]) -> Sequence[Any]:
         """Arguments, of which some lie in another layout than the program's, in the program's."""
@@ -210,10 +204,9 @@ class Compiled(Planned):
         return self.boundary.laid_out(taken, which, self.donated)
 
     def _with_values(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Zeros in place of structs that the program does not read; `jax.jit` drops these.
+        """Zeros in place of structs that the program does not read, as `jax.jit` drops these.
 
-        Raises:
-          ArgumentError: it reads one.
+        ArgumentError if it reads one.
         """
         structs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
         if not structs:
@@ -231,11 +224,7 @@ class Compiled(Planned):
         return jax.tree.unflatten(self.interface.out_tree, results)
 
     def check(self, arrays: Sequence[Any]) -> None:
-        """Holds that flat arguments are there to be taken.
-
-        Raises:
-          ArgumentError: one was deleted, or is donated and given twice.
-        """
+        """Holds that flat arguments are there to be taken: not deleted, nor donated twice."""
         check_alive(self.request.arg_names, arrays)
         if self.donated:
             check_once(self.request.arg_names, arrays, self.donated)
@@ -401,11 +390,7 @@ class Compiled(Planned):
         return str(self.executable.as_text()) if stage == "hlo" else super().as_text(stage)
 
     def _flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The flat arguments of a call.
-
-        Raises:
-          ArgumentError: they have another structure than those compiled for.
-        """
+        """The flat arguments of a call; ArgumentError for a structure not compiled for."""
         leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
         if tree != self.interface.in_tree:
             raise ArgumentError(
@@ -430,10 +415,7 @@ def _around(
 ) -> tuple[Boundary, Outside]:
     """What is around a program: where its arguments and results lie, and what jax is told of them.
 
-    Args:
-      planned: the program.
-      emitted: its text.
-      devices: descriptions of the mesh's devices, where they are not here.
+    `devices` are descriptions of the mesh's devices, where they are not here.
     """
     mesh = jax_mesh(planned.mesh, devices, planned.interface.axis_types)
     boundary = Boundary(planned.interface, emitted, mesh)

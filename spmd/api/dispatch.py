@@ -28,8 +28,7 @@ except (ImportError, AttributeError):  # another version of jax
 # `ARRAY` is the class of arrays that are not key arrays. `NAN_FOUND` is what a compiled program
 # raises under `jax_debug_nans`.
 
-KINDS = 1024
-"""How many kinds of call of one function are kept."""
+KINDS = 1024  # how many kinds of call of one function are kept
 
 
 Miss = Callable[..., tuple[Any, Any]]
@@ -45,11 +44,7 @@ def dispatched(
 ) -> Callable[..., Any]:
     """A function that is called as `fn` is, and asks `miss` only about calls of a new kind.
 
-    Args:
-      fn: the user's function; under `jax.disable_jit` it runs as it is.
-      miss: serves calls of new kinds.
-      static_argnums, static_argnames: which arguments are looked up by value.
-      donated: which arguments are donated, by number or name.
+    Static arguments are looked up by value. Under `jax.disable_jit` it runs `fn` as it is.
     """
     if not HAS_FAST_PATH:
         return _plain(fn, miss)
@@ -87,11 +82,7 @@ def known(
 ) -> Any:
     """What jax needs to know to run a compiled program without us; None where it must not.
 
-    Args:
-      executable: jax's compiled program of flat arguments.
-      results: flat results of a run of it.
-      out_tree: the structure of the function's result.
-      constants: what it takes in front of the flat arguments.
+    `constants` are what it takes in front of its flat arguments.
     """
     if not HAS_FAST_PATH or _is_set("debug_nans") or _is_set("debug_infs"):
         return None

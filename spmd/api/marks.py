@@ -107,7 +107,6 @@ def path_name(path: Sequence[Any]) -> str:
 
 
 def _check_tensor(t: Any, spec: Any, source: str | None) -> None:
-    """Holds that what is to be marked is one tensor."""
     if isinstance(t, Mesh | AbstractMesh | jax.sharding.Mesh):
         raise MeshError(
             "a mesh stands where the tensor belongs",
@@ -135,7 +134,10 @@ def some_of(names: Sequence[str], most: int = 8) -> str:
 def _constrain(t: Any, mesh: Mesh, entries: Entries, what: str, source: str | None) -> Any:
     """The constraint on a tracer that a mark is."""
     first = note_mesh(mesh)
-    manual = _manual_axes(mesh)
+    # The axes along which the code being traced is written for one device.
+    around = jax.sharding.get_abstract_mesh()
+    own = around.axis_types if tuple(around.axis_names) == mesh.axis_names else ()
+    manual = {n for n, type_ in zip(mesh.axis_names, own, strict=False) if type_ == AxisType.Manual}
     for name in (name for entry in entries for name in entry or ()):
         if name in manual:
             raise SpecError(
@@ -158,17 +160,8 @@ def _constrain(t: Any, mesh: Mesh, entries: Entries, what: str, source: str | No
         return mark_uneven(t, mesh, entries)
     sharding = _open_sharding(mesh, entries)
     if manual:
-        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), sharding.spec)
+        sharding = NamedSharding(around, sharding.spec)
     return jax.lax.with_sharding_constraint(t, sharding)
-
-
-def _manual_axes(mesh: Mesh) -> frozenset[str]:
-    """The axes of a mesh along which the code being traced is written for one device."""
-    around = jax.sharding.get_abstract_mesh()
-    if tuple(around.axis_names) != mesh.axis_names:
-        return frozenset()
-    types = zip(around.axis_names, around.axis_types, strict=True)
-    return frozenset(name for name, type_ in types if type_ == AxisType.Manual)
 
 
 def _open_sharding(mesh: Mesh, entries: Entries) -> NamedSharding:

@@ -20,11 +20,7 @@ _is_deleted = methodcaller("is_deleted")
 
 
 def check_jit(fn: Any, options: Any, device: Any, backend: Any) -> None:
-    """Holds that `jit` was given a function and options.
-
-    Raises:
-      ArgumentError: it was not, or it was given a device.
-    """
+    """Holds that `jit` was given a function and options, and no device."""
     if not callable(fn):
         raise ArgumentError(
             "spmd.jit needs the function first",
@@ -51,11 +47,7 @@ def check_jit(fn: Any, options: Any, device: Any, backend: Any) -> None:
 
 
 def one_of(specs: Any, shardings: Any, name: str) -> Any:
-    """The specs that `jit` was given under one of two names; None if under neither.
-
-    Raises:
-      ArgumentError: they were given under both.
-    """
+    """The specs that `jit` was given under one of two names; None if under neither, never both."""
     if specs is not None and shardings is not None:
         raise ArgumentError(
             f"spmd.jit was given {name}_specs and {name}_shardings, which are the same",
@@ -118,11 +110,7 @@ def _told(fn: Any, path: Sequence[Any]) -> str:
 
 
 def check_concrete(name: str, leaves: Sequence[Any]) -> None:
-    """Holds that a compiled program is called with values, and not by a transformation of jax.
-
-    Raises:
-      ArgumentError: `jax.grad`, `jax.vmap`, `jax.jit` or the like is around the call.
-    """
+    """Holds that a compiled program is called with values, and not by a transformation of jax."""
     tracer = next((leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)), None)
     if tracer is None:
         return
@@ -148,11 +136,7 @@ def no_values(name: str, argument: str, struct: Any) -> ArgumentError:
 
 
 def check_once(names: Sequence[str], arrays: Sequence[Any], donated: Sequence[int]) -> None:
-    """Holds that no array is donated that is given another time.
-
-    Raises:
-      ArgumentError: one is; jax's runtime for CPUs ends the process at that.
-    """
+    """Holds that no donated array is given twice: jax's CPU runtime ends the process then."""
     seen: dict[int, int] = {}
     for index, array in enumerate(arrays):
         first = seen.setdefault(id(array), index)
@@ -168,13 +152,7 @@ def check_once(names: Sequence[str], arrays: Sequence[Any], donated: Sequence[in
 
 
 def check_alive(names: Sequence[str], arrays: Sequence[Any]) -> None:
-    """Holds that no argument was deleted.
-
-    jax's runtime for CPUs ends the process with a segmentation fault at one that was.
-
-    Raises:
-      ArgumentError: one was, as donated arguments are.
-    """
+    """Holds that no argument was deleted: jax's CPU runtime ends with a segmentation fault then."""
     if not any(map(_is_deleted, arrays)):
         return
     gone = [name for name, array in zip(names, arrays, strict=True) if array.is_deleted()]
@@ -186,11 +164,7 @@ def check_alive(names: Sequence[str], arrays: Sequence[Any]) -> None:
 
 
 def check_types(names: Sequence[str], types: Sequence[TensorType], leaves: Sequence[Any]) -> None:
-    """Holds that arguments have the types that a program was compiled for.
-
-    Raises:
-      ArgumentError: one has another.
-    """
+    """Holds that arguments have the types that a program was compiled for."""
     for name, type_, leaf in zip(names, types, leaves, strict=True):
         have = jax.typeof(leaf)
         if tuple(have.shape) == type_.shape and have.dtype == numpy_dtype(type_.dtype):

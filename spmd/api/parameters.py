@@ -22,14 +22,10 @@ _BY_BOTH = inspect.Parameter.POSITIONAL_OR_KEYWORD
 def by_number_and_name(
     fn: Any, numbers: Numbers, names: Names
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Parameters by number and by name, as `jax.jit` understands them.
+    """Parameters by number and by name, as `jax.jit` understands them: ((1,), ("mode",)).
 
     Where only one of both is given, the other is read off the function's signature, so that a
     parameter is meant however the caller passes it.
-
-    Example:
-      >>> by_number_and_name(lambda x, mode: x, None, "mode")
-      ((1,), ('mode',))
     """
     has_numbers, has_names = numbers is not None, names is not None
     by_number = (numbers,) if isinstance(numbers, int) else tuple(numbers or ())
@@ -89,20 +85,14 @@ def _written(fn: Any) -> Any:
     return inspect.unwrap(fn)
 
 
-class Part(NamedTuple):
-    """An argument that is not static.
+class Argument(NamedTuple):
+    """An argument that is not static."""
 
-    Attributes:
-      place: the number of its parameter, or its name where the function does not have it in order.
-      name: the parameter's name.
-      struct: its pytree of structs.
-      is_donated: whether the results may take its memory.
-    """
-
+    # the number of its parameter, or its name where the function does not have it in order
     place: int | str
     name: str
-    struct: Any
-    is_donated: bool
+    struct: Any  # its pytree of structs
+    is_donated: bool  # whether the results may take its memory
 
 
 def call_parts(
@@ -112,7 +102,7 @@ def call_parts(
     donate_argnums: Sequence[int],
     donate_argnames: Sequence[str],
     positional: int,
-) -> tuple[Part, ...]:
+) -> tuple[Argument, ...]:
     """The arguments of a call in the order of their leaves.
 
     Args:
@@ -124,20 +114,20 @@ def call_parts(
     """
     names, donated = parameter_names(fn, positional), positions(donate_argnums, positional)
     parts = [
-        Part(number, names[number], struct, number in donated)
+        Argument(number, names[number], struct, number in donated)
         for number, struct in zip(argnums, structs[0], strict=True)
     ]
     order = {name: place for place, name in enumerate(parameter_names(fn, parameter_count(fn)))}
     return (
         *parts,
         *(
-            Part(order.get(name, name), name, structs[1][name], name in donate_argnames)
+            Argument(order.get(name, name), name, structs[1][name], name in donate_argnames)
             for name in sorted(structs[1])  # as jax flattens a dict
         ),
     )
 
 
-def leaf_names(parts: Sequence[Part]) -> tuple[str, ...]:
+def leaf_names(parts: Sequence[Argument]) -> tuple[str, ...]:
     """The name of each leaf: `params/w_in`, the parameter's, then the path within the argument."""
     return tuple(
         "/".join(filter(None, (part.name, path_name(path))))
@@ -146,21 +136,17 @@ def leaf_names(parts: Sequence[Part]) -> tuple[str, ...]:
     )
 
 
-def donated_leaves(parts: Sequence[Part]) -> tuple[int, ...]:
+def donated_leaves(parts: Sequence[Argument]) -> tuple[int, ...]:
     """Flat indices of the donated arguments."""
     flags = [part.is_donated for part in parts for _ in jax.tree.leaves(part.struct)]
     return tuple(i for i, is_donated in enumerate(flags) if is_donated)
 
 
-def updates_of(parts: Sequence[Part], out_tree: Any) -> tuple[tuple[int, int], ...]:
+def updates_of(parts: Sequence[Argument], out_tree: Any) -> tuple[tuple[int, int], ...]:
     """(result leaf, argument leaf) of each donated argument and the result that updates it.
 
     That is the first part of the results, not taken yet, of the same structure, shapes and dtypes;
     for an argument that has none, of each of its leaves. As XLA reuses donated memory.
-
-    Args:
-      parts: the arguments.
-      out_tree: structs of the results.
     """
     counts = [len(jax.tree.leaves(part.struct)) for part in parts]
     starts = np.cumsum([0, *counts]).tolist()
@@ -218,13 +204,7 @@ def _tree_type(tree: Any) -> Any:
 
 
 def with_leading(call: Callable[..., Any], fn: Any, names: Sequence[str]) -> Callable[..., Any]:
-    """`call`, described as `fn` with some parameters in front.
-
-    Args:
-      call: takes the parameters in front, then those of `fn`.
-      fn: the user's function.
-      names: of the parameters in front.
-    """
+    """`call`, which takes parameters of some names and then those of `fn`, described as that."""
     functools.update_wrapper(call, fn, updated=())
     parameters = list(inspect.signature(fn).parameters.values())
     taken = {parameter.name for parameter in parameters}
@@ -240,13 +220,7 @@ def with_leading(call: Callable[..., Any], fn: Any, names: Sequence[str]) -> Cal
 
 
 def behind_leading(fn: Any, options: dict[str, Any], count: int) -> dict[str, Any]:
-    """Options of `jit` for `fn` as those for a function with more parameters in front.
-
-    Args:
-      fn: the user's function.
-      options: as the user gave them.
-      count: how many parameters are in front.
-    """
+    """Options of `jit` for `fn` as those for a function with `count` more parameters in front."""
     moved = dict(options)
     for kind in ("static", "donate"):
         given = moved.pop(f"{kind}_argnums", None), moved.pop(f"{kind}_argnames", None)
@@ -260,17 +234,7 @@ def behind_leading(fn: Any, options: dict[str, Any], count: int) -> dict[str, An
 
 
 def check_without(options: Mapping[str, Any], names: Sequence[str], what: str, fix: str) -> None:
-    """Holds that options of `jit` that have no meaning for a framework's jit are not given.
-
-    Args:
-      options: as the user gave them.
-      names: of those that have none.
-      what: the framework's jit.
-      fix: what to do instead.
-
-    Raises:
-      ArgumentError: one is given.
-    """
+    """Holds that options without a meaning for a framework's jit (`what`) are not given."""
     given = [name for name in names if options.get(name) is not None]
     if given:
         raise ArgumentError(f"{what} has no {given[0]}", fix=fix)

@@ -95,8 +95,18 @@ def pipeline(
     )
     mark = partial(_marked, mesh=own, axis=axis)
     with jax.named_scope(of.scope):
-        stacked = jax.tree.map(lambda leaf: _of_stages(leaf, of, chunks is not None), stacked)
-        cut = jax.tree.map(lambda leaf: _cut(leaf, of), (x, rows))
+
+        def of_stages(leaf: Any) -> Any:
+            """(L, ...) or (V, L / V, ...) -> (S, V, layers of a chunk, ...)."""
+            shape = of.chunks, of.stages, -1, *leaf.shape[1 + (chunks is not None) :]
+            return jnp.reshape(leaf, shape).swapaxes(0, 1)
+
+        def in_microbatches(leaf: Any) -> Any:
+            """(B, ...) -> (M, B / M, ...); each has rows of all pieces of a split batch."""
+            return leaf.reshape(-1, of.microbatches, *leaf.shape[1:]).swapaxes(0, 1)
+
+        stacked = jax.tree.map(of_stages, stacked)
+        cut = jax.tree.map(in_microbatches, (x, rows))
         out = _run(layer_fn, mark(stacked), cut, of, own)
         y: T = jax.tree.map(lambda leaf, like: leaf.swapaxes(0, 1).reshape(like.shape), out, x)
         return y
@@ -105,17 +115,9 @@ def pipeline(
 def _run(
     layer_fn: Callable[..., Any], stacked: Any, cut: Any, of: Pipeline, mesh: Mesh | None
 ) -> Any:
-    """The loop over steps.
+    """The loop over steps: what the last stage makes of each microbatch, leaves (M, B / M, ...).
 
-    Args:
-      layer_fn: one layer.
-      stacked: what layers have: leaves (S, V, layers of a chunk, ...).
-      cut: x and rows: leaves (M, B / M, ...).
-      of: the pipeline.
-      mesh: where its axis is, if that is known.
-
-    Returns:
-      What the last stage makes of each microbatch: leaves (M, B / M, ...).
+    Layers are stacked as (S, V, layers of a chunk, ...), x and rows cut into (M, B / M, ...).
     """
     stage, mark = jnp.arange(of.stages), partial(_marked, mesh=mesh, axis=of.axis)
 
@@ -160,19 +162,7 @@ def _steps(step: Callable[..., Any], state: Any, inputs: Any, of: Pipeline) -> A
 # Leaves.
 
 
-def _of_stages(leaf: Any, of: Pipeline, is_chunked: bool) -> Any:
-    """(L, ...) or (V, L / V, ...) -> (S, V, layers of a chunk, ...)."""
-    cut = jnp.reshape(leaf, (of.chunks, of.stages, -1, *leaf.shape[1 + is_chunked :]))
-    return cut.swapaxes(0, 1)
-
-
-def _cut(leaf: Any, of: Pipeline) -> Any:
-    """(B, ...) -> (M, B / M, ...); each microbatch has rows of all pieces of a split batch."""
-    return leaf.reshape(-1, of.microbatches, *leaf.shape[1:]).swapaxes(0, 1)
-
-
 def _at(leaf: Any, number: Any) -> Any:
-    """A chunk of a stage's."""
     if leaf.shape[0] == 1:
         return leaf[0]
     return jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False)
@@ -198,7 +188,11 @@ def _leaving(leaf: Any, of: Pipeline) -> Any:
 def _moved(leaf: Any, entering: Any, begins: Any, of: Pipeline, mesh: Mesh | None) -> Any:
     """(S, ...): each stage gets what the one before made, and stage 0 what enters."""
     is_apart = mesh is not None and mesh.shape[of.axis] == of.stages
-    moved = _sent(leaf, of, mesh) if is_apart else _here(leaf, of)
+    if is_apart:
+        moved = _sent(leaf, of, mesh)
+    else:  # no axis has one of them on each device
+        moved = _shift(leaf, 1)
+        moved = moved + _shift(leaf, 1 - of.stages) if of.chunks > 1 else moved
     return jnp.where(begins.reshape(-1, *[1] * (leaf.ndim - 1)), entering, moved)
 
 
@@ -218,12 +212,6 @@ def _sent(leaf: Any, of: Pipeline, mesh: Any) -> Any:
     where = known_mesh(mesh)
     ring = jax.shard_map(send, mesh=where, in_specs=spec, out_specs=spec, axis_names=axes)
     return ring(leaf)
-
-
-def _here(leaf: Any, of: Pipeline) -> Any:
-    """Stages moved on, where no axis has one of them on each device."""
-    moved = _shift(leaf, 1)
-    return moved + _shift(leaf, 1 - of.stages) if of.chunks > 1 else moved
 
 
 def _shift(leaf: Any, by: int) -> Any:
@@ -248,7 +236,6 @@ def _marked(tree: Any, mesh: Mesh | None, axis: str) -> Any:
 
 
 def _layers(stacked: Any, chunks: int | None, source: str | None) -> int:
-    """How many layers a stack has."""
     if chunks is None:
         return _leading(stacked, "stacked", "(layers, ...)", source)
     count = _leading(stacked, "stacked", "(chunks, layers / chunks, ...)", source)

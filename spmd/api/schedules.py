@@ -23,8 +23,7 @@ from spmd.predict.memory import peak_memory
 
 DEFAULT = "gpipe"
 
-SHORT = 0.5
-"""Memory is short where a program takes more than this share of it."""
+SHORT = 0.5  # memory is short where a program takes more than this share of it
 
 _TAKEN: ContextVar[str] = ContextVar("schedule of pipelines", default=DEFAULT)
 """Of this trace: what calls without a schedule take where they can."""
@@ -51,14 +50,7 @@ def chosen_pipeline(
 ) -> Pipeline:
     """The pipeline of a call, in the schedule that it names or that is weighed now.
 
-    Args:
-      asked: what the call says.
-      layers, batch: sizes of the stack and of the batch.
-      mesh: where the axis is, if that is known.
-      source: the user's line.
-
-    Raises:
-      ArgumentError, MeshError: as for `pipeline`.
+    `layers` and `batch` are sizes of the stack and the batch; errors are as for `pipeline`.
     """
     _check_counts(asked, batch, mesh, source)
     name = asked.schedule
@@ -108,15 +100,10 @@ class Tried:
 def in_fastest_schedule(attempt: Callable[[bool], Tried], memory_limit: int | None) -> Tried:
     """A program with its pipelines in the schedule that is predicted to be the fastest.
 
-    Of schedules that do not fit in memory the one that misses the least is taken.
-
-    Args:
-      attempt: traces and plans it, again for each schedule that its pipelines leave open; told
-        whether jax may take a trace that it has made before.
-      memory_limit: bytes that one device may use; what the topology has room for when left out.
-
-    Raises:
-      PlanError: it keeps to the memory limit in no schedule.
+    `attempt` traces and plans it in each schedule that its pipelines leave open, told whether jax
+    may take a trace that it has made before. Of schedules that do not fit in memory
+    (`memory_limit`, or what the topology has room for) the one that misses the least is taken;
+    PlanError if there is a limit and none keeps to it.
     """
     names, default = dict.fromkeys(SCHEDULES), DEFAULT
     try:
@@ -133,29 +120,27 @@ def in_fastest_schedule(attempt: Callable[[bool], Tried], memory_limit: int | No
         names = {name: None for of in pipelines for name in of.open_schedules}
         default = min(of.schedule for of in pipelines)
         search = Search(memory_for(topology, memory_limit), [first])
+
+    def in_schedule(name: str) -> Tried:
+        token = _TAKEN.set(name)
+        try:
+            return attempt(False)
+        finally:
+            _TAKEN.reset(token)
+
     # To compute steps again takes longer, but where memory is short so does what else saves it.
     for is_lean in (False, True):
         if is_lean and any(each.fits(SHORT * search.limit) for each in search.tried):
             break
         for name in names:
             if SCHEDULES[name][1] == is_lean and name != default:
-                make = partial(_in_schedule, attempt, name)
-                search.weigh(Candidate(f"pipelines {name}", make))
+                search.weigh(Candidate(f"pipelines {name}", partial(in_schedule, name)))
     if not search.tried:
         raise refused
     best = search.best
     forms = (*best.stages.plan.forms, *search.weighed)
     stages = replace(best.stages, plan=best.stages.plan._replace(forms=forms))
     return Tried(best.interface, stages)
-
-
-def _in_schedule(attempt: Callable[[bool], Tried], name: str) -> Tried:
-    """A program whose pipelines take a schedule if they may."""
-    token = _TAKEN.set(name)
-    try:
-        return attempt(False)
-    finally:
-        _TAKEN.reset(token)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from spmd.api.marks import caller, path_name, some_of
-from spmd.api.parameters import Part, parameter_count, parameter_names
+from spmd.api.parameters import Argument, parameter_count, parameter_names
 from spmd.errors import MeshError, SpecError, described
 from spmd.frontend.marks import Entries
 from spmd.ir.types import TensorType
@@ -28,17 +28,12 @@ Specs = Sequence[Any] | Mapping[str, Any] | None
 # One spec for each leaf of a pytree.
 
 
-def arg_specs(in_specs: Any, parts: Sequence[Part], fn: Any, positional: int) -> list[Any]:
+def arg_specs(in_specs: Any, parts: Sequence[Argument], fn: Any, positional: int) -> list[Any]:
     """The spec of each leaf of the arguments, None for open ones.
 
-    Args:
-      in_specs: one entry for each parameter, static ones counted, or, as `jax.jit` has it, for each
-        positional argument that is not static: a spec, a pytree of specs that is a prefix of the
-        argument, or None. A single `PartitionSpec` or `NamedSharding` is for all arguments. None
-        for all open.
-      parts: the arguments without the static ones.
-      fn: the function.
-      positional: how many positional arguments there are, static ones counted.
+    `in_specs` has one entry for each parameter, static ones counted, or, as `jax.jit` has it, for
+    each positional argument that is not static: a spec, a pytree of specs that is a prefix of the
+    argument, or None. A single `PartitionSpec` or `NamedSharding` is for all arguments.
 
     Raises:
       SpecError: another number of entries than of arguments, entries of another structure, or one
@@ -86,11 +81,7 @@ def _wrong_count(in_specs: Any, names: Sequence[str]) -> SpecError:
 
 
 def result_specs(out_specs: Any, out_tree: Any) -> list[Any]:
-    """The spec of each leaf of the result, None for open ones.
-
-    Raises:
-      SpecError: specs of another structure.
-    """
+    """The spec of each leaf of the result, None for open ones; SpecError for another structure."""
     return _spread(out_specs, out_tree, "the result", is_outermost=True)
 
 
@@ -224,16 +215,15 @@ def mesh_sharding(leaf: Any) -> NamedSharding | None:
 
 
 def arg_entries(leaf: Any, spec: Any, name: str, mesh: Mesh) -> Entries | None:
-    """An argument's spelled-out spec: given, or read off the array's own placement.
-
-    Raises:
-      MeshError: it is placed on another mesh.
-      SpecError: a spec that does not fit it.
-    """
+    """An argument's spelled-out spec, given or its placement's; MeshError, SpecError if unfit."""
     shape = leaf.shape if hasattr(leaf, "shape") else np.shape(leaf)
     if spec is None:
         spec = mesh_sharding(leaf)
-        if spec is None or _says_nothing(spec, mesh):
+        if spec is None:
+            return open_entries(shape)
+        other = as_mesh(spec.mesh)
+        is_other = (other.axis_names, other.sizes) != (mesh.axis_names, mesh.sizes)
+        if is_other and spec.is_fully_replicated:  # which says nothing of this mesh
             return open_entries(shape)
     return fitting_entries(spec, shape, leaf, f"argument {name}", mesh)
 
@@ -244,13 +234,6 @@ def open_entries(shape: Sequence[int]) -> Entries | None:
     XLA for CPUs crashes where such an array is split, in jax 0.11.
     """
     return ((),) * len(shape) if 0 in shape else None
-
-
-def _says_nothing(placed: NamedSharding, mesh: Mesh) -> bool:
-    """Whether an array is whole on each device of another mesh: nothing is said of this one."""
-    other = as_mesh(placed.mesh)
-    is_other = (other.axis_names, other.sizes) != (mesh.axis_names, mesh.sizes)
-    return is_other and placed.is_fully_replicated
 
 
 def fitting_entries(spec: Any, shape: Sequence[int], leaf: Any, what: str, mesh: Mesh) -> Entries:
@@ -295,11 +278,7 @@ def _axes_of(mesh: Mesh, other: Mesh, names: tuple[str, ...] | None) -> tuple[st
 
 
 def check_memory(sharding: NamedSharding, what: str) -> None:
-    """Holds that a sharding is for the memory of the devices.
-
-    Raises:
-      SpecError: it is for another.
-    """
+    """SpecError for a sharding that is not for the memory of the devices."""
     if sharding.memory_kind not in (None, "device", "unpinned_host"):
         raise SpecError(
             f"{what} is to lie in {sharding.memory_kind}",
@@ -313,11 +292,7 @@ def check_memory(sharding: NamedSharding, what: str) -> None:
 def out_entries(
     specs: Sequence[Any], leaves: Sequence[Any], names: Sequence[str], mesh: Mesh
 ) -> tuple[Entries | None, ...]:
-    """The spelled-out spec of each leaf of the result, None for open ones.
-
-    Raises:
-      SpecError: a spec that does not fit its leaf.
-    """
+    """The spelled-out spec of each leaf of the result, None for open ones."""
     return tuple(
         open_entries(leaf.shape)
         if spec is None
@@ -354,17 +329,7 @@ def like_parameters(
 def flat_entries(
     specs: Specs, types: Sequence[TensorType], names: Sequence[str], mesh: Mesh, what: str
 ) -> tuple[Entries | None, ...]:
-    """The spelled-out spec of each argument or result of a module, None for open ones.
-
-    Args:
-      specs: what the user gave.
-      types, names: of the arguments or results.
-      mesh: the mesh.
-      what: `argument` or `result`, for errors.
-
-    Raises:
-      SpecError: more or fewer specs, one for nothing, or one that does not fit.
-    """
+    """Spelled-out specs of a module's arguments or results, None if open; SpecError if unfit."""
     if specs is None:
         return (None,) * len(types)
     if isinstance(specs, Mapping):

@@ -12,12 +12,7 @@ from spmd.api.specs import Specs, flat_entries
 from spmd.api.tracing import Interface, axis_types_of, topology_of
 from spmd.compiler import Request, compile_module
 from spmd.errors import ArgumentError
-from spmd.frontend.importer.module import (
-    argument_names,
-    boundary_names,
-    parse_module,
-    signature,
-)
+from spmd.frontend.importer.module import argument_names, boundary_names, parse_module, signature
 from spmd.frontend.refine import (
     ArgumentDims,
     exported_dims,
@@ -164,12 +159,7 @@ def _check_updates(
 
 
 def static_module(source: Any, symbols: Mapping[str, int] | None, shapes: Shapes = None) -> Any:
-    """A module in memory, without dynamic shapes.
-
-    Args:
-      source: as `parse_module` takes it, or a `jax.export.Exported`.
-      symbols: symbol -> value.
-      shapes: of the arguments.
+    """A module in memory (or `jax.export.Exported`), without dynamic shapes, at sizes of symbols.
 
     Raises:
       FrontendError: a module that cannot be read, or cannot have these shapes.
@@ -198,7 +188,6 @@ def static_module(source: Any, symbols: Mapping[str, int] | None, shapes: Shapes
 
 
 def _given(shapes: Shapes, names: Sequence[str]) -> list[Shape | None]:
-    """The shape that each argument is given."""
     if isinstance(shapes, Mapping):
         unknown = sorted(shapes.keys() - set(names))
         if unknown:

@@ -15,7 +15,7 @@ from spmd.api.dispatch import settings
 from spmd.api.marks import caller, path_name
 from spmd.api.mistakes import no_mesh, warning_of_changes
 from spmd.api.parameters import (
-    Part,
+    Argument,
     call_parts,
     donated_leaves,
     function_name,
@@ -52,16 +52,9 @@ from spmd.options import Options
 
 @dataclass(frozen=True)
 class Recipe:
-    """A function, and what `jit` was told about it.
+    """A function, and what `jit` was told about it: mesh and specs as they were given.
 
-    Attributes:
-      fn: a function of pytrees of arrays.
-      mesh: the mesh as it was given, or None.
-      in_specs, out_specs: specs of arguments and results, as they were given.
-      static_argnums, static_argnames: which arguments are constants, by number and by name.
-      donate_argnums, donate_argnames: which are donated.
-      keep_unused, inline: as for `jax.jit`; they matter where the function is traced into another.
-      options: compile options.
+    `keep_unused` and `inline` matter where the function is traced into another.
     """
 
     fn: Any
@@ -85,7 +78,7 @@ class Recipe:
         named = {name: arg for name, arg in kwargs.items() if name not in self.static_argnames}
         return argnums, (tuple(args[i] for i in argnums), named)
 
-    def parts(self, dynamic: Any, argnums: Sequence[int], positional: int) -> tuple[Part, ...]:
+    def parts(self, dynamic: Any, argnums: Sequence[int], positional: int) -> tuple[Argument, ...]:
         """The arguments of a call that are not static, one by one; see `call_parts`."""
         donate = self.donate_argnums, self.donate_argnames
         return call_parts(self.fn, dynamic, argnums, *donate, positional)
@@ -100,20 +93,15 @@ class Recipe:
 
 
 class Aval(NamedTuple):
-    """The type of an argument leaf: what a program is compiled for.
-
-    Attributes:
-      shape, dtype: of the array.
-      weak_type: whether its dtype gives way to others, as that of a Python scalar does.
-      sharding: how it is split, where jax has that in types: on a mesh with Explicit axes.
-      order: in which order its dims lie in memory, if not major to minor.
-    """
+    """The type of an argument leaf: what a program is compiled for."""
 
     shape: tuple[int, ...]
     dtype: Any
+    # whether its dtype gives way to others, as that of a Python scalar does
     weak_type: bool = False
+    # how it is split, where jax has that in types: on a mesh with Explicit axes
     sharding: NamedSharding | None = None
-    order: Order | None = None
+    order: Order | None = None  # in which order its dims lie in memory, if not major to minor
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
@@ -124,11 +112,7 @@ class Aval(NamedTuple):
 
 
 def aval_of(leaf: Any) -> Aval:
-    """The type of an argument leaf.
-
-    Raises:
-      TypeError: it is not an array.
-    """
+    """The type of an argument leaf; TypeError if it is not an array."""
     aval = getattr(leaf, "aval", None)  # an array's own; jax.typeof takes longer to find it
     if aval is None:
         aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
@@ -150,33 +134,17 @@ def order_of(leaf: Any) -> Order | None:
     return None if order == tuple(sorted(order)) else order
 
 
-def as_array(leaf: Any) -> Any:
-    """An argument leaf as jax takes it: a tensor of another framework is shared through DLPack."""
-    if hasattr(leaf, "__dlpack__") and not isinstance(leaf, jax.Array | np.ndarray | np.generic):
-        return jnp.from_dlpack(leaf)
-    return leaf
-
-
 class Call(NamedTuple):
-    """A call's arguments, taken apart.
+    """A call's arguments, taken apart."""
 
-    Attributes:
-      static: (number or name, value) of each static argument.
-      argnums: the numbers of the positional arguments that are not static.
-      leaves: the others, flat.
-      avals: the type of each leaf.
-      tree: the structure of ((positional, ...), {name: ...}), static ones left out.
-      positional: how many positional arguments there are, static ones counted.
-      settings: of jax, that decide how the function is traced.
-    """
-
-    static: tuple[tuple[int | str, Any], ...]
-    argnums: tuple[int, ...]
+    static: tuple[tuple[int | str, Any], ...]  # (number or name, value) of each static argument
+    argnums: tuple[int, ...]  # the numbers of the positional arguments that are not static
+    # leaves, avals: the others, flat, and the type of each
     leaves: tuple[Any, ...]
     avals: tuple[Aval, ...]
-    tree: Any
-    positional: int
-    settings: Any
+    tree: Any  # the structure of ((positional, ...), {name: ...}), static ones left out
+    positional: int  # how many positional arguments there are, static ones counted
+    settings: Any  # of jax, that decide how the function is traced
 
     @property
     def key(self) -> Any:
@@ -190,41 +158,33 @@ class Call(NamedTuple):
 
 
 class Interface(NamedTuple):
-    """A request to the compiler, and what arguments and results are to the caller.
-
-    Attributes:
-      request: what is to be compiled.
-      in_tree: the structure of ((positional, ...), {name: ...}), static arguments left out.
-      out_tree: the structure of the result.
-      out_structs: its leaves.
-      axis_types: jax's types of the mesh's axes, where they are not all Auto.
-      key_dtypes: for each flat argument its dtype if it is a key array.
-      name: the function's, or none.
-      out_specs: for each flat result its spec as the user or jax's types have it, or None; they may
-        name axes of size 1, which split nothing. None are known if empty.
-    """
+    """A request to the compiler, and what arguments and results are to the caller."""
 
     request: Request
-    in_tree: Any
+    in_tree: Any  # the structure of ((positional, ...), {name: ...}), static arguments left out
+    # out_tree, out_structs: the structure of the result, and its leaves
     out_tree: Any
     out_structs: tuple[Any, ...]
+    # jax's types of the mesh's axes, where they are not all Auto
     axis_types: tuple[Any, ...] | None
-    key_dtypes: tuple[Any, ...]
+    key_dtypes: tuple[Any, ...]  # for each flat argument its dtype if it is a key array
     name: str = ""
+    # for each flat result its spec as the user or jax's types have it, or None; they may name axes
+    # of size 1, which split nothing. None are known if empty
     out_specs: tuple[PartitionSpec | None, ...] = ()
 
 
 def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """The arguments of a call, static and other ones.
-
-    Raises:
-      ArgumentError: one that is not static is not an array.
-    """
+    """The arguments of a call, static and others; ArgumentError if one of these is not an array."""
     argnums, dynamic = recipe.dynamic(args, kwargs)
     static: list[tuple[int | str, Any]] = [(i, x) for i, x in enumerate(args) if i not in argnums]
     static += [(name, kwargs[name]) for name in sorted(kwargs) if name not in dynamic[1]]
     leaves, tree = jax.tree.flatten(dynamic)
-    leaves = list(map(as_array, leaves))
+    for i, leaf in enumerate(leaves):  # a tensor of another framework is shared through DLPack
+        if hasattr(leaf, "__dlpack__") and not isinstance(
+            leaf, jax.Array | np.ndarray | np.generic
+        ):
+            leaves[i] = jnp.from_dlpack(leaf)
     try:
         avals = tuple(map(aval_of, leaves))
     except TypeError as error:
@@ -239,7 +199,6 @@ def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _not_an_array(names: Sequence[str], leaves: Sequence[Any]) -> ArgumentError:
-    """The error of the first argument that is not an array."""
 
     def is_array(leaf: Any) -> bool:
         try:
@@ -260,10 +219,7 @@ def _not_an_array(names: Sequence[str], leaves: Sequence[Any]) -> ArgumentError:
 def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interface:
     """Traces a function at the arguments of a call; nothing is compiled yet.
 
-    Args:
-      recipe: the function.
-      call: its arguments.
-      topology: the machine to plan for; that of the options, else of the mesh, when left out.
+    It is for the topology, that of the options, or that of the mesh.
 
     Raises:
       MeshError: there is no mesh, or there are two.
@@ -305,6 +261,9 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
     result_names = tuple(path_name(path) or "result" for path, _ in out_paths)
     out_structs = tuple(leaf for _, leaf in out_paths)
     out_specs = result_specs(recipe.out_specs, out_tree)
+    # A result's spec as jax would have it: the one given, else that of its type.
+    found = (s.sharding if o is None else o for o, s in zip(out_specs, out_structs, strict=True))
+    stated = [getattr(spec, "spec", spec) for spec in found]
     request = Request(
         traced.module,
         mesh,
@@ -329,15 +288,8 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
         axis_types_of(mesh, [given, *placed, around]),
         tuple(map(key_dtype, call.leaves)),
         function_name(recipe.fn),
-        tuple(map(_spec_of, out_specs, out_structs)),
+        tuple(spec if isinstance(spec, PartitionSpec) else None for spec in stated),
     )
-
-
-def _spec_of(given: Any, struct: Any) -> PartitionSpec | None:
-    """A result's spec as jax would have it: the one given, else that of its type."""
-    found = struct.sharding if given is None else given
-    found = getattr(found, "spec", found)
-    return found if isinstance(found, PartitionSpec) else None
 
 
 def axis_types_of(mesh: Mesh, givens: Sequence[Any]) -> tuple[Any, ...] | None:

@@ -24,11 +24,7 @@ T = TypeVar("T")
 
 
 def read_by(read: Callable[[str], Any]) -> Mapping[str, Any]:
-    """Metadata of a field whose type alone does not say how a text is read.
-
-    Args:
-        read: text -> value; raises a ValueError that says what is wrong.
-    """
+    """Metadata of a field with how its text is read: ValueError says what is wrong with one."""
 
     def value(text: str) -> Any:
         try:
@@ -40,11 +36,9 @@ def read_by(read: Callable[[str], Any]) -> Mapping[str, Any]:
 
 
 def of_fields(add: Add, cls: type[Any]) -> Add:
-    """`add_argument` for flags that are named as the fields of a dataclass.
+    """`add_argument` (a parser's or a group's) for flags named as the fields of a dataclass.
 
-    Args:
-        add: of a parser or of a group of flags.
-        cls: the dataclass; what a call says itself goes before what its field says.
+    What a call says itself goes before what its field says.
 
     Example:
         >>> parser = Parser("train", None)
@@ -63,28 +57,16 @@ def of_fields(add: Add, cls: type[Any]) -> Add:
 
 
 def taken(cls: type[T], given: argparse.Namespace, **others: Any) -> T:
-    """A dataclass whose fields are what flags of the same names were given.
-
-    Args:
-        cls: the dataclass.
-        given: the flags; those that name no field are left alone.
-        others: fields that are not what a flag says.
-    """
+    """A dataclass of what flags of its fields' names were given, and of `others` in their place."""
     names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     return cls(**{name: value for name, value in vars(given).items() if name in names} | others)
 
 
 def from_yaml(cls: type[T], file: str | Path, **overrides: Any) -> T:
-    """A dataclass from a file of settings, whose names are those of the fields.
+    """A dataclass from a file of settings named as its fields; `overrides` go before the file's.
 
-    Args:
-        cls: the dataclass.
-        file: the file; `null` is None for a field that may be None, else the default.
-        overrides: fields that go before the file's.
-
-    Raises:
-        SettingsError: the file cannot be read, or names no field, or gives one what it does not
-            take; or a field that has no default is missing.
+    `null` is None for a field that may be None, else the default. SettingsError: the file cannot be
+    read, names no field, gives one what it does not take, or lacks one without a default.
     """
     from spmd.cli import settings  # not at the top: it needs PyYAML
 
@@ -108,7 +90,6 @@ def from_yaml(cls: type[T], file: str | Path, **overrides: Any) -> T:
 
 
 def _flag(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
-    """What `add_argument` needs to know."""
     default = _default(field)
     said: dict[str, Any] = {} if default is dataclasses.MISSING else {"default": default}
     if "type" in field.metadata:

@@ -13,8 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-Add = Callable[..., argparse.Action]
-"""`add_argument` of a parser or of a group of flags."""
+Add = Callable[..., argparse.Action]  # `add_argument` of a parser or of a group of flags
 
 
 class Parser(argparse.ArgumentParser):

@@ -25,8 +25,7 @@ from spmd.errors import SpmdError
 
 TAG = "tag:yaml.org,2002:"
 
-NOT_SETTINGS = ("help", "settings", "print_settings")
-"""Flags that are no settings."""
+NOT_SETTINGS = ("help", "settings", "print_settings")  # flags that are no settings
 
 
 class SettingsError(SpmdError):
@@ -36,12 +35,7 @@ class SettingsError(SpmdError):
 def read(file: str | Path, parser: argparse.ArgumentParser) -> dict[str, list[str]]:
     """The words that a command line would have for each setting of a file; none for null.
 
-    Args:
-        file: its path.
-        parser: whose flags may be in it.
-
-    Raises:
-        SettingsError: the file cannot be read, names no flag, or gives one what it does not take.
+    SettingsError: the file cannot be read, names no flag, or gives one what it does not take.
     """
     flags = {_name(flag): flag for flag in _settable(parser)}
     lines: dict[str, int] = {}
@@ -52,7 +46,9 @@ def read(file: str | Path, parser: argparse.ArgumentParser) -> dict[str, list[st
             raise SettingsError(f"{where}: a setting's name is a word, not a list or mapping")
         name = str(key.value).replace("-", "_")
         if name not in flags:
-            raise SettingsError(f"{where}: no setting is called {name!r}{_nearest(name, flags)}")
+            near = difflib.get_close_matches(name, flags, n=1)
+            hint = f"; the nearest is {near[0]!r}" if near else ""
+            raise SettingsError(f"{where}: no setting is called {name!r}{hint}")
         if name in lines:
             raise SettingsError(f"{where}: {name} is given twice, first in line {lines[name]}")
         lines[name] = _line(key)
@@ -64,12 +60,7 @@ def read(file: str | Path, parser: argparse.ArgumentParser) -> dict[str, list[st
 
 
 def write(parser: argparse.ArgumentParser, given: argparse.Namespace) -> str:
-    """All settings as a file that reads back to the same ones, in groups as `--help` has them.
-
-    Args:
-        parser: whose flags they are.
-        given: what it read.
-    """
+    """All settings as a file that reads back to the same ones, in groups as `--help` has them."""
     lines = []
     for group in parser._action_groups:
         flags = [flag for flag in group._group_actions if flag in _settable(parser)]
@@ -146,11 +137,7 @@ def _words(parser: argparse.ArgumentParser, flag: argparse.Action, node: yaml.No
 
 
 def _value(parser: argparse.ArgumentParser, flag: argparse.Action, text: str) -> Any:
-    """What a flag is with this text.
-
-    Raises:
-        argparse.ArgumentError: it cannot be read, or is none of its choices.
-    """
+    """What a flag is with this text; argparse.ArgumentError if it is none of its values."""
     value = parser._get_value(flag, text)
     parser._check_value(flag, value)
     return value
@@ -187,11 +174,6 @@ def _truth(node: yaml.Node) -> bool | None:
 
 def _shown(node: yaml.Node) -> str:
     return repr(node.value) if isinstance(node, yaml.ScalarNode) else "a list or mapping"
-
-
-def _nearest(name: str, flags: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, flags, n=1)
-    return f"; the nearest is {near[0]!r}" if near else ""
 
 
 def _line(node: yaml.Node) -> int:

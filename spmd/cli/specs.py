@@ -41,20 +41,12 @@ def default_to_cpus(count: int | None = None) -> None:
 
 
 def mesh_axes(text: str) -> dict[str, int]:
-    """`"data=4,model=2"` -> `{"data": 4, "model": 2}`.
-
-    Raises:
-        ArgumentTypeError: not of that form, or a repeated axis.
-    """
+    """`"data=4,model=2"` -> `{"data": 4, "model": 2}`; ArgumentTypeError for other forms."""
     return _named_sizes(text, "axis", "data=4,model=2")
 
 
 def symbol_values(text: str) -> dict[str, int]:
-    """`"n=128,batch=8"` -> `{"n": 128, "batch": 8}`.
-
-    Raises:
-        ArgumentTypeError: not of that form, or a repeated symbol.
-    """
+    """`"n=128,batch=8"` -> `{"n": 128, "batch": 8}`; ArgumentTypeError for other forms."""
     return _named_sizes(text, "symbol", "n=128,batch=8")
 
 
@@ -71,11 +63,7 @@ def _named_sizes(text: str, what: str, example: str) -> dict[str, int]:
 
 
 def parse_named_specs(flag: str, texts: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
-    """`["0=data,None", "params/w=None,model"]` -> `{name: ("data", None), "params/w": ...}`.
-
-    Raises:
-        UsageError: not of that form, or a number that does not exist.
-    """
+    """`["0=data,None", "w=None,model"]` as specs by argument; UsageError for other forms."""
     specs: dict[str, Any] = {}
     for text in texts:
         name, equals, spec = text.rpartition("=")

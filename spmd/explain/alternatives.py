@@ -37,7 +37,7 @@ class Price(NamedTuple):
     """What a run with another decision costs more; negative numbers are savings.
 
     Attributes:
-      seconds: predicted time of one run, as the plan's own time is predicted.
+      seconds: predicted time of one run.
       bytes: what each device sends, reshards only.
       argument_bytes: what each device holds of the arguments: open ones may be held whole.
     """
@@ -87,12 +87,7 @@ def _more(difference: float, text: Callable[[float], str]) -> str:
 
 
 class Alternatives:
-    """Prices of choices that a plan did not make; made when asked, and remembered.
-
-    Args:
-      plan: the plan.
-      options: what it was made with.
-    """
+    """Prices of choices that a plan did not make; made when asked, and remembered."""
 
     def __init__(self, plan: Plan, options: Options | None = None) -> None:
         self.plan = plan
@@ -113,8 +108,8 @@ class Alternatives:
     def of_value(self, value: Value) -> tuple[tuple[Sharding, Price], ...]:
         """Every other state that was weighed for a value, the cheapest first.
 
-        Those of arguments, and of values made anew for every use, are not the network's to choose:
-        they have none.
+        Arguments, and values made anew for every use, have none: the network does not choose
+        theirs.
         """
         number, index = self._built.units.of[value]
         if number < 0 or self._built.units.units[number].role not in (OP, CARRY):
@@ -143,12 +138,7 @@ class Alternatives:
         return tuple(found)
 
     def of_ring(self, op: Op, factor: int) -> Price | None:
-        """What the other way would cost: to gather what goes round, or the other way about.
-
-        Args:
-          op: an op with a ring factor.
-          factor: the factor's number.
-        """
+        """What the other way of a ring factor costs: to gather its pieces, or to let them go."""
         number = self._built.units.of[op.results[0]][0]
         taken = self.plan.choice(op).assignment
         if number < 0:
@@ -188,11 +178,8 @@ class Alternatives:
     ) -> tuple[tuple[T, Price], ...]:
         """The price of each label but the one taken, the cheapest first.
 
-        Args:
-          number: a class of units.
-          labels: what each of its choices amounts to, None for choices that nobody asks about.
-          taken: the label of the choice that was made.
-          together: the classes that are asked about beside this one.
+        A label is what a choice of the class `number` amounts to, None where nobody asks about it.
+        `together` are the classes that are asked about beside this one.
         """
         groups: dict[T, list[int]] = {}
         for state, (choice, _) in enumerate(self._built.variables[number].rows):

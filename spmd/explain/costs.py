@@ -27,8 +27,7 @@ from spmd.predict.timeline import COMPUTE, Slot, Timeline
 
 K = TypeVar("K", bound=Hashable)
 
-MOST = 5
-"""Costs that a report opens with; the largest collective follows where none is among them."""
+MOST = 5  # costs that a report opens with; the largest collective follows where none is among them
 
 # ---------------------------------------------------------------------------------------------
 # Collectives.
@@ -94,10 +93,7 @@ def sent_bytes(op: Op, mesh: Mesh, topology: Topology) -> int:
 class Total(NamedTuple):
     """Collectives that are alike: the first of them, and what all do in one run of the program.
 
-    Attributes:
-      ops, runs: how many they are, and how often they run.
-      bytes: what one device sends for all of them.
-      seconds: predicted.
+    `bytes` are what one device sends for all of them, `seconds` are predicted.
     """
 
     like: Collective
@@ -195,7 +191,7 @@ class Spent(NamedTuple):
 
 
 def spent(timeline: Timeline, topology: Topology) -> list[Spent]:
-    """What each slot but loops adds to a run.
+    """What each slot adds to a run; loops have none of their own.
 
     Nothing runs beside a loop, and what is inside it has the times of its first iteration: so slots
     whose times overlap do run side by side.
@@ -220,29 +216,18 @@ def spent(timeline: Timeline, topology: Topology) -> list[Spent]:
 
 
 class Cost(NamedTuple):
-    """What one source line costs in compute, or in one kind of collective.
+    """What one source line costs in compute, or in one kind of collective."""
 
-    Attributes:
-      kind: `compute`, or the collective's kind.
-      axes: the mesh axes over which a collective goes, as text.
-      frames: the user's source line and its caller's, innermost first.
-      reason: why the largest of the collectives is there.
-      ops: how many ops it is.
-      runs: how often they run together; loops multiply.
-      bytes: what one device sends for them.
-      seconds: how much longer they make a run.
-      hidden: how much of a collective's time is hidden behind arithmetic, seconds.
-    """
-
-    kind: str
-    axes: str
-    frames: tuple[Frame, ...]
-    reason: str
+    kind: str  # `compute`, or the collective's kind
+    axes: str  # the mesh axes over which a collective goes, as text
+    frames: tuple[Frame, ...]  # the user's source line and its caller's, innermost first
+    reason: str  # why the largest of the collectives is there
+    # ops, runs: how many ops it is, and how often they run together; loops multiply
     ops: int
     runs: int
-    bytes: int
-    seconds: float
-    hidden: float
+    bytes: int  # what one device sends for them
+    seconds: float  # how much longer they make a run
+    hidden: float  # how much of a collective's time is hidden behind arithmetic, seconds
 
     @property
     def title(self) -> str:
@@ -286,12 +271,7 @@ def costs(timeline: Timeline, mesh: Mesh, topology: Topology) -> tuple[Cost, ...
 
 
 def largest(found: Sequence[Cost], seconds: float) -> tuple[str, tuple[Cost, ...]]:
-    """The costs that a report opens with, under their title.
-
-    Args:
-      found: all costs, the largest first.
-      seconds: predicted time of a run.
-    """
+    """The costs that a report opens with, under their title; `found` has the largest first."""
     most = [cost for cost in found[:MOST] if cost.seconds]
     title = f"the {len(most)} largest of {plural(len(found), 'cost')}"
     if all(cost.kind == COMPUTE for cost in most):

@@ -14,23 +14,15 @@ Look = Literal["text", "number", "code", "path", "name", "source", "kind"]
 
 
 class Cell(NamedTuple):
-    """One cell of a table.
-
-    Attributes:
-      text: what it says.
-      look: what that is.
-      key: what the page's table sorts by; the text if left out.
-      style: its class on the page: `t` stays on one line, `w` takes the room that is left.
-      parts: what the page unfolds: (name, remark) of each thing that the cell stands for.
-      note: a sentence below it.
-    """
+    """One cell of a table."""
 
     text: str
     look: Look = "text"
-    key: str | float | None = None
-    style: str = ""
+    key: str | float | None = None  # what the page's table sorts by; the text if left out
+    style: str = ""  # its class on the page: `t` stays on one line, `w` takes the room that is left
+    # what the page unfolds: (name, remark) of each thing that the cell stands for
     parts: tuple[tuple[str, str], ...] = ()
-    note: str = ""
+    note: str = ""  # a sentence below it
 
 
 def count(number: int) -> Cell:
@@ -54,13 +46,9 @@ def source(trail: str, note: str = "") -> Cell:
 
 
 class Table(NamedTuple):
-    """A table.
+    """A table, whose rows are in order by the column `sort` already, descending.
 
-    Attributes:
-      heads: the columns' names.
-      rows: their cells.
-      sort: the column by which the rows already are in order, descending.
-      search: what the rows are, for a box on the page that filters them; no box if empty.
+    `search` says what the rows are, for a box on the page that filters them; no box if empty.
     """
 
     heads: tuple[str, ...]
@@ -87,8 +75,7 @@ class Table(NamedTuple):
         return made
 
 
-Lines = Iterator[str]
-"""What a part of a text yields, without line ends."""
+Lines = Iterator[str]  # what a part of a text yields, without line ends
 
 
 def section(title: str, lines: Sequence[str]) -> Lines:

@@ -21,35 +21,22 @@ from spmd.predict.backends import room_for
 from spmd.predict.memory import MemoryUse
 from spmd.predict.timeline import Timeline, least_seconds
 
-CLOSE = 5e-4
-"""Relative difference of two times that a report does not show."""
+CLOSE = 5e-4  # relative difference of two times that a report does not show
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A program, and the figures of one run of it.
-
-    Attributes:
-      stages: the pipeline's results.
-      collectives: what one run of the program exchanges.
-      use: the memory that one device is predicted to use; reports leave it out if not given.
-      compiled: what XLA reports of memory, once it has compiled the program.
-      prices: of what the plan decided against; reports leave them out if not given.
-      given_name: what the program is called; the function's name if not given.
-      file: where its function is written, if known.
-      measured: what steps of it took, once that was measured.
-      options: what it was compiled with.
-    """
+    """A program, and the figures of one run of it; reports leave out what is None."""
 
     stages: Stages
-    collectives: Sequence[Collective]
-    use: MemoryUse | None = None
-    compiled: Memory | None = None
-    prices: Prices | None = None
-    given_name: str = ""
-    file: str = ""
-    measured: Measured | None = None
-    options: Options = field(default_factory=Options)
+    collectives: Sequence[Collective]  # what one run of the program exchanges
+    use: MemoryUse | None = None  # the memory that one device is predicted to use
+    compiled: Memory | None = None  # what XLA reports of memory, once it has compiled the program
+    prices: Prices | None = None  # of what the plan decided against
+    given_name: str = ""  # what the program is called; the function's name if not given
+    file: str = ""  # where its function is written, if known
+    measured: Measured | None = None  # what steps of it took
+    options: Options = field(default_factory=Options)  # what it was compiled with
 
     @property
     def name(self) -> str:
@@ -179,9 +166,7 @@ def memory_rows(facts: Facts) -> tuple[tuple[str, str], ...]:
 def _against(leaves: Sequence[Leaf], held: int | None = None) -> str:
     """What one device holds of arguments or results, against all of them.
 
-    Args:
-      leaves: what may lie in pieces.
-      held: bytes that it holds; more than those of its pieces where something is always whole.
+    It holds the pieces, or `held` bytes where something is always whole beside them.
     """
     pieces = sum(leaf.local.bytes for leaf in leaves)
     part = pieces if held is None else held

@@ -98,12 +98,8 @@ def leaf_table(leaves: Sequence[Leaf], mesh: Mesh) -> Table:
 class Group(NamedTuple):
     """Leaves of one type and sharding whose names differ in numbers or in single parts.
 
-    There is a leaf (or one for each number) for every combination of the parts of names.
-
-    Attributes:
-      parts: what stands in each place of the leaves' names, numbers written as `*`.
-      look: what the leaves have in common beside that.
-      leaves: at least one; they differ in name and origin alone.
+    There is a leaf (or one for each number) for every combination of the parts of names, in which
+    numbers are `*`. `look` is what they have in common beside those.
     """
 
     parts: tuple[frozenset[str], ...]
@@ -145,10 +141,6 @@ def group_leaves(
 
     Names that differ only in numbers go together, then groups whose names differ in one part, as
     long as the result holds every combination: `{mu,nu}/{w,b}` stands for four leaves.
-
-    Args:
-      leaves: the leaves.
-      look_of: what leaves have in common; type, sharding and kind of origin when left out.
     """
     alike: dict[tuple[str, object], list[Leaf]] = {}
     for leaf in leaves:
@@ -172,15 +164,14 @@ def pattern(names: Iterable[str]) -> str:
     split = [re.split(r"(/|\d+| )", name) for name in given]
     if len({len(parts) for parts in split}) > 1:
         return f"{given[0]} and {len(given) - 1} more"
-    return "".join(_common(list(dict.fromkeys(parts))) for parts in zip(*split, strict=True))
 
+    def common(parts: Sequence[str]) -> str:
+        if len(parts) == 1:
+            return parts[0]
+        is_any = len(parts) > 3 or all(part.isdigit() for part in parts)
+        return "*" if is_any else "{" + ",".join(parts) + "}"
 
-def _common(parts: Sequence[str]) -> str:
-    if len(parts) == 1:
-        return parts[0]
-    if len(parts) > 3 or all(part.isdigit() for part in parts):
-        return "*"
-    return "{" + ",".join(parts) + "}"
+    return "".join(common(list(dict.fromkeys(parts))) for parts in zip(*split, strict=True))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -188,10 +179,7 @@ def _common(parts: Sequence[str]) -> str:
 
 
 def values_inside(plan: Plan) -> Counter[tuple[str, TensorType, Sharding, str]]:
-    """The values that are made inside the program: (op, type, sharding, source), how many.
-
-    They are the results of ops, and copies: values that an op needs in another sharding.
-    """
+    """(op, type, sharding, source) -> how many: results of ops, and copies in another sharding."""
     found: Counter[tuple[str, TensorType, Sharding, str]] = Counter()
     copies: set[tuple[Value, Sharding]] = set()
     for op in plan.program.walk():

@@ -40,8 +40,7 @@ from spmd.planning.problem import posed
 from spmd.predict.ops import arithmetic_seconds
 from spmd.predict.timeline import least_seconds
 
-LEAST_SHARE = 0.2
-"""The part of a run that a mark costs if it is spoken of."""
+LEAST_SHARE = 0.2  # the part of a run that a mark costs if it is spoken of
 
 OBVIOUS_SHARE = 0.5
 """The part of the planner's sum around a mark from which on it is looked at without being asked."""
@@ -56,27 +55,18 @@ a mark costs in a thousand runs.
 MOST_MORE = 0.1
 """How much larger a device's arguments may be without a mark: else it is there to save memory."""
 
-MOST_TRIES = 2
-"""Marks without which a program is planned again."""
-
-WORTH = 0.01
-"""The part of the time of all reshards that a mark must cost to be mentioned."""
+MOST_TRIES = 2  # marks without which a program is planned again
+WORTH = 0.01  # the part of the time of all reshards that a mark must cost to be mentioned
 
 
 class MarkGroup(NamedTuple):
-    """Marks that are one to a person: made at one line, or of arguments that differ in numbers.
+    """Marks that are one to a person: made at one line, or of arguments that differ in numbers."""
 
-    Attributes:
-      name: `mark_sharding at model.py:12 (f)`, `argument layers/*/w`.
-      values: the marked values.
-      sharding: what the first of them says; in a `Relief`, the first that would lie otherwise.
-      seconds: time of the reshards that are next to them.
-    """
-
-    name: str
+    name: str  # `mark_sharding at model.py:12 (f)`, `argument layers/*/w`
     values: tuple[Value, ...]
+    # what the first of them says; in a `Relief`, the first that would lie otherwise
     sharding: Sharding
-    seconds: float
+    seconds: float  # time of the reshards that are next to them
 
     def text(self, mesh: Mesh) -> str:
         """`argument x ("data", None) and 2 more`."""
@@ -85,21 +75,15 @@ class MarkGroup(NamedTuple):
 
 
 class Relief(NamedTuple):
-    """Some marks, and what the program would cost without them.
-
-    Attributes:
-      marks: the marks.
-      price: of leaving them out.
-      seconds: predicted time of one run with them.
-      instead: how the marked value would lie; None if it would be made anew for every use.
-      elsewhere: where the marked values would lie as they are marked, the value that lies as
-        `instead` says: `argument w`, `multiply at model.py:12 (f)`. Empty if it is a marked one.
-    """
+    """Some marks, and what the program would cost without them."""
 
     marks: MarkGroup
     price: Price
-    seconds: float
+    seconds: float  # predicted time of one run with them
+    # how the marked value would lie; None if it would be made anew for every use
     instead: Sharding | None
+    # where the marked values would lie as they are marked, the value that lies as `instead` says:
+    # `argument w`, `multiply at model.py:12 (f)`. Empty if it is a marked one
     elsewhere: str = ""
 
     @property
@@ -114,12 +98,9 @@ class Relief(NamedTuple):
 
 
 class MarkPrices(NamedTuple):
-    """Marks that cost something.
+    """Marks that cost enough to speak of, those first without which most is saved.
 
-    Attributes:
-      reliefs: for each mark that costs enough to speak of, what leaving it out does; best first.
-      tried: how many groups of marks were left out.
-      groups: how many are next to any reshard at all.
+    Of `groups` that are next to any reshard, `tried` were left out.
     """
 
     reliefs: tuple[Relief, ...]
@@ -195,8 +176,14 @@ def costly_mark(plan: Plan, options: Options, suspicion: float) -> Relief | None
     most = (1 - LEAST_SHARE) * plan.run_seconds
     if least_seconds(plan.problem.index, plan.mesh, plan.topology) >= most:
         return None
+    blamed = blamed_groups(plan)
+    repeated = _seconds_behind(plan, blamed, _repeated_seconds(plan))
+    pairs = zip(blamed, repeated, strict=True)
+    groups = [group._replace(seconds=group.seconds + more) for group, more in pairs]
+    groups.sort(key=lambda group: -group.seconds)
+    suspects = [group for group in groups if group.seconds > suspicion * plan.seconds]
     found = []
-    for group in _suspects(plan, suspicion * plan.seconds)[:MOST_TRIES]:
+    for group in suspects[:MOST_TRIES]:
         try:
             relief = relief_of(plan, group, options)
         except PlanError:  # without the mark nothing fits into the memory
@@ -205,18 +192,6 @@ def costly_mark(plan: Plan, options: Options, suspicion: float) -> Relief | None
         if relief.without < most and more <= MOST_MORE * held_bytes(plan):
             found.append(relief)
     return max(found, key=lambda relief: relief.share, default=None)
-
-
-def _suspects(plan: Plan, least: float) -> list[MarkGroup]:
-    """Marks around which the planner's sum has so many seconds, those with the most first."""
-    blamed = list(blamed_groups(plan))
-    repeated = _seconds_behind(plan, blamed, _repeated_seconds(plan))
-    groups = [
-        group._replace(seconds=group.seconds + more)
-        for group, more in zip(blamed, repeated, strict=True)
-    ]
-    groups.sort(key=lambda group: -group.seconds)
-    return [group for group in groups if group.seconds > least]
 
 
 def _repeated_seconds(plan: Plan) -> dict[Value, float]:
@@ -356,14 +331,7 @@ def replanned(
     change: Mapping[Value, Sharding] | None = None,
     options: Options | None = None,
 ) -> Plan:
-    """The plan of the same program under other marks.
-
-    Args:
-      plan: the plan whose program, mesh and machine it is.
-      drop: marked values that are no longer marked.
-      change: arguments that are marked so from now on.
-      options: what the plan was made with.
-    """
+    """The plan of the same program without some values' marks, and with others for arguments."""
     old = plan.propagated
     links = tuple(plan.problem.links.items())
 

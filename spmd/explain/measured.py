@@ -18,11 +18,8 @@ from spmd.predict.timeline import Timeline
 
 EXPOSED, HIDDEN, IDLE = "collectives, exposed", "collectives, hidden", "idle"
 
-NOWHERE = "not attributed"
-"""The layer of what XLA added and named after nothing of the program's."""
-
-MOST = 20
-"""Rows of a table that are printed."""
+NOWHERE = "not attributed"  # the layer of what XLA added and named after nothing of the program's
+MOST = 20  # rows of a table that are printed
 
 
 class Part(NamedTuple):
@@ -123,16 +120,7 @@ def part_table(parts: Sequence[Part]) -> Table:
 def compare(
     run: Run, labels: Labels, timeline: Timeline, mesh: Mesh, topology: Topology, platform: str
 ) -> Measured:
-    """Sets what was measured beside what was predicted.
-
-    Args:
-      run: the steps.
-      labels: of their events.
-      timeline: the predicted schedule.
-      mesh: the mesh.
-      topology: the machine that the schedule is for.
-      platform: that of the devices.
-    """
+    """Sets what was measured, with labels of its events, beside what was predicted."""
     rows = [
         _Row(label_of(part.slot.op, mesh), part.seconds, part.hidden)
         for part in spent(timeline, topology)

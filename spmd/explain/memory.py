@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from spmd.explain.document import Cell, Table, count, number, source
 from spmd.explain.words import bytes_text, plural, seconds_text, type_text
 from spmd.ir.description import CONSTANT
-from spmd.ir.program import Op, Program, numberless
+from spmd.ir.program import Program, numberless
 from spmd.lowering.recompute.again import AGAIN
 from spmd.planning.plan import Plan, Recomputed
 from spmd.predict.memory import Buffer, MemoryUse
@@ -55,10 +55,7 @@ class Memory(NamedTuple):
     def of(analysis: Any, constants: int = 0, passed: int = 0) -> Memory:
         """From `Compiled.memory_analysis()`; zeros where a backend reports nothing.
 
-        Args:
-          analysis: XLA's report.
-          constants: bytes of the program's constants.
-          passed: bytes of those that XLA takes for arguments.
+        Of the bytes of constants, XLA takes `passed` for arguments.
         """
         if analysis is None:
             return Memory(0, 0, 0, 0, 0)
@@ -81,10 +78,8 @@ class Memory(NamedTuple):
 class Alive(NamedTuple):
     """Values that are held at the peak and look alike, and the bytes of all of them.
 
-    Attributes:
-      kind: one of `KINDS`.
-      label: the op that makes them, or the argument's or the result's name.
-      type: one device's piece.
+    `kind` is one of `KINDS`, `label` the op that makes them or the name of the argument or result,
+    and `type` that of one device's piece.
     """
 
     kind: str
@@ -96,24 +91,24 @@ class Alive(NamedTuple):
 
 
 class MemoryCurve(NamedTuple):
-    """Bytes held over a run.
+    """Bytes held over a run."""
 
-    Attributes:
-      steps: for each kernel as they run, a loop's before the loop itself, bytes of each of `KINDS`
-        meanwhile.
-      peak: the step with the most bytes.
-      at_peak: what is held there, the largest first.
-    """
-
+    # for each kernel as they run, a loop's before the loop itself, bytes of each of `KINDS`
     steps: tuple[tuple[int, ...], ...]
-    peak: int
-    at_peak: tuple[Alive, ...]
+    peak: int  # the step with the most bytes
+    at_peak: tuple[Alive, ...]  # what is held there, the largest first
 
 
 def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
     """What a local program is predicted to hold, as a curve."""
     count = len(use.order)
-    kinds = [SAVED if _is_saved(buffer, use.order) else TEMPORARY for buffer in use.buffers]
+
+    def is_saved(buffer: Buffer) -> bool:
+        """Whether the forward pass makes it and the backward pass reads it last."""
+        last = use.order[min(buffer.end, count - 1)]
+        return "transpose(" in last.loc.scope and "transpose(" not in buffer.op.loc.scope
+
+    kinds = [SAVED if is_saved(buffer) else TEMPORARY for buffer in use.buffers]
     changes = [[0] * len(KINDS) for _ in range(count + 1)]
     changes[0] = [use.arguments + use.constants, use.results - use.aliased, 0, 0]
     for kind, buffer in zip(kinds, use.buffers, strict=True):
@@ -123,12 +118,6 @@ def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
         changes[min(buffer.end + 1, count)][KINDS.index(kind)] -= buffer.bytes
     held = accumulate(changes[:-1], lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
     return MemoryCurve(tuple(map(tuple, held)), use.peak_at, _at_peak(use, program, kinds))
-
-
-def _is_saved(buffer: Buffer, order: Sequence[Op]) -> bool:
-    """Whether the forward pass makes it and the backward pass reads it last."""
-    last = order[min(buffer.end, len(order) - 1)]
-    return "transpose(" in last.loc.scope and "transpose(" not in buffer.op.loc.scope
 
 
 def _at_peak(use: MemoryUse, program: Program, kinds: Sequence[str]) -> tuple[Alive, ...]:
@@ -161,8 +150,7 @@ def _at_peak(use: MemoryUse, program: Program, kinds: Sequence[str]) -> tuple[Al
 def recomputed(plan: Plan, timeline: Timeline) -> tuple[str, Table]:
     """What a program makes again rather than holds: a title that sums it up, and the values.
 
-    Values of one op at one source line are one row, the largest first. The title is
-    `made again rather than held: 12 values of 3.2 GiB, in 4.1 ms of arithmetic`.
+    Values of one op at one source line are one row, the largest first.
     """
     found: dict[tuple[str, str], list[Recomputed]] = {}
     for value in plan.recomputed:

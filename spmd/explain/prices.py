@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -22,21 +21,18 @@ from spmd.explain.marks import (
 )
 from spmd.explain.words import axes_text, type_text, value_name
 from spmd.ir.program import Value, numberless
-from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, is_legal
 from spmd.mesh.spec import has_parts
 from spmd.options import Options
 from spmd.planning.plan import Plan
 from spmd.propagation.propagate import Conflict
 
-MOST_TRIES = 5
-"""Marks without which a program is planned again for a report."""
+MOST_TRIES = 5  # marks without which a program is planned again for a report
 
 MOST_CONFLICTS = 24
 """Kinds of conflicts whose losing claims are priced for a report, the largest values first."""
 
-MOST_OTHERS = 5
-"""Other shardings of one argument for which a program is planned again."""
+MOST_OTHERS = 5  # other shardings of one argument for which a program is planned again
 
 MOST_OPS = 28_000
 """Ops of the programs that are timed for one part of a report: of large programs, each of which
@@ -52,12 +48,7 @@ Losers = tuple[tuple[str, Price | None], ...]
 
 
 class Prices:
-    """Prices of what a plan decided against.
-
-    Args:
-      plan: the plan.
-      options: what it was made with.
-    """
+    """Prices of what a plan, made with some options, decided against."""
 
     def __init__(self, plan: Plan, options: Options | None = None) -> None:
         self.plan = plan
@@ -86,10 +77,7 @@ class Prices:
 
     @cached_property
     def obvious_mark(self) -> Relief | None:
-        """The mark that costs the most, if it costs much and one sees so without looking far.
-
-        None for a program that takes next to no time.
-        """
+        """The mark that costs most, if much and easily seen; None where a run takes no time."""
         if self.plan.run_seconds < LEAST_SECONDS:
             return None
         return costly_mark(self.plan, self.options, OBVIOUS_SHARE)
@@ -117,7 +105,12 @@ class Prices:
         type_ = plan.program.types[value]
         have = plan.arguments[plan.program.body.args.index(value)]
         wanted = [move.wanted.full() for move in plan.moves if move.value == value]
-        wanted += [*_over_one_axis(plan.mesh, type_.rank), Sharding(((),) * type_.rank)]
+        # One dim over one axis of the mesh, larger axes first; then whole.
+        for atoms in sorted(plan.mesh.axis_atoms.values(), key=plan.mesh.extent, reverse=True):
+            dims = range(type_.rank if atoms else 0)
+            each = (tuple(atoms if d == dim else () for d in range(type_.rank)) for dim in dims)
+            wanted += map(Sharding, each)
+        wanted.append(Sharding(((),) * type_.rank))
         legal = [
             sharding
             for sharding in dict.fromkeys(wanted)
@@ -132,35 +125,21 @@ class Prices:
         return tuple(sorted(found, key=lambda pair: pair[1].seconds))
 
 
-def _over_one_axis(mesh: Mesh, rank: int) -> Iterator[Sharding]:
-    """A value with one dim split over one axis of the mesh, larger axes first."""
-    for atoms in sorted(mesh.axis_atoms.values(), key=mesh.extent, reverse=True):
-        for dim in range(rank if atoms else 0):
-            yield Sharding(tuple(atoms if d == dim else () for d in range(rank)))
-
-
 # ---------------------------------------------------------------------------------------------
 # Claims that lost a conflict.
 
 
 class ConflictRow(NamedTuple):
-    """Values around an op that want different axes, and what the planner made of it.
-
-    Attributes:
-      op: the op.
-      source: the user's source line, and its caller's.
-      claims: (value's name, its type, dim, axes that it wants there).
-      taken: the axes that the plan took.
-      ops: how many ops are like this.
-      losers: the axes of the claims that lost, or `no axis`, with the price of taking them, None if
-        no plan that was weighed does so. None where prices were not asked for.
-    """
+    """Values around an op that want different axes, and what the planner made of it."""
 
     op: str
     source: str
+    # (value's name, its type, dim, axes that it wants there)
     claims: tuple[tuple[str, str, int, str], ...]
-    taken: str
-    ops: int
+    taken: str  # the axes that the plan took
+    ops: int  # how many ops are like this
+    # the axes of the claims that lost, or `no axis`, with the price of taking them, None if no plan
+    # that was weighed does so. None where prices were not asked for
     losers: Losers | None = None
 
 

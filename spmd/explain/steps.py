@@ -29,12 +29,9 @@ AT_ONCE = 3
 
 
 class Travel(NamedTuple):
-    """What one device sends to its neighbour in one run.
+    """What one device sends to its neighbour in one run: how many times, and how many bytes in all.
 
-    Attributes:
-      sends: how many times.
-      sent: bytes of these, in all.
-      waited: how much longer they make a run, seconds; the rest is hidden behind arithmetic.
+    `waited` are the seconds by which that makes a run longer; the rest is hidden behind arithmetic.
     """
 
     sends: int
@@ -49,7 +46,6 @@ class Travel(NamedTuple):
 
 
 def _travel(parts: Sequence[Spent], stages: Stages) -> Travel:
-    """What some exchanges send."""
     mesh, topology = stages.plan.mesh, stages.plan.topology
     return Travel(
         sum(part.slot.trips for part in parts),
@@ -63,24 +59,17 @@ def _travel(parts: Sequence[Spent], stages: Stages) -> Travel:
 
 
 class PipelineRow(NamedTuple):
-    """A pipeline in one run of a program, on one device.
+    """A pipeline in one run of a program, on one device."""
 
-    Attributes:
-      of: its figures.
-      source: the line that calls it.
-      steps: how often the forward pass moves on, as the program's loops say; in `busy_steps` of
-        them a stage computes what is wanted.
-      seconds: what its loops are predicted to take, forward and backward.
-      travel: what goes to the next stage.
-      held: bytes that forward loops leave to backward ones, and of steps that are computed again
-        those of one window; 0 without a gradient.
-    """
-
-    of: Pipeline
-    source: str
+    of: Pipeline  # its figures
+    source: str  # the line that calls it
+    # how often the forward pass moves on, as the program's loops say; in `busy_steps` of them a
+    # stage computes what is wanted
     steps: int
-    seconds: float
-    travel: Travel
+    seconds: float  # what its loops are predicted to take, forward and backward
+    travel: Travel  # what goes to the next stage
+    # bytes that forward loops leave to backward ones, and of steps that are computed again those of
+    # one window; 0 without a gradient
     held: int
 
     @property
@@ -169,35 +158,24 @@ def _passed(makers: Sequence[Slot], readers: Sequence[Slot]) -> int:
 
 
 class RingRow(NamedTuple):
-    """Ops that read all pieces of something, gathered or one after another.
-
-    Attributes:
-      op: the op.
-      source: the user's source line, and its caller's.
-      ops: how many ops are like this.
-      axes: what splits it.
-      pieces: how many there are.
-      goes_round: whether they go round.
-      is_zigzag: whether positions are in zigzag order.
-      is_causal: whether positions see none behind them.
-      piece: bytes of one device's piece, of all that may go round together.
-      exchange, arithmetic: seconds of one op: what going round takes, and what it hides behind.
-      travel: of those that go round, all ops of this name at this line together.
-      other: what the other way would cost; None if that was not asked, or no plan goes it.
-    """
+    """Ops that read all pieces of something, gathered or one after another."""
 
     op: str
     source: str
-    ops: int
+    ops: int  # how many ops are like this
+    # axes, pieces: what splits it, into how many pieces
     axes: str
     pieces: int
     goes_round: bool
-    is_zigzag: bool
-    is_causal: bool
-    piece: int
+    is_zigzag: bool  # whether positions are in zigzag order
+    is_causal: bool  # whether positions see none behind them
+    piece: int  # bytes of one device's piece, of all that may go round together
+    # exchange, arithmetic: seconds of one op: what going round takes, and what it hides behind
     exchange: float
     arithmetic: float
+    # of those that go round, all ops of this name at this line together
     travel: Travel | None = None
+    # what the other way would cost; None if that was not asked, or no plan goes it
     other: Price | None = None
 
     @property

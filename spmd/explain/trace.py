@@ -20,8 +20,7 @@ from spmd.predict.timeline import COMPUTE
 MOST_SLOTS = 100_000
 """Up to so many slots every iteration of every loop is written; with more, the first ones alone."""
 
-PREDICTED, MEASURED = 1, 2
-"""Numbers of the two processes."""
+PREDICTED, MEASURED = 1, 2  # numbers of the two processes
 
 
 class Slice(NamedTuple):

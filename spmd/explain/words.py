@@ -17,16 +17,12 @@ def spec_text(sharding: Sharding, mesh: Mesh) -> str:
     if not any(sharding.dims):
         text = "replicated" if sharding.dims else "scalar"
     else:
-        entries = ", ".join(_entry_text(axes, mesh) for axes in sharding.dims)
-        text = f"({entries},)" if len(sharding.dims) == 1 else f"({entries})"
+        names = [[f'"{ref}"' for ref in axis_refs(axes, mesh)] for axes in sharding.dims]
+        joined = [n[0] if len(n) == 1 else f"({', '.join(n)})" if n else "None" for n in names]
+        text = f"({', '.join(joined)}{',' * (len(joined) == 1)})"
     if sharding.partial:
         text += f" partial {sharding.kind} over {axes_text(sharding.partial, mesh)}"
     return text
-
-
-def _entry_text(axes: Axes, mesh: Mesh) -> str:
-    names = [f'"{ref}"' for ref in axis_refs(axes, mesh)]
-    return "None" if not names else names[0] if len(names) == 1 else f"({', '.join(names)})"
 
 
 def axes_text(axes: Axes, mesh: Mesh) -> str:

@@ -16,12 +16,7 @@ from spmd.frontend.trace import trace
 
 
 class Calls(NamedTuple):
-    """The custom calls and composites in a module, with their numbers.
-
-    Attributes:
-      custom_calls: target name -> count.
-      composites: name -> count; their decompositions are in the module.
-    """
+    """The custom calls and composites in a module, by name, with their numbers."""
 
     custom_calls: dict[str, int]
     composites: dict[str, int]
@@ -30,19 +25,11 @@ class Calls(NamedTuple):
 def function_artifact(
     fn: Callable[..., Any], args: Sequence[Any], *, platform: str, names: Sequence[str] = ()
 ) -> tuple[bytes, Any, Calls]:
-    """A JAX function at given arguments as a portable artifact.
+    """A JAX function at `ShapeDtypeStruct`s as an artifact; FrontendError for ops that none has.
 
-    Args:
-      fn: a function of pytrees.
-      args: pytrees of `jax.ShapeDtypeStruct`s.
-      platform: `cpu`, `cuda` or `tpu`: some functions of jax are written differently for each.
-      names: what the first flat arguments are called; as jax calls them when left out.
-
-    Returns:
-      The artifact, the result's pytree of `ShapeDtypeStruct`s, and what it calls.
-
-    Raises:
-      FrontendError: ops that no artifact can have.
+    Some functions of jax are written differently for each platform. `names` are what the first flat
+    arguments are called; as jax calls them when left out. Returned are the artifact, the result's
+    pytree of `ShapeDtypeStruct`s, and what it calls.
     """
     module, out, *_ = trace(fn, args, {}, platform=platform)
     with module.context:
@@ -53,13 +40,10 @@ def function_artifact(
 
 
 def module_artifact(module: Any) -> bytes:
-    """A module in memory as a portable artifact.
+    """A module in memory as a portable artifact; FrontendError for ops that none can have.
 
     It is written for readers of StableHLO that are up to twelve weeks older. CHLO becomes
     StableHLO or composites, marks are kept.
-
-    Raises:
-      FrontendError: ops that no artifact can have.
     """
     try:
         return bytes(_jax.mlir.serialize_portable_artifact(module, artifact_version(), True))
@@ -78,10 +62,7 @@ def artifact_version() -> str:
 
 
 def calls_of(module: Any) -> Calls:
-    """Counts the custom calls and composites of a module in memory.
-
-    The calls by which artifacts carry marks do not count.
-    """
+    """Counts a module's custom calls and composites, but for those that stand for marks."""
     custom: Counter[str] = Counter()
     composites: Counter[str] = Counter()
 

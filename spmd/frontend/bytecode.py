@@ -16,15 +16,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-MAGIC = b"ML\xefR"
-"""The first bytes of MLIR bytecode and of portable artifacts."""
+MAGIC = b"ML\xefR"  # the first bytes of MLIR bytecode and of portable artifacts
 
 _ARTIFACT = b"StableHLO_v"
 _SECONDS = 20.0
-_SECONDS_PER_MEGABYTE = 1.0
-"""Of the processor; how long that takes depends on what else runs."""
-_PATIENCE = 30
-"""Times as many by the clock, for a reader that waits and computes nothing."""
+_SECONDS_PER_MEGABYTE = 1.0  # of the processor; how long that takes depends on what else runs
+_PATIENCE = 30  # times as many by the clock, for a reader that waits and computes nothing
 _MEMORY = 4 << 30
 _MEMORY_PER_BYTE = 64
 
@@ -34,20 +31,12 @@ class BytecodeError(ValueError):
 
 
 def bytecode_to_text(data: bytes) -> str:
-    """The text of a module in bytecode, or of a portable artifact.
-
-    Raises:
-      BytecodeError: MLIR refuses the bytes, or did not survive them.
-    """
+    """The text of a module in bytecode or of an artifact; BytecodeError if MLIR refuses it."""
     return bytecodes_to_texts([data])[0]
 
 
 def bytecodes_to_texts(modules: Sequence[bytes]) -> list[str]:
-    """The texts of several modules, read by one process.
-
-    Raises:
-      BytecodeError: as for `bytecode_to_text`, of any of them.
-    """
+    """The texts of several modules, read by one process; BytecodeError for any of them."""
     # `-P` and the own path of this file: the reader imports this installation, and nothing from the
     # current folder. A crash shows as a negative return code, the number of the signal.
     size = sum(map(len, modules))

@@ -40,9 +40,7 @@ _callback.multiple_results = True
 class OwnCallbacks:
     """Replaces the callbacks of one program, each jaxpr once: what is called twice stays one.
 
-    Attributes:
-      on_callbacks: what becomes of those that only look.
-      callbacks: what the program calls, by number, as far as it was seen.
+    `on_callbacks` says what becomes of those that only look; `callbacks` are those seen so far.
     """
 
     def __init__(self, on_callbacks: OnCallbacks) -> None:
@@ -52,15 +50,7 @@ class OwnCallbacks:
         self._done: dict[int, Jaxpr] = {}
 
     def without_jax(self, program: ClosedJaxpr, name: str) -> Callable[..., Any] | None:
-        """A function of a program's flat arguments that has calls of ours in the place of jax's.
-
-        Args:
-          program: the traced program.
-          name: of its function.
-
-        Returns:
-          None for a program that calls nothing.
-        """
+        """A function of flat arguments, with calls of ours for jax's; None where there are none."""
         if not self.calls(program.jaxpr):
             return None
         fun = jaxpr_as_fun(self.rewritten(program))

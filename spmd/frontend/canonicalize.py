@@ -33,13 +33,7 @@ from spmd.ir.types import Attribute, Opaque, TensorType, needs_x64, numpy_dtype
 
 
 class Site(NamedTuple):
-    """One op to rewrite.
-
-    Attributes:
-      b: where the new ops go.
-      op: the op as it was.
-      operands: its operands, as new values.
-    """
+    """One op to rewrite: where the new ops go, the op as it was, and its operands as new values."""
 
     b: Builder
     op: Op
@@ -93,11 +87,7 @@ def canonical(*names: str) -> Callable[[Canonical], Canonical]:
 
 
 def canonicalize(program: Program) -> Program:
-    """Rewrites every op in the table; a program without any is returned as it is.
-
-    Raises:
-      UnsupportedOpError: a form of an op that no other ops say.
-    """
+    """Rewrites every op in the table; UnsupportedOpError for a form that no other ops say."""
     if not any(key_of(op.name, op.kind.attrs) in CANONICAL for op in program.walk()):
         return program
 
@@ -322,7 +312,7 @@ def _approx_top_k(site: Site) -> Sequence[Value]:
 # after:  `%1 = fft %0 [16]; %2 = transpose %1 [1, 0]; %3 = fft %2 [8]; %4 = transpose %3 [1, 0]`
 #
 # Where nothing is exchanged between them, one device's program gets the FFT of several dims back
-# (`spmd.lowering.rewrites.join_ffts`).
+# (`spmd.lowering.rewrites.optimize`).
 
 
 @canonical("stablehlo.fft")

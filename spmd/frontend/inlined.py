@@ -24,8 +24,7 @@ from spmd.frontend.importer.ops import MOST_OPS
 from spmd.frontend.importer.regions import SAME
 from spmd.frontend.importer.shard_shapes import is_manual_call
 
-BEGIN, END = "spmd.begin", "spmd.end"
-"""Attributes of barriers: the number of what they stand for."""
+BEGIN, END = "spmd.begin", "spmd.end"  # attributes of barriers: the number of what they stand for
 
 _CALLEES = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 """Op that calls a function -> its attribute that names it."""
@@ -98,11 +97,8 @@ def _replace_results(op: Any, values: Sequence[Any]) -> None:
 def take_apart(module: ir.Module, main: Any) -> dict[int, Taken]:
     """Writes out what the function `main` calls, in place; other functions go.
 
-    Returns:
-      Number -> what the barriers of this number stand for.
-
-    Raises:
-      FrontendError: functions that call each other without end.
+    Returns what the barriers of each number stand for. FrontendError if functions call each other
+    without end.
     """
     functions, count = functions_of(module), 0
     taken: dict[int, Taken] = {}

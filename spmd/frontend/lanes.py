@@ -15,19 +15,14 @@ from typing import NamedTuple
 from spmd.ir.dialect.batched import form_of
 from spmd.ir.program import Op, Program, Region, Value, free_values, has_effect, reads
 
-Row = tuple[int, ...]
-"""Places of ops, of each lane one, that do the same."""
+Row = tuple[int, ...]  # places of ops, of each lane one, that do the same
 
 OUTSIDE = -1
 """In place of a reader: a region's results, or an op that reads a value inside its regions."""
 
 
 class Stack(NamedTuple):
-    """Ops that are to be done at once.
-
-    Attributes:
-      rows: of each op the first results in every lane.
-    """
+    """Ops that are to be done at once; `rows` has of each op the first results in every lane."""
 
     rows: tuple[tuple[Value, ...], ...]
 
@@ -47,13 +42,7 @@ def described(program: Program, stack: Stack) -> str:
 
 
 class Block:
-    """The ops of a program's body, by place.
-
-    Attributes:
-      program: the program.
-      ops: the ops.
-      places: the place of the op that makes a value; arguments have none.
-    """
+    """The ops of a program's body by place, and the place of the op that makes a value."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.ops = program, program.body.ops
@@ -110,12 +99,7 @@ class Block:
     # What does the same.
 
     def grown(self, seeds: Row, taken: Iterable[int] = ()) -> list[Row]:
-        """Every row that is found from one.
-
-        Args:
-          seeds: the one; its ops are independent.
-          taken: places of ops that are in other stacks.
-        """
+        """Every row that is found from one of independent ops, at places that are not taken."""
         lanes = {place: (seeds, lane) for lane, place in enumerate(seeds)}
         rows, used = {seeds: None}, set(taken)
         if not self._fits(seeds):
@@ -276,13 +260,7 @@ def _structure(region: Region) -> Hashable:
 
 
 def carries_that_differ(op: Op, count: int, differs: Sequence[bool]) -> list[bool] | None:
-    """Which carries of a loop differ among lanes; None if its trips cannot be done at once.
-
-    Args:
-      op: the loop.
-      count: the number of lanes.
-      differs: for each operand whether it does.
-    """
+    """Which carries of a loop differ among lanes; None if its trips cannot be done at once."""
     cond, body = op.regions
     carried = list(differs)
     while True:

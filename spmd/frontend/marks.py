@@ -27,10 +27,7 @@ def collect_marks(
     """Marks of all mark ops and of the program's arguments.
 
     Results are not values of their own (one value may be returned twice), so their marks only
-    join in where nothing else marks the value.
-
-    Raises:
-      SpecError: a mark that does not fit the mesh or its tensor.
+    join in where nothing else marks the value. SpecError for one that does not fit.
     """
     program = imported.program
     marks: dict[Value, Mark] = {}
@@ -62,11 +59,7 @@ def collect_marks(
 def result_mark(
     imported: Imported, mesh: Mesh, entries: Sequence[Entries | None], index: int
 ) -> Mark | None:
-    """The mark of one result: its spec, or else what the module says.
-
-    Raises:
-      SpecError: a mark that does not fit the mesh or its tensor.
-    """
+    """The mark of one result: its spec, else what the module says; SpecError if it does not fit."""
     program = imported.program
     what = f"result {program.result_names[index]}"
     shape = program.types[program.body.results[index]].shape
@@ -74,11 +67,7 @@ def result_mark(
 
 
 def _boundary_mark(
-    mesh: Mesh,
-    what: str,
-    shape: Sequence[int],
-    entries: Entries | None,
-    attr: ShardingAttr | None,
+    mesh: Mesh, what: str, shape: Sequence[int], entries: Entries | None, attr: ShardingAttr | None
 ) -> Mark | None:
     if entries is not None:
         return Mark(*dims_of(entries, shape, mesh, what=what), what)

@@ -22,12 +22,7 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 from jaxlib.mlir.passmanager import PassManager
 
 from spmd.errors import FrontendError
-from spmd.frontend.importer.attributes import (
-    function_type,
-    items_of,
-    location_of,
-    tensor_type,
-)
+from spmd.frontend.importer.attributes import function_type, items_of, location_of, tensor_type
 from spmd.frontend.importer.contents import Contents
 from spmd.frontend.importer.module import malformed
 from spmd.frontend.inlined import (
@@ -49,8 +44,7 @@ NO_SYMBOLS: Mapping[str, int] = MappingProxyType({})
 SYMBOL = "jax.global_constant"
 """How jax names an argument that is the value of a symbol: it is in front of the others."""
 
-DIM = "spmd.dim: "
-"""Begins an attribute of a composite that is a symbolic dim: `spmd.dim: 2*n`."""
+DIM = "spmd.dim: "  # begins an attribute of a composite that is a symbolic dim: `spmd.dim: 2*n`
 
 _PASSES = (
     "builtin.module(stablehlo-refine-arguments{{types={types}}},stablehlo-refine-shapes,"
@@ -87,18 +81,11 @@ def symbols_of(module: ir.Module) -> tuple[str, ...]:
 def refine(
     module: ir.Module, shapes: Sequence[Sequence[int]], symbols: Mapping[str, int] = NO_SYMBOLS
 ) -> ir.Module:
-    """A module at static shapes.
+    """A module at static shapes of its arguments, without those that are a symbol's value.
 
-    Args:
-      module: has a function `main`, or one function alone; it stays as it is.
-      shapes: of each argument, without those that are a symbol's value.
-      symbols: name -> value, for modules whose functions take such.
-
-    Returns:
-      A module without dynamic shapes, shape assertions, and arguments for symbols.
-
-    Raises:
-      FrontendError: shapes or values that do not fit, or dims that depend on data.
+    `symbols` has the values of symbols, for modules whose functions take such. The module returned
+    has no dynamic shapes, shape assertions, or arguments for symbols. FrontendError for shapes or
+    values that do not fit, or dims that depend on data.
     """
     with module.context, ir.Location.unknown():
         copy = _copied(module)
@@ -141,10 +128,7 @@ def exported_dims(exported: Any) -> list[ArgumentDims]:
 
 
 def constraints_of(dim: Any) -> list[str]:
-    """What `jax.export.symbolic_shape` was told of the symbols that are made with a dim's.
-
-    It is text: `n >= 2`, `mod(n, 8) == 0`.
-    """
+    """What `jax.export.symbolic_shape` was told of a dim's symbols: `n >= 2`, `mod(n, 8) == 0`."""
     # jax keeps constraints to itself. For one on a remainder it adds `8*floordiv(n, 8) == n`, which
     # nobody wrote.
     stated = [constraint.debug_str for constraint in dim.scope._explicit_constraints]
@@ -159,9 +143,6 @@ def stated_dims(module: ir.Module) -> list[ArgumentDims]:
     shapes, and names the symbols in the message of a failure:
 
         ... polymorphic shapes specifications: args[0].shape = (n, 4),args[2].shape = (2*n,). ...
-
-    Raises:
-      FrontendError: an argument that is no ranked tensor.
     """
     dims: list[ArgumentDims]
     with module.context:
@@ -265,7 +246,9 @@ def _bind(module: ir.Module, own: Mapping[int, str], symbols: Mapping[str, int])
             sized = {name: _sized(attr, symbols) for name, attr in stated.items()}
             op.attributes["composite_attributes"] = ir.DictAttr.get(sized)
         if callee in gone:
-            _drop_operands(op, gone[callee])
+            operands = [value for i, value in enumerate(op.operands) if i not in gone[callee]]
+            attrs = {name: op.attributes[name] for name in op.attributes}
+            replace(op, op.name, operands, attrs, op.location)
 
 
 def _sized(attr: Any, symbols: Mapping[str, int]) -> Any:
@@ -294,18 +277,11 @@ def _drop_arguments(function: Any, values: Mapping[int, int]) -> None:
     function.attributes["arg_attrs"] = ir.ArrayAttr.get([attrs[i] for i in kept])
 
 
-def _drop_operands(op: Any, gone: set[int]) -> None:
-    operands = [value for i, value in enumerate(op.operands) if i not in gone]
-    attrs = {name: op.attributes[name] for name in op.attributes}
-    replace(op, op.name, operands, attrs, op.location)
-
-
 # ---------------------------------------------------------------------------------------------
 # What does not fit.
 
 
 def _types(main: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
-    """The static types of the arguments."""
     types = function_type(main)[0]
     if len(types) != len(shapes):
         raise FrontendError(

@@ -30,12 +30,7 @@ SLICE, CONCATENATE, PAD = "stablehlo.slice", "stablehlo.concatenate", "stablehlo
 
 
 def shift_heads(program: Program, proposals: Sequence[Sequence[Axes]]) -> Program:
-    """Rewrites such concatenations; a program without any is returned as it is.
-
-    Args:
-      program: the program.
-      proposals: for each value what the marks suggest to split each dim over.
-    """
+    """Rewrites such concatenations along dims that the marks suggest to split (`proposals`)."""
     joins = [
         op
         for op in program.walk()
@@ -62,17 +57,11 @@ def shift_heads(program: Program, proposals: Sequence[Sequence[Axes]]) -> Progra
 
 
 class _Shifts(NamedTuple):
-    """What a join's tail is made of.
-
-    Attributes:
-      dim: the dim along which the head is joined.
-      head: the slice of which the head is the element in front.
-      inside: elementwise ops' results, to be made one element longer.
-    """
+    """What a join's tail is made of, along one dim."""
 
     dim: int
-    head: Value
-    inside: frozenset[Value]
+    head: Value  # the slice of which the head is the element in front
+    inside: frozenset[Value]  # elementwise ops' results, to be made one element longer
 
 
 def _has_head(op: Op) -> bool:

@@ -8,15 +8,11 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from spmd.errors import FrontendError
 
-LONGEST = 1000
-"""Characters of a dim at most."""
-
-LARGEST = 1 << 62
-"""Sizes, and all numbers on the way to them, are below it."""
+LONGEST = 1000  # characters of a dim at most
+LARGEST = 1 << 62  # sizes, and all numbers on the way to them, are below it
 
 Dim = int | str
 """The size of a dim: a number, or an expression of symbols."""
@@ -39,26 +35,14 @@ _FUNCTIONS: Mapping[str, Callable[[int, int], int]] = {
 
 
 def symbols_in(dims: Iterable[Dim]) -> tuple[str, ...]:
-    """The symbols that dims are made of, in order of their names.
-
-    Raises:
-      FrontendError: a dim that is no expression of symbols.
-
-    Example:
-      >>> symbols_in(("2*n", 4, "floordiv(m, 8)"))
-      ('m', 'n')
-    """
+    """The symbols that dims are made of, in order of their names: `m` and `n` of `2*n`, `m + 1`."""
     trees = [_parsed(dim) for dim in dims if isinstance(dim, str)]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)]
     return tuple(sorted({node.id for node in nodes} - set(_FUNCTIONS)))
 
 
 def size_of(dim: Dim, symbols: Mapping[str, int]) -> int:
-    """The size of a dim.
-
-    Args:
-      dim: a number, or an expression of symbols.
-      symbols: name -> value.
+    """The size of a dim, a number or an expression of symbols.
 
     Raises:
       FrontendError: a symbol without a value, something that is no such expression, or no size.
@@ -124,13 +108,10 @@ def _value(node: ast.expr, dim: str, symbols: Mapping[str, int]) -> int:
             function = _FUNCTIONS[name]
         case _:
             raise _not_a_dim(dim)
-    return _applied(function, _value(left, dim, symbols), _value(right, dim, symbols), dim)
-
-
-def _applied(function: Callable[[int, int], Any], left: int, right: int, dim: str) -> int:
+    a, b = (_value(side, dim, symbols) for side in (left, right))
     divides = function in (operator.floordiv, operator.mod)
-    too_large = function is operator.pow and not 0 <= right < 63
-    value = LARGEST if too_large or (divides and not right) else function(left, right)
+    too_large = function is operator.pow and not 0 <= b < 63
+    value = LARGEST if too_large or (divides and not b) else function(a, b)
     if abs(value) >= LARGEST:
-        raise FrontendError(f"the dim {dim} has no size for these symbols: {left}, {right}")
+        raise FrontendError(f"the dim {dim} has no size for these symbols: {a}, {b}")
     return int(value)

@@ -26,12 +26,7 @@ from spmd.ir.rewrite import remove_dead, repeat_op
 
 
 def stacked(program: Program, stacks: Sequence[Stack]) -> Program:
-    """Does the ops of each stack at once.
-
-    Args:
-      program: a whole program.
-      stacks: of its body, such that there is an order (`Block.order`).
-    """
+    """Does the ops of each stack of a program's body at once, in an order that there is."""
     block = Block(program)
     order = block.order(stacks)
     assert order is not None
@@ -46,20 +41,15 @@ def stacked(program: Program, stacks: Sequence[Stack]) -> Program:
 
 
 class _Writer:
-    """Writes rows.
-
-    Attributes:
-      b: the builder. Values that are read one by one keep their numbers.
-      made: values, of each lane one -> what they are together, and whether they differ.
-      alone: values of rows that are read one by one.
-    """
+    """Writes rows."""
 
     def __init__(self, block: Block, rows: Sequence[Row]) -> None:
         self.block, self.b = block, Builder(block.program.types)
         self.b.begin(isolated=True)
+        # values, of each lane one -> what they are together, and whether they differ
         self.made: dict[tuple[Value, ...], tuple[Value, bool]] = {}
         inside = {place for row in rows for place in row}
-        self.alone = set(block.program.body.results)
+        self.alone = set(block.program.body.results)  # values read one by one: they keep numbers
         for place, read in enumerate(block.reads):
             if place not in inside:
                 self.alone.update(read)
@@ -110,16 +100,9 @@ class _Writer:
 def _write_batched(
     b: Builder, form: Batched, operands: Sequence[Value], differs: Sequence[bool]
 ) -> tuple[Value, ...]:
-    """Appends a batched op; what is the same for all, and not a scalar beside, is broadcast.
+    """Appends a batched op, whose results have a new dim in front, as do operands that differ.
 
-    Args:
-      b: the builder that it is appended to.
-      form: what `form_of` gave.
-      operands: those that differ have a new dim in front.
-      differs: for each operand whether it does.
-
-    Returns:
-      Its results, with a new dim in front.
+    What is the same for all, and not a scalar beside, is broadcast.
     """
     given = list(zip(operands, differs, strict=True))
     if form.start is not None:

@@ -36,11 +36,7 @@ _SEEN: ContextVar[list[Mesh] | None] = ContextVar("seen meshes", default=None)
 
 @contextmanager
 def seen_meshes(known: Mesh | None = None) -> Iterator[list[Mesh]]:
-    """The meshes of the marks met while tracing, in order; `jit` without a mesh takes the first.
-
-    Args:
-      known: the mesh that is traced for, if that is known: it comes before all others.
-    """
+    """The meshes of the marks met while tracing, in order; `known` comes before all others."""
     found = [] if known is None else [known]
     token = _SEEN.set(found)
     try:
@@ -73,21 +69,13 @@ class ClosedOverTracer(FrontendError):
 
 
 class Trace(NamedTuple):
-    """A function that was traced and lowered.
-
-    Attributes:
-      module: the MLIR module.
-      out: the result's pytree of `ShapeDtypeStruct`s.
-      manual: the distinct meshes of its calls of `jax.shard_map`.
-      meshes: those meshes and the ones of jax's sharding constraints that have devices.
-      callbacks: the Python functions that it calls, by number.
-    """
+    """A function that was traced and lowered."""
 
     module: Any
-    out: Any
-    manual: list[Any]
-    meshes: list[Any]
-    callbacks: tuple[Callback, ...]
+    out: Any  # the result's pytree of `ShapeDtypeStruct`s
+    manual: list[Any]  # the distinct meshes of its calls of `jax.shard_map`
+    meshes: list[Any]  # those meshes and the ones of jax's sharding constraints that have devices
+    callbacks: tuple[Callback, ...]  # the Python functions that it calls, by number
 
 
 def trace(
@@ -128,7 +116,13 @@ def trace(
         traced = jitted.trace(*args, **kwargs)
     program = traced.jaxpr
     if len(program.in_avals) > len(jax.tree.leaves(traced.in_avals)):  # jax adds such values
-        raise _closed_over_tracer(traced.fun_name)
+        name = traced.fun_name
+        raise ClosedOverTracer(
+            f"{name} uses a value of another function that jax traces, which has no numbers yet",
+            required="arguments, and constants",
+            fix=f"pass it to {name} as an argument, or call {name} instead of compiling it: inside "
+            "of other programs it is inlined",
+        )
     out = jax.tree.unflatten(traced.out_tree, map(_struct, program.out_avals))
     calls = OwnCallbacks(on_callbacks) if on_callbacks else None
     flat = calls and calls.without_jax(program, traced.fun_name)
@@ -143,7 +137,10 @@ def trace(
     symbolic = any(is_symbolic_dim(d) for a in program.in_avals for d in getattr(a, "shape", ()))
     composites = _composites_of(program.jaxpr) if symbolic else ()
     rules = [(primitive, _lower_composite) for primitive in dict.fromkeys(composites)]
-    parameters = _parameters(order, [*(calls.lowering_rules() if calls else ()), *rules])
+    marks = (_uneven_mark, partial(_lower_mark, order=order))
+    own_rules = [*(calls.lowering_rules() if calls else ()), *rules]
+    every: Any = ((custom_partitioning_p, _inline), marks, *own_rules)
+    parameters = mlir.LoweringParameters(override_lowering_rules=every)
     with _told():
         lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
     module: Any = lowered.compiler_ir("stablehlo")
@@ -160,15 +157,6 @@ def _struct(aval: Any) -> jax.ShapeDtypeStruct:
     sharding = typed if typed is not None and has_explicit_axes(typed.mesh) else None
     weak = bool(getattr(aval, "weak_type", False))
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak, sharding=sharding)
-
-
-def _closed_over_tracer(name: str) -> ClosedOverTracer:
-    return ClosedOverTracer(
-        f"{name} uses a value of another function that jax traces, which has no numbers yet",
-        required="arguments, and constants",
-        fix=f"pass it to {name} as an argument, or call {name} instead of compiling it: inside of "
-        "other programs it is inlined",
-    )
 
 
 @contextmanager
@@ -211,12 +199,9 @@ def _meshes_of(jaxpr: Any) -> Iterator[tuple[bool, Any]]:
 
 
 def _renumber(module: ir.Module, order: tuple[int, ...], program: tuple[int, ...]) -> None:
-    """Makes the devices of a module's meshes positions in the program's mesh.
+    """Makes the devices of a module's meshes positions in the program's mesh, in place.
 
-    Args:
-      module: the module, in place.
-      order: ids of the devices by their position in jax's meshes.
-      program: ids of the devices by their position in the program's mesh.
+    `order` and `program` are ids of devices by their position in jax's meshes and in the program's.
     """
     # jax's meshes have one order of devices, by which the module numbers them. For the program's
     # mesh with the devices 0 2 1 3 and jax's with 0 1 2 3:
@@ -245,13 +230,6 @@ def _stated(positions: Sequence[int]) -> list[int]:
 
 def _inline(ctx: Any, *values: Any, call: Any, **_: Any) -> Any:
     return mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)(ctx, *values)
-
-
-def _parameters(order: tuple[int, ...], more: Sequence[Any]) -> Any:
-    """How programs are lowered for a mesh with the devices in this order."""
-    lower_mark = partial(_lower_mark, order=order)
-    rules: Any = ((custom_partitioning_p, _inline), (_uneven_mark, lower_mark), *more)
-    return mlir.LoweringParameters(override_lowering_rules=rules)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -304,13 +282,7 @@ _uneven_mark = Primitive("spmd_mark")
 
 
 def mark_uneven(x: Any, mesh: Mesh, entries: tuple[tuple[str, ...] | None, ...]) -> Any:
-    """A sharding constraint on a tracer, on any mesh, whose axes need not divide its dims.
-
-    Args:
-      x: a tracer.
-      mesh: the mesh.
-      entries: for each dim its axis names, or None if it is open.
-    """
+    """A sharding constraint on a tracer, on any mesh, whose axes need not divide its dims."""
     axes = tuple(zip(mesh.axis_names, mesh.sizes, strict=True))
     return _uneven_mark.bind(x, mesh=axes, ids=mesh.device_ids, entries=entries)
 

@@ -69,13 +69,8 @@ def unroll(program: Program, most: int) -> Program:
     return remove_dead(edit_ops(program, _Unroller(index, chosen).edit))
 
 
-class _Stack(NamedTuple):
-    """A tensor some pieces of which, along dim 0, were written one by one.
-
-    Attributes:
-      under: what it was before.
-      pieces: place -> what was written there.
-    """
+class _Collected(NamedTuple):
+    """A tensor of which some pieces along dim 0 were written one by one, and what is under them."""
 
     under: Value
     pieces: Mapping[int, Value]
@@ -89,29 +84,20 @@ class _Same(dict[Value, Value]):
 
 
 class _Unroller:
-    """Writes loops out.
-
-    Attributes:
-      known: integers that were worked out.
-      stacks: values of which pieces are known.
-      number: the same number for values that are computed alike from the same ones.
-      first: a kind of op and its operands' numbers -> the loop that computed it first, the results.
-      sliced: a stack and a place in it -> the first slice that was taken there.
-      widened: a value with a dim of one element in front -> the value.
-      loop, handed: the loop that is being written; numbers of what other loops handed the trip that
-        is being written, with what stands for it behind a barrier.
-      env, cotangents: new values for old ones in this trip; what it gets from the trip before.
-    """
+    """Writes loops out."""
 
     def __init__(self, index: Index, chosen: Mapping[Value, int]) -> None:
         self.index, self.chosen = index, chosen
-        self.known: dict[Value, int] = {}
-        self.stacks: dict[Value, _Stack] = {}
-        self.number: dict[Value, Value] = {}
+        self.known: dict[Value, int] = {}  # integers that were worked out
+        self.stacks: dict[Value, _Collected] = {}  # values of which pieces are known
+        self.number: dict[Value, Value] = {}  # the same for values that are computed alike
+        # a kind of op and its operands' numbers -> the loop that computed it first, the results
         self.first: dict[tuple[OpKind, tuple[Value, ...]], tuple[Value, tuple[Value, ...]]] = {}
-        self.sliced: dict[tuple[Value, int], Value] = {}
-        self.widened: dict[Value, Value] = {}
-        self.loop = -1
+        self.sliced: dict[tuple[Value, int], Value] = {}  # (stack, place) -> its first slice
+        self.widened: dict[Value, Value] = {}  # value with one more dim in front -> the value
+        self.loop = -1  # that is being written
+        # of its trip: numbers of what other loops handed it -> what that is behind a barrier; new
+        # values for old ones; what it gets from the trip before
         self.handed: dict[Value, Value | None] = {}
         self.env = _Same()
         self.cotangents: list[Value] = []
@@ -225,7 +211,7 @@ class _Unroller:
         place = self._place(starts, shape, piece)
         if place is None:
             return None
-        stack = self.stacks.get(value, _Stack(value, {}))
+        stack = self.stacks.get(value, _Collected(value, {}))
         written = stack.pieces.get(place)
         if written is None:
             made = b.slice_dim(stack.under, 0, place, place + 1)
@@ -240,8 +226,8 @@ class _Unroller:
         (made,) = b.repeat(kind, tuple(operands))
         place = self._place(starts, kind.operands[0].shape, kind.operands[1].shape)
         if place is not None:
-            stack = self.stacks.get(value, _Stack(value, {}))
-            self.stacks[made] = _Stack(stack.under, {**stack.pieces, place: piece})
+            stack = self.stacks.get(value, _Collected(value, {}))
+            self.stacks[made] = _Collected(stack.under, {**stack.pieces, place: piece})
         return (made,)
 
 

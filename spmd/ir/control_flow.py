@@ -16,17 +16,14 @@ from spmd.ir.description import CONSTANT, CONVERT, FROM_MANUAL
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.types import numpy_dtype
 
-UNKNOWN_TRIPS = 16
-"""Assumed trip count of a loop whose condition doesn't tell it."""
+UNKNOWN_TRIPS = 16  # assumed trip count of a loop whose condition doesn't tell it
 
 
 class Tie(NamedTuple):
     """Values that are one value to data flow, and so share one sharding.
 
-    Attributes:
-      source: values that flow in from outside the op (the initial value of a carry), or None.
-      inside: region arguments and region results.
-      result: the op's result, or None.
+    `source` flows in from outside the op (the initial value of a carry), `inside` are region
+    arguments and results, and `result` is the op's.
     """
 
     source: Value | None
@@ -118,16 +115,7 @@ def users_of(program: Program) -> dict[Value, list[tuple[Op | None, int]]]:
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Lookups over one program. Each is made when it is first asked for, and kept.
-
-    Attributes:
-      program: the program.
-
-    Example:
-      >>> index = Index(program)
-      >>> index.producers[value].name
-      'stablehlo.add'
-    """
+    """Lookups over one program, as `index.producers[value]`, made when first asked for."""
 
     program: Program
 

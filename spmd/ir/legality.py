@@ -39,19 +39,12 @@ def hold(
 
 
 class View(NamedTuple):
-    """A program half-way through: what a check of one op may look at.
+    """A program half-way through: what a check of one op may look at."""
 
-    Attributes:
-      types: type of every value.
-      defined: values that have a definition so far, visible or not.
-      visible: values that the op may read.
-      around: what the regions around it are (`Description.region`), outermost first.
-    """
-
-    types: Sequence[TensorType]
-    defined: set[Value]
-    visible: set[Value]
-    around: list[str]
+    types: Sequence[TensorType]  # type of every value
+    defined: set[Value]  # values that have a definition so far, visible or not
+    visible: set[Value]  # values that the op may read
+    around: list[str]  # what the regions around it are (`Description.region`), outermost first
 
 
 OpCheck = Callable[[View, Op], str | None]

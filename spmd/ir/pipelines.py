@@ -14,8 +14,7 @@ _SCOPE = re.compile(
     r"pipeline\[(\w+),stages=(\d+),microbatches=(\d+),chunks=(\d+),lean=([01]),"
     r"open=(\d+)\]"
 )
-SHIFT = "to_next_stage"
-"""The name scope, inside a pipeline's, of what sends on what stages made."""
+SHIFT = "to_next_stage"  # the name scope, inside a pipeline's, of what sends on what stages made
 
 SCHEDULES = MappingProxyType(
     {
@@ -29,22 +28,16 @@ SCHEDULES = MappingProxyType(
 
 
 class Pipeline(NamedTuple):
-    """A pipeline's figures.
+    """A pipeline's figures."""
 
-    Attributes:
-      axis: the mesh axis of its stages.
-      stages: how many there are.
-      microbatches: into how many the batch is cut.
-      chunks: runs of layers that each stage has. Stage s of S has the runs s, S + s, 2 S + s, ...
-      is_lean: whether steps are computed again for the gradient, `window` steps at a time.
-      open: the schedules that it could have taken, where nobody named one: bits, by `SCHEDULES`.
-    """
-
-    axis: str
-    stages: int
-    microbatches: int
+    axis: str  # the mesh axis of its stages
+    stages: int  # how many there are
+    microbatches: int  # into how many the batch is cut
+    # runs of layers that each stage has. Stage s of S has the runs s, S + s, 2 S + s, ..
     chunks: int = 1
+    # whether steps are computed again for the gradient, `window` steps at a time
     is_lean: bool = False
+    # the schedules that it could have taken, where nobody named one: bits, by `SCHEDULES`
     open: int = 0
 
     @property

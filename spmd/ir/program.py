@@ -28,21 +28,13 @@ from spmd.ir.types import Attribute, Dense, TensorType
 
 @dataclass(frozen=True, eq=False)
 class Callback:
-    """A function of the process that compiled the program; ops name it by its number.
+    """A function of the process that compiled the program; ops name it by its number."""
 
-    Attributes:
-      function: from arrays to a sequence of arrays.
-      label: what the user wrote: `jax.debug.print`, `jax.pure_callback of lookup`.
-      is_debug: whether it only looks: `jax.debug.print` and `jax.debug.callback`.
-      has_effect: whether it does more than compute its results.
-      is_ordered: whether it is called in the order of the program among others that are.
-    """
-
-    function: Callable[..., Sequence[Any]]
-    label: str
-    is_debug: bool
-    has_effect: bool
-    is_ordered: bool
+    function: Callable[..., Sequence[Any]]  # from arrays to a sequence of arrays
+    label: str  # what the user wrote: `jax.debug.print`, `jax.pure_callback of lookup`
+    is_debug: bool  # whether it only looks: `jax.debug.print` and `jax.debug.callback`
+    has_effect: bool  # whether it does more than compute its results
+    is_ordered: bool  # whether it is called in the order of the program among others that are
 
 
 Value = int
@@ -78,10 +70,7 @@ class Loc(NamedTuple):
 
     @property
     def trail(self) -> str:
-        """`source` and who called it: of a helper's line, the caller tells which use is meant.
-
-        Example: `model.py:252 (linear) <- model.py:240 (mlp)`.
-        """
+        """`source` and who called it: `model.py:252 (linear) <- model.py:240 (mlp)`."""
         shown = self.user_frames[:2]
         return " <- ".join(str(f) for f in shown if f is shown[0] or f.function != "<module>")
 
@@ -205,10 +194,7 @@ class Op(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The op's name for people: without the dialect where that is StableHLO's.
-
-        A composite has a name of its own, and so has the function that a callback calls.
-        """
+        """The op's name for people; of a composite its own, of a callback its function's."""
         if self.kind.name == COMPOSITE:
             return str(self.kind.attrs["name"])
         if "called" in self.kind.attrs:  # a callback
@@ -247,23 +233,16 @@ class Body(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A whole function.
+    """A whole function."""
 
-    Attributes:
-      name: the function's name.
-      types: type of every value.
-      body: its arguments, ops and results.
-      arg_names, result_names: paths in the user's pytrees, for people.
-      callbacks: the Python functions that its ops call, by number.
-      constants: elements of its last arguments, which the user does not pass.
-    """
-
-    name: str
-    types: tuple[TensorType, ...]
-    body: Region
+    name: str  # the function's name
+    types: tuple[TensorType, ...]  # type of every value
+    body: Region  # its arguments, ops and results
+    # arg_names, result_names: paths in the user's pytrees, for people
     arg_names: tuple[str, ...]
     result_names: tuple[str, ...]
-    callbacks: tuple[Callback, ...] = ()
+    callbacks: tuple[Callback, ...] = ()  # the Python functions that its ops call, by number
+    # elements of its last arguments, which the user does not pass
     constants: tuple[Dense, ...] = ()
 
     def walk(self) -> Iterator[Op]:

@@ -35,17 +35,10 @@ def append_ops(
     rewrite: Rewrite | None = None,
     loc: Loc | None = None,
 ) -> tuple[Value, ...]:
-    """Appends a program's ops to another program.
+    """Appends a program's ops to another program, in which `args` are its arguments.
 
-    Args:
-      b: the builder that ops are appended to.
-      program: the program.
-      args: what its arguments are there.
-      rewrite: may replace ops.
-      loc: where all of the ops come from; from where they did if left out.
-
-    Returns:
-      What its results are there.
+    Returns what its results are there. `rewrite` may replace ops; they come from `loc`, or from
+    where they did if left out.
     """
     env = dict(zip(program.body.args, args, strict=True))
     for op in program.body.ops:
@@ -62,12 +55,8 @@ def repeat_op(
 ) -> None:
     """Appends an op once more, with new values for all that it and its regions make.
 
-    Args:
-      b: the builder that it is appended to.
-      op: the op, of this program or of another.
-      env: what the values that it reads are there; gets its results.
-      rewrite: may replace ops.
-      loc: where it comes from; from where it did if left out.
+    `env` has what the values that it reads are there, and gets its results; `rewrite` and `loc` are
+    as for `append_ops`.
     """
 
     def bind(values: Sequence[Value], types: Sequence[TensorType]) -> tuple[Value, ...]:
@@ -202,14 +191,7 @@ def dedupe(program: Program) -> Program:
 
 
 class Carry(NamedTuple):
-    """A carry of a loop.
-
-    Attributes:
-      operand: its value in front of the loop.
-      test, inside: the arguments of condition and body.
-      after: what the body hands on.
-      result: the loop's result.
-    """
+    """A carry of a loop: in front of it, in its condition, in its body, at its end, behind it."""
 
     operand: Value
     test: Value
@@ -221,16 +203,10 @@ class Carry(NamedTuple):
 def recarried(
     loop: Op, types: Sequence[TensorType], without: Container[int] = (), more: Sequence[Carry] = ()
 ) -> Op:
-    """A loop with other carries; the ops of its regions are as before.
+    """A loop without some of its carries, by number, and with `more` at the end.
 
     before: `%5, %6 = while(%0, %1) { body(%2, %3): ...; return %4, %3 }`
     after:  `%5, %9 = while(%0, %7) { body(%2, %8): ...; return %4, %8 }`, without carry 1
-
-    Args:
-      loop: the loop.
-      types: of all values.
-      without: numbers of the carries that go.
-      more: carries that are added at the end.
     """
     cond, body = loop.regions
 

@@ -67,16 +67,10 @@ def format_program(
     *,
     locs: bool = False,
 ) -> str:
-    """A program as text.
+    """A program of any stage as text, which `parse_program` reads back, but for ops' locations.
 
-    Args:
-      program: of any stage.
-      annotate: what to say about a value in a comment behind its definition.
-      mesh: writes the `axes` of collectives as axis names instead of atoms.
-      locs: whether to say behind each op which line of the user's code it comes from.
-
-    Returns:
-      Text that `parse_program` reads back, but for the ops' locations.
+    `annotate` says what is in a comment behind a value's definition, a `mesh` writes the `axes` of
+    collectives as names instead of atoms, and with `locs` each op's source line is behind it.
     """
     return "\n".join(_Printer(mesh, annotate, locs).program(program)) + "\n"
 
@@ -294,11 +288,7 @@ def _element(raw: bytes, dtype: np.dtype[Any]) -> str:
 
 
 def element_bytes(text: str, dtype: np.dtype[Any]) -> bytes:
-    """The bytes of one element from its text.
-
-    Raises:
-      ValueError, OverflowError: the text is not an element of the dtype.
-    """
+    """The bytes of one element from its text; ValueError or OverflowError if it is none."""
     if text.startswith("0x"):
         return int(text, 16).to_bytes(dtype.itemsize, "little")
     number: Any

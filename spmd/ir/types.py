@@ -18,10 +18,7 @@ Order = tuple[int, ...]
 
 
 class TensorType(NamedTuple):
-    """A ranked static tensor type; `dtype` is the MLIR element type (`f32`, `bf16`, `ui8`, ...).
-
-    A token has the dtype `token` and rank 0.
-    """
+    """A ranked static tensor type; `dtype` is the MLIR element type (`f32`, `bf16`), or `token`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -218,14 +215,12 @@ DIM_NUMBERS: Mapping[type, tuple[str, tuple[str, ...]]] = {
 class ShardingAttr(NamedTuple):
     """A mark as the module states it, before there is a mesh to check it against.
 
-    Attributes:
-      dims: for each dim, the (axis name, pre, size) entries that split it; size 0: the whole axis.
-      open: for each dim, whether the compiler may split it further.
+    `dims` has, for each dim, the (axis name, pre, size) entries that split it (size 0: the whole
+    axis), `open` whether the compiler may split it further.
     """
 
     dims: tuple[tuple[tuple[str, int, int], ...], ...]
     open: tuple[bool, ...]
 
 
-Attribute = Any
-"""bool | int | float | str | tuple | Dense | Opaque | a NamedTuple above | Body."""
+Attribute = Any  # bool | int | float | str | tuple | Dense | Opaque | a NamedTuple above | Body

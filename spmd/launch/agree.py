@@ -23,11 +23,8 @@ from spmd.mesh.mesh import Mesh
 TIMEOUT_S = 600.0
 """How long processes wait for the slowest: compiling takes minutes, and hosts differ."""
 
-LONGEST = 200
-"""Characters of a value that a message shows."""
-
-Found = Mapping[int, Mapping[str, str]]
-"""Process -> what it says, by name."""
+LONGEST = 200  # characters of a value that a message shows
+Found = Mapping[int, Mapping[str, str]]  # process -> what it says, by name
 
 _calls: Counter[tuple[int, ...]] = Counter()
 

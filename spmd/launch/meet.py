@@ -17,8 +17,7 @@ from typing import IO, NamedTuple
 from spmd.errors import LaunchError
 from spmd.launch.agree import as_json, differences, raise_json
 
-_SLOW_S = 10.0
-"""Seconds that process 0 may be late with its answer."""
+_SLOW_S = 10.0  # seconds that process 0 may be late with its answer
 
 _HELLO_S = 2.0
 """Seconds that a connection may take to say who it is, before process 0 turns to the next."""
@@ -27,8 +26,7 @@ _GREETING = b"spmd process 0\n"
 _GREETING_S = 8.0
 """Who is connected for so long and was not greeted is connected to another program."""
 
-_LONGEST = 1 << 16
-"""Bytes of a message."""
+_LONGEST = 1 << 16  # bytes of a message
 
 _COUNT = "number of processes"
 
@@ -54,9 +52,8 @@ class Seat(NamedTuple):
 def meet(seat: Seat, about: Mapping[str, str], timeout_s: float) -> None:
     """Waits until all processes of a job are there, and compares what they say of themselves.
 
-    Raises:
-      LaunchError: process 0 cannot be reached, a process did not come, came twice or expects
-        another number of processes, or something in `about` differs.
+    LaunchError if process 0 cannot be reached, a process did not come, came twice or expects
+    another number of processes, or something in `about` differs.
     """
     if seat.processes < 2:
         return

@@ -38,12 +38,10 @@ EXIT_PREEMPTED = 75
 EXIT_PEER_LOST = 76
 """Stopped because another process of the job was lost or failed: the cause is elsewhere."""
 
-EXIT_HUNG = 77
-"""Stopped by its watchdog: no progress within the limit."""
+EXIT_HUNG = 77  # stopped by its watchdog: no progress within the limit
 
 VERDICT = "verdict"
-WHO = "who"
-"""Folder of each process's host and process id, which messages name."""
+WHO = "who"  # folder of each process's host and process id, which messages name
 
 COLLECTIVE_FAILED = re.compile(
     r"gloo|nccl|connection (closed|reset)|socket closed|heartbeat|coordination service", re.I
@@ -51,11 +49,8 @@ COLLECTIVE_FAILED = re.compile(
 """Words in errors that another process's end most likely caused."""
 
 
-LEFT = "left"
-"""Sign of a process that ended normally: its silence afterwards means nothing."""
-
-SHOWN = 4
-"""So many lost processes are named with their hosts."""
+LEFT = "left"  # sign of a process that ended normally: its silence afterwards means nothing
+SHOWN = 4  # so many lost processes are named with their hosts
 
 
 class Signs:
@@ -102,9 +97,7 @@ def was(who: str) -> str:
 class Peers:
     """The thread that gives signs of life, looks for others' and stops this process in time.
 
-    Args:
-      store: the job's store.
-      timeout_s: after so many seconds of silence a process counts as lost.
+    After `timeout_s` seconds of silence a process counts as lost.
     """
 
     # How process 2 of 4 is missed, with a timeout of 60 s and a look every 5 s:
@@ -398,8 +391,7 @@ def _report_exceptions(peers: Peers) -> None:
 # When its coordinator is lost, jax's client aborts the process from C++. The handler below turns
 # that into our message and exit code; any other abort goes on as it would without us.
 
-_handlers: list[Any] = []
-"""Keeps the C function alive."""
+_handlers: list[Any] = []  # keeps the C function alive
 
 
 def _install_abort_handler(peers: Peers) -> None:

@@ -62,11 +62,7 @@ class Store:
 class Place:
     """Where a process is within a job; None where nothing says so.
 
-    Attributes:
-      coordinator: `host:port` of process 0.
-      processes: how many there are.
-      process: which one this is.
-      devices: ids of the local accelerators that it may use; None for all.
+    `coordinator` is `host:port` of process 0, `devices` are the local accelerators that it may use.
     """
 
     coordinator: str | None = None

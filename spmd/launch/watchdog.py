@@ -22,8 +22,7 @@ from typing import IO
 from spmd.launch.peers import EXIT_HUNG, fail_peers
 from spmd.launch.store import job_store, this_process
 
-REMEMBERED = 100
-"""How many of the last marks a file shows."""
+REMEMBERED = 100  # how many of the last marks a file shows
 
 LONG = 10.0
 """What may take longer than a step may take so many times the limit, if nothing else is said; so
@@ -31,8 +30,7 @@ may the first beat, before which programs are compiled."""
 
 REQUEST = "watchdog/dump"
 ANSWER = "watchdog/dumped"
-PATIENCE_S = 10.0
-"""How long a hung process waits for the others to write their files."""
+PATIENCE_S = 10.0  # how long a hung process waits for the others to write their files
 
 
 class Watchdog:
@@ -95,7 +93,6 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="spmd watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        """Starts to watch."""
         with contextlib.suppress(OSError):  # a full disk is no reason not to watch
             self._is_new = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +108,6 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Stops watching."""
         self._end.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()

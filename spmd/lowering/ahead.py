@@ -22,28 +22,19 @@ from spmd.mesh.topology import Topology
 
 
 class _Gpu(NamedTuple):
-    """The figures of one GPU.
+    """The figures of one GPU."""
 
-    Attributes:
-      name: CUDA's name for it.
-      capability: compute capability.
-      cores: number of multiprocessors.
-      fpus: float32 units of a multiprocessor.
-      shared: KiB of shared memory of a multiprocessor.
-      l2, memory: bytes of the L2 cache and of device memory.
-      bandwidth: of device memory, in 10^9 bytes/s.
-      clock: GHz.
-    """
-
-    name: str
-    capability: tuple[int, int]
+    name: str  # CUDA's name for it
+    capability: tuple[int, int]  # compute capability
+    # cores, fpus: multiprocessors, and the float32 units of each
     cores: int
     fpus: int
-    shared: int
+    shared: int  # KiB of shared memory of a multiprocessor
+    # l2, memory: bytes of the L2 cache and of device memory
     l2: int
     memory: int
-    bandwidth: int
-    clock: float
+    bandwidth: int  # of device memory, in 10^9 bytes/s
+    clock: float  # GHz
 
 
 # From the CUDA programming guide's table of compute capabilities, and NVIDIA's architecture papers.
@@ -53,12 +44,10 @@ _GPUS = {
     "h200": _Gpu("NVIDIA H200", (9, 0), 132, 128, 228, 60 << 20, 141 * 10**9, 4_800, 1.98),
 }
 
-RESERVED = 1 << 10
-"""Bytes of shared memory that CUDA keeps of every block."""
+RESERVED = 1 << 10  # bytes of shared memory that CUDA keeps of every block
 
 
 def _target(gpu: _Gpu) -> str:
-    """The text of XLA's `GpuTargetConfigProto`."""
     major, minor = gpu.capability
     shared = gpu.shared << 10
     return f"""
@@ -97,8 +86,7 @@ CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 """With it jax's plugin starts without cuDNN and the like, which compiling does not take."""
 
-_CHIP_CONFIG = {"v4": "megacore"}
-"""Chips whose two cores are one device only if libtpu is told so."""
+_CHIP_CONFIG = {"v4": "megacore"}  # chips whose two cores are one device only if libtpu is told so
 
 
 def is_here(mesh: Mesh, topology: Topology) -> bool:
@@ -111,12 +99,8 @@ def is_here(mesh: Mesh, topology: Topology) -> bool:
 def devices_ahead(mesh: Mesh, topology: Topology) -> list[Any]:
     """Descriptions of a machine's devices, in the mesh's order: to compile for, not to run on.
 
-    Args:
-      mesh: as many devices as the topology has, or for TPUs a multiple of it: as many slices.
-      topology: of TPUs or NVIDIA GPUs.
-
-    Raises:
-      MeshError: no compiler for the machine is here, or the mesh does not fit it.
+    The mesh has as many as the topology, or for TPUs a multiple of it: as many slices. MeshError if
+    no compiler for the machine is here, or the mesh does not fit it.
     """
     is_tpu, chip = topology.platform == "tpu", topology.name.partition(":")[0]
     if not is_tpu and (topology.platform != "cuda" or chip not in GPU_TARGETS):
@@ -145,7 +129,6 @@ def devices_ahead(mesh: Mesh, topology: Topology) -> list[Any]:
 
 
 def _tpus(topology: Topology, slices: int) -> list[Any]:
-    """The devices as libtpu describes them."""
     if importlib.util.find_spec("libtpu") is None:
         raise _not_installed(topology, "libtpu", "tpu")
     if jax.default_backend() != "tpu":  # no chip is touched: several may compile at once
@@ -164,7 +147,6 @@ def _tpus(topology: Topology, slices: int) -> list[Any]:
 
 
 def _gpus(topology: Topology, chip: str) -> list[Any]:
-    """The devices as jax's plugin for CUDA describes them."""
     if not any(importlib.util.find_spec(name) for name in CUDA_PLUGINS):
         raise _not_installed(topology, "jax's plugin for CUDA", "cuda")
     hosts = -(-topology.count // topology.chip.per_host)

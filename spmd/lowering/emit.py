@@ -28,10 +28,9 @@ _GLOBAL_IDS = {"stablehlo.all_reduce", "stablehlo.all_gather", "stablehlo.reduce
 
 
 def emit(program: Program, mesh: Mesh) -> str:
-    """A module with one public function `main`.
+    """A module with one public function `main`, one device's program for every device of the mesh.
 
-    One device's program is to be run on every device of the mesh. Arguments without elements are
-    constants, which the function does not take. In a whole program, manual
+    Arguments without elements are constants, which it does not take. In a whole program, manual
     regions become `sdy.manual_computation`, which XLA partitions by itself.
     """
     return _Emitter(program, mesh).run()
@@ -235,7 +234,6 @@ def _frame_text(frame: Frame) -> str:
 
 
 def _attribute(attr: Attribute) -> str:
-    """One attribute as MLIR text."""
     if isinstance(attr, bool):
         return "true" if attr else "false"
     if isinstance(attr, int):

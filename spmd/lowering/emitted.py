@@ -32,40 +32,29 @@ class Constant(NamedTuple):
 
 @dataclass(frozen=True)
 class Emitted:
-    """A local program as plain data: it can be kept, compared and compiled later.
-
-    Attributes:
-      name: the program's.
-      mesh: the mesh.
-      module: StableHLO text with a function `main`, to be run on every device. It takes pieces of
-        the arguments, and behind them those of the constants.
-      arguments, results: shardings of the global arguments and results.
-      argument_types: of the global arguments.
-      result_types: of one device's pieces.
-      argument_orders, result_orders: in which order their dims lie in memory.
-      donated: flat indices of donated arguments.
-      needs_x64: whether some value has elements of 64 bits.
-      callbacks: the Python functions that it calls, by number.
-      peak_bytes: predicted memory of one device, where somebody asked for it.
-      seconds: predicted time of one run, where somebody asked for it.
-      constants: what it takes behind its arguments.
-    """
+    """A local program as plain data: it can be kept, compared and compiled later."""
 
     name: str
     mesh: Mesh
+    # StableHLO text with a function `main`, to be run on every device. It takes pieces of the
+    # arguments, and behind them those of the constants
     module: str
+    # arguments, results: shardings of the global arguments and results
     arguments: tuple[Sharding, ...]
     results: tuple[Sharding, ...]
+    # argument_types, result_types: of the global arguments; of one device's pieces
     argument_types: tuple[TensorType, ...]
     result_types: tuple[TensorType, ...]
+    # argument_orders, result_orders: in which order their dims lie in memory
     argument_orders: tuple[Order | None, ...]
     result_orders: tuple[Order | None, ...]
-    donated: tuple[int, ...]
+    donated: tuple[int, ...]  # flat indices of donated arguments
     needs_x64: bool
-    callbacks: tuple[Callback, ...] = ()
+    callbacks: tuple[Callback, ...] = ()  # the Python functions that it calls, by number
+    # peak_bytes, seconds: of one device and run, predicted where somebody asked for it
     peak_bytes: int | None = None
     seconds: float | None = None
-    constants: tuple[Constant, ...] = ()
+    constants: tuple[Constant, ...] = ()  # what it takes behind its arguments
 
     @cached_property
     def boundary_mesh(self) -> Mesh:
@@ -109,12 +98,7 @@ def formats(
 
 
 def emit_local(local: Partitioned, donated: tuple[int, ...] = ()) -> Emitted:
-    """Emits an expanded local program.
-
-    Args:
-      local: the program and its boundary.
-      donated: flat indices of donated arguments.
-    """
+    """Emits an expanded local program; `donated` are flat indices of arguments."""
     program, mesh, arguments, results = local[:4]
     types, body = program.types, program.body
     count = len(body.args) - len(program.constants)

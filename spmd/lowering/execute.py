@@ -67,10 +67,7 @@ def _lower(ctx: Any, *args: Any, module: str, callbacks: Callbacks, **_: Any) ->
     if len(type_.inputs) < len(args):  # those without elements are constants there
         args = tuple(arg for arg, aval in zip(args, ctx.avals_in, strict=True) if aval.size)
     name = mlir.merge_mlir_modules(
-        ctx.module_context.module,
-        "spmd_main",
-        source,
-        dst_symtab=ctx.module_context.symbol_table,
+        ctx.module_context.module, "spmd_main", source, dst_symtab=ctx.module_context.symbol_table
     )
     if callbacks:
         emit_callbacks(ctx, ctx.module_context.symbol_table[name], callbacks)
@@ -84,19 +81,14 @@ mlir.register_lowering(_program, _lower)
 
 @dataclass(frozen=True)
 class Outside:
-    """What jax is told of a program's arguments and results, besides what the program says.
+    """What jax is told of a program's arguments and results, besides what the program says."""
 
-    Attributes:
-      mesh: the mesh that they lie on: the program's, with the user's axis types.
-      weak: whether the type of each result is weak; none is if empty.
-      devices: descriptions of devices that are not here, in the mesh's order; the process's own by
-        id if None.
-      results: how the results lie, in the user's words; as the program says if empty.
-    """
-
-    mesh: jax.sharding.Mesh
-    weak: tuple[bool, ...] = ()
+    mesh: jax.sharding.Mesh  # the mesh that they lie on: the program's, with the user's axis types
+    weak: tuple[bool, ...] = ()  # whether the type of each result is weak; none is if empty
+    # descriptions of devices that are not here, in the mesh's order; the process's own by id if
+    # None
     devices: Sequence[Any] | None = None
+    # how the results lie, in the user's words; as the program says if empty
     results: tuple[Placement, ...] = ()
 
 
@@ -104,11 +96,6 @@ def compile_emitted(
     emitted: Emitted, compiler_options: Mapping[str, Any], outside: Outside | None = None
 ) -> Any:
     """Hands an emitted program to XLA, once all processes of the mesh have shown the same one.
-
-    Args:
-      emitted: the program.
-      compiler_options: passed to XLA as they are.
-      outside: what jax is told of arguments and results.
 
     Returns:
       jax's compiled program: it takes and returns flat global arrays. One `WithConstants` if it
@@ -137,10 +124,7 @@ def compile_emitted(
 class WithConstants:
     """jax's compiled program, and the constants that it takes in front of its arguments.
 
-    Attributes:
-      compiled: the program.
-      constants: arrays, of which every process places the pieces of its own devices; none if the
-        program's devices are not here.
+    Of these every process places the pieces of its own devices; none if the devices are not here.
     """
 
     def __init__(self, compiled: Any, emitted: Emitted, outside: Outside) -> None:
@@ -174,15 +158,10 @@ def compile_within(
     compiler_options: Mapping[str, Any],
     outside: Outside | None = None,
 ) -> Any:
-    """As `compile_emitted`, for a program that has been planned within a memory limit.
+    """As `compile_emitted`, for a program that has been planned within a limit of bytes.
 
     Where XLA takes more than the limit, its scheduler is told of it; of both programs the smaller
     one is kept. It is not told at once, for then it also slows down what fits.
-
-    Args:
-      limit: bytes of one device.
-      emitted, compiler_options, outside: as for `compile_emitted`.
-      topology: the machine.
     """
     free = compile_emitted(emitted, compiler_options, outside)
     used, around = _memory(free)
@@ -203,11 +182,7 @@ def _memory(compiled: Any) -> tuple[int, int]:
 
 
 def check_no_callbacks(emitted: Emitted) -> None:
-    """Checks that a program can be compiled for a machine that is not here.
-
-    Raises:
-      MeshError: it calls Python, which takes the runtime of that machine.
-    """
+    """MeshError if a program that is compiled for elsewhere calls Python, which takes a runtime."""
     if emitted.callbacks:
         raise MeshError(
             "a program that calls Python cannot be compiled for a machine that is not here",
@@ -243,10 +218,6 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
     """A jitted function of constants and flat global arguments that runs an emitted program.
 
     Constants come first, where jax's C++ dispatch puts such values. It is traced `on_own_mesh`.
-
-    Args:
-      emitted: the program.
-      outside: as for `compile_emitted`.
     """
     outside = outside or Outside(jax_mesh(emitted.mesh))
     boundary = jax_mesh(emitted.boundary_mesh, outside.devices)
@@ -256,11 +227,8 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
     def specs(shardings: Sequence[Sharding]) -> tuple[PartitionSpec, ...]:
         return tuple(partition_spec(sharding, emitted.boundary_mesh) for sharding in shardings)
 
-    def constants_last(*args: Any) -> Any:
-        return run(*args[count:], *args[:count])
-
     mapped = jax.shard_map(
-        constants_last if count else run,
+        (lambda *args: run(*args[count:], *args[:count])) if count else run,
         mesh=boundary,
         in_specs=(*specs([c.sharding for c in emitted.constants]), *emitted.argument_specs),
         out_specs=specs(emitted.results),
@@ -281,16 +249,10 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
 def executable_on(
     module: str, out_types: Sequence[TensorType], where: Any, callbacks: Callbacks = ()
 ) -> Any:
-    """A function of host arrays that runs a whole program, as it is, on one device or a mesh.
+    """A function of host arrays that runs a whole program (its text) on a jax device or a mesh.
 
-    On a mesh every device holds all arguments and results; what is between is left to XLA's
-    partitioner.
-
-    Args:
-      module: StableHLO text with a function `main`.
-      out_types: types of its results.
-      where: a jax device, or the mesh of the program's manual regions.
-      callbacks: what it calls; those that only look do nothing.
+    On a mesh, that of the program's manual regions, every device holds all arguments and results;
+    what is between is left to XLA's partitioner. Callbacks that only look do nothing.
     """
     run, place = _runner(module, tuple(out_types), silent(callbacks)), where
     more: dict[str, Any] = {}
@@ -324,12 +286,9 @@ def _runner(
 
 
 def without_shardings(module: ir.Module) -> str:
-    """A module's text without anything that says how values lie on devices.
+    """A module's text without anything that says how values lie on devices, but for manual regions.
 
-    Manual regions stay, and the meshes that they name.
-
-    Raises:
-      UnsupportedOpError: a manual region as GSPMD's text has it, which only its partitioner runs.
+    UnsupportedOpError for a manual region as GSPMD's text has it, which only its partitioner runs.
     """
     target = "call_target_name"
     if _holds(module, lambda op: target in op.attributes and op.attributes[target].value == LEAVES):
@@ -351,7 +310,6 @@ def without_shardings(module: ir.Module) -> str:
 
 
 def _holds(module: ir.Module, is_wanted: Callable[[Any], bool]) -> bool:
-    """Whether a module has an op of some kind."""
     found = False
 
     def visit(op: Any) -> Any:

@@ -136,10 +136,9 @@ def _raise(callback: Callback, raised: _Raised, *_: Any) -> _Arrays:
 def _call(
     callback: Callback, raised: _Raised | None, types: Sequence[Any], is_linked: bool, *args: Any
 ) -> _Arrays:
-    """The flag, the results, and the number that orders it.
+    """The flag, the results, and the number that orders it: the last argument if it `is_linked`.
 
-    An error goes to `raised`, if the program is to hand it to all devices. If the call `is_linked`,
-    its last argument is a number to be handed on.
+    An error goes to `raised`, if the program is to hand it to all devices.
     """
     args, link = (args[:-1], args[-1:]) if is_linked else (args, ())
     flag = 0

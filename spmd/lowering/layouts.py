@@ -47,14 +47,11 @@ def lay_out(
     platform: str,
     wanted: bool | None = None,
 ) -> Partitioned:
-    """Chooses the order in memory of arguments and results.
+    """Chooses the order in memory of arguments and results of a program with all its collectives.
 
-    Args:
-      local: the local program, with all its collectives.
-      links: (result, argument) of donated arguments and their updates: what can be chosen.
-      given: the order of each other argument, None for major to minor.
-      platform: what it is compiled for.
-      wanted: whether to choose; None: where the backend would transpose otherwise.
+    `links` are the (result, argument) of donated arguments, which can be chosen; other arguments
+    are `given` (None: major to minor). It chooses if `wanted`; None: where the backend would
+    transpose otherwise.
     """
     program, body, types = local.program, local.program.body, local.program.types
     arguments = [*given, *[None] * (len(body.args) - len(given))]
@@ -104,25 +101,20 @@ def _joins(op: Op) -> bool:
     return bool(rule.moves and rule.linear == (tuple(range(count)),))
 
 
-_Dim = tuple[Value, int]
-"""A value and the number of one of its dims."""
+_Dim = tuple[Value, int]  # a value and the number of one of its dims
 
 
 class _Wishes:
     """What the collectives of a program wish of the order of dims.
 
     Dims that go together, through all ops that keep their elements in order, are one class.
-
-    Attributes:
-      same: a dim -> another one of its class; those that stand for a class are not in it.
-      blank: values that are the same everywhere: they have no order.
-      first: (dim, other dim) -> bytes of the collectives that want the one in front of the other.
     """
 
     def __init__(self, program: Program) -> None:
         self.types, self.index = program.types, Index(program)
-        self.same: dict[_Dim, _Dim] = {}
-        self.blank: set[Value] = set()
+        self.same: dict[_Dim, _Dim] = {}  # to another of its class; not of one that stands for it
+        self.blank: set[Value] = set()  # the same everywhere: they have no order
+        # (dim, other dim) -> bytes of the collectives that want the one in front of the other
         self.first: dict[tuple[_Dim, _Dim], int] = defaultdict(int)
         self.tie(program.body)
         self.wish(program.body, 1)

@@ -18,15 +18,10 @@ OpCheck = Callable[[Mesh, Op], str | None]
 
 
 def check_local(partitioned: Partitioned, stage: str, whole: Program | None = None) -> None:
-    """Holds a local program against the table of its stage.
+    """Holds a local program against the table of its stage: `local`, `optimized` or `expanded`.
 
-    Args:
-      partitioned: the program with its boundary.
-      stage: `local`, `optimized` or `expanded`.
-      whole: the program that it was made from; boundary types are held against it if given.
-
-    Raises:
-      LegalityError: a check that does not hold, with the op.
+    Boundary types are held against the `whole` program that it was made from, if given.
+    LegalityError names the check and the op.
     """
     check_program(partitioned.program, stage)
     for op in partitioned.program.walk():

@@ -14,15 +14,25 @@ from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.callbacks import CALLBACK
 from spmd.ir.dialect.collectives import RESIZED
 from spmd.ir.dialect.manual import MANUAL, TO_MANUAL
-from spmd.ir.program import Loc, Op, OpKind, Program, Value, numberless
-from spmd.ir.types import Order, local_type
-from spmd.lowering.collectives import HELD, apply_step, without_permutes
+from spmd.ir.dialect.reducers import reducer_body
+from spmd.ir.program import Loc, Op, OpKind, Program, Region, Value, numberless
+from spmd.ir.rewrite import rewrite_ops
+from spmd.ir.types import Order, TensorType, local_type
+from spmd.lowering.local.dims import (
+    Split,
+    cut,
+    dynamic_take_dim,
+    gather_dim,
+    join,
+    own_piece,
+    per_device,
+)
 from spmd.lowering.local.table import LocalOp, lower_op
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, axis_refs, format_sharding, replicated
 from spmd.planning.choices import making_choice
 from spmd.planning.plan import Choice, Plan
-from spmd.reshard.paths import Step
+from spmd.reshard.paths import WHOLE_TERMS, Step, permute_pairs
 
 _USES = {TO_MANUAL: "shard_map", FROM_MANUAL: "shard_map's result"}
 _REDUCED = {
@@ -44,13 +54,10 @@ def _use(op: Op, index: int) -> str:
 
 
 class Partitioned(NamedTuple):
-    """A local program and how its boundary lies on the mesh.
+    """A local program, whose only communication is explicit collectives, and how its boundary lies.
 
-    Attributes:
-      program: runs on every device; its only communication is explicit collectives.
-      mesh: the mesh.
-      arguments, results: shardings of the global arguments and results.
-      argument_orders, result_orders: in which order their dims lie in memory; empty until chosen.
+    `arguments` and `results` are shardings of the global ones; the orders of their dims in memory
+    are empty until chosen.
     """
 
     program: Program
@@ -323,3 +330,112 @@ class _Partitioner:
         if held and self.plan.trips.get(op.results[0]) is None:
             attrs = {**attrs, HELD: held}
         self.keep(op, choice, self.b.op(op.name, operands, types, attrs, tuple(regions)))
+
+
+# ---------------------------------------------------------------------------------------------
+# Reshard steps as ops, and what they must not be where devices part ways.
+
+
+def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: Mesh) -> Value:
+    """Appends one reshard step: from a local value in `step.before` to one in `step.after`."""
+    # Collectives know equal pieces only. A dim that is about to be split is padded first (`cut`),
+    # and one that was just joined loses its inner padding afterwards (`join`).
+    type_ = local_type(global_type, step.after, mesh)
+    if step.kind == "slice":
+        return own_piece(b, x, step.dims[0], step.axes, mesh)
+    if step.kind == "mask" and step.after.kind in WHOLE_TERMS:
+        return x
+    if step.kind == "mask":
+        first = b.compare("EQ", b.axis_index(step.axes), b.constant(0, "i32"))
+        return b.select(first, x, b.splat(0, type_))
+    if step.kind == "all_gather":
+        (dim,) = step.dims
+        x = gather_dim(b, x, dim, step.axes, mesh)
+        return join(b, x, Split(dim, type_.shape[dim], step.axes, mesh))
+    if step.kind == "all_to_all":
+        source, target = step.dims
+        x = cut(b, x, target, step.axes, mesh)
+        pieces = b.types[x].scaled(source, mesh.extent(step.axes))
+        pieces = pieces.with_dim(target, type_.shape[target])
+        how = {"concat_dimension": source, "split_dimension": target}
+        x = b.collective(step.kind, x, pieces, step.axes, **how)
+        return join(b, x, Split(source, type_.shape[source], step.axes, mesh))
+    if step.kind == "collective_permute":
+        pairs = permute_pairs(step.before, step.after, mesh)
+        return b.collective(step.kind, x, type_, step.axes, pairs=pairs)
+    if step.kind == "reduce_scatter":
+        x = cut(b, x, step.dims[0], step.axes, mesh)
+    # Whether XLA's backends reduce this way across devices; bitwise ones only for predicates.
+    bitwise = ("and", "or") if type_.dtype == "i1" else ()
+    if step.before.kind not in ("add", "mul", "max", "min", *bitwise):
+        return _reduce_gathered(b, x, type_, step, mesh)
+    body = reducer_body(step.before.kind, type_.dtype)
+    dims = {"scatter_dimension": step.dims[0]} if step.kind == "reduce_scatter" else {}
+    assert dims or step.kind == "all_reduce", step.kind
+    return b.collective(step.kind, x, type_, step.axes, body=body, **dims)
+
+
+def _reduce_gathered(b: Builder, x: Value, result: TensorType, step: Step, mesh: Mesh) -> Value:
+    """A reduction that no backend offers as a collective: gather the terms, reduce them locally."""
+    terms = gather_dim(b, b.reshape(x, (1, *b.types[x].shape)), 0, step.axes, mesh)
+    reduced = b.reduce(step.before.kind, terms, (0,))
+    if step.kind == "all_reduce":
+        return reduced
+    return b.local_slice(reduced, result, step.axes, step.dims[0])
+
+
+HELD = "spmd.held"
+"""Attribute of control flow whose way may depend on the device: along which atoms it may."""
+
+
+def without_permutes(program: Program, mesh: Mesh) -> Program:
+    """Replaces the permutes over free axes in control flow that has `HELD`.
+
+    Inside a manual region a branch or a loop may depend on the device. Devices that agree along the
+    manual axes go together, so a collective whose groups lie within the free axes is safe; but
+    XLA's collective-permute is one exchange among all devices, however far apart its pairs are.
+    Those that the compiler put there become all-gathers, of which each device keeps what was sent
+    to it.
+
+    before: `%3 = collective_permute %2 {y} pairs=[[0, 1], [1, 0], ...]`
+    after:  `%4 = all_gather (reshape %2) {y}; %3 = %4[table[position]]`
+    """
+    found: set[Value] = set()
+
+    def visit(region: Region, held: frozenset[int]) -> None:
+        for op in region.ops:
+            for inner in op.regions:
+                visit(inner, held.union(op.kind.attrs.get(HELD, ())))
+            permutes = op.collective == "collective_permute"
+            if held and permutes and held.isdisjoint(op.kind.attrs["axes"]):
+                found.add(op.results[0])
+
+    visit(program.body, frozenset())
+    if not found:
+        return program
+
+    def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
+        if not op.results or op.results[0] not in found:
+            return None
+        return (_gathered(b, op, operands[0], mesh),)
+
+    return rewrite_ops(program, rewrite)
+
+
+def _gathered(b: Builder, op: Op, x: Value, mesh: Mesh) -> Value:
+    # The table has, for each device of the mesh, the coordinate along `axes` of the one that sends
+    # to it, or -1. For pairs [[0, 1], [1, 2]] of four devices it is -1 0 1 -1. Devices without a
+    # sender have zeros, as behind a permute.
+    axes, type_ = op.kind.attrs["axes"], b.types[x]
+    shape = type_.shape
+    gathered = gather_dim(b, b.reshape(x, (1, *shape)), 0, axes, mesh)
+    sender = [-1] * mesh.size
+    for source, to in op.kind.attrs["pairs"]:
+        sender[to] = mesh.coordinate(source, axes)
+    mine = per_device(b, tuple(range(len(mesh.atoms))), sender)
+    zero = b.constant(0, "i32")
+    start = b.binary("maximum", mine, zero)
+    received = b.reshape(dynamic_take_dim(b, gathered, 0, start, 1), shape)
+    if -1 not in sender:
+        return received
+    return b.select(b.compare("GE", mine, zero), received, b.splat(0, type_))

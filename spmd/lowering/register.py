@@ -137,11 +137,7 @@ def _rule_function(
     reduction: str,
     linear: Iterable[Sequence[int]],
 ) -> Callable[[OpKind], Rule]:
-    """The rule of an op's kind, from its text if it is one.
-
-    Raises:
-      SpmdError: a kind of factor that does not exist, or a reduction that is not named.
-    """
+    """The rule of an op's kind, from its text if it is one; SpmdError for unknown kinds."""
     bad = set(kinds.values()) - {"pass", "reduce", "replicate"}
     if bad:
         raise SpmdError(

@@ -28,7 +28,7 @@ DEFAULTS: dict[str, dict[str, str | bool | int]] = {
 EIGHT_BIT: dict[str, dict[str, str | bool | int]] = {
     # XLA tries Triton's products first, which takes 16 s for each shape of float8, against 0.2 s
     # without; what it takes in the end is cuBLASLt's either way. On an H200, jax 0.11.2.
-    "cuda": {"xla_gpu_enable_triton_gemm": False},
+    "cuda": {"xla_gpu_enable_triton_gemm": False}
 }
 """Platform -> options for programs with products of 8-bit floats."""
 
@@ -56,13 +56,9 @@ def xla_options(platform: str, program: Program, given: Mapping[str, Any]) -> Ma
 def options_within(
     limit: int, around: int, topology: Topology, compiler_options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Compiler options with which XLA, too, aims at a memory limit; they matter on GPUs.
+    """Compiler options with which XLA, too, aims at a limit of bytes; they matter on GPUs.
 
-    Args:
-      limit: bytes of one device.
-      around: bytes of arguments and results, those that lie in each other once.
-      topology: the machine.
-      compiler_options: those for the platform and the user's, which stay.
+    `around` are bytes of arguments and results, those that lie in each other once.
     """
     flag = "xla_gpu_memory_limit_slop_factor"  # percent of what arguments and results leave
     if topology.platform != "cuda" or flag in compiler_options:

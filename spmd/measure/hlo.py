@@ -54,11 +54,7 @@ _OPCODE = re.compile(r" ([a-z][\w-]*)\(")
 
 
 def parse_module_text(text: str) -> Module:
-    """The text of a module as data.
-
-    Raises:
-      ArgumentError: the text has no ENTRY computation.
-    """
+    """The text of a module as data; ArgumentError if it has no ENTRY computation."""
     # Line by line: a computation's head opens a list of instructions, `}` closes it. Tables of
     # source locations stand outside of computations, a heading and then numbered rows.
     computations: dict[str, list[Instruction]] = {}

@@ -33,12 +33,9 @@ KINDS = (MATRIX, ATTENTION, OTHER, COPIES, COLLECTIVES)
 
 
 class Label(NamedTuple):
-    """What some work is.
+    """What some work is: its kind, one of `KINDS`, and its layer in the user's model (`layer_of`).
 
-    Attributes:
-      kind: one of `KINDS`.
-      layer: where in the user's model it is; see `layer_of`.
-      collective: of a collective its kind and axes, `all_gather over data`; else empty.
+    `collective` has a collective's kind and axes, `all_gather over data`; else it is empty.
     """
 
     kind: str
@@ -122,13 +119,7 @@ def kernel_collective(name: str) -> str:
 
 
 class Labels:
-    """Labels of a profile's events.
-
-    Args:
-      text: XLA's optimized module.
-      program: the local program that it was made of.
-      mesh: its mesh.
-    """
+    """Labels of a profile's events, by the optimized module and the program it was made of."""
 
     def __init__(self, text: str, program: Program, mesh: Mesh) -> None:
         self.module = parse_module_text(text)
@@ -206,10 +197,7 @@ class Labels:
         return [instruction, *called(instruction, self.module)]
 
     def collective(self, instruction: Instruction) -> str:
-        """The kind of a collective that an instruction is or starts; else nothing.
-
-        A TPU's product that carries a gather along is a product.
-        """
+        """The kind of a collective that an instruction is or starts; else nothing."""
         if self.kind(instruction):
             return ""
         return next(filter(None, map(kind_of, self._parts(instruction))), "")

@@ -22,11 +22,7 @@ from spmd.measure.profile import Event
 
 
 class Order:
-    """The order in which a module's work is launched.
-
-    Args:
-      labels: of the module.
-    """
+    """The order in which a module's work is launched."""
 
     def __init__(self, labels: Labels) -> None:
         self.labels = labels
@@ -42,10 +38,7 @@ class Order:
             del self.sorts[sort]
 
     def name(self, events: Sequence[Event]) -> list[Event]:
-        """The events of one device in one step, with the ops of those that name none of their own.
-
-        Where numbers do not agree, events stay as they are.
-        """
+        """A device's events in a step, with ops for those without; unchanged if counts differ."""
         found: dict[str, list[Event]] = {}
         for event in events:
             if (sort := self._sort_of_kernel(event.name)) in self.sorts:

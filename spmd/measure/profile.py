@@ -23,43 +23,26 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-STEP = "spmd.measure.step"
-"""The annotation around each step of a profile."""
-
-WARM = 2
-"""Runs before any is timed: the first ones load kernels and fill caches of the runtime."""
-
-PROFILED = 3
-"""Steps that run under the profiler, after those that are timed without it."""
+STEP = "spmd.measure.step"  # the annotation around each step of a profile
+WARM = 2  # runs before any is timed: the first ones load kernels and fill caches of the runtime
+PROFILED = 3  # steps that run under the profiler, after those that are timed without it
 
 
 class Event(NamedTuple):
-    """Something that one device did.
-
-    Attributes:
-      device: its number.
-      name: the kernel's; on CPUs the op's.
-      op: the op of the optimized module that it belongs to; empty where the profile names none.
-      start, end: seconds after its step began.
-      launch: of a GPU's kernel, the number of the call that launched it, and its place in the CUDA
-        graph that was launched.
-    """
+    """Something that one device did, seconds after its step began."""
 
     device: int
-    name: str
-    op: str
+    name: str  # the kernel's; on CPUs the op's
+    op: str  # the op of the optimized module that it belongs to; empty where the profile names none
     start: float
     end: float
+    # of a GPU's kernel, the number of the call that launched it, and its place in the CUDA graph
+    # that was launched
     launch: tuple[int, int] = (0, 0)
 
 
 class Step(NamedTuple):
-    """One step of a profile.
-
-    Attributes:
-      seconds: from its call until all results are there.
-      events: what this process's devices did, in order of their start.
-    """
+    """One step: seconds until all results are there, and what devices did, by their start."""
 
     seconds: float
     events: tuple[Event, ...]
@@ -80,11 +63,7 @@ class Run(NamedTuple):
 class Feed:
     """Runs a program again and again; the arrays that it was given first stay as they are.
 
-    Args:
-      executable: a program of flat arguments that returns flat results.
-      arguments: of the first step, on their devices.
-      donated: positions of the arguments that the program takes over.
-      links: (result, argument) of donated arguments and their updates.
+    `donated` are positions of its flat arguments, `links` the (result, argument) that replace them.
     """
 
     def __init__(
@@ -180,7 +159,6 @@ def _step(span: tuple[float, float], events: Sequence[Event]) -> Step:
 
 
 def _device_events(profile: Any) -> Iterator[Event]:
-    """All that devices did, its times in nanoseconds."""
     planes = {plane.name: plane for plane in profile.planes}
     gpus = {name: found[1] for name in planes if (found := re.match(r"/device:GPU:(\d+)", name))}
     for name, number in gpus.items():
@@ -196,18 +174,12 @@ def _device_events(profile: Any) -> Iterator[Event]:
 
 
 class _Thread:
-    """What one thread of a CPU did.
-
-    Attributes:
-      ops: (event, its stats) of each op.
-      ends: (moment, number) of what others began and this thread ended.
-      tasks: when it began with each task of its pool.
-    """
+    """What one thread of a CPU did."""
 
     def __init__(self, line: Any) -> None:
-        self.ops: list[tuple[Event, Mapping[str, Any]]] = []
-        self.ends: list[tuple[float, int]] = []
-        self.tasks: list[float] = []
+        self.ops: list[tuple[Event, Mapping[str, Any]]] = []  # each with its stats
+        self.ends: list[tuple[float, int]] = []  # (moment, number) of what others began
+        self.tasks: list[float] = []  # when it began with each task of its pool
         for event in line.events:
             if event.name == "ThreadpoolListener::StartRegion":
                 self.tasks.append(event.start_ns)
@@ -261,11 +233,9 @@ def _cpu_events(threads: Sequence[_Thread]) -> Iterator[Event]:
 
 
 class Share(NamedTuple):
-    """Seconds of a device's time.
+    """Seconds of a device's time in which it did this.
 
-    Attributes:
-      seconds: in which the device did this, and nothing that comes before it.
-      hidden: in which it did this beside something that comes before it.
+    `seconds` are those without anything that comes before it, `hidden` those beside such.
     """
 
     seconds: float
@@ -278,12 +248,8 @@ def shares(spans: Sequence[tuple[int, float, float]]) -> list[Share]:
     before: dot 0..4, all_gather 3..7, copy 6..8        (seconds)
     after:  dot 4, all_gather 2 and 1 hidden, copy 2    (nothing waits for what runs beside it)
 
-    Args:
-      spans: (rank, start, end) of each thing. At any moment the time is that of the things with the
-        lowest rank that run, in equal parts.
-
-    Returns:
-      The share of each. The `seconds` of all add up to the time in which anything ran.
+    At any moment the time is that of the (rank, start, end) spans with the lowest rank that run, in
+    equal parts. All `seconds` add up to the time in which anything ran.
     """
     seconds, hidden = [0.0] * len(spans), [0.0] * len(spans)
     edges = sorted(

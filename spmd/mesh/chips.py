@@ -18,12 +18,10 @@ class Link(NamedTuple):
     latency: float
 
 
-class Measured(NamedTuple):
+class CollectiveSpeed(NamedTuple):
     """Measured speed of one kind of collective among some devices behind a switch.
 
     Attributes:
-      kind: as in `spmd.reshard.comm.KINDS`.
-      devices: how many exchange with one another.
       latency: seconds that a collective of almost no bytes takes.
       bandwidth: bytes/s that each device sends in a large one, counting bytes as a ring does.
     """
@@ -34,8 +32,7 @@ class Measured(NamedTuple):
     bandwidth: float
 
 
-DTYPES = ("f32", "bf16", "f16", "i8", "fp8")
-"""The dtypes that a chip's peak is given for."""
+DTYPES = ("f32", "bf16", "f16", "i8", "fp8")  # the dtypes that a chip's peak is given for
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ class Chip:
     per_host: int = 8
     cores: int = 1
     core: Link | None = None
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[CollectiveSpeed, ...] = ()
     overlap: float = 1.0
     efficiency: tuple[tuple[str, float], ...] = ()
     byte_transpose: float = 0.0
@@ -112,7 +109,7 @@ _NVLINK_LATENCY = 4e-6
 # CPU: a stand-in, so that plans can be made for hosts without accelerators.
 _IN_PROGRAM = 30e-6  # small ones take 10 to 55, however many devices and of whichever kind
 _HOPPER = tuple(
-    Measured(kind, devices, _IN_PROGRAM, rate * 1e9)
+    CollectiveSpeed(kind, devices, _IN_PROGRAM, rate * 1e9)
     for devices, *rates in ((2, 178, 250, 181, 195, 183), (4, 227, 280, 208, 196, 262))
     for kind, rate in zip(
         ("all_gather", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter"),
@@ -198,15 +195,11 @@ def chip_to_json(chip: Chip) -> dict[str, Any]:
 
 
 def chip_from_json(data: dict[str, Any]) -> Chip:
-    """Reads what `chip_to_json` makes.
-
-    Raises:
-      KeyError, TypeError, ValueError: the dict is not one that `chip_to_json` made.
-    """
+    """Reads what `chip_to_json` makes; KeyError, TypeError or ValueError for anything else."""
     own: dict[str, Any] = {
         name: Link(**data[name]) for name in ("ici", "dcn", "core") if data.get(name)
     }
     own["flops"] = tuple((dtype, float(data["flops"][dtype])) for dtype in DTYPES)
     own["efficiency"] = tuple(data.get("efficiency", {}).items())
-    own["measured"] = tuple(Measured(**m) for m in data.get("measured", ()))
+    own["measured"] = tuple(CollectiveSpeed(**m) for m in data.get("measured", ()))
     return Chip(**{**data, **own})

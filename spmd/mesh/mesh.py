@@ -20,18 +20,12 @@ class Atom:
 
     Axis `data` of size 4 has the atoms `data:(1)2` and `data:(2)2`, major first. A whole axis, and
     every sub-axis of it, is a run of neighbouring atoms, so that sub-axis algebra is tuple algebra.
-
-    Attributes:
-      axis: index of the mesh axis.
-      pre: product of the sizes of the same axis's more major atoms.
-      size: a prime.
-      stride: how far apart in the flattened mesh two neighbours along this atom are.
     """
 
-    axis: int
-    pre: int
-    size: int
-    stride: int
+    axis: int  # index of the mesh axis
+    pre: int  # product of the sizes of the same axis's more major atoms
+    size: int  # a prime
+    stride: int  # how far apart in the flattened mesh two neighbours along this atom are
 
 
 @dataclass(frozen=True)
@@ -158,11 +152,7 @@ class Mesh:
         """The same devices with an axis for each prime-sized part of an axis.
 
         Specs name whole axes. Here every part of `model` is an axis, so a model with 2 key heads
-        can split them over one half of `model=4`.
-
-        Example:
-          >>> Mesh(None, (2, 4), ("data", "model")).refined().axis_names
-          ('data', 'model.0', 'model.1')
+        can split them over one half of `model=4`, which is called `model.0`.
         """
         pieces = self.pieces()
         sizes, dcn_sizes = [], []

@@ -20,22 +20,15 @@ from spmd.errors import MeshError
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 
-_MOST_IDS = 16
-"""How many device ids an error lists."""
+_MOST_IDS = 16  # how many device ids an error lists
 
 
 @lru_cache(maxsize=1024)
 def part_atoms(mesh: Mesh, other: Mesh, name: str, pre: int = 1, size: int = 0) -> Axes:
     """The atoms of `mesh` that an axis of another mesh, or a part of one, consists of.
 
-    Args:
-      mesh: the mesh to write it in.
-      other: a mesh over the same devices.
-      name: the axis of `other`.
-      pre, size: the part of this size behind parts of the size `pre`; size 0 is the whole axis.
-
-    Raises:
-      MeshError: the meshes have other devices, or there are no such atoms.
+    The part has this size behind parts of the size `pre`; size 0 is the whole axis. MeshError if
+    the meshes have other devices, or there are no such atoms.
     """
     if set(mesh.device_ids) != set(other.device_ids):
         raise MeshError(

@@ -9,8 +9,7 @@ from typing import ClassVar, NamedTuple
 from spmd.errors import SpecError
 from spmd.mesh.mesh import Mesh
 
-Axes = tuple[int, ...]
-"""Atoms of a mesh, major to minor."""
+Axes = tuple[int, ...]  # atoms of a mesh, major to minor
 
 
 def common_prefix(first: Axes, second: Axes) -> Axes:
@@ -25,20 +24,15 @@ class Sharding:
 
     Equal shardings are one object, compared and hashed by identity: planning is made of look-ups by
     shardings, and by tuples of them.
-
-    Attributes:
-      dims: for each dim, the atoms that split it, major to minor.
-      partial: atoms over which every device holds only a term of the value, ascending.
-      kind: how those terms combine: `add`, `mul`, `max`, `min`, `and`, `or`, `xor`; `""` if none.
-      used: every atom that splits a dim or is partial.
     """
 
     __slots__ = ("dims", "kind", "partial", "used")
 
-    dims: tuple[Axes, ...]
-    partial: Axes
+    dims: tuple[Axes, ...]  # for each dim, the atoms that split it, major to minor
+    partial: Axes  # atoms over which every device holds only a term of the value, ascending
+    # how those terms combine: `add`, `mul`, `max`, `min`, `and`, `or`, `xor`; `""` if none
     kind: str
-    used: frozenset[int]
+    used: frozenset[int]  # every atom that splits a dim or is partial
 
     _interned: ClassVar[dict[tuple[tuple[Axes, ...], Axes, str], Sharding]] = {}
 
@@ -80,12 +74,9 @@ class Sharding:
 
 
 class Mark(NamedTuple):
-    """How the user wants one value to be split.
+    """How the user wants one value to be split: atoms of each dim, and which dims are open.
 
-    Attributes:
-      dims: atoms of each dim.
-      open: for each dim, whether the compiler may split it further.
-      reason: where the mark comes from: `argument params/w_in`, `mark_sharding at train.py:12`.
+    `reason` is where the mark comes from: `argument params/w_in`, `mark_sharding at train.py:12`.
     """
 
     dims: tuple[Axes, ...]

@@ -21,11 +21,7 @@ OPEN = PartitionSpec.UNCONSTRAINED
 
 
 def as_mesh(mesh: Any) -> Mesh:
-    """Our mesh for a mesh of ours or of jax (`Mesh`, `AbstractMesh`).
-
-    Raises:
-      MeshError: something that is not a mesh.
-    """
+    """Our mesh for one of ours or of jax (`Mesh`, `AbstractMesh`); MeshError for anything else."""
     if isinstance(mesh, Mesh):
         return mesh
     if isinstance(mesh, jax.sharding.Mesh):
@@ -47,11 +43,7 @@ def _devices_by_id() -> dict[int, Any]:
 def jax_mesh(
     mesh: Mesh, devices: Any = None, axis_types: Sequence[AxisType] | None = None
 ) -> jax.sharding.Mesh:
-    """The jax mesh over the same devices; its axes are Auto if not said otherwise.
-
-    Raises:
-      MeshError: a device of the mesh is not visible to this process.
-    """
+    """The jax mesh over the same devices, which this process has to see; Auto axes by default."""
     if devices is None:
         known = _devices_by_id()
         missing = [i for i in mesh.device_ids if i not in known]
@@ -105,13 +97,9 @@ def partition_spec(sharding: Sharding, mesh: Mesh) -> PartitionSpec:
 
 
 def named_sharding(sharding: Sharding, mesh: Mesh, where: jax.sharding.Mesh) -> NamedSharding:
-    """A boundary sharding for jax.
+    """A boundary sharding for jax, on its mesh `where`.
 
-    Args:
-      sharding: the sharding, with nothing partial.
-      mesh: the mesh.
-      where: the same as jax has it; a sharding with parts of axes is on another one, which has an
-        axis for each part (`Mesh.refined`).
+    One with parts of axes is on a finer mesh, which has an axis for each part (`Mesh.refined`).
     """
     if has_parts(sharding, mesh):
         mesh = mesh.refined()
@@ -126,28 +114,16 @@ def has_parts(sharding: Sharding, mesh: Mesh) -> bool:
 
 
 def first_match(name: str, patterns: Iterable[str]) -> str | None:
-    """The first of several patterns that is a name, or matches it as a glob does.
-
-    Example:
-      >>> first_match("layers/0/w", ["layers/*/b", "layers/*"])
-      'layers/*'
-    """
+    """The first of several patterns that is a name, or matches it as a glob does."""
     return next((p for p in patterns if p == name or fnmatch.fnmatchcase(name, p)), None)
 
 
 def match_patterns(
     patterns: Iterable[str], names: Sequence[str], *, what: str, source: str | None = None
 ) -> list[str | None]:
-    """For each name the first pattern that matches it, or None.
+    """For each name the first pattern (a name, or a glob whose `*` crosses `/`) that matches it.
 
-    Args:
-      patterns: names, or globs over them; `*` also crosses `/`.
-      names: of arguments, leaves of a tree, ...
-      what: what has these names, for errors.
-      source: the user's source line, for errors.
-
-    Raises:
-      SpecError: a pattern that matches no name.
+    Errors say `what` has these names. SpecError for a pattern that matches none of them.
     """
     for pattern in patterns:
         if not any(first_match(name, (pattern,)) for name in names):
@@ -171,8 +147,7 @@ def spec_entries(
         minor), None, `...` or `OPEN`. Shorter than the rank leaves the other dims unsplit.
       rank: the tensor's rank.
       mesh: the mesh.
-      what: what the spec is for, for errors.
-      source: the user's source line, for errors.
+      what, source: what the spec is for, and the user's source line, for errors.
 
     Raises:
       SpecError: too long, an unknown axis, an axis used twice.
@@ -244,12 +219,9 @@ def dims_of(
     source: str | None = None,
     even: bool = True,
 ) -> tuple[tuple[Axes, ...], tuple[bool, ...]]:
-    """Spelled-out entries as atoms, with which dims are open.
+    """Spelled-out entries, of axes or parts of axes, as atoms, with which dims are open.
 
-    Axes may be parts of axes, as `axis_refs` writes them.
-
-    Raises:
-      SpecError: a dim that its axes don't divide, if `even`.
+    SpecError, if `even`, for a dim that its axes don't divide.
     """
     dims: list[Axes] = []
     for d, (entry, size) in enumerate(zip(entries, shape, strict=True)):

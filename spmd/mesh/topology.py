@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 
 from spmd.errors import MeshError
-from spmd.mesh.chips import CHIPS, DEVICE_KINDS, Chip, Link, Measured, chip_from_json, chip_to_json
+from spmd.mesh.chips import (
+    CHIPS,
+    DEVICE_KINDS,
+    Chip,
+    CollectiveSpeed,
+    Link,
+    chip_from_json,
+    chip_to_json,
+)
 from spmd.mesh.mesh import Mesh
 
 
@@ -142,7 +150,7 @@ class Topology:
         each = [_ways(self.chip, size) for size in sizes]
         return max([1.0, *(sum(each) * s / 4 / w for s, w in zip(sizes, each, strict=True))])
 
-    def measured(self, kind: str, devices: int) -> Measured | None:
+    def measured(self, kind: str, devices: int) -> CollectiveSpeed | None:
         """The measurement of a kind of collective among `devices` devices of one host.
 
         For a count that was not measured: that of the next larger one, else of the largest.
@@ -263,10 +271,7 @@ def _cover(size: int, free: Sequence[int], shape: Sequence[int]) -> tuple[int, .
 
 
 def _dims_link(topology: Topology, dims: Sequence[int]) -> Link:
-    """One link with the bandwidth of several torus dims together.
-
-    Cores that are devices of their own form one more dim, behind those of the torus.
-    """
+    """One link with the bandwidth of several torus dims, and of cores behind them, together."""
     chip, shape = topology.chip, topology.shape
     if chip.core is not None and dims == (len(shape),):
         return chip.core

@@ -42,8 +42,7 @@ from spmd.ops.attention_rules import (
 )
 from spmd.ops.attention_split import lower_forward, lower_gradient
 
-ANYWHERE = 0
-"""The `length` of queries that are not at positions 0, 1, ... of a whole sequence."""
+ANYWHERE = 0  # the `length` of queries that are not at positions 0, 1, ... of a whole sequence
 
 Implementation = Literal["auto", "composite", "xla", "cudnn"]
 
@@ -251,7 +250,6 @@ def _check(
     zigzag: int,
     implementation: str,
 ) -> None:
-    """Raises ArgumentError where something does not fit."""
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
     problem = required = ""
     if implementation not in get_args(Implementation):

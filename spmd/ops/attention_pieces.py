@@ -36,12 +36,9 @@ Tensors = Sequence[Any]
 def piece(kernel: Kernel, *operands: Any, zigzag: int = 1, **spec: Any) -> tuple[Any, Any]:
     """The outputs and the logsumexp over the pieces so far and over one more.
 
-    Args:
-      kernel: computes what is not hidden.
-      *operands: this device's queries, a piece of the keys and values, whether that is of a device
-        before this one (a boolean scalar), float32 outputs and logsumexp over the pieces so far;
-        and segments (B, S) and (B, T), if there are any.
-      zigzag, **spec: as for `attention_reference.forward`.
+    Operands are this device's queries, a piece of keys and values, whether that is of a device
+    before this one, the float32 outputs and logsumexp so far, and segments (B, S) and (B, T), if
+    any.
     """
     q_BSND, k_BTKD, v_BTKD, is_before, out_BSND, lse_BNS, *segments = operands
     run = _either(kernel, reference.forward)

@@ -18,26 +18,18 @@ from jax.export import is_symbolic_dim
 
 from spmd.ops import attention_order as order
 
-MOST_SCORES = 1 << 20
-"""Scores of one head and sequence that may be there at once."""
-
-SMALLEST_BLOCK = 128
-"""Queries of a block, at least."""
+MOST_SCORES = 1 << 20  # scores of one head and sequence that may be there at once
+SMALLEST_BLOCK = 128  # queries of a block, at least
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees: what the optional operands say.
+    """Which keys a query sees: what the optional operands say."""
 
-    Attributes:
-      positions_S: where each query is in its sequence, if it sees no key behind it.
-      queries_BS, keys_BT: segments, if a query sees just the keys of its own.
-      positions_T: where each key is, if they are not in their order.
-    """
-
-    positions_S: Any = None
+    positions_S: Any = None  # where each query is in its sequence, if it sees no key behind it
+    # queries_BS, keys_BT: segments, if a query sees just the keys of its own
     queries_BS: Any = None
     keys_BT: Any = None
-    positions_T: Any = None
+    positions_T: Any = None  # where each key is, if they are not in their order
 
     @staticmethod
     def of(operands: Sequence[Any], *, causal: bool, segments: bool) -> Mask:
@@ -51,10 +43,7 @@ class Mask(NamedTuple):
         return self if zigzag == 1 else self._replace(positions_T=order.positions(keys, zigzag))
 
     def visible(self, keys: int, window: int | None = None) -> Any:
-        """Booleans that broadcast to (B, S, T); None if every query sees every key.
-
-        With a window, of the keys up to its own a query sees the last so many.
-        """
+        """Booleans that broadcast to (B, S, T); None if every query sees every key."""
         parts = []
         if self.positions_S is not None:
             positions_T = jnp.arange(keys) if self.positions_T is None else self.positions_T
@@ -72,9 +61,7 @@ class Spec(NamedTuple):
 
     Attributes:
       causal, segments: which masks there are: positions (S,), then segments (B, S) and (B, T).
-      scale: of the scores.
       length: queries of the whole sequence, of which there may be a part here; 0 for any part.
-      logits_dtype: what scores are computed in.
       window: of the keys that a causal query sees, how many at most; None is all.
       zigzag: the number of parts of a sequence in zigzag order; 1 for the usual one.
     """
@@ -98,10 +85,8 @@ def forward(
 ) -> tuple[Any, Any]:
     """The output (B, S, N, D) and the logsumexp of the scores (B, N, S).
 
-    Args:
-      q_BSND, k_BTKD, v_BTKD: queries, keys and values.
-      *masks: positions (S,) if causal, then segments (B, S) and (B, T) if there are any.
-      **attributes: the fields of `Spec`.
+    Masks are positions (S,) if causal, then segments (B, S) and (B, T) if there are any; attributes
+    are the fields of `Spec`.
     """
     spec = Spec(**attributes)
     mask = spec.mask(masks, k_BTKD.shape[1])

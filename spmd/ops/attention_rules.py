@@ -18,8 +18,7 @@ FORWARD = "spmd.attention"
 GRADIENT = "spmd.attention_grad"
 PIECE = "spmd.attention_piece"
 PIECE_GRADIENT = "spmd.attention_piece_grad"
-ARITHMETIC = "attention"
-"""What their arithmetic is called in `Chip.efficiency`."""
+ARITHMETIC = "attention"  # what their arithmetic is called in `Chip.efficiency`
 
 Dims = list[DimFactors]
 

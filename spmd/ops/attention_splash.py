@@ -13,17 +13,10 @@ import jax.numpy as jnp
 
 from spmd.ops.attention_reference import Mask
 
-LANES = 128
-"""Sequences must be multiples of this."""
-
-BLOCKS = (512, 256, LANES)
-"""Sizes of a block; the first that divides a sequence is taken."""
-
-WIDTHS = (64, 128, 256)
-"""Widths of a head."""
-
-INTERPRET = False
-"""Whether to run kernels step by step on any platform, for tests."""
+LANES = 128  # sequences must be multiples of this
+BLOCKS = (512, 256, LANES)  # sizes of a block; the first that divides a sequence is taken
+WIDTHS = (64, 128, 256)  # widths of a head
+INTERPRET = False  # whether to run kernels step by step on any platform, for tests
 
 
 def forward(q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any, **spec: Any) -> Any:

@@ -34,8 +34,7 @@ LEAST_PIECE = 512
 
 Pieces that go round may be shorter: the planner weighed that."""
 
-SEQUENCE = 1
-"""The dim of queries, keys and values that has their positions."""
+SEQUENCE = 1  # the dim of queries, keys and values that has their positions
 
 
 def lower_forward(op: LocalOp) -> Sequence[Value]:
@@ -89,15 +88,10 @@ def _is_by_pieces(op: LocalOp) -> bool:
 
 
 class _Here:
-    """One attention on one device.
+    """One attention on one device: whose pieces of keys go round, or are slices of all.
 
-    Args:
-      op: the op.
-      tensors: how many of its operands are not masks.
-
-    Attributes:
-      goes_round: whether pieces of the keys go round, or are slices of all.
-      number: this device's among those that split the queries, a scalar.
+    The first `tensors` operands are no masks; `number` is this device's among those that split
+    queries.
     """
 
     def __init__(self, op: LocalOp, tensors: int) -> None:

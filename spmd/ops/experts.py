@@ -207,7 +207,6 @@ register_composite(
 
 
 def _check(x: Any, gates: Any, chosen: Any, gate: Any, up: Any, down: Any) -> None:
-    """Raises ArgumentError where something does not fit."""
     ranks = (x.ndim, gates.ndim, chosen.ndim, gate.ndim, up.ndim, down.ndim) == (3,) * 6
     fits = ranks and gates.shape == chosen.shape and gates.shape[:2] == x.shape[:2]
     fits = fits and gate.shape == up.shape and gate.shape[2] == x.shape[2]

@@ -26,29 +26,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from spmd.ops.experts_local import Part, Product, added, inverse, said, summed, turn_size
+from spmd.ops.experts_local import Product, Turn, added, inverse, said, summed, turn_size
 
 Send = Callable[[Any, Any, "Places", tuple[str, ...]], Any]
 """(rows, where they arrive, places, axes) -> that, with what the others have sent."""
 
-LANES = 128
-"""Widths of rows stay multiples of this."""
+LANES = 128  # widths of rows stay multiples of this
 
 
 class Places(NamedTuple):
-    """What goes from each device to each other one, from the one at hand.
+    """What goes from each device to each other one, from the one at hand."""
 
-    Attributes:
-      here_N: where the rows for each device start.
-      sent_N: how many there are.
-      there_N: where they start at that device.
-      got_N: how many rows come from each.
-    """
-
+    # here_N, sent_N: where the rows for each device start, and how many there are
     here_N: Any
     sent_N: Any
-    there_N: Any
-    got_N: Any
+    there_N: Any  # where they start at that device
+    got_N: Any  # how many rows come from each
 
 
 def by_collective(x: Any, out: Any, places: Places, axes: tuple[str, ...]) -> Any:
@@ -82,10 +75,8 @@ def forward(
 ) -> Any:
     """The sum of the chosen experts of the rows at hand, wherever these experts are.
 
-    Args:
-      x_BSH, gates_BSC, chosen_BSC, *weights, count, product: as for `experts_local.forward`.
-      axes: the axes of the devices that exchange; they split the experts evenly.
-      send: how rows are exchanged.
+    As `experts_local.forward`, over the axes of the devices that exchange, which split the experts
+    evenly; `send` exchanges rows.
     """
     route = _Route.of(chosen_BSC, weights[0].shape[0], count, axes)
     x_XH = route.sorted(x_BSH)
@@ -104,11 +95,7 @@ def forward(
 
 
 def gradient(
-    *operands: Any,
-    count: int,
-    axes: tuple[str, ...],
-    send: Send,
-    product: Product,
+    *operands: Any, count: int, axes: tuple[str, ...], send: Send, product: Product
 ) -> Any:
     """Gradients of rows, gates and weights: the operands are those of `forward`, and its `dout`."""
     x_BSH, gates_BSC, chosen_BSC, *weights, dout_BSH = operands
@@ -144,24 +131,15 @@ def gradient(
 
 
 class _Route(NamedTuple):
-    """Which choices go where.
+    """Which choices go where."""
 
-    Attributes:
-      order_X: the places of this device's choices, sorted by their expert; those of none are last.
-      place_TC: where each row's choices are in that order.
-      counts_NE: how many choices each device has of each of the experts here.
-      sizes_NN: how many choices each device has for each.
-      me: the device.
-      choices: of each row.
-      size: choices of a turn.
-      most: choices that may come.
-    """
-
+    # the places of this device's choices, sorted by their expert; those of none are last
     order_X: Any
-    place_TC: Any
-    counts_NE: Any
-    sizes_NN: Any
+    place_TC: Any  # where each row's choices are in that order
+    counts_NE: Any  # how many choices each device has of each of the experts here
+    sizes_NN: Any  # how many choices each device has for each
     me: Any
+    # choices, size, most: choices of each row, of a turn, and that may come
     choices: int
     size: int
     most: int
@@ -201,7 +179,7 @@ class _Route(NamedTuple):
 
         return summed(map(term, range(self.choices)))
 
-    def turn(self, i: Any) -> tuple[Places, Places, Part]:
+    def turn(self, i: Any) -> tuple[Places, Places, Turn]:
         """The places of turn `i`, those of the way back, and what arrives, by expert."""
         start, me = i * self.size, self.me
         # Rows from a device lie behind those from the devices before it; a turn takes of that the
@@ -215,7 +193,7 @@ class _Route(NamedTuple):
         back = Places(there_NN[:, me], sent_NN[:, me], here_NN[:, me], sent_NN[me])
         return there, back, self._part(start)
 
-    def _part(self, start: Any) -> Part:
+    def _part(self, start: Any) -> Turn:
         """What arrives in the turn from `start` on, sorted by expert."""
         # From each device come those of the first expert, of the second, ...
         here = self.counts_NE.shape[1]
@@ -227,7 +205,7 @@ class _Route(NamedTuple):
         at_R = jnp.argsort(expert_R, stable=True)
         sizes_E = jnp.sum(expert_R[:, None] == jnp.arange(here), axis=0, dtype=jnp.int32)
         is_first_R1 = (jnp.arange(self.size) < jnp.sum(sizes_E))[:, None]
-        return Part(at_R, at_R, is_first_R1, sizes_E)
+        return Turn(at_R, at_R, is_first_R1, sizes_E)
 
     def turns(self, turn: Callable[[Any, Any], Any], carry: Any) -> Any:
         """As many turns as it takes on the device of the group that has most to do."""
@@ -237,7 +215,7 @@ class _Route(NamedTuple):
         return jax.lax.fori_loop(0, (most + self.size - 1) // self.size, turn, carry)
 
 
-def _undone(x_RH: Any, part: Part) -> Any:
+def _undone(x_RH: Any, part: Turn) -> Any:
     """Rows in the order in which they came."""
     return x_RH[inverse(part.at_R)]
 

@@ -86,20 +86,14 @@ def gradient(*operands: Any, count: int, product: Product = ragged) -> Any:
     return dx_TH.reshape(x_BSH.shape), dgates_X.reshape(gates_BSC.shape), *found
 
 
-class Part(NamedTuple):
-    """The choices of one turn.
+class Turn(NamedTuple):
+    """The choices of one turn."""
 
-    Attributes:
-      at_R: their places among all choices.
-      row_R: the rows that made them.
-      is_here_R1: whether there is such a choice; the last ones are padding.
-      sizes_E: how many there are of each expert at hand, one expert behind the other.
-    """
-
+    # at_R, row_R: their places among all choices, and the rows that made them
     at_R: Any
     row_R: Any
-    is_here_R1: Any
-    sizes_E: Any
+    is_here_R1: Any  # whether there is such a choice; the last ones are padding
+    sizes_E: Any  # how many there are of each expert at hand, one expert behind the other
 
 
 def inverse(order_X: Any) -> Any:
@@ -130,19 +124,12 @@ class _Choices(NamedTuple):
 
     All rows may choose experts at hand, but that is seldom: a turn has as many choices as there are
     if experts are chosen alike, and a quarter more, and mostly there is one.
-
-    Attributes:
-      order_X: the choices, sorted; those of experts that are elsewhere are last.
-      place_TC: where each row's choices are in that order.
-      ends_E: where each expert's choices end.
-      choices: of each row.
-      size: choices of a turn.
-      most: choices that there may be.
     """
 
-    order_X: Any
-    place_TC: Any
-    ends_E: Any
+    order_X: Any  # the choices, sorted; those of experts that are elsewhere are last
+    place_TC: Any  # where each row's choices are in that order
+    ends_E: Any  # where each expert's choices end
+    # choices, size, most: choices of each row, of a turn, and that there may be
     choices: int
     size: int
     most: int
@@ -160,7 +147,7 @@ class _Choices(NamedTuple):
         place_TC = inverse(order_X).reshape(-1, choices)
         return _Choices(order_X, place_TC, ends_E, choices, size, most)
 
-    def turn(self, i: Any) -> Part:
+    def turn(self, i: Any) -> Turn:
         """The choices of turn `i`."""
         start = i * self.size
         padded = jnp.pad(self.order_X, (0, self.size))
@@ -168,7 +155,7 @@ class _Choices(NamedTuple):
         bounds_E = jnp.clip(self.ends_E - start, 0, self.size)
         is_here_R1 = (jnp.arange(self.size) < bounds_E[-1])[:, None]
         sizes_E = jnp.diff(bounds_E, prepend=0)
-        return Part(at_R, at_R // self.choices, is_here_R1, sizes_E)
+        return Turn(at_R, at_R // self.choices, is_here_R1, sizes_E)
 
     def summed(self, i: Any, x_RH: Any) -> Any:
         """(T, H): the sum of what turn `i` has found for each row's choices."""
@@ -197,13 +184,13 @@ class _Choices(NamedTuple):
         return jax.lax.fori_loop(0, needed, turn, carry)
 
 
-def added(x_RH: Any, gates_R: Any, part: Part, weights: Sequence[Any], product: Product) -> Any:
+def added(x_RH: Any, gates_R: Any, part: Turn, weights: Sequence[Any], product: Product) -> Any:
     """What each choice adds to its row."""
     out_RH = said(x_RH, part, weights, product)
     return out_RH * gates_R[:, None].astype(out_RH.dtype)
 
 
-def said(x_RH: Any, part: Part, weights: Sequence[Any], product: Product) -> Any:
+def said(x_RH: Any, part: Turn, weights: Sequence[Any], product: Product) -> Any:
     """What its expert says to each row, all of them sorted by their expert."""
     gate_EMH, up_EMH, down_EHM = weights
     # No product of padding is defined: it is hidden on the way in, for the gradient's sake, and on

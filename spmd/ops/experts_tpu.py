@@ -12,14 +12,12 @@ import jax
 
 from spmd.ops import experts_local
 
-ROWS = (512, 256, 128)
-"""Rows of a tile; the first that divides the rows is taken."""
+ROWS = (512, 256, 128)  # rows of a tile; the first that divides the rows is taken
 
 WIDTHS = (1024, 512, 256, 128)
 """Likewise of the widths of rows and experts. Larger tiles do not fit a TPU's fast memory."""
 
-INTERPRET = False
-"""Whether to run the kernel step by step on any platform, for tests."""
+INTERPRET = False  # whether to run the kernel step by step on any platform, for tests
 
 
 @jax.custom_vjp

@@ -28,10 +28,7 @@ import numpy as np
 
 from spmd.errors import ArgumentError
 
-DimensionNumbers = tuple[
-    tuple[Sequence[int], Sequence[int]],
-    tuple[Sequence[int], Sequence[int]],
-]
+DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 """As of `jax.lax.dot_general`: ((summed of x, of w), (batch of x, of w))."""
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

@@ -22,18 +22,15 @@ from jax.experimental import pallas as pl
 
 from spmd.ops.triton import compiled_with, power_above, triton
 
-MOST_ROWS = 128
-"""With more rows products are bound by arithmetic, and cuBLAS is faster."""
+MOST_ROWS = 128  # with more rows products are bound by arithmetic, and cuBLAS is faster
 
 LEAST_ROWS = 16
-OUTPUTS = 64
-"""Of a block: so many rows of a weight is the least that tensor cores of Hopper take."""
+OUTPUTS = 64  # of a block: so many rows of a weight is the least that tensor cores of Hopper take
 
 MULTIPROCESSORS = 132
 """Of an H100. With blocks for more than two turns of them, larger blocks read x less often."""
 
-PROGRAMS = 96
-"""Fewer do not keep them busy."""
+PROGRAMS = 96  # fewer do not keep them busy
 
 MOST_SPLITS = 4
 SHARED_BYTES = 1 << 17
@@ -43,33 +40,21 @@ MOST_STAGES = 5
 
 
 class Tiles(NamedTuple):
-    """How the products are divided.
+    """How the products are divided."""
 
-    Attributes:
-      rows: of x, with padding: a power of two.
-      outputs: of a block.
-      inputs: that are multiplied at a time.
-      splits: programs that share a block's inputs.
-      stages: tiles under way, the one that is multiplied among them.
-    """
-
+    # rows, outputs: of x, with padding a power of two; of a block
     rows: int
     outputs: int
-    inputs: int
-    splits: int
-    stages: int
+    inputs: int  # that are multiplied at a time
+    splits: int  # programs that share a block's inputs
+    stages: int  # tiles under way, the one that is multiplied among them
 
 
 def products(x_BI: Any, weights: Sequence[Any], *, interpret: bool = False) -> Any:
-    """`x @ weight.T` for each weight; NotImplemented for shapes and dtypes that are not for it.
+    """`x @ weight.T` (B, O) for each weight; NotImplemented for what is not for the kernel.
 
-    Args:
-      x_BI: rows, of 16 bits.
-      weights: (O, I) each, of the same dtype.
-      interpret: run it step by step in jax, on any platform: for tests.
-
-    Returns:
-      (B, O) for each weight, summed in float32, in the dtype of `x_BI`.
+    It takes rows and weights (O, I) of one dtype of 16 bits, and sums in float32. `interpret` runs
+    it step by step in jax, on any platform: for tests.
     """
     tiles = tiles_for(x_BI, weights)
     if tiles is None:
@@ -160,9 +145,6 @@ def _block(x: Any, weight: Any, result: Any, tiles: Tiles, split: Any) -> None:
     sum_OR = jnp.zeros((tiles.outputs, tiles.rows), jnp.float32)
     sum_OR = jax.lax.fori_loop(0, count, body, sum_OR)
     out = (tiles.rows, tiles.outputs)
-    where = (
-        jnp.broadcast_to(row_R[:, None], out),
-        jax.lax.broadcasted_iota(jnp.int32, out, 1),
-    )
+    where = (jnp.broadcast_to(row_R[:, None], out), jax.lax.broadcasted_iota(jnp.int32, out, 1))
     mask = jnp.broadcast_to((row_R < rows)[:, None], out)
     triton().store(result.at[where], sum_OR.T.astype(result.dtype), mask=mask)

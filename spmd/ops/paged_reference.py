@@ -13,8 +13,7 @@ import numpy as np
 
 KEYS, VALUES = 0, 1
 
-MOST_ELEMENTS = 1 << 24
-"""How many keys and values are taken out of their pages at a time."""
+MOST_ELEMENTS = 1 << 24  # how many keys and values are taken out of their pages at a time
 
 
 def attend(

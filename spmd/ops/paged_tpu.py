@@ -12,17 +12,13 @@ import jax.numpy as jnp
 
 from spmd.ops.paged_reference import last_positions
 
-LANES = 128
-"""Widths of a head are multiples of this."""
-
-HEADS = (1, 2, 4, 8)
-"""Numbers of key heads, beside multiples of the last."""
+LANES = 128  # widths of a head are multiples of this
+HEADS = (1, 2, 4, 8)  # numbers of key heads, beside multiples of the last
 
 POSITIONS = 512
 """About as many keys and values are held at a time: 4 MiB of eight heads in bf16, twice."""
 
-ROWS = 32
-"""Rows of a block."""
+ROWS = 32  # rows of a block
 
 
 def attend(*operands: Any, window: int | None = None) -> Any:

@@ -28,11 +28,8 @@ from spmd.errors import ArgumentError
 from spmd.ops.paged_reference import KEYS, VALUES
 from spmd.ops.triton import compiled_with, power_above, triton
 
-POSITIONS = 64
-"""Positions of a tile: so many keys and values are multiplied at a time."""
-
-PROGRAMS = 528
-"""About as many programs as keep a GPU of 132 multiprocessors busy."""
+POSITIONS = 64  # positions of a tile: so many keys and values are multiplied at a time
+PROGRAMS = 528  # about as many programs as keep a GPU of 132 multiprocessors busy
 
 SMALL, LARGE = 16, 64
 """Queries of a tile: tensor cores multiply no fewer than 16, and Hopper's are fastest with 64."""
@@ -47,12 +44,8 @@ LOWEST = np.float32(-1e30)
 def attend(*operands: Any, window: int | None = None, interpret: bool = False) -> Any:
     """As the reference; NotImplemented for shapes that the kernel does not take.
 
-    Args:
-      *operands, window: as there.
-      interpret: run it step by step in jax, on any platform: for tests.
-
-    Raises:
-      ArgumentError: a pool whose elements the kernel cannot count.
+    ArgumentError for a pool whose elements it cannot count. `interpret` runs it step by step in
+    jax, on any platform: for tests.
     """
     q_ARKGD, pool_ANPK2D, table_ABM, slots_AR, positions_AR, first_AB1, *scales = operands
     groups, width = q_ARKGD.shape[3:]
@@ -107,18 +100,13 @@ def _check_size(pool_ANPK2D: Any) -> None:
 
 
 class _Tiles(NamedTuple):
-    """Which rows the programs of a call have.
+    """Which rows the programs of a call have."""
 
-    Attributes:
-      about: (A, I, 4): the slot of each tile, its first row and, twice, its number of rows; these
-        are 0 for tiles that are not needed.
-      place: (A, R): `size` times the tile of each row, and the row's number in it.
-      size: the most rows of a tile.
-    """
-
+    # (A, I, 4): the slot of each tile, its first row and, twice, its number of rows; these are 0
+    # for tiles that are not needed
     about: Any
-    place: Any
-    size: int
+    place: Any  # (A, R): `size` times the tile of each row, and the row's number in it
+    size: int  # the most rows of a tile
 
 
 def _tiles(counts_AB: Any, first_AB: Any, slot_AR: Any, size: int, *, most: int = 0) -> _Tiles:

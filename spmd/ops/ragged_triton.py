@@ -33,25 +33,18 @@ class Tiles(NamedTuple):
     stages: int
 
 
-LEAST = 64
-"""Dims of weights are multiples of so many; others are not for the kernel."""
+LEAST = 64  # dims of weights are multiples of so many; others are not for the kernel
 
 NEIGHBOURS = 8
 """So many tiles of rows take turns over the columns together, so that caches serve them both."""
 
 
 def product(x_RI: Any, weights_EOI: Any, sizes_E: Any, *, interpret: bool = False) -> Any:
-    """Each row times its group's weight; NotImplemented for what is not for the kernel.
+    """Each row (R, I) times its group's weight (E, O, I); NotImplemented where that is not for it.
 
-    Args:
-      x_RI: rows of 16 bits, sorted by group; those behind the last group get anything.
-      weights_EOI: of the same dtype.
-      sizes_E: rows of each group.
-      interpret: run it step by step in jax, on any platform: for tests.
-
-    Returns:
-      (R, O), summed in float32. It can be differentiated with respect to rows and weights; rows
-      behind the last group get any gradient.
+    Rows of 16 bits are sorted by group, of `sizes_E` rows each; those behind the last group get
+    anything, be it a gradient. Sums are in float32. `interpret` runs it step by step in jax: for
+    tests.
     """
     if not takes(x_RI, weights_EOI):
         return NotImplemented

@@ -9,7 +9,7 @@ from spmd.torch.install import load_torchax
 load_torchax()
 
 from spmd.torch.functional import Exported, call_jax, export, functional  # noqa: E402
-from spmd.torch.sharded import Sharded, shard  # noqa: E402  # torchax has to be loaded first
+from spmd.torch.held import Sharded, shard  # noqa: E402  # torchax has to be loaded first
 from spmd.torch.step import TrainStep, train_step  # noqa: E402
 
 __all__ = [

@@ -24,13 +24,7 @@ def array_of(tensor: torch.Tensor, what: str) -> Any:
     """A tensor as an array of its own memory, so that later changes of the tensor do not reach it.
 
     A tensor on a GPU stays there, by DLPack. Where jax has no 64 bits, integers become narrower.
-
-    Args:
-      tensor: on a CPU or GPU.
-      what: the tensor, for errors.
-
-    Raises:
-      ArgumentError: it has no values, or values that do not fit into 32 bits.
+    ArgumentError if it has no values, or values that do not fit into 32 bits.
     """
     tensor = narrow(tensor.detach(), what)
     if tensor.is_meta:

@@ -22,11 +22,7 @@ from spmd.torch.arrays import array_of
 
 
 class Tracing(Environment):  # type: ignore[misc]  # torchax has no types
-    """One trace of a module; enter it to let torch ops be jax ops.
-
-    Attributes:
-      draws: whether random numbers were drawn.
-    """
+    """One trace of a module, to be entered: torch ops are jax ops; whether it `draws` randomly."""
 
     def __init__(self, key: Any) -> None:
         super().__init__()
@@ -36,7 +32,9 @@ class Tracing(Environment):  # type: ignore[misc]  # torchax has no types
             self.override_op_definition(op.default, _batch_norm)
         self.override_op_definition(torch.nn.functional.batch_norm, _functional_batch_norm)
         for op in (torch.ops.aten.detach.default, torch.Tensor.detach, torch.detach):
-            self.override_op_definition(op, _detach)
+            self.override_op_definition(
+                op, lambda tensor: Tensor(jax.lax.stop_gradient(tensor.jax()), tensor._env)
+            )
 
     def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Computes an op; under `torch.no_grad` no gradient flows through its result."""
@@ -84,10 +82,6 @@ class Tracing(Environment):  # type: ignore[misc]  # torchax has no types
 
 def _is_own(x: Any) -> bool:
     return isinstance(x, Tensor)
-
-
-def _detach(tensor: Any) -> Any:
-    return Tensor(jax.lax.stop_gradient(tensor.jax()), tensor._env)
 
 
 def _functional_batch_norm(

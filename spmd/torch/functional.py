@@ -112,10 +112,7 @@ class Exported(NamedTuple):
 
 
 def export(
-    module: Any,
-    example_inputs: Sequence[Any] | Mapping[str, Any] = (),
-    *,
-    platform: str = "cpu",
+    module: Any, example_inputs: Sequence[Any] | Mapping[str, Any] = (), *, platform: str = "cpu"
 ) -> Exported:
     """Writes a torch module's forward pass as StableHLO with weights as named arguments.
 

@@ -20,13 +20,9 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 
 
 class Inputs(NamedTuple):
-    """The arguments of a call, taken apart.
+    """The arguments of a call, taken apart: the tensors' names and numbers, and themselves.
 
-    Attributes:
-      inputs: the name and number of each tensor.
-      leaves: the tensors, or arrays.
-      rest: (position, value) of every other leaf, in order.
-      tree: the structure of (positional arguments, keyword arguments).
+    `rest` has (position, value) of every other leaf; `tree` is the structure of (args, kwargs).
     """
 
     inputs: tuple[Input, ...]

@@ -41,11 +41,7 @@ def check_installed(version_of: Callable[[str], str] = metadata.version) -> None
 
 
 def load_torchax() -> None:
-    """Imports all of torchax that we use; from then on it is imported as any package.
-
-    Raises:
-      InstallError: PyTorch or torchax is missing, or of another version.
-    """
+    """Imports what we use of torchax; InstallError if it or PyTorch is missing or unfit."""
     check_installed()
     with _old_overloads(), _known_decompositions():
         for module in ("torchax", "torchax.ops.jaten", "torchax.ops.jtorch", "torchax.interop"):

@@ -36,11 +36,9 @@ def optimizer_of(given: Any, state: State) -> OptaxOptimizer | TorchOptimizer:
 
 
 class OptaxOptimizer:
-    """An optimizer of optax, over all parameters that require a gradient.
+    """An optimizer of optax, over all parameters that require a gradient: `trained`.
 
-    Attributes:
-      trained: names of the parameters that it moves.
-      key: what the program depends on.
+    `key` is what the program depends on.
     """
 
     key = ()
@@ -82,19 +80,15 @@ class OptaxOptimizer:
 
 
 class _Rule(NamedTuple):
-    """How one optimizer of torch updates a parameter.
+    """How one optimizer of torch updates a parameter."""
 
-    Attributes:
-      slots: group -> names of the tensors that it keeps for each parameter.
-      scalars: group, number of the step from 1 -> numbers.
-      update: gradient, tensors by slot, parameter, group, scalars -> new parameter, new tensors.
-      flags: entries of a group that the program depends on.
-    """
-
+    # group -> names of the tensors that it keeps for each parameter
     slots: Callable[[Mapping[str, Any]], tuple[str, ...]]
+    # group, number of the step from 1 -> numbers
     scalars: Callable[[Mapping[str, Any], int], dict[str, float]]
+    # gradient, tensors by slot, parameter, group, scalars -> new parameter, new tensors
     update: Callable[..., tuple[Any, dict[str, Any]]]
-    flags: tuple[str, ...]
+    flags: tuple[str, ...]  # entries of a group that the program depends on
 
 
 def _sgd_slots(group: Mapping[str, Any]) -> tuple[str, ...]:

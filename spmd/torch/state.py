@@ -18,11 +18,9 @@ of positional inputs -> specs. The first that matches counts."""
 
 
 class State(NamedTuple):
-    """The tensors that a module holds, each once.
+    """The tensors that a module holds, each once, under the first name of tied ones.
 
-    Attributes:
-      parameters, buffers: name -> tensor; of tied ones the first name.
-      aliases: every name of a tensor -> its first.
+    `aliases` has the first name for every name.
     """
 
     parameters: dict[str, torch.Tensor]

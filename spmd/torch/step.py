@@ -12,7 +12,7 @@ import torch
 from spmd.api import jit, path_name
 from spmd.errors import ArgumentError, described
 from spmd.options import Options
-from spmd.torch.held import Held, Program
+from spmd.torch.held import Held, ModuleProgram
 from spmd.torch.inputs import Inputs, take_apart
 from spmd.torch.optimizers import TorchOptimizer, optimizer_of
 from spmd.torch.state import Rules, specs_of
@@ -157,7 +157,7 @@ class TrainStep(Held):
     def _more_key(self) -> Any:
         return self._optimizer.key
 
-    def _compile(self, inputs: Inputs) -> Program:
+    def _compile(self, inputs: Inputs) -> ModuleProgram:
         optimizer = self._optimizer
         specs = specs_of(self._rules, self._arrays.state, inputs.inputs, not self._programs)
         draws: list[bool] = []
@@ -217,7 +217,7 @@ class TrainStep(Held):
             trained, _ = split(self._arrays.placed, optimizer.trained)
             own = compiled.init(1, optimizer.init, trained)
             self._optimizer_state = _filled(own, self._initial)
-        return Program(compiled, changed, draws[0])
+        return ModuleProgram(compiled, changed, draws[0])
 
 
 def _filled(state: Any, arrays: Mapping[str, Any]) -> Any:

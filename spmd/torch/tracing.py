@@ -31,8 +31,7 @@ _OURS = str(Path(__file__).parents[1])
 for _path in _LIBRARIES:
     register_exclusion(_path)  # the line of an op is the user's, or that of the model's code
 
-_LOCK = threading.Lock()
-"""A module is changed while it is traced: one trace at a time."""
+_LOCK = threading.Lock()  # a module is changed while it is traced: one trace at a time
 
 _VALUE_ERRORS = (
     jax.errors.ConcretizationTypeError,
@@ -41,14 +40,8 @@ _VALUE_ERRORS = (
 )
 
 
-class Run(NamedTuple):
-    """What one run of a module gives.
-
-    Attributes:
-      result: what the function returned, traced tensors and all.
-      changed: name of each buffer that it changed -> its new array.
-      draws: whether it drew random numbers.
-    """
+class ModuleRun(NamedTuple):
+    """A run of a module: its traced result, changed buffers, whether it drew random numbers."""
 
     result: Any
     changed: dict[str, Any]
@@ -74,13 +67,11 @@ def run(
     inputs: Inputs,
     leaves: Mapping[str, Any],
     key: Any,
-) -> Run:
+) -> ModuleRun:
     """Runs `fn(module, *inputs)` with arrays, or tracers of jax, in place of tensors.
 
-    Args:
-      arrays: the value of each of the module's parameters and buffers, of tied ones once.
-      leaves: the array of each input, by name; `inputs` has their structure.
-      key: for random numbers.
+    `arrays` are the values of parameters and buffers, `leaves` those of the inputs, by name; `key`
+    is for random numbers.
     """
     env = Tracing(key)
     state = {f"module.{name}": Tensor(array, env) for name, array in arrays.items()}
@@ -110,7 +101,7 @@ def run(
                 required="parameters that only an optimizer changes",
                 fix="compute with a new tensor, or make it a buffer",
             )
-    return Run(result, changed, env.draws)
+    return ModuleRun(result, changed, env.draws)
 
 
 def run_pure(
@@ -269,14 +260,11 @@ def loss_of(result: Any) -> Any:
 # From a module's function to that of a program.
 
 
-class Traced(NamedTuple):
-    """A function of pytrees that was traced once.
+class TracedFunction(NamedTuple):
+    """A function of pytrees that was traced once: what computes it, and structs of what it returns.
 
-    Attributes:
-      call: computes it, from pytrees of the same structure.
-      results: structs of what it returns.
-      is_zero: in place of each leaf, whether it is zero by construction, as the gradient of a
-        parameter that the loss never reaches is.
+    `is_zero` says of each leaf whether it is zero by construction, as the gradient of a parameter
+    that the loss never reaches is.
     """
 
     call: Callable[..., Any]
@@ -284,7 +272,7 @@ class Traced(NamedTuple):
     is_zero: Any
 
 
-def trace(fn: Callable[..., Any], *args: Any) -> Traced:
+def trace(fn: Callable[..., Any], *args: Any) -> TracedFunction:
     """Traces a function at structs; running the result does not run `fn` again."""
     closed, results = jax.make_jaxpr(fn, return_shape=True)(*args)
     flat, tree = jaxpr_as_fun(closed), jax.tree.structure(results)
@@ -292,7 +280,7 @@ def trace(fn: Callable[..., Any], *args: Any) -> Traced:
     def call(*args: Any) -> Any:
         return jax.tree.unflatten(tree, flat(*jax.tree.leaves(args)))
 
-    return Traced(call, results, jax.tree.unflatten(tree, list(_is_zero(closed.jaxpr))))
+    return TracedFunction(call, results, jax.tree.unflatten(tree, list(_is_zero(closed.jaxpr))))
 
 
 def _is_zero(jaxpr: Any) -> Iterator[bool]:
@@ -321,8 +309,7 @@ class Random(NamedTuple):
 RANDOM = (jax.ShapeDtypeStruct((), np.uint32), jax.ShapeDtypeStruct((), np.uint32))
 """Types of `Random.arguments`."""
 
-NO_RANDOM = (np.uint32(0), np.uint32(0))
-"""In place of them where no random numbers are drawn."""
+NO_RANDOM = (np.uint32(0), np.uint32(0))  # in place of them where no random numbers are drawn
 
 
 def key_of(random: Any) -> Any:

@@ -31,11 +31,8 @@ from spmd.planning.problem import whole_axes
 from spmd.verify.compare import Comparison, Tolerance, compare_results
 
 Arrays = list[Any]
-Run = Callable[[Arrays], Arrays]
-"""A program, from flat host arrays to flat host arrays."""
-
-Lower = Callable[[Plan], Emitted]
-"""The stages from the plan to the emitted program."""
+Run = Callable[[Arrays], Arrays]  # a program, from flat host arrays to flat host arrays
+Lower = Callable[[Plan], Emitted]  # the stages from the plan to the emitted program
 
 
 class Culprit(NamedTuple):
@@ -67,10 +64,7 @@ def whole_run(program: Program, mesh: Mesh) -> Run:
 
 
 def text_run(text: str, program: Program, mesh: Mesh) -> Run:
-    """A whole program's module, compiled for the first device of the mesh.
-
-    With manual regions it takes the whole mesh, and XLA's partitioner.
-    """
+    """A whole program compiled for the mesh's first device; with manual regions for all, by XLA."""
     types = tuple(program.types[v] for v in program.body.results)
     is_manual = any(op.name == MANUAL for op in program.walk())
     where = mesh if is_manual else jax_mesh(mesh).devices.flat[0]
@@ -84,20 +78,12 @@ def host_arrays(arrays: Sequence[Any]) -> Arrays:
 
 
 class Search(NamedTuple):
-    """The search in one block: the program, or a body taken by itself.
-
-    Attributes:
-      plan: of the block, as a whole program.
-      arguments: for each argument of the block a host array.
-      lower: how a plan becomes a program to run.
-      tolerance: the largest difference that still counts as equal.
-      inside: as in `Culprit`.
-    """
+    """The search in one block: the program, or a body taken by itself with a plan of its own."""
 
     plan: Plan
-    arguments: Arrays
-    lower: Lower
-    tolerance: Tolerance
+    arguments: Arrays  # for each argument of the block a host array
+    lower: Lower  # how a plan becomes a program to run
+    tolerance: Tolerance  # the largest difference that still counts as equal
     inside: tuple[str, ...] = ()
 
     @property
@@ -172,7 +158,11 @@ class Search(NamedTuple):
             return self.descend_loop(index, op)
         if op.regions:
             (selector,) = self.values_before(index, op.operands[:1])
-            number = _branch(op, int(selector))
+            number, last = int(selector), len(op.regions) - 1
+            if op.kind.about.selector == "i1":
+                number = 0 if number else 1
+            elif not 0 <= number <= last:
+                number = last
             branch = _region_program(self.plan, op.regions[number])
             captured = self.values_before(index, branch.body.args)
             plan = _piece_plan(self.plan, branch)
@@ -209,12 +199,6 @@ class Search(NamedTuple):
         return self._replace(plan=plan, arguments=arguments, inside=inside).run()
 
 
-def _branch(op: Op, selector: int) -> int:
-    if op.kind.about.selector == "i1":
-        return 0 if selector else 1
-    return selector if 0 <= selector < len(op.regions) else len(op.regions) - 1
-
-
 # ---------------------------------------------------------------------------------------------
 # Pieces of a program, and their plans.
 
@@ -222,10 +206,7 @@ def _branch(op: Op, selector: int) -> int:
 def _with_body(program: Program, body: Region) -> Program:
     args = tuple(f"%{v}" for v in body.args)
     return program._replace(
-        body=body,
-        arg_names=args,
-        result_names=tuple(f"%{v}" for v in body.results),
-        constants=(),
+        body=body, arg_names=args, result_names=tuple(f"%{v}" for v in body.results), constants=()
     )
 
 

@@ -19,10 +19,7 @@ class Comparison(NamedTuple):
     """How one result of two programs compares.
 
     Attributes:
-      name: the result's name.
-      type: shape and element type.
-      max_abs: largest difference.
-      max_rel: the same over the largest magnitude of the expected result.
+      max_abs, max_rel: largest difference; the same over the expected result's largest magnitude.
       at: index of the element that exceeds its tolerance most.
       got, wanted: that element in both.
       ok: every element agrees within the tolerance; integers and predicates exactly.

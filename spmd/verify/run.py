@@ -8,15 +8,7 @@ from typing import Any, NamedTuple
 from spmd.errors import ArgumentError
 from spmd.lowering.execute import without_shardings
 from spmd.planning.plan import Plan
-from spmd.verify.bisect import (
-    Culprit,
-    Lower,
-    Run,
-    Search,
-    host_arrays,
-    text_run,
-    whole_run,
-)
+from spmd.verify.bisect import Culprit, Lower, Run, Search, host_arrays, text_run, whole_run
 from spmd.verify.compare import Comparison, Tolerance, compare_results, default_rtol
 
 _READ_WRONGLY = "the module was read wrongly: as imported and not partitioned, it differs as well"
@@ -71,8 +63,6 @@ def verify(
     runs on all of the mesh, partitioned by XLA, and every device has to have room for it.
 
     Args:
-      plan: of the program.
-      module: the StableHLO module that was compiled, in memory.
       run: the compiled program, from flat arguments to flat results.
       arguments: flat arguments; they are copied, so donation does not reach them.
       lower: the stages from a plan to an emitted module.

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.frontend.accumulate import accumulate
 from spmd.frontend.importer.module import import_module
+from spmd.frontend.sums import accumulate
 from spmd.ir.legality import check_program
 from spmd.ir.program import Program
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd.mesh.chips import Link, Measured
+from spmd.mesh.chips import CollectiveSpeed, Link
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import collective_seconds
@@ -63,7 +63,7 @@ def test_every_kind_behind_a_switch_has_figures_of_its_own(tmp_path: Path) -> No
         **{
             **vars(known.chip),
             "measured": tuple(
-                Measured(kind, devices, (10 + devices) * 1e-6, (100 + 10 * number) * 1e9)
+                CollectiveSpeed(kind, devices, (10 + devices) * 1e-6, (100 + 10 * number) * 1e9)
                 for number, kind in enumerate(KINDS)
                 for devices in (2, 4, 8)
             ),

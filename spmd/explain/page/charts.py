@@ -27,8 +27,7 @@ LEFT, ACROSS = 92, 1016
 
 _RIGHT = LEFT + ACROSS
 _LANE, _GAP, _TOP = 30, 8, 8
-_FINEST = 1000
-"""Parts of a timeline below which neighbours are drawn as one."""
+_FINEST = 1000  # parts of a timeline below which neighbours are drawn as one
 
 MEMORY_COLOURS = ("var(--arguments)", "var(--results)", "var(--saved)", "var(--temporary)")
 
@@ -39,23 +38,15 @@ _HEIGHT, _STEPS = 240, 700
 
 
 class Segment(NamedTuple):
-    """Something that takes time, seconds after the run, or the loop's iteration, began.
+    """Something that takes time, seconds after the run, or the loop's iteration, began."""
 
-    Attributes:
-      lanes: `compute`, or the names of the mesh axes whose links are busy.
-      kind: `compute`, or the collective's kind.
-      label: what it is: an op, or a collective and what it moves.
-      group: the user's source line and its caller's; `in f` for several lines of one function.
-      ops: how many ops are drawn as this one.
-    """
-
-    lanes: tuple[str, ...]
-    kind: str
-    label: str
-    group: str
+    lanes: tuple[str, ...]  # `compute`, or the names of the mesh axes whose links are busy
+    kind: str  # `compute`, or the collective's kind
+    label: str  # what it is: an op, or a collective and what it moves
+    group: str  # the user's source line and its caller's; `in f` for several lines of one function
     start: float
     seconds: float
-    ops: int = 1
+    ops: int = 1  # how many ops are drawn as this one
 
     @property
     def end(self) -> float:
@@ -64,25 +55,15 @@ class Segment(NamedTuple):
 
 
 class Bars(NamedTuple):
-    """What happens in a region, in order: in a program, a branch, or one iteration of a loop.
+    """What happens in a region, in order: in a program, a branch, or one iteration of a loop."""
 
-    Attributes:
-      segments: ops and collectives outside of inner loops.
-      loops: the loops and conditionals, of whose equal iterations one is shown.
-      once: seconds of all of it, once.
-      start: when it begins first, seconds after what is around it began.
-      seconds: all iterations together.
-      title: of a loop, how often it runs: `loop ×4`.
-      place: of a loop, the user's source line and its caller's.
-    """
-
-    segments: tuple[Segment, ...]
-    loops: tuple[Bars, ...]
-    once: float
-    start: float
-    seconds: float
-    title: str = ""
-    place: str = ""
+    segments: tuple[Segment, ...]  # ops and collectives outside of inner loops
+    loops: tuple[Bars, ...]  # the loops and conditionals, of whose equal iterations one is shown
+    once: float  # seconds of all of it, once
+    start: float  # when it begins first, seconds after what is around it began
+    seconds: float  # all iterations together
+    title: str = ""  # of a loop, how often it runs: `loop ×4`
+    place: str = ""  # of a loop, the user's source line and its caller's
 
     def lane_seconds(self, lane: str) -> float:
         """How long a lane is busy in one iteration, inner loops included."""
@@ -227,7 +208,10 @@ def _bracket(loop: Bars, scale: float, top: int, lanes: int) -> Html:
 
 
 def _time_axis(total: float, scale: float, y: float) -> list[Html]:
-    step = _nice(total / 8)
+    # The next larger 1, 2 or 5 times a power of ten.
+    least = total / 8
+    power = 10.0 ** math.floor(math.log10(least)) if least > 0 else 1.0
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= least * 0.999)
     parts = []
     for k in range(int(total / step) + 1):
         x = LEFT + k * step * scale
@@ -235,12 +219,6 @@ def _time_axis(total: float, scale: float, y: float) -> list[Html]:
         anchor = "end" if x > _RIGHT - 32 else "middle" if k else "start"
         parts += [line("tick", x, y - 4, x, y), words(x, y + 14, text, "soft", text_anchor=anchor)]
     return parts
-
-
-def _nice(step: float) -> float:
-    """The next larger 1, 2 or 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(step)) if step > 0 else 1.0
-    return next(m * power for m in (1, 2, 5, 10) if m * power >= step * 0.999)
 
 
 def memory_svg(curve: MemoryCurve, limit: int) -> Html:
@@ -279,10 +257,7 @@ def memory_svg(curve: MemoryCurve, limit: int) -> Html:
     ]
     if is_near:
         y, text = y_of(limit), f"the device's {bytes_text(limit)}"
-        parts += [
-            line("limit", LEFT, y, _RIGHT, y),
-            words(_RIGHT, y - 5, text, text_anchor="end"),
-        ]
+        parts += [line("limit", LEFT, y, _RIGHT, y), words(_RIGHT, y - 5, text, text_anchor="end")]
     last = f"last of {count} kernels of the local program"
     parts += [
         words(LEFT, base + 16, "first kernel", "soft"),

@@ -20,17 +20,13 @@ class Html(str):
 
 
 def tag(look: str, *children: str, **attributes: object) -> Html:
-    """An element.
+    """An element: its name with its class, as in a CSS selector, what is in it, and its attributes.
 
-    Args:
-      look: its name, with its class as in a CSS selector: `span.soft`.
-      *children: what is in it. `Html` stays as it is, any other text is escaped.
-      **attributes: its attributes, with `_` where the names have dashes; those that are None or
-        False are left out.
+    Children that are `Html` stay as they are, other text is escaped. Attributes have `_` where
+    their names have dashes; those that are None or False are left out.
 
-    Example:
-      >>> tag("p.soft", "a < b", title="order")
-      '<p class="soft" title="order">a &lt; b</p>'
+    >>> tag("p.soft", "a < b", title="order")
+    '<p class="soft" title="order">a &lt; b</p>'
     """
     name, _, style = look.partition(".")
     shown = ""
@@ -165,8 +161,7 @@ def bars(rows: Sequence[tuple[str, float, str, str]]) -> Html:
         joined(
             tag("div", label),
             tag(
-                "div.track",
-                tag("div.bar", style=f"width:{amount / most:.2%};background:{colour}"),
+                "div.track", tag("div.bar", style=f"width:{amount / most:.2%};background:{colour}")
             ),
             tag("div.value", remark),
         )

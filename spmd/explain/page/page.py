@@ -24,28 +24,16 @@ from spmd.explain.page import charts, steps, tiles
 from spmd.explain.page import html as h
 from spmd.explain.page.html import Html, joined, tag
 from spmd.explain.prices import ConflictRow, conflict_rows, loser_text, marks_title
-from spmd.explain.words import (
-    bytes_text,
-    plural,
-    seconds_text,
-    share_text,
-    source_text,
-    spec_text,
-)
+from spmd.explain.words import bytes_text, plural, seconds_text, share_text, source_text, spec_text
 from spmd.predict.timeline import COMPUTE, Timeline
 
-TOP_VALUES = 15
-"""Rows of the table of what is alive at the peak."""
+TOP_VALUES = 15  # rows of the table of what is alive at the peak
 
 BREAK = tag("br")
 
 
 def render(facts: Facts) -> str:
-    """What `explain_program` says, with pictures, as one page without outside resources.
-
-    Args:
-      facts: of the program.
-    """
+    """What `explain_program` says, with pictures, as one page without outside resources."""
     plan = facts.plan
     sections = [section for section in _sections(facts) if section.body]
     texts = dict.fromkeys([*(form.text for form in plan.forms), *plan.notes])
@@ -68,7 +56,9 @@ def render(facts: Facts) -> str:
         tiles.HATCH,
         tag("header", tag("h1", title), tag("p.lead", lead)),
         tag("ul.notes", *notes) if notes else "",
-        _first_screen(facts),
+        _cards(facts),
+        _spent(facts),
+        _most_costly(facts),
         tag("nav", *(tag("a", s.title, href=f"#{s.anchor}") for s in sections)),
         tag("main", *map(_folded, sections)),
         tag("script", _resource("report.js")),
@@ -83,7 +73,9 @@ def notebook_cell(facts: Facts) -> Html:
         "div.spmd spmd-cell",
         tag("style", _resource("first.css")),
         tag("p.title", tag("b", facts.title), on),
-        _first_screen(facts),
+        _cards(facts),
+        _spent(facts),
+        _most_costly(facts),
     )
 
 
@@ -113,6 +105,9 @@ def _sections(facts: Facts) -> list[_Section]:
     conflicts = conflict_rows(stages, facts.prices)
     again, made_again = recomputed(facts.plan, facts.timeline)
     times = [(stage, n, seconds_text(n), "var(--accent)") for stage, n in stages.seconds.items()]
+    own = facts.timeline.seconds
+    quality = [("this plan", own, seconds_text(own), "var(--accent)")]
+    quality += [(*row, "var(--soft)") for row in quality_rows(facts)]
     return [
         _Section("timeline", "Timeline", "predicted; compute and links at the same time where "
                  "neither waits for the other", _timeline(facts), True),
@@ -123,7 +118,7 @@ def _sections(facts: Facts) -> list[_Section]:
         _Section("rings", "Rings", "operands that come piece by piece, and those that could",
                  steps.rings(facts), True),
         _Section("plan", "The plan", "against the greedy one and the best there can be",
-                 _quality(facts), True),
+                 h.bars(quality), True),
         _Section("collectives", "Collectives", f"{plural(len(facts.collectives), 'op')}, "
                  f"{facts.sent_text}", _collectives(facts)),
         _Section("bytes", "Bytes by kind", "sent by each device, executions, time",
@@ -151,11 +146,6 @@ def _sections(facts: Facts) -> list[_Section]:
 
 # ---------------------------------------------------------------------------------------------
 # The first screen: the figures of a run, where its time goes, and the largest costs.
-
-
-def _first_screen(facts: Facts) -> Html:
-    """The figures, and the largest of what the time is spent on."""
-    return joined(_cards(facts), _spent(facts), _most_costly(facts))
 
 
 def _cards(facts: Facts) -> Html:
@@ -231,15 +221,7 @@ def _most_costly(facts: Facts) -> Html:
 # One run: the plan, the timeline, the collectives, memory.
 
 
-def _quality(facts: Facts) -> Html:
-    """This plan beside the greedy one and the best there can be."""
-    seconds = facts.timeline.seconds
-    rows = [("this plan", seconds, seconds_text(seconds), "var(--accent)")]
-    return h.bars(rows + [(*row, "var(--soft)") for row in quality_rows(facts)])
-
-
 def _timeline(facts: Facts) -> Html:
-    """The predicted run as a picture."""
     drawn = charts.bars_of(facts.timeline, facts.plan.mesh)
     if not drawn.seconds:
         return Html()
@@ -279,7 +261,6 @@ def _loop(loop: charts.Bars, axes: Sequence[str]) -> Html:
 
 
 def _by_line(timeline: Timeline) -> Html:
-    """Time by source line."""
     totals: dict[str, list[float]] = {}
     for slot in timeline.slots:
         if not slot.op.regions:
@@ -369,7 +350,6 @@ def _memory(facts: Facts) -> Html:
 
 
 def _marks(facts: Facts) -> Html:
-    """Marks that forbid something cheaper."""
     if facts.prices is None or not facts.prices.marks.groups:
         return Html()
     found = facts.prices.marks
@@ -390,7 +370,6 @@ def _marks(facts: Facts) -> Html:
 
 
 def _conflicts(conflicts: Sequence[ConflictRow]) -> Html:
-    """Disagreements that the planner settled."""
     rows = []
     for row in conflicts:
         place = joined(row.op, BREAK, h.source(row.source))
@@ -399,25 +378,19 @@ def _conflicts(conflicts: Sequence[ConflictRow]) -> Html:
             shown = (joined(tag("b", axes), f": {loser_text(price)}") for axes, price in row.losers)
             losers = joined(*shown, by=BREAK)
             least = min((price.seconds for _, price in row.losers if price), default=math.inf)
+        claims = [
+            joined(tag("b", axes), f" on dim {dim} of ", tag("code", h.breakable(name)), " ",
+                   tag("code.soft", type_))
+            for name, type_, dim, axes in row.claims
+        ]  # fmt: skip
         rows.append(
             (
                 Cell(place, key=f"{row.op} {row.source}", style="w"),
                 count(row.ops),
-                Cell(joined(*map(_claim, row.claims), by=BREAK), key=str(row.claims), style="w"),
+                Cell(joined(*claims, by=BREAK), key=str(row.claims), style="w"),
                 Cell(tag("b", row.taken), key=row.taken, style="t"),
                 Cell(losers, key=least, style="w"),
             )
         )
     heads = ("op", "n", "who wants what", "the plan took", "what else would cost")
     return h.table(Table(heads, rows, search="an op, an argument, an axis"))
-
-
-def _claim(claim: tuple[str, str, int, str]) -> Html:
-    name, type_, dim, axes = claim
-    return joined(
-        tag("b", axes),
-        f" on dim {dim} of ",
-        tag("code", h.breakable(name)),
-        " ",
-        tag("code.soft", type_),
-    )

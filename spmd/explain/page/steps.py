@@ -13,11 +13,8 @@ from spmd.explain.page.html import Html, drawing, joined, line, rect, source, ta
 from spmd.explain.steps import PipelineRow, RingRow, pipeline_rows, ring_rows
 from spmd.ir.pipelines import Pipeline
 
-MOST_WORKERS = 16
-"""Lines of a picture."""
-
-MOST_COLUMNS = 34
-"""Columns that are drawn; of more, those in the middle are left out."""
+MOST_WORKERS = 16  # lines of a picture
+MOST_COLUMNS = 34  # columns that are drawn; of more, those in the middle are left out
 
 _WIDE, _HIGH, _LEFT, _ABOVE = 30, 24, 74, 26
 
@@ -147,14 +144,10 @@ def grid(
     phases: Sequence[tuple[int, int, str]],
     label: str,
 ) -> Html:
-    """The picture.
+    """The picture: a line for each of `names`, a column for each step, but for some in the middle.
 
-    Args:
-      names: of the workers, a line each.
-      count: of the steps, a column each; some in the middle may be left out.
-      work: what a worker does in a step.
-      phases: (first step, the one behind the last, name) of what gets a bracket above it.
-      label: what screen readers say.
+    `work` says what a worker does in a step. A phase is (first step, the one behind the last,
+    name), and gets a bracket above it. `label` is what screen readers say.
     """
     steps, top = shown_steps(count), _ABOVE if phases else 0
     bottom = top + len(names) * _HIGH

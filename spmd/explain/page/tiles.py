@@ -18,14 +18,9 @@ from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 
-PICTURES = 8
-"""How many arguments are drawn, and the mesh."""
-
-MAX_DEVICES = 256
-"""Devices that a mesh's picture shows."""
-
-MAX_PIECES = 32
-"""Pieces of one dim that a tensor's picture shows."""
+PICTURES = 8  # how many arguments are drawn, and the mesh
+MAX_DEVICES = 256  # devices that a mesh's picture shows
+MAX_PIECES = 32  # pieces of one dim that a tensor's picture shows
 
 _MAX_BANDS = 8
 _WIDTH, _HEIGHT, _LEAST = 190, 150, 26

@@ -12,8 +12,7 @@ from spmd.explain.leaves import Group, Leaf, group_leaves, values_inside
 from spmd.explain.words import bytes_text, plural, seconds_text, source_text, spec_text, type_text
 from spmd.ir.types import local_type
 
-MOST = 12
-"""Rows of each part that are shown, the largest; the others are counted."""
+MOST = 12  # rows of each part that are shown, the largest; the others are counted
 
 
 def diff_text(a: Facts, b: Facts) -> str:
@@ -33,7 +32,6 @@ def diff_text(a: Facts, b: Facts) -> str:
 
 
 def _costs(a: Facts, b: Facts) -> Lines:
-    """What both plans are of, and their figures."""
     about = [
         (key, facts.title, f"{facts.plan.mesh} on {facts.plan.topology}")
         for key, facts in (("a", a), ("b", b))
@@ -161,7 +159,6 @@ def _collectives(a: Iterable[Collective], b: Iterable[Collective]) -> Lines:
 
 
 def _rows(title: str, rows: Sequence[Sequence[str]], most: int = MOST) -> Lines:
-    """The first rows under a title."""
     lines = aligned(rows[:most])
     if len(rows) > most:
         lines.append(f"and {len(rows) - most} more")

@@ -66,12 +66,7 @@ def explain_program(facts: Facts) -> str:
 
 
 def summarize(facts: Facts, costly: Relief | None = None) -> str:
-    """The short form, for a terminal.
-
-    Args:
-      facts: of the program.
-      costly: the mark that costs the most, if it costs much.
-    """
+    """The short form, for a terminal; `costly` is the mark that costs most, if it costs much."""
     plan, rows, constants = facts.plan, dict(memory_rows(facts)), facts.constants
     split = [leaf for leaf in facts.arguments if any(leaf.sharding.dims)]
     inferred = sum(leaf.origin != "marked" for leaf in split)
@@ -111,15 +106,10 @@ def summarize(facts: Facts, costly: Relief | None = None) -> str:
 
 
 def brief(what: str, facts: Facts) -> str:
-    """A program's mesh and figures in one line: what `repr` says.
+    """A program's mesh and figures in one line, as `repr` says it; `what` is the class.
 
-    Args:
-      what: the class, as `Compiled`.
-      facts: of the program, memory included.
-
-    Returns:
-      `<spmd.Compiled train_step on data=4, model=2 (8 cpu): 14 collectives, 3.2 MiB sent per
-      device, 41 MiB memory per device, predicted 1.9 ms>`.
+    `<spmd.Compiled train_step on data=4, model=2 (8 cpu): 14 collectives, 3.2 MiB sent per device,
+    41 MiB memory per device, predicted 1.9 ms>`.
     """
     mesh, chip, use = facts.plan.mesh, facts.plan.topology.chip.name, facts.use
     figures = (
@@ -132,7 +122,6 @@ def brief(what: str, facts: Facts) -> str:
 
 
 def _costs(facts: Facts) -> Lines:
-    """The largest costs with the text of their source lines."""
     whole = facts.timeline.seconds
     title, most = largest(facts.costs, whole)
     rows = [
@@ -181,7 +170,6 @@ def _titled(title: str, rows: Iterable[PipelineRow | RingRow]) -> Lines:
 
 
 def _marks(facts: Facts) -> Lines:
-    """What would have been cheaper, and which mark forbids it."""
     if facts.prices is None or not facts.prices.marks.groups:
         return iter(())
     lines = [f"{marks_title(facts.prices.marks)}:"]

@@ -13,22 +13,14 @@ from spmd.explain.document import Lines, aligned
 from spmd.explain.facts import CLOSE
 from spmd.explain.leaves import boundary
 from spmd.explain.prices import Prices
-from spmd.explain.words import (
-    axes_text,
-    bytes_text,
-    source_text,
-    spec_text,
-    type_text,
-    value_name,
-)
+from spmd.explain.words import axes_text, bytes_text, source_text, spec_text, type_text, value_name
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.types import local_type
 from spmd.mesh.sharding import Sharding
 from spmd.planning.plan import Plan
 from spmd.reshard.comm import wire_bytes
 
-MOST_VALUES = 8
-"""Values that one pattern or source line shows."""
+MOST_VALUES = 8  # values that one pattern or source line shows
 
 Found = list[tuple[str, Value, Sharding | None]]
 """(title, value, what it lies in) of values that are asked for."""
@@ -37,14 +29,8 @@ Found = list[tuple[str, Value, Sharding | None]]
 def explain_value(stages: Stages, name: str, prices: Prices | None = None) -> str:
     """All about one value: its sharding, why each dim is split or not, and who reshards it.
 
-    Args:
-      stages: the pipeline's results.
-      name: an argument's or a result's name or a pattern of names (`params/*/w`), a value's number
-        as in `%12`, or a source line (`model.py:12`) for all that is made there.
-      prices: of what the plan decided against; left out if not given.
-
-    Raises:
-      ArgumentError: no value has this name.
+    `name` is as for `Planned.explain`; without `prices` nothing is said of what else would cost.
+    ArgumentError if no value has this name.
     """
     plan = stages.plan
     found = _named(plan, name) or _numbered(plan, name)
@@ -76,7 +62,6 @@ def _named(plan: Plan, name: str) -> Found:
 
 
 def _numbered(plan: Plan, name: str) -> Found:
-    """The value of a number, as in `%12`."""
     digits = name.removeprefix("%")
     if not digits.isdecimal() or int(digits) >= len(plan.program.types):
         return []

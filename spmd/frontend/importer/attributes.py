@@ -12,7 +12,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo as hlo
 
 from spmd.errors import FrontendError
-from spmd.frontend.importer.manual import COLLECTIVE_DIMS, Exchange
+from spmd.frontend.importer.manual import COLLECTIVE_DIMS, StatedCollective
 from spmd.frontend.importer.shardings import MARKS, AxisRef, axis_refs
 from spmd.ir.program import Frame
 from spmd.ir.text import element_bytes
@@ -35,11 +35,7 @@ from spmd.mesh.mesh import Mesh
 
 
 def tensor_type(type_: Any) -> TensorType:
-    """A type, from the bindings or as MLIR writes it.
-
-    Raises:
-      FrontendError: it is neither a ranked tensor of static shape nor a token.
-    """
+    """A type, from the bindings or text; FrontendError unless a static ranked tensor or a token."""
     text = str(type_)
     if text == "!stablehlo.token":
         return TensorType((), "token")
@@ -128,8 +124,7 @@ def _walk_location(location: Any, scope: str, frames: list[Frame]) -> str:
 def entries_of(op: Any) -> tuple[tuple[str, Any], ...]:
     """An op's attributes; a complex constant, which the bindings have no class for, as text.
 
-    Raises:
-      FrontendError: another attribute that they have no class for.
+    FrontendError for another attribute that they have no class for.
     """
     try:
         return tuple([(name, op.attributes[name]) for name in op.attributes])
@@ -240,7 +235,7 @@ def _mesh_over(attr: Any) -> str | Mesh:
     return Mesh(ids, [axis.size for axis in axes], [axis.name for axis in axes])
 
 
-def exchange_of(op: Any) -> Exchange:
+def exchange_of(op: Any) -> StatedCollective:
     """A collective's groups, dims and channel, as data."""
     attrs = op.attributes
     permutes = op.name == "stablehlo.collective_permute"
@@ -254,7 +249,7 @@ def exchange_of(op: Any) -> Exchange:
     else:
         rows = np.asarray(stated).tolist()
     has_channel = "channel_handle" in attrs
-    return Exchange(
+    return StatedCollective(
         op.name,
         {name: attrs[name].value for name in COLLECTIVE_DIMS if name in attrs},
         tuple(tuple(row) for row in rows),

@@ -10,11 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmd.errors import FrontendError
-from spmd.frontend.importer.attributes import (
-    composite_attribute,
-    entries_of,
-    items_of,
-)
+from spmd.frontend.importer.attributes import composite_attribute, entries_of, items_of
 from spmd.frontend.importer.contents import ends_of
 from spmd.frontend.importer.ops import Env, Handler, Importer, keep
 from spmd.frontend.importer.shard_shapes import (
@@ -29,8 +25,7 @@ from spmd.ir.dialect.callbacks import CALLBACK
 from spmd.ir.program import Op, OpKind, Value
 from spmd.ir.types import Attribute, ShardingAttr
 
-DEEPEST_CALLS = 100
-"""How many functions may call each other in turn."""
+DEEPEST_CALLS = 100  # how many functions may call each other in turn
 _CHLO_COMPOSITES = {
     f"chlo.{name}"
     for name in (
@@ -52,11 +47,9 @@ _OF_CALLBACKS = ("number", "called", "ordered", "partitioned")
 def call_handlers(
     composites: Mapping[str, Mapping[str, Attribute]], callbacks: int = 0
 ) -> dict[str, Handler]:
-    """The handlers of one import.
+    """The handlers of one import, at which so many Python functions are there to be called.
 
-    Args:
-      composites: name of each composite that stays one op -> attributes besides its own.
-      callbacks: how many Python functions are there to be called.
+    `composites` has the name of each composite that stays one op -> attributes besides its own.
     """
     # A tuple never becomes a value: it is remembered as the values that it was made of.
     #   %3 = tuple %1, %2; %4 = get_tuple_element %3[1]      %4 is %2, and no op is appended
@@ -139,10 +132,7 @@ def _inline(importer: Importer, op: Any, callee: str, env: Env, ops: list[Op]) -
 
 
 def _marked(
-    importer: Importer,
-    ops: list[Op],
-    values: Sequence[Value],
-    marks: Sequence[ShardingAttr | None],
+    importer: Importer, ops: list[Op], values: Sequence[Value], marks: Sequence[ShardingAttr | None]
 ) -> list[Value]:
     """Values as a function's signature marks its arguments or results, at its call."""
     loc = importer.call_loc
@@ -151,11 +141,7 @@ def _marked(
 
 
 def _callback(importer: Importer, op: Any, env: Env, known: int) -> Op:
-    """A call of a Python function, with the manual axes around it.
-
-    Raises:
-      UnsupportedOpError: the function is not here.
-    """
+    """A call of a Python function, with the manual axes around it."""
     loc = importer.loc(op.location)
     stated = dict(entries_of(op))
     attrs = {n: importer.attribute(n, stated[n]) for n in _OF_CALLBACKS if n in stated}

@@ -53,7 +53,6 @@ _FOLDED = {
 
 
 def _legalize(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
-    """An op as the ops that the passes make of it."""
     # The op is alone in a function, so that the passes take nothing else apart: CHLO's would also
     # write out `erf` and `top_k`, which stay one op. With it are the constants that it reads.
     for result in op.results:

@@ -24,8 +24,7 @@ BY_PIPELINE = "stages send what they made to the next ones"
 Groups = tuple[tuple[int, ...], ...]
 """Groups of devices that exchange with one another, in the order of their pieces."""
 
-Refs = tuple[AxisRef, ...]
-"""Axes and parts of axes, major to minor."""
+Refs = tuple[AxisRef, ...]  # axes and parts of axes, major to minor
 
 COLLECTIVE_DIMS = ("all_gather_dim", "concat_dimension", "scatter_dimension", "split_dimension")
 _WITH_REPLICAS = ("stablehlo.all_gather", "stablehlo.all_reduce", "stablehlo.reduce_scatter")
@@ -33,21 +32,15 @@ _WITH_REPLICAS = ("stablehlo.all_gather", "stablehlo.all_reduce", "stablehlo.red
 
 
 class Scope(NamedTuple):
-    """A manual region.
+    """A manual region."""
 
-    Attributes:
-      mesh: the mesh that the program is compiled for.
-      own: the mesh that the region is written for.
-      names: its manual axes there.
-      axes: the atoms of `mesh` that these are, ascending.
-      held: these, and those of the regions around it.
-    """
-
+    # mesh, own: the mesh that the program is compiled for, and that the region is written for
     mesh: Mesh
     own: Mesh
+    # names, axes: its manual axes on `own`, and the atoms of `mesh` that these are, ascending
     names: tuple[str, ...]
     axes: Axes
-    held: Axes
+    held: Axes  # these, and those of the regions around it
 
     @property
     def is_whole(self) -> bool:
@@ -55,11 +48,7 @@ class Scope(NamedTuple):
         return len(self.held) == len(self.mesh.atoms)
 
     def check_free(self, sharding: ShardingAttr, loc: Loc) -> None:
-        """Holds that a mark inside splits nothing over manual axes.
-
-        Raises:
-          SpecError: it does.
-        """
+        """Holds that a mark inside splits nothing over manual axes; SpecError if it does."""
         used = {a for refs in sharding.dims for a in atoms_of_refs(refs, self.mesh)}
         held = used & set(self.held)
         if held:
@@ -95,52 +84,32 @@ def atoms_of_refs(refs: Iterable[AxisRef], mesh: Mesh) -> Axes:
 # Collectives.
 
 
-class Exchange(NamedTuple):
-    """A collective as the module states it.
-
-    Attributes:
-      name: the op.
-      dims: the attributes that name dims, as `all_gather_dim`.
-      rows: its replica groups, padded with -1, or the pairs of a permute.
-      mesh, axes: of `#stablehlo.replica_group_mesh_axes`, if it has that in place of groups; the
-        mesh by name, or itself.
-      channel: the number of its channel; 0 if it has none.
-      global_ids: whether `use_global_device_ids` is set.
-    """
+class StatedCollective(NamedTuple):
+    """A collective as the module states it."""
 
     name: str
-    dims: Mapping[str, int]
-    rows: Groups
+    dims: Mapping[str, int]  # the attributes that name dims, as `all_gather_dim`
+    rows: Groups  # its replica groups, padded with -1, or the pairs of a permute
+    # mesh, axes: of `#stablehlo.replica_group_mesh_axes`, if it has that in place of groups; the
+    # mesh by name, or itself
     mesh: str | Mesh
     axes: tuple[AxisRef, ...]
-    channel: int
-    global_ids: bool
+    channel: int  # the number of its channel; 0 if it has none
+    global_ids: bool  # whether `use_global_device_ids` is set
 
 
 def collective(
-    stated: Exchange,
+    stated: StatedCollective,
     scope: Scope | None,
     meshes: Mapping[str, Mesh | None],
     loc: Loc,
     partitions: int,
 ) -> dict[str, Attribute] | None:
-    """The attributes of a collective, its body left out.
+    """The attributes of a collective in a manual region, its body left out.
 
     `axes` are the atoms over which it runs, and `groups` its groups where these are not just those
-    of the axes.
-
-    Args:
-      stated: the collective as the module states it.
-      scope: the manual region that it is in.
-      meshes: the module's meshes.
-      loc: where it comes from.
-      partitions: the number of devices that the module is for.
-
-    Returns:
-      None for a collective that does nothing: every device exchanges with itself alone.
-
-    Raises:
-      UnsupportedOpError: it is outside any manual region, or runs over axes that are not manual.
+    of the axes. None for one that does nothing: every device exchanges with itself alone.
+    UnsupportedOpError outside any manual region, or over axes that are not manual.
     """
     everyone = tuple(range(scope.mesh.size if scope else partitions))
     permutes = stated.name == "stablehlo.collective_permute"
@@ -189,7 +158,7 @@ def _crossed(groups: Groups, mesh: Mesh) -> Axes:
     )
 
 
-def _check(stated: Exchange, groups: Groups, scope: Scope, loc: Loc) -> None:
+def _check(stated: StatedCollective, groups: Groups, scope: Scope, loc: Loc) -> None:
     """Groups are of one size, of replicas of one program, and stay within the manual axes."""
     problem = fix = ""
     devices = {p for group in groups for p in group}
@@ -213,7 +182,7 @@ def _check(stated: Exchange, groups: Groups, scope: Scope, loc: Loc) -> None:
 
 
 def _groups(
-    stated: Exchange, meshes: Mapping[str, Mesh | None], everyone: tuple[int, ...]
+    stated: StatedCollective, meshes: Mapping[str, Mesh | None], everyone: tuple[int, ...]
 ) -> Groups:
     if stated.mesh:
         mesh = stated.mesh if isinstance(stated.mesh, Mesh) else meshes[stated.mesh]

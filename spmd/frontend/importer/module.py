@@ -43,8 +43,7 @@ from spmd.ir.program import Callback, Program
 from spmd.ir.types import Attribute, ShardingAttr, TensorType
 from spmd.mesh.mesh import Mesh
 
-DEEPEST = 1000
-"""How many brackets of a module's text may be open at once."""
+DEEPEST = 1000  # how many brackets of a module's text may be open at once
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|->|[(){}\[\]<>]')
 _ESCAPE = rb"\\([0-9a-fA-F]{2})"
 
@@ -52,12 +51,7 @@ NO_COMPOSITES: Mapping[str, Mapping[str, Attribute]] = MappingProxyType({})
 
 
 class Imported(NamedTuple):
-    """A program, and what its module says about shardings.
-
-    Attributes:
-      program: the function `main`.
-      arg_marks, result_marks: how each argument and result is marked, or None.
-    """
+    """A program, and how each argument and result is marked (None: it is not)."""
 
     program: Program
     arg_marks: tuple[ShardingAttr | None, ...]
@@ -111,11 +105,7 @@ def import_module(
 
 
 def parse_module(source: Any) -> ir.Module:
-    """A module in memory from itself, its text or bytecode, or the path of a file with either.
-
-    Raises:
-      FrontendError: no such file, or something that MLIR cannot read.
-    """
+    """A module from itself, its text or bytecode, or a file's path; FrontendError if it is none."""
     if isinstance(source, ir.Module):
         return _with_shardings(source)
     if isinstance(source, os.PathLike) or (isinstance(source, str) and "\n" not in source):
@@ -124,7 +114,8 @@ def parse_module(source: Any) -> ir.Module:
         if not isinstance(source, str):
             data = bytes(source)
             source = bytecode_to_text(data) if data.startswith(MAGIC) else data.decode()
-        _check_text(source)
+        _check_depth(source)
+        _check_strings(source)
         with mlir.make_ir_context():
             return _with_shardings(ir.Module.parse(source))
     except (ir.MLIRError, ValueError, TypeError) as error:
@@ -142,11 +133,7 @@ def module_text(module: ir.Module) -> str:
 
 
 def signature(module: ir.Module) -> tuple[tuple[TensorType, ...], tuple[TensorType, ...]]:
-    """Types of the arguments and results of a module's function.
-
-    Raises:
-      FrontendError: as for `import_module`.
-    """
+    """Types of the arguments and results of a module's function."""
     with module.context, malformed():
         return types_of(Contents(module).main())
 
@@ -156,9 +143,6 @@ def boundary_names(module: ir.Module) -> tuple[tuple[str, ...], tuple[str, ...]]
 
     A module says so in its arguments' locations and its results' attributes, if at all: where it
     does not, or not for all of them differently, they are `arg0`, `arg1`, ... and `result0`, ...
-
-    Raises:
-      FrontendError: as for `import_module`.
     """
     with module.context, malformed():
         main = Contents(module).main()
@@ -236,17 +220,6 @@ def malformed() -> Iterator[None]:
 
 # ---------------------------------------------------------------------------------------------
 # Text that would end the process inside of MLIR's parser.
-
-
-def _check_text(text: str) -> None:
-    """Refuses text that would end the process.
-
-    Raises:
-      FrontendError: brackets nest too deeply.
-      UnicodeDecodeError: a string with escapes that are not UTF-8.
-    """
-    _check_depth(text)
-    _check_strings(text)
 
 
 def _line_of(error: Exception, text: str) -> str | None:

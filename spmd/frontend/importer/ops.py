@@ -25,32 +25,19 @@ from spmd.ir.dialect.registry import ALONE
 from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Region, Value, has_effect
 from spmd.ir.types import Attribute, Dense, ShardingAttr, TensorType
 
-DEEPEST_REGIONS = 64
-"""How many loops and branches may be inside each other."""
-MOST_OPS = 250_000
-"""How many ops a program may have with its calls inlined."""
+DEEPEST_REGIONS = 64  # how many loops and branches may be inside each other
+MOST_OPS = 250_000  # how many ops a program may have with its calls inlined
 _CONTROL_FLOW = {"stablehlo.while", "stablehlo.case", "stablehlo.if"}
 _NEUTRAL_OPERAND = {"stablehlo.reduce", "stablehlo.reduce_window", "stablehlo.pad"}
 _RETURNS = {"func.return", "stablehlo.return", "sdy.return"}
 
-Env = dict[Any, Value]
-"""Maps a value of the module to its number in the program."""
+Env = dict[Any, Value]  # maps a value of the module to its number in the program
 Handler = Callable[["Importer", Any, Env, list[Op]], None]
 """Imports an op of the module: appends ops, and enters its results into the environment."""
 
 
 class Importer:
-    """A program being made of a module's blocks.
-
-    Attributes:
-      contents: functions and meshes of the module.
-      types: the type of each value so far.
-      type: converts a type; equal ones become the same object.
-      attribute: converts an attribute, given its name and itself.
-      calls: names of the functions that are being inlined, outermost first.
-      scopes: the manual regions around the current op, outermost first.
-      in_bodies: how many scalar bodies are around the current op.
-    """
+    """A program being made of a module's blocks."""
 
     # MLIR shares equal types and attributes, and a model has the same layer many times: every
     # distinct one is converted once and kept by identity. Equal types are therefore one object, and
@@ -64,13 +51,13 @@ class Importer:
     ) -> None:
         self.contents = contents
         self.function = function
-        self.types: list[TensorType] = []
-        self.type = functools.cache(tensor_type)
+        self.types: list[TensorType] = []  # of each value so far
+        self.type = functools.cache(tensor_type)  # equal ones become the same object
         self.attribute = functools.cache(attribute)
-        self.calls: list[str] = []
+        self.calls: list[str] = []  # functions that are being inlined, outermost first
         self.call_loc = Loc()
-        self.scopes: list[Scope] = []
-        self.in_bodies = 0
+        self.scopes: list[Scope] = []  # manual regions around the op, outermost first
+        self.in_bodies = 0  # how many scalar bodies are around the op
         self._handlers = handlers
         self._count = 0
         self._depth = 0
@@ -163,22 +150,17 @@ class Importer:
     def op(
         self, op: Any, env: Env, name: str = "", attrs: Mapping[str, Attribute] | None = None
     ) -> Op:
-        """An op of the module as one of the program.
+        """One of the module's ops as one of the program's; its results are added to `env`.
 
-        Args:
-          op: the op.
-          env: the values around it; its results are added.
-          name: its name in the program, if that is another one.
-          attrs: its attributes there, if they are others. They must follow from the op alone, since
-            equal ops share a kind.
-
-        Raises:
-          FrontendError: it reads a value that is not visible, or is refused.
+        It may get another name, and other attributes, which must follow from the op alone: equal
+        ops share a kind. FrontendError if it reads a value that is not visible, or is refused.
         """
         name = name or op.name
         loc = self.loc(op.location)
         if not (name in DEVICE_IDS and self.scopes):
-            refuse(_refusal_name(op, name), loc)
+            is_call = name == "stablehlo.custom_call"
+            called = op.attributes["call_target_name"].value if is_call else ""
+            refuse(f"custom_call:{called}" if is_call else name, loc)
         try:
             inputs = tuple([env[v] for v in op.operands])
         except KeyError as error:
@@ -225,11 +207,7 @@ class Importer:
         return result
 
     def mark(self, ops: list[Op], value: Value, sharding: ShardingAttr | None, loc: Loc) -> Value:
-        """Marks a value; a sharding that says nothing leaves it as it is.
-
-        Raises:
-          SpecError: it splits over axes that are manual here.
-        """
+        """Marks a value; a sharding that says nothing leaves it as it is."""
         if self.in_bodies or sharding is None or says_nothing(sharding):
             return value
         if self.scopes:
@@ -241,7 +219,6 @@ class Importer:
         return marked
 
     def _mark_results(self, op: Any, env: Env, ops: list[Op]) -> None:
-        """Marks the results of an op as its own attributes say."""
         results = [result for result in op.results if result in env]  # no tuple has a value
         ranks = [self.types[env[result]].rank for result in results]
         marks = self.contents.meshes.marks_of(op, ranks) if results else ()
@@ -304,7 +281,9 @@ class Importer:
     ) -> None:
         if kind.name == "stablehlo.constant" and kind.attrs["value"].splat:
             self._constants[outs[0]] = kind.attrs["value"]
-        elif inputs and inputs[0] in self._constants and _is_wrapped_scalar(kind):
+        # Of a scalar to a scalar, as jax does for windows' initial values.
+        is_wrapped = kind.name == "stablehlo.broadcast_in_dim" and kind.results[0].rank == 0
+        if is_wrapped and inputs[0] in self._constants:
             self._constants[outs[0]] = self._constants[inputs[0]]
 
     def _note_neutral(self, kind: OpKind, inputs: tuple[Value, ...]) -> OpKind:
@@ -334,15 +313,7 @@ class Importer:
         return attrs
 
     def body(self, region: Any, name: str) -> Body:
-        """A region of scalar ops as data.
-
-        Args:
-          region: a region of an op, or of the function that it names.
-          name: the op's name.
-
-        Raises:
-          FrontendError: it reads a value from around it that is not a constant.
-        """
+        """A region or function of scalar ops as data; FrontendError if it reads non-constants."""
         outer = self.types, self._constants  # values are numbered anew
         self.types, self._constants = [], {}
         self.in_bodies += 1
@@ -387,15 +358,3 @@ def keep(op: Op, ops: list[Op]) -> None:
 
 def _import_plainly(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
     keep(importer.op(op, env), ops)
-
-
-def _is_wrapped_scalar(kind: OpKind) -> bool:
-    """Whether an op broadcasts a scalar to a scalar, as jax does for windows' initial values."""
-    return kind.name == "stablehlo.broadcast_in_dim" and kind.results[0].rank == 0
-
-
-def _refusal_name(op: Any, name: str) -> str:
-    """The name of an op in `unsupported.REFUSED`."""
-    if name != "stablehlo.custom_call":
-        return name
-    return f"custom_call:{op.attributes['call_target_name'].value}"

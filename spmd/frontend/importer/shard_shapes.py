@@ -26,18 +26,14 @@ from spmd.mesh.sharding import Axes
 
 ENTERS, LEAVES = "SPMDFullToShardShape", "SPMDShardToFullShape"
 
-Inline = Callable[[Importer, Any, Env, list[Op]], None]
-"""Imports what a call calls."""
+Inline = Callable[[Importer, Any, Env, list[Op]], None]  # imports what a call calls
 
 
 class _Crossing(NamedTuple):
-    """One value at the boundary of a region.
+    """One value at the boundary of a region: inside, as the module has it, and outside.
 
-    Attributes:
-      inner: the value inside, as the module has it.
-      outer: the value outside.
-      manual: the op that states the manual axes.
-      whole: the op that states how the value outside is split.
+    `manual` is the op that states the manual axes, `whole` the one that says how the outer is
+    split.
     """
 
     inner: Any
@@ -53,11 +49,7 @@ def is_manual_call(op: Any) -> bool:
 
 
 def cross(importer: Importer, op: Any, env: Env) -> None:
-    """Imports a custom call at the boundary of a region: values cross it with the region itself.
-
-    Raises:
-      UnsupportedOpError: it is at the boundary of none.
-    """
+    """Imports a custom call at the boundary of a region: values cross it with the region itself."""
     target = op.attributes["call_target_name"].value
     if target == ENTERS:
         calls = [use.owner for use in op.results[0].uses]
@@ -139,11 +131,7 @@ def _scope(importer: Importer, crossing: _Crossing) -> Scope:
 
 
 def _dims(importer: Importer, scope: Scope, crossing: _Crossing, loc: Loc) -> tuple[Axes, ...]:
-    """The manual atoms that split each dim of a value outside.
-
-    Raises:
-      UnsupportedOpError: they don't make the piece inside of it.
-    """
+    """The manual atoms that split each dim of a value outside."""
     meshes = importer.contents.meshes
     outer, inner = importer.type(crossing.outer.type), importer.type(crossing.inner.type)
     stated = meshes.stated(shardings_of(crossing.whole.attributes[_GSPMD])[0], outer.rank)

@@ -21,24 +21,17 @@ Size 0 stands for the whole axis."""
 MARKS = ("sdy.sharding", "mhlo.sharding")
 """Attributes that say how an op's results, an argument or a result are split."""
 
-NO_AXES = Mesh(None, (), ())
-"""The mesh without axes: what is on it is not split."""
+NO_AXES = Mesh(None, (), ())  # the mesh without axes: what is on it is not split
 
 
 class Stated(NamedTuple):
-    """A sharding as a module states it, on a mesh of its own.
+    """A sharding as a module states it, on a mesh of its own."""
 
-    Attributes:
-      mesh: the mesh; its device ids are positions among the devices that the module is for.
-      dims: for each dim, the axes and parts of axes that split it, major to minor.
-      open: for each dim, whether it may be split further.
-      unreduced: axes over which the value is not added up yet.
-    """
-
-    mesh: Mesh
+    mesh: Mesh  # the mesh; its device ids are positions among the devices that the module is for
+    # for each dim, the axes and parts of axes that split it, major to minor
     dims: tuple[tuple[AxisRef, ...], ...]
-    open: tuple[bool, ...]
-    unreduced: tuple[AxisRef, ...] = ()
+    open: tuple[bool, ...]  # for each dim, whether it may be split further
+    unreduced: tuple[AxisRef, ...] = ()  # axes over which the value is not added up yet
 
 
 def mesh_of(attr: Any) -> Mesh | None:
@@ -76,16 +69,7 @@ def open_dims(op: Any) -> tuple[int, ...]:
 
 
 def stated(attr: Any, meshes: Mapping[str, Mesh | None], rank: int) -> Stated | None:
-    """A sharding as data; None for one that says nothing, as that of a single device.
-
-    Args:
-      attr: an `sdy.sharding`, or GSPMD's text.
-      meshes: the module's meshes by name.
-      rank: of the tensor.
-
-    Raises:
-      FrontendError: it names a mesh that is not there, or is not known.
-    """
+    """A stated sharding as data, None of a single device; FrontendError if its mesh is unknown."""
     if isinstance(attr, str):
         return _tiled(attr, rank)
     sharding = sdy.TensorShardingAttr(attr)
@@ -183,7 +167,6 @@ def manual_refs(text: str) -> tuple[Mesh, tuple[AxisRef, ...]] | None:
 
 
 def _tiles_mesh(found: re.Match[str]) -> Mesh:
-    """A mesh with an axis for each dim of the tiles."""
     tiles, kinds = _numbers(found["tiles"]), _kinds(found)
     names = [f"dim {d}" for d in range(len(tiles) - len(kinds))]
     names += [f"{kind} {i}" for i, kind in enumerate(kinds)]
@@ -191,7 +174,6 @@ def _tiles_mesh(found: re.Match[str]) -> Mesh:
 
 
 def _devices(found: re.Match[str]) -> Any:
-    """The devices of the tiles, in their order."""
     if found["ids"]:
         return _numbers(found["ids"])
     shape = _numbers(found["shape"])

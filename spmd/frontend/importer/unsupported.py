@@ -33,10 +33,7 @@ _REFUSALS: Mapping[Refusal, tuple[str, ...]] = {
     Refusal(
         "it says what becomes of one device's piece",
         "compile the program as one device would run it, and let the marks place the collectives",
-    ): (
-        "stablehlo.collective_reduce",
-        "stablehlo.cross-replica-sum",
-    ),
+    ): ("stablehlo.collective_reduce", "stablehlo.cross-replica-sum"),
     Refusal(
         "it is not beside a call of one device's program, as jax.shard_map writes it",
         "lower the program with jax_use_shardy_partitioner=True, or leave the region out",
@@ -89,15 +86,7 @@ REFUSED: Mapping[str, Refusal] = {
 
 
 def refuse(name: str, loc: Loc) -> None:
-    """Raises if an op is refused.
-
-    Args:
-      name: the op's name, or `custom_call:` and its target.
-      loc: where it comes from.
-
-    Raises:
-      UnsupportedOpError: the op is in `REFUSED`.
-    """
+    """Raises UnsupportedOpError if an op (`custom_call:` and its target) is in `REFUSED`."""
     refusal = REFUSED.get(name)
     if refusal is not None:
         raise UnsupportedOpError(

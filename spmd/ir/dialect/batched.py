@@ -19,12 +19,9 @@ from spmd.ir.types import Attribute, TensorType
 
 
 class Batched(NamedTuple):
-    """The batched form of an op.
+    """The batched form of an op: the op that does all at once, and which dim of its results is new.
 
-    Attributes:
-      kind: the op that does all at once.
-      dim: which dim of the results is the new one.
-      start: of ops that read a place, which operand says where it is along the new dim.
+    Of ops that read a place, `start` is the operand that says where it is along the new dim.
     """
 
     kind: OpKind
@@ -63,12 +60,9 @@ def second_half(kind: OpKind) -> int:
 
 
 def in_front(apart: Callable[[OpKind], int] = lambda _: 0, **changed: Any) -> Form:
-    """The form of ops that differ in types and in some attributes.
+    """The form of ops that differ in types, and in the attributes that `changed` makes anew.
 
-    Args:
-      apart: from the op's kind, how many operands at the end are scalars beside the others: they
-        have to be the same for all.
-      changed: attribute -> from what it was and how many there are, what it is.
+    `apart` counts the operands at the end that are scalars, and have to be the same for all.
     """
 
     def form(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
@@ -85,9 +79,7 @@ def in_front(apart: Callable[[OpKind], int] = lambda _: 0, **changed: Any) -> Fo
 def at_a_place(arrays: int, **changed: Any) -> Form:
     """The form of ops that read or write a piece: its first index along the new dim is 0.
 
-    Args:
-      arrays: how many operands are in front of the indices.
-      changed: as for `in_front`.
+    `arrays` operands are in front of the indices; `changed` is as for `in_front`.
     """
     beside = in_front(lambda kind: len(kind.operands) - arrays, **changed)
 
@@ -114,13 +106,7 @@ def elementwise(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched:
 
 
 def form_of(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
-    """The batched form of an op; None if it has none.
-
-    Args:
-      kind: the op.
-      count: how many there are, the size of the new dim.
-      differs: for each operand whether it differs among them.
-    """
+    """The batched form of `count` ops, which differ in some operands; None if there is none."""
     found: Form | None = DESCRIPTIONS.get(rule_name(kind), UNKNOWN).batched
     return found(kind, count, differs) if found else None
 

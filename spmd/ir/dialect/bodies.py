@@ -36,17 +36,7 @@ def is_elementwise(body: Body) -> bool:
 def inline_elementwise(
     b: Builder, body: Body, args: Sequence[Value], shape: tuple[int, ...]
 ) -> tuple[Value, ...]:
-    """The body of elementwise ops, once, on whole tensors.
-
-    Args:
-      b: the builder that ops are appended to.
-      body: a body for which `is_elementwise` holds.
-      args: for each argument of the body, a value of the wanted shape.
-      shape: that shape.
-
-    Returns:
-      The values that the body returns, at the wanted shape.
-    """
+    """The results of an elementwise body on whole tensors of a shape, in place of scalars."""
     env = dict(zip(body.region.args, args, strict=True))
     for op in body.region.ops:
         results = [type_.with_shape(shape) for type_ in op.kind.results]
@@ -60,17 +50,10 @@ def inline_elementwise(
 
 
 def separated(body: Body, count: int) -> tuple[Body, ...]:
-    """A body of several results as one body for each; none if they share anything.
+    """A body of several results as one body for each, of its own argument in either group.
 
-    Args:
-      body: a body with two groups of `count` arguments and as many results.
-      count: the number of its results.
-
-    Returns:
-      For each result the body that makes it, of its own argument in either group.
-
-    Example:
-      `(a, b, c, d): a + c, max(b, d)` is `(a, c): a + c` and `(b, d): max(b, d)`.
+    `(a, b, c, d): a + c, max(b, d)` is `(a, c): a + c` and `(b, d): max(b, d)`; where results share
+    anything there are none.
     """
     parts = [_part(body, k, (k, count + k)) for k in range(count)]
     return tuple(part for part in parts if part is not None) if all(parts) else ()

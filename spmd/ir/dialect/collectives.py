@@ -29,12 +29,7 @@ def _device_id(kind: OpKind) -> Rule:
 
 
 class Resized(NamedTuple):
-    """The attributes that name a collective's dims of another size: `n` devices make it n times.
-
-    Attributes:
-      grows: names the dim that grows; empty if none does.
-      shrinks: names the dim that shrinks.
-    """
+    """The attributes that name the dims that n devices make n times as large, or as small."""
 
     grows: str = ""
     shrinks: str = ""

@@ -13,8 +13,7 @@ from spmd.errors import SpmdError
 from spmd.ir.program import OpKind
 from spmd.ir.types import Dense, Opaque
 
-PREFIX = "with."
-"""In front of the names of a composite's own attributes, among those of the op."""
+PREFIX = "with."  # in front of the names of a composite's own attributes, among those of the op
 
 PLATFORM = "spmd.platform"
 """Attribute of a composite: the platform that the program is compiled for."""
@@ -33,21 +32,17 @@ Its kernel gets their names as `axes`, for jax's collectives."""
 SENT = "spmd.sent"
 """Attribute of such a composite: bytes that a device has for its group, itself included."""
 
-MESH = "spmd.mesh"
-"""Attribute of such a composite: the sizes of the mesh's atoms."""
+MESH = "spmd.mesh"  # attribute of such a composite: the sizes of the mesh's atoms
 
 Function = Callable[..., Any]
 """A JAX function of local arrays; a composite's attributes are its keyword arguments."""
 
 
 class Composite(NamedTuple):
-    """One registered composite.
+    """One registered composite: its name in modules and what computes it.
 
-    Attributes:
-      name: as in the module.
-      decomposition: a function that computes it at any shapes; None if only the module has one.
-      kernels: platform -> a function that computes it there; it may return NotImplemented for
-        shapes that it cannot take.
+    The decomposition does so at any shapes (None: only the module has one), the kernel of a
+    platform may return NotImplemented for shapes that it cannot take.
     """
 
     name: str
@@ -59,11 +54,7 @@ _COMPOSITES: dict[str, Composite] = {}
 
 
 def add_composite(composite: Composite) -> None:
-    """Registers a composite.
-
-    Raises:
-      SpmdError: there is one of this name.
-    """
+    """Registers a composite; SpmdError if there is one of this name."""
     if composite.name in _COMPOSITES:
         raise SpmdError(f"composite {composite.name} is registered already", fix="keep one of them")
     _COMPOSITES[composite.name] = composite
@@ -82,11 +73,7 @@ def composite_of(kind: OpKind) -> Composite:
 
 
 def arguments_of(kind: OpKind) -> dict[str, Any]:
-    """A composite's own attributes as Python values: bools, numbers, text, tuples, numpy arrays.
-
-    Raises:
-      SpmdError: an attribute of another type.
-    """
+    """A composite's own attributes as Python values: bools, numbers, text, tuples, numpy arrays."""
     found = {}
     for key, value in kind.attrs.items():
         if key.startswith(PREFIX):

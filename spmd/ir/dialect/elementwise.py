@@ -42,8 +42,7 @@ CHEAP = Description(
 )
 """Cheap enough for XLA to compute it again in every reader."""
 
-EXPENSIVE = CHEAP._replace(role=Role.ONCE)
-"""XLA computes it inside its reader only if there is one."""
+EXPENSIVE = CHEAP._replace(role=Role.ONCE)  # XLA computes it inside its reader only if there is one
 
 IN_LIBRARY = CHEAP._replace(in_library=True)
 """XLA's library for CPUs computes it inside of a reduction."""

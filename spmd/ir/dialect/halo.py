@@ -32,35 +32,27 @@ class Window(NamedTuple):
     Position `o` of the tiled dim reads the base positions `o * stride - low + [0, span)`, where
     element `e` of the operand lies at base position `e * dilation`; what lies between elements and
     beyond them is padding.
-
-    Attributes:
-      tiled: size of the dim whose tiles decide: the result's, or a kernel's.
-      stride, low, dilation, span: as above.
-      reverse: the tiled dim is counted from its end.
     """
 
-    tiled: int
+    tiled: int  # size of the dim whose tiles decide: the result's, or a kernel's
+    # stride, low, dilation, span: as above
     stride: int = 1
     low: int = 0
     dilation: int = 1
     span: int = 1
-    reverse: bool = False
+    reverse: bool = False  # the tiled dim is counted from its end
 
 
 class Halo(NamedTuple):
-    """A dim of an operand of which a device reads more, or other parts, than its own tile.
-
-    Attributes:
-      operand, dim: position of the operand, and its dim.
-      factor: the factor whose tiles read it: that of the operand's dim, or, where this dim stays
-        whole, that of the result's.
-      window: what is read; None for running totals, where each device reads one element (the
-        total) of every tile.
-    """
+    """A dim of an operand of which a device reads more, or other parts, than its own tile."""
 
     operand: int
     dim: int
+    # the factor whose tiles read it: that of the operand's dim, or, where this dim stays whole,
+    # that of the result's
     factor: int
+    # what is read; None for running totals, where each device reads one element (the total) of
+    # every tile
     window: Window | None
 
 
@@ -91,32 +83,20 @@ class Need(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What the tiles read, in elements and in base positions (see `Window`).
-
-    Attributes:
-      need: the elements that each tile reads.
-      base: number of base positions that each device needs.
-      low: how many base positions lie before the first element, if the same on all devices.
-      skips: for each tile, how many base positions after its first element it drops; used where
-        `low` is None.
-    """
+    """What the tiles read, in elements and in base positions (see `Window`)."""
 
     need: Need
-    base: int
+    base: int  # number of base positions that each device needs
+    # how many base positions lie before the first element, if the same on all devices
     low: int | None
+    # for each tile, how many base positions after its first element it drops; used where `low` is
+    # None
     skips: tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
 def reads_of(window: Window, size: int, axes: Axes, mesh: Mesh) -> Reads:
-    """The elements of an operand's dim that each tile of the tiled dim reads.
-
-    Args:
-      window: the window.
-      size: size of the operand's dim.
-      axes: what the tiled dim is split over.
-      mesh: the mesh.
-    """
+    """The elements of an operand's dim that each tile (over `axes`) of the tiled dim reads."""
     # With dilation, tiles may start at different phases between two elements. 10 base positions, an
     # element at every third, in tiles that start at 0, 3, 5 and 8 (piece 3):
     #
@@ -154,7 +134,7 @@ def reads_of(window: Window, size: int, axes: Axes, mesh: Mesh) -> Reads:
     return Reads(Need.of(size, length, ranges), base, phase, skips)
 
 
-class Transfer(NamedTuple):
+class HaloSend(NamedTuple):
     """Elements `[low, high)` go from one tile's device to another's."""
 
     source: int
@@ -163,46 +143,42 @@ class Transfer(NamedTuple):
     high: int
 
 
-class Exchange(NamedTuple):
+class HaloExchange(NamedTuple):
     """How devices get what they need beyond their own tile.
 
-    Attributes:
-      rounds: transfers of one collective-permute each; in a round every device sends and receives
-        at most once.
-      lengths: elements that each device sends in a round, the most of its transfers.
-      gather: whether the rounds would move as much as a gather of the whole dim, which is then
-        done instead.
+    In each of `rounds` every device sends and receives at most once, `lengths` elements. If the
+    rounds would move as much as a gather of the whole dim, that is done instead (`gather`).
     """
 
-    rounds: tuple[tuple[Transfer, ...], ...]
+    rounds: tuple[tuple[HaloSend, ...], ...]
     lengths: tuple[int, ...]
     gather: bool
 
 
 @lru_cache(maxsize=4096)
-def exchange(need: Need, size: int, axes: Axes, mesh: Mesh) -> Exchange:
+def exchange(need: Need, size: int, axes: Axes, mesh: Mesh) -> HaloExchange:
     """The rounds that bring a need together, for a dim of `size` elements split over `axes`."""
     owned = tiles(size, axes, mesh)
-    found: list[Transfer] = []
+    found: list[HaloSend] = []
     for target, (low, high) in enumerate(zip(need.lows, need.highs, strict=True)):
         for source, (start, own) in enumerate(owned):
             begin, end = max(low, start), min(high, start + own)
             if begin < end and source != target:
-                found.append(Transfer(source, target, begin, end))
+                found.append(HaloSend(source, target, begin, end))
     rounds = _rounds(sorted(found, key=lambda t: (t.source - t.target, t.target)))
     lengths = tuple(max(t.high - t.low for t in transfers) for transfers in rounds)
     piece = piece_sizes(size, axes, mesh)[-1]
     gather = sum(lengths) > 0 and sum(lengths) >= (len(owned) - 1) * piece
-    return Exchange(rounds, lengths, gather)
+    return HaloExchange(rounds, lengths, gather)
 
 
-def _rounds(transfers: Iterable[Transfer]) -> tuple[tuple[Transfer, ...], ...]:
+def _rounds(transfers: Iterable[HaloSend]) -> tuple[tuple[HaloSend, ...], ...]:
     """Each transfer joins the first round in which both of its devices are still free."""
     # They come sorted by distance, so that one round is one shift where every tile needs the same.
     # Where distances mix, later transfers fill gaps. 4 tiles that each need all before them:
     #   0->3 opens round 0;   0->2 and 1->3 round 1;   0->1 round 2;   1->2 fits into round 0;
     #   2->3 meets a busy 3 in rounds 0 and 1 and joins round 2
-    rounds: list[list[Transfer]] = []
+    rounds: list[list[HaloSend]] = []
     busy: list[set[tuple[str, int]]] = []
     for transfer in transfers:
         taken = {("source", transfer.source), ("target", transfer.target)}
@@ -220,23 +196,19 @@ Rounds = tuple[tuple[tuple[int, int], ...], ...]
 
 
 class Merge(NamedTuple):
-    """What devices exchange so that a `merge` factor may be split.
-
-    Attributes:
-      factor: the number of the factor.
-      tensors: what each device contributes: the type of each tensor if no other factor is split,
-        and the factors of its dims.
-      network: whether tiles meet pair by pair in `rounds`; otherwise all tensors are gathered.
-    """
+    """What devices exchange so that a `merge` factor may be split."""
 
     factor: int
+    # what each device contributes: the type of each tensor if no other factor is split, and the
+    # factors of its dims
     tensors: tuple[tuple[TensorType, tuple[tuple[int, ...], ...]], ...]
+    # whether tiles meet pair by pair in `rounds`; otherwise all tensors are gathered
     network: bool = False
 
 
 @lru_cache(maxsize=256)
 def rounds(count: int) -> Rounds:
-    """A network that sorts `count` tiles, each sorted in itself: any number of them.
+    """A network that sorts any number of tiles, each sorted in itself.
 
     Batcher's merge exchange (Knuth, The Art of Computer Programming, 5.2.2, algorithm M). For
     equal tiles it holds as it does for single elements: a pair's tiles are merged, and one keeps

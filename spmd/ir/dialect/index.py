@@ -161,10 +161,7 @@ def _top_k(kind: OpKind) -> Rule:
 
 @op("stablehlo.sort", batched=in_front(dimension=shifted), passes=_halvings, is_in_place=True)
 def _sort(kind: OpKind) -> Rule:
-    """All dims but the sorted one pass; pieces of the sorted dim meet in a sorting network.
-
-    StableHLO specification, section sort.
-    """
+    """All dims but the sorted one pass; pieces of the sorted dim meet in a sorting network."""
     build = RuleBuilder()
     along = kind.attrs["dimension"]
     merges = is_elementwise(kind.attrs["body"]) and (

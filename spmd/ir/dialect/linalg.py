@@ -110,13 +110,8 @@ def _library_call(kind: OpKind) -> Rule:
 def _batched(kind: OpKind, batch: int, right: int | None = None, free: int = -1) -> Rule:
     """The leading dims are shared by all operands and results, every other dim stays whole.
 
-    But of a solve, one dim of the right-hand sides passes to the same dim of their result.
-
-    Args:
-      kind: the op.
-      batch: number of leading dims that pass, if all operands and results have them.
-      right: index of the operand that holds the right-hand sides of a solve.
-      free: the dim of these that passes, counted from the end.
+    But of a solve, with the right-hand sides in operand `right`, one dim of these (`free`, from the
+    end) passes to the same dim of their result.
     """
     build = RuleBuilder()
     sizes = kind.operands[0].shape[:batch]

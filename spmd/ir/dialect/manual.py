@@ -7,8 +7,7 @@ from spmd.ir.dialect.registry import describe, op
 from spmd.ir.dialect.rule import FIXED, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
 
-IF = "stablehlo.if"
-"""Chooses between two regions; what programs of ours are written with."""
+IF = "stablehlo.if"  # chooses between two regions; what programs of ours are written with
 
 describe(Description(region="loop", role=Role.REGION), "while")
 describe(Description(region="branches", selector="i32", role=Role.REGION), "case")

@@ -22,21 +22,13 @@ RuleFunction = Callable[[OpKind], Rule]
 
 
 def describe(description: Description, *names: str, dialect: str = "stablehlo") -> None:
-    """Gives some ops of a dialect one description.
-
-    Raises:
-      SpmdError: one of them has a description already.
-    """
+    """Gives ops of a dialect one description; SpmdError if one of them has one already."""
     for name in names:
         _add(f"{dialect}.{name}", description)
 
 
 def op(*names: str, **traits: Any) -> Callable[[RuleFunction], RuleFunction]:
-    """Decorator: the function gives the rule of these ops from their kind; they have these traits.
-
-    Raises:
-      SpmdError: one of them has a description already.
-    """
+    """Decorator: the function gives the rule of these ops by their kind; they have these traits."""
 
     def register(function: RuleFunction) -> RuleFunction:
         for name in names:
@@ -62,8 +54,7 @@ def registered_ops() -> tuple[str, ...]:
     return tuple(sorted(name for name, about in DESCRIPTIONS.items() if about.rule))
 
 
-ALONE = "spmd.alone"
-"""Attribute of a custom call: all axes of the mesh are manual where it is."""
+ALONE = "spmd.alone"  # attribute of a custom call: all axes of the mesh are manual where it is
 
 BATCHED_CALL = "custom_call:num_batch_dims"
 """Key of the rule for custom calls that have batch dims and no rule of their own."""
@@ -78,10 +69,7 @@ _VECTOR_CALL = re.compile(r"(cu|hip)_lu_pivots_to_permutation$")
 
 
 def rule_name(kind: OpKind) -> str:
-    """The name that an op's rule is registered under.
-
-    Of a custom call its target, of a composite its name, of any other op its own.
-    """
+    """What a rule is registered under: a custom call's target, a composite's or an op's name."""
     name = key_of(kind.name, kind.attrs)
     if kind.name != CUSTOM_CALL or name in DESCRIPTIONS:
         return name
@@ -115,11 +103,7 @@ def batch_rank(kind: OpKind) -> int | None:
 
 
 def rule_of(kind: OpKind, loc: Loc | None = None) -> Rule:
-    """The rule of an op; made once for each kind.
-
-    Raises:
-      UnsupportedOpError: nobody wrote a rule for this op.
-    """
+    """The rule of an op, made once for each kind; UnsupportedOpError if nobody wrote one."""
     cache: dict[str, Any] = kind._cache
     found = cache.get("rule")
     if found is None:

@@ -26,11 +26,8 @@ RING = "ring"
 UNCLAIMED = (REPLICATE, FIXED, RING)
 """Kinds of factors that are never split because a dim is: what splits them follows from the op."""
 
-DimFactors = tuple[int, ...]
-"""Factors of one dim, major to minor."""
-
-Pair = tuple[DimFactors, DimFactors]
-"""Factors of an operand's dim and of the result's."""
+DimFactors = tuple[int, ...]  # factors of one dim, major to minor
+Pair = tuple[DimFactors, DimFactors]  # factors of an operand's dim and of the result's
 
 
 def sides(pairs: Sequence[Pair]) -> tuple[list[DimFactors], list[DimFactors]]:
@@ -39,11 +36,9 @@ def sides(pairs: Sequence[Pair]) -> tuple[list[DimFactors], list[DimFactors]]:
 
 
 class Ring(NamedTuple):
-    """How a `ring` factor may be split.
+    """How a `ring` factor may be split: by the atoms of the factor `along`, into `wanted` pieces.
 
-    Attributes:
-      along: the factor whose atoms it may have, too.
-      wanted: the number of pieces that there have to be; 0 if any will do.
+    If `wanted` is 0 any number will do.
     """
 
     along: int
@@ -58,17 +53,14 @@ class Ring(NamedTuple):
 class Exchange(NamedTuple):
     """How a factor may be split by atoms that split others, the op exchanging what that takes.
 
-    Attributes:
-      along: these others.
-      bytes: what all devices of a mesh have for each other then, if only these others are split.
+    `bytes` are what all devices have for each other then, if only these others are split.
     """
 
     along: tuple[int, ...]
     bytes: float
 
 
-MOST_PIECES = 64
-"""Pieces that go round are written out, one after another: no more than so many."""
+MOST_PIECES = 64  # pieces that go round are written out, one after another: no more than so many
 
 
 class Factor(NamedTuple):
@@ -182,19 +174,10 @@ def parse_rule(
     reduction: str = "",
     linear: Iterable[Sequence[int]] = (),
 ) -> Rule:
-    """A rule from its text; factor sizes come from the types.
+    """A rule from its text; factor sizes come from the types. ValueError for one that misfits.
 
-    Args:
-      text: `"b i k, b j k -> b i j"`: a term for each operand, `->`, a term for each result; one
-        factor a dim, or `(i j)` for a dim made of several, major first.
-      operands: types of the operands.
-      results: types of the results.
-      kinds: factor -> kind where it is not `pass`.
-      reduction: as in `Rule`.
-      linear: as in `Rule`.
-
-    Raises:
-      ValueError: a text that does not fit the types.
+    A text as `"b i k, b j k -> b i j"` has a term for each operand and result, one factor a dim, or
+    `(i j)` for a dim made of several, major first. `kinds` has those factors that do not `pass`.
     """
     left, arrow, right = text.partition("->")
     terms = [_parse_term(term) for term in left.split(",")] if left.strip() else []

@@ -178,16 +178,13 @@ def _dynamic_update_slice(kind: OpKind) -> Rule:
 
 
 class Sliding:
-    """The windows of a `reduce_window`, `select_and_scatter` or `convolution`, dim by dim.
-
-    Attributes:
-      strides, padding, base, window: window strides, padding, base and window dilations.
-    """
+    """The windows of a `reduce_window`, `select_and_scatter` or `convolution`, dim by dim."""
 
     def __init__(self, kind: OpKind, rank: int) -> None:
         conv = kind.name == "stablehlo.convolution"
         names = ("lhs_dilation", "rhs_dilation") if conv else ("base_dilations", "window_dilations")
         ones = (1,) * rank
+        # strides of windows, dilations of what they slide over and of themselves, padding
         self.strides: tuple[int, ...] = kind.attrs.get("window_strides") or ones
         self.base: tuple[int, ...] = kind.attrs.get(names[0]) or ones
         self.window: tuple[int, ...] = kind.attrs.get(names[1]) or ones

@@ -2,7 +2,6 @@
 
 from spmd.lowering.local import (  # noqa: F401
     callbacks,
-    contract,
     index,
     merge,
     shape,

@@ -26,8 +26,7 @@ from spmd.ir.types import TensorType, dtype_bits, is_float
 from spmd.lowering.local.table import LocalOp, local
 from spmd.mesh.sharding import Axes
 
-FREE = "free"
-"""Attribute of a local callback: the atoms along which one device calls for all."""
+FREE = "free"  # attribute of a local callback: the atoms along which one device calls for all
 
 
 @local(CALLBACK)

@@ -50,20 +50,14 @@ from spmd.predict.memory import peak_memory
 from spmd.predict.ops import exchanged_bytes
 
 
-class Traced(NamedTuple):
-    """A composite at given shapes as functions of a module.
-
-    Attributes:
-      entry: the symbol of the one to call.
-      functions: the text of each, in the order of the module.
-      program: the functions as a program; None if they have ops that the compiler does not know.
-      workspace: predicted bytes that it holds beside its operands and results.
-    """
+class TracedComposite(NamedTuple):
+    """A composite at given shapes as functions of a module, and the symbol of the one to call."""
 
     entry: str
     functions: tuple[str, ...]
+    # the functions as a program; None if they have ops that the compiler does not know
     program: Program | None
-    workspace: int
+    workspace: int  # predicted bytes that it holds beside its operands and results
 
 
 class _Declined(Exception):
@@ -76,12 +70,7 @@ def lower_composite(op: LocalOp, **changed: Attribute) -> tuple[Value, ...]:
 
 
 def lower_exchanging(op: LocalOp, factor: int) -> tuple[Value, ...]:
-    """The composite for one device of a group that exchanges what split operands need.
-
-    Args:
-      op: the op.
-      factor: the factor that exchanges.
-    """
+    """The composite for one device that exchanges what operands split by `factor` need."""
     exchange, axes = op.rule.factors[factor].exchange, op.choice.assignment[factor]
     assert exchange is not None, "no factor that exchanges"
     sent = exchanged_bytes(exchange, op.choice.assignment, op.mesh)
@@ -100,11 +89,7 @@ def append_composite(
     results: Sequence[TensorType],
     attrs: Mapping[str, Attribute],
 ) -> tuple[Value, ...]:
-    """Appends a composite on one device, by the platform's kernel or by its decomposition.
-
-    Raises:
-      SpmdError: nothing computes it at these shapes.
-    """
+    """Appends a composite on one device, by kernel or decomposition; SpmdError without either."""
     types = tuple(b.types[v] for v in operands)
     kind = OpKind(COMPOSITE, types, tuple(results), {**attrs, KERNEL: True})
     platform = attrs.get(PLATFORM, "")
@@ -127,18 +112,18 @@ def append_composite(
     return append_ops(b, traced.program, operands, loc=b.loc)
 
 
-def _call(b: Builder, operands: Sequence[Value], kind: OpKind, traced: Traced) -> tuple[Value, ...]:
+def _call(
+    b: Builder, operands: Sequence[Value], kind: OpKind, traced: TracedComposite
+) -> tuple[Value, ...]:
     attrs = {**kind.attrs, WORKSPACE: traced.workspace}
     return b.op(COMPOSITE, operands, kind.results, attrs)
 
 
-def traced_composite(kind: OpKind) -> Traced | None:
+def traced_composite(kind: OpKind) -> TracedComposite | None:
     """The traced kernel or decomposition of a composite; made once for each kind.
 
-    None if its kernel does not take these shapes, or if there is no decomposition.
-
-    Raises:
-      SpmdError: a function that fails, or whose results are not those of the composite.
+    None if its kernel does not take these shapes, or if there is no decomposition. SpmdError if a
+    function fails, or has other results than the composite.
     """
     composite = composite_of(kind)
     platform = kind.attrs.get(PLATFORM, "")
@@ -152,11 +137,11 @@ def traced_composite(kind: OpKind) -> Traced | None:
     cache = OpKind(kind.name, kind.operands, kind.results, bare)._cache
     if "composite.traced" not in cache:
         cache["composite.traced"] = _trace(function, kind, platform or "cpu")
-    found: Traced | None = cache["composite.traced"]
+    found: TracedComposite | None = cache["composite.traced"]
     return found
 
 
-def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
+def _trace(function: Function, kind: OpKind, platform: str) -> TracedComposite | None:
     attributes = arguments_of(kind)
     sizes, axes = kind.attrs.get(MESH, ()), kind.attrs.get(AXES, ())
     if axes:
@@ -200,7 +185,7 @@ def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
     # Of a kernel nothing is known but what is around its calls.
     workspace = peak_memory(program, (), platform).temporary if program else 0
     entry, functions = _functions(module, kind.attrs["name"])
-    return Traced(entry, functions, program, workspace)
+    return TracedComposite(entry, functions, program, workspace)
 
 
 _STAND_INS = {
@@ -269,7 +254,6 @@ def _among_devices(
 
 
 def _atom_name(atom: int) -> str:
-    """The axis of an atom of the mesh."""
     return f"atom{atom}"
 
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.dialect.halo import Need, Transfer, Window, exchange, reads_of
+from spmd.ir.dialect.halo import HaloSend, Need, Window, exchange, reads_of
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
 from spmd.lowering.local.dims import Split, gather_dim, join, per_device, take_dim
@@ -24,21 +24,16 @@ from spmd.lowering.local.table import LocalOp
 from spmd.mesh.sharding import Axes, tiles
 
 
-class Part(NamedTuple):
-    """Elements that each device has, and their places in the range that it wants.
-
-    Attributes:
-      value: the elements, along the dim.
-      offsets: for each tile, the place of the first element in the range; it may be negative.
-      lows, highs: for each tile, the places in the range that this part fills.
-      zeroed: whether the value is zero on devices where it fills no place.
-    """
+class Piece(NamedTuple):
+    """Elements that each device has, and their places in the range that it wants."""
 
     value: Value
+    # for each tile, the place of the first element in the range; it may be negative
     offsets: tuple[int, ...]
+    # lows, highs: for each tile, the places in the range that this part fills
     lows: tuple[int, ...]
     highs: tuple[int, ...]
-    zeroed: bool = False
+    zeroed: bool = False  # whether the value is zero on devices where it fills no place
 
     @property
     def used(self) -> list[int]:
@@ -50,19 +45,15 @@ class Part(NamedTuple):
 def fetch(
     b: Builder, x: Value, split: Split, need: Need, axes: Axes, fill: Value | None = None
 ) -> Value:
-    """The range that each device needs of a dim, with `fill` outside of it.
+    """The range that each device needs of a dim, with the scalar `fill` (else zero) outside of it.
 
-    Args:
-      b, x, split: the builder, the local tile and its dim.
-      need: for each tile that wants some, the elements.
-      axes: what the tiles that want them are split over.
-      fill: a scalar for what is not needed or does not exist; zero if left out.
+    The tiles that want them are split over `axes`.
     """
     type_ = b.types[x].with_dim(split.dim, need.length)
     return assembled(b, parts_of(b, x, split, need), type_, split.dim, axes, fill)
 
 
-def parts_of(b: Builder, x: Value, split: Split, need: Need) -> list[Part]:
+def parts_of(b: Builder, x: Value, split: Split, need: Need) -> list[Piece]:
     """The parts of each device's range: those of its own tile, and those that others send it."""
     # Tiles 0 1 | 2 3 | 4 5 | 6 7, each wanted with one more on both sides: ranges of 4 elements
     # from -1, 1, 3 and 5. Places in the range, tile by tile:
@@ -80,7 +71,7 @@ def parts_of(b: Builder, x: Value, split: Split, need: Need) -> list[Part]:
         return [_whole_part(join(b, pieces, split), need)]
     owned = tiles(size, axes, mesh)
     own = [
-        Transfer(i, i, max(need.lows[i], start), min(need.highs[i], start + count))
+        HaloSend(i, i, max(need.lows[i], start), min(need.highs[i], start + count))
         for i, (start, count) in enumerate(owned)
     ]
     found = [_part(x, own, [start for start, _ in owned], need)]
@@ -89,20 +80,15 @@ def parts_of(b: Builder, x: Value, split: Split, need: Need) -> list[Part]:
     return found
 
 
-def _whole_part(x: Value, need: Need) -> Part:
-    """A part that has every element of the dim."""
+def _whole_part(x: Value, need: Need) -> Piece:
     every = range(len(need.starts))
-    whole = [Transfer(i, i, need.lows[i], need.highs[i]) for i in every]
+    whole = [HaloSend(i, i, need.lows[i], need.highs[i]) for i in every]
     return _part(x, whole, [0 for _ in every], need)
 
 
 def _part(
-    x: Value,
-    transfers: Iterable[Transfer],
-    firsts: Sequence[int],
-    need: Need,
-    zeroed: bool = False,
-) -> Part:
+    x: Value, transfers: Iterable[HaloSend], firsts: Sequence[int], need: Need, zeroed: bool = False
+) -> Piece:
     """A part, from what each target takes of it and which element it starts with there."""
     count = len(need.starts)
     offsets, lows, highs = [0] * count, [0] * count, [0] * count
@@ -110,12 +96,12 @@ def _part(
         if low < high:
             start = need.starts[i]
             offsets[i], lows[i], highs[i] = firsts[i] - start, low - start, high - start
-    return Part(x, tuple(offsets), tuple(lows), tuple(highs), zeroed)
+    return Piece(x, tuple(offsets), tuple(lows), tuple(highs), zeroed)
 
 
 def _round(
-    b: Builder, x: Value, split: Split, need: Need, transfers: Sequence[Transfer], length: int
-) -> Part:
+    b: Builder, x: Value, split: Split, need: Need, transfers: Sequence[HaloSend], length: int
+) -> Piece:
     """One permute: every source sends the `length` elements of its tile that hold the transfer."""
     # All sources send equally many elements. Where a shorter transfer ends at the tile's end the
     # slice starts earlier, so that it stays in the tile; `_part` knows where it starts.
@@ -139,23 +125,20 @@ def _round(
 
 def assembled(
     b: Builder,
-    parts: Sequence[Part],
+    parts: Sequence[Piece],
     type_: TensorType,
     dim: int,
     axes: Axes,
     fill: Value | None = None,
 ) -> Value:
-    """A range of a dim, from parts that do not overlap on any device; `fill`, or zero, elsewhere.
-
-    The tiles of the range are split over `axes`.
-    """
+    """A range of a dim, from parts that do not overlap on any device; `fill`, or 0, elsewhere."""
     length = type_.shape[dim]
 
     def filler(size: int) -> Value:
         wanted = type_.with_dim(dim, size)
         return b.splat(0, wanted) if fill is None else b.broadcast(fill, wanted.shape)
 
-    def selected(x: Value, other: Value, part: Part, first: int) -> Value:
+    def selected(x: Value, other: Value, part: Piece, first: int) -> Value:
         """`x` at the places that a part fills, else `other`; `first` is the place of `x[0]`."""
         shape = b.types[x].shape
         last = first + shape[dim]
@@ -207,7 +190,7 @@ def assembled(
     return b.concatenate(pieces, dim)
 
 
-def _segments(parts: Sequence[Part]) -> list[tuple[int, int, Part]] | None:
+def _segments(parts: Sequence[Piece]) -> list[tuple[int, int, Piece]] | None:
     """The parts in order, if each lies at one place on all devices and none overlap; else None."""
     found = []
     for part in parts:
@@ -252,13 +235,7 @@ class _Base(NamedTuple):
 
 
 def base_of(
-    op: LocalOp,
-    number: int,
-    x: Value,
-    dim: int,
-    axes: Axes,
-    window: Window,
-    fill: Value | None,
+    op: LocalOp, number: int, x: Value, dim: int, axes: Axes, window: Window, fill: Value | None
 ) -> _Base:
     """The base positions that tiles over `axes` read, for an op that pads and dilates them itself.
 

@@ -29,15 +29,7 @@ from spmd.planning.plan import Choice
 
 @dataclass(frozen=True, eq=False)
 class LocalOp:
-    """One op to lower: the global op, its choice, and the local operands.
-
-    Attributes:
-      b: where local ops go.
-      mesh: the mesh.
-      op: the global op.
-      choice: its assignment and what follows from it.
-      operands: local values, in the shardings of `choice.operands`.
-    """
+    """One op to lower: the global op, its choice, and the local operands as that wants them."""
 
     b: Builder
     mesh: Mesh
@@ -79,11 +71,7 @@ class LocalOp:
         return Split(dim, size, axes[dim], self.mesh)
 
     def reads(self, number: int) -> dict[int, tuple[Axes, Window]]:
-        """Dims of an operand of which devices read windows.
-
-        Returns:
-          dim -> what the tiles that read are split over, and the window of each of their elements.
-        """
+        """Dims of an operand that are read in windows -> (axes of the tiles that read, window)."""
         return {
             read.dim: (axes, read.window)
             for read in self.rule.reads
@@ -93,12 +81,9 @@ class LocalOp:
         }
 
     def masked(self, number: int, fill: Any, dims: Sequence[int] | None = None) -> Value:
-        """An operand with the padding along some of its dims replaced, where there is any.
+        """An operand with padding along some dims replaced; along those the op reduces if left out.
 
-        Args:
-          number: of the operand.
-          fill: the element that padding becomes, or a function that makes a value of them.
-          dims: the dims along which padding would be seen: those that the op reduces if left out.
+        `fill` is the element that padding becomes, or a function that makes a value of them.
         """
         b, x = self.b, self.operands[number]
         type_ = b.types[x]
@@ -159,11 +144,7 @@ def registered_ops() -> tuple[str, ...]:
 
 
 def lower_op(local_op: LocalOp) -> tuple[Value, ...]:
-    """Appends the local form of an op and returns its local results.
-
-    Raises:
-      UnsupportedOpError: the op has a rule but no local lowering.
-    """
+    """Appends the local form of an op; UnsupportedOpError for a rule without a local lowering."""
     name = rule_name(local_op.op.kind)
     function = _LOCAL.get(name)
     if function is not None:

@@ -13,20 +13,15 @@ from spmd.lowering.rewrites.clock import Clock
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 
-SPREAD = 0.25
-"""How much dearer a byte of the last value is than one of the first."""
+SPREAD = 0.25  # how much dearer a byte of the last value is than one of the first
 
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """Costs of the ops and values of one program, in seconds.
+    """Costs of the ops and values of one local program, in seconds.
 
-    Attributes:
-      program: a local program.
-      mesh: its mesh.
-      topology: the machine.
-      price: seconds for each byte that is held at the fullest moment.
-      exchanges: whether collectives may be done again.
+    `price` is that of a byte that is held at the fullest moment; with `exchanges`, collectives may
+    be done again.
     """
 
     program: Program
@@ -41,10 +36,7 @@ class Costs:
         return Clock(self.program, self.mesh, self.topology)
 
     def again(self, op: Op) -> float:
-        """Seconds of computing an op a second time, with all that is inside it.
-
-        They are infinite if it must not run twice.
-        """
+        """Seconds of doing an op, and all inside it, a second time; infinite if it must not be."""
         about = op.kind.about
         if about.has_effect or not op.results or not (about.is_repeatable or op.name == BARRIER):
             return math.inf
@@ -76,8 +68,7 @@ class Costs:
         return 2 * self.program.types[value].bytes / self.topology.hbm_bandwidth
 
 
-AGAIN = "again, rather than held"
-"""Note of ops that are done again."""
+AGAIN = "again, rather than held"  # note of ops that are done again
 
 
 def again(loc: Loc) -> Loc:

@@ -18,40 +18,28 @@ from spmd.ir.min_cut import SINK, SOURCE, Network
 from spmd.ir.program import Op, Value, reads
 
 
-class Prices(NamedTuple):
-    """What answers cost, in seconds of one run.
+class CutPrices(NamedTuple):
+    """What answers cost, in seconds of one run."""
 
-    Attributes:
-      keep: keeping a value; infinite where it cannot be kept, 0 where it is there anyway.
-      again: doing an op again; infinite where that is not allowed.
-      early: of an op that is done again, for a value that it reads: having that value there from
-        then on, though it is needed later.
-    """
-
+    # keeping a value; infinite where it cannot be kept, 0 where it is there anyway
     keep: Callable[[Value], float]
-    again: Callable[[Op], float]
+    again: Callable[[Op], float]  # doing an op again; infinite where that is not allowed
+    # of an op that is done again, for a value that it reads: having that value there from then on,
+    # though it is needed later
     early: Callable[[Value, Op], float] = lambda value, op: 0.0
 
 
 class Cut(NamedTuple):
-    """An answer.
-
-    Attributes:
-      kept: the values that are kept, those among them that are there anyway.
-      again: the ops that are done again, in their order.
-    """
+    """An answer: the values that are kept or there anyway, and the ops done again, in order."""
 
     kept: frozenset[Value]
     again: tuple[Op, ...]
 
 
-def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: Prices) -> Cut:
+def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: CutPrices) -> Cut:
     """What to keep and what to make again so that some values are there, at the least cost.
 
-    Args:
-      ops: in order; what they read and none of them makes can only be kept.
-      needed: the values.
-      prices: what keeping and making costs.
+    What the ops read and none of them makes can only be kept.
     """
     makers = {value: op for op in ops for value in op.results}
     needed = tuple(dict.fromkeys(needed))
@@ -91,7 +79,7 @@ def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: Prices) -> 
     return Cut(frozenset(value for value in asked if value not in made), again)
 
 
-def _read(network: Network, value: Value, ops: Sequence[Op], prices: Prices) -> None:
+def _read(network: Network, value: Value, ops: Sequence[Op], prices: CutPrices) -> None:
     """Adds the edges of a value that ops read which may be done again.
 
     If one of them is, the value has to be there by then. The earlier that is, the longer it lies in

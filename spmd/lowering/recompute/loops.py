@@ -20,13 +20,12 @@ from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import Carry, recarried, remove_dead, repeat_op
 from spmd.ir.types import TensorType
 from spmd.lowering.recompute.again import Costs, again, late, with_operands
-from spmd.lowering.recompute.cut import Cut, Prices, cheapest_cut
+from spmd.lowering.recompute.cut import Cut, CutPrices, cheapest_cut
 from spmd.lowering.recompute.stacks import Pair, pairs_of
 from spmd.planning.plan import Recomputed
 from spmd.predict.fusion import is_untouched
 
-ROUNDS = 8
-"""Loops inside one another that are looked at, the outermost first."""
+ROUNDS = 8  # loops inside one another that are looked at, the outermost first
 
 
 def recompute_in_loops(program: Program, costs: Costs) -> tuple[Program, list[Recomputed]]:
@@ -88,7 +87,7 @@ def _cheapest(pair: Pair, costs: Costs, index: Index, runs: int) -> Cut:
         return costs.held(value, pair.trips) + trips * costs.moved(value)
 
     needed = [_core(stack.piece, index) for stack in pair.stacks]
-    prices = Prices(keep, lambda op: trips * costs.again(op))
+    prices = CutPrices(keep, lambda op: trips * costs.again(op))
     return cheapest_cut(pair.forward.regions[1].ops, needed, prices)
 
 

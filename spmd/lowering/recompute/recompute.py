@@ -10,20 +10,21 @@ price of memory so that minimum cuts solve it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
-from spmd.ir.program import Op, Program, Region
-from spmd.ir.rewrite import dedupe, remove_dead
-from spmd.lowering.recompute.again import Costs
-from spmd.lowering.recompute.block import recompute_in_block
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.program import Op, OpKind, Program, Region, Value, reads
+from spmd.ir.rewrite import dedupe, remove_dead, repeat_op
+from spmd.lowering.recompute.again import Costs, again, reads_inside, with_operands
+from spmd.lowering.recompute.cut import CutPrices, cheapest_cut
 from spmd.lowering.recompute.loops import recompute_in_loops
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 from spmd.planning.plan import Recomputed
 from spmd.predict.memory import peak_memory
 
-ROUNDS = 4
-"""Moments of a program that are relieved, the fullest first."""
+ROUNDS = 4  # moments of a program that are relieved, the fullest first
 
 
 def recompute(
@@ -37,14 +38,9 @@ def recompute(
 ) -> tuple[Program, tuple[Recomputed, ...]]:
     """Makes values again rather than holding them, where that costs less than their price.
 
-    Args:
-      program: a local program.
-      mesh: its mesh.
-      topology: the machine.
-      price: seconds for each byte that is held at the fullest moment.
-      limit: bytes of one device; below it no further moment is relieved.
-      donated: positions of the arguments whose memory may be overwritten.
-      exchanges: whether collectives may be done again.
+    `price` is in seconds for each byte held at the fullest moment; below `limit` bytes no further
+    moment is relieved. Donated arguments may be overwritten. With `exchanges`, collectives may be
+    done again.
 
     Returns:
       The program, and what it no longer holds.
@@ -76,3 +72,233 @@ def _path(region: Region, wanted: Op) -> list[Op]:
             if path := _path(inner, wanted):
                 return [op, *path]
     return []
+
+
+# ---------------------------------------------------------------------------------------------
+# Values across the fullest moment of a block: made again behind it rather than held.
+#
+# before: `%2 = dot %0, %w; %3 = tanh %2; (full here) %8 = dot ...; %9 = multiply %8, %3`
+# after:  `%2 = dot %0, %w; (no longer) %8 = dot ...;
+#          %10, %11 = optimization_barrier %2, %8; %12 = tanh %10; %9 = multiply %11, %12`
+#
+# The barrier lets what is made again begin no earlier than what has to wait for it anyway, and
+# keeps XLA from finding that it has the value already. A gather begins earlier, to be hidden.
+
+
+def recompute_in_block(
+    program: Program, costs: Costs, path: Sequence[Op]
+) -> tuple[Program, list[Recomputed]]:
+    """Holds less across one moment, in every block around it.
+
+    Its `path` is the op that runs then, and the ops around it, outermost first.
+    """
+    b = Builder(program.types)
+    dropped: list[Recomputed] = []
+
+    def region(old: Region, depth: int, runs: int) -> Region:
+        full = next((i for i, op in enumerate(old.ops) if op is path[depth]), None)
+        if full is None:
+            return old
+        op = path[depth]
+        if depth + 1 < len(path):
+            inside = runs * costs.runs(op)
+            regions = tuple(region(inner, depth + 1, inside) for inner in op.regions)
+            old = old._replace(
+                ops=(*old.ops[:full], op._replace(regions=regions), *old.ops[full + 1 :])
+            )
+        block = _Block(old, full, costs, runs, b)
+        dropped.extend(block.dropped())
+        return block.rewritten()
+
+    body = region(program.body, 0, 1)
+    return program._replace(types=tuple(b.types), body=body), dropped
+
+
+class _Block:
+    """A block of ops, and the moment at which one of them runs.
+
+    Attributes:
+      crossing: values from before that moment -> the first op from then on that reads them.
+      again: values that are made again behind the moment -> the ops that make them.
+      needed_at: when values from before would have to be made again; see `_needed_at`.
+      layer: how many ops behind the moment belong to one layer, on the average.
+    """
+
+    def __init__(self, region: Region, full: int, costs: Costs, runs: int, b: Builder) -> None:
+        self.region, self.costs, self.b = region, costs, b
+        self.before, self.after = region.ops[:full], region.ops[full:]
+        self.makers = {value: op for op in self.before for value in op.results}
+        self.crossing: dict[Value, int] = {}
+        for i, op in enumerate(self.after):
+            for value in reads(op):
+                if value in self.makers:
+                    self.crossing.setdefault(value, i)
+        self.returned = set(region.results)
+        self.layer = len(self.after) / self._layers()
+        self.needed_at = self._needed_at()
+        prices = CutPrices(self.keep, lambda op: runs * costs.again(op), self.early)
+        cut = cheapest_cut(self.before, self.crossing, prices)
+        self.again = {value: op for op in cut.again for value in op.results}
+
+    def keep(self, value: Value) -> float:
+        """Price of holding a value across the moment; the block's own ends are there anyway."""
+        if value not in self.makers or value in self.returned:
+            return 0.0
+        # What is computed inside its readers has no memory of its own: what it is made of does.
+        is_stored = value in self.costs.clock.stored
+        return self.costs.held(value) if is_stored else math.inf
+
+    def early(self, value: Value, op: Op) -> float:
+        """Price of making a value for an op that is done again, earlier than anybody else reads it.
+
+        It then lies in memory from there on: as long as that is a layer's time it is as dear as
+        holding it.
+        """
+        # A layer's values, made again together, take the memory of one layer: little beside what
+        # all layers would hold. What is held for longer than that saves nothing: making the input
+        # of one layer again would hold the values of all those in front of it.
+        if value not in self.crossing or value in self.returned:
+            return 0.0
+        wait = self.crossing[value] - self.needed_at[op.results[0]]
+        return self.costs.held(value) * min(1.0, max(0, wait) / self.layer)
+
+    def _layers(self) -> int:
+        """How often the ops are repeated that take most of the time: the weighted median."""
+        seconds: dict[OpKind, list[float]] = {}
+        for op in self.before:
+            seconds.setdefault(op.kind, []).append(self.costs.clock.arithmetic(op))
+        counts = sorted((len(times), sum(times)) for times in seconds.values())
+        half = sum(total for _, total in counts) / 2
+        for count, total in counts:
+            half -= total
+            if half <= 0:
+                return count
+        return 1
+
+    def _needed_at(self) -> dict[Value, int]:
+        """When values would have to be made again, in numbers of ops behind the fullest moment.
+
+        That is when they are read themselves; of values that nobody reads, when what could be made
+        of them would have to be.
+        """
+        found: dict[Value, int] = {}
+        could: dict[Value, int] = {}
+        for op in reversed(self.before):
+            own = [self.crossing[v] for v in op.results if v in self.crossing]
+            when = min(own or [could[v] for v in op.results if v in could], default=len(self.after))
+            found.update(dict.fromkeys(op.results, when))
+            for value in reads(op):
+                could[value] = min(could.get(value, when), when)
+        return found
+
+    def dropped(self) -> list[Recomputed]:
+        """What is not held across the moment any more."""
+        types, stored = self.costs.program.types, self.costs.clock.stored
+        gone = [(v, self.makers[v]) for v in self.crossing if v in self.again and v in stored]
+        return [Recomputed(op.loc, op.label, types[v].bytes) for v, op in gone]
+
+    def rewritten(self) -> Region:
+        """The block, with ops done again in front of the first op that needs them."""
+        if not self.dropped():
+            return self.region
+        b = self.b
+        b.begin()
+        for op in self.before:
+            b.append(op)
+        stored = self.costs.clock.stored
+        last = [v for v in self.makers if v in stored and v not in self.again][-1:]
+        behind = _Again(b, self.again, self.costs, last)
+        for op in self.after:
+            b.append(behind.with_values_for(op))
+            behind.ran(op)
+        results = tuple(behind.now(v) for v in self.region.results)
+        return b.end(self.region.args, results)
+
+
+class _Again:
+    """Does ops again, behind barriers."""
+
+    def __init__(
+        self, b: Builder, again: dict[Value, Op], costs: Costs, last: Sequence[Value]
+    ) -> None:
+        self.b, self.again, self.costs = b, again, costs
+        self.made: dict[Value, Value] = {}  # what is not held, or is behind a barrier, now
+        # (time of arithmetic by which it is stored, value) from the fullest moment on
+        self.past = [(-math.inf, value) for value in last]
+        self.clock = 0.0
+
+    def now(self, value: Value) -> Value:
+        return self.made.get(value, value)
+
+    def ran(self, op: Op) -> None:
+        """An op behind the moment was appended."""
+        self.clock += self.costs.clock.arithmetic(op)
+        stored = self.costs.clock.stored
+        self.past += [(self.clock, value) for value in op.results if value in stored]
+
+    def with_values_for(self, op: Op) -> Op:
+        """An op with what it reads, which is made again first where it has not been yet."""
+        missing: dict[Value, Op] = {}
+        for value in reads(op):
+            self.collect(value, missing)
+        if missing:
+            self.repeat(op, missing)
+        return with_operands(op, {v: self.made[v] for v in reads_inside(op) if v in self.made})
+
+    def collect(self, value: Value, missing: dict[Value, Op]) -> None:
+        """Adds the ops that make a value again, in order."""
+        waiting = [(value, False)]
+        while waiting:
+            wanted, ready = waiting.pop()
+            op = self.again.get(wanted)
+            if op is None or wanted in self.made or op.results[0] in missing:
+                continue
+            if ready:
+                missing[op.results[0]] = op
+            else:
+                waiting.append((wanted, True))
+                waiting += [(v, False) for v in reads(op)]
+
+    def repeat(self, reader: Op, missing: dict[Value, Op]) -> None:
+        """Does ops again just before the op that reads what they make."""
+        fresh = {v for op in missing.values() for v in op.results}
+        gathers = [op for op in missing.values() if op.collective]
+        first = set[Value]()
+        for op in gathers:
+            first |= self.leading_to(op, missing)
+        early = {v: op for v, op in missing.items() if v in first}
+        rest = {v: op for v, op in missing.items() if v not in first}
+        seconds = sum(self.costs.clock.exchange(op) for op in gathers)
+        for ops, lead in ((early, seconds), (rest, 0.0)):
+            inputs = dict.fromkeys(
+                v for op in ops.values() for v in reads(op) if v not in fresh and v not in self.made
+            )
+            self.wait(inputs, lead, reader)
+            env = {v: self.now(v) for op in ops.values() for v in reads_inside(op)}
+            for op in ops.values():
+                repeat_op(self.b, op, env, loc=again(op.loc))
+                self.made.update((v, env[v]) for v in op.results)
+
+    def leading_to(self, gather: Op, missing: dict[Value, Op]) -> set[Value]:
+        """A collective and the ops that feed it, if no arithmetic is among them; else nothing."""
+        found, waiting = set[Value](), [gather]
+        while waiting:
+            op = waiting.pop()
+            if op is not gather and self.costs.clock.arithmetic(op):
+                return set()
+            found.add(op.results[0])
+            waiting += [missing[v] for v in reads(op) if v in missing and v not in found]
+        return found
+
+    def wait(self, inputs: Iterable[Value], lead: float, reader: Op) -> None:
+        """Puts what is read behind a barrier, which opens some seconds before the reader runs."""
+        inputs = [v for v in inputs if self.b.types[v].rank]
+        if not inputs:
+            return
+        due = self.clock - lead
+        done = [value for end, value in self.past if end <= due or math.isclose(end, due)]
+        own = [v for v in done if v in reader.operands] if not lead else []
+        signal = (own or done)[-1:]
+        values = list(dict.fromkeys((*inputs, *signal)))
+        opened = self.b.barrier([self.now(v) for v in values])
+        self.made.update(zip(values, opened, strict=True))

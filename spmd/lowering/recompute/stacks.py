@@ -20,14 +20,10 @@ from spmd.ir.types import numpy_dtype
 from spmd.predict.fusion import is_untouched
 
 
-class Stack(NamedTuple):
-    """Pieces of one value.
+class Residual(NamedTuple):
+    """Pieces of one value, in carries of the forward and the backward loop by number.
 
-    Attributes:
-      written: the number of the forward loop's carry.
-      read: the number of the backward loop's carry.
-      piece: what the forward loop writes in each trip.
-      slices: the ops of the backward loop that read one piece.
+    `piece` is what the forward loop writes in each trip, `slices` are the ops that read one.
     """
 
     written: int
@@ -37,22 +33,15 @@ class Stack(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Two loops with stacks between them.
-
-    Attributes:
-      forward, backward: the loops.
-      trips: how often the forward loop runs: the length of every stack.
-      place: in the forward loop's body, where it writes.
-      read_at: in the backward loop's body, where it reads.
-      stacks: what lies between them.
-    """
+    """Two loops with stacks between them."""
 
     forward: Op
     backward: Op
-    trips: int
+    trips: int  # how often the forward loop runs: the length of every stack
+    # place, read_at: where the forward loop's body writes, and the backward one's reads
     place: Value
     read_at: Value
-    stacks: tuple[Stack, ...]
+    stacks: tuple[Residual, ...]
 
 
 def has_pairs(program: Program) -> bool:
@@ -79,7 +68,7 @@ def pairs_of(region: Region, index: Index) -> list[Pair]:
 def _between(forward: Op, loops: Mapping[Value, Op], index: Index) -> list[Pair]:
     """The pairs of a loop and one that reads its stacks, those with the most stacks first."""
     types = index.program.types
-    found: dict[tuple[Value, Value, Value], list[Stack]] = {}
+    found: dict[tuple[Value, Value, Value], list[Residual]] = {}
     for number in range(len(forward.results)):
         written = _written(forward, number, index)
         reader = _reader(forward.results[number], loops, index)
@@ -94,7 +83,7 @@ def _between(forward: Op, loops: Mapping[Value, Op], index: Index) -> list[Pair]
             last = update.kind.results[0].shape[0] - 1
             # The one place stands for the other where what is read is made again.
             if ends and min(ends) >= 0 and max(ends) <= last and types[place] == types[at]:
-                stack = Stack(number, read, update.operands[1], slices)
+                stack = Residual(number, read, update.operands[1], slices)
                 found.setdefault((backward.results[0], place, at), []).append(stack)
     trips = index.trips[forward.results[0]] or 0
     pairs = [
@@ -165,10 +154,7 @@ def _ends(loop: Op, value: Value, index: Index) -> tuple[int, int] | None:
 
 
 def _in_trip(trip: int, loop: Op, value: Value, index: Index) -> int | None:
-    """An integer of a loop's body, made of constants and of what counts the trips.
-
-    None where that cannot be told, or where it overflows.
-    """
+    """An integer of a loop's body, made of constants and the count of trips; None if unknown."""
     dtype = numpy_dtype(index.program.types[value].dtype)
     if not np.issubdtype(dtype, np.integer):
         return None

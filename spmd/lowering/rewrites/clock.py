@@ -53,12 +53,7 @@ class Clock:
 
 
 class Room(NamedTuple):
-    """The memory of one device.
-
-    Attributes:
-      bytes: how much it has.
-      donated: positions of the arguments whose memory may be overwritten.
-    """
+    """The memory of one device: bytes, and the arguments by position that may be overwritten."""
 
     bytes: int
     donated: tuple[int, ...] = ()

@@ -27,27 +27,18 @@ from spmd.ir.program import Op, Program, Region, Value, free_values
 from spmd.lowering.rewrites.clock import Clock
 from spmd.lowering.rewrites.moves import pieces_of
 
-MEMBERS = 4
-"""A bucket has room for at least so many collectives; larger ones travel alone."""
-
-PATIENCE = 16
-"""A collective waits, or comes early, for at most so many times its own duration."""
-
-FEW_BYTES = 1 << 16
-"""What an op reads and writes that waits with the reduction that it reads."""
+MEMBERS = 4  # a bucket has room for at least so many collectives; larger ones travel alone
+PATIENCE = 16  # a collective waits, or comes early, for at most so many times its own duration
+FEW_BYTES = 1 << 16  # what an op reads and writes that waits with the reduction that it reads
 
 
-_Key = tuple[object, ...]
-"""What collectives have to share in order to travel together."""
+_Key = tuple[object, ...]  # what collectives have to share in order to travel together
 
 
 class _Bucket:
-    """Collectives that travel together.
+    """Collectives that travel together, in a flat buffer of so many bytes.
 
-    Attributes:
-      ops: the collectives.
-      bytes: size of their flat buffer.
-      until: the time at which enough arithmetic has passed to hide them all.
+    `until` is the time at which enough arithmetic has passed to hide them all.
     """
 
     def __init__(self, now: float) -> None:
@@ -188,11 +179,7 @@ class _Combiner:
         return copies < self.clock.exchange(op, sent=False)
 
     def gathers(self, region: Region, starts: Sequence[float]) -> dict[int, list[Op]]:
-        """The group of each gather that travels with others.
-
-        Returns:
-          For the first gather of a group, by `id`: all its members; for each other member: [].
-        """
+        """Groups of gathers that travel together, at the `id` of the first; [] at the others'."""
         # All members start where the first one stood, so their operands have to be there by then:
         # `made_at` of each is in front of the first member (arguments count as -1).
         made_at = {v: i for i, op in enumerate(region.ops) for v in op.results}

@@ -42,19 +42,12 @@ from spmd.lowering.rewrites.moves import again, is_move, operand_dim, pieces_of
 
 
 class _Chain(NamedTuple):
-    """The moves that lead to a gather's operand, followed back, and the gathered dim in each.
-
-    Attributes:
-      gather: the op.
-      values: its operand, the value that this is a move of, and so on back.
-      dims: for each of `values`, the dim along which it would be gathered instead.
-      moves: the ops between them, the last one first.
-    """
+    """The moves that lead to a gather's operand, followed back, and the gathered dim in each."""
 
     gather: Op
-    values: list[Value]
-    dims: list[int]
-    moves: list[Op]
+    values: list[Value]  # its operand, the value that this is a move of, and so on back
+    dims: list[int]  # for each of `values`, the dim along which it would be gathered instead
+    moves: list[Op]  # the ops between them, the last one first
 
     @staticmethod
     def of(gather: Op, made: Mapping[Value, Op]) -> _Chain:

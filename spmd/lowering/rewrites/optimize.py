@@ -6,12 +6,18 @@ program as it is and of the one whose sums travel (`ring`): `spmd.trial` takes t
 
 from __future__ import annotations
 
-from spmd.ir.program import Program
-from spmd.ir.rewrite import dedupe, remove_dead
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from spmd.ir.control_flow import Index, users_of
+from spmd.ir.description import TRANSPOSE
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.program import Op, Program, Value
+from spmd.ir.rewrite import Now, dedupe, edit_ops, remove_dead
+from spmd.ir.types import Opaque
 from spmd.lowering.rewrites.clock import Clock, Room
 from spmd.lowering.rewrites.combine import combine
 from spmd.lowering.rewrites.gathers import regather, share_gathers
-from spmd.lowering.rewrites.join_ffts import join_ffts
 from spmd.lowering.rewrites.narrow import narrow
 from spmd.lowering.rewrites.order import order
 from spmd.lowering.rewrites.slices import slice_collectives
@@ -33,12 +39,7 @@ def simplify(program: Program, mesh: Mesh, topology: Topology) -> Program:
 
 
 def schedule(
-    program: Program,
-    mesh: Mesh,
-    topology: Topology,
-    combine_bytes: int,
-    prefetch: int,
-    room: Room,
+    program: Program, mesh: Mesh, topology: Topology, combine_bytes: int, prefetch: int, room: Room
 ) -> Program:
     """The rewrites that say how and when collectives run, which the others must not undo.
 
@@ -50,3 +51,92 @@ def schedule(
     program = combine(program, clock, combine_bytes)
     program = two_level(program, mesh, topology)
     return order(program, clock, prefetch, room)
+
+
+# ---------------------------------------------------------------------------------------------
+# FFTs of one dim after another become one of all of them, as XLA does them fastest. They were taken
+# apart (`spmd.frontend.canonicalize`), so that the plan may exchange the dims that are split in
+# between.
+#
+# before: `%1 = fft %0 [16]; %2 = transpose %1 [1, 0]; %3 = fft %2 [8]; %4 = transpose %3 [1, 0]`
+# after:  `%4 = fft %0 [8, 16]`
+
+LENGTHS = "fft_length"  # the attribute that FFTs alone have
+MOST_DIMS = 3  # XLA has no FFT of more
+
+
+class _Fft(NamedTuple):
+    """An FFT of one dim of what is transformed.
+
+    The op transforms the last dim: of a transpose of the operand, if it is of another dim.
+    """
+
+    operand: Value
+    dim: int
+    op: Op
+
+
+def join_ffts(program: Program) -> Program:
+    """Joins FFTs that nothing but transposes there and back is between."""
+    if not any(LENGTHS in op.kind.attrs for op in program.walk()):
+        return program
+    users, index = users_of(program), Index(program)
+    made = {v: op for v, op in index.producers.items() if len(users.get(v, ())) == 1}
+
+    def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
+        parts = _parts(op, made)
+        for count in range(len(parts), 1, -1):
+            kind = _kind(parts[:count], op.kind.results[0].rank)
+            if kind is not None:
+                chosen = sorted(parts[:count], key=lambda part: part.dim)
+                lengths = tuple([part.op.kind.attrs[LENGTHS][0] for part in chosen])
+                attrs = {LENGTHS: lengths, "fft_type": kind}
+                name = parts[0].op.name
+                return b.op(name, (now(parts[count - 1].operand),), op.kind.results, attrs)
+        return None
+
+    return remove_dead(edit_ops(program, edit))
+
+
+def _parts(op: Op | None, made: Mapping[Value, Op]) -> list[_Fft]:
+    """The FFTs of different dims that end with an op, the last one first."""
+    found: list[_Fft] = []
+    while op is not None and len(found) < MOST_DIMS:
+        part = _part(op, made)
+        if part is None or any(part.dim == other.dim for other in found):
+            break
+        found.append(part)
+        op = made.get(part.operand)
+    return found
+
+
+def _part(op: Op, made: Mapping[Value, Op]) -> _Fft | None:
+    last = op.kind.results[0].rank - 1 if op.results else 0
+    if len(op.kind.attrs.get(LENGTHS, ())) == 1:
+        return _Fft(op.operands[0], last, op)
+    if op.name != TRANSPOSE:
+        return None
+    fft = made.get(op.operands[0])
+    if fft is None or len(fft.kind.attrs.get(LENGTHS, ())) != 1:
+        return None
+    there, order = made.get(fft.operands[0]), op.kind.attrs["permutation"]
+    swap = [*range(last + 1)]
+    swap[order[last]], swap[last] = last, order[last]
+    if there is None or there.name != TRANSPOSE or list(order) != swap:
+        return None
+    is_back = there.kind.attrs["permutation"] == order
+    return _Fft(there.operands[0], order[last], fft) if is_back else None
+
+
+def _kind(parts: Sequence[_Fft], rank: int) -> Opaque | None:
+    """The kind of the FFT of all dims; None if there is none."""
+    if {part.dim for part in parts} != set(range(rank - len(parts), rank)):
+        return None
+    kinds: list[Opaque] = [part.op.kind.attrs["fft_type"] for part in parts]
+    if len(set(kinds)) == 1:
+        return kinds[0]
+    *others, first = kinds
+    # Real values become complex along the last dim. To real ones nothing is joined: cuFFT takes all
+    # dims of those for symmetric, where only the last one has to be.
+    is_real = " RFFT" in first.text and parts[-1].dim == rank - 1
+    return first if is_real and set(others) == {Opaque(first.text.replace("RFFT", "FFT"))} else None

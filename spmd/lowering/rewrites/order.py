@@ -31,19 +31,12 @@ _NEVER = float("inf")
 
 
 class _Traits(NamedTuple):
-    """What matters of an op of a kind.
+    """What matters of an op of a kind."""
 
-    Attributes:
-      is_cheap: whether it is computed inside its readers, or only another name.
-      can_move: whether it moves up: collectives do, and cheap ops with them.
-      grows: whether it is a collective that makes more than it takes.
-      links: the atoms over which a collective runs.
-    """
-
-    is_cheap: bool
-    can_move: bool
-    grows: bool
-    links: frozenset[int]
+    is_cheap: bool  # whether it is computed inside its readers, or only another name
+    can_move: bool  # whether it moves up: collectives do, and cheap ops with them
+    grows: bool  # whether it is a collective that makes more than it takes
+    links: frozenset[int]  # the atoms over which a collective runs
 
     @staticmethod
     def of(kind: OpKind) -> _Traits:
@@ -55,14 +48,10 @@ class _Traits(NamedTuple):
 
 
 def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
-    """Issues collectives early.
+    """Issues collectives early, at most `prefetch` gathers over the same links ahead of their use.
 
-    Args:
-      program: a local program.
-      clock: its.
-      prefetch: how many gathers over the same links may be held or under way ahead of their use.
-      room: the memory of one device. An order that needs more is not taken, unless the given order
-        needs more still.
+    An order that needs more memory than there is room is not taken, unless the given one needs more
+    still.
     """
     if prefetch == 0 or not any(op.collective for op in program.walk()):
         return program
@@ -85,17 +74,6 @@ class _Places:
     """The place of each op of a block in the new order.
 
     Places count ops of the old order: an op at 2.5 stands behind op 2 and in front of op 3.
-
-    Attributes:
-      ready: for each op, the last op before it that it must stay behind; -1 if there is none.
-      is_gather: for each op whether its result takes memory from when it starts: it is a collective
-        that makes more than it takes, or of something that is kept in any case.
-      earliest: for each gather, the op in front of which it must not start (see `_earliest`).
-      found: the places.
-      traits: of each op.
-      needed: value -> the first place at which something reads it.
-      used: value -> the first place at which arithmetic reads it, cheap ops in between left out.
-      links_free: axes -> the time from which their links are busy with later gathers.
     """
 
     # The walk goes backwards, so that the readers of a value have their places before its maker:
@@ -116,12 +94,16 @@ class _Places:
         self.traits = [of_kind[op.kind] for op in self.ops]
         self.starts = clock.starts(region)
         self.ready = self._ready()
+        # whether its result takes memory from when it starts: it is a collective that makes more
+        # than it takes, or of something that is kept in any case
         self.is_gather = [
             traits.grows or (bool(op.collective) and ready < 0)
             for op, traits, ready in zip(self.ops, self.traits, self.ready, strict=True)
         ]
         self.earliest = self._earliest(prefetch)
         self.found = [float(i) for i in range(len(self.ops))]
+        # the first place at which something, or arithmetic behind cheap ops, reads a value; and the
+        # time from which links of some axes are busy with later gathers
         self.needed: dict[Value, float] = {}
         self.used: dict[Value, float] = {}
         self.links_free: dict[frozenset[int], float] = {}
@@ -131,8 +113,8 @@ class _Places:
     def _ready(self) -> list[int]:
         """For each op, the last op before it that it must stay behind; -1 if there is none.
 
-        Cheap ops and collectives that make its operands move along with it, so they do not count:
-        what makes their operands does.
+        Cheap ops and collectives that make its operands move along with it: what makes theirs
+        counts.
         """
         found, made = [], dict[Value, int]()
         for i, (op, traits) in enumerate(zip(self.ops, self.traits, strict=True)):
@@ -145,8 +127,8 @@ class _Places:
     def _earliest(self, prefetch: int) -> dict[int, int]:
         """For each gather, the op in front of which it must not start; -1 if there is none.
 
-        That is the last loop before it, or the use of the gather that is used `prefetch` places
-        earlier, whichever is later.
+        That is the later one of the last loop before it and the use of the gather `prefetch` uses
+        before.
         """
         # Gathers over the same links with uses at ops 4, 8 and 12, and prefetch = 2: the third one
         # waits for op 4. At most two of their results exist at any time.

@@ -33,8 +33,8 @@ from spmd.ir.dialect.rule import PASS
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops, remove_dead
 from spmd.ir.types import TensorType
-from spmd.lowering.collectives import HELD
 from spmd.lowering.local.dims import dynamic_take_dim, to_next
+from spmd.lowering.partition import HELD
 from spmd.lowering.rewrites.moves import again, is_elementwise, is_move, operand_dim, pieces_of
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
@@ -122,17 +122,11 @@ def _is_whole(axes: Axes, mesh: Mesh, topology: Topology) -> bool:
 
 
 class _Term(NamedTuple):
-    """What a device adds to a sum, to be made in pieces; or what that is made of.
-
-    Attributes:
-      value: the whole.
-      dim: the dim that is taken apart; None of what is read whole.
-      op: makes a piece of it of its operands' pieces; None where pieces are cut out of it.
-      operands: the op's.
-    """
+    """What a device adds to a sum, to be made in pieces; or what that is made of."""
 
     value: Value
-    dim: int | None
+    dim: int | None  # the dim that is taken apart; None of what is read whole
+    # makes a piece of it of its operands' pieces; None where pieces are cut out of it
     op: Op | None = None
     operands: tuple[_Term, ...] = ()
 

@@ -33,13 +33,13 @@ from spmd.ir.control_flow import users_of
 from spmd.ir.dialect.builder import LOCAL_SLICE, Builder
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops
-from spmd.lowering.collectives import HELD
+from spmd.lowering.partition import HELD
 from spmd.lowering.rewrites.moves import again, is_elementwise, is_move, operand_dim
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 
 
-class _Cut(NamedTuple):
+class _Kept(NamedTuple):
     """A slice that is all that a value's uses need: a device's piece of `dim` over `axes`."""
 
     axes: Axes
@@ -147,21 +147,21 @@ def _scattered(b: Builder, op: Op, axes: Axes, dim: int, mesh: Mesh) -> Value:
     return b.collective("all_reduce", x, b.types[x], left, body=attrs["body"]) if left else x
 
 
-def _cuts(program: Program, mesh: Mesh) -> dict[Value, _Cut]:
+def _cuts(program: Program, mesh: Mesh) -> dict[Value, _Kept]:
     """For each value that is read only in slices, the finest slice that holds them all."""
     users = users_of(program)
-    cuts: dict[Value, _Cut] = {}
+    cuts: dict[Value, _Kept] = {}
 
-    def wanted(use: Op, index: int) -> _Cut | None:
+    def wanted(use: Op, index: int) -> _Kept | None:
         if use.name == LOCAL_SLICE:
-            return _Cut(use.kind.attrs["axes"], use.kind.attrs["dim"])
+            return _Kept(use.kind.attrs["axes"], use.kind.attrs["dim"])
         found = cuts.get(use.results[0]) if len(use.results) == 1 else None
         if found is None or not _passes(use, found):
             return None
         inside = _operand_dims(use, found.dim)[index]
         if inside is None or use.kind.operands[index].shape[inside] % mesh.extent(found.axes):
             return None
-        return _Cut(found.axes, inside)
+        return _Kept(found.axes, inside)
 
     def visit(region: Region) -> None:
         here = {id(op) for op in region.ops}
@@ -181,7 +181,7 @@ def _cuts(program: Program, mesh: Mesh) -> dict[Value, _Cut]:
     return cuts
 
 
-def _passes(op: Op, cut: _Cut) -> bool:
+def _passes(op: Op, cut: _Kept) -> bool:
     """Whether the slice of an op's result is the same op on slices of its operands."""
     attrs = op.kind.attrs
     if op.collective in ("all_gather", "all_reduce"):
@@ -190,7 +190,7 @@ def _passes(op: Op, cut: _Cut) -> bool:
     return is_move(op.kind) or is_elementwise(op.kind)
 
 
-def _shared(cuts: Sequence[_Cut | None]) -> _Cut | None:
+def _shared(cuts: Sequence[_Kept | None]) -> _Kept | None:
     """The finest slice that holds all of some slices."""
     # A coarser piece holds its finer ones: slices over {a, b} and {a, c} share the slice over {a},
     # from which each takes the rest. Along different dims, or from {b} on, they share nothing.
@@ -203,11 +203,11 @@ def _shared(cuts: Sequence[_Cut | None]) -> _Cut | None:
             return None
         same = [a == b for a, b in zip(axes, other.axes, strict=False)]
         axes = axes[: same.index(False) if False in same else len(same)]
-    return _Cut(axes, first.dim) if axes else None
+    return _Kept(axes, first.dim) if axes else None
 
 
 def _sliced_values(
-    program: Program, cuts: Mapping[Value, _Cut], permutes: bool
+    program: Program, cuts: Mapping[Value, _Kept], permutes: bool
 ) -> frozenset[Value]:
     """Values that are exchanged and then sliced, and those in between."""
     found: set[Value] = set()
@@ -224,7 +224,7 @@ def _sliced_values(
     return frozenset(found)
 
 
-def _gains(gather: Op, cut: _Cut, permutes: bool) -> bool:
+def _gains(gather: Op, cut: _Kept, permutes: bool) -> bool:
     """Whether the slice of a gather's result needs no gather, or a smaller one."""
     axes, dim = gather.kind.attrs["axes"], gather.kind.attrs["all_gather_dim"]
     if _passes(gather, cut) or cut.axes[: len(axes)] == axes:

@@ -93,32 +93,27 @@ def _chains(program: Program) -> dict[Value, list[Op]]:
     for op in program.walk():
         if op.collective == "all_reduce" and len(op.results) == 1 and "groups" not in op.kind.attrs:
             before = chains.get(op.operands[0], []) if len(users[op.operands[0]]) == 1 else []
-            fits = all(_reduce_alike(other, op) for other in before)
+            own, others = op.kind.attrs, [other.kind.attrs for other in before]
+            fits = all(
+                attrs["body"] == own["body"] and set(attrs["axes"]).isdisjoint(own["axes"])
+                for attrs in others
+            )
             chains[op.results[0]] = [*before, op] if fits else [op]
     return chains
-
-
-def _reduce_alike(op: Op, other: Op) -> bool:
-    mine, its = op.kind.attrs, other.kind.attrs
-    return mine["body"] == its["body"] and set(mine["axes"]).isdisjoint(its["axes"])
 
 
 _Turn = Callable[[Builder, Value], Value]
 
 
 class _Way(NamedTuple):
-    """How a collective is done in parts.
+    """How a collective is done in parts."""
 
-    Attributes:
-      first: the type of what the first part takes.
-      parts: the kind of each, the type of its result, its atoms and its other attributes.
-      copied: bytes that are copied to put pieces in order, or into a flat buffer and out of it.
-      before, after: those copies of the operand, and of the last part's result.
-    """
-
-    first: TensorType
+    first: TensorType  # the type of what the first part takes
+    # the kind of each, the type of its result, its atoms and its other attributes
     parts: tuple[tuple[str, TensorType, Axes, dict[str, Any]], ...]
+    # bytes that are copied to put pieces in order, or into a flat buffer and out of it
     copied: int = 0
+    # before, after: those copies of the operand, and of the last part's result
     before: _Turn = lambda b, x: x
     after: _Turn = lambda b, x: x
 

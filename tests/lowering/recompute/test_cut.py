@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from spmd.ir.program import Op, OpKind, Value
 from spmd.ir.types import TensorType
-from spmd.lowering.recompute.cut import Cut, Prices, cheapest_cut
+from spmd.lowering.recompute.cut import Cut, CutPrices, cheapest_cut
 
 F32 = TensorType((), "f32")
 
@@ -30,7 +30,7 @@ def never_early(value: Value, op: Op) -> float:
 
 
 def cut_of(keep: dict[Value, float], again: dict[Value, float], needed: Iterable[Value]) -> Cut:
-    prices = Prices(keep.__getitem__, lambda op: again[op.results[0]], never_early)
+    prices = CutPrices(keep.__getitem__, lambda op: again[op.results[0]], never_early)
     return cheapest_cut(CHAIN, needed, prices)
 
 
@@ -65,7 +65,7 @@ def test_what_is_early_pays_once() -> None:
     def early(value: Value, op: Op) -> float:
         return 3.0 if value == 1 else 0.0
 
-    prices = Prices(keep.__getitem__, lambda op: math.inf if op.results[0] == 1 else 1.0, early)
+    prices = CutPrices(keep.__getitem__, lambda op: math.inf if op.results[0] == 1 else 1.0, early)
     assert cheapest_cut(ops, (2, 3), prices).kept == {1}  # 2 + 3 + 1 + 1 < 4 + 4
     assert cheapest_cut(ops, (2,), prices).kept == {2}  # 2 + 3 + 1 > 4
 
@@ -101,7 +101,7 @@ def test_no_answer_is_cheaper(
     problem: tuple[list[Op], list[Value], list[float], list[float]],
 ) -> None:
     ops, needed, keep, again = problem
-    prices = Prices(keep.__getitem__, lambda op: again[op.results[0]], never_early)
+    prices = CutPrices(keep.__getitem__, lambda op: again[op.results[0]], never_early)
     found = cheapest_cut(ops, needed, prices)
     made = {op.results[0] for op in found.again}
     there = made | found.kept

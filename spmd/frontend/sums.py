@@ -1,25 +1,36 @@
-"""Unflatten: a sum over a flattened tensor becomes a sum over the tensor's own dims.
+"""Sums that need less: over a tensor's own dims, and into what they are added to.
 
-A flattened dim can be split as its major dim is, and no further: a tensor that is split over
-another dim would be gathered just to be added up.
+Unflatten: a sum over a flattened tensor becomes a sum over the tensor's own dims. A flattened dim
+can be split as its major dim is, and no further: a tensor that is split over another dim would be
+gathered just to be added up.
 
 before: `%1 = reshape %0 : 8x16x4 -> 128x4;  %2 = reduce[add, dims 0] %1 : 4`
 after:  `%2 = reduce[add, dims 0 1] %0 : 4`
 
 before: `%2 = reshape %0 : 8x16 -> 128;  %3 = reshape %1 : 8x16 -> 128;  %4 = dot %2, %3`
 after:  `%4 = dot_general[contract 0 1, 0 1] %0, %1`
+
+Accumulate: what is scattered into zeros and then added to something is scattered into that. The
+gradient of a value of which each step of a loop reads a piece is made so: zeros around a step's
+piece, added to the sum of those before, reading and writing all of it.
+
+before: `%3 = scatter[add] zeros, %i, %update;  %4 = add %sum, %3`
+after:  `%4 = scatter[add] %sum, %i, %update`
+
+Only where no two updates fall together: a sum of few bits depends on its order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from spmd.ir.control_flow import producers_of
-from spmd.ir.description import RESHAPE
+from spmd.ir.control_flow import producers_of, users_of
+from spmd.ir.description import BROADCAST, CONSTANT, RESHAPE, SCATTER
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.program import Op, Program, Value
+from spmd.ir.dialect.reducers import is_identity
+from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import rewrite_ops
 from spmd.ir.types import DotDims
 
@@ -33,7 +44,11 @@ class Group(NamedTuple):
 
 def unflatten(program: Program) -> Program:
     """Rewrites such sums; a program without any is returned as it is."""
-    flattened = _flattened(program)
+    flattened = {  # results of reshapes in which several dims become one
+        value: op
+        for value, op in producers_of(program).items()
+        if op.name == RESHAPE and any(len(group.before) > 1 for group in _groups_of(op))
+    }
     sums = [op for op in program.walk() if _is_sum(op, flattened)]
     if not sums:
         return program
@@ -56,15 +71,6 @@ def unflatten(program: Program) -> Program:
         return b.op(op.name, wholes, op.kind.results, attrs)
 
     return rewrite_ops(program, rewrite)
-
-
-def _flattened(program: Program) -> dict[Value, Op]:
-    """Results of reshapes in which several dims become one."""
-    return {
-        value: op
-        for value, op in producers_of(program).items()
-        if op.name == RESHAPE and any(len(g.before) > 1 for g in _groups_of(op))
-    }
 
 
 def _is_sum(op: Op, flattened: dict[Value, Op]) -> bool:
@@ -140,3 +146,64 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[Group]:
                 right, j = right * after[j], j + 1
         found.append(Group(tuple(range(start[0], i)), tuple(range(start[1], j))))
     return found
+
+
+# ---------------------------------------------------------------------------------------------
+# What is scattered and added.
+
+
+def accumulate(program: Program) -> Program:
+    """Rewrites such sums; a program without any is returned as it is."""
+    if not any(_adds_apart(op) for op in program.walk()):
+        return program
+    producers, users = producers_of(program), users_of(program)
+    sums = {
+        op.results[0]: made
+        for op, made in _sums_in(program.body)
+        if len(users[made.results[0]]) == 1 and _is_zero(made.operands[0], producers)
+    }
+    scattered = {made.results[0] for made in sums.values()}
+    parts: dict[Value, tuple[Value, ...]] = {}  # result of a scatter -> what it reads, in the new
+
+    def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
+        result = op.results[0] if op.results else None
+        if result in scattered:
+            parts[result] = operands
+            return operands[:1]
+        if result not in sums:
+            return None
+        made = sums[result]
+        (whole,) = [new for v, new in zip(op.operands, operands, strict=True) if v not in parts]
+        read = (whole, *parts[made.results[0]][1:])
+        return b.op(made.name, read, made.kind.results, made.kind.attrs)
+
+    return rewrite_ops(program, rewrite) if sums else program
+
+
+def _adds_apart(op: Op) -> bool:
+    """Whether an op adds updates to a tensor, each at a place of its own."""
+    attrs = op.kind.attrs
+    is_alone = op.name == SCATTER and len(op.results) == 1
+    return is_alone and attrs["reducer"] == "add" and bool(attrs.get("unique_indices"))
+
+
+def _sums_in(region: Region) -> Iterator[tuple[Op, Op]]:
+    """Each sum of something and of what was scattered in the same region, with the scatter."""
+    made: dict[Value, Op] = {}
+    for op in region.ops:
+        if _adds_apart(op):
+            made[op.results[0]] = op
+        if op.name == "stablehlo.add" and len(found := made.keys() & set(op.operands)) == 1:
+            yield op, made[found.pop()]
+        for inner in op.regions:
+            yield from _sums_in(inner)
+
+
+def _is_zero(value: Value, producers: Mapping[Value, Op]) -> bool:
+    """Whether a value is zeros: a constant, or one that was broadcast."""
+    op = producers.get(value)
+    while op is not None and op.name == BROADCAST:
+        op = producers.get(op.operands[0])
+    if op is None or op.name != CONSTANT:
+        return False
+    return is_identity(op.kind.attrs["value"], op.kind.results[0].dtype, "add")
