@@ -16,6 +16,7 @@ import pytest
 import spmd
 from scripts.jobs.local import free_port, with_device_count
 from spmd.launch import EXIT_HUNG, EXIT_PEER_LOST, EXIT_PREEMPTED
+from tests.forked import Forked
 from tests.launch.programs import train
 from tests.waiting import PATIENCE
 
@@ -36,6 +37,40 @@ def launch(processes: int, devices: int, *command: str) -> subprocess.CompletedP
     )
 
 
+class Outcome(NamedTuple):
+    """How each process ended, and what it said."""
+
+    codes: list[int]
+    outputs: list[str]
+
+
+def both(
+    module: str, arguments: list[str], folder: Path, devices: int = 1, woken: int | None = None
+) -> Outcome:
+    """Runs a module as two processes, without our launcher: nobody but they themselves ends them.
+
+    One that stopped itself is `woken` once the other has ended.
+    """
+    env = {
+        "XLA_FLAGS": with_device_count(os.environ["XLA_FLAGS"], devices),
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
+        "JAX_NUM_PROCESSES": "2",
+    }
+    started = [
+        Forked(module, arguments, folder / f"{i}.log", {**env, "JAX_PROCESS_ID": str(i)})
+        for i in range(2)
+    ]
+    try:
+        if woken is not None:
+            started[1 - woken].wait()
+            started[woken].send_signal(signal.SIGCONT)
+        codes = [each.wait() for each in started]
+    finally:
+        for each in started:
+            each.kill()
+    return Outcome(codes, [each.said for each in started])
+
+
 def found_by(result: subprocess.CompletedProcess[str]) -> dict:
     assert result.returncode == 0, result.stdout + result.stderr
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("[0] {")]
@@ -49,8 +84,10 @@ def expected(devices8) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def two_processes() -> dict:
-    return found_by(launch(2, 2, "-m", "tests.launch.programs.train", "2"))
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    ended = both("tests.launch.programs.train", ["2"], tmp_path_factory.mktemp("logs"), devices=2)
+    assert ended.codes == [0, 0], ended.outputs
+    return json.loads(ended.outputs[0].splitlines()[-1])
 
 
 def test_two_processes_lose_as_one_does(two_processes, expected):
@@ -91,57 +128,20 @@ def test_a_users_own_module_that_differs_is_named(tmp_path: Path):
             f"import own_module, spmd\nspmd.initialize({address!r}, 2, timeout_s={PATIENCE})\n"
         )
         (folder / "program.py").write_text(program)
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PROCESS_ID": str(process)}
-        started.append(
-            subprocess.Popen(
-                [sys.executable, folder / "program.py"], env=env, stderr=subprocess.PIPE, text=True
-            )
-        )
-    said = [each.communicate(timeout=PATIENCE)[1] for each in started]
-    assert [each.returncode for each in started] == [1, 1]
-    for text in said:
-        assert "the processes of this job differ in sources of own_module (hash)" in text
+        env = {"JAX_PROCESS_ID": str(process)}
+        started.append(Forked(folder / "program.py", [], folder / "log", env))
+    assert [each.wait() for each in started] == [1, 1]
+    for each in started:
+        assert "the processes of this job differ in sources of own_module (hash)" in each.said
 
 
 # One comes to grief.
 
 
-class Outcome(NamedTuple):
-    """How each process ended, and what it said."""
-
-    codes: list[int]
-    outputs: list[str]
-
-
 def grieve(victim: int, how: str, folder: Path) -> Outcome:
-    """Runs steps.py twice, without our launcher: nobody but they themselves ends them."""
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": with_device_count(os.environ["XLA_FLAGS"], 1),
-        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
-        "JAX_NUM_PROCESSES": "2",
-    }
-    command = [sys.executable, "-m", "tests.launch.programs.steps", str(victim), how, str(folder)]
-    started = []
-    for process in range(2):
-        with (folder / f"{process}.log").open("w") as log:
-            own = {**env, "JAX_PROCESS_ID": str(process)}
-            started.append(
-                subprocess.Popen(command, cwd=ROOT, env=own, stdout=log, stderr=subprocess.STDOUT)
-            )
-    try:
-        if how == "stop":  # once the other has ended, it wakes up
-            started[1 - victim].wait(PATIENCE)
-            started[victim].send_signal(signal.SIGCONT)
-        for each in started:
-            each.wait(PATIENCE)
-    finally:
-        for each in started:
-            each.kill()
-    outputs = [(folder / f"{process}.log").read_text() for process in range(2)]
-    return Outcome([each.returncode for each in started], outputs)
+    """Runs steps.py."""
+    woken = victim if how == "stop" else None
+    return both("tests.launch.programs.steps", [str(victim), how, str(folder)], folder, woken=woken)
 
 
 @pytest.mark.parametrize(
