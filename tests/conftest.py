@@ -139,7 +139,7 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(10_000)
 
 
-GREEDY = ("examples", "launch", "models", "ops", "scripts", "serving", "torch")
+GREEDY = ("benchmarks", "examples", "launch", "models", "ops", "scripts", "serving", "torch")
 """Folders whose tests are about what programs compute, whatever their plans."""
 
 
