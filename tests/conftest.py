@@ -139,7 +139,10 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(10_000)
 
 
-GREEDY = ("benchmarks", "examples", "launch", "models", "ops", "scripts", "serving", "torch")
+GREEDY = (
+    "api", "benchmarks", "examples", "frontend", "ir", "launch", "lowering", "models", "ops",
+    "propagation", "scripts", "serving", "torch", "verify",
+)  # fmt: skip
 """Folders whose tests are about what programs compute, whatever their plans."""
 
 

@@ -72,6 +72,22 @@ class Forked:
         self.process.join()
 
 
+def run_text(
+    text: str, arguments: Sequence[str | Path], folder: Path, **environment: str
+) -> tuple[int, str]:
+    """Runs a program that is given as text; returns its exit code and what it said.
+
+    Its file and its output are two files in `folder`.
+    """
+    script = folder / "program.py"
+    script.write_text(text)
+    started = Forked(script, arguments, folder / "said.txt", environment)
+    try:
+        return started.wait(), started.said
+    finally:
+        started.kill()
+
+
 def _run(program: Path | str, arguments: list[str], log: Path, environment: dict[str, str]) -> None:
     """In the process: the program, as if the interpreter had been started with it."""
     import jax
