@@ -148,26 +148,23 @@ GREEDY = (
 
 @pytest.fixture(scope="module", autouse=True)
 def _greedy_plans(request: pytest.FixtureRequest) -> Iterator[None]:
-    """There programs are planned as `Options(planner="greedy")` asks, in a fifth of the time.
-
-    Not those with a memory limit, nor in modules marked `exact_plans`.
-    """
-    from spmd import compiler
-    from spmd.planning.greedy import plan_greedily
-
-    plan_exactly = compiler.plan_exactly
-
-    def plan(problem: Any, try_out: Any, limit: int | None, *rest: Any) -> Any:
-        if limit is not None:
-            return plan_exactly(problem, try_out, limit, *rest)
-        return try_out(plan_greedily(problem))
+    """There programs are planned greedily, but for modules marked `exact_plans`."""
+    from tests.greedy import plan_all_greedily
 
     folder = request.path.relative_to(GOLDEN_DIR.parent).parts[0]
     is_exact = request.node.get_closest_marker("exact_plans") is not None
     with pytest.MonkeyPatch.context() as patch:
         if folder in GREEDY and not is_exact:
-            patch.setattr(compiler, "plan_exactly", plan)
+            plan_all_greedily(patch)
         yield
+
+
+@pytest.fixture
+def exact_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one test: `@pytest.mark.usefixtures("exact_plans")`."""
+    from tests import greedy
+
+    monkeypatch.setattr("spmd.compiler.plan_exactly", greedy.PLAN_EXACTLY)
 
 
 @pytest.fixture

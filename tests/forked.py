@@ -2,7 +2,7 @@
 
 That one has done nothing else: it has no backend and none of XLA's threads, so its forks are like
 fresh processes that have come past their imports. Flags of XLA, which are read when a backend
-begins, and settings of jax are those that a process is given.
+begins, and settings of jax are those that a process is given. Programs are planned greedily.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parent.parent
-PRELOADED = ["jax", "numpy", "optax", "spmd.launch", "tests.forked"]
+PRELOADED = ["jax", "numpy", "optax", "spmd.launch", "tests.forked", "tests.greedy"]
 
 
 class Forked:
@@ -92,6 +94,9 @@ def _run(program: Path | str, arguments: list[str], log: Path, environment: dict
     """In the process: the program, as if the interpreter had been started with it."""
     import jax
 
+    from tests.greedy import plan_all_greedily
+
+    plan_all_greedily(pytest.MonkeyPatch())
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
