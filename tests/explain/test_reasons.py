@@ -75,7 +75,9 @@ def test_a_mark_that_needs_something_is_named_with_its_line() -> None:
 @lru_cache
 def trained(is_scanned: bool) -> spmd.Lowered:
     mesh = spmd.make_mesh(data=4, model=2)
-    return llama(mesh, "adamw", is_scanned).lower(topology=spmd.Topology("h200:8"))
+    planner = "exact" if is_scanned else "greedy"
+    h200 = spmd.Topology("h200:8")
+    return llama(mesh, "adamw", is_scanned).lower(topology=h200, planner=planner)
 
 
 @pytest.fixture(params=[True, False], ids=["scan", "unrolled"])

@@ -23,20 +23,6 @@ from tests.waiting import PATIENCE
 ROOT = Path(__file__).parents[2]
 
 
-def launch(processes: int, devices: int, *command: str) -> subprocess.CompletedProcess[str]:
-    """`scripts/launch local`, without the set-up of its environment."""
-    flags = ["--processes", str(processes), "--devices_per_process", str(devices)]
-    call = [sys.executable, "-m", "scripts.launch_job", "local", "--platform", "cpu", *flags]
-    return subprocess.run(
-        [*call, "--", sys.executable, *command],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-
-
 class Outcome(NamedTuple):
     """How each process ended, and what it said."""
 
@@ -71,12 +57,6 @@ def both(
     return Outcome(codes, [each.said for each in started])
 
 
-def found_by(result: subprocess.CompletedProcess[str]) -> dict:
-    assert result.returncode == 0, result.stdout + result.stderr
-    (line,) = [line for line in result.stdout.splitlines() if line.startswith("[0] {")]
-    return json.loads(line.removeprefix("[0] "))
-
-
 @pytest.fixture(scope="module")
 def expected(devices8) -> list[float]:
     """The losses of one process with four devices."""
@@ -108,13 +88,6 @@ def test_two_processes_lose_as_one_does(two_processes, expected):
 )
 def test_names_the_process_and_what_differs(two_processes, kind: str, says: str):
     assert re.search(says, two_processes["mismatches"][kind], re.S), two_processes["mismatches"]
-
-
-@pytest.mark.heavy
-def test_four_processes_lose_as_one_does(expected):
-    found = found_by(launch(4, 1, "-m", "tests.launch.programs.train", "2"))
-    assert found["processes"] == 4
-    np.testing.assert_allclose(found["losses"], expected, rtol=1e-6)
 
 
 def test_a_users_own_module_that_differs_is_named(tmp_path: Path):
@@ -181,16 +154,6 @@ def test_all_stop_at_one_step_when_one_gets_sigterm(tmp_path: Path):
     assert outcome.codes == [EXIT_PREEMPTED, EXIT_PREEMPTED], outcome.outputs
     steps = [re.findall(r"stopped before step (\d+)", text) for text in outcome.outputs]
     assert steps[0] == steps[1] and int(steps[0][0]) > 3, outcome.outputs
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("victim", [0, 1])
-def test_stops_when_another_raises(victim: int, tmp_path: Path):
-    outcome = grieve(victim, "raise", tmp_path)
-    assert outcome.codes[victim] == 1, outcome.outputs
-    assert outcome.codes[1 - victim] == EXIT_PEER_LOST, outcome.outputs
-    last = outcome.outputs[1 - victim].splitlines()[-1]
-    assert f"process {victim} failed: RuntimeError: the disk is full" in last
 
 
 def test_a_watchdog_makes_all_write_their_stacks(tmp_path: Path):

@@ -7,6 +7,8 @@ pytest.importorskip("spmd.torch", reason="needs torch and torchax: .[torch]", ex
 from tests.markdown import ROOT
 from tests.test_docs import read, show
 
+pytestmark = pytest.mark.exact_plans
+
 PAGE = ROOT / "docs" / "pytorch.md"
 
 
