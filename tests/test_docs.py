@@ -81,7 +81,7 @@ def python_pages() -> Iterator[Any]:
         yield pytest.param(page, marks=marks, id=name_of(page))
 
 
-@pytest.mark.parametrize("page", python_pages())
+@pytest.mark.parametrize("page", [*python_pages()])
 def test_python_runs(
     page: Path,
     tmp_path: Path,
