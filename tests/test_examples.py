@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.greedy import plan_all_greedily
 from tests.markdown import ROOT, blocks_of
 
 PAGE = ROOT / "docs" / "examples.md"
@@ -41,7 +42,18 @@ ELSEWHERE = "serve_module"
 """The example that runs from another folder, in an environment that says nothing about devices."""
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+LONG = {
+    "moe": pytest.mark.heavy,
+    "train_equinox": pytest.mark.heavy,
+    "train_own_model": pytest.mark.heavy,
+    "train_nnx": pytest.mark.slow("a whole training run, as its page shows it"),
+    "llama_2d": pytest.mark.slow("its plan is what it shows"),
+}
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=LONG.get(path.stem, ()), id=path.stem) for path in EXAMPLES]
+)
 def test_prints_what_the_page_shows(
     path: Path,
     tmp_path: Path,
@@ -51,6 +63,8 @@ def test_prints_what_the_page_shows(
 ) -> None:
     for package in imported(path.read_text(encoding="utf-8")) & OTHERS:
         pytest.importorskip(package)
+    if path.stem.startswith("serve_"):
+        plan_all_greedily(monkeypatch)  # they show tokens, and no plan
     if path.stem == ELSEWHERE:
         printed = run_elsewhere(path, tmp_path)
     else:
