@@ -140,8 +140,8 @@ def pytest_collection_finish() -> None:
 
 
 GREEDY = (
-    "api", "benchmarks", "examples", "frontend", "ir", "launch", "lowering", "models", "ops",
-    "propagation", "scripts", "serving", "torch", "verify",
+    "benchmarks", "examples", "ir", "launch", "lowering", "models", "ops", "propagation", "scripts",
+    "serving", "torch",
 )  # fmt: skip
 """Folders whose tests are about what programs compute, whatever their plans."""
 
