@@ -125,7 +125,7 @@ def check_same_curve(ours: dict[int, float], alone: dict[int, float]) -> None:
     np.testing.assert_allclose(list(ours.values()), list(alone.values()), rtol=2e-5)
 
 
-@pytest.mark.slow("the launcher starts four trainings")
+@pytest.mark.heavy
 def test_a_killed_job_restarts_and_takes_the_same_steps(start, tmp_path: Path):
     """Steps taken a second time are the same to the bit."""
     command = train(tmp_path / "two", 2)
