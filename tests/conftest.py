@@ -162,9 +162,9 @@ def _greedy_plans(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def exact_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """For one test: `@pytest.mark.usefixtures("exact_plans")`."""
-    from tests import greedy
+    from spmd.planning.exact import plan_exactly
 
-    monkeypatch.setattr("spmd.compiler.plan_exactly", greedy.PLAN_EXACTLY)
+    monkeypatch.setattr("spmd.compiler.plan_exactly", plan_exactly)
 
 
 @pytest.fixture

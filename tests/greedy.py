@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from spmd import compiler
+from spmd.planning.exact import plan_exactly
 from spmd.planning.greedy import plan_greedily
-
-PLAN_EXACTLY = compiler.plan_exactly
 
 
 def plan_all_greedily(patch: pytest.MonkeyPatch) -> None:
@@ -20,7 +19,7 @@ def plan_all_greedily(patch: pytest.MonkeyPatch) -> None:
 
     def plan(problem: Any, try_out: Any, limit: int | None, *rest: Any) -> Any:
         if limit is not None:
-            return PLAN_EXACTLY(problem, try_out, limit, *rest)
+            return plan_exactly(problem, try_out, limit, *rest)
         return try_out(plan_greedily(problem))
 
     patch.setattr(compiler, "plan_exactly", plan)

@@ -50,7 +50,8 @@ class Served(NamedTuple):
 @contextmanager
 def served(folder: Path, mesh: str, work: Path, *flags: str) -> Iterator[Served]:
     """scripts/serve on a mesh; ready when it is given out, gone afterwards."""
-    arguments = [folder, "--mesh", mesh, "--port", "0", "--cache_dir", work / "cache", *flags]
+    cache = str(work / "cache")
+    arguments = [str(folder), "--mesh", mesh, "--port", "0", "--cache_dir", cache, *flags]
     process = Forked("scripts.serve_bundle", arguments, work / "server.log", {})
     try:
         yield Served(_wait_ready(process), process)
