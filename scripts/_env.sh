@@ -100,9 +100,25 @@ install_extra() {
   wanted_stamp "$extra" >"$VENV/.stamp-$extra"
 }
 
-# Makes .venv and installs the project with an extra into it, unless that is done already.
+# Whether the script that sources this is only asked what it does. What follows `--` is asked of another program.
+asks_help=no
+for word in "$@"; do
+  case "$word" in
+    --) break ;;
+    --help | -h) asks_help=yes ;;
+  esac
+done
+
+# Makes .venv and installs the project with an extra into it, unless that is done already. A script that is asked for help
+# installs nothing: what was installed tells its flags, and where nothing was, its first lines say what it does.
 setup_env() {
   if is_current "$1"; then return; fi
+  if [ "$asks_help" = yes ]; then
+    if [ -f "$VENV/.stamp-$1" ]; then return; fi
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    say "Its flags are shown once spmd[$1] is installed: the first run without --help does that."
+    exit 0
+  fi
   (
     # One script at a time. The lock is the repository's folder itself, so it leaves no file behind.
     if command -v flock >/dev/null; then flock 9 || true; fi

@@ -12,8 +12,9 @@ import difflib
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -47,6 +48,9 @@ def _prepare_environment() -> None:
     # Tests plan anew, and write nothing into the folders of whoever runs them.
     os.environ["SPMD_CACHE_DIR"] = "none"
     os.environ["JAX_PLATFORMS"] = os.environ.get("SPMD_TEST_PLATFORM", "cpu")
+    # PyTorch's threads wait for each other at every op, by turning in circles: with a busy machine
+    # a step of a tiny model takes a second instead of a few milliseconds.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Several processes share a GPU: the first one must not take three quarters of its memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -68,18 +72,64 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-LONG = (
-    "test_resume_test.py", "test_against_shardy.py", "test_served_model.py",
-    "test_rules_execute.py", "test_processes.py", "test_training_job.py",
-    "test_trainer.py", "test_decode.py", "test_corpus.py", "test_merge.py", "test_manual.py",
-    "test_llama_step.py", "test_examples.py", "test_docs.py", "test_uneven.py",
-    "test_language_models.py", "test_families.py", "test_train_llama.py",
-)  # fmt: skip
-"""Files that take half a minute or more: begun last, one of them would run alone at the end."""
+BUDGET = 10.0
+"""Seconds of processor time that a test may take, with its fixtures and its processes. How loaded
+the machine is does not count."""
+
+STARTED = pytest.StashKey[float]()
+SLOWEST = 10
+
+
+def _processor_seconds() -> float:
+    return sum(os.times()[:4])
+
+
+def _has_budget(item: pytest.Item) -> bool:
+    is_quick = item.config.getoption("--hypothesis-profile") in (None, "quick")
+    excused = any(item.get_closest_marker(name) for name in ("heavy", "slow"))
+    return is_quick and not excused and os.environ["JAX_PLATFORMS"] == "cpu"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    item.stash[STARTED] = _processor_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Holds a test against the budget. `@pytest.mark.slow(reason)` says why one is excused."""
+    result = yield
+    took = _processor_seconds() - item.stash[STARTED]
+    item.user_properties.append(("processor_s", took))
+    if took > BUDGET and _has_budget(item):
+        pytest.fail(
+            f"it took {took:.1f} s of processor time, of {BUDGET:.0f}: make it smaller, share what "
+            "it compiles with its neighbours, or mark it `slow` with a reason",
+            pytrace=False,
+        )
+    return result
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Names the slowest tests, by processor time."""
+    reports = [r for kind in terminalreporter.stats.values() for r in kind]
+    took = {
+        report.nodeid: dict(report.user_properties).get("processor_s", 0.0)
+        for report in reports
+        if getattr(report, "when", "") == "teardown"
+    }
+    slowest = [i for i in sorted(took, key=lambda i: -took[i])[:SLOWEST] if took[i] > BUDGET / 4]
+    if slowest:
+        terminalreporter.section(f"slowest, of {sum(took.values()):.0f} s of processor time")
+    for nodeid in slowest:
+        terminalreporter.line(f"{took[nodeid]:6.1f} s  {nodeid}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONG)
+    """Large files first: one that takes long and is begun last would run alone at the end."""
+    sizes = {path: path.stat().st_size for path in {item.path for item in items}}
+    items.sort(key=lambda item: -sizes[item.path])
 
 
 def pytest_collection_finish() -> None:
@@ -87,6 +137,34 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)
+
+
+GREEDY = (
+    "benchmarks", "examples", "ir", "launch", "lowering", "models", "ops", "propagation", "scripts",
+    "serving", "torch",
+)  # fmt: skip
+"""Folders whose tests are about what programs compute, whatever their plans."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _greedy_plans(request: pytest.FixtureRequest) -> Iterator[None]:
+    """There programs are planned greedily, but for modules marked `exact_plans`."""
+    from tests.greedy import plan_all_greedily
+
+    folder = request.path.relative_to(GOLDEN_DIR.parent).parts[0]
+    is_exact = request.node.get_closest_marker("exact_plans") is not None
+    with pytest.MonkeyPatch.context() as patch:
+        if folder in GREEDY and not is_exact:
+            plan_all_greedily(patch)
+        yield
+
+
+@pytest.fixture
+def exact_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one test: `@pytest.mark.usefixtures("exact_plans")`."""
+    from spmd.planning.exact import plan_exactly
+
+    monkeypatch.setattr("spmd.compiler.plan_exactly", plan_exactly)
 
 
 @pytest.fixture

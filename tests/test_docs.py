@@ -27,6 +27,7 @@ from typing import Any
 
 import pytest
 
+from tests.greedy import plan_all_greedily
 from tests.markdown import PAGES, ROOT, Block, blocks_of, name_of
 
 LANGUAGES = {"python", "sh", "text", "json", "yaml", "cpp"}
@@ -37,6 +38,12 @@ ELSEWHERE = {
     "docs/pytorch.md": "tests/torch/test_page.py",
 }
 """Pages whose blocks a test of their own runs."""
+
+PRINT_PLANS = {"README.md", "docs/explain.md", "docs/benchmarks/long.md"}
+"""Pages that print what the exact planner chose; others are planned greedily."""
+
+PLANS_OF_MINUTES = {"docs/benchmarks/long.md"}
+"""Pages whose Python is run only by `-m heavy`."""
 
 JOBS = {"local", "slurm", "jobset", "tpu-vm", "mpi"}
 """Kinds of job that `scripts/launch` knows, each with flags of its own."""
@@ -68,7 +75,13 @@ def test_blocks_are_labelled(page: Path) -> None:
     assert {block.language for block in blocks} <= LANGUAGES
 
 
-@pytest.mark.parametrize("page", with_blocks("python"), ids=name_of)
+def python_pages() -> Iterator[Any]:
+    for page in with_blocks("python"):
+        marks = pytest.mark.heavy if name_of(page) in PLANS_OF_MINUTES else ()
+        yield pytest.param(page, marks=marks, id=name_of(page))
+
+
+@pytest.mark.parametrize("page", [*python_pages()])
 def test_python_runs(
     page: Path,
     tmp_path: Path,
@@ -81,6 +94,8 @@ def test_python_runs(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     names: dict[str, Any] = {"__name__": "__main__"}
     printed = ""
+    if name_of(page) not in PRINT_PLANS:
+        plan_all_greedily(monkeypatch)
     for block in read(page):
         if block.language == "python":
             if reason_of(block) is None:

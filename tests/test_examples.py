@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.greedy import plan_all_greedily
 from tests.markdown import ROOT, blocks_of
 
 PAGE = ROOT / "docs" / "examples.md"
@@ -37,22 +38,53 @@ def show(section: str, printed: str) -> None:
     PAGE.write_text(PAGE.read_text(encoding="utf-8").replace(section, changed), encoding="utf-8")
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+ELSEWHERE = "serve_module"
+"""The example that runs from another folder, in an environment that says nothing about devices."""
+
+
+LONG = {
+    "moe": pytest.mark.heavy,
+    "train_equinox": pytest.mark.heavy,
+    "train_own_model": pytest.mark.heavy,
+    "train_nnx": pytest.mark.slow("a whole training run, as its page shows it"),
+    "llama_2d": pytest.mark.slow("its plan is what it shows"),
+}
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=LONG.get(path.stem, ()), id=path.stem) for path in EXAMPLES]
+)
 def test_prints_what_the_page_shows(
     path: Path,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for package in imported(path.read_text(encoding="utf-8")) & OTHERS:
         pytest.importorskip(package)
-    monkeypatch.setattr(sys, "argv", [str(path)])
-    runpy.run_path(str(path), run_name="__main__")
-    printed = capsys.readouterr().out.rstrip() + "\n"
+    if path.stem.startswith("serve_"):
+        plan_all_greedily(monkeypatch)  # they show tokens, and no plan
+    if path.stem == ELSEWHERE:
+        printed = run_elsewhere(path, tmp_path)
+    else:
+        monkeypatch.setattr(sys, "argv", [str(path)])
+        runpy.run_path(str(path), run_name="__main__")
+        printed = capsys.readouterr().out
+    printed = printed.rstrip() + "\n"
     if request.config.getoption("--update-golden"):
         show(sections()[path.name], printed)
     shown = [block.text for block in blocks_of(sections()[path.name]) if block.language == "text"]
     assert [printed] == shown, "--update-golden writes what is printed now; read the diff"
+
+
+def run_elsewhere(path: Path, folder: Path) -> str:
+    given = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    environment = {**given, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", str(path)]
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+    return run.stdout
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -91,13 +123,3 @@ def imported(program: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             found.add(str(node.module).partition(".")[0])
     return found
-
-
-def test_runs_elsewhere(tmp_path: Path) -> None:
-    """From another folder, in an environment that says nothing about devices."""
-    given = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    environment = {**given, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "error", str(ROOT / "examples" / "serve_module.py")]
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert (run.returncode, run.stderr) == (0, "")
-    assert run.stdout in sections()["serve_module.py"]

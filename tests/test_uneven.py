@@ -11,7 +11,7 @@ import pytest
 
 import spmd
 
-MESH_SHAPES = [(4, 2), (8, 1), (2, 3)]
+MESH_SHAPES = [(4, 2), (2, 3)]
 
 
 def values(*shape: int, seed: int = 0) -> Any:
@@ -19,7 +19,7 @@ def values(*shape: int, seed: int = 0) -> Any:
 
 
 def check(fn: Any, *args: Any, mesh: spmd.Mesh, gradient: bool = True) -> None:
-    options = spmd.Options(check=True)
+    options = spmd.Options(check=True, planner="greedy")
     got = spmd.jit(fn, mesh=mesh, options=options)(*args)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), got, jax.jit(fn)(*args))
     if gradient:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
-import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from models.llama.weights import files
-
-ROOT = Path(__file__).parent.parent
+from scripts.jobs.local import free_port, with_device_count
+from tests.forked import Forked
 
 
 def run_both(script: Path, *arguments: str | Path) -> list[dict[str, Any]]:
@@ -22,23 +20,20 @@ def run_both(script: Path, *arguments: str | Path) -> list[dict[str, Any]]:
     They have two CPU devices each. Their arguments are a port, a rank, and those given.
     """
     environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-    }
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    started = [
-        subprocess.Popen(
-            [sys.executable, script, port, str(rank), *arguments],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=240)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0], "\n".join(outputs)
+        "JAX_PLATFORMS": "cpu", "XLA_FLAGS": with_device_count(os.environ["XLA_FLAGS"], 2)
+    }  # fmt: skip
+    port = str(free_port())
+    with tempfile.TemporaryDirectory() as folder:
+        started = [
+            Forked(script, [port, str(rank), *arguments], Path(folder, str(rank)), environment)
+            for rank in range(2)
+        ]
+        try:
+            codes, outputs = [each.wait() for each in started], [each.said for each in started]
+        finally:
+            for each in started:
+                each.kill()
+    assert codes == [0, 0], "\n".join(outputs)
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 

@@ -20,6 +20,8 @@ from benchmarks.programs.catalog import program_named, programs
 from benchmarks.programs.program import Built, Program, marked, struct
 from benchmarks.shardy_bytes import Peer, partition_all
 
+pytestmark = pytest.mark.exact_plans
+
 AXES = {"data": 4, "model": 2}
 WEIGHT = 64 * 32 * 4  # bytes
 

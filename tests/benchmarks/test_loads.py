@@ -22,6 +22,7 @@ WORKLOAD = Workload((Load(2, concurrency=2),))
 TRACE = {"share": 0.925, "gaps": 3, "longest": 0.0021}
 
 
+@pytest.mark.heavy
 def test_two_loads_on_a_tiny_model(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "numbers.json"
     loads.main([*FLAGS, f"--json={file}"])

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import placed
 
+pytestmark = pytest.mark.exact_plans
+
 
 @pytest.mark.usefixtures("devices8")
 def test_the_free_plan_computes_the_same_and_sends_no_more(
@@ -20,7 +22,7 @@ def test_the_free_plan_computes_the_same_and_sends_no_more(
         return 1.0
 
     monkeypatch.setattr(placed, "milliseconds", once)
-    names = ["muon", "muon-unrolled", "attention-gradient", "fft2", "mlp-gradient"]
+    names = ["fft2", "mlp-gradient"]
     placed.main(["--programs", ",".join(names), "--scale", "64"])
     header, _, *rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
@@ -30,5 +32,5 @@ def test_the_free_plan_computes_the_same_and_sends_no_more(
     assert [row[0] for row in rows] == names and len(ran) == 3 * len(names)
     for row in rows:
         cells = dict(zip(header, row, strict=True))
-        assert float(cells["apart"]) < (0.05 if row[0].startswith("attention") else 1e-5), row
+        assert float(cells["apart"]) < 1e-5, row
         assert float(cells["free, predicted ms"]) <= float(cells["by hand, predicted ms"]), row

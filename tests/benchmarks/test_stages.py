@@ -7,6 +7,7 @@ import pytest
 from benchmarks import stages
 
 
+@pytest.mark.heavy
 def test_lines_without_a_compiler(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

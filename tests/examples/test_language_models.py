@@ -25,7 +25,11 @@ from tests.serving.http.live import TEXT, serving
 from tests.waiting import PATIENCE
 
 SHAPE = ServingShape(8, 48, (8,), (48,), page=8, groups=4, top_logprobs=1, cache_dtype="float32")
-MESHES = ({"data": 1}, {"data": 2}, {"data": 4, "model": 2})
+MESHES = (
+    pytest.param({"data": 1}, marks=pytest.mark.heavy),
+    pytest.param({"data": 2}, marks=pytest.mark.heavy),
+    {"data": 4, "model": 2},
+)
 LIKE = tuple(b"def main(arguments):")
 
 Alone = Callable[[Sequence[int], int], list[int]]
@@ -173,7 +177,7 @@ def test_over_http(served: Served) -> None:
             )
         return [answer.raise_for_status().json()["choices"][0]["text"] for answer in answers]
 
-    backend: Any = served.backend(**MESHES[1])
+    backend: Any = served.backend(**MESHES[-1])
     with serving(backend) as live:
         found = asyncio.run(ask(live.url))
     assert found == [TEXT(served.alone(list(p.encode()), 10)) for p in prompts]

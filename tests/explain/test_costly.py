@@ -23,7 +23,6 @@ from spmd.explain.marks import (
     replanned,
 )
 from spmd.mesh.sharding import Sharding
-from tests.programs import llama
 
 MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
 X, V, W = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8192, 512), (512, 4096), (4096, 512)))
@@ -123,10 +122,6 @@ def test_nothing_is_planned_again_where_arithmetic_takes_nearly_all_of_the_time(
 ) -> None:
     asked: list[Any] = []
     monkeypatch.setattr("spmd.explain.marks.relief_of", lambda *args: asked.append(args))
-    mesh = spmd.make_mesh(data=8)
-    program = llama(mesh, "adamw", True).lower()
-    if program._facts().least_seconds > (1 - LEAST_SHARE) * program.cost:
-        assert not asked
     lowered(lambda x, v, w: products(x, v, w, ("data", "model")))
     assert not asked
 

@@ -12,7 +12,7 @@ import pytest
 import spmd
 from spmd.ir import control_flow
 from spmd.ir.control_flow import UNKNOWN_TRIPS
-from tests.programs import llama
+from tests.programs import mlp
 
 LOOKUPS = ("producers_of", "users_of", "held_atoms")
 
@@ -34,7 +34,7 @@ def test_each_lookup_is_made_once_for_a_program(monkeypatch: pytest.MonkeyPatch)
 
     for name in LOOKUPS:
         monkeypatch.setattr(control_flow, name, counted(name))
-    plan = llama(spmd.make_mesh(data=4, model=2), "adamw", scan=True).lower().stages.plan
+    plan = mlp(spmd.make_mesh(data=4, model=2)).lower().stages.plan
     assert [calls[name, id(plan.program)] for name in LOOKUPS] == [1, 1, 1]
 
 

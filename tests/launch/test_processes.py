@@ -16,30 +16,45 @@ import pytest
 import spmd
 from scripts.jobs.local import free_port, with_device_count
 from spmd.launch import EXIT_HUNG, EXIT_PEER_LOST, EXIT_PREEMPTED
+from tests.forked import Forked
 from tests.launch.programs import train
 from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 
 
-def launch(processes: int, devices: int, *command: str) -> subprocess.CompletedProcess[str]:
-    """`scripts/launch local`, without the set-up of its environment."""
-    flags = ["--processes", str(processes), "--devices_per_process", str(devices)]
-    call = [sys.executable, "-m", "scripts.launch_job", "local", "--platform", "cpu", *flags]
-    return subprocess.run(
-        [*call, "--", sys.executable, *command],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+class Outcome(NamedTuple):
+    """How each process ended, and what it said."""
+
+    codes: list[int]
+    outputs: list[str]
 
 
-def found_by(result: subprocess.CompletedProcess[str]) -> dict:
-    assert result.returncode == 0, result.stdout + result.stderr
-    (line,) = [line for line in result.stdout.splitlines() if line.startswith("[0] {")]
-    return json.loads(line.removeprefix("[0] "))
+def both(
+    module: str, arguments: list[str], folder: Path, devices: int = 1, woken: int | None = None
+) -> Outcome:
+    """Runs a module as two processes, without our launcher: nobody but they themselves ends them.
+
+    One that stopped itself is `woken` once the other has ended.
+    """
+    env = {
+        "XLA_FLAGS": with_device_count(os.environ["XLA_FLAGS"], devices),
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
+        "JAX_NUM_PROCESSES": "2",
+    }
+    started = [
+        Forked(module, arguments, folder / f"{i}.log", {**env, "JAX_PROCESS_ID": str(i)})
+        for i in range(2)
+    ]
+    try:
+        if woken is not None:
+            started[1 - woken].wait()
+            started[woken].send_signal(signal.SIGCONT)
+        codes = [each.wait() for each in started]
+    finally:
+        for each in started:
+            each.kill()
+    return Outcome(codes, [each.said for each in started])
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +64,10 @@ def expected(devices8) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def two_processes() -> dict:
-    return found_by(launch(2, 2, "-m", "tests.launch.programs.train", "2"))
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    ended = both("tests.launch.programs.train", ["2"], tmp_path_factory.mktemp("logs"), devices=2)
+    assert ended.codes == [0, 0], ended.outputs
+    return json.loads(ended.outputs[0].splitlines()[-1])
 
 
 def test_two_processes_lose_as_one_does(two_processes, expected):
@@ -73,13 +90,6 @@ def test_names_the_process_and_what_differs(two_processes, kind: str, says: str)
     assert re.search(says, two_processes["mismatches"][kind], re.S), two_processes["mismatches"]
 
 
-@pytest.mark.heavy
-def test_four_processes_lose_as_one_does(expected):
-    found = found_by(launch(4, 1, "-m", "tests.launch.programs.train", "2"))
-    assert found["processes"] == 4
-    np.testing.assert_allclose(found["losses"], expected, rtol=1e-6)
-
-
 def test_a_users_own_module_that_differs_is_named(tmp_path: Path):
     """The program is the same, and so are versions; a module beside it is not."""
     address, started = f"localhost:{free_port()}", []
@@ -91,57 +101,20 @@ def test_a_users_own_module_that_differs_is_named(tmp_path: Path):
             f"import own_module, spmd\nspmd.initialize({address!r}, 2, timeout_s={PATIENCE})\n"
         )
         (folder / "program.py").write_text(program)
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PROCESS_ID": str(process)}
-        started.append(
-            subprocess.Popen(
-                [sys.executable, folder / "program.py"], env=env, stderr=subprocess.PIPE, text=True
-            )
-        )
-    said = [each.communicate(timeout=PATIENCE)[1] for each in started]
-    assert [each.returncode for each in started] == [1, 1]
-    for text in said:
-        assert "the processes of this job differ in sources of own_module (hash)" in text
+        env = {"JAX_PROCESS_ID": str(process)}
+        started.append(Forked(folder / "program.py", [], folder / "log", env))
+    assert [each.wait() for each in started] == [1, 1]
+    for each in started:
+        assert "the processes of this job differ in sources of own_module (hash)" in each.said
 
 
 # One comes to grief.
 
 
-class Outcome(NamedTuple):
-    """How each process ended, and what it said."""
-
-    codes: list[int]
-    outputs: list[str]
-
-
 def grieve(victim: int, how: str, folder: Path) -> Outcome:
-    """Runs steps.py twice, without our launcher: nobody but they themselves ends them."""
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": with_device_count(os.environ["XLA_FLAGS"], 1),
-        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
-        "JAX_NUM_PROCESSES": "2",
-    }
-    command = [sys.executable, "-m", "tests.launch.programs.steps", str(victim), how, str(folder)]
-    started = []
-    for process in range(2):
-        with (folder / f"{process}.log").open("w") as log:
-            own = {**env, "JAX_PROCESS_ID": str(process)}
-            started.append(
-                subprocess.Popen(command, cwd=ROOT, env=own, stdout=log, stderr=subprocess.STDOUT)
-            )
-    try:
-        if how == "stop":  # once the other has ended, it wakes up
-            started[1 - victim].wait(PATIENCE)
-            started[victim].send_signal(signal.SIGCONT)
-        for each in started:
-            each.wait(PATIENCE)
-    finally:
-        for each in started:
-            each.kill()
-    outputs = [(folder / f"{process}.log").read_text() for process in range(2)]
-    return Outcome([each.returncode for each in started], outputs)
+    """Runs steps.py."""
+    woken = victim if how == "stop" else None
+    return both("tests.launch.programs.steps", [str(victim), how, str(folder)], folder, woken=woken)
 
 
 @pytest.mark.parametrize(
@@ -181,16 +154,6 @@ def test_all_stop_at_one_step_when_one_gets_sigterm(tmp_path: Path):
     assert outcome.codes == [EXIT_PREEMPTED, EXIT_PREEMPTED], outcome.outputs
     steps = [re.findall(r"stopped before step (\d+)", text) for text in outcome.outputs]
     assert steps[0] == steps[1] and int(steps[0][0]) > 3, outcome.outputs
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("victim", [0, 1])
-def test_stops_when_another_raises(victim: int, tmp_path: Path):
-    outcome = grieve(victim, "raise", tmp_path)
-    assert outcome.codes[victim] == 1, outcome.outputs
-    assert outcome.codes[1 - victim] == EXIT_PEER_LOST, outcome.outputs
-    last = outcome.outputs[1 - victim].splitlines()[-1]
-    assert f"process {victim} failed: RuntimeError: the disk is full" in last
 
 
 def test_a_watchdog_makes_all_write_their_stacks(tmp_path: Path):

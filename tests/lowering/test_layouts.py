@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 import spmd
 
 LAYERS, WIDE, NARROW, ROWS = 3, 32, 16, 8
+pytestmark = pytest.mark.exact_plans
+
 OPTIMIZER = optax.adamw(1e-2)
 OPTIONS = spmd.Options(layouts=True, combine_bytes=1 << 10)
 

@@ -257,6 +257,7 @@ def locally(lowered: spmd.Lowered | spmd.Compiled) -> dict[str, list[tuple[int, 
     }
 
 
+@pytest.mark.usefixtures("exact_plans")
 @pytest.mark.parametrize("split", SPLITS, ids=lambda s: s.name.replace(" ", "_"))
 def test_split(split: Split) -> None:
     compiled, args = compiled_split(split)

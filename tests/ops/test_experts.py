@@ -79,6 +79,7 @@ SPLITS = {
 """Name -> axes, spec of rows, spec of (experts, width inside), and rows and experts of a device."""
 
 
+@pytest.mark.usefixtures("exact_plans")
 @pytest.mark.parametrize("name", SPLITS)
 def test_split(name: str, devices8: Any) -> None:
     axes, rows, own, (batch, here) = SPLITS[name]
@@ -223,6 +224,7 @@ def planned(batch: int, choices: int = 2) -> Any:
     return [(c.kind, c.axes) for c in lowered.collectives if c.bytes > 1e6]
 
 
+@pytest.mark.usefixtures("exact_plans")
 def test_what_is_smaller_is_sent() -> None:
     """Few rows go to their experts, or to all; experts go to many rows."""
     there, back = ("all_gather", ("expert",)), ("reduce_scatter", ("expert",))

@@ -15,6 +15,8 @@ import spmd
 from spmd.errors import ArgumentError
 from spmd.ops import Fp8State, fp8, fp8_dot, fp8_state
 
+pytestmark = pytest.mark.exact_plans
+
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 ROUNDED = {E4M3: 2**-4, E5M2: 2**-3}

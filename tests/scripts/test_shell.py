@@ -81,12 +81,42 @@ def test_scripts_are_what_a_person_runs():
     assert len([path for path in (ROOT / "scripts").iterdir() if path.is_file()]) <= 20
 
 
-def test_quickstart_help_needs_no_environment(tmp_path: Path):
-    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
-    result = bash(f"{tmp_path}/scripts/quickstart --help")
+ASKED = [script for script in SHELL_SCRIPTS if script != ".ci/run"]
+ASKED += ["benchmarks/run bytes", "benchmarks/run plan_llama", "tools/run packages"]
+
+
+@pytest.fixture(scope="module")
+def not_set_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout without an environment."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("scripts", "benchmarks", "tools"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.mark.parametrize("words", ASKED)
+def test_help_installs_nothing(words: str, not_set_up: Path):
+    result = bash(f"{not_set_up}/{words} --help")
+    assert not (not_set_up / ".venv").exists()
+    assert "Traceback" not in result.stderr
+    if words == "scripts/check":
+        assert "usage: scripts/check [--fix]" in result.stderr
+        return
     assert result.returncode == 0
-    assert "--mesh data=2,model=4" in result.stdout
-    assert not (tmp_path / ".venv").exists()
+    if words == "scripts/quickstart":
+        assert "--mesh data=2,model=4" in result.stdout
+    elif words.endswith("/run"):
+        assert f"{words} NAME --help lists the flags" in result.stderr
+    else:
+        first = (ROOT / words.split()[0]).read_text().splitlines()[1].removeprefix("# ")
+        assert first in result.stdout
+
+
+def test_help_of_a_command_behind_a_launcher_is_not_the_launchers(project: Path):
+    """What follows `--` is another program's: the environment is set up for it."""
+    shutil.copy(ROOT / "scripts/launch", project / "scripts")
+    bash(f"{project}/scripts/launch local -- true --help", PIP_LOG=str(project / "pip.log"))
+    assert len(installs(project)) == 1
 
 
 @pytest.mark.parametrize(

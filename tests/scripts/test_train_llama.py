@@ -66,6 +66,7 @@ def run(trained, tmp_path, *flags):
     return ended.value.code, asked
 
 
+@pytest.mark.slow("three starts of the training script")
 def test_fine_tuning_a_restart_and_an_export(trained, tmp_path, capsys):
     """With the weights' tokenizer on JSON lines; a restart compiles nothing."""
     out = tmp_path / "new" / "folder" / "out"
@@ -95,6 +96,7 @@ def test_fine_tuning_a_restart_and_an_export(trained, tmp_path, capsys):
     assert asked["cache_misses"] == 0 < asked["cache_hits"]
 
 
+@pytest.mark.slow("four starts of the training script")
 def test_an_export_that_fails_says_where_the_training_is(trained, tmp_path, capsys, monkeypatch):
     def fail(*_, **__):
         raise weights.WeightsError("no space is left")

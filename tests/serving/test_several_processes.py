@@ -86,7 +86,8 @@ def asking(group: Group, stopped: int, restart: int) -> Iterator[list[httpx.Resp
     told += [answers[True], answers[False]]
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("processes", [2, 4])
 def test_all_end_together(start: Callable[..., Any], bundle: Path, processes: int) -> None:
     """Kills in the midst of answers, restarts with the same texts, and a gentle end."""
     text, last = golden(bundle), processes - 1
@@ -133,7 +134,7 @@ def test_one_that_is_asked_to_end_drains_all(start: Callable[..., Any], bundle: 
         assert "Traceback" not in group.log
 
 
-@pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.parametrize("form", [pytest.param("text", marks=pytest.mark.heavy), "json"])
 def test_what_cannot_be_loaded_ends_all(form: str, tmp_path: Path) -> None:
     """On any of the processes: with its message, once the others have heard of it."""
     damaged = tmp_path / "damaged"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +11,9 @@ from spmd.mesh.chips import CollectiveSpeed, Link
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import collective_seconds
-from tests.waiting import PATIENCE
+from tools import calibrate
 from tools.calibration import KINDS, Sample, axis_sets, calibrated, fit_link
 
-ROOT = Path(__file__).parents[2]
 MESH = Mesh(None, (4, 2), ("data", "model"))
 
 
@@ -87,17 +85,18 @@ def test_noise_never_makes_a_link_impossible() -> None:
     assert link.bandwidth > 0 and link.latency > 0
 
 
-def test_the_command_measures_this_machine(tmp_path: Path) -> None:
+def test_the_command_measures_this_machine(tmp_path: Path, capsys: Any, devices8: Any) -> None:
     out = tmp_path / "topology.json"
-    command = [
-        sys.executable, "-m", "tools.calibrate", f"--out={out}", "--mesh=data=4,model=2",
-        "--smallest=4096", "--largest=65536", "--shapes=64", "--repeat=2",
-    ]  # fmt: skip
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
-    assert result.returncode == 0, result.stderr
+    calibrate.main(
+        [
+            f"--out={out}", "--mesh=data=4,model=2", "--smallest=4096", "--largest=65536",
+            "--shapes=64", "--repeat=2",
+        ]
+    )  # fmt: skip
     topology = Topology.load(out)
     assert topology.name == "cpu:8"
     assert topology.chip.ici != Topology("cpu:8").chip.ici
     assert 0 < topology.hbm_bandwidth < 1e12
-    rows = [line for line in result.stdout.splitlines() if line.startswith("| all_reduce |")]
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if line.startswith("| all_reduce |")]
     assert len(rows) == 3 * 3  # each axis and both, three sizes

@@ -7,9 +7,12 @@ pytest.importorskip("spmd.torch", reason="needs torch and torchax: .[torch]", ex
 from tests.markdown import ROOT
 from tests.test_docs import read, show
 
+pytestmark = pytest.mark.exact_plans
+
 PAGE = ROOT / "docs" / "pytorch.md"
 
 
+@pytest.mark.slow("it plans what the page prints, three programs of PyTorch")
 def test_the_page_runs(tmp_path, monkeypatch, capsys, request):
     monkeypatch.chdir(tmp_path)
     names, printed = {"__name__": "__main__"}, ""

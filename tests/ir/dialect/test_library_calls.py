@@ -77,6 +77,7 @@ def test_a_cholesky_update_stays_whole() -> None:
     assert "(tensor<8x8xf32>, tensor<8xf32>)" in call
 
 
+@pytest.mark.usefixtures("exact_plans")
 def test_threefry_kernels_are_elementwise() -> None:
     text = """
     func.func @main(%k: tensor<8xui32>, %x: tensor<8xui32>) -> (tensor<8xui32>, tensor<8xui32>) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,18 +20,26 @@ from tests.ir.dialect.cases_module import MODULES, ModuleCase
 from tests.ir.dialect.executed import NOT_ON_CPU, ONLY_IN_MODULES, executed_ops
 from tests.ir.dialect.ragged import expand_for_cpu
 
-
-def meshes() -> list[spmd.Mesh]:
-    return [spmd.make_mesh(data=4, model=2), spmd.make_mesh(data=2, x=2, model=2)]
+MESHES = ({"data": 4, "model": 2}, {"data": 2, "x": 2, "model": 2})
 
 
-def jitted(case: Case, mesh: spmd.Mesh, rng: np.random.RandomState, with_results: bool) -> Any:
+def on_meshes(cases: Sequence[Any]) -> list[Any]:
+    """Each case on one mesh, by its name; on the other, too, if heavy."""
+    return [
+        pytest.param(
+            case, number, id=f"{case.name}-{number}",
+            marks=() if zlib.crc32(case.name.encode()) % 2 == number else pytest.mark.heavy,
+        )
+        for case in cases
+        for number in range(2)
+    ]  # fmt: skip
+
+
+def jitted(case: Case, mesh: spmd.Mesh, rng: np.random.RandomState) -> Any:
     in_specs = tuple(random_spec(rng, a.shape, mesh) for a in case.args)
-    out_specs = None
-    if with_results:
-        shapes = jax.eval_shape(case.fn, *case.args)
-        out_specs = jax.tree.map(lambda s: random_spec(rng, s.shape, mesh), shapes)
-    options = spmd.Options(check=True, planner="exact" if with_results else "greedy")
+    shapes = jax.eval_shape(case.fn, *case.args)
+    out_specs = jax.tree.map(lambda s: random_spec(rng, s.shape, mesh), shapes)
+    options = spmd.Options(check=True)
     return spmd.jit(case.fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, options=options), (
         in_specs,
         out_specs,
@@ -42,24 +51,22 @@ OTHER_SPECS = {"rfft": 1}
 along a minor dim made, as it leaves the gather's layout to the FFT (fft_thunk.cc, RET_CHECK)."""
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_partitioned_equals_unpartitioned(case: Case) -> None:
-    rng = np.random.RandomState(zlib.crc32(case.name.encode()) + OTHER_SPECS.get(case.name, 0))
-    want = jax.jit(case.fn)(*case.args)
-    for number, mesh in enumerate(meshes()[:1] if case.name == "mark" else meshes()):
-        step, specs = jitted(case, mesh, rng, with_results=number > 0)
-        got = step(*case.args)
+@pytest.mark.parametrize(("case", "number"), on_meshes(CASES))
+def test_partitioned_equals_unpartitioned(case: Case, number: int) -> None:
+    seed = zlib.crc32(case.name.encode()) + number + OTHER_SPECS.get(case.name, 0)
+    mesh = spmd.make_mesh(**MESHES[0 if case.name == "mark" else number])
+    step, specs = jitted(case, mesh, np.random.RandomState(seed % 2**32))
 
-        def check(a: Any, b: Any, specs: Any = specs, mesh: Any = mesh) -> None:
-            np.testing.assert_allclose(
-                np.asarray(a, np.complex64 if np.iscomplexobj(b) else None),
-                np.asarray(b),
-                rtol=2e-5,
-                atol=1e-5,
-                err_msg=f"{case.name} on ({mesh}) with specs {specs}",
-            )
+    def check(a: Any, b: Any) -> None:
+        np.testing.assert_allclose(
+            np.asarray(a, np.complex64 if np.iscomplexobj(b) else None),
+            np.asarray(b),
+            rtol=2e-5,
+            atol=1e-5,
+            err_msg=f"{case.name} on ({mesh}) with specs {specs}",
+        )
 
-        jax.tree.map(check, got, want)
+    jax.tree.map(check, step(*case.args), jax.jit(case.fn)(*case.args))
 
 
 @pytest.mark.parametrize("op", sorted(ONLY_IN_MODULES))
@@ -70,7 +77,7 @@ def test_ops_that_jax_never_emits(op: str) -> None:
       %y = "{op}"(%x) : (tensor<8x4xf32>) -> tensor<8x4x{dtype}>
       return %y : tensor<8x4x{dtype}>
     }}"""
-    mesh = meshes()[0]
+    mesh = spmd.make_mesh(**MESHES[0])
     compiled = spmd.compile_stablehlo(module, mesh, [("data", "model")], [("model", None)])
     x = np.linspace(-2, 2, 32, dtype=np.float32).reshape(8, 4)
     x[0, 0], x[3, 1] = np.inf, -np.inf
@@ -78,24 +85,22 @@ def test_ops_that_jax_never_emits(op: str) -> None:
         np.testing.assert_allclose(compiled(x)[0], want(x), rtol=1e-5)
 
 
-@pytest.mark.parametrize("case", MODULES, ids=lambda case: case.name)
-def test_modules(case: ModuleCase, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("case", "number"), on_meshes(MODULES))
+def test_modules(case: ModuleCase, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spmd.compiler.expand", expand_for_cpu)
-    rng = np.random.RandomState(zlib.crc32(case.name.encode()))
+    rng = np.random.RandomState((zlib.crc32(case.name.encode()) + number) % 2**32)
     want = case.want(*case.args)
     results = want if isinstance(want, tuple) else (want,)
-    for mesh in meshes():
-        arg_specs = [random_spec(rng, a.shape, mesh) for a in case.args]
-        result_specs = [random_spec(rng, np.shape(r), mesh) for r in results]
-        options = spmd.Options(check=True)
-        with jax.enable_x64(True):
-            compiled = spmd.compile_stablehlo(
-                case.text, mesh, arg_specs, result_specs, options=options
-            )
-            got = compiled(*case.args)
-        for a, b in zip(got, results, strict=True):
-            where = f"{case.name} on ({mesh}) with specs {arg_specs} -> {result_specs}"
-            np.testing.assert_allclose(np.asarray(a), b, rtol=2e-4, atol=1e-5, err_msg=where)
+    mesh = spmd.make_mesh(**MESHES[number])
+    arg_specs = [random_spec(rng, a.shape, mesh) for a in case.args]
+    result_specs = [random_spec(rng, np.shape(r), mesh) for r in results]
+    options = spmd.Options(check=True)
+    with jax.enable_x64(True):
+        compiled = spmd.compile_stablehlo(case.text, mesh, arg_specs, result_specs, options=options)
+        got = compiled(*case.args)
+    for a, b in zip(got, results, strict=True):
+        where = f"{case.name} on ({mesh}) with specs {arg_specs} -> {result_specs}"
+        np.testing.assert_allclose(np.asarray(a), b, rtol=2e-4, atol=1e-5, err_msg=where)
 
 
 OTHER_TESTS = ("custom_call:test_", "custom_call:rms_norm", "composite:test.", "composite:my.")

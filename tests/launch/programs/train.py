@@ -1,4 +1,4 @@
-"""A few steps of a tiny Llama over all devices of the job; then things that must not pass.
+"""A few steps of two matrices over all devices of the job; then things that must not pass.
 
 Process 0 prints one JSON object: losses, and the message of every mismatch.
 """
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import spmd
 from spmd import launch
-from tests.programs import llama
+from tests.programs import mlp
 from tests.waiting import PATIENCE
 
 STEPS = 3
@@ -19,7 +19,7 @@ STEPS = 3
 
 def losses(mesh: spmd.Mesh) -> list[float]:
     """The losses of a few steps."""
-    training = llama(mesh, "adamw", scan=True)
+    training = mlp(mesh)
     compiled = training.jit().compile(*training.structs())
     params = training.marked_params
     state = compiled.init(1, training.optimizer.init, params)

@@ -26,6 +26,8 @@ from spmd.predict.memory import peak_memory
 from tests.ir.text_parse import parse_program
 from tests.lowering.rewrites.local_programs import arguments, partitioned, rewritten, run
 
+pytestmark = pytest.mark.exact_plans
+
 MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
 LAYERS, ROWS, WIDTH = 6, 16, 8
 

@@ -24,6 +24,8 @@ from tests.compilers import needs_libtpu
 from tests.ir.text_parse import parse_program
 from tests.lowering.rewrites.local_programs import names, rewritten, sent
 
+pytestmark = pytest.mark.exact_plans
+
 ONE = Mesh(None, (8,), ("data",))
 TWO = Mesh(None, (4, 2), ("data", "model"))
 SLOW = dataclasses.replace(

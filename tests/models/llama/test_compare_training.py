@@ -11,7 +11,7 @@ from models.llama.named import CONFIGS
 from models.training.data.source import PackedTokens, from_documents, whole
 from tools.training_peers import apart, losses
 
-STEPS = 50
+STEPS = 20
 
 
 @functools.cache

@@ -45,7 +45,7 @@ SHAPE = decode.ServingShape(
 FEW = SHAPE._replace(rows=SHAPE.rows[-1:], lengths=SHAPE.lengths[-1:])
 MESHES = ((1, 1), (2, 4), (2, 1), (1, 8))
 GREEDY = Sampling(temperature=0.0)
-QUICK = ("heads", "qwen2", "biased")
+QUICK = ("qwen2", "biased")
 """Variants that have all parts which layers may have."""
 
 

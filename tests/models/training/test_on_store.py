@@ -1,10 +1,7 @@
 """Runs on an object store: the same as on a disk, killed and resumed, by one process and by two."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -16,9 +13,10 @@ from models.training.checkpoints.found import find_saved
 from models.training.checkpoints.manifest import MANIFEST
 from models.training.paths import StorePath
 from models.training.run.mirror import Mirror
+from tests.forked import Forked
 from tests.models.training.on_store import STEPS
 from tests.models.training.own_model import make_trainer
-from tests.two_processes import ROOT, run_both
+from tests.two_processes import run_both
 
 SCRIPT = Path(__file__).with_name("on_store.py")
 
@@ -36,12 +34,9 @@ def assert_same(state, expected):
     jax.tree.map(np.testing.assert_array_equal, state.opt_state, expected.opt_state)
 
 
-def test_a_run_that_is_killed_in_a_save_and_resumed_is_the_same(on_a_disk, s3, capsys):
-    killed = subprocess.run(
-        [sys.executable, SCRIPT, "alone", "0", str(s3)], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+def test_a_run_that_is_killed_in_a_save_and_resumed_is_the_same(on_a_disk, s3, tmp_path, capsys):
+    killed = Forked(SCRIPT, ["alone", "0", str(s3)], tmp_path / "said.txt", {})
+    assert killed.wait() == -signal.SIGKILL, killed.said
     assert (s3 / "checkpoints/4/state/manifest.ocdbt").is_file()
     assert not (s3 / "checkpoints/4" / MANIFEST).exists()
     assert find_saved(s3 / "checkpoints").step == 2

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -26,10 +23,10 @@ from serving.bundle.read import load_bundle
 from serving.engine.model_backend import generate
 from serving.language_backend import model_backend
 from serving.llama_bundle import write_llama_bundle
+from tests.forked import Forked
 from tests.waiting import PATIENCE, wait_until
 from tools import compare_quantized
 
-ROOT = Path(__file__).resolve().parents[3]
 SHAPE = ServingShape(4, 64, (2, 32), (64,), 16, 2, 5, "float32")
 PROMPT = "def main("
 
@@ -47,41 +44,26 @@ class Served(NamedTuple):
     """A server in a process of its own."""
 
     url: str
-    process: subprocess.Popen[str]
-    log: Path
+    process: Forked
 
 
 @contextmanager
 def served(folder: Path, mesh: str, work: Path, *flags: str) -> Iterator[Served]:
     """scripts/serve on a mesh; ready when it is given out, gone afterwards."""
-    log = work / f"{mesh.replace(',', '-')}.log"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": os.environ["XLA_FLAGS"],
-    }
-    command = [
-        sys.executable, "-m", "scripts.serve_bundle", str(folder), "--mesh", mesh, "--port", "0",
-        "--cache_dir", str(work / "cache"), *flags,
-    ]  # fmt: skip
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command, stderr=out, stdout=out, text=True, env=environment, cwd=ROOT
-        )
+    cache = str(work / "cache")
+    arguments = [str(folder), "--mesh", mesh, "--port", "0", "--cache_dir", cache, *flags]
+    process = Forked("scripts.serve_bundle", arguments, work / "server.log", {})
     try:
-        yield Served(_wait_ready(process, log), process, log)
+        yield Served(_wait_ready(process), process)
     finally:
-        process.terminate()
-        try:
-            process.wait(PATIENCE)
-        finally:
-            process.kill()
+        process.kill()
 
 
-def _wait_ready(process: subprocess.Popen[str], log: Path) -> str:
-    wait_until(lambda: "ready:" in log.read_text() or process.poll() is not None, log.read_text)
-    text = log.read_text()
+def _wait_ready(started: Forked) -> str:
+    wait_until(
+        lambda: "ready:" in started.said or not started.process.is_alive(), lambda: started.said
+    )
+    text = started.said
     assert "ready:" in text, text
     line = next(line for line in text.splitlines() if "listening on " in line)
     return line.split("listening on ")[1].split(",")[0]
@@ -93,6 +75,7 @@ def metrics(url: str) -> dict[str, float]:
     return {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
 
 
+@pytest.mark.slow("it writes the bundle for all tests of this file, and starts a server")
 def test_clients(bundle_folder: Path, tmp_path: Path) -> None:
     """Streams and whole answers agree, nothing is compiled for them, SIGTERM ends it gently."""
     openai = pytest.importorskip("openai")
@@ -121,8 +104,8 @@ def test_clients(bundle_folder: Path, tmp_path: Path) -> None:
                 client.completions.create(**{**ask, "prompt": "x" * 100})
         assert metrics(server.url)["spmd:compile_total"] == compiled
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(PATIENCE) == 0
-        assert "1 golden prompts come out as they should" in server.log.read_text()
+        assert server.process.wait() == 0
+        assert "1 golden prompts come out as they should" in server.process.said
 
 
 @pytest.mark.parametrize(

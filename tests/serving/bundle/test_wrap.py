@@ -203,6 +203,7 @@ def test_nothing_is_split_unless_it_pays(tmp_path, mesh_of, flags, capsys):
     np.testing.assert_allclose(chosen.run("main", ROWS)[0], score(PARAMS, ROWS), rtol=1e-4)
 
 
+@pytest.mark.usefixtures("exact_plans")
 def test_the_compiler_chooses(tmp_path, mesh_of):
     """Large weights are split where they would not fit otherwise."""
     chip = dataclasses.replace(CHIPS["cpu"], hbm_bytes=16 << 10)

@@ -332,7 +332,7 @@ for _case in (TestMachine, TestSmallPool, TestTwoGroups):
     ahead=st.sampled_from([0, 1, 2]),
     budget=st.sampled_from([4, 9, 16]),
 )
-@settings(max_examples=5)
+@settings(max_examples=2)
 def test_three_hundred_requests_in_a_small_pool(
     seed: int, groups: int, ahead: int, budget: int
 ) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -38,7 +37,10 @@ from models.training.run.description import RunConfig, check_same_model
 from models.training.run.loop import TrainState
 from models.training.run.optimizer import OptimizerConfig
 from scripts import convert_checkpoints as script
+from scripts import train_llama
+from tests.forked import Forked, run_text
 from tests.models.llama.weights.conversion import failure
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[4]
 CONFIG = dataclasses.replace(CONFIGS["tiny"], vocab_size=256, num_key_value_heads=2)
@@ -159,7 +161,7 @@ def test_another_model_is_refused(whole, trainer, tmp_path):
         check_same_model(meta["config"], dataclasses.replace(trainer.run, model=other))
 
 
-def test_the_script_resumes(whole, tmp_path):
+def test_the_script_resumes(whole, tmp_path, capsys, monkeypatch):
     """One device: what the flags make of it, and a checkpoint with optimizer state after it."""
     (tmp_path / "text").write_text("some text to learn from, over and over\n" * 100)
     script.main(["--from", f"{whole}", "--out", f"{tmp_path}/run", "--mesh", "data=1"])
@@ -167,14 +169,17 @@ def test_the_script_resumes(whole, tmp_path):
         f"--config {whole} --mesh data=1 --steps 1 --seq_len 16 --global_batch 2 --layers 2 "
         f"--data {tmp_path}/text --eval_batches 0 --sample_tokens 0 --run_dir {tmp_path}/run"
     ).split()
-    command = [sys.executable, str(ROOT / "scripts" / "train_llama.py"), *words]
-    refused = subprocess.run(command, capture_output=True, text=True)
-    assert "holds a run that has come to step 0; go on from there with --resume" in refused.stderr
-    done = subprocess.run([*command, "--resume"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "resuming after step 0" in done.stdout
-    assert "the checkpoint holds weights alone: the optimizer starts anew" in done.stdout
-    assert "changed since the checkpoint" not in done.stdout
+    monkeypatch.setattr("sys.unraisablehook", sys.unraisablehook)  # the script sets its own
+    with pytest.raises(SystemExit) as refused:
+        train_llama.main(words)
+    assert "holds a run that has come to step 0; go on from there with --resume" in str(refused)
+    with pytest.raises(SystemExit) as done:
+        train_llama.main([*words, "--resume"])
+    said = capsys.readouterr().out
+    assert done.value.code == 0, said
+    assert "resuming after step 0" in said
+    assert "the checkpoint holds weights alone: the optimizer starts anew" in said
+    assert "changed since the checkpoint" not in said
     found = find_saved(tmp_path / "run" / "checkpoints")
     assert (found.step, found.has_optimizer) == (1, True)
 
@@ -282,11 +287,9 @@ def test_memory_is_bounded(tmp_path):
         write_hf(dataclasses.replace(source, tensors=filled), tmp_path / "whole")
     assert (tmp_path / "whole" / "model.safetensors").stat().st_size > 288 << 20
     words = ["--from", f"{tmp_path}/whole", "--out", f"{tmp_path}/run", "--mesh", "data=4,model=2"]
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, *words], capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout.split("peak ")[1]) <= 192, done.stdout
+    code, said = run_text(PEAK, words, tmp_path)
+    assert code == 0, said
+    assert int(said.split("peak ")[1]) <= 192, said
 
 
 # What cannot be done
@@ -360,17 +363,16 @@ convert_checkpoints.main(sys.argv[1:])
 
 
 def test_killed_it_is_no_checkpoint(whole, tmp_path):
-    command = [sys.executable, "-c", SLOW, "--from", f"{whole}", "--out", f"{tmp_path}/run"]
-    process = subprocess.Popen(
-        [*command, "--mesh", "data=1"], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert process.stdout is not None
-    with process.stdout as lines:
-        assert any(line == "wrote\n" for line in lines)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    (left,) = tmp_path.iterdir()
-    assert left.name == f".run.unfinished-{process.pid}"
+    script, out = tmp_path / "slow.py", tmp_path / "out"
+    script.write_text(SLOW)
+    out.mkdir()
+    words = ["--from", f"{whole}", "--out", f"{out}/run", "--mesh", "data=1"]
+    started = Forked(script, words, tmp_path / "said.txt", {})
+    wait_until(lambda: "wrote\n" in started.said, lambda: started.said)
+    started.send_signal(signal.SIGKILL)
+    assert started.wait() == -signal.SIGKILL
+    (left,) = out.iterdir()
+    assert left.name == f".run.unfinished-{started.process.pid}"
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
         find_saved(left / "checkpoints")
     write(hf_source(whole), tmp_path / "run", {"data": 1})
@@ -386,12 +388,13 @@ convert_checkpoints.main(sys.argv[1:])
 
 
 def test_files_that_cannot_grow(whole, tmp_path):
-    command = [sys.executable, "-c", NO_SPACE, "--from", f"{whole}", "--out", f"{tmp_path}/run"]
-    done = subprocess.run(
-        [*command, "--mesh", "data=4,model=2"], capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: {tmp_path}/run cannot be written: the checkpoint of step 0")
+    out = tmp_path / "out"
+    out.mkdir()
+    words = ["--from", f"{whole}", "--out", f"{out}/run", "--mesh", "data=4,model=2"]
+    code, said = run_text(NO_SPACE, words, tmp_path)
+    assert code == 1
+    *_, line = said.splitlines()
+    assert "Traceback" not in said
+    assert line.startswith(f"error: {out}/run cannot be written: the checkpoint of step 0")
     assert "File too large" in line and "tensorstore_spec" not in line
-    assert list(tmp_path.iterdir()) == []
+    assert list(out.iterdir()) == []

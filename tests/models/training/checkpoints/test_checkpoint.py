@@ -2,8 +2,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -16,7 +14,7 @@ from models.training.checkpoints.found import CheckpointError
 from models.training.checkpoints.manifest import write_manifest
 from models.training.checkpoints.store import Checkpoints
 from models.training.run.loop import TrainState
-from tests.waiting import PATIENCE
+from tests.forked import run_text
 
 LAYERS = 3
 P = PartitionSpec
@@ -374,14 +372,9 @@ with Checkpoints(folder) as checkpoints:
 def test_files_that_cannot_grow(tmp_path):
     """The disk is full during one save: it is told, and the next one works."""
     script = FULL_DISK.replace("{tests}", str(Path(__file__).parent))
-    result = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "c")],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    errors, after = result.stdout.splitlines()
+    code, said = run_text(script, [tmp_path / "c"], tmp_path)
+    assert code == 0, said
+    errors, after = said.splitlines()
     assert "the checkpoint of step 20 could not be saved: " in errors
     assert "the latest checkpoint is that of step 10" in errors
     assert after == "30 [30, 10]"

@@ -3,10 +3,8 @@ import io
 import json
 import os
 import struct
-import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -16,6 +14,7 @@ from tensorboardX.proto.event_pb2 import Event
 from models.training.run.background import Background
 from models.training.run.records import JsonLines, TensorBoard
 from models.training.run.sinks import Forgiving, Sinks, Terminal
+from tests.forked import run_text
 from tests.waiting import wait_until
 
 STEP = {"loss": 2.5, "grad_norm": 1.0, "tokens_per_s": 100.0, "seconds": 0.5, "mfu_causal": 0.5}
@@ -182,13 +181,10 @@ def test_of_a_record_that_does_not_fit_nothing_is_left(kind, tmp_path):
         "sink.write({'step': 20, 'loss': 1.0})\n"
         "print(20 - failed)\n"
     )
-    root = Path(__file__).parents[4]
     path = tmp_path / "metrics"
-    ran = subprocess.run(
-        [sys.executable, "-c", program, str(path)], cwd=root, capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr
-    fitted = int(ran.stdout)
+    code, said = run_text(program, [path], tmp_path)
+    assert code == 0, said
+    fitted = int(said)
     assert 0 < fitted < 20
     if kind is JsonLines:
         steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]

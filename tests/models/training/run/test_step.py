@@ -96,6 +96,7 @@ def lower_step(params, microbatches):
     return jitted, jitted.compile(whole, state, marked(batch, mesh)), state, batch
 
 
+@pytest.mark.usefixtures("exact_plans")
 def test_gradients_are_reduced_once_however_many_microbatches(params):
     """And nothing moves to cut the batch: a sum for the gradients and the loss is all there is."""
     _, compiled, state, batch = lower_step(params, 4)
