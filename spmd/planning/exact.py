@@ -96,7 +96,8 @@ def plan_exactly(
             proposed.append(decoded(hidden, hidden.suggested))
     search = Search[P](memory_for(problem.topology, memory_limit))
     least = min(plan.seconds for plan in proposed)
-    for plan in sorted(_different(proposed), key=lambda plan: plan.seconds):
+    first, *rest = _different(proposed)
+    for plan in (first, *sorted(rest, key=lambda plan: plan.seconds)):
         if plan.seconds <= max(MOST_HIDDEN * search.seconds, MOST_MERGED * least):
             search.add(try_out(plan))
     for solution in solutions:
