@@ -122,7 +122,7 @@ def proof_text(plan: Plan) -> str:
     over = "every placement" + (" of two axes at a time" if axes > TOGETHER else "")
     if plan.like_loops:
         over = "what the marks suggest and the plan of its loops took"
-    if not plan.gap:
+    if plan.gap < CLOSE:
         return f"{plan.solver}: of {over} none has a smaller sum of costs"
     return f"{plan.solver}: its sum of costs is at most {plan.gap:.1%} above the least of {over}"
 

@@ -86,22 +86,23 @@ def plan_exactly(
     check_possible(problem, memory_limit)
     greedy, costs = weighed(problem, like)
     solutions = [(costs, costs.solution)]
-    proposed = [decoded(*solutions[0]), decoded(costs, costs.suggested), greedy]
+    proposed = [decoded(*solutions[0]), _suggested(costs), greedy]
     if costs.has_open_arguments:
         proposed.append(decoded(costs, costs.closed()))
     for hidden in with_hidden(costs):
         solutions.append((hidden, hidden.solution))
         proposed.append(decoded(hidden, hidden.solution))
         if not hidden.by_slack:  # what marks suggest differs little between the two
-            proposed.append(decoded(hidden, hidden.suggested))
+            proposed.append(_suggested(hidden))
     search = Search[P](memory_for(problem.topology, memory_limit))
     least = min(plan.seconds for plan in proposed)
     first, *rest = _different(proposed)
     for plan in (first, *sorted(rest, key=lambda plan: plan.seconds)):
         if plan.seconds <= max(MOST_HIDDEN * search.seconds, MOST_MERGED * least):
             search.add(try_out(plan))
+    sums = {plan.seconds for plan in proposed}
     for solution in solutions:
-        _try_nearby(*solution, search, try_out)
+        _try_nearby(*solution, search, try_out, sums)
     fastest = min(search.tried, key=lambda trial: trial.seconds)
     if not search.fits(fastest):
         pay_for_memory(search, lambda p: decoded(costs, solve(costs.priced(p))), try_out, recompute)
@@ -146,13 +147,14 @@ def weighed(problem: Problem, like: Plan | None = None) -> tuple[Plan, CostNetwo
 
 
 def _try_nearby(
-    costs: CostNetwork, cheapest: Solution, search: Search[P], try_out: TryOut[P]
+    costs: CostNetwork, cheapest: Solution, search: Search[P], try_out: TryOut[P], sums: set[float]
 ) -> None:
     """Tries plans that are about as cheap as the cheapest, each with one decision pinned otherwise.
 
     A sum of costs and the time of a program differ where rewrites merge and hide what was summed
     up. So the decisions that cost the least in the sum are tried out, as many as the program's size
-    allows; those that turn out to be faster stay pinned.
+    allows; those that turn out to be faster stay pinned. A plan with the very sum of one before is
+    the same, or its mirror image: `sums` are those of all so far.
     """
     ops = sum(1 for _ in costs.problem.program.walk())
     best = min(trial.seconds for trial in search.tried)
@@ -160,13 +162,12 @@ def _try_nearby(
     tries = min(MOST_TRIES, MOST_OPS // max(1, ops), worth)
     if not tries:
         return
-    network, seen = costs.network, [trial.plan for trial in search.tried]
-    until = len(seen) + tries
+    network = costs.network
     likely = excesses(network)[: 4 * tries]
     reduced = Reduced(network, {variable for _, variable, _ in likely})
     pins: dict[int, tuple[int]] = {}
     for _, variable, state in likely:
-        if len(seen) == until:
+        if not tries:
             break
         if variable in pins:
             continue
@@ -174,9 +175,10 @@ def _try_nearby(
         if solution.cost > cheapest.cost * NEAR:
             continue
         plan = decoded(costs, solution)
-        if not _different([*seen, plan])[len(seen) :]:
+        if plan.seconds in sums:
             continue
-        seen.append(plan)
+        sums.add(plan.seconds)
+        tries -= 1
         trial = try_out(plan)
         if trial.seconds < best * (1 - CLOSE):
             best, pins = search.add(trial).seconds, {**pins, variable: (state,)}
@@ -194,6 +196,12 @@ def with_hidden(costs: CostNetwork) -> list[CostNetwork]:
     if exposed >= MOST_EXPOSED:
         return []
     return [costs.with_exposed(exposed, by_slack) for by_slack in (False, True)]
+
+
+def _suggested(costs: CostNetwork) -> Plan:
+    """The cheapest plan of those that the marks lead to."""
+    plan = decoded(costs, costs.suggested)
+    return plan._replace(solver="suggested by marks") if plan.gap else plan
 
 
 def _different(plans: list[Plan]) -> list[Plan]:
