@@ -100,9 +100,8 @@ def plan_exactly(
     for plan in (first, *sorted(rest, key=lambda plan: plan.seconds)):
         if plan.seconds <= max(MOST_HIDDEN * search.seconds, MOST_MERGED * least):
             search.add(try_out(plan))
-    sums = {plan.seconds for plan in proposed}
     for solution in solutions:
-        _try_nearby(*solution, search, try_out, sums)
+        _try_nearby(*solution, search, try_out, proposed)
     fastest = min(search.tried, key=lambda trial: trial.seconds)
     if not search.fits(fastest):
         pay_for_memory(search, lambda p: decoded(costs, solve(costs.priced(p))), try_out, recompute)
@@ -147,14 +146,13 @@ def weighed(problem: Problem, like: Plan | None = None) -> tuple[Plan, CostNetwo
 
 
 def _try_nearby(
-    costs: CostNetwork, cheapest: Solution, search: Search[P], try_out: TryOut[P], sums: set[float]
+    costs: CostNetwork, cheapest: Solution, search: Search[P], try_out: TryOut[P], seen: list[Plan]
 ) -> None:
     """Tries plans that are about as cheap as the cheapest, each with one decision pinned otherwise.
 
     A sum of costs and the time of a program differ where rewrites merge and hide what was summed
     up. So the decisions that cost the least in the sum are tried out, as many as the program's size
-    allows; those that turn out to be faster stay pinned. A plan with the very sum of one before is
-    the same, or its mirror image: `sums` are those of all so far.
+    allows; those that turn out to be faster stay pinned. What was `seen` is not tried again.
     """
     ops = sum(1 for _ in costs.problem.program.walk())
     best = min(trial.seconds for trial in search.tried)
@@ -175,9 +173,9 @@ def _try_nearby(
         if solution.cost > cheapest.cost * NEAR:
             continue
         plan = decoded(costs, solution)
-        if plan.seconds in sums:
+        if _is_among(plan, seen):
             continue
-        sums.add(plan.seconds)
+        seen.append(plan)
         tries -= 1
         trial = try_out(plan)
         if trial.seconds < best * (1 - CLOSE):
@@ -208,6 +206,11 @@ def _different(plans: list[Plan]) -> list[Plan]:
     """The plans that decide differently, in their order."""
     kept: list[Plan] = []
     for plan in plans:
-        if all((plan.choices, plan.copies) != (k.choices, k.copies) for k in kept):
+        if not _is_among(plan, kept):
             kept.append(plan)
     return kept
+
+
+def _is_among(plan: Plan, plans: Sequence[Plan]) -> bool:
+    """Whether one of some plans decides the same."""
+    return any((plan.choices, plan.copies) == (p.choices, p.copies) for p in plans)
