@@ -194,7 +194,7 @@ class Op(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The op's name for people; of a composite its own, of a callback its function's."""
+        """The op's name for people: `dot_general`, or the name of a composite or a callback."""
         if self.kind.name == COMPOSITE:
             return str(self.kind.attrs["name"])
         if "called" in self.kind.attrs:  # a callback

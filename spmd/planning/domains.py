@@ -106,13 +106,13 @@ def _sums_arriving(problem: Problem, units: Units) -> list[Sums]:
       %3 = multiply %2, %w     a sum may arrive as %2, and so %3 may be one; none as %w
       %4 = tanh %3             not linear: what it reads is put together, and it leaves no sum
     """
-    read: list[dict[int, list[tuple[int, int]]]] = [{} for _ in units.units]
+    read: list[dict[int, list[int]]] = [{} for _ in units.units]  # operand position -> sources
     for use in units.uses:
-        read[use.target].setdefault(use.position, []).append((use.source, use.result))
+        read[use.target].setdefault(use.position, []).append(use.source)
     leaves: dict[int, dict[str, None]] = {}
 
     def arriving(number: int, positions: Iterable[int]) -> dict[str, None]:
-        sources = (source for i in positions for source, _ in read[number].get(i, ()))
+        sources = (source for i in positions for source in read[number].get(i, ()))
         return {how: None for source in sources for how in leaves.get(source, ())}
 
     found: list[Sums] = [()] * len(units.units)

@@ -133,6 +133,8 @@ class Passing:
 
     def sweep(self) -> None:
         """From the last variable to the first, then back."""
+        # What is the same for all states of a message is left in it: it moves between variable and
+        # pair, and no bound and no choice depends on where it is.
         for v in reversed(range(len(self.unary))):
             if self.earlier[v]:
                 mine = self.belief(v) * self.share[v]
