@@ -3,7 +3,8 @@
 A checkout is a folder, or a git revision of this repository. Only
 Python files count, and a folder is one that holds such a file itself. Functions count with their
 docstrings, inner ones on their own as well. An op's name is a whole string like
-`"stablehlo.dot_general"`, outside docstrings.
+`"stablehlo.dot_general"`, outside docstrings. How many files and functions a call enters is what
+`tools/run hops` prints.
 
 Example:
     tools/run house main~20 .
@@ -28,8 +29,20 @@ from tools.imports import module_graph, module_name
 
 HERE = Path(__file__).resolve().parent.parent
 
-GROUPS = (("spmd",), ("models",), ("serving",), ("scripts", "benchmarks", "tools"), ("tests",))
+GROUPS = (
+    ("spmd",),
+    ("models",),
+    ("serving",),
+    ("scripts", "benchmarks", "tools", "examples"),
+    ("tests",),
+)
 """Folders that are counted together."""
+
+SHORT = 8
+"""Lines of a function that could as well stand where it is called."""
+
+PRODUCT = ("spmd", "models", "serving")
+"""Folders in which a class name should have one meaning."""
 
 OP_NAME = re.compile(r"(stablehlo|chlo|spmd|sdy|mhlo)\.[a-z_0-9]+")
 
@@ -48,12 +61,20 @@ def facts(sources: Sources) -> dict[str, str]:
     away = [path for path in ops if not path.startswith(HOMES)]
     return {
         **{f"{' + '.join(group)}: lines, files, folders": size(sources, group) for group in GROUPS},
+        "all but tests: lines": f"{total_lines(sources) - total_lines(within(sources, 'tests')):,}",
+        "spmd: lines of code, docstrings, blank, imports": ", ".join(
+            f"{count:,}" for count in kinds_of_lines(spmd.values())
+        ),
         "spmd: folder of most files": largest_folder(spmd),
         "spmd: lines of a file, median and 90%": spread(files),
         "spmd: lines of a function, median and 90%": spread(function_lines(spmd.values())),
         "spmd: names of ops": f"{sum(ops.values()):,}",
         "spmd: files that name ops, and elsewhere than they belong": f"{len(ops)}, {len(away)}",
         "spmd: modules that one other imports": f"{len(imported_once(sources))}",
+        f"spmd: private functions used once, of {SHORT} lines or fewer": (
+            f"{len(once := used_once(spmd.values()))}, {sum(n <= SHORT for n in once.values())}"
+        ),
+        "class names that mean several things": shared_names(within(sources, *PRODUCT)),
         "spmd: lines that are comments": share(sum(map(comment_lines, spmd.values())), sum(files)),
     }
 
@@ -68,6 +89,61 @@ def size(sources: Sources, group: Sequence[str]) -> str:
     found = within(sources, *group)
     lines = sum(len(text.splitlines()) for text in found.values())
     return f"{lines:,}, {len(found):,}, {len(set(map(folder_of, found)))}"
+
+
+def total_lines(sources: Sources) -> int:
+    """The lines of all files."""
+    return sum(len(text.splitlines()) for text in sources.values())
+
+
+def kinds_of_lines(texts: Iterable[str]) -> tuple[int, int, int, int]:
+    """How many lines are code or comments, docstrings, blank, and imports."""
+    kinds: Counter[str] = Counter()
+    for text in texts:
+        lines = ["code" if line.strip() else "blank" for line in text.splitlines()]
+        for node in ast.walk(ast.parse(text)):
+            match node:
+                case ast.Import() | ast.ImportFrom():
+                    kind = "imports"
+                case ast.Expr(value=ast.Constant(value=str())):
+                    kind = "docstring"
+                case _:
+                    continue
+            first, last = node.lineno - 1, node.end_lineno or node.lineno
+            lines[first:last] = [kind] * (last - first)
+        kinds.update(lines)
+    return kinds["code"], kinds["docstring"], kinds["blank"], kinds["imports"]
+
+
+def used_once(texts: Iterable[str]) -> dict[str, int]:
+    """Private functions and methods that their own file names once -> their lines."""
+    found: dict[str, int] = {}
+    for text in texts:
+        nodes = list(ast.walk(ast.parse(text)))
+        uses = Counter(
+            node.id if isinstance(node, ast.Name) else node.attr
+            for node in nodes
+            if isinstance(node, ast.Name | ast.Attribute)
+        )
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                is_private = node.name.startswith("_") and not node.name.startswith("__")
+                if is_private and not node.decorator_list and uses[node.name] == 1:
+                    lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                    found[f"{len(found)} {node.name}"] = lines
+    return found
+
+
+def shared_names(sources: Sources) -> str:
+    """How many names belong to several public classes, and which, the most common first."""
+    names = Counter(
+        node.name
+        for text in sources.values()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    shared = [f"{name} {count}" for name, count in names.most_common() if count > 1]
+    return f"{len(shared)}: {', '.join(shared)}" if shared else "0"
 
 
 def folder_of(path: str) -> str:
