@@ -15,12 +15,14 @@ Communication with Dependent Computation via Decomposition in Large Deep Learnin
 Over a whole slice, whose devices jax puts in an order in which each is next to the one before it,
 pieces go round both ways at once, half of the way each: the fifth of eight devices gets the terms
 of 1 to 4 from one side, and those of 6 to 8 from the other. The compiler makes an all-reduce of
-such a sum, and waits for it. Sums among more than `MOST_DEVICES` of a slice stay: neighbours in
-that ring are no neighbours in the torus.
+such a sum, and waits for it. Where a plan scatters in two steps, they may travel as one sum. Sums
+among more than `MOST_DEVICES` of a slice stay: neighbours in that ring are no neighbours in the
+torus.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial, reduce
 from typing import NamedTuple
@@ -53,50 +55,88 @@ def ring(program: Program, mesh: Mesh, topology: Topology) -> Program:
         return program
     slow = {a for a, link in enumerate(topology.atom_links(mesh)) if link == topology.chip.dcn}
     users = users_of(program)
-    found: dict[Value, _Term] = {}
-    known: dict[object, bool] = {}  # equal sums of equal products, as of layers, are weighed once
+    found: dict[Value, _Sum] = {}
+    known: dict[object, float] = {}  # equal sums of equal products, as of layers, are weighed once
 
     def is_near(axes: Axes) -> bool:
         near = 1 < mesh.extent(axes) <= MOST_DEVICES or _is_whole(axes, mesh, topology)
         return near and slow.isdisjoint(axes)
+
+    def gain(sum_: _Sum) -> float:
+        key = (*(scatter.kind for scatter in sum_.scatters), sum_.term.form(program))
+        if key not in known:
+            known[key] = _seconds_less(program, sum_, mesh, topology)
+        return known[key]
 
     def visit(region: Region) -> None:
         made = {v: op for op in region.ops for v in op.results if len(users.get(v, ())) == 1}
         for op in region.ops:
             for inner in op.regions:
                 visit(inner)
-            attrs = op.kind.attrs
-            if op.collective != "reduce_scatter" or not is_near(attrs["axes"]):
-                continue
-            term = _term(op.operands[0], attrs["scatter_dimension"], pieces_of(op), made)
-            if attrs["body"] == reducer_body("add", op.kind.results[0].dtype) and term.has_product:
-                key = op.kind, term.form(program)
-                if key not in known:
-                    known[key] = _seconds_less(program, op, term, mesh, topology) > 0
-                if known[key]:
-                    found[op.results[0]] = term
+            chain = _scatters(op, made)
+            one, joined = (_sum(scatters, made) for scatters in (chain[-1:], chain))
+            if one and is_near(one.axes) and gain(one) > 0:
+                found[op.results[0]] = one
+            if joined and is_near(joined.axes):
+                apart = [found[s.results[0]] for s in chain if s.results[0] in found]
+                if gain(joined) > sum(map(gain, apart)):
+                    found[op.results[0]] = joined
 
     visit(program.body)
 
     def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
-        term = found.get(op.results[0]) if op.results else None
-        if term is None:
+        sum_ = found.get(op.results[0]) if op.results else None
+        if sum_ is None:
             return None
-        ways = 2 if _is_whole(op.kind.attrs["axes"], mesh, topology) else 1
-        return (_in_pieces(b, op, term, now, mesh, ways),)
+        ways = 2 if _is_whole(sum_.axes, mesh, topology) else 1
+        return (_in_pieces(b, op, sum_, now, mesh, ways),)
 
     return remove_dead(edit_ops(program, edit)) if found else program
 
 
-def _seconds_less(
-    program: Program, scatter: Op, term: _Term, mesh: Mesh, topology: Topology
-) -> float:
+class _Sum(NamedTuple):
+    """A sum to be taken apart, over the axes of all its scatters; each reads the one before it."""
+
+    scatters: tuple[Op, ...]
+    term: _Term
+
+    @property
+    def axes(self) -> Axes:
+        """All of them, in the order in which they split the dim."""
+        return tuple(a for scatter in self.scatters for a in scatter.kind.attrs["axes"])
+
+
+def _scatters(op: Op, made: Mapping[Value, Op]) -> tuple[Op, ...]:
+    """The scatters along one dim that end in this op, each of which nobody but the next reads."""
+    if op.collective != "reduce_scatter":
+        return ()
+    (before,) = (made.get(v) for v in op.operands)
+    own = op.kind.attrs["scatter_dimension"], op.kind.attrs["body"]
+    if before is None or before.collective != "reduce_scatter":
+        return (op,)
+    is_same = own == (before.kind.attrs["scatter_dimension"], before.kind.attrs["body"])
+    return (*_scatters(before, made), op) if is_same else (op,)
+
+
+def _sum(scatters: Sequence[Op], made: Mapping[Value, Op]) -> _Sum | None:
+    """What scatters make of a product, if it is one that they sum."""
+    if not scatters:
+        return None
+    first, last = scatters[0], scatters[-1]
+    count, dim = math.prod(map(pieces_of, scatters)), last.kind.attrs["scatter_dimension"]
+    term = _term(first.operands[0], dim, count, made)
+    is_sum = last.kind.attrs["body"] == reducer_body("add", last.kind.results[0].dtype)
+    return _Sum(tuple(scatters), term) if is_sum and term.has_product else None
+
+
+def _seconds_less(program: Program, sum_: _Sum, mesh: Mesh, topology: Topology) -> float:
     """By how much a sum that is taken apart is faster, with the product in front of it.
 
     A step takes as long as the piece that is made, with what it reads and its addition, or as the
     one that travels meanwhile, whichever is longer.
     """
-    axes, (type_,) = scatter.kind.attrs["axes"], scatter.kind.results
+    (*_, scatter), term, axes = *sum_, sum_.axes
+    (type_,) = scatter.kind.results
     count = mesh.extent(axes)
     inputs = tuple(dict.fromkeys(term.leaves()))
 
@@ -106,7 +146,7 @@ def _seconds_less(
         return predict_timeline(alone, mesh, topology).seconds
 
     b = Builder(program.types)
-    whole = seconds((), (*term.ops(), scatter), scatter.results[0], b)
+    whole = seconds((), (*term.ops(), *sum_.scatters), scatter.results[0], b)
     number, arrived = b.value(TensorType((), "i32")), b.value(type_)
     b.begin()
     total = b.binary("add", arrived, _piece(b, term, number, count, lambda value: value))
@@ -185,8 +225,8 @@ def _cut(product: Op, dim: int) -> dict[int, int]:
     return {i: dims.index(factors) for i, dims in enumerate(rule.operands) if factors in dims}
 
 
-def _in_pieces(b: Builder, op: Op, term: _Term, now: Now, mesh: Mesh, ways: int) -> Value:
-    axes, (type_,) = op.kind.attrs["axes"], op.kind.results
+def _in_pieces(b: Builder, op: Op, sum_: _Sum, now: Now, mesh: Mesh, ways: int) -> Value:
+    axes, term, (type_,) = sum_.axes, sum_.term, op.kind.results
     count, own = mesh.extent(axes), b.axis_index(axes)
 
     def own_term(place: int) -> Value:
@@ -202,9 +242,9 @@ def _in_pieces(b: Builder, op: Op, term: _Term, now: Now, mesh: Mesh, ways: int)
         for way in [way for way in far if left <= far[way]]:
             b.loc = op.loc._replace(note=f"{op.loc.note} ({left} from its device)".strip())
             more = own_term(way * left)
-            sum_ = b.binary("add", total[way], more) if way in total else more
+            sent = b.binary("add", total[way], more) if way in total else more
             pairs = to_next(axes, mesh, way)
-            total[way] = b.collective("collective_permute", sum_, type_, axes, pairs=pairs)
+            total[way] = b.collective("collective_permute", sent, type_, axes, pairs=pairs)
     b.loc = op.loc
     return reduce(partial(b.binary, "add"), [*total.values(), own_term(0)])
 

@@ -85,6 +85,33 @@ def test_over_a_whole_slice_pieces_go_both_ways() -> None:
         assert len(sets) == 1
 
 
+@pytest.mark.parametrize(
+    ("first", "other"), [("data:(1)2", "data:(2)4"), ("data:(1)4", "data:(4)2")]
+)
+def test_two_steps_are_one_sum(first: str, other: str) -> None:
+    """Where they are along one dim, and nobody reads what is between them."""
+
+    def two_steps(first: str, other: str, dim: int = 0, more: str = "") -> str:
+        count, rest = int(first[-1]), int(other[-1])
+        half = f"{16 // count}x24"
+        result = f"{16 // count // rest}x24" if dim == 0 else f"{16 // count}x{24 // rest}"
+        return f"""program @p(%0: tensor<3x5x16xf32> "x", %1: tensor<3x5x24xf32> "y") {{
+          %2 = stablehlo.dot_general %0, %1 {{dot_dimension_numbers = dot(lhs_contract = [0, 1], rhs_contract = [0, 1])}} : (tensor<3x5x16xf32>, tensor<3x5x24xf32>) -> tensor<16x24xf32>
+          %3 = stablehlo.reduce_scatter %2 {{axes = {{{first}}}, body = add<f32>, scatter_dimension = 0}} : (tensor<16x24xf32>) -> tensor<{half}xf32>
+          %4 = stablehlo.reduce_scatter %3 {{axes = {{{other}}}, body = add<f32>, scatter_dimension = {dim}}} : (tensor<{half}xf32>) -> tensor<{result}xf32>
+          return %4 "z"{more}
+        }}"""
+
+    found = names(after(two_steps(first, other), ONE))
+    assert "reduce_scatter" not in found
+    assert found.count("dot_general") == 8
+    for apart in (
+        two_steps(first, other, dim=1),
+        two_steps(first, other, more=', %3 "w"'),
+    ):
+        assert "reduce_scatter" in names(after(apart, ONE))
+
+
 def test_what_is_made_of_products_is_made_in_pieces() -> None:
     """A gradient's terms of several products, in a wider type and transposed, are one sum."""
     text = """program @p(%0: tensor<3x16xbf16> "x", %1: tensor<3x24xbf16> "y", %2: tensor<24x16xbf16> "z") {
@@ -213,7 +240,7 @@ def test_a_kernel_that_makes_a_sum_stays_whole() -> None:
 def test_the_tpu_compiler_waits_for_no_permute(sizes: tuple[int, int], permutes: int) -> None:
     """Each is under way beside a product; what it makes of a reduce-scatter would be waited for."""
     mesh = spmd.Mesh(None, sizes, ("data", "model"))
-    x, y = (jax.ShapeDtypeStruct((1 << 16, 8192), jnp.bfloat16) for _ in range(2))
+    x, y = (jax.ShapeDtypeStruct((1 << 15, 8192), jnp.bfloat16) for _ in range(2))
     args = [spmd.mark_sharding(x, mesh, ("data",)), spmd.mark_sharding(y, mesh, ("data", "model"))]
 
     def step(x: Any, y: Any) -> Any:
