@@ -1,4 +1,4 @@
-"""The scheduler's vocabulary: requests go in, steps and progress come out."""
+"""The scheduler's vocabulary: jobs go in, steps and progress come out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from serving.engine.backend import Part, Sampling, Words
+from serving.engine.guide import Guide
 from serving.engine.masks import Masks
 
 GREEDY = Sampling(temperature=0)
@@ -16,36 +17,46 @@ Finish = Literal["stop", "length"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """One completion, as the scheduler sees it.
+class Job:
+    """One completion that a client asks for; the engine fills in whose it is.
 
     Attributes:
-      key: a number that no other request has.
-      client: who asks; clients get equal shares of the tokens.
       prompt: token ids, at least one.
       max_tokens: the most tokens to draw. With 0 only the prompt is run.
-      sampling: how tokens are drawn.
-      stop_ids: drawing one of these ends the completion.
-      score_prompt: whether the log-probabilities of the prompt's tokens are wanted. If so the
+      sampling: how they are drawn.
+      stop_ids: ids that end the completion; their text is not shown.
+      stops: strings that end the completion; they are not shown either.
+      logprobs: how many of the likeliest tokens to report beside each one; with 0 only the
+        token's own log-probability, with None no log-probabilities at all.
+      score_prompt: whether to report the log-probabilities of the prompt's tokens too. If so the
         whole prompt is run, even if pages hold the beginning of it.
-      alternatives: whether the likeliest tokens are wanted beside each one that is drawn.
+      min_tokens: stop strings count behind so many tokens only.
+      masks: which tokens may be drawn, by how many were drawn before; a guide's first one, too.
+      guide: says which tokens may be drawn next. From the second token on each waits for its mask
+        (`Scheduler.allow`).
+      key: a number that no other job of the engine has.
+      client: who asks; clients get equal shares of the tokens.
       user: whom the client asks for; users of a client share what it gets.
-      masks: which tokens may be drawn, by how many were drawn before.
-      guided: whether, from its second token on, the caller gives a mask for each (`allow`). It
-        draws none before that.
     """
 
-    key: int
-    client: str
     prompt: tuple[int, ...]
     max_tokens: int
     sampling: Sampling = GREEDY
     stop_ids: frozenset[int] = frozenset()
+    stops: tuple[str, ...] = ()
+    logprobs: int | None = None
     score_prompt: bool = False
-    alternatives: bool = False
-    user: str = ""
+    min_tokens: int = 0
     masks: Masks = dataclasses.field(default=(), compare=False)
-    guided: bool = False
+    guide: Guide | None = None
+    key: int = 0
+    client: str = ""
+    user: str = ""
+
+    @property
+    def guided(self) -> bool:
+        """Whether it draws no token before it was told which ones it may draw."""
+        return self.guide is not None
 
 
 class Begin(NamedTuple):

@@ -10,48 +10,15 @@ the beginning of a stop string. With the stop string "END" and the tokens " wor"
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from serving.engine.actions import Finish
-from serving.engine.backend import Sampling, Tokens
-from serving.engine.guide import Guide
-from serving.engine.masks import Masks
+from serving.engine.actions import Finish, Job
+from serving.engine.backend import Tokens
 from serving.engine.text import Decode, Detokenizer, Pieces, StopMatcher
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """One completion that a client asks for.
-
-    Attributes:
-      prompt: token ids, at least one.
-      max_tokens: the most tokens to draw.
-      sampling: how they are drawn.
-      stop_ids: ids that end the completion; their text is not shown.
-      stops: strings that end the completion; they are not shown either.
-      logprobs: how many of the likeliest tokens to report beside each one; with 0 only the
-        token's own log-probability, with None no log-probabilities at all.
-      score_prompt: whether to report the log-probabilities of the prompt's tokens too.
-      min_tokens: stop strings count behind so many tokens only.
-      masks: which tokens may be drawn, by how many were drawn before; a guide's first one, too.
-      guide: says which tokens may be drawn next.
-    """
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    sampling: Sampling
-    stop_ids: frozenset[int] = frozenset()
-    stops: tuple[str, ...] = ()
-    logprobs: int | None = None
-    score_prompt: bool = False
-    min_tokens: int = 0
-    masks: Masks = dataclasses.field(default=(), compare=False)
-    guide: Guide | None = None
 
 
 class Token(NamedTuple):

@@ -14,6 +14,7 @@ take long, so both happen without the lock; a request may be cancelled meanwhile
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import queue
@@ -22,10 +23,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from serving.engine import threads
-from serving.engine.actions import Counts, Progress, Request, Step
+from serving.engine.actions import Counts, Job, Progress, Step
 from serving.engine.backend import Backend, Tokens, Words
 from serving.engine.calls import Calls, Done
-from serving.engine.choice import Choice, Delta, Job, NotFinite, Token, read_scores
+from serving.engine.choice import Choice, Delta, NotFinite, Token, read_scores
 from serving.engine.entry import Entry
 from serving.engine.guide import Guide, GuideError, Guides
 from serving.engine.records import Observer, State
@@ -127,30 +128,18 @@ class Engine:
           Failed: the model has failed.
           ValueError: the model could not hold one of the jobs.
         """
-        keys = [next(self._keys) for _ in jobs]
+
+        def own(job: Job) -> Job:
+            return dataclasses.replace(job, key=next(self._keys), client=client, user=user)
+
+        jobs = [own(job) for job in jobs]
+        keys = [job.key for job in jobs]
         stream = Stream(keys, self.cancel, ended)
         now = time.monotonic()
         choices = [Choice(i, job, self._decode, self._pieces) for i, job in enumerate(jobs)]
         with self._wake:
             self._check_open()
-            self._scheduler.submit(
-                [
-                    Request(
-                        key,
-                        client,
-                        job.prompt,
-                        job.max_tokens,
-                        job.sampling,
-                        job.stop_ids,
-                        job.score_prompt,
-                        alternatives=bool(job.logprobs),
-                        user=user,
-                        masks=job.masks,
-                        guided=job.guide is not None,
-                    )
-                    for key, job in zip(keys, jobs, strict=True)
-                ]
-            )
+            self._scheduler.submit(jobs)
             for key, choice in zip(keys, choices, strict=True):
                 self._entries[key] = Entry(choice, stream, now)
             self._tell()

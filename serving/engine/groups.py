@@ -6,7 +6,7 @@ import dataclasses
 from array import array
 from collections.abc import Iterator
 
-from serving.engine.actions import Request
+from serving.engine.actions import Job
 from serving.engine.backend import Limits, Words
 from serving.engine.pages import ROOT, Pages
 
@@ -16,7 +16,7 @@ class Ongoing:
     """A request that is not over, and how far it has come.
 
     Attributes:
-      request: the request.
+      job: what is asked for.
       tokens: its prompt and the drawn tokens that are known.
       wanted: tokens to draw in calls that have not begun.
       order: as what number it got its first slot; the *oldest* request has the lowest.
@@ -30,7 +30,7 @@ class Ongoing:
       mask: the tokens that may be drawn next; None are all.
     """
 
-    request: Request
+    job: Job
     tokens: array[int]
     wanted: int
     order: int = -1
@@ -45,23 +45,23 @@ class Ongoing:
 
     @property
     def key(self) -> int:
-        """The request's key."""
-        return self.request.key
+        """The job's key."""
+        return self.job.key
 
     @property
     def client(self) -> str:
         """Who asks."""
-        return self.request.client
+        return self.job.client
 
     @property
     def user(self) -> str:
         """Whom the client asks for."""
-        return self.request.user
+        return self.job.user
 
     @property
     def scores(self) -> bool:
         """Whether chunks that begin now have to give scores."""
-        return self.request.score_prompt and len(self.tokens) == len(self.request.prompt)
+        return self.job.score_prompt and len(self.tokens) == len(self.job.prompt)
 
 
 class Group:

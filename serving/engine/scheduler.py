@@ -42,7 +42,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 
-from serving.engine.actions import Begin, Counts, Finish, Progress, Request, Step
+from serving.engine.actions import Begin, Counts, Finish, Job, Progress, Step
 from serving.engine.backend import Limits, Part, Words
 from serving.engine.fairness import FairQueue
 from serving.engine.groups import Group, Ongoing
@@ -126,7 +126,7 @@ class Scheduler:
         """Whether there is no request at all, waiting or running."""
         return not self._ongoing
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[Job]) -> None:
         """Queues requests: all of them or, if it raises, none.
 
         Raises:
@@ -253,7 +253,7 @@ class Scheduler:
             draft.parts.append(Part(slot, request.filled, None, request.pages, True))
             draft.keys.append(key)
             draft.room[slot // self._slots] -= 1
-            draft.alternatives |= request.request.alternatives
+            draft.alternatives |= bool(request.job.logprobs)
             request.filled += 1
             draft.seen += request.filled
             if self._count_draw(draft, request, begins=False):
@@ -264,7 +264,7 @@ class Scheduler:
 
     def _count_draw(self, draft: _Draft, request: Ongoing, *, begins: bool) -> bool:
         """Sets what may be drawn; returns whether the next step has no row for the request."""
-        asked = request.request
+        asked = request.job
         drawn = asked.max_tokens - request.wanted
         request.wanted -= 1
         for count, mask in asked.masks:
@@ -318,7 +318,7 @@ class Scheduler:
         else:
             self._preempted.remove(request)
         group.place(request, matched)
-        reused = min(request.filled, len(request.request.prompt)) - request.paid
+        reused = min(request.filled, len(request.job.prompt)) - request.paid
         self.counts.reused += max(0, reused)
 
     def _add_chunk(self, draft: _Draft, group: Group, request: Ongoing) -> None:
@@ -345,16 +345,16 @@ class Scheduler:
 
     def _begin(self, draft: _Draft, request: Ongoing) -> None:
         """Sets up the drawing in a slot whose last chunk is in this step."""
-        asked, tokens = request.request, tuple(request.tokens)
+        asked, tokens = request.job, tuple(request.tokens)
         drawn = tokens[len(asked.prompt) :]
         draft.begins.append(Begin(request.slot, asked.sampling, tokens, drawn))
-        draft.alternatives |= asked.alternatives
+        draft.alternatives |= bool(asked.logprobs)
         if not self._count_draw(draft, request, begins=True):
             self._decoding[request.key] = request
 
     def _charge_chunk(self, request: Ongoing, start: int, end: int) -> None:
         """Counts a chunk's tokens; what is run once more after a preemption is not charged."""
-        new = max(0, min(end, len(request.request.prompt)) - max(start, request.paid))
+        new = max(0, min(end, len(request.job.prompt)) - max(start, request.paid))
         self.counts.prefilled += new
         self.counts.repeated += end - start - new
         self._queue.charge(request, new)
@@ -366,7 +366,7 @@ class Scheduler:
         """Gives a request its next token; returns why it ends with it, if it does."""
         request.tokens.append(token)
         self._queue.charge(request, 1)
-        asked = request.request
+        asked = request.job
         finish: Finish | None = None
         if token in asked.stop_ids:
             finish = "stop"
@@ -391,7 +391,7 @@ class Scheduler:
     def _group(self, request: Ongoing) -> Group:
         return self.groups[request.slot // self._slots]
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: Job) -> None:
         length, most = len(request.prompt), self.limits.longest
         if not length or request.max_tokens < 0 or length + request.max_tokens > most:
             raise ValueError(

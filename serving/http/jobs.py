@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from models.training.data.beginnings import prompt_ids
-from serving.engine.choice import Job
+from serving.engine.actions import Job
 from serving.errors import ApiError, invalid
 from serving.grammar.compiler import Grammar
 from serving.http.language import Language

@@ -7,9 +7,9 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from serving.engine.actions import Finish
+from serving.engine.actions import Finish, Job
 from serving.engine.backend import Tokens
-from serving.engine.choice import Delta, Job, Token
+from serving.engine.choice import Delta, Token
 from serving.http.jobs import Work
 from serving.http.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from serving.http.protocol import Ask, ChatAsk, CompletionAsk

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from serving.engine.actions import Job
 from serving.engine.bad_words import BadWords, WithoutBadWords
-from serving.engine.choice import Job
 from serving.engine.guide import GuideError
 from serving.engine.masks import counted_masks
 from serving.errors import invalid

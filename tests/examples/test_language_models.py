@@ -16,8 +16,8 @@ import pytest
 import spmd
 from models.decode import ServingShape
 from serving.bundle.read import load_bundle
+from serving.engine.actions import Job
 from serving.engine.backend import Sampling
-from serving.engine.choice import Job
 from serving.engine.engine import Engine
 from serving.engine.model_backend import ModelBackend
 from serving.language_backend import model_backend

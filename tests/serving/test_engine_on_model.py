@@ -19,8 +19,8 @@ from models.training.data.tokenizer import ByteTokenizer
 from serving.bundle.bundle import Bundle
 from serving.bundle.folder import read_manifest
 from serving.bundle.read import load_bundle
+from serving.engine.actions import Job
 from serving.engine.backend import Sampling
-from serving.engine.choice import Job
 from serving.engine.engine import Engine
 from serving.engine.model_backend import ModelBackend, generate
 from serving.grammar.compiler import Grammars

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serving.engine.actions import Job
 from serving.engine.backend import Words
 from serving.engine.bad_words import BadWords, WithoutBadWords
-from serving.engine.choice import Job
 from serving.engine.guide import GuideError
 from serving.engine.masks import counted_masks, words_of
 from tests.serving.engine.fake_backend import FakeBackend

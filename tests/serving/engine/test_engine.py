@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from models.training.data.tokenizer import ByteTokenizer
-from serving.engine.actions import Counts, Step
+from serving.engine.actions import Counts, Job, Step
 from serving.engine.backend import Sampling, Stepped
-from serving.engine.choice import Delta, Job
+from serving.engine.choice import Delta
 from serving.engine.engine import LAG, Engine
 from serving.engine.records import Finished
 from serving.engine.stream import Failed

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from serving.engine.actions import Job
 from serving.engine.backend import Words
-from serving.engine.choice import Job
 from serving.engine.engine import Engine
 from serving.engine.guide import GuideError
 from serving.engine.masks import all_words, counted_masks, words_of

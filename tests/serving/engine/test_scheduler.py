@@ -7,14 +7,16 @@ import functools
 import random
 from collections import deque
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from serving.engine.actions import Counts, Request, Step
+from serving.engine.actions import Counts, Job, Step
 from serving.engine.backend import Limits, Part, Sampling, Stepped
+from serving.engine.guide import Guide
 from serving.engine.masks import counted_masks, words_of
 from serving.engine.scheduler import Scheduler
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
@@ -32,7 +34,7 @@ class Run:
         self.backend = FakeBackend(limits, letters=False)
         self.scheduler = Scheduler(limits, budget, **options)
         self.budget = budget
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, Job] = {}
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, str] = {}
         self.ended: set[int] = set()  # by the caller, as if its text held a stop string
@@ -42,7 +44,7 @@ class Run:
         self.under_way: deque[tuple[Step, Stepped]] = deque()
         self.unmasked: list[int] = []
 
-    def submit(self, *requests: Request) -> None:
+    def submit(self, *requests: Job) -> None:
         self.scheduler.submit(requests)
         for request in requests:
             assert request.key not in self.requests
@@ -107,7 +109,7 @@ class Run:
         key = self.unmasked.pop(index)
         self.scheduler.allow(key, guided_mask(self.tokens[key]))
 
-    def _allowed(self, request: Request, drawn: list[int]) -> Any:
+    def _allowed(self, request: Job, drawn: list[int]) -> Any:
         if request.guided:
             return guided_mask(drawn)
         found = [mask for count, mask in request.masks if count <= len(drawn)]
@@ -186,8 +188,8 @@ def rows_of(step: Step) -> dict[int, tuple[int, int]]:
     return {k: (part.start, size(part)) for k, part in zip(step.keys, step.parts, strict=True)}
 
 
-def request(key: int, prompt: Any = (1, 2, 3), max_tokens: int = 4, **more: Any) -> Request:
-    return Request(key, more.pop("client", "a"), tuple(prompt), max_tokens, **more)
+def request(key: int, prompt: Any = (1, 2, 3), max_tokens: int = 4, **more: Any) -> Job:
+    return Job(tuple(prompt), max_tokens, key=key, client=more.pop("client", "a"), **more)
 
 
 PROMPTS = st.one_of(
@@ -208,7 +210,7 @@ class Machine(RuleBasedStateMachine):
         self.run = Run(self.limits)
         self.key = 0
 
-    def draw(self, prompt: list[int], tokens: int, client: str, flags: int) -> Request:
+    def draw(self, prompt: list[int], tokens: int, client: str, flags: int) -> Job:
         self.key += 1
         stop_ids = frozenset(range(40)) if flags & 4 else frozenset[int]()
         masks = counted_masks(256, range(16, 256) if flags & 2 else (), stop_ids, 3)
@@ -220,10 +222,10 @@ class Machine(RuleBasedStateMachine):
             min(tokens, self.limits.longest - len(prompt)),
             client=client,
             score_prompt=bool(flags & 1),
-            alternatives=bool(flags & 2),
+            logprobs=1 if flags & 2 else None,
             stop_ids=stop_ids,
             masks=masks,
-            guided=guided,
+            guide=Mock(Guide) if guided else None,  # the test gives its masks
             sampling=Sampling(seed=flags & 2),
         )
 
