@@ -33,9 +33,8 @@ import spmd
 from benchmarks.decode import random_weights
 from benchmarks.load_client import WORDS
 from models import decode
-from models.llama.config import LlamaConfig
+from models.llama.config import ConfigError, LlamaConfig
 from models.llama.decode import LlamaRows
-from models.llama.errors import ConfigError
 from models.llama.named import named_config
 from models.llama.quantize import quantized_types
 from models.llama.weights.tensors import Source

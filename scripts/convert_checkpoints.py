@@ -29,8 +29,7 @@ import jax
 from absl import logging
 from rich.console import Console
 
-from models.llama.config import DTYPES
-from models.llama.errors import ConfigError
+from models.llama.config import DTYPES, ConfigError
 from models.llama.sharding import TABLES
 from models.llama.weights.convert import write_hf, write_ranks
 from models.llama.weights.files import WeightsError

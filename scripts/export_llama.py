@@ -20,8 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from models.decode import ServingShape
-from models.llama.config import DTYPES
-from models.llama.errors import ConfigError
+from models.llama.config import DTYPES, ConfigError
 from models.llama.named import named_config
 from models.llama.quantize import QUANTIZATIONS
 from models.llama.weights.files import WeightsError

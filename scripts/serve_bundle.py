@@ -32,9 +32,8 @@ from serving.bundle.function import BundleError
 from serving.errors import ServingError
 from serving.http import logs
 from serving.http.language import Loaded
-from serving.http.limits import Options
+from serving.http.limits import HttpOptions, Options
 from serving.http.logs import FORMATS
-from serving.http.options import HttpOptions
 from serving.http.server import serve
 from serving.http.tools.formats import BY_NAME
 from serving.load import load_model

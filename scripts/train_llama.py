@@ -34,7 +34,7 @@ from rich.console import Console
 
 import spmd
 from models.llama import sharding
-from models.llama.errors import ConfigError
+from models.llama.config import ConfigError
 from models.llama.parameters import without_states
 from models.llama.trainer import LlamaProgram, sample_text
 from models.llama.weights.load import WeightsError

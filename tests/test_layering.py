@@ -73,10 +73,11 @@ CLOSED = ("spmd.api",)
 READ_TESTS = (
     "tools/compare_shardy.py",
     "tools/coverage.py",
+    "tools/entered.py",
     "tools/fuzz.py",
     "tools/packages.py",
 )
-"""Tools that write down what the tests run, or run more of it."""
+"""Tools that write down what the tests run, or run more of it, or use their fakes."""
 
 
 def package_of(name: str) -> str | None:

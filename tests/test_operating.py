@@ -18,11 +18,10 @@ from scripts.serve_bundle import KEYS, make_parser, options
 from serving.engine.actions import Counts
 from serving.engine.engine import Engine
 from serving.engine.records import State
-from serving.http import logs, probes
-from serving.http.exchange import Exchange
-from serving.http.limits import Options
+from serving.http import app, logs
+from serving.http.limits import HttpOptions, Options
+from serving.http.logs import Exchange
 from serving.http.metrics import Metrics
-from serving.http.options import HttpOptions
 from serving.http.server import CLOSING_SECONDS, IDLE_SECONDS
 from serving.http.traffic import RequestMetrics
 from tests.serving.engine.fake_backend import FakeBackend
@@ -83,9 +82,9 @@ def test_ports(pod: Any, container: Any) -> None:
 
 
 def test_probes(container: Any) -> None:
-    paths = {route.path: route.endpoint for route in probes.ROUTES}
+    paths = {route.path: route.endpoint for route in app.PROBES}
     wanted = {
-        "startupProbe": probes.started, "livenessProbe": probes.live, "readinessProbe": probes.ready
+        "startupProbe": app.started, "livenessProbe": app.live, "readinessProbe": app.ready
     }  # fmt: skip
     for name, endpoint in wanted.items():
         asked = container[name]["httpGet"]
@@ -139,7 +138,7 @@ def test_flags_that_the_page_names() -> None:
 
 def test_probes_that_the_page_names() -> None:
     assert {f"/{path}" for path in re.findall(r"(?m)^\| `/(\w+)`", PAGE)} == {
-        route.path for route in probes.ROUTES
+        route.path for route in app.PROBES
     }
 
 

@@ -28,9 +28,8 @@ from rich.progress import track
 
 from models import decode
 from models.llama import quantize
-from models.llama.config import LlamaConfig
+from models.llama.config import ConfigError, LlamaConfig
 from models.llama.decode import LlamaRows
-from models.llama.errors import ConfigError
 from models.llama.weights.files import WeightsError
 from models.llama.weights.tensors import Source
 from models.training.checkpoints.found import CheckpointError

@@ -4,13 +4,11 @@ A Llama is, in what follows, a model of any `config.MODEL_TYPES`: Mistral, Qwen 
 experts are Llamas with a difference, and each difference is a field of `LlamaConfig`.
 """
 
-from models.llama.config import LlamaConfig
-from models.llama.errors import ConfigError
+from models.llama.config import ConfigError, LlamaConfig, RopeScaling
 from models.llama.fresh import init
 from models.llama.model import forward
 from models.llama.named import CONFIGS, named_config
 from models.llama.objective import loss
-from models.llama.rope_scaling import RopeScaling
 
 __all__ = [
     "CONFIGS",

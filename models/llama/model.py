@@ -16,21 +16,75 @@ it, perhaps with a sharding; `sharding.py` decides which.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import spmd
 from models.llama.config import LlamaConfig
-from models.llama.einsum_attention import einsum_attention
 from models.llama.experts import Loads, mixture
 from models.llama.marks import MARK_POINTS, Mark, no_marks
 from models.llama.parameters import DOWN, FP8, GATE_AND_UP, OUTPUT, QUERY_KEY_VALUE, Params
-from models.llama.remat import checkpoint_policy, named_mark
+from models.llama.remat import Policy, checkpoint_policy, named_mark
 from models.llama.rope import apply_rope, rope_angles
-from models.llama.stack import Ran, Rows, run_span
+
+
+def einsum_attention(
+    q_BSND: jax.Array,
+    k_BTKD: jax.Array,
+    v_BTKD: jax.Array,
+    mark: Mark,
+    segment_ids_BS: jax.Array | None = None,
+    window: int | None = None,
+) -> jax.Array:
+    """Causal attention by two einsums. The weights between them are in memory and can be marked."""
+    groups = q_BSND.shape[2] // k_BTKD.shape[2]
+    k_BTND, v_BTND = repeat_heads(k_BTKD, groups), repeat_heads(v_BTKD, groups)
+    weights_BNST = attention_weights(q_BSND, k_BTND, segment_ids_BS, window)
+    weights_BNST = mark("attention_weights", weights_BNST)
+    return jnp.einsum("bnst,btnd->bsnd", weights_BNST, v_BTND)
+
+
+def attention_weights(
+    q_BSND: jax.Array,
+    k_BTND: jax.Array,
+    segment_ids_BS: jax.Array | None = None,
+    window: int | None = None,
+) -> jax.Array:
+    """Causal `softmax(q k / sqrt(D))`, computed in float32.
+
+    Returns:
+        Weights (B, N, S, T) in the dtype of `q`. With segments, a token sees only its own segment;
+        with a window, itself and the tokens just before it, so many in all.
+    """
+    scores_BNST = jnp.einsum("bsnd,btnd->bnst", q_BSND, k_BTND, preferred_element_type=jnp.float32)
+    scores_BNST *= q_BSND.shape[-1] ** -0.5
+    queries_S1, keys_1T = jnp.arange(q_BSND.shape[1])[:, None], jnp.arange(k_BTND.shape[1])[None, :]
+    visible_ST = queries_S1 >= keys_1T
+    if window is not None:
+        visible_ST &= queries_S1 - window < keys_1T
+    scores_BNST = jnp.where(visible_ST, scores_BNST, np.finfo(np.float32).min)
+    if segment_ids_BS is not None:
+        same_BST = segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :]
+        scores_BNST = jnp.where(same_BST[:, None], scores_BNST, np.finfo(np.float32).min)
+    return jax.nn.softmax(scores_BNST, axis=-1).astype(q_BSND.dtype)
+
+
+def repeat_heads(x_BTKD: jax.Array, groups: int) -> jax.Array:
+    """Repeats each key head `groups` times in a row, once for each query head: (B, T, K * G, D).
+
+    The copies are small next to the weights (B, N, S, T), and the dim of all heads can be split
+    over more devices than there are key heads.
+    """
+    if groups == 1:
+        return x_BTKD
+    batch, length, heads, width = x_BTKD.shape
+    x_BTKGD = jnp.broadcast_to(x_BTKD[:, :, :, None, :], (batch, length, heads, groups, width))
+    return x_BTKGD.reshape(batch, length, heads * groups, width)
 
 
 def forward(
@@ -227,3 +281,96 @@ def split_heads(x: jax.Array, heads: int) -> jax.Array:
 def merge_heads(x_BSND: jax.Array) -> jax.Array:
     """(B, S, N, D) -> (B, S, N * D)."""
     return x_BSND.reshape(*x_BSND.shape[:-2], -1)
+
+
+Rows = tuple[jax.Array | None, jax.Array | None]
+"""What differs between sequences: their angles (B, S, E) and segment ids (B, S), if they do."""
+
+Ran = tuple[jax.Array, Loads | None]
+"""What layers return: the stream behind them, and the sum of their experts' loads."""
+
+
+Run = Callable[[Params, jax.Array, Rows], Ran]
+"""Called with a layer, the stream before it, and what differs between sequences."""
+
+
+def run_span(
+    run: Run,
+    policy: Policy | None,
+    layers: Params,
+    span: range,
+    x_BSH: jax.Array,
+    rows: Rows,
+    config: LlamaConfig,
+) -> Ran:
+    """Runs some layers, one after the other.
+
+    Args:
+        run: runs one layer.
+        policy: what is kept of a layer that is recomputed; None recomputes nothing.
+        layers: the parameters of all layers, stacked or apart.
+        span: the indices of those that are run.
+        x_BSH: the stream before them.
+        rows: handed to `run`.
+        config: the model.
+    """
+    # XLA must not merge the recomputation with the first computation (CSE), or everything stays in
+    # memory after all. In a scan it cannot: forward and backward are different loops.
+    lean = jax.checkpoint(run, policy=policy, prevent_cse=not config.scan_layers)
+    group = config.remat_every if policy is not None else 1
+
+    def run_some(some: Sequence[Params], x_BSH: jax.Array, rows: Rows) -> Ran:
+        loads = []
+        for index, layer in enumerate(some, start=1):
+            recomputed = policy is not None and index % group == 0
+            x_BSH, found = (lean if recomputed else run)(layer, x_BSH, rows)
+            loads.append(found)
+        return x_BSH, jax.tree.map(lambda *each: sum(each), *loads)
+
+    def run_group(x_BSH: jax.Array, stacked: Params, rows: Rows = rows) -> Ran:
+        return run_some(_apart(stacked, group), x_BSH, rows)
+
+    if not config.scan_layers:
+        return run_some([layers[str(index)] for index in span], x_BSH, rows)
+    groups = _grouped(layers, span, group, config)
+    if config.stages > 1:
+        return _run_stages(run_group, groups, x_BSH, rows, config), None
+    x_BSH, loads = jax.lax.scan(run_group, x_BSH, groups)
+    return x_BSH, jax.tree.map(functools.partial(jnp.sum, axis=0), loads)
+
+
+def _grouped(layers: Params, span: range, group: int, config: LlamaConfig) -> Params:
+    """The layers of a span, (L, ...), in groups of so many: (L / group, group, ...)."""
+    if len(span) < config.num_hidden_layers:
+        layers = jax.tree.map(lambda x: x[span.start : span.stop], layers)
+    if group == 1:
+        return layers
+    count = len(span) // group
+    grouped: Params = jax.tree.map(lambda x: x.reshape(count, group, *x.shape[1:]), layers)
+    return grouped
+
+
+def _apart(stacked: Params, group: int) -> list[Params]:
+    """The layers of one group of `_grouped`."""
+    if group == 1:
+        return [stacked]
+    return [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(group)]
+
+
+def _run_stages(
+    run_group: Callable[[jax.Array, Params, Rows], Ran],
+    groups: Params,
+    x_BSH: jax.Array,
+    rows: Rows,
+    config: LlamaConfig,
+) -> jax.Array:
+    """Runs groups of layers as the stages of a pipeline."""
+    return spmd.pipeline(
+        lambda stacked, x_BSH, rows: run_group(x_BSH, stacked, rows)[0],
+        groups,
+        x_BSH,
+        rows,
+        stages=config.stages,
+        microbatches=config.stage_microbatches,
+        schedule=None if config.stage_schedule == "auto" else config.stage_schedule,
+    )

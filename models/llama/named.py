@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from models.llama.config import LlamaConfig
-from models.llama.errors import ConfigError
+from models.llama.config import ConfigError, LlamaConfig
 
 Fields = Mapping[str, Any]
 

@@ -21,8 +21,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from models.llama.config import LlamaConfig
-from models.llama.errors import ConfigError
+from models.llama.config import ConfigError, LlamaConfig
 
 Array = npt.NDArray[Any]
 

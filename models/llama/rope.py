@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from models.llama.config import LlamaConfig
-from models.llama.rope_scaling import RopeScaling
+from models.llama.config import LlamaConfig, RopeScaling
 
 
 def rope_frequencies(config: LlamaConfig) -> npt.NDArray[np.float32]:

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 import jax
 
 import spmd
-from models.llama.config import LlamaConfig
-from models.llama.errors import ConfigError
+from models.llama.config import ConfigError, LlamaConfig
 from models.llama.marks import Mark
 from models.placement import Entry, Fitted, Spec, fitted, present
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from models.llama.config import DTYPES, LlamaConfig
-from models.llama.errors import ConfigError
+from models.llama.config import DTYPES, ConfigError, LlamaConfig
 from models.llama.named import CONFIGS, named_config
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config

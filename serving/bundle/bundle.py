@@ -1,7 +1,11 @@
-"""Parts functions with their weights and their state on a mesh, to be run."""
+"""Functions with their weights and their state on a mesh, to be run.
+
+Those that are not needed first are compiled behind the others, while these run already (`Behind`).
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import threading
@@ -13,8 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from serving.bundle.behind import Behind
-from serving.bundle.compilations import compilations
 from serving.bundle.function import BundleError, one_line
 from serving.bundle.manifest import Entrypoint, Leaf, Manifest
 from serving.bundle.programs import Parts, Program, threads
@@ -23,6 +25,88 @@ from spmd.frontend.refine import NO_SYMBOLS
 from spmd.lowering.execute import x64_if
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import jax_mesh
+
+
+class Behind:
+    """Jobs on threads of their own; when the process ends, those that have not begun are dropped.
+
+    Args:
+      jobs: name -> what to do; it raises a `BundleError` if it cannot.
+      threads: how many at a time.
+      ended: called behind the last one.
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, Callable[[], None]],
+        threads: int,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._left = len(jobs)
+        self._ended = ended
+        self._lock = threading.Lock()
+        # Not daemons: a thread inside XLA crashes when the interpreter shuts down around it.
+        pool = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="compile")
+        self._futures = {name: pool.submit(self._run, job) for name, job in jobs.items()}
+        pool.shutdown(wait=False)
+        if not jobs:
+            ended()
+
+    def wait(self, name: str) -> bool:
+        """Waits for a job; returns whether there is such a one.
+
+        Raises:
+          BundleError: it failed.
+        """
+        future = self._futures.get(name)
+        if future is None:
+            return False
+        future.result()
+        return True
+
+    def done(self) -> Iterator[str]:
+        """The names of jobs, each once it is done.
+
+        Raises:
+          BundleError: some failed; all others were given out before.
+        """
+        names = {future: name for name, future in self._futures.items()}
+        for future in concurrent.futures.as_completed(names):
+            if future.exception() is None:
+                yield names[future]
+        for future in names:
+            future.result()
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            if not threading.main_thread().is_alive():
+                raise BundleError("the process ends")
+            job()
+        finally:
+            with self._lock:
+                self._left -= 1
+                is_last = not self._left
+            if is_last:
+                self._ended()
+
+
+EVENT = "/jax/core/compile/backend_compile_duration"
+
+_durations: list[float] = []
+
+
+def _listen(event: str, duration_secs: float, **_: Any) -> None:
+    if event == EVENT:
+        _durations.append(duration_secs)  # several threads compile: one step, and nothing is lost
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+def compilations() -> int:
+    """Programs that were compiled, or read from jax's cache, since this module was imported."""
+    return len(_durations)
+
 
 Told = Callable[[str, Sequence[str], Sequence[Any]], None]
 """Is told of a call: `run`, `reset` or `put`, names of a function or of leaves, and arrays."""

@@ -23,7 +23,7 @@ from serving.bundle.manifest import (
     StoredFile,
     Symbol,
 )
-from serving.bundle.manifest_checks import check, check_fill, check_name
+from serving.bundle.manifest_json import check, check_fill, check_name
 from serving.bundle.placement import check_specs
 from serving.bundle.trees import template_of
 from spmd.api import path_name

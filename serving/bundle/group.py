@@ -21,25 +21,176 @@ reason, by `spmd.launch.peers`. How they end:
 from __future__ import annotations
 
 import contextlib
+import hmac
+import json
 import logging
+import math
 import os
 import queue
+import secrets
 import selectors
 import signal
 import socket
+import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 import jax
+import numpy as np
 
 from serving.bundle.bundle import Bundle
-from serving.bundle.connect import connect, welcome
-from serving.bundle.wire import Message, encode, read
+from spmd.errors import LaunchError
 from spmd.launch import EXIT_PREEMPTED
+from spmd.launch.meet import listen
 from spmd.launch.peers import at_stop, first_line, peer_lost, stop_now
-from spmd.launch.store import job_store, this_process
+from spmd.launch.store import Store, connected_to, job_store, this_process
+
+_SIZES = struct.Struct("!IQ")
+
+IDLE_SECONDS, PROBE_SECONDS = 10, 5
+LOST_SECONDS = 30
+"""After so long without an answer from the other host the connection counts as closed."""
+
+
+class Message(NamedTuple):
+    """What one process tells another.
+
+    Attributes:
+      kind: what to do.
+      names: what to do it with.
+      arrays: the inputs; their memory is read-only.
+    """
+
+    kind: str
+    names: Sequence[str] = ()
+    arrays: Sequence[Any] = ()
+
+
+def encode(message: Message) -> bytes:
+    """A message as bytes."""
+    arrays = [np.asarray(x) for x in message.arrays]
+    about = [(x.dtype.name, x.shape) for x in arrays]
+    head = json.dumps([message.kind, list(message.names), about]).encode()
+    body = [x.tobytes() for x in arrays]
+    return b"".join((_SIZES.pack(len(head), sum(map(len, body))), head, *body))
+
+
+def read(file: IO[bytes]) -> Message | None:
+    """The next message; None at the end of the connection.
+
+    Raises:
+      OSError: the connection broke.
+    """
+    sizes = file.read(_SIZES.size)
+    if len(sizes) < _SIZES.size:
+        return None
+    head_size, body_size = _SIZES.unpack(sizes)
+    head, body = file.read(head_size), file.read(body_size)
+    if len(head) + len(body) < head_size + body_size:
+        return None
+    kind, names, about = json.loads(head)
+    arrays, at = [], 0
+    for name, shape in about:
+        dtype, count = np.dtype(name), math.prod(shape)
+        arrays.append(np.frombuffer(body, dtype, count, at).reshape(shape))
+        at += count * dtype.itemsize
+    return Message(kind, names, arrays)
+
+
+def set_up(line: socket.socket) -> None:
+    """Small messages leave at once, and a host that vanished is noticed."""
+    line.settimeout(None)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_SECONDS)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_SECONDS * 1000)
+
+
+KEY = "serving/leader"
+
+_HELLO_SECONDS = 10.0
+_HELLO_BYTES = 100
+
+
+def welcome(store: Store, processes: int, timeout_s: float) -> dict[int, socket.socket]:
+    """Process 0's connections to all others.
+
+    Args:
+      store: the job's store; members read there how to connect, and with which secret.
+      processes: how many there are.
+      timeout_s: seconds to wait for them.
+
+    Raises:
+      LaunchError: one did not come.
+    """
+    lines: dict[int, socket.socket] = {}
+    secret = secrets.token_hex(16)
+    deadline = time.monotonic() + timeout_s
+    with listen(0, processes) as server:
+        store.put(KEY, f"{server.getsockname()[1]} {secret}")
+        while len(lines) < processes - 1:
+            server.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                line, _ = server.accept()
+            except TimeoutError:
+                missing = sorted({*range(1, processes)} - lines.keys())
+                raise LaunchError(
+                    f"process {missing[0]} did not connect to process 0 within {timeout_s:g} s",
+                    fix="see its output, and whether a firewall is between the two",
+                ) from None
+            process = _hello(line, secret)
+            if process is None:
+                line.close()
+                continue
+            set_up(line)
+            lines[process] = line
+    return lines
+
+
+def _hello(line: socket.socket, secret: str) -> int | None:
+    """Which process connects; None for strangers."""
+    line.settimeout(_HELLO_SECONDS)
+    try:
+        said, _, process = _line(line).partition(" ")
+        return int(process) if hmac.compare_digest(said, secret) else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _line(line: socket.socket) -> str:
+    """Text up to the end of a line; what is behind it stays to be read."""
+    text = b""
+    while not text.endswith(b"\n") and len(text) < _HELLO_BYTES:
+        piece = line.recv(1)
+        if not piece:
+            raise ConnectionError("the connection was closed")
+        text += piece
+    return text[:-1].decode("ascii")
+
+
+def connect(store: Store, process: int, timeout_s: float) -> socket.socket:
+    """A process's connection to process 0; for the rest see `welcome`."""
+    told = store.get(KEY, timeout_s)
+    host = str(connected_to()).rpartition(":")[0].strip("[]")
+    try:
+        if told is None:
+            raise TimeoutError(f"it said nothing for {timeout_s:g} s")
+        port, _, secret = told.partition(" ")
+        line = socket.create_connection((host, int(port)), timeout=timeout_s)
+        line.sendall(f"{secret} {process}\n".encode())
+    except OSError as error:
+        raise LaunchError(
+            f"process {process} cannot reach process 0 at {host}",
+            actual=str(error),
+            fix="see process 0's output, and whether a firewall is between the two",
+        ) from None
+    set_up(line)
+    return line
+
 
 RUN, RESET, END, STOP = "run", "reset", "end", "stop"
 
@@ -109,11 +260,11 @@ class Leader:
         self._queue.put(encode(Message(kind, names, arrays)))
 
     def attend(self, drain: Callable[[], None], lose: Callable[[str], None]) -> None:
-        """See `serving.http.others.Others`."""
+        """See `serving.http.server.Others`."""
         self._drain, self._lose = drain, lose
 
     def heed(self, error: Exception) -> None:
-        """Ends all processes if a call failed on the devices; see `serving.http.others.Others`."""
+        """Ends all processes if a call failed on the devices; see `serving.http.server.Others`."""
         if not _is_of_devices(error):
             return
         # A collective that breaks is most likely not at fault: who is, turns out in a moment.
@@ -122,7 +273,7 @@ class Leader:
         threading.Event().wait()
 
     def end(self, asked: bool) -> NoReturn:
-        """See `serving.http.others.Others`."""
+        """See `serving.http.server.Others`."""
         if self._lost.is_set():
             threading.Event().wait()  # the thread that noticed ends the process
         code = 0 if asked else EXIT_PREEMPTED

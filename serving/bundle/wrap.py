@@ -7,11 +7,13 @@ Arguments of the module that have a tensor's name are weights, all others are in
 
 from __future__ import annotations
 
+import dataclasses
+import fnmatch
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -29,16 +31,208 @@ from serving.bundle.manifest import (
     Manifest,
     Symbol,
 )
-from serving.bundle.names import matched, own_specs
-from serving.bundle.sizes import SizedType, read_module
 from serving.bundle.tensors import lazy_tensors, write_weights
 from serving.bundle.write import finish, producer
+from spmd.api import static_module
 from spmd.cli.flags import Parser, Switch
 from spmd.cli.specs import symbol_values
 from spmd.errors import SpmdError
 from spmd.frontend.artifact import calls_of, module_artifact
-from spmd.frontend.importer.module import boundary_names
+from spmd.frontend.importer.module import boundary_names, parse_module, signature
+from spmd.frontend.refine import exported_dims, is_dynamic, stated_dims
+from spmd.frontend.sizes import Dim, size_of, symbols_in
 from spmd.ir.types import numpy_dtype
+
+FIRST, STEP, LAST = 16, 16, 64
+"""Sizes that are tried: multiples of what kernels and constraints like to have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SizedType:
+    """A tensor's type; sizes may be expressions of symbols."""
+
+    dtype: str
+    shape: tuple[Dim, ...]
+
+
+class Read(NamedTuple):
+    """A module that was read.
+
+    Attributes:
+      module: as it is to be written.
+      static: the same, or what it is at some sizes.
+      signature: the types of its arguments and results.
+      symbols: those that have no size yet.
+    """
+
+    module: Any
+    static: Any
+    signature: tuple[tuple[SizedType, ...], tuple[SizedType, ...]]
+    symbols: tuple[str, ...] = ()
+
+
+def read_module(source: Any, symbols: Mapping[str, int] | None) -> Read:
+    """A module at sizes that are given; without any, its symbols stay.
+
+    Args:
+      source: as `wrap_stablehlo` takes it.
+      symbols: name -> value.
+
+    Raises:
+      BundleError: dims of results that are no linear expressions of the symbols.
+      SpmdError: a module that cannot be read, or whose dynamic dims have no names.
+    """
+    exported = source if hasattr(source, "mlir_module_serialized") else None
+    module = parse_module(source if exported is None else exported.mlir_module_serialized)
+    if symbols or not is_dynamic(module):
+        static = static_module(module if exported is None else source, symbols)
+        args, results = (tuple(map(_plain, types)) for types in signature(static))
+        return Read(static, static, (args, results))
+    dims = stated_dims(module) if exported is None else exported_dims(exported)
+    stated = [dim for argument in dims for dim in argument if dim is not None]
+    names = symbols_in(stated)
+    base = dict.fromkeys(names, FIRST)
+    given = module if exported is None else source
+    static = static_module(given, base)  # which raises where a dim has no name
+    types, first = signature(static)
+    moved = [_results(given, {**base, name: FIRST + STEP}) for name in names]
+    last = dict.fromkeys(names, LAST)
+    checked = _results(given, last)
+    results = tuple(
+        SizedType(
+            type_.dtype,
+            tuple(
+                _fitted([m[i][d] for m in moved], size, names, checked[i][d], last)
+                for d, size in enumerate(type_.shape)
+            ),
+        )
+        for i, type_ in enumerate(first)
+    )
+    args = tuple(
+        SizedType(type_.dtype, tuple(dim if dim is not None else 0 for dim in argument))
+        for type_, argument in zip(types, dims, strict=True)
+    )
+    return Read(module, static, (args, results), names)
+
+
+def _plain(type_: Any) -> SizedType:
+    return SizedType(type_.dtype, tuple(type_.shape))
+
+
+def _results(given: Any, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
+    return [tuple(type_.shape) for type_ in signature(static_module(given, sizes))[1]]
+
+
+def _fitted(
+    moved: Sequence[int], size: int, names: Sequence[str], checked: int, last: Mapping[str, int]
+) -> Dim:
+    """The expression of a dim: its size at `FIRST`, and with each symbol larger by `STEP`."""
+    slopes = {n: (m - size) // STEP for n, m in zip(names, moved, strict=True) if m != size}
+    rest = size - sum(slope * FIRST for slope in slopes.values())
+    terms = [name if slope == 1 else f"{slope}*{name}" for name, slope in slopes.items()]
+    text = " + ".join([*terms, *([str(rest)] if rest else [])]) if slopes else size
+    if size_of(text, last) != checked:
+        raise BundleError(
+            "a dim of a result is no multiple of a symbol and a number added: give the symbols "
+            "sizes"
+        )
+    return text
+
+
+Parts = tuple[str, ...]
+
+
+def parts_of(name: str) -> Parts:
+    """`model.layers.0/w` -> `("model", "layers", "0", "w")`."""
+    return tuple(part for part in name.replace(".", "/").split("/") if part)
+
+
+def matched(tensors: Sequence[str], arguments: Sequence[str]) -> dict[str, str]:
+    """The argument that each tensor is for: of its name, but for a prefix that all of them have.
+
+    Args:
+      tensors: names in the file.
+      arguments: of the module.
+
+    Returns:
+      Tensor -> argument; empty if no prefixes make all tensors arguments.
+
+    Raises:
+      BundleError: several prefixes do.
+
+    Example:
+      >>> matched(["model.w", "model.b"], ["params/w", "params/b", "x"])
+      {'model.w': 'params/w', 'model.b': 'params/b'}
+    """
+    if set(tensors) <= set(arguments):
+        return {name: name for name in tensors}
+    known = {parts_of(name): name for name in arguments}
+    wanted = {name: parts_of(name) for name in tensors}
+    for cut in range(len(_common(list(wanted.values()))) + 1):
+        tails = {name: parts[cut:] for name, parts in wanted.items()}
+        first = next(iter(tails.values()))
+        fronts = [a[: len(a) - len(first)] for a in known if first and a[-len(first) :] == first]
+        fitting = [q for q in fronts if all(q + tail in known for tail in tails.values())]
+        if len(fitting) > 1:
+            names = " and ".join("/".join(front) or "none" for front in fitting[:3])
+            raise BundleError(
+                f"arguments of several prefixes are called like the weights ({names}): give the "
+                "weights the names of the arguments"
+            )
+        if fitting:
+            return {name: known[fitting[0] + tail] for name, tail in tails.items()}
+    return {}
+
+
+def _common(names: Sequence[Parts]) -> Parts:
+    """The front that all names have, less than a whole name."""
+    front: list[str] = []
+    for parts in zip(*(name[:-1] for name in names), strict=False):
+        if len(set(parts)) > 1:
+            break
+        front.append(parts[0])
+    return tuple(front)
+
+
+def own_specs(
+    specs: Mapping[str, Any], tensors: Mapping[str, str], paths: Iterable[str]
+) -> dict[str, Any]:
+    """Specs by the model's own names, as specs by paths of the bundle.
+
+    Args:
+      specs: pattern -> spec. A pattern may be of paths (`weights/params/w`), of the file's names
+        (`model.layers.*.w`), of the arguments' (`params/layers/*/w`), or of what these share
+        (`layers.*.w`); `.` and `/` are alike in it.
+      tensors: tensor -> argument.
+      paths: of all leaves.
+
+    Returns:
+      Path or pattern of paths -> spec. Patterns that match nothing stay as they are.
+    """
+    known = list(paths)
+    found: dict[str, Any] = {}
+    for pattern, spec in specs.items():
+        if any(path == pattern or fnmatch.fnmatchcase(path, pattern) for path in known):
+            found.setdefault(pattern, spec)
+            continue
+        glob = "/".join(parts_of(pattern))
+        fitting = [
+            f"{WEIGHTS}/{argument}"
+            for tensor, argument in tensors.items()
+            if any(fnmatch.fnmatchcase(name, glob) for name in _spellings(tensor, argument))
+        ]
+        for path in fitting or [pattern]:
+            found.setdefault(path, spec)
+    return found
+
+
+def _spellings(tensor: str, argument: str) -> list[str]:
+    one, other = parts_of(tensor), parts_of(argument)
+    shared = 0
+    while shared < min(len(one), len(other)) and one[-1 - shared] == other[-1 - shared]:
+        shared += 1
+    return ["/".join(parts) for parts in (one, other, one[len(one) - shared :])]
+
 
 FILE = "functions/main.mlirbc"
 

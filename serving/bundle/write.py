@@ -34,8 +34,7 @@ from serving.bundle.manifest import (
     Entrypoint,
     Manifest,
 )
-from serving.bundle.manifest_checks import check
-from serving.bundle.manifest_json import to_json
+from serving.bundle.manifest_json import check, to_json
 from serving.bundle.tensors import MAX_FILE_BYTES, write_weights
 from spmd.errors import SpmdError
 from spmd.frontend.artifact import Calls, artifact_version, function_artifact

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from serving.engine.backend import Part, Sampling, Words
-from serving.engine.guide import Guide
-from serving.engine.masks import Masks
+from serving.engine.guide import Guide, Masks
 
 GREEDY = Sampling(temperature=0)
 

@@ -20,19 +20,130 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from serving.engine import threads
 from serving.engine.actions import Counts, Job, Progress, Step
-from serving.engine.backend import Backend, Tokens, Words
-from serving.engine.calls import Calls, Done
+from serving.engine.backend import Backend, Stepped, Tokens, Words
 from serving.engine.choice import Choice, Delta, NotFinite, Token, read_scores
-from serving.engine.entry import Entry
 from serving.engine.guide import Guide, GuideError, Guides
-from serving.engine.records import Observer, State
+from serving.engine.records import Finished, Observer, State
 from serving.engine.scheduler import Scheduler
 from serving.engine.stream import Failed, Misguided, Stopped, Stream, deliver, shutting_down
 from serving.engine.text import Decode, Pieces
+from serving.engine.workers import have_ended, join_all
+
+
+class _Call(NamedTuple):
+    step: Step
+    started: float
+    results: Callable[[], Stepped]
+
+
+class Done(NamedTuple):
+    """A step that is done.
+
+    Attributes:
+      step: what was asked for.
+      results: what the backend returned.
+      seconds: how long the device worked on it.
+    """
+
+    step: Step
+    results: Stepped
+    seconds: float
+
+
+class Calls:
+    """A queue of the calls under way; only the engine's thread begins and finishes them.
+
+    Args:
+      backend: runs the calls, one after the other.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._under_way: deque[_Call] = deque()
+        # When the device began the oldest call: when that call was made, or, if another one was
+        # under way then, when the other one was done.
+        self._busy_since: float | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._under_way)
+
+    def begin(self, step: Step) -> None:
+        """Begins a step, and returns before it is done."""
+        started = time.monotonic()
+        if self._busy_since is None:
+            self._busy_since = started
+        for begin in step.begins:
+            self._backend.begin(*begin)
+        if step.masks:
+            self._backend.allow(step.masks)
+        results = self._backend.step(step.parts, step.alternatives)
+        self._under_way.append(_Call(step, started, results))
+
+    def finish(self) -> Done:
+        """Waits for the oldest step."""
+        step, started, results = self._under_way.popleft()
+        found = results()
+        now = time.monotonic()
+        seconds = now - max(started, self._busy_since or 0.0)
+        self._busy_since = now if self._under_way else None
+        return Done(step, found, seconds)
+
+    def stalled(self) -> float:
+        """Seconds for which the oldest call has been running; 0 if there is none."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def abandon(self) -> None:
+        """Nobody waits for what is under way any more, so nothing counts as stalled."""
+        self._busy_since = None
+
+
+class Entry:
+    """A completion that the engine works on: its text so far, its reader, and its times."""
+
+    def __init__(self, choice: Choice, stream: Stream, now: float) -> None:
+        self.choice = choice
+        self.stream = stream
+        self._arrived = now
+        self._placed: float | None = None
+        self._first: float | None = None
+        self._last = now
+
+    def note_placed(self, now: float) -> None:
+        """Notes when it got its slot; later calls change nothing."""
+        if self._placed is None:
+            self._placed = now
+
+    def note_token(self, now: float, observer: Observer) -> None:
+        """Tells an observer of a token that has come."""
+        if self._first is None:
+            self._first = now
+            observer.first_token(now - self._arrived)
+        else:
+            observer.next_token(now - self._last)
+        self._last = now
+
+    def finished(self, reason: str, now: float) -> Finished:
+        """The record of it, at its end."""
+        placed = now if self._placed is None else self._placed
+        first = now if self._first is None else self._first
+        return Finished(
+            self.choice.index,
+            reason,
+            len(self.choice.job.prompt),
+            self.choice.generated,
+            queued=placed - self._arrived,
+            prefill=first - placed,
+            decode=now - first,
+            total=now - self._arrived,
+            ended=now,
+        )
+
 
 _LOG = logging.getLogger("serving")
 
@@ -190,7 +301,7 @@ class Engine:
     @property
     def ended(self) -> bool:
         """Whether no thread runs."""
-        return threads.ended(self._threads)
+        return have_ended(self._threads)
 
     def stop(self, timeout: float = 10.0, why: Callable[[], Stopped] = shutting_down) -> None:
         """Ends the threads after the step that is under way; unfinished requests fail.
@@ -203,7 +314,7 @@ class Engine:
             self._stopping, self._stopped = True, why
             self._tell()
         self._fail_all(why())
-        threads.join(self._threads, timeout)
+        join_all(self._threads, timeout)
 
     def _tell(self) -> None:
         """Makes the scheduler be asked again; under the lock."""

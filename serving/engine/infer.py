@@ -1,11 +1,18 @@
-"""What the server asks of a model without text: named arrays go in, named arrays come out."""
+"""What the server asks of a model without text: named arrays go in, named arrays come out.
+
+KServe's protocol has names of its own for dtypes (`DATATYPES`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import ml_dtypes
+import numpy as np
 import numpy.typing as npt
+
+from serving.errors import ServingError
 
 Array = npt.NDArray[Any]
 
@@ -53,3 +60,26 @@ class Infer(Protocol):
         Raises:
           ValueError: the function does not accept these values. The client gets the message.
         """
+
+
+DATATYPES: Mapping[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    **{f"UINT{bits}": np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
+    **{f"INT{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"FP{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)},
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+NAMES = {dtype.name: name for name, dtype in DATATYPES.items()}
+
+
+def check_datatypes(infer: Infer) -> None:
+    """Checks that KServe's protocol can name all dtypes of a model.
+
+    Raises:
+      ServingError: it has no name for one of them.
+    """
+    for spec in (*infer.inputs, *infer.outputs):
+        if spec.dtype not in NAMES:
+            raise ServingError(
+                f"tensor {spec.name}: {spec.dtype} cannot be served; these can: {', '.join(NAMES)}"
+            )

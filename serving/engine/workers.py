@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar, cast
 
-from serving.engine import threads as all_threads
 from serving.engine.fairness import FairQueue
 from serving.engine.records import Finished
 from serving.engine.stream import Stopped, shutting_down
@@ -26,6 +25,19 @@ from serving.engine.stream import Stopped, shutting_down
 _LOG = logging.getLogger("serving")
 
 T = TypeVar("T")
+
+
+def have_ended(threads: Sequence[threading.Thread]) -> bool:
+    """Whether none of them runs; those that never began count as ended."""
+    return not any(thread.is_alive() for thread in threads)
+
+
+def join_all(threads: Sequence[threading.Thread], timeout: float) -> None:
+    """Waits for all of them together, `timeout` seconds at most."""
+    end = time.monotonic() + timeout
+    for thread in threads:
+        if thread.ident is not None:  # it has begun
+            thread.join(max(0.0, end - time.monotonic()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +174,7 @@ class Workers:
     @property
     def ended(self) -> bool:
         """Whether no thread runs."""
-        return all_threads.ended(self._threads)
+        return have_ended(self._threads)
 
     def stop(self, timeout: float = 10.0, why: Callable[[], Stopped] = shutting_down) -> None:
         """Ends the threads after the calls that run; calls that wait fail.
@@ -182,7 +194,7 @@ class Workers:
             self._wake.notify_all()
         for call in open_calls:
             _answer(call, None, why())
-        all_threads.join(self._threads, timeout)
+        join_all(self._threads, timeout)
 
     # -----------------------------------------------------------------------------------------
 

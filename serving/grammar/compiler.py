@@ -13,7 +13,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from models.training.data.tokenizer import BYTE_VOCABULARY, Tokenizer
 from serving.engine.backend import Words
-from serving.engine.masks import words_of
+from serving.engine.guide import words_of
 from serving.grammar.guide import GrammarError, GrammarGuide, TooHard
 from serving.grammar.trial import Trial, byte_tokenizer, matcher_of
 

@@ -1,32 +1,191 @@
-"""The ASGI application: routes, and how errors are answered."""
+"""The ASGI application: routes, how errors are answered, and what is around all answers.
+
+Each request gets an id, a line in the log and, if asked for, a trace; answers are counted and timed
+by route. Load balancers and Kubernetes ask whether the process is well, has started, and serves.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
+import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.errors import ApiError
-from serving.http import kserve, openai_routes, probes
-from serving.http.access import HEADER, Access
+from serving.http import kserve, openai_routes
 from serving.http.connections import Refusing
-from serving.http.measured import Measured
+from serving.http.limits import HttpOptions
+from serving.http.logs import FIELDS, REQUEST_ID, Exchange
 from serving.http.metrics import CONTENT_TYPE
-from serving.http.options import HttpOptions
 from serving.http.requests import error_response, route_path, service_of
 from serving.http.service import Service
+from serving.http.traffic import Traffic
 
 if TYPE_CHECKING:
     from serving.http.tracing import Tracing
+
+
+async def live(request: Request) -> Response:
+    """`GET /livez`: 503 if only a new process can help; one that loads or drains is well."""
+    return _answer(service_of(request).broken())
+
+
+async def started(request: Request) -> Response:
+    """`GET /startupz`: 200 as soon as the model is loaded, and from then on."""
+    service = service_of(request)
+    return _answer(service.problem() if service.loaded is None else None)
+
+
+async def ready(request: Request) -> Response:
+    """`GET /readyz` and `GET /health`: 200 if requests are served, else 503 with the reason."""
+    return _answer(service_of(request).problem())
+
+
+def _answer(problem: str | None) -> Response:
+    if problem is None:
+        return PlainTextResponse("ok\n")
+    return PlainTextResponse(f"{problem}\n", 503, headers={"Retry-After": "5"})
+
+
+PROBES = [
+    Route("/livez", live),
+    Route("/startupz", started),
+    Route("/readyz", ready),
+    Route("/health", ready),
+]
+
+
+METHODS = ("GET", "HEAD", "POST", "OPTIONS")
+"""Strangers may make up others; those count as one."""
+
+
+class Measured:
+    """An app whose answers are counted.
+
+    Args:
+      app: the app; what it routes to is in the scope once it has answered.
+      traffic: where they are counted.
+      routes: of the app. All paths beside them count as one, or strangers could make up as many as
+        they like.
+    """
+
+    def __init__(self, app: ASGIApp, traffic: Traffic, routes: Sequence[Route]) -> None:
+        self.app = app
+        self._traffic = traffic
+        self._paths = {route.path for route in routes}
+        self._by_endpoint: dict[object, str] = {route.endpoint: route.path for route in routes}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        started = time.monotonic()
+        status = 499  # of those who left before there was one
+
+        async def note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, note)
+        finally:
+            seconds = time.monotonic() - started
+            method = scope["method"] if scope["method"] in METHODS else "other"
+            self._traffic.answered(method, self._route(scope), status, seconds)
+
+    def _route(self, scope: Scope) -> str:
+        path = route_path(scope)
+        return (
+            path if path in self._paths else self._by_endpoint.get(scope.get("endpoint"), "other")
+        )
+
+
+_LOG = logging.getLogger("serving.access")
+
+HEADER = "X-Request-Id"
+
+QUIET = ("/health", "/livez", "/readyz", "/startupz", "/metrics", "/v2/health/")
+"""Beginnings of paths that machines ask every few seconds: they are no news, and have no trace."""
+
+LONGEST_PATH = 512
+"""Of a path in the log, in characters."""
+
+_REQUEST_ID = re.compile(r"[\w.:/+=@~-]{1,128}", re.ASCII)
+
+
+class Access:
+    """ASGI middleware around everything else, so that answers to errors have an id, too.
+
+    Args:
+      app: what answers.
+      tracing: makes spans of requests; None makes none.
+    """
+
+    def __init__(self, app: ASGIApp, tracing: Tracing | None = None) -> None:
+        self._app = app
+        self._tracing = tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers."""
+        started = time.monotonic()
+        headers = Headers(scope=scope)
+        exchange = _exchange(scope, headers)
+        scope.setdefault("state", {})["exchange"] = exchange
+        # It stays set: uvicorn runs each request in a task of its own, and what it logs of an
+        # exception after this should have the id.
+        REQUEST_ID.set(exchange.request_id)
+        is_probe = route_path(scope).startswith(QUIET)
+        span = None
+        if self._tracing is not None and not is_probe:
+            span = self._tracing.begin(exchange, headers)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                MutableHeaders(scope=message)[HEADER] = exchange.request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            fields = exchange.fields(time.monotonic() - started)
+            if span is not None:
+                fields["trace_id"] = span.trace_id
+                span.end(exchange)
+            _log(fields, logging.DEBUG if is_probe else logging.INFO)
+
+
+def _exchange(scope: Scope, headers: Headers) -> Exchange:
+    given = headers.get(HEADER, "")
+    request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    # The path as it was sent has no spaces and no line breaks, which could forge lines of the log.
+    path = scope["raw_path"].decode("ascii")[:LONGEST_PATH]
+    client = scope.get("client")
+    return Exchange(request_id, scope["method"], path, client[0] if client else "")
+
+
+def _log(fields: dict[str, Any], level: int) -> None:
+    if not _LOG.isEnabledFor(level):
+        return
+    tokens = ""
+    if "completion_tokens" in fields:
+        tokens = ", {prompt_tokens} + {completion_tokens} tokens".format_map(fields)
+    text = '{client} "{method} {path}" {status}, {seconds:.3f} s'.format_map(fields) + tokens
+    _LOG.log(level, "%s", text, extra={FIELDS: fields})
+
 
 STATIC = Path(__file__).parent / "static"
 PAGE = {"/": "chat.html", "/static/chat.css": "chat.css", "/static/chat.js": "chat.js"}
@@ -55,7 +214,7 @@ def make_app(
       tracing: makes spans of requests; None makes none.
     """
     routes = [
-        *probes.ROUTES,
+        *PROBES,
         Route("/metrics", metrics),
         *(Route(path, page) for path in PAGE),
         *openai_routes.ROUTES,

@@ -14,8 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from serving.errors import ApiError
 from serving.http.admission import RETRY_SECONDS, address_of
-from serving.http.limits import Options
-from serving.http.options import ANY
+from serving.http.limits import ANY, Options
 from serving.http.requests import error_response
 from serving.http.traffic import Traffic
 

@@ -12,9 +12,8 @@ from serving.engine.engine import Engine
 from serving.engine.infer import Infer
 from serving.errors import ServingError
 from serving.grammar.compiler import Grammars
-from serving.http.bounds import Bounds
 from serving.http.chat_template import ChatTemplate
-from serving.http.limits import Options
+from serving.http.limits import Bounds, Options
 from serving.http.metrics import Metrics
 from serving.http.traffic import RequestMetrics
 

@@ -15,9 +15,10 @@ import socket
 import sys
 import threading
 import time
+import typing
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvicorn
 
@@ -26,10 +27,31 @@ from serving.http import logs
 from serving.http.app import make_app
 from serving.http.connections import Addresses, Protocol
 from serving.http.language import Loaded
-from serving.http.limits import Options
-from serving.http.options import HttpOptions
-from serving.http.others import Others
+from serving.http.limits import HttpOptions, Options
 from serving.http.service import Service
+
+
+class Others(typing.Protocol):
+    """The other processes that run the model, where there are some: what ends one ends all."""
+
+    def heed(self, error: Exception) -> None:
+        """Is told what the model raised; does not return if that ends the processes."""
+
+    def attend(self, drain: Callable[[], None], lose: Callable[[str], None]) -> None:
+        """Takes what to do if another process is asked to end, and what before a sudden end.
+
+        Args:
+          drain: begins to drain.
+          lose: tells clients why, and returns when they have been told.
+        """
+
+    def end(self, asked: bool) -> NoReturn:
+        """Ends all processes.
+
+        Args:
+          asked: whether this one was asked to end; else they are to be started again.
+        """
+
 
 if TYPE_CHECKING:
     from serving.http.tracing import Tracing
@@ -79,7 +101,7 @@ class Server(uvicorn.Server):
             lifespan="off",
             log_config=None,
             log_level=log_level,
-            access_log=False,  # `serving.http.access` writes it
+            access_log=False,  # `serving.http.app` writes it
             limit_concurrency=service.options.connections,
             h11_max_incomplete_event_size=HEADER_BYTES,
             timeout_keep_alive=IDLE_SECONDS,

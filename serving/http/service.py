@@ -8,12 +8,12 @@ from typing import Literal
 
 from serving.engine.batches import Batches
 from serving.engine.engine import Engine
+from serving.engine.infer import check_datatypes
 from serving.engine.statistics import Statistics
 from serving.engine.stream import SHUTTING_DOWN, Lost
 from serving.engine.workers import Workers
 from serving.errors import ApiError, ServingError
 from serving.http.admission import Admission
-from serving.http.datatypes import check_datatypes
 from serving.http.fields import SHORT
 from serving.http.language import Heed, Language, Loaded
 from serving.http.limits import Options

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from serving.engine.records import Finished
 from serving.errors import ServingError
-from serving.http.exchange import Exchange
+from serving.http.logs import Exchange
 
 try:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts.serve_bundle import KEYS, LIMITS, http_options, make_parser, options
-from serving.http.limits import Options
-from serving.http.options import HttpOptions
+from serving.http.limits import HttpOptions, Options
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import spmd
-from serving.bundle import modules
+from serving.bundle import read as reading
 from serving.bundle.function import Function, StateLeaf
 from serving.bundle.write import write_bundle
 from spmd.frontend import bytecode
@@ -23,8 +23,8 @@ def _one_reader_for_all():
         return [texts[data] for data in group]
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(modules, "bytecodes_to_texts", read)
-    patch.setattr(modules, "bytecode_to_text", lambda data: read([data])[0])
+    patch.setattr(reading, "bytecodes_to_texts", read)
+    patch.setattr(reading, "bytecode_to_text", lambda data: read([data])[0])
     yield
     patch.undo()
 

@@ -11,8 +11,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from models.llama.config import LlamaConfig
-from models.llama.errors import ConfigError
+from models.llama.config import ConfigError, LlamaConfig
 from models.llama.weights.families import SIZES, Family, family_of, typed
 from models.llama.weights.family_parts import read_parts, write_parts
 from models.llama.weights.rope_keys import ROPE_KEYS, parse_rope, scaling_to_hf

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from models.llama.errors import ConfigError
+from models.llama.config import ConfigError
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 32_000,

@@ -10,8 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from models.llama.config import LlamaConfig
-from models.llama.errors import ConfigError
+from models.llama.config import ConfigError, LlamaConfig
 from models.llama.weights.families import FAMILIES, Family, typed
 
 FULL, SLIDING = "full_attention", "sliding_attention"

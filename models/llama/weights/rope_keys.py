@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from models.llama.errors import ConfigError
-from models.llama.rope_scaling import ROPE_TYPES, RopeScaling
+from models.llama.config import ROPE_TYPES, ConfigError, RopeScaling
 from models.llama.weights.families import SIZES, typed
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")

@@ -12,8 +12,7 @@ import jax
 import numpy as np
 
 from models.llama import fresh
-from models.llama.config import LlamaConfig
-from models.llama.errors import ConfigError
+from models.llama.config import ConfigError, LlamaConfig
 from models.llama.weights.config import read_config
 from models.llama.weights.files import Array, Index, WeightsError, open_folder
 from models.llama.weights.load import check_can_load

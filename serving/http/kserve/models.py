@@ -7,10 +7,9 @@ from typing import Any
 from starlette.requests import Request
 
 from serving.engine.batches import sizes_of, why_not_joined
-from serving.engine.infer import TensorSpec
+from serving.engine.infer import NAMES, TensorSpec
 from serving.engine.statistics import Statistics, Tally
 from serving.errors import ApiError
-from serving.http.datatypes import NAMES
 from serving.http.language import Loaded
 from serving.http.requests import service_of
 

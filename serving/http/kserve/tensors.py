@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from serving.engine.infer import Array, TensorSpec
+from serving.engine.infer import DATATYPES, NAMES, Array, TensorSpec
 from serving.errors import ApiError, invalid
-from serving.http.datatypes import DATATYPES, NAMES
 from serving.http.fields import is_integer, show
 
 NOT_HERE = ("shared_memory_region", "classification")

@@ -3,8 +3,7 @@ import json
 
 import pytest
 
-from models.llama.config import LlamaConfig
-from models.llama.errors import ConfigError
+from models.llama.config import ConfigError, LlamaConfig
 from models.llama.named import CONFIGS, named_config
 
 TINY = CONFIGS["tiny"]

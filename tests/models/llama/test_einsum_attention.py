@@ -1,7 +1,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from models.llama import einsum_attention
+from models.llama import model
 
 
 def test_attention_weights_against_numpy():
@@ -10,5 +10,5 @@ def test_attention_weights_against_numpy():
     scores = np.einsum("bsnd,btnd->bnst", q, k) / 2
     scores[..., np.triu_indices(6, 1)[0], np.triu_indices(6, 1)[1]] = -np.inf
     expected = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-    weights = einsum_attention.attention_weights(jnp.asarray(q), jnp.asarray(k))
+    weights = model.attention_weights(jnp.asarray(q), jnp.asarray(k))
     np.testing.assert_allclose(weights, expected, rtol=1e-5, atol=1e-6)

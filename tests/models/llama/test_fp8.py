@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from models.llama import parameters
-from models.llama.errors import ConfigError
+from models.llama.config import ConfigError
 from models.llama.fresh import init
 from models.llama.named import CONFIGS
 from models.llama.training import train_step

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from models.llama import model
-from models.llama.generate import generate, make_next_logits, sample
 from models.llama.named import CONFIGS
+from models.llama.trainer import generate, make_next_logits, sample
 
 TINY = CONFIGS["tiny"]
 WINDOW = 8

@@ -10,7 +10,7 @@ import pytest
 
 import spmd
 from models.llama import fresh, model, sharding
-from models.llama.errors import ConfigError
+from models.llama.config import ConfigError
 from models.llama.named import CONFIGS
 from models.llama.training import batch_loss
 

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from models.llama.errors import ConfigError
+from models.llama.config import ConfigError
 from models.llama.named import named_config
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import spmd
 from models.llama import fresh, objective, parameters
-from models.llama.errors import ConfigError
+from models.llama.config import ConfigError
 from models.llama.marks import MARK_POINTS
 from models.llama.named import CONFIGS
 from models.llama.remat import check_can_offload, checkpoint_policy

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models.llama.config import RopeScaling
 from models.llama.named import CONFIGS
 from models.llama.rope import apply_rope, rope_angles, rope_frequencies
-from models.llama.rope_scaling import RopeScaling
 
 TINY = CONFIGS["tiny"]
 LLAMA31 = CONFIGS["llama3.1-8b"]

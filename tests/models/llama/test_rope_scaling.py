@@ -1,7 +1,6 @@
 import pytest
 
-from models.llama.errors import ConfigError
-from models.llama.rope_scaling import RopeScaling
+from models.llama.config import ConfigError, RopeScaling
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from models.llama import fresh, marks, model, sharding
-from models.llama.errors import ConfigError
+from models.llama.config import ConfigError
 from models.llama.named import CONFIGS
 from models.llama.training import train_step
 from models.placement import axes_of, present

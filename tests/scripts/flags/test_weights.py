@@ -14,7 +14,7 @@ import tokenizers
 from rich.console import Console
 
 from models.llama import fresh
-from models.llama.errors import ConfigError
+from models.llama.config import ConfigError
 from models.llama.named import CONFIGS
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config

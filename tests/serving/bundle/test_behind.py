@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from serving.bundle.behind import Behind
+from serving.bundle.bundle import Behind
 from serving.bundle.function import BundleError
 from tests.waiting import PATIENCE
 

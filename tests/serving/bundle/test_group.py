@@ -16,11 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_st
 
-from serving.bundle import connect, group
+from serving.bundle import group
 from serving.bundle.function import BundleError
-from serving.bundle.group import Leader, repeat
+from serving.bundle.group import Leader, Message, encode, read, repeat
 from serving.bundle.read import load_bundle
-from serving.bundle.wire import Message, encode, read
 from spmd.errors import LaunchError
 from tests.waiting import PATIENCE, wait_until
 
@@ -97,20 +96,20 @@ class FakeStore:
 
 def test_who_does_not_know_the_secret_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     store: Any = FakeStore()
-    monkeypatch.setattr(connect, "connected_to", lambda: "localhost:1")
+    monkeypatch.setattr(group, "connected_to", lambda: "localhost:1")
     lines: dict[int, socket.socket] = {}
     thread = threading.Thread(
-        target=lambda: lines.update(connect.welcome(store, 2, PATIENCE)), daemon=True
+        target=lambda: lines.update(group.welcome(store, 2, PATIENCE)), daemon=True
     )
     thread.start()
-    port, _, secret = store.get(connect.KEY).partition(" ")
+    port, _, secret = store.get(group.KEY).partition(" ")
     for said in (b"GET / HTTP/1.1\r\n\r\n", b"x" * 200, b"0 1\n", f"{secret} one\n".encode()):
         with socket.create_connection(("localhost", int(port))) as stranger:
             stranger.sendall(said)
             with contextlib.suppress(OSError):  # reset, with bytes that nobody read
                 stranger.shutdown(socket.SHUT_WR)
                 assert stranger.recv(1) == b""
-    mine = connect.connect(store, 1, PATIENCE)
+    mine = group.connect(store, 1, PATIENCE)
     thread.join()
     assert [*lines] == [1]
     mine.sendall(b"t")
@@ -118,9 +117,9 @@ def test_who_does_not_know_the_secret_is_turned_away(monkeypatch: pytest.MonkeyP
     for line in (mine, lines[1]):
         line.close()
     with pytest.raises(LaunchError, match=r"process 1 cannot reach process 0 at localhost"):
-        connect.connect(store, 1, PATIENCE)
+        group.connect(store, 1, PATIENCE)
     with pytest.raises(LaunchError, match=r"process 1 did not connect to process 0 within 0\.01 s"):
-        connect.welcome(store, 2, 0.01)
+        group.welcome(store, 2, 0.01)
 
 
 def test_a_call_that_fails_on_the_devices_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,8 @@ import spmd
 from serving.bundle import wrap
 from serving.bundle.function import BundleError
 from serving.bundle.manifest import Variant
-from serving.bundle.names import matched
 from serving.bundle.read import load_bundle
-from serving.bundle.wrap import wrap_stablehlo
+from serving.bundle.wrap import matched, wrap_stablehlo
 from serving.tensor_backend import BundleInfer
 from spmd.mesh.chips import CHIPS
 

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from serving.engine.actions import Job
 from serving.engine.backend import Words
-from serving.engine.bad_words import BadWords, WithoutBadWords
-from serving.engine.guide import GuideError
-from serving.engine.masks import counted_masks, words_of
+from serving.engine.guide import BadWords, GuideError, WithoutBadWords, counted_masks, words_of
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.engine.test_engine import DECODE, ask, job, running, text_of
 from tests.serving.engine.test_guides import Spelled

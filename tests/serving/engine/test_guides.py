@@ -12,8 +12,7 @@ import pytest
 from serving.engine.actions import Job
 from serving.engine.backend import Words
 from serving.engine.engine import Engine
-from serving.engine.guide import GuideError
-from serving.engine.masks import all_words, counted_masks, words_of
+from serving.engine.guide import GuideError, all_words, counted_masks, words_of
 from serving.engine.stream import Failed, Misguided
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.engine.test_engine import alone, ask, job, read, running, text_of

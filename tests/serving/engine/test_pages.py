@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from serving.engine.pages import ROOT, Pages
+from serving.engine.groups import ROOT, Pages
 
 COUNT = 12
 

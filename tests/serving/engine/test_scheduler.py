@@ -16,8 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from serving.engine.actions import Counts, Job, Step
 from serving.engine.backend import Limits, Part, Sampling, Stepped
-from serving.engine.guide import Guide
-from serving.engine.masks import counted_masks, words_of
+from serving.engine.guide import Guide, counted_masks, words_of
 from serving.engine.scheduler import Scheduler
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
 

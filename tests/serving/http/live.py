@@ -11,8 +11,7 @@ import httpx
 
 from models.training.data.tokenizer import ByteTokenizer
 from serving.http.language import Loaded
-from serving.http.limits import Options
-from serving.http.options import HttpOptions
+from serving.http.limits import HttpOptions, Options
 from serving.http.server import Server, listen
 from serving.http.service import Service
 from tests.serving.engine.fake_backend import FakeBackend

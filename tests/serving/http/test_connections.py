@@ -11,8 +11,7 @@ import pytest
 from serving.errors import ServingError
 from serving.http import connections
 from serving.http.connections import Addresses
-from serving.http.limits import Options
-from serving.http.options import HttpOptions
+from serving.http.limits import HttpOptions, Options
 from tests.serving.http.live import Live, get, post, serving
 from tests.waiting import PATIENCE, wait_until
 

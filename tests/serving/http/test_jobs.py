@@ -11,12 +11,10 @@ import pytest
 
 from models.training.data.tokenizer import ByteTokenizer
 from serving.errors import ApiError, ServingError
-from serving.http.bounds import Bounds
-from serving.http.jobs import Work, chat_work, completion_work
+from serving.http.jobs import Work, bad_words, chat_work, completion_work
 from serving.http.language import Language, Loaded
-from serving.http.limits import Options
+from serving.http.limits import Bounds, Options
 from serving.http.protocol import parse_chat, parse_completion
-from serving.http.restrictions import bad_words
 from serving.http.service import Service
 from serving.http.traffic import RequestMetrics
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend

@@ -12,8 +12,7 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from serving.engine.infer import Array, TensorSpec
-from serving.http.datatypes import DATATYPES
+from serving.engine.infer import DATATYPES, Array, TensorSpec
 from serving.http.language import Loaded
 from serving.http.limits import Options
 from tests.serving.http.live import Live, get, post, serving

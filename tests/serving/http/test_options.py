@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from serving.errors import ServingError
-from serving.http.options import HttpOptions
+from serving.http.limits import HttpOptions
 from serving.http.server import Server
 from serving.http.service import Service
 from tests.serving.http.live import Live, get, post, serving

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from serving.engine.masks import words_of
+from serving.engine.guide import words_of
 from serving.grammar import compiler
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.engine.test_bad_words import brute_force

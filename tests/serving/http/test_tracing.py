@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from serving.errors import ServingError
-from serving.http.options import HttpOptions
+from serving.http.limits import HttpOptions
 from serving.http.server import Server
 from serving.http.service import Service
 from tests.serving.engine.fake_backend import FakeBackend

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from models.llama.errors import ConfigError
+from models.llama.config import ConfigError, RopeScaling
 from models.llama.named import CONFIGS
-from models.llama.rope_scaling import RopeScaling
 from models.llama.weights.config import parse_config, read_config, to_hf
 
 # As published, all keys.

@@ -15,10 +15,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from models.llama import model, parameters, sharding
-from models.llama.config import LlamaConfig
+from models.llama.config import LlamaConfig, RopeScaling
 from models.llama.fresh import init
 from models.llama.named import CONFIGS
-from models.llama.rope_scaling import RopeScaling
 from models.llama.weights import load as weights
 from models.llama.weights import save
 from models.llama.weights.config import read_config
