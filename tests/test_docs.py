@@ -34,6 +34,8 @@ LANGUAGES = {"python", "sh", "text", "json", "yaml", "cpp"}
 NOT_RUN = "not run: "
 ELSEWHERE = {
     "docs/examples.md": "tests/test_examples.py",
+    "docs/examples_serving.md": "tests/test_examples.py",
+    "docs/examples_training.md": "tests/test_examples.py",
     "docs/custom_calls.md": "tests/lowering/test_custom_calls.py",
     "docs/pytorch.md": "tests/torch/test_page.py",
 }

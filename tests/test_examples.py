@@ -15,7 +15,7 @@ import pytest
 from tests.greedy import plan_all_greedily
 from tests.markdown import ROOT, blocks_of
 
-PAGE = ROOT / "docs" / "examples.md"
+PAGES = sorted((ROOT / "docs").glob("examples*.md"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 HEAD = """
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -26,16 +26,28 @@ OURS = {"spmd", "models", "serving"}
 OTHERS = {"jax", "numpy", "optax", "equinox", "flax", "torch", "transformers"}
 
 
-def sections() -> dict[str, str]:
-    """The page's sections by the program that their heading names."""
-    parts = re.split(r"(?m)^(?=## )", PAGE.read_text(encoding="utf-8"))[1:]
-    return {re.findall(r"`(\w+\.py)`", part)[0]: part for part in parts}
+def sections() -> dict[str, tuple[Path, str]]:
+    """The pages' sections, with their page, by the program that their heading names."""
+    found = {}
+    for page in PAGES:
+        for part in re.split(r"(?m)^(?=## )", page.read_text(encoding="utf-8"))[1:]:
+            (program,) = re.findall(r"`(\w+\.py)`", part.partition("\n")[0])
+            assert program not in found, f"{program} has two sections"
+            found[program] = page, part
+    return found
 
 
-def show(section: str, printed: str) -> None:
-    """Writes what a program prints now into its section of the page."""
+def show(program: str, printed: str) -> None:
+    """Writes what a program prints now into its section."""
+    page, section = sections()[program]
     changed = re.sub(r"(?s)```text\n.*?```", lambda _: f"```text\n{printed}```", section)
-    PAGE.write_text(PAGE.read_text(encoding="utf-8").replace(section, changed), encoding="utf-8")
+    page.write_text(page.read_text(encoding="utf-8").replace(section, changed), encoding="utf-8")
+
+
+def shown(program: str, language: str) -> list[str]:
+    """The blocks of a language in a program's section."""
+    _, section = sections()[program]
+    return [block.text for block in blocks_of(section) if block.language == language]
 
 
 ELSEWHERE = "serve_module"
@@ -73,9 +85,9 @@ def test_prints_what_the_page_shows(
         printed = capsys.readouterr().out
     printed = printed.rstrip() + "\n"
     if request.config.getoption("--update-golden"):
-        show(sections()[path.name], printed)
-    shown = [block.text for block in blocks_of(sections()[path.name]) if block.language == "text"]
-    assert [printed] == shown, "--update-golden writes what is printed now; read the diff"
+        show(path.name, printed)
+    texts = shown(path.name, "text")
+    assert texts == [printed], "--update-golden writes what is printed now; read the diff"
 
 
 def run_elsewhere(path: Path, folder: Path) -> str:
@@ -90,10 +102,10 @@ def run_elsewhere(path: Path, folder: Path) -> str:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_the_page_shows_lines_of_the_program(path: Path) -> None:
     program = path.read_text(encoding="utf-8")
-    shown = [block for block in blocks_of(sections()[path.name]) if block.language == "python"]
-    assert shown
-    for block in shown:
-        assert f"\n{block.text}" in program, block.text
+    blocks = shown(path.name, "python")
+    assert blocks
+    for block in blocks:
+        assert f"\n{block}" in program, block
 
 
 def test_every_program_has_its_section() -> None:

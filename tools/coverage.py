@@ -1,6 +1,6 @@
-"""Writes docs/coverage.md: what becomes of every StableHLO and CHLO op, and of whole programs.
+"""Writes docs/coverage.md and docs/coverage_programs.md: what becomes of every op, and what is run.
 
-With --check it writes nothing, and fails if the page is out of date.
+With --check it writes nothing, and fails if a page is out of date.
 
 Example:
     tools/run coverage --check
@@ -19,12 +19,15 @@ from spmd.frontend.importer.regions import SAME
 from spmd.frontend.importer.shard_shapes import ENTERS, LEAVES
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "coverage.md"
+OPS_PAGE = ROOT / "docs" / "coverage.md"
+PROGRAMS_PAGE = ROOT / "docs" / "coverage_programs.md"
 
 HEAD = """# Supported ops
 
-Every op of StableHLO and CHLO, and what the compiler does with it. No op is silently replicated.
-`tools/run coverage` writes this page.
+For those who want to know whether their program compiles: every op of StableHLO and CHLO, every
+known [custom call](#custom-calls), and what the compiler does with it. No op is silently
+replicated. [Programs that are run](coverage_programs.md) has the whole programs that tests compare
+with `jax.jit`. `tools/run coverage` writes both pages.
 
 | what the table says | what it means |
 | --- | --- |
@@ -32,8 +35,6 @@ Every op of StableHLO and CHLO, and what the compiler does with it. No op is sil
 | canonicalized | `frontend/canonicalize.py` or StableHLO's own passes write it with other ops |
 | refused | a program with it is an error that names the op, its source line and the reason |
 | executed | a test runs it under random shardings and compares with the whole program or numpy |
-
-There are also tables of [custom calls](#custom-calls) and of [programs](#programs) that are run.
 
 ## Ops
 
@@ -61,14 +62,17 @@ repeats every op's cases and training steps on the GPUs at hand.
 | --- | --- | --- |
 """
 
-PROGRAMS_HEAD = """
-## Programs
+PROGRAMS_HEAD = """# Programs that are run
 
-Whole programs that the tests run (`tests/corpus/programs.py`): models of flax and equinox, every
-optimizer of optax, and what else people write. Each runs partitioned and under plain `jax.jit`, on
-the meshes {meshes} of the axes data, (shard,) model. The results are equal within the tolerance of
-their dtypes, and random bits are identical. Only arguments are marked. `scripts/test` runs programs
-that have a mesh in the column `quick on`, and `scripts/test -m heavy` runs the others.
+For those who want to know whether programs like theirs were tried: the whole programs that the
+tests run (`tests/corpus/programs.py`), models of flax and equinox, every optimizer of optax, and
+what else people write. [Supported ops](coverage.md) has the ops; `tools/run coverage` writes both
+pages.
+
+Each runs partitioned and under plain `jax.jit`, on the meshes {meshes} of the axes data,
+(shard,) model. The results are equal within the tolerance of their dtypes, and random bits are
+identical. Only arguments are marked. `scripts/test` runs programs that have a mesh in the column
+`quick on`, and `scripts/test -m heavy` runs the others.
 
 | marks of an argument | what is split |
 | --- | --- |
@@ -155,7 +159,7 @@ def executed() -> set[str]:
 
 
 def programs() -> str:
-    """The section about the corpus."""
+    """The page about the corpus."""
     from tests.corpus.program import MARKS, MESHES, QUICK_MESH
 
     table = []
@@ -179,31 +183,31 @@ def rows(names: Iterable[str], ran: set[str]) -> str:
     return "".join(lines)
 
 
-def page() -> str:
-    """The whole page."""
+def ops() -> str:
+    """The page about ops and custom calls."""
     from spmd.frontend.importer.module import dialect_ops
 
     ran = executed()
-    ops = sorted({*dialect_ops(), *names_of(("stablehlo.", "chlo.", "sdy."))})
+    names = sorted({*dialect_ops(), *names_of(("stablehlo.", "chlo.", "sdy."))})
     calls = sorted(names_of(("custom_call:",)))
-    return HEAD + rows(ops, ran) + CALLS_HEAD + rows(calls, ran) + programs()
+    return HEAD + rows(names, ran) + CALLS_HEAD + rows(calls, ran)
 
 
 def make_parser() -> Parser:
     """The flags."""
     parser = Parser("tools/run coverage", __doc__)
-    parser.add_argument("--check", action=Switch, help="write nothing; fail if the page is old")
+    parser.add_argument("--check", action=Switch, help="write nothing; fail if a page is old")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes the page, or checks it."""
+    """Writes the pages, or checks them."""
     given = make_parser().parse_args(arguments)
-    text = page()
-    if not given.check:
-        PAGE.write_text(text, encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != text:
-        sys.exit(f"error: {PAGE.relative_to(ROOT)} is out of date: run tools/run coverage")
+    for page, text in ((OPS_PAGE, ops()), (PROGRAMS_PAGE, programs())):
+        if not given.check:
+            page.write_text(text, encoding="utf-8")
+        elif page.read_text(encoding="utf-8") != text:
+            sys.exit(f"error: {page.relative_to(ROOT)} is out of date: run tools/run coverage")
 
 
 if __name__ == "__main__":

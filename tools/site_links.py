@@ -5,6 +5,7 @@ and in a code browser. The site has pages of docs/ only, so the hook
 
 - makes a page of each Markdown file that the navigation names and that lies beside docs/;
 - makes a page of each other file of the repository that a page links to, with its text;
+- puts the sections of README into a page that the page includes (`--8<-- "README.md:fast"`);
 - rewrites the links to them.
 """
 
@@ -27,6 +28,7 @@ HOME = {"README.md": "index.md"}
 SOURCES = "source"
 """Where in the site pages of source files lie."""
 
+_INCLUDED = re.compile(r'(?m)^--8<-- "README\.md:([\w-]+)"$')
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(?=[#)])")
 _LANGUAGES = {".py": "python", ".sh": "bash", ".md": "markdown", ".toml": "toml", "": "bash"}
 
@@ -43,8 +45,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
-    """Rewrites the links of a page."""
-    return rewrite(markdown, page.file.src_uri)
+    """Rewrites the links of a page, with what it includes."""
+    return rewrite(with_readme(markdown), page.file.src_uri)
+
+
+def with_readme(markdown: str) -> str:
+    """The text of a page directly under docs/, with the sections of README that it includes."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+
+    def section(match: re.Match[str]) -> str:
+        _, start, rest = readme.partition(f"<!-- --8<-- [start:{match[1]}] -->\n")
+        text, end, _ = rest.partition(f"<!-- --8<-- [end:{match[1]}] -->\n")
+        if not (start and end):
+            raise ValueError(f"README.md has no section {match[1]}")
+        return rewrite(text.rstrip("\n"), "README.md")
+
+    return _INCLUDED.sub(section, markdown)
 
 
 def rewrite(markdown: str, uri: str) -> str:
@@ -82,7 +98,7 @@ def source_page(path: str) -> str:
 
 def _repository_path(link: str, uri: str) -> str:
     """What a link means in the repository; a page lies in docs/, but for those at the top."""
-    folder = "" if uri in TOP_PAGES else posixpath.join("docs", posixpath.dirname(uri))
+    folder = "" if uri in (*TOP_PAGES, *HOME) else posixpath.join("docs", posixpath.dirname(uri))
     return posixpath.normpath(posixpath.join(folder, link))
 
 

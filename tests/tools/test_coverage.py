@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from spmd.frontend.importer.module import dialect_ops
 from tests.corpus.programs import PROGRAMS
-from tools.coverage import how
-
-PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
+from tools.coverage import OPS_PAGE, PROGRAMS_PAGE, how
 
 
 def test_something_becomes_of_every_op() -> None:
@@ -16,7 +12,7 @@ def test_something_becomes_of_every_op() -> None:
 
 
 def test_the_page_says_so() -> None:
-    page = PAGE.read_text(encoding="utf-8")
+    page = OPS_PAGE.read_text(encoding="utf-8")
     for name in dialect_ops():
         assert f"| `{name}` | {how(name) or '**missing**'} |" in page, (
             f"{name}: run tools/run coverage"
@@ -24,6 +20,6 @@ def test_the_page_says_so() -> None:
 
 
 def test_the_page_lists_every_program() -> None:
-    page = PAGE.read_text(encoding="utf-8")
+    page = PROGRAMS_PAGE.read_text(encoding="utf-8")
     for program in PROGRAMS:
         assert f"| `{program.name}` |" in page, f"{program.name}: run tools/run coverage"

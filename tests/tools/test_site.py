@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
 import spmd
 from spmd import explain, launch, ops
@@ -30,6 +31,7 @@ REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
         ("CHANGELOG.md", "docs/launch.md", "launch.md"),
         ("CHANGELOG.md", "LICENSE", "source/LICENSE.md"),
         ("explain.md", "assets/explain.png", "assets/explain.png"),
+        ("README.md", "docs/launch.md", "launch.md"),
     ],
 )
 def test_links_lead_to_pages_of_the_site(page: str, link: str, wanted: str) -> None:
@@ -47,6 +49,24 @@ def test_a_linked_file_gets_a_page_with_its_text() -> None:
     page = site_links.source_page("tests/conftest.py")
     assert page.startswith("# tests/conftest.py\n\n~~~~~~python\n")
     assert (site_links.ROOT / "tests/conftest.py").read_text().rstrip() in page
+
+
+def test_a_page_has_the_sections_of_readme_that_it_includes() -> None:
+    page = site_links.with_readme('# A\n\n--8<-- "README.md:read-on"\n\nb\n')
+    assert page.startswith("# A\n\n| you want to | read |\n")
+    assert "(training.md)" in page and "(CONTRIBUTING.md)" in page and "docs/" not in page
+    with pytest.raises(ValueError, match="no section gone"):
+        site_links.with_readme('--8<-- "README.md:gone"')
+
+
+def test_readme_names_every_guide() -> None:
+    """The navigation has them in groups of at most seven pages."""
+    settings = yaml.safe_load((site_links.ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    (guides,) = (part["Guides"] for part in settings["nav"] if "Guides" in part)
+    groups = [pages for group in guides for pages in group.values()]
+    assert max(map(len, groups)) <= 7
+    table = site_links.with_readme('--8<-- "README.md:read-on"')
+    assert [page for pages in groups for page in pages if f"({page})" not in table] == []
 
 
 def entry(name: str) -> str:
