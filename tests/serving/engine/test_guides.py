@@ -15,9 +15,7 @@ from serving.engine.engine import Engine
 from serving.engine.guide import GuideError
 from serving.engine.masks import all_words, counted_masks, words_of
 from serving.engine.stream import Failed, Misguided
-from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.engine.test_engine import alone, ask, job, read, running, text_of
-from tests.serving.engine.test_scheduler import SMALL_POOL
 from tests.waiting import PATIENCE
 
 
@@ -138,15 +136,6 @@ def test_a_guide_that_fails_fails_alone(
     with running() as engine:
         asyncio.run(go(engine))
         assert engine.error is None
-
-
-def test_guided_requests_that_lose_their_pages() -> None:
-    texts = [bytes([97 + i]) * 40 for i in range(8)]
-    with running(FakeBackend(SMALL_POOL)) as engine:
-        jobs = [spelled(text, 50, prompt=bytes([i]) * 9) for i, text in enumerate(texts)]
-        deltas = ask(engine, *jobs)
-        assert engine.state().counts.preempted
-    assert [text_of(deltas, i).encode() for i in range(8)] == texts
 
 
 def test_masks_by_count() -> None:

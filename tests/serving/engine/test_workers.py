@@ -69,39 +69,6 @@ def test_clients_take_turns_and_their_users_within() -> None:
         assert not workers._queue._users and workers.stalled() == 0
 
 
-def test_calls_of_those_who_left_do_not_begin() -> None:
-    async def go() -> None:
-        running = await begin(workers, held.call("running"))
-        wait_until(lambda: held.called)
-        waiting = [await begin(workers, held.call("waiting")) for _ in range(5)]
-        for task in (running, *waiting):
-            task.cancel()
-        await asyncio.gather(running, *waiting, return_exceptions=True)
-        assert workers.waiting == 0
-        held.open.set()
-        assert await workers.run(lambda: "next") == "next"
-
-    held, records = Held(), list[Finished]()
-    with working(finished=records.append) as workers:
-        asyncio.run(go())
-    assert held.called == ["running"]
-    assert [record.reason for record in records] == ["abort"] * 6 + ["stop"]
-
-
-def test_what_a_call_raises_is_raised() -> None:
-    def fail() -> None:
-        raise KeyError("x")
-
-    async def go() -> None:
-        with pytest.raises(KeyError):
-            await workers.run(fail)
-
-    records = list[Finished]()
-    with working(finished=records.append) as workers:
-        asyncio.run(go())
-    assert [record.reason for record in records] == ["error"]
-
-
 def test_stopping_fails_all() -> None:
     async def go() -> None:
         tasks = [await begin(workers, held.call(str(i))) for i in range(3)]

@@ -18,7 +18,6 @@ from starlette.requests import Request
 
 from models.training.data.tokenizer import ByteTokenizer
 from serving.engine.infer import Array, TensorSpec
-from serving.engine.records import Finished
 from serving.http.admission import SPARE, Budget
 from serving.http.fields import SHORT
 from serving.http.language import Loaded
@@ -198,31 +197,6 @@ def test_one_address_cannot_take_all_places() -> None:
         wait_until(lambda: taken(live) == most + 1)
         live.backend.gate.open()
         assert status(other) == 200
-
-
-def test_an_honest_client_waits_for_no_invented_names() -> None:
-    ended: list[int] = []
-    with serving() as live, ExitStack() as stack:
-        observer = live.service.language().metrics
-        finished = observer.finished
-
-        def note(record: Finished) -> None:
-            ended.append(record.prompt_tokens)
-            finished(record)
-
-        observer.finished = note  # type: ignore[method-assign]
-        live.backend.gate.close()
-        for i in range(60):
-            body = {"prompt": "evil", "max_tokens": 30, "user": f"user {i}"}
-            stack.enter_context(begin(live, "/v1/completions", body, "127.0.0.2"))
-        engine = live.service.language().engine
-        wait_until(lambda: sum(engine.state()[:2]) == 60)
-        honest = begin(live, "/v1/completions", {"prompt": "honest", "max_tokens": 30})
-        wait_until(lambda: sum(engine.state()[:2]) == 61)
-        live.backend.gate.open()
-        assert status(honest) == 200
-        live.wait_idle()
-    assert ended.index(len("honest")) <= 2 * LIMITS.slots
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The app over a real socket, with httpx: exact answers of every endpoint."""
+"""The app over a real socket: exact answers of every endpoint, to httpx and to OpenAI's client."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import MODEL, Live, serving
 from tests.waiting import PATIENCE
 
@@ -415,3 +416,45 @@ def test_metrics(live: Live, client: httpx.Client) -> None:
     assert after[f"spmd:compile_total{label}"] == 3
     assert after[f"spmd:roofline_fraction{label}"] > 0
     assert any(name.startswith("vllm:cache_config_info{") for name in after)
+
+
+# ---------------------------------------------------------------------------------------------
+# OpenAI's own Python client: what it sends is taken, what it gets it parses.
+
+openai = pytest.importorskip("openai")
+
+
+def openai_client(live: Live) -> Any:
+    url = f"{live.url}/v1"
+    return openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=PATIENCE)
+
+
+def test_openais_client(live: Live) -> None:
+    more: Any = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True}
+    asked: Any = {"model": MODEL, "max_tokens": 9, "seed": 5, "n": 2}
+    messages: Any = [{"role": "user", "content": "hi"}]
+    with openai_client(live) as client:
+        assert [model.id for model in client.models.list()] == [MODEL]
+        assert client.models.retrieve(MODEL).id == MODEL
+        answer = client.completions.create(
+            **asked, prompt="hello", logprobs=1, echo=True, extra_body=more
+        )
+        for i, choice in enumerate(answer.choices):
+            assert choice.text == "hello" + live.alone("hello", 9, 5 + i)
+            assert "".join(choice.logprobs.tokens) == choice.text
+        texts = ["", ""]
+        for chunk in client.chat.completions.create(**asked, messages=messages, stream=True):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+        assert texts == [live.alone("User: hi\n\nAssistant:", 9, 5 + i) for i in range(2)]
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            client.completions.create(model=MODEL, prompt="a", temperature=-1)
+        with pytest.raises(openai.NotFoundError, match="there is no 'other' here"):
+            client.completions.create(model="other", prompt="a")
+
+
+def test_an_error_in_the_midst_of_a_stream() -> None:
+    with serving(FakeBackend(fail_after=4)) as live, openai_client(live) as client:
+        stream = client.completions.create(model=MODEL, prompt="a", max_tokens=40, stream=True)
+        with pytest.raises(openai.APIError, match="the device is gone"):
+            list(stream)
