@@ -11,12 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import spmd
+from serving.bundle.cache import Cache
 from serving.bundle.folder import new_folder
 from serving.bundle.function import BundleError, Function, StateLeaf
 from serving.bundle.memory import compile_bundle
 from serving.bundle.read import load_bundle
 from serving.bundle.write import write_bundle
 from serving.tensor_backend import BundleInfer
+from spmd.lowering.emitted import Emitted
+from spmd.lowering.execute import compile_emitted
 from tests.serving.conftest import (
     SPECS,
     STATE,
@@ -338,10 +342,6 @@ class Lazy:
         return np.arange(32).reshape(8, 4).astype(jnp.bfloat16)
 
 
-def scaled(weights, x):
-    return (x @ weights["w"].astype(jnp.float32)) * weights["scale"]
-
-
 def test_dtypes_and_lazy_weights(tmp_path, mesh_of):
     lazy = Lazy()
     weights = {
@@ -434,3 +434,20 @@ def test_tokenizer_files(tmp_path, mesh_of):
     bundle = load_bundle(tmp_path / "b", mesh_of(1))
     assert int(bundle.run("order", np.arange(6.0, dtype=np.float32))[1]) == 5
     assert bundle.compile_total == 1
+
+
+def test_constants_in_pieces_are_kept(mesh: spmd.Mesh, tmp_path: Path) -> None:
+    table = np.random.default_rng(0).standard_normal((512, 256), np.float32)
+    x = np.ones((512, 256), np.float32)
+    module = jax.jit(lambda x: x * table).lower(x).as_text()
+    made = spmd.lower_stablehlo(module, mesh, [("data", "model")]).stages.emitted
+
+    def kept(make_again: bool) -> Emitted:
+        def make() -> Emitted:
+            return made if make_again else pytest.fail("it was kept")
+
+        return Cache(tmp_path).emitted(module.encode(), mesh, spmd.Options(), (), make)
+
+    assert kept(True).constants == kept(False).constants == made.constants
+    assert len(made.constants) == 1 and made.constants[0].sharding.dims != ((), ())
+    np.testing.assert_array_equal(compile_emitted(kept(False), {})(x)[0], table)

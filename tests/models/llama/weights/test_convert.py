@@ -27,7 +27,6 @@ from models.training.checkpoints.store import Checkpoints
 from models.training.run.loop import TrainState
 from scripts import convert_checkpoints as script
 from tests.models.llama.weights.checkpoints import with_random_biases
-from tests.models.llama.weights.conversion import failure
 
 CONFIG = dataclasses.replace(
     CONFIGS["tiny"], num_attention_heads=8, num_key_value_heads=2, head_dim=8, scan_layers=False
@@ -305,7 +304,6 @@ def test_another_run_starts_anew(whole, cut, tmp_path):
 LIMITED = """
 import resource, sys
 import jax
-from scripts import convert_checkpoints
 jax.random.key(0)  # what jax itself needs is not counted
 held = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmData"))
 limit = held * 1024 + int(sys.argv[1])
@@ -401,3 +399,14 @@ def test_the_script(whole, cut, tmp_path, capsys):
     assert "2 files" in capsys.readouterr().out
     same_files(tmp_path / "out", cut(2))
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def failure(capsys, *arguments):
+    """The one line in which it ends with these arguments."""
+    with pytest.raises(SystemExit) as caught:
+        script.main([*map(str, arguments)])
+    capsys.readouterr()
+    message = str(caught.value.code)
+    assert message.startswith("error: ")
+    assert "\n" not in message
+    return message

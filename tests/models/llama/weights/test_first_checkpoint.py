@@ -39,10 +39,9 @@ from models.training.run.optimizer import OptimizerConfig
 from scripts import convert_checkpoints as script
 from scripts import train_llama
 from tests.forked import Forked, run_text
-from tests.models.llama.weights.conversion import failure
+from tests.models.llama.weights.test_convert import failure
 from tests.waiting import wait_until
 
-ROOT = Path(__file__).parents[4]
 CONFIG = dataclasses.replace(CONFIGS["tiny"], vocab_size=256, num_key_value_heads=2)
 
 
