@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import decode, experts, fp8, long, paged, placed, stages
+from benchmarks.plan_llama import ROWS, lower, mfu, plan_cells
 from spmd.ir.dialect import rule
 
 Capture = pytest.CaptureFixture[str]
@@ -20,6 +21,7 @@ def table(capsys: Capture) -> list[dict[str, str]]:
     return [dict(zip(head, row, strict=True)) for row in rows]
 
 
+@pytest.mark.heavy
 def test_decode(capsys: Capture) -> None:
     flags = "--layers 1 --context 64 --page 16 --tokens 4 --batches 2 --chunk 5 --peer"
     decode.main(flags.split())
@@ -29,7 +31,7 @@ def test_decode(capsys: Capture) -> None:
         assert row[2:5] == ["2", "5", "1"] and float(row[5]) > 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.heavy), "int8"])
 def test_paged(dtype: str, capsys: Capture) -> None:
     sizes = "--slots 3 --context 64 --key_heads 2 --groups 2 --width 16 --page 16 --chunk 20"
     paged.main([*sizes.split(), "--dtype", dtype, "--calls", "2", "--steps", "1"])
@@ -80,6 +82,7 @@ def test_stages(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain["compiler GiB"] == "-"
 
 
+@pytest.mark.heavy
 def test_experts(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     small = experts.Row("mixtral-8x7b", "v5p:2x2x2", {"data": 2, "expert": 4}, 32)
     monkeypatch.setitem(experts.ROWS, "small", small)
@@ -92,6 +95,7 @@ def test_experts(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     assert gathered["GB sent"] == gathered["compiler GiB"] == "-"
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("devices8", "exact_plans")
 def test_placed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """The free plan computes the same and sends no more."""
@@ -109,3 +113,31 @@ def test_placed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     for row in rows:
         assert float(row["apart"]) < 1e-5, row
         assert float(row["free, predicted ms"]) <= float(row["by hand, predicted ms"]), row
+
+
+@pytest.mark.heavy
+def test_plan_llama() -> None:
+    row = ROWS["7b"]
+    lowered = lower(row, 1024, 1)
+    cells = plan_cells(row, 1024, 1, lowered)
+    name, accumulate, sent, seconds, waiting, shares, count, permutes, memory = cells
+    assert name == "llama2-7b, v4:2x2x4, 16x1, 256 x 1024"
+    assert (accumulate, shares) == ("1", mfu(row, 1024, lowered.cost))
+    # Three gathers of the weights in bf16 and one reduction of their gradients, at least.
+    assert float(sent) > 3 * 2 * 6.6 * 15 / 16
+    assert 0 <= float(waiting) < float(seconds)
+    causal, palm = (float(share.rstrip("%")) for share in shares.split(" / "))
+    assert 40 < causal < palm < 80
+    assert int(count) > 32 * 7
+    assert 0 <= int(permutes) <= int(count)
+    assert 1.5 < float(memory) < 32
+    # A loop-invariant mask is computed piece by piece: nobody holds it for the whole batch.
+    types = lowered.stages.optimized.program.types
+    assert not any(t.shape[:1] == (256,) and t.rank == 4 for t in types)
+
+
+@pytest.mark.heavy
+def test_plan_llama_accumulates() -> None:
+    row = ROWS["7b"]
+    once, twice = (lower(row, 2048, n).predicted_memory.peak for n in (1, 2))
+    assert twice < 0.75 * once

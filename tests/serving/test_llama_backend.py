@@ -89,7 +89,9 @@ def test_tokens_are_transformers(hf_folder, tmp_path, export, devices8):
 @pytest.mark.parametrize(
     ("variant", "part", "shape", "composite"),
     [
-        ("qwen2", "self_attn/q_proj/bias", (8,), "spmd.paged_attention"),
+        pytest.param(
+            "qwen2", "self_attn/q_proj/bias", (8,), "spmd.paged_attention", marks=pytest.mark.heavy
+        ),
         ("mixtral", "mlp/experts/up_proj/weight", (4, 12, 32), "spmd.experts"),
     ],
 )
@@ -142,7 +144,7 @@ def test_bytes_that_a_step_reads(hf_folder, tmp_path, export, devices8):
     out = tmp_path / "bundle"
     export("--init_from", hf_folder, "--out", out, "--cache_dtype=int8")
     mesh = spmd.make_mesh(data=2, model=4, devices=devices8)
-    bundle = load_bundle(out, mesh, functions=FUNCTIONS)
+    bundle = load_bundle(out, mesh, functions=("begin",))
     facts = language.info(bundle)
     # One layer; of two key heads one is on a device, of two groups one: values and scales.
     assert facts["token_bytes"] == 2 * (8 + 4) / 2
@@ -226,6 +228,11 @@ def test_contracts_that_are_broken(shape, message, monkeypatch):
     monkeypatch.setattr(language, "info", lambda bundle: {})
     with pytest.raises(BundleError, match=f"older than this program .*{message}.*: export the"):
         language.model_backend(stand_in("cpu", **shape))
+
+
+def test_functions_that_are_loaded_first():
+    found = language.first_functions(stand_in("cpu").manifest)
+    assert sorted(found) == ["allow", "begin", "step_r1024_t64", "step_r8_t64"]
 
 
 def test_functions_that_are_not_there_or_are_others(monkeypatch):

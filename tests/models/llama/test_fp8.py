@@ -103,7 +103,7 @@ def losses(config, steps):
     return np.array(found)
 
 
-@pytest.mark.slow("eighty steps, in two precisions")
+@pytest.mark.heavy  # eighty steps, in two precisions
 def test_it_learns_as_fast_as_in_float32():
     config = dataclasses.replace(
         CONFIGS["quickstart"], num_hidden_layers=2, intermediate_size=256, scan_layers=False

@@ -279,19 +279,18 @@ async def one_of_many(engine: Engine, rng: random.Random) -> int:
 def test_many_at_once_with_flat_memory(pages: int) -> None:
     async def go(engine: Engine, seed: int) -> None:
         rng = random.Random(seed)
-        await asyncio.gather(*(one_of_many(engine, random.Random(rng.random())) for _ in range(80)))
+        await asyncio.gather(*(one_of_many(engine, random.Random(rng.random())) for _ in range(60)))
 
     backend = FakeBackend(dataclasses.replace(LIMITS, pages=pages))
     with running(backend) as engine:
         asyncio.run(go(engine, 0))
         gc.collect()
         before = len(gc.get_objects())
-        for seed in range(1, 4):
-            asyncio.run(go(engine, seed))
+        asyncio.run(go(engine, 1))
         gc.collect()
         assert len(gc.get_objects()) - before < 1000
         state = engine.state()
-        assert state.counts.cancelled > 20
+        assert state.counts.cancelled > 10
         assert (state.counts.preempted > 0) == (pages < 64)
         assert state.held == 0 and 0 < state.cached <= state.pages == pages
 

@@ -322,8 +322,8 @@ class TwoGroups(Machine):
 TestMachine = Machine.TestCase
 TestSmallPool = SmallPool.TestCase
 TestTwoGroups = TwoGroups.TestCase
-for _case in (TestMachine, TestSmallPool, TestTwoGroups):
-    _case.settings = settings(max_examples=30, stateful_step_count=25)
+TestMachine.settings = settings(max_examples=30, stateful_step_count=25)
+TestSmallPool.settings = TestTwoGroups.settings = TestMachine.settings
 
 
 @given(
@@ -599,14 +599,14 @@ def test_no_flow_of_newcomers_keeps_anybody_waiting() -> None:
 
 def test_names_are_forgotten() -> None:
     run = Run()
-    for key in range(500):
+    for key in range(200):
         run.submit(request(key, [key % 256] * 8, 2, client=f"client {key}", user=f"user {key}"))
         if key % 4 == 3:
             run.finish()
     queue = run.scheduler._queue
     assert not queue._clients._served and not queue._users and not queue._lines
     run.submit(request(1000, max_tokens=40, client="stays"))
-    for key in range(2000, 2300):
+    for key in range(2000, 2150):
         more = {"client": f"client {key}"} if key % 2 else {"client": "stays", "user": f"{key}"}
         run.submit(request(key, [key % 256] * 8, 2, **more))
         for _ in range(6):

@@ -145,6 +145,9 @@ def test_what_waits_is_joined_and_each_gets_its_own(sizes: list[int], data: st.D
         asyncio.run(go())
         assert workers.running == workers.waiting == 0 and not workers._queue._users
     assert len(records) == 1 + len(sizes)
+    reasons = [record.reason for record in records]
+    assert reasons.count("abort") == len(gone & set(range(len(sizes))))
+    assert reasons.count("error") == len((bad - gone) & set(range(len(sizes))))
     made = [content for call in joint.calls for content in call]
     assert all(sum(map(len, call)) <= 4 for call in joint.calls)
     assert all(numbers in made for i, numbers in enumerate(wanted) if i not in gone)

@@ -82,7 +82,14 @@ def test_the_fresh_one_is_models_init(whole):
     )
 
 
-@pytest.mark.parametrize(("n", "m"), [(1, 2), (2, 4), (2, 8), (8, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("n", "m"),
+    [
+        (2, 8),
+        (8, 1),
+        *(pytest.param(*pair, marks=pytest.mark.heavy) for pair in ((1, 2), (2, 4), (4, 2))),
+    ],
+)
 def test_there_and_back_is_the_same_bits(n, m, whole, cut, tmp_path):
     with ranks_source(cut(n)) as source:
         write_ranks(source, tmp_path / "m", m)
@@ -200,7 +207,7 @@ def logits_of_ranks(stored, tokens_BS):
     return jnp.concatenate([model.linear(x, s["lm_head.weight"]) for s in stored], axis=-1)
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.heavy), 8])
 def test_ranks_compute_the_whole(ranks, whole, cut):
     """Eight ranks and two key heads: four hold the same one."""
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12)))
@@ -232,7 +239,14 @@ def test_a_vocabulary_that_is_not_divided_stays_whole():
 # From training
 
 
-@pytest.mark.parametrize("config", [CONFIG, dataclasses.replace(CONFIG, scan_layers=True), EXPERTS])
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG,
+        pytest.param(dataclasses.replace(CONFIG, scan_layers=True), marks=pytest.mark.heavy),
+        EXPERTS,
+    ],
+)
 def test_checkpoints_of_training(config, tmp_path, devices8):
     mesh = jax.sharding.Mesh(np.array(devices8), ("data",))
     params = jax.jit(functools.partial(fresh.init, config=config))(jax.random.key(1))

@@ -101,9 +101,9 @@ def from_weights(whole, trainer):
 @pytest.mark.parametrize(
     ("ranks", "mesh", "options"),
     [
-        (0, {"data": 4, "model": 2}, {}),
+        pytest.param(0, {"data": 4, "model": 2}, {}, marks=pytest.mark.heavy),
         (0, {"data": 8}, {"scan_layers": False, "table": "fsdp"}),
-        (0, {"data": 1}, {"dtype": "float32"}),
+        pytest.param(0, {"data": 1}, {"dtype": "float32"}, marks=pytest.mark.heavy),
         (4, {"data": 2, "model": 3}, {}),
     ],
 )
@@ -186,7 +186,13 @@ def test_the_script_resumes(whole, tmp_path, capsys, monkeypatch):
 # Back, and on to other meshes
 
 
-@pytest.mark.parametrize("flags", [(), ("--noscan",), ("--sharding", "fsdp")])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--noscan",),
+        *(pytest.param(flags, marks=pytest.mark.heavy) for flags in ((), ("--sharding", "fsdp"))),
+    ],
+)
 def test_back_is_the_same_bits(flags, whole, tmp_path):
     run, other, back = (str(tmp_path / name) for name in ("run", "other", "back"))
     script.main(["--from", str(whole), "--out", run, "--mesh", "data=4,model=2", *flags])
