@@ -250,10 +250,12 @@ def test_functions_that_are_not_there_or_are_others(monkeypatch):
 
 def test_goldens_and_random_weights(tmp_path, export, monkeypatch, devices8):
     monkeypatch.setattr(jax, "devices", lambda: devices8[:1])
+    # It is kept for whoever asks next.
+    monkeypatch.setattr("spmd.mesh.spec._devices_by_id", lambda: {devices8[0].id: devices8[0]})
     prompts = tmp_path / "prompts"
     prompts.write_text("abc\n\n")
     out = tmp_path / "bundle"
-    export("--model=tiny", "--out", out, "--golden_prompts", prompts, "--quantize=int4")
+    export("--model=tiny", "--rows=8", "--out", out, "--golden_prompts", prompts, "--quantize=int4")
     manifest = json.loads((out / "manifest.json").read_text())
     (made,) = manifest["goldens"]
     assert made["prompt"] == list(b"abc")

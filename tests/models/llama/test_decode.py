@@ -124,10 +124,9 @@ class Sequences:
         backend: ModelBackend,
         prompts: Mapping[int, Sequence[int]],
         sampling: Sampling = GREEDY,
-        drawn: Sequence[int] = (),
     ) -> None:
         self.backend = backend
-        self.tokens = {slot: [*prompt, *drawn] for slot, prompt in prompts.items()}
+        self.tokens = {slot: [*prompt] for slot, prompt in prompts.items()}
         self.found: dict[int, dict[int, Any]] = {slot: {} for slot in prompts}
         self._at = dict.fromkeys(prompts, 0)
         self._prompts = {slot: len(tokens) for slot, tokens in self.tokens.items()}
@@ -135,7 +134,7 @@ class Sequences:
         given = np.random.default_rng(0).permutation(PAGES).reshape(2, -1).tolist()
         self.pages = {slot: tuple(given[slot % 2]) for slot in prompts}
         for slot, prompt in prompts.items():
-            backend.begin(slot, sampling, prompt, drawn)
+            backend.begin(slot, sampling, prompt)
 
     def step(self, rows: Mapping[int, int], scored: bool = True) -> Callable[[], None]:
         """Begins a step of so many rows of each slot; what is returned takes its results in."""
@@ -293,28 +292,6 @@ def test_what_runs_beside_a_sequence_does_not_show():
     made.decode([3, 0, 2], 5)
     made.step({1: 4, 3: 1})()
     made.decode([1, 3], 13)
-    assert made.tokens[3] == PROMPT + drawn_alone()
-
-
-@pytest.mark.parametrize("drawn", [1, 9])
-def test_a_sequence_that_is_resumed_draws_what_it_would_have_drawn(drawn):
-    """What it had drawn is read like a prompt, but counts as drawn."""
-    before = drawn_alone()[:drawn]
-    made = Sequences(backend_of(random_programs(2)), {1: PROMPT}, DRAWN, before)
-    made.step({1: 12})()
-    made.step({1: len(PROMPT) + drawn - 12})()
-    made.decode([1], 19 - drawn)
-    assert made.tokens[1] == PROMPT + drawn_alone()
-
-
-def test_pages_may_be_shared():
-    """A page that another slot's prompt filled, in a call that is still under way."""
-    made = Sequences(backend_of(random_programs(2)), {2: PROMPT, 3: PROMPT}, DRAWN)
-    made.step({2: 12})
-    made.pages[3] = (made.pages[2][0], *made.pages[3][1:])
-    made._at[3] = SHAPE.page
-    made.step({3: len(PROMPT) - SHAPE.page})()
-    made.decode([3], 19)
     assert made.tokens[3] == PROMPT + drawn_alone()
 
 

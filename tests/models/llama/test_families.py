@@ -29,7 +29,7 @@ from tools import training_peers
 
 STEPS = 3
 PARTS = dataclasses.replace(
-    CONFIGS["tiny"], model_type="qwen3", num_hidden_layers=3, attention_bias="qkvo", qk_norm=True,
+    CONFIGS["tiny"], model_type="qwen3", num_hidden_layers=2, attention_bias="qkvo", qk_norm=True,
     sliding_window=5, max_window_layers=1, initializer_range=0.2,
 )  # fmt: skip
 """A model that has everything by which families differ."""

@@ -198,6 +198,20 @@ def test_log_probabilities_of_a_cut_text_end_with_it() -> None:
         assert all(token.offset + len(token.text) <= shown for token in delta.tokens)
 
 
+def test_prompts_are_scored() -> None:
+    prompt = "hé, a longer prompt".encode()
+    asked = job(prompt, max_tokens=0, logprobs=1, score_prompt=True)
+    with running() as engine:
+        (delta,) = ask(engine, asked)
+        assert delta.scores is not None
+        tokens = engine.read_scores(asked, delta.scores)
+    assert (delta.finish, delta.text, delta.generated) == ("length", "", 0)
+    assert "".join(token.text for token in tokens) == prompt.decode()
+    assert len(tokens) == len(prompt)
+    assert [token.logprob for token in tokens[:2]] == [None, -0.5]
+    assert tokens[3].top == ((",", -0.5),)
+
+
 class NanBackend(FakeBackend):
     """Says NaN of everything in slot 1."""
 

@@ -143,6 +143,15 @@ def test_a_guide_that_fails_fails_alone(
         assert engine.error is None
 
 
+def test_guided_requests_that_lose_their_pages() -> None:
+    texts = [bytes([97 + i]) * 40 for i in range(8)]
+    with running(FakeBackend(SMALL_POOL)) as engine:
+        jobs = [spelled(text, 50, prompt=bytes([i]) * 9) for i, text in enumerate(texts)]
+        deltas = ask(engine, *jobs)
+        assert engine.state().counts.preempted
+    assert [text_of(deltas, i).encode() for i in range(8)] == texts
+
+
 def test_masks_by_count() -> None:
     """No stop id before `min_tokens`, and no stop string either."""
     whole = alone(b"hello", 40)
