@@ -549,6 +549,11 @@ def test_what_no_slot_holds_is_refused(prompt: Any, max_tokens: int) -> None:
     assert run.scheduler.idle
 
 
+def test_results_without_a_step_are_a_mistake() -> None:
+    with pytest.raises(RuntimeError, match="no step is under way"):
+        Scheduler(LIMITS, 8).stepped([])
+
+
 def test_a_client_with_few_requests_does_not_wait_for_one_with_many() -> None:
     run = Run()
     run.submit(*(request(key, [key] * 9, 9, client="many") for key in range(100)))
