@@ -58,7 +58,7 @@ LONG = {
     "moe": pytest.mark.heavy,
     "train_equinox": pytest.mark.heavy,
     "train_own_model": pytest.mark.heavy,
-    "train_nnx": pytest.mark.slow("a whole training run, as its page shows it"),
+    "train_nnx": pytest.mark.heavy,
     "llama_2d": pytest.mark.slow("its plan is what it shows"),
 }
 

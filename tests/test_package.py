@@ -1,3 +1,4 @@
+# mypy: warn-unused-ignores
 """What an installation is to its users: a package called spmd, its programs, and its types.
 
 Environments here borrow the packages of the one that runs the tests, so nothing is downloaded.
@@ -12,7 +13,10 @@ import venv
 import zipfile
 from email.parser import BytesParser
 from pathlib import Path
+from typing import assert_type
 
+import jax
+import jax.numpy as jnp
 import pytest
 import yaml
 
@@ -35,32 +39,20 @@ result = spmd.jit(double, mesh=mesh)(spmd.mark_sharding(x, mesh, ("data", "model
 np.testing.assert_allclose(result, jax.jit(double)(x, w), rtol=1e-6)
 """
 
-TYPED = """
-import jax
-import jax.numpy as jnp
-import spmd
 
-mesh = spmd.make_mesh(data=4, model=2)
-x = spmd.mark_sharding(jnp.ones((4, 4)), mesh, ("data", None))
-reveal_type(x)
-reveal_type(spmd.mark_tree({"w": x}, mesh, {"w": ("data",)}))
+def typed(mesh: spmd.Mesh) -> None:
+    """What an editor knows of types: mypy checks it, and what it may not accept; nobody runs it."""
+    x = spmd.mark_sharding(jnp.ones((4, 4)), mesh, ("data", None))
+    assert_type(x, jax.Array)
+    assert_type(spmd.mark_tree({"w": x}, mesh, {"w": ("data",)}), dict[str, jax.Array])
 
-def step(x: jax.Array, scale: float = 1.0) -> tuple[jax.Array, int]:
-    return x * scale, 1
+    def step(x: jax.Array, scale: float = 1.0) -> tuple[jax.Array, int]:
+        return x * scale, 1
 
-jitted = spmd.jit(step, mesh=mesh)
-reveal_type(jitted(x, scale=2.0))
-jitted("no array")
-jitted(x, rate=2.0)
-"""
-
-REVEALED = """
-7: note: Revealed type is "Array"
-8: note: Revealed type is "dict[str, Array]"
-14: note: Revealed type is "tuple[Array, int]"
-15: error: Argument 1 to "__call__" of "Jitted" has incompatible type "str"; expected "Array"
-16: error: Unexpected keyword argument "rate" for "__call__" of "Jitted"
-""".strip()
+    jitted = spmd.jit(step, mesh=mesh)
+    assert_type(jitted(x, scale=2.0), tuple[jax.Array, int])
+    jitted("no array")  # type: ignore[arg-type]
+    jitted(x, rate=2.0)  # type: ignore[call-arg]
 
 
 class Environment:
@@ -169,16 +161,6 @@ def test_programs_help(installed: Environment, program: str, tmp_path: Path):
     text = installed.run(program, "--help", cwd=tmp_path)
     assert text.startswith(f"usage: {program} [flags] module\n")
     assert "Examples:" in text and "Exit status: " in text
-
-
-def test_an_editor_knows_the_types(installed: Environment, tmp_path: Path):
-    (tmp_path / "user.py").write_text(TYPED.lstrip())
-    python = ["--python-executable", str(installed.bin / "python")]
-    call = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", *python, "user.py"]
-    found = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True).stdout
-    lines = found.replace("jax._src.basearray.", "").replace("user.py:", "").splitlines()
-    kept = [line.rpartition("  [")[0] or line for line in lines if 'note: "' not in line]
-    assert "\n".join(kept[:-1]) == REVEALED, found
 
 
 # An editable install

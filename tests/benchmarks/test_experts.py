@@ -1,4 +1,4 @@
-"""Experts over many TPUs: lines of the table without a compiler, and layers written by hand."""
+"""Experts over many TPUs: layers written by hand, and what their kernels count as."""
 
 from __future__ import annotations
 
@@ -17,23 +17,6 @@ from spmd.measure.hlo import parse_module_text
 from spmd.ops import experts_exchange, experts_tpu
 from tests.ops.test_attention import close
 from tests.ops.test_experts import loss, operands, plain
-
-
-def test_lines_without_a_compiler(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = experts.Row("mixtral-8x7b", "v5p:2x2x2", {"data": 2, "expert": 4}, 32)
-    monkeypatch.setitem(experts.ROWS, "small", small)
-    flags = ["--rows", "small", "--layers", "1", "--seq_len", "4096", "--nocompile"]
-    experts.main([*flags, "--programs", "ours,ours-gathered,gathered"])
-    head, *lines = [line for line in capsys.readouterr().out.splitlines() if line[0] == "|"]
-    names = [cell.strip() for cell in head.strip("|").split("|")]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
-    ours, whole, gathered = (dict(zip(names, row, strict=True)) for row in rows)
-    assert 0 < float(ours["GB sent"]) < float(whole["GB sent"])
-    assert 0 < float(ours["predicted s"]) <= float(whole["predicted s"])
-    assert float(ours["predicted GiB"]) > 1
-    assert gathered["GB sent"] == gathered["compiler GiB"] == "-"
 
 
 @pytest.fixture

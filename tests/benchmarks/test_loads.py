@@ -1,4 +1,4 @@
-"""benchmarks/loads.py on the project's server, with a tiny model: a process, clients, a table."""
+"""Loads on the project's server, with a tiny model: a process, several clients, a table."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from benchmarks import loads
-from benchmarks.load_client import Answer, Ask, BenchError, Load, Outcome
-from benchmarks.load_processes import Asked
+from benchmarks.load_client import Answer, Ask, BenchError, Load, Outcome, make_asks
+from benchmarks.load_processes import Asked, Clients
 from benchmarks.workloads import Costs, Workload
+from tests.serving.engine.fake_backend import FakeBackend
+from tests.serving.http.live import MODEL, serving
 
 FLAGS = (
     "--loads=streams,long,one", "--scale=0.05", "--model=tiny", "--slots=4", "--max_length=64",
@@ -95,3 +97,24 @@ def test_what_cannot_be_run(flags: tuple[str, ...], message: str, capsys: Any) -
     with pytest.raises(SystemExit) as stop:
         loads.main(flags)
     assert message in str(stop.value.code) + capsys.readouterr().err
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+def test_processes_share_a_load(concurrency: int) -> None:
+    load = Load(7, concurrency, words=(1, 3), tokens=(2, 20), ignore_eos=True)
+    asks = make_asks(load)
+    with serving(FakeBackend()) as live, Clients(live.url, MODEL, processes=3) as clients:
+        asked = clients.start(load, asks).result()
+        assert clients.done == 7
+        live.wait_idle()
+    assert [answer.ask for answer in asked.answers] == asks
+    for answer, ask in zip(asked.answers, asks, strict=True):
+        assert answer.outcome == "done", answer.problem
+        assert answer.text == live.alone(ask.prompt, ask.max_tokens, ask.number)
+    ends = [answer.began + answer.total for answer in asked.answers]
+    assert asked.ended == max(ends)
+    assert asked.seconds == max(ends) - min(answer.began for answer in asked.answers)
+    assert asked.busy > 0
+    if concurrency == 1:  # one after the other, however many processes there are
+        starts = sorted(answer.began for answer in asked.answers)
+        assert all(end <= start for end, start in zip(sorted(ends), starts[1:], strict=False))

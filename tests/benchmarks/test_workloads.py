@@ -1,11 +1,22 @@
-"""What benchmarks/workloads.py asks, and the seconds that it takes at least."""
+"""Loads: what is asked, in which words, the seconds that it takes at least, and unused ones."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import pytest
 
 from benchmarks.load_client import Answer, Ask, Load
+from benchmarks.load_server import write_tokenizer
+from benchmarks.load_trace import GAP_SECONDS, Busy, busy, main, together
 from benchmarks.workloads import WORKLOADS, Costs, Workload, floor_seconds
+from models.training.data.tokenizer import load_tokenizer
+from serving.engine.text import Detokenizer
+from spmd.measure.profile import STEP
 
 COSTS = Costs(slots=2, weight_bytes=1000, token_bytes=10, bandwidth=100, token_seconds=0.5)
 LOAD = Load(2, concurrency=8)
@@ -69,3 +80,46 @@ def test_no_prompt_begins_as_another_but_for_what_all_have_in_common() -> None:
         assert len({tuple(prompt[:count]) for prompt in prompts}) == 1
         begins += [tuple(prompt[count : count + 8]) for prompt in prompts]
     assert len(set(begins)) == len(begins)
+
+
+@pytest.mark.parametrize("vocab_size", [256, 32_000])
+def test_words_are_tokens(vocab_size: int, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer", vocab_size)
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.bos_id) == (vocab_size, 0, None)
+    texts = [ask.prompt for ask in WORKLOADS["prefix"].scaled(0.2).asks()]
+    prompts = tokenizer.encode_batch(texts)
+    for ids, text in zip(prompts, texts, strict=True):
+        assert len(ids) == len(text.split())
+        assert tokenizer.decode(ids) == text
+    drawn = Detokenizer(tokenizer.decode, prompts[0].tolist())
+    assert all(drawn.push(token) for token in range(vocab_size))
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ([], Busy(0, 1, 4)),
+        ([(0, 4)], Busy(1, 0, 0)),
+        ([(0, 1), (0.5, 2), (3, 4)], Busy(0.75, 1, 1)),
+        ([(3, 9), (1, 2), (1.2, 1.4)], Busy(0.5, 2, 1)),  # in any order, and past the end
+        ([(0, 2), (2 + GAP_SECONDS / 2, 4)], Busy(1 - GAP_SECONDS / 8, 0, 0)),
+    ],
+)
+def test_one_device(spans: list[tuple[float, float]], expected: Busy) -> None:
+    assert busy(spans, 4.0) == pytest.approx(expected)
+
+
+def test_devices_together() -> None:
+    assert together([Busy(0.5, 2, 0.1), Busy(1.0, 0, 0.0)]) == Busy(0.75, 2, 0.1)
+
+
+def test_a_trace_of_one_of_two_devices(tmp_path: Path, capsys: Any) -> None:
+    square = jax.jit(lambda x: x @ x)
+    x = jnp.ones((1000, 1000))
+    square(x).block_until_ready()
+    with jax.profiler.trace(tmp_path), jax.profiler.TraceAnnotation(STEP):
+        square(x).block_until_ready()
+    main(str(tmp_path), "2")
+    found = json.loads(capsys.readouterr().out)
+    assert 0 < found["share"] < 0.5 and found["gaps"] > 0 and found["longest"] > GAP_SECONDS

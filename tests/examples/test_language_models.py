@@ -122,7 +122,14 @@ def torch(folder: Path) -> Served:
     return Served(folder / "bundle", SHAPE, functools.partial(serve_torch.continue_text, model))
 
 
-@pytest.fixture(scope="module", params=[gpt2, recurrent, torch], ids=lambda make: make.__name__)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(gpt2, marks=pytest.mark.heavy, id="gpt2"),
+        pytest.param(recurrent, id="recurrent"),
+        pytest.param(torch, marks=pytest.mark.heavy, id="torch"),
+    ],
+)
 def served(request: Any, tmp_path_factory: Any) -> Served:
     found: Served = request.param(tmp_path_factory.mktemp(request.param.__name__))
     return found

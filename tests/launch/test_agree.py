@@ -1,15 +1,22 @@
-"""Comparing: who differs and in what, without processes."""
+"""Comparing values and sources: who differs and in what, without processes."""
 
+import importlib
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from spmd.errors import LaunchError
 from spmd.launch.agree import (
+    by_package,
     check_same,
+    check_same_sources,
     differences,
+    different_sources,
     gathered,
+    imported,
     raise_json,
     settings,
     without_locations,
@@ -65,11 +72,8 @@ def differing(found: dict[int, dict[str, str]]) -> str:
     return str(error.value)
 
 
-def test_one_who_lacks_a_value_differs():
-    assert "process 1: (not set); process 0: 1" in differing({0: {"a": "1"}, 1: {}})
-
-
 def test_several_names_are_all_said():
+    assert "process 1: (not set); process 0: 1" in differing({0: {"a": "1"}, 1: {}})
     text = differing({0: {"a": "1", "b": "x", "c": "="}, 1: {"a": "2", "b": "y", "c": "="}})
     assert "differ in a, b\n" in text
     assert "a: process 1: 2; process 0: 1; b: process 1: y; process 0: x" in text
@@ -90,14 +94,6 @@ def test_long_values_are_cut_and_hashed():
     assert one != two
 
 
-def test_equal_values_differ_in_nothing():
-    assert differences({0: {"a": "1"}, 1: {"a": "1"}}) == ""
-
-
-def test_one_process_compares_nothing():
-    check_same({"--a": "1"})
-
-
 def test_source_locations_do_not_count():
     module = 'module {\n  op loc(#loc0)\n}\n#loc0 = loc("%s/a.py":1:0)\n'
     assert without_locations(module % "/one") == without_locations(module % "/two")
@@ -111,3 +107,52 @@ def test_flags_that_are_a_process_own_do_not_count(monkeypatch: pytest.MonkeyPat
     assert found == {"XLA_FLAGS --xla_a": "1", "XLA_FLAGS --xla_b": "(given)"}
     assert settings()["jax_enable_x64"] == "False"
     assert json.dumps(settings())
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A user's own package with one module, imported."""
+    package = tmp_path / "own_package_of_a_user"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "data.py").write_text("seed = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module(f"{package.name}.data")
+    yield package
+    for name in [name for name in sys.modules if name.startswith(package.name)]:
+        del sys.modules[name]
+
+
+def test_what_is_the_users_is_hashed_and_what_is_installed_is_not(own: Path):
+    before = imported()
+    assert {own.name, f"{own.name}.data", "spmd", "spmd.launch.agree"} <= before.keys()
+    assert not {"jax", "numpy", "json", "pytest"} & before.keys()
+    (own / "data.py").write_text("seed = 2\n")
+    after = imported()
+    assert [name for name in before if before[name] != after[name]] == [f"{own.name}.data"]
+    packages = by_package(before)
+    changed = {top for top, sha in by_package(after).items() if packages[top] != sha}
+    assert changed == {own.name}
+
+
+def test_who_has_other_files_is_named():
+    found = {
+        0: {"checked": "sources", "models": "a", "models.data": "1", "main_only": "x"},
+        1: {"checked": "sources", "models": "a", "models.data": "1"},
+        2: {"checked": "sources", "models": "a", "models.data": "2", "own": "y"},
+    }
+    with pytest.raises(LaunchError) as error:
+        raise_json(different_sources(found))
+    assert str(error.value).splitlines()[:2] == [
+        "the processes of this job run different sources of models.data",
+        "  actual: process 2 has another models.data than process 0",
+    ]
+
+
+def test_a_module_that_only_some_have_imported_is_no_difference():
+    assert different_sources({0: {"a": "1", "report": "2"}, 1: {"a": "1"}}) == ""
+
+
+def test_alone_there_is_nobody_to_differ():
+    check_same({"--a": "1"})
+    check_same_sources()

@@ -1,9 +1,17 @@
-"""Signs of life: silence is death, an end that was announced is not."""
+"""Signs of life, and a stop of all at one step, wherever they are when one is asked to."""
+
+import itertools
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from spmd.launch import peers
+from spmd.launch import peers, stop_agreed
 from spmd.launch.peers import COLLECTIVE_FAILED, LEFT, Signs, describe_silent
+from spmd.launch.stop import StopVote
+from tests.launch.memory import Memory
+from tests.waiting import PATIENCE
 
 
 def test_a_sign_that_changes_is_life():
@@ -12,11 +20,14 @@ def test_a_sign_that_changes_is_life():
         assert signs.silent(now, {0: str(now), 1: str(now)}) == {}
 
 
-def test_a_sign_that_stays_is_death():
+def test_a_sign_that_stays_is_death_and_an_end_is_not():
     signs = Signs(2, timeout_s=5, started=0)
     signs.silent(1, {0: "1", 1: "1"})
     assert signs.silent(6, {0: "2", 1: "1"}) == {}
     assert signs.silent(7, {0: "3", 1: "1"}) == {1: 6}
+    signs.silent(8, {0: "4", 1: LEFT})
+    assert signs.silent(10, {0: "5", 1: LEFT}) == {}
+    assert signs.silent(100, {0: "6", 1: LEFT}) == {}
 
 
 def test_one_who_never_came_is_dead():
@@ -25,24 +36,15 @@ def test_one_who_never_came_is_dead():
     assert signs.silent(16, {0: "2", 1: "2"}) == {2: 6}
 
 
-def test_one_who_left_is_not_missed():
-    signs = Signs(2, timeout_s=5, started=0)
-    signs.silent(1, {0: "1", 1: LEFT})
-    assert signs.silent(100, {0: "2", 1: LEFT}) == {}
-
-
 def test_the_dead_are_named_with_their_hosts():
     who = {"0": "pid 1 on a", "1": "pid 2 on b"}
+    assert describe_silent({1: 12.3}).startswith("process 1 was lost: no sign of life for 12 s;")
+    assert describe_silent({3: 9.0, 1: 7.0}).startswith("processes 1, 3 were lost: no sign of life")
     assert "for 12 s; it was pid 2 on b; the end" in describe_silent({1: 12.3}, who)
     assert "for 12 s; the end" in describe_silent({2: 12.3}, who)
     many = {str(i): f"pid {i} on h{i}" for i in range(9)}
     text = describe_silent({i: 9.0 for i in range(9)}, many)
     assert "pid 3 on h3;" in text and "pid 4" not in text
-
-
-def test_words():
-    assert describe_silent({1: 12.3}).startswith("process 1 was lost: no sign of life for 12 s;")
-    assert describe_silent({3: 9.0, 1: 7.0}).startswith("processes 1, 3 were lost: no sign of life")
 
 
 @pytest.mark.parametrize(
@@ -76,3 +78,51 @@ def test_others_are_told_why_a_program_ends(end, told, cause, monkeypatch):
     if told == ("3", 3) and cause is not None:
         told = (str(cause), 3)
     assert heard == ([] if told is None else [told])
+
+
+@pytest.mark.parametrize("asked", [(1,), (0, 2)])
+@pytest.mark.parametrize("steps_ahead", [0, 3])
+def test_all_stop_at_one_step(asked: tuple[int, ...], steps_ahead: int):
+    """Steps are barriers, as collectives are; a host may run some steps ahead of the others."""
+    store, count = Memory(), 3
+    votes = [StopVote(store, process, count) for process in range(count)]
+    barriers = [threading.Barrier(count) for _ in range(4 * (steps_ahead + 1))]
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.002):
+            for vote in votes:
+                vote.look()
+
+    def run(process: int) -> int:
+        for step in itertools.count():
+            barrier = barriers[step % len(barriers)]
+            if votes[process].reached(step, wanted=process in asked and step >= 5 + process):
+                return step
+            if process != 0 or step % (steps_ahead + 1) == 0:
+                barrier.wait(PATIENCE)
+            else:  # its work is done in time, but it does not wait
+                threading.Thread(target=barrier.wait, args=(PATIENCE,), daemon=True).start()
+            time.sleep(0.001)
+        raise AssertionError
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    with ThreadPoolExecutor(count) as pool:
+        stops = list(pool.map(run, range(count)))
+    over.set()
+    looker.join()
+    assert len(set(stops)) == 1
+    assert stops[0] >= 5
+
+
+def test_nobody_asks():
+    vote = StopVote(Memory(), 0, 2)
+    for step in range(10):
+        vote.look()
+        assert not vote.reached(step, wanted=False)
+
+
+def test_one_process_stops_when_it_is_asked():
+    assert stop_agreed(3, wanted=True)
+    assert not stop_agreed(3, wanted=False)

@@ -1,7 +1,5 @@
 """The watchdog of one process: what it writes, when, and when not."""
 
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -9,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from spmd.launch import EXIT_HUNG, Watchdog
+from tests.forked import Forked
 from tests.waiting import PATIENCE, wait_until
-
-ROOT = Path(__file__).parents[2]
 
 
 def wait_for(path: Path, *texts: str) -> None:
@@ -106,14 +103,12 @@ def test_a_hang_in_c(hang: str, code: int | None, tmp_path: Path):
         f"with Watchdog(1, {str(tmp_path)!r}, first_timeout_s={PATIENCE}) as dog:\n"
         f"    dog.beat(step=1); {hang}\n"
     )
-    started = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
+    (tmp_path / "hang.py").write_text(program)
+    started = Forked(tmp_path / "hang.py", [], tmp_path / "said.txt", {})
     try:
         wait_for(tmp_path / "process-0.txt", "line 5 in <module>")
         if code is not None:
-            assert started.wait(PATIENCE) == code
-            assert "made no progress" in (started.stderr.read() if started.stderr else "")
+            assert started.wait() == code
+            assert "made no progress" in started.said
     finally:
         started.kill()
-        started.communicate()

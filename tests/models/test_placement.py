@@ -1,8 +1,12 @@
-"""Specs written without a mesh: axes that a mesh lacks, dims that its axes do not divide."""
+"""Specs written without a mesh: axes that it lacks, dims that they do not divide; progress bars."""
+
+import io
 
 import pytest
+from rich.console import Console
 
 from models.placement import OPEN, fitted
+from models.progress import bytes_bar
 
 SHAPE = {"data": 2, "model": 4}
 
@@ -28,3 +32,27 @@ def test_what_does_not_divide_is_open_or_whole_and_named():
     assert opened == ((..., "model"), (f"{why}is left to the compiler",))
     whole = fitted("w", spec, sizes, SHAPE, otherwise=None)
     assert whole == ((None, "model"), (f"{why}stays whole",))
+
+
+LONG = 2**30
+
+
+def shown(total, **terminal):
+    printed = io.StringIO()
+    console = Console(file=printed, width=80, **terminal)
+    with bytes_bar("loading weights", total, console) as advance:
+        advance(total // 2)
+    return printed.getvalue()
+
+
+def test_a_long_transfer_has_a_bar_on_a_terminal():
+    text = shown(LONG, force_terminal=True)
+    assert "loading weights" in text
+    assert "0.5/1.1 GB" in text
+
+
+def test_there_is_none_elsewhere():
+    assert shown(LONG, force_terminal=False) == ""
+    assert shown(1000, force_terminal=True) == ""
+    with bytes_bar("loading weights", LONG, None) as advance:
+        advance(1)

@@ -154,124 +154,8 @@ def test_slurm_starts_again_what_failed(
 
 # Kubernetes.
 
-TEXT, NUMBER, FLAG = str, int, bool
-PROBE = {
-    "exec": {"command": [TEXT]},
-    "periodSeconds": NUMBER,
-    "timeoutSeconds": NUMBER,
-    "failureThreshold": NUMBER,
-}
-SERVICE = {
-    "apiVersion": TEXT,
-    "kind": TEXT,
-    "metadata": {"name": TEXT, "namespace": TEXT},
-    "spec": {
-        "selector": {"*": TEXT},
-        "ports": [{"name": TEXT, "port": NUMBER, "targetPort": NUMBER}],
-    },
-}
-FIELDS: dict[str, Any] = {
-    "apiVersion": TEXT,
-    "kind": TEXT,
-    "metadata": {
-        "name": TEXT,
-        "namespace": TEXT,
-        "labels": {"*": TEXT},
-        "annotations": {"*": TEXT},
-    },
-    "spec": {
-        "network": {"enableDNSHostnames": FLAG, "subdomain": TEXT},
-        "failurePolicy": {
-            "maxRestarts": NUMBER,
-            "rules": [{"name": TEXT, "action": TEXT, "onJobFailureReasons": [TEXT]}],
-        },
-        "replicatedJobs": [
-            {
-                "name": TEXT,
-                "replicas": NUMBER,
-                "template": {
-                    "spec": {
-                        "parallelism": NUMBER,
-                        "completions": NUMBER,
-                        "completionMode": TEXT,
-                        "backoffLimit": NUMBER,
-                        "podFailurePolicy": {
-                            "rules": [
-                                {
-                                    "action": TEXT,
-                                    "onExitCodes": {
-                                        "containerName": TEXT,
-                                        "operator": TEXT,
-                                        "values": [NUMBER],
-                                    },
-                                    "onPodConditions": [{"type": TEXT}],
-                                }
-                            ]
-                        },
-                        "template": {
-                            "metadata": {"annotations": {"*": TEXT}},
-                            "spec": {
-                                "restartPolicy": TEXT,
-                                "terminationGracePeriodSeconds": NUMBER,
-                                "serviceAccountName": TEXT,
-                                "nodeSelector": {"*": TEXT},
-                                "tolerations": [
-                                    {"key": TEXT, "operator": TEXT, "value": TEXT, "effect": TEXT}
-                                ],
-                                "containers": [
-                                    {
-                                        "name": TEXT,
-                                        "image": TEXT,
-                                        "command": [TEXT],
-                                        "workingDir": TEXT,
-                                        "env": [
-                                            {
-                                                "name": TEXT,
-                                                "value": TEXT,
-                                                "valueFrom": {"fieldRef": {"fieldPath": TEXT}},
-                                            }
-                                        ],
-                                        "ports": [{"name": TEXT, "containerPort": NUMBER}],
-                                        "startupProbe": PROBE,
-                                        "livenessProbe": PROBE,
-                                        "readinessProbe": PROBE,
-                                        "lifecycle": {"preStop": {"exec": {"command": [TEXT]}}},
-                                        "resources": {
-                                            "requests": {"*": TEXT},
-                                            "limits": {"*": NUMBER},
-                                        },
-                                        "volumeMounts": [
-                                            {"name": TEXT, "mountPath": TEXT, "readOnly": FLAG}
-                                        ],
-                                    }
-                                ],
-                                "volumes": [
-                                    {
-                                        "name": TEXT,
-                                        "emptyDir": {"medium": TEXT},
-                                        "persistentVolumeClaim": {
-                                            "claimName": TEXT,
-                                            "readOnly": FLAG,
-                                        },
-                                        "hostPath": {"path": TEXT},
-                                        "nfs": {"server": TEXT, "path": TEXT, "readOnly": FLAG},
-                                        "secret": {"secretName": TEXT},
-                                        "csi": {
-                                            "driver": TEXT,
-                                            "readOnly": FLAG,
-                                            "volumeAttributes": {"*": TEXT},
-                                        },
-                                    }
-                                ],
-                            },
-                        },
-                    }
-                },
-            }
-        ],
-    },
-}
-"""The fields that are used, of JobSet v1alpha2, batch/v1 and core/v1, and their types."""
+FIELDS, SERVICE = yaml.safe_load_all(Path(__file__).with_name("jobset_fields.yaml").read_text())
+TYPES = {"text": str, "number": int, "flag": bool}
 
 
 def misfits(value: Any, fields: Any, path: str = "") -> list[str]:
@@ -288,7 +172,7 @@ def misfits(value: Any, fields: Any, path: str = "") -> list[str]:
         return wrong + [
             m for n, v in value.items() if known[n] for m in misfits(v, known[n], f"{path}.{n}")
         ]
-    return [] if type(value) is fields else [f"{path} is {type(value).__name__}"]
+    return [] if type(value) is TYPES[fields] else [f"{path} is {type(value).__name__}"]
 
 
 def test_the_check_finds_what_is_wrong():

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from scripts.serve_bundle import KEYS, LIMITS, http_options, make_parser, options
 from serving.http.limits import HttpOptions, Options
-
-ROOT = Path(__file__).parents[2]
+from tests.forked import Forked
 
 
 def test_flags_are_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,17 +18,8 @@ def test_flags_are_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEYS, raising=False)
     assert options(parser.parse_args(["bundle"])) == Options()
     monkeypatch.setenv(KEYS, "b,c")
-    flags = [
-        "--api_key",
-        "a",
-        "--token_budget",
-        "512",
-        "--max_waiting",
-        "7",
-        "--drain_seconds",
-        "2",
-    ]
-    given = options(parser.parse_args(["bundle", *flags]))
+    flags = "--api_key a --token_budget 512 --max_waiting 7 --drain_seconds 2"
+    given = options(parser.parse_args(["bundle", *flags.split()]))
     assert given == Options(("a", "b", "c"), max_waiting=7, token_budget=512, drain_seconds=2.0)
 
 
@@ -64,12 +52,10 @@ def test_flags_say_how_the_server_is_reached() -> None:
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_what_a_user_can_mend_is_the_last_line(form: str, tmp_path: Path) -> None:
     """As text, or as an object of the log; not as a traceback."""
-    command = [sys.executable, "-m", "scripts.serve_bundle", str(tmp_path / "none"), "--port", "0"]
-    done = subprocess.run(
-        [*command, "--log_format", form], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
+    arguments = [str(tmp_path / "none"), "--port", "0", "--log_format", form]
+    started = Forked("scripts.serve_bundle", arguments, tmp_path / "said.txt", {})
+    assert started.wait() == 1
+    last = started.said.splitlines()[-1]
     if form == "json":
         assert json.loads(last)["level"] == "CRITICAL" and "none" in json.loads(last)["message"]
     else:

@@ -89,7 +89,9 @@ def test_tokens_are_transformers(hf_folder, tmp_path, export, devices8):
 @pytest.mark.parametrize(
     ("variant", "part", "shape", "composite"),
     [
-        ("qwen2", "self_attn/q_proj/bias", (8,), "spmd.paged_attention"),
+        pytest.param(
+            "qwen2", "self_attn/q_proj/bias", (8,), "spmd.paged_attention", marks=pytest.mark.heavy
+        ),
         ("mixtral", "mlp/experts/up_proj/weight", (4, 12, 32), "spmd.experts"),
     ],
 )
@@ -142,7 +144,7 @@ def test_bytes_that_a_step_reads(hf_folder, tmp_path, export, devices8):
     out = tmp_path / "bundle"
     export("--init_from", hf_folder, "--out", out, "--cache_dtype=int8")
     mesh = spmd.make_mesh(data=2, model=4, devices=devices8)
-    bundle = load_bundle(out, mesh, functions=FUNCTIONS)
+    bundle = load_bundle(out, mesh, functions=("begin",))
     facts = language.info(bundle)
     # One layer; of two key heads one is on a device, of two groups one: values and scales.
     assert facts["token_bytes"] == 2 * (8 + 4) / 2
@@ -226,26 +228,34 @@ def test_contracts_that_are_broken(shape, message, monkeypatch):
     monkeypatch.setattr(language, "info", lambda bundle: {})
     with pytest.raises(BundleError, match=f"older than this program .*{message}.*: export the"):
         language.model_backend(stand_in("cpu", **shape))
-    with pytest.raises(BundleError, match="there is no function begin"):
-        without = stand_in("cpu")
-        del without.functions["begin"]
-        language.model_backend(without)
-    with pytest.raises(BundleError, match=r"takes other inputs than .*: export the model again"):
-        older = stand_in("cpu")
-        older.functions["step_r8_t16"].inputs = (Leaf("inputs/tokens", (1, 8), "int32"),)
-        language.model_backend(older)
-    with pytest.raises(BundleError, match=r"there is no function allow.*: export the model again"):
-        without = stand_in("cpu")
-        del without.manifest.functions["allow"]
-        language.model_backend(without)
+
+
+def test_functions_that_are_loaded_first():
+    found = language.first_functions(stand_in("cpu").manifest)
+    assert sorted(found) == ["allow", "begin", "step_r1024_t64", "step_r8_t64"]
+
+
+def test_functions_that_are_not_there_or_are_others(monkeypatch):
+    monkeypatch.setattr(language, "info", lambda bundle: {})
+    older = {"inputs": (Leaf("inputs/tokens", (1, 8), "int32"),)}
+    for edit, message in (
+        (lambda b: b.functions.pop("begin"), "there is no function begin"),
+        (lambda b: b.manifest.functions.pop("allow"), "there is no function allow.*: export the"),
+        (lambda b: vars(b.functions["step_r8_t16"]).update(older), "other inputs than .*: export"),
+    ):
+        edit(bundle := stand_in("cpu"))
+        with pytest.raises(BundleError, match=message):
+            language.model_backend(bundle)
 
 
 def test_goldens_and_random_weights(tmp_path, export, monkeypatch, devices8):
     monkeypatch.setattr(jax, "devices", lambda: devices8[:1])
+    # It is kept for whoever asks next.
+    monkeypatch.setattr("spmd.mesh.spec._devices_by_id", lambda: {devices8[0].id: devices8[0]})
     prompts = tmp_path / "prompts"
     prompts.write_text("abc\n\n")
     out = tmp_path / "bundle"
-    export("--model=tiny", "--out", out, "--golden_prompts", prompts, "--quantize=int4")
+    export("--model=tiny", "--rows=8", "--out", out, "--golden_prompts", prompts, "--quantize=int4")
     manifest = json.loads((out / "manifest.json").read_text())
     (made,) = manifest["goldens"]
     assert made["prompt"] == list(b"abc")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -122,18 +123,6 @@ def test_all_end_together(start: Callable[..., Any], bundle: Path, processes: in
         assert "Traceback" not in group.log
 
 
-def test_one_that_is_asked_to_end_drains_all(start: Callable[..., Any], bundle: Path) -> None:
-    """As when a host is taken away: all end with the code that launchers start again."""
-    with start(2, max_restarts=0) as group:
-        group.wait_for(" ready: ")
-        with asking(group, 1, 0) as told:
-            group.signal(1, signal.SIGTERM)
-            group.signal(1, signal.SIGCONT)
-        assert told[1].json()["choices"][0]["text"] == golden(bundle)
-        assert group.process.wait() == EXIT_PREEMPTED
-        assert "Traceback" not in group.log
-
-
 @pytest.mark.parametrize("form", [pytest.param("text", marks=pytest.mark.heavy), "json"])
 def test_what_cannot_be_loaded_ends_all(form: str, tmp_path: Path) -> None:
     """On any of the processes: with its message, once the others have heard of it."""
@@ -159,47 +148,78 @@ def last_words(log: str) -> list[str]:
     return [line["message"] for line in found if line["level"] == "CRITICAL"]
 
 
-def test_a_model_of_tensors(tmp_path: Path) -> None:
-    """Rows of several clients in one call; who waits when a process is lost is told."""
+K = np.random.default_rng(0).standard_normal((8, 4), np.float32)
+
+
+@pytest.fixture(scope="module")
+def layer(tmp_path_factory: Any) -> Path:
+    """A bundle of tensors; what is compiled of it lies beside it."""
+    folder: Path = tmp_path_factory.mktemp("bundles") / "layer"
     (b,) = export.symbolic_shape("b")
-    k = np.random.default_rng(0).standard_normal((8, 4), np.float32)
-    layer = Function(
+    function = Function(
         "layer", lambda w, x: {"y": jnp.tanh(x @ w["k"]), "most": x.argmax(-1)},
         ({"k": jax.ShapeDtypeStruct((8, 4), "float32")}, jax.ShapeDtypeStruct((b, 8), "float32")),
         ("w", "x"), ("weights", "input"),
     )  # fmt: skip
     specs = {"x": ("data",), "weights/k": (None, "model"), "outputs/y": ("data", "model")}
-    write_bundle(tmp_path / "layer", [layer], weights={"k": k}, specs=specs, platforms=["cpu"])
+    write_bundle(folder, [function], weights={"k": K}, specs=specs, platforms=["cpu"])
+    return folder
+
+
+@contextmanager
+def serving_tensors(layer: Path, work: Path) -> Iterator[Group]:
+    """Two processes that are ready."""
     flags = ("--batch_sizes", "1,4,8", "--log_format", "json")
-    with Group(tmp_path, tmp_path / "layer", 2, MESH, tmp_path / "cache", 0, flags) as group:
+    with Group(work, layer, 2, MESH, layer.parent / "cache", 0, flags) as group:
         group.wait_for('"ready: ')
+        yield group
+        assert "Traceback" not in group.log
+
+
+def infer(group: Group, rows: int) -> httpx.Response:
+    """An answer, which is right if there is one."""
+    x = np.random.default_rng(rows).standard_normal((rows, 8), np.float32)
+    body = {"name": "x", "datatype": "FP32", "shape": [rows, 8], "data": x.tolist()}
+    answer = post(f"{group.url}/v2/models/bundle/infer", json={"inputs": [body]})
+    if answer.status_code == 200:
+        found = {one["name"]: one["data"] for one in answer.json()["outputs"]}
+        assert found["most"] == x.argmax(-1).tolist()
+        y = np.reshape(found["y"], (rows, 4))
+        np.testing.assert_allclose(y, np.tanh(x @ K), rtol=1e-5, atol=1e-6)
+    return answer
+
+
+def wait_for_the_second(group: Group, threads: ThreadPoolExecutor) -> list[Future[httpx.Response]]:
+    """Three who wait for a process that was stopped."""
+    group.signal(1, signal.SIGSTOP)
+    waiting = [threads.submit(infer, group, 4) for _ in range(3)]
+    wait_until(lambda: "\nspmd:places_taken 3" in get(f"{group.url}/metrics").text)
+    return waiting
+
+
+def test_a_model_of_tensors(layer: Path, tmp_path: Path) -> None:
+    """Rows of several clients in one call; who waits when a process is lost is told."""
+    with serving_tensors(layer, tmp_path) as group, ThreadPoolExecutor(8) as threads:
         url = f"{group.url}/v2/models/bundle"
         assert get(f"{url}/config").json()["max_batch_size"] == 8
-
-        def infer(rows: int) -> httpx.Response:
-            x = np.random.default_rng(rows).standard_normal((rows, 8), np.float32)
-            body = {"name": "x", "datatype": "FP32", "shape": [rows, 8], "data": x.tolist()}
-            answer = post(f"{url}/infer", json={"inputs": [body]})
-            if answer.status_code == 200:
-                found = {one["name"]: one["data"] for one in answer.json()["outputs"]}
-                assert found["most"] == x.argmax(-1).tolist()
-                np.testing.assert_allclose(
-                    np.reshape(found["y"], (rows, 4)), np.tanh(x @ k), rtol=1e-5, atol=1e-6
-                )
-            return answer
-
-        with ThreadPoolExecutor(8) as threads:
-            answers = list(threads.map(infer, [1, 2, 3, 8, 1, 4] * 8))
-            assert {answer.status_code for answer in answers} == {200}
-            assert post(f"{url}/infer", json={"inputs": []}).status_code == 400
-            group.signal(1, signal.SIGSTOP)
-            waiting = [threads.submit(infer, 4) for _ in range(3)]
-            wait_until(lambda: "\nspmd:places_taken 3" in get(f"{group.url}/metrics").text)
-            group.signal(1, signal.SIGKILL)
-            for answer in [one.result() for one in waiting]:
-                assert answer.status_code == 503 and int(answer.headers["Retry-After"]) > 0
-                assert "process 1 was lost" in answer.json()["error"]
+        answers = list(threads.map(functools.partial(infer, group), [1, 2, 3, 8, 1, 4] * 8))
+        assert {answer.status_code for answer in answers} == {200}
+        assert post(f"{url}/infer", json={"inputs": []}).status_code == 400
+        waiting = wait_for_the_second(group, threads)
+        group.signal(1, signal.SIGKILL)
+        for answer in [one.result() for one in waiting]:
+            assert answer.status_code == 503 and int(answer.headers["Retry-After"]) > 0
+            assert "process 1 was lost" in answer.json()["error"]
         group.process.wait()
         (message,) = last_words(group.log)
         assert message.startswith("process 0 of 2 stops: process 1 was lost: ")
-        assert "Traceback" not in group.log
+
+
+def test_one_that_is_asked_to_end_drains_all(layer: Path, tmp_path: Path) -> None:
+    """As when a host is taken away: all end with the code that launchers start again."""
+    with serving_tensors(layer, tmp_path) as group, ThreadPoolExecutor(3) as threads:
+        waiting = wait_for_the_second(group, threads)
+        group.signal(1, signal.SIGTERM)
+        group.signal(1, signal.SIGCONT)
+        assert {one.result().status_code for one in waiting} == {200}
+        assert group.process.wait() == EXIT_PREEMPTED

@@ -13,7 +13,7 @@ from benchmarks.hlo.sizes import largest_values
 from spmd.mesh.sharding import local_shape
 from tests.programs import Training, llama, mlp
 
-PROGRAMS = ["mlp", "llama_scan", "llama_unrolled"]
+PROGRAMS = ["mlp", "llama_scan", pytest.param("llama_unrolled", marks=pytest.mark.heavy)]
 
 
 @pytest.fixture(scope="module", params=PROGRAMS)

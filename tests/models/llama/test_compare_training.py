@@ -23,12 +23,14 @@ def found():
     return losses(config, PackedTokens([text], seq_len=16, batch_size=8), STEPS, mesh)
 
 
+@pytest.mark.heavy
 def test_one_device():
     assert len(found()["jax"]) == STEPS
     assert apart(found(), "jax") < 1e-4
     assert len({round(loss, 3) for loss in found()["spmd"]}) > STEPS // 2
 
 
+@pytest.mark.heavy
 def test_pytorch():
     pytest.importorskip("torch")
     pytest.importorskip("transformers")

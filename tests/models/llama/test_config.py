@@ -1,12 +1,86 @@
-import dataclasses
-import json
+"""Configs, by name and of one's own; fresh parameters, their number and their arithmetic."""
 
+import dataclasses
+import functools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from models.llama import fresh, parameters
 from models.llama.config import ConfigError, LlamaConfig
+from models.llama.flops import flops_per_token
 from models.llama.named import CONFIGS, named_config
+from tests.models.llama.inverse import stack_layers
 
 TINY = CONFIGS["tiny"]
+UNROLLED = dataclasses.replace(TINY, scan_layers=False)
+
+
+def paths_and_shapes(tree):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {"/".join(key.key for key in path): leaf.shape for path, leaf in leaves}
+
+
+def test_scanned_parameters_have_the_configs_shapes(tiny_params):
+    expected = {
+        path: (TINY.num_hidden_layers, *shape) if path.startswith("layers/") else shape
+        for path, shape in TINY.parameter_shapes().items()
+    }
+    assert paths_and_shapes(tiny_params) == expected
+
+
+@pytest.mark.parametrize("config", [TINY, UNROLLED])
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameter_count_is_that_of_the_parameters(config, tied):
+    config = dataclasses.replace(config, tie_word_embeddings=tied)
+    structs = jax.eval_shape(functools.partial(fresh.init, config=config), jax.random.key(0))
+    total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(structs))
+    assert total == config.parameter_count()
+
+
+def test_scanned_and_unrolled_parameters_are_the_same_numbers(tiny_params):
+    unrolled = jax.jit(functools.partial(fresh.init, config=UNROLLED))(jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, stack_layers(unrolled), tiny_params)
+    jax.tree.map(np.testing.assert_array_equal, parameters.unstack_layers(tiny_params), unrolled)
+
+
+def test_parameter_dtype():
+    config = dataclasses.replace(TINY, param_dtype="bfloat16")
+    structs = jax.eval_shape(functools.partial(fresh.init, config=config), jax.random.key(0))
+    assert {leaf.dtype for leaf in jax.tree.leaves(structs)} == {jnp.dtype("bfloat16")}
+
+
+def test_flops_per_token_of_both_conventions():
+    config = LlamaConfig(
+        vocab_size=10,
+        hidden_size=4,
+        intermediate_size=6,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+    )
+    layer = 4 * 4 * 4 + 3 * 4 * 6 + 2 * 4
+    multiplied = 3 * layer + 4 + 10 * 4
+    attention = 3 * 4 * 100  # layers x width of all heads x sequence
+    assert flops_per_token(config, 100, "causal") == 6 * multiplied + 6 * attention
+    assert flops_per_token(config, 100, "palm") == 6 * (multiplied + 40) + 12 * attention
+    tied = dataclasses.replace(config, tie_word_embeddings=True)
+    assert flops_per_token(tied, 100, "causal") == flops_per_token(config, 100, "causal")
+    # A token sees as many before it as there are, 19 at most: (1 + ... + 19 + 81 * 20) / 100.
+    windows = dataclasses.replace(config, sliding_window=20, max_window_layers=1)
+    seen = 100 / 2 + 2 * (20 - 20 * 20 / 2 / 100)
+    assert flops_per_token(windows, 100, "causal") == 6 * multiplied + 12 * 4 * seen
+    assert flops_per_token(windows, 100, "palm") == flops_per_token(config, 100, "palm")
+    assert flops_per_token(windows, 8, "causal") == flops_per_token(config, 8, "causal")
+    # Of five experts as wide as the MLP a token takes two; and there is the router.
+    experts = dataclasses.replace(config, num_experts=5, num_experts_per_tok=2)
+    more = 6 * 3 * (3 * 4 * 6 + 5 * 4)
+    for convention in ("causal", "palm"):
+        both = [flops_per_token(c, 100, convention) for c in (config, experts)]
+        assert both[1] - both[0] == more
 
 
 @pytest.mark.parametrize(
@@ -26,6 +100,8 @@ TINY = CONFIGS["tiny"]
         ({"num_experts": 4}, "num_experts_per_tok is 0; a token takes from 1 to 4"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok is 5"),
         ({"param_dtype": "int8"}, "param_dtype is 'int8'"),
+        ({"attention": "flash"}, "attention is 'flash', not one of"),
+        ({"matmul": "int8"}, "matmul is 'int8'"),
     ],
 )
 def test_bad_sizes_are_errors(changes, message):
@@ -39,12 +115,71 @@ def test_a_config_survives_json():
     assert hash(config) == hash(dataclasses.replace(config))
 
 
-def test_tying_saves_one_table():
-    tied = dataclasses.replace(TINY, tie_word_embeddings=True)
-    saved = TINY.parameter_count() - tied.parameter_count()
-    assert saved == TINY.vocab_size * TINY.hidden_size
+def test_unknown_name_lists_the_known_ones():
+    with pytest.raises(
+        ConfigError, match="no model is called 'llama9'; there are tiny, quickstart"
+    ):
+        named_config("llama9")
 
 
-def test_an_unknown_attention_is_said():
-    with pytest.raises(ConfigError, match="attention is 'flash', not one of"):
-        dataclasses.replace(TINY, attention="flash")
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("llama2-7b", 6_738_415_616),
+        ("llama2-13b", 13_015_864_320),
+        ("llama2-70b", 68_976_648_192),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("llama3.1-8b", 8_030_261_248),
+        ("llama3.1-70b", 70_553_706_496),
+        ("llama3.1-405b", 405_853_388_800),
+        ("llama3.2-1b", 1_235_814_400),
+        ("llama3.2-3b", 3_212_749_824),
+        ("llama3.3-70b", 70_553_706_496),
+        ("mistral-7b", 7_241_732_096),
+        ("mistral-7b-v0.3", 7_248_023_552),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-3b", 3_085_938_688),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-14b", 14_770_033_664),
+        ("qwen2.5-32b", 32_763_876_352),
+        ("qwen2.5-72b", 72_706_203_648),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-14b", 14_768_307_200),
+        ("qwen3-32b", 32_762_123_264),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("mixtral-8x22b", 140_620_634_112),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
+    ],
+)
+def test_published_parameter_counts(name, count):
+    assert named_config(name).parameter_count() == count
+
+
+def test_published_rotary_embeddings():
+    """As in the published config.json files."""
+    assert named_config("llama2-7b").rope_theta == 10_000
+    assert named_config("llama3-8b").rope_theta == 500_000
+    assert named_config("llama3-70b").rope_scaling is None
+    published = {
+        "rope_type": "llama3",
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    factors = {"llama3.1-405b": 8, "llama3.2-1b": 32, "llama3.2-3b": 32, "llama3.3-70b": 8}
+    for name, factor in factors.items():
+        config = named_config(name)
+        assert config.rope_scaling is not None
+        assert dataclasses.asdict(config.rope_scaling) == {**published, "factor": factor}
+        assert config.max_position_embeddings == 131_072
+    assert [named_config(f"llama3.2-{size}").head_width for size in ("1b", "3b")] == [64, 128]
+
+
+def test_quickstart_is_small():
+    assert 1e6 < named_config("quickstart").parameter_count() < 5e6

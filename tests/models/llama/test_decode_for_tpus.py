@@ -18,8 +18,15 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("mesh", "groups"), [((1, 8), 1), ((2, 4), 2)])
-@pytest.mark.parametrize("rows", [16, 128])
+@pytest.mark.parametrize(
+    ("mesh", "groups", "rows"),
+    [
+        ((2, 4), 2, 128),
+        pytest.param((1, 8), 1, 16, marks=pytest.mark.heavy),
+        pytest.param((1, 8), 1, 128, marks=pytest.mark.heavy),
+        pytest.param((2, 4), 2, 16, marks=pytest.mark.heavy),
+    ],
+)
 def test_only_logits_and_tokens_travel_besides_sums(
     mesh: tuple[int, int], groups: int, rows: int
 ) -> None:

@@ -29,7 +29,7 @@ from tools import training_peers
 
 STEPS = 3
 PARTS = dataclasses.replace(
-    CONFIGS["tiny"], model_type="qwen3", num_hidden_layers=3, attention_bias="qkvo", qk_norm=True,
+    CONFIGS["tiny"], model_type="qwen3", num_hidden_layers=2, attention_bias="qkvo", qk_norm=True,
     sliding_window=5, max_window_layers=1, initializer_range=0.2,
 )  # fmt: skip
 """A model that has everything by which families differ."""
@@ -56,8 +56,8 @@ def their_steps(folder: Any, into: Any) -> tuple[list[float], dict[str, Any]]:
 @pytest.mark.parametrize(
     "variant",
     [
-        pytest.param(v, marks=() if v in ("qwen2", "qwen3_moe") else pytest.mark.heavy)
-        for v in checkpoints.FAMILIES  # these have most of what families differ in
+        pytest.param(v, marks=() if v == "qwen3_moe" else pytest.mark.heavy)
+        for v in checkpoints.FAMILIES
     ],
 )
 def test_three_steps_are_transformers(
@@ -98,7 +98,7 @@ def drawn(config: LlamaConfig) -> Any:
     [
         pytest.param({}, marks=pytest.mark.heavy),
         {"scan_layers": False, "attention": "composite", "remat": "save:q,k"},
-        {"attention": "einsum", "remat": "full"},
+        pytest.param({"attention": "einsum", "remat": "full"}, marks=pytest.mark.heavy),
     ],
     ids=str,
 )
@@ -118,6 +118,7 @@ def test_all_parts_with_packed_documents(changes: dict[str, Any], mesh: spmd.Mes
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-6), found, wanted)
 
 
+@pytest.mark.heavy
 def test_windows_hide_what_is_far_in_packed_documents() -> None:
     """Without the window the loss is another: the comparison above sees it."""
     losses = [

@@ -13,7 +13,6 @@ import optax
 import pytest
 
 from models.llama import parameters
-from models.llama.config import ConfigError
 from models.llama.fresh import init
 from models.llama.named import CONFIGS
 from models.llama.training import train_step
@@ -104,7 +103,7 @@ def losses(config, steps):
     return np.array(found)
 
 
-@pytest.mark.slow("eighty steps, in two precisions")
+@pytest.mark.heavy  # eighty steps, in two precisions
 def test_it_learns_as_fast_as_in_float32():
     config = dataclasses.replace(
         CONFIGS["quickstart"], num_hidden_layers=2, intermediate_size=256, scan_layers=False
@@ -114,8 +113,3 @@ def test_it_learns_as_fast_as_in_float32():
     assert want[-1] < 0.6 * want[0]
     np.testing.assert_allclose(got, want, rtol=0.03)
     assert (got != want).any()
-
-
-def test_an_unknown_matmul_is_refused():
-    with pytest.raises(ConfigError, match="matmul is 'int8'"):
-        dataclasses.replace(FP8, matmul="int8")

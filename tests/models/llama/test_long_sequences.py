@@ -43,11 +43,11 @@ def alone(packed: bool) -> Any:
 @pytest.mark.parametrize(
     ("axes", "table", "zigzag", "packed"),
     [
-        ({"data": 2, "seq": 4}, "2d", 4, False),
+        pytest.param({"data": 2, "seq": 4}, "2d", 4, False, marks=pytest.mark.heavy),
         ({"data": 2, "seq": 2, "model": 2}, "2d", 2, True),
         ({"seq": 4, "model": 2}, "2d-sequence", 1, True),
-        ({"data": 2, "seq": 2, "model": 2}, "fsdp", 2, False),
-        ({"data": 1, "seq": 4, "model": 2}, "tensor", 4, True),
+        pytest.param({"data": 2, "seq": 2, "model": 2}, "fsdp", 2, False, marks=pytest.mark.heavy),
+        pytest.param({"data": 1, "seq": 4, "model": 2}, "tensor", 4, True, marks=pytest.mark.heavy),
     ],
 )
 def test_a_split_sequence(axes: Any, table: str, zigzag: int, packed: bool) -> None:

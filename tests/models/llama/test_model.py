@@ -1,3 +1,5 @@
+"""The forward pass and its loss, scanned and unrolled."""
+
 import dataclasses
 import functools
 
@@ -6,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.llama import marks, model, parameters
+from models.llama import marks, model, objective, parameters
 from models.llama.named import CONFIGS
+from models.llama.trainer import generate, make_next_logits, sample
+from tests.models.llama.inverse import stack_layers
 
 TINY = CONFIGS["tiny"]
 UNROLLED = dataclasses.replace(TINY, scan_layers=False)
@@ -25,12 +29,6 @@ def test_logits_shape_and_dtype(dtype, tiny_params):
     logits = jax.eval_shape(functools.partial(model.forward, config=config), tiny_params, TOKENS_BS)
     assert logits.shape == (2, 8, TINY.vocab_size)
     assert logits.dtype == jnp.dtype(dtype)
-
-
-def test_scan_equals_unrolled(tiny_params):
-    scanned = compiled_forward(TINY)(tiny_params, TOKENS_BS)
-    unrolled = compiled_forward(UNROLLED)(parameters.unstack_layers(tiny_params), TOKENS_BS)
-    np.testing.assert_allclose(scanned, unrolled, rtol=1e-5, atol=1e-6)
 
 
 def test_no_position_sees_a_later_one(tiny_params):
@@ -103,3 +101,89 @@ def test_rms_norm():
     weight = jnp.arange(8, dtype=jnp.float32)
     expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 0.5) * np.arange(8)
     np.testing.assert_allclose(model.rms_norm(jnp.asarray(x), weight, 0.5), expected, rtol=1e-5)
+
+
+def test_attention_weights_against_numpy():
+    rng = np.random.default_rng(4)
+    q, k = rng.normal(size=(2, 2, 6, 3, 4)).astype(np.float32)
+    scores = np.einsum("bsnd,btnd->bnst", q, k) / 2
+    scores[..., np.triu_indices(6, 1)[0], np.triu_indices(6, 1)[1]] = -np.inf
+    expected = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    weights = model.attention_weights(jnp.asarray(q), jnp.asarray(k))
+    np.testing.assert_allclose(weights, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_scan_equals_unrolled(tiny_params):
+    def loss_and_gradients(params, config):
+        targets_BS = np.roll(TOKENS_BS, -1, axis=1)
+        loss = functools.partial(objective.loss, config=config)
+        return jax.jit(jax.value_and_grad(loss))(params, TOKENS_BS, targets_BS)
+
+    loss, scanned = loss_and_gradients(tiny_params, TINY)
+    assert loss.dtype == jnp.float32
+    same, unrolled = loss_and_gradients(parameters.unstack_layers(tiny_params), UNROLLED)
+    np.testing.assert_allclose(same, loss, rtol=1e-6)
+    assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(assert_close, scanned, stack_layers(unrolled))
+
+
+def test_cross_entropy_against_numpy():
+    rng = np.random.default_rng(5)
+    logits = rng.normal(size=(2, 3, 7)).astype(np.float32)
+    targets = rng.integers(0, 7, (2, 3))
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    expected = -np.log(np.take_along_axis(probabilities, targets[..., None], -1)).mean()
+    np.testing.assert_allclose(
+        objective.cross_entropy(jnp.asarray(logits), jnp.asarray(targets)), expected, 1e-6
+    )
+
+
+WINDOW = 8
+
+
+def successor(params, tokens_1W, position):
+    """Logits that are sure of the token after the last one."""
+    del params
+    return np.eye(256, dtype=np.float32)[(tokens_1W[0, position] + 1) % 256] * 100
+
+
+def test_next_logits_are_those_of_the_position(tiny_params):
+    tokens_1W = np.arange(WINDOW, dtype=np.int32)[None]
+    next_logits = jax.jit(make_next_logits(TINY))
+    whole = jax.jit(functools.partial(model.forward, config=TINY))(tiny_params, tokens_1W)
+    for position in (0, 3, WINDOW - 1):
+        logits = next_logits(tiny_params, tokens_1W, np.int32(position))
+        np.testing.assert_allclose(logits, whole[0, position], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_continues_past_the_window(temperature):
+    tokens = generate(successor, None, [1, 2, 3], tokens=20, window=WINDOW, temperature=temperature)
+    assert tokens == list(range(4, 24))
+
+
+def test_the_seed_decides():
+    def flat_logits(params, tokens_1W, position):
+        return np.zeros(256, np.float32)
+
+    first, again, other = (
+        generate(flat_logits, None, [0], tokens=10, window=WINDOW, seed=seed) for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+def test_samples_follow_the_softmax():
+    probabilities = np.array([0.1, 0.2, 0.7])
+    generator = np.random.default_rng(0)
+    logits = np.log(probabilities).astype(np.float32)
+    drawn = [sample(logits, 1.0, generator) for _ in range(4000)]
+    np.testing.assert_allclose(np.bincount(drawn) / 4000, probabilities, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "temperature", "message"),
+    [([], 1.0, "prompt is empty"), ([1], -1.0, "temperature must not be negative")],
+)
+def test_bad_input(prompt, temperature, message):
+    with pytest.raises(ValueError, match=message):
+        generate(successor, None, prompt, tokens=1, window=WINDOW, temperature=temperature)

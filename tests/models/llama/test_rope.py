@@ -1,4 +1,4 @@
-"""Rotary embeddings; their frequencies beside what transformers computes for published models."""
+"""Rotary embeddings and their scalings; frequencies beside transformers' for published models."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.llama.config import RopeScaling
+from models.llama.config import ConfigError, RopeScaling
 from models.llama.named import CONFIGS
 from models.llama.rope import apply_rope, rope_angles, rope_frequencies
 
@@ -64,16 +64,25 @@ def test_rope_rotates_pairs_of_complex_numbers():
     np.testing.assert_allclose(rotated, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_rope_makes_products_depend_on_distance_only():
-    rng = np.random.default_rng(2)
-    angles = rope_angles(jnp.arange(12), dataclasses.replace(TINY, head_dim=16))
-    q, k = (
-        apply_rope(
-            jnp.broadcast_to(rng.normal(size=16).astype(np.float32), (1, 12, 1, 16)), angles
-        )[0, :, 0]
-        for _ in range(2)
-    )
-    products = np.asarray(q @ k.T)
-    for distance in range(-3, 4):
-        diagonal = np.diagonal(products, distance)
-        np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_type": "yarn", "factor": 2.0}, "rope_type 'yarn' is not supported"),
+        ({"rope_type": "linear", "factor": 0.5}, "must be at least 1, not 0.5"),
+        ({"rope_type": "linear", "factor": 2.0, "low_freq_factor": 1.0}, "and nothing else"),
+        ({"rope_type": "llama3", "factor": 2.0}, "needs low_freq_factor, high_freq_factor and"),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 2.0,
+                "low_freq_factor": 4.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 16,
+            },
+            "0 < low_freq_factor < high_freq_factor, not 4.0 and 1.0",
+        ),
+    ],
+)
+def test_bad_scalings_are_errors(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        RopeScaling(**fields)

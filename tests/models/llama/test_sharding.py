@@ -160,7 +160,7 @@ def test_axes_that_do_not_divide_together_are_named_together():
     assert any("data=4 x model=2 does not divide 36" in text for text in dropped)
 
 
-QUICK = (("2d-sequence", True), ("fsdp", False))
+QUICK = (("2d-sequence", True),)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,10 @@ def value_and_grad(config: Any, mark: Any = marks.no_marks) -> Any:
     return jax.value_and_grad(loss)
 
 
-@pytest.mark.parametrize(("packed", "schedule"), [({}, "gpipe"), (PACKED, "interleaved")])
+@pytest.mark.parametrize(
+    ("packed", "schedule"),
+    [pytest.param({}, "gpipe", marks=pytest.mark.heavy), (PACKED, "interleaved")],
+)
 def test_loss_and_gradients_are_those_of_the_scanned_model(packed: Any, schedule: str) -> None:
     config = dataclasses.replace(STAGES, stage_schedule=schedule)
     params = fresh.init(jax.random.key(0), config)

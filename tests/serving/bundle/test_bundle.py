@@ -1,6 +1,7 @@
 """A bundle gives on any mesh what jax.jit gives on one device."""
 
 import errno
+import functools
 import json
 import os
 import shutil
@@ -11,12 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import spmd
+from serving.bundle.cache import Cache
 from serving.bundle.folder import new_folder
 from serving.bundle.function import BundleError, Function, StateLeaf
 from serving.bundle.memory import compile_bundle
 from serving.bundle.read import load_bundle
 from serving.bundle.write import write_bundle
 from serving.tensor_backend import BundleInfer
+from spmd.lowering.emitted import Emitted
+from spmd.lowering.execute import compile_emitted
 from tests.serving.conftest import (
     SPECS,
     STATE,
@@ -31,7 +36,7 @@ from tests.serving.conftest import (
 from tests.two_processes import record_reads, run_both
 
 X = np.random.default_rng(1).normal(size=(4, 8)).astype(np.float32)
-MESHES = [(1,), (2,), (8,), (2, 4)]
+MESHES = [*(pytest.param(sizes, marks=pytest.mark.heavy) for sizes in ((1,), (2,))), (8,), (2, 4)]
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +160,7 @@ def test_64_bits_inside_that_jax_would_narrow(tmp_path, mesh_of):
 
 
 def test_the_state_is_donated(bundle_on):
-    bundle = bundle_on(2)
+    bundle = bundle_on(2, 4)
     before = bundle.state["state/h"]
     bundle.run("step", X)
     assert before.is_deleted()
@@ -170,14 +175,14 @@ def test_every_weight_is_read_once(folder, mesh_of, cache_dir, monkeypatch):
 
 
 def test_composites_stay_whole(folder, bundle_on):
-    entry = bundle_on(2).functions["attend"]
+    entry = bundle_on(2, 4).functions["attend"]
     assert entry.composites == {"spmd.attention": 1}
     artifact = (folder / entry.modules["cpu"]).read_bytes()
     assert artifact.startswith(b"ML\xefR\rStableHLO_v")
 
 
 def test_tags_and_leaves(bundle_on):
-    entry = bundle_on(1).functions["step"]
+    entry = bundle_on(2, 4).functions["step"]
     assert entry.tags == {"kind": "step", "length": 8}
     assert [(leaf.path, leaf.shape, leaf.dtype) for leaf in entry.inputs] == [
         ("x", (4, 8), "float32")
@@ -187,7 +192,7 @@ def test_tags_and_leaves(bundle_on):
 
 def test_a_failure_on_the_devices(bundle_on):
     """What was donated is gone, and the error says how to go on."""
-    bundle = bundle_on(2)
+    bundle = bundle_on(2, 4)
     bundle.state["state/h"].delete()
     with pytest.raises(BundleError, match=r"step failed on the devices: .*reset_state"):
         bundle.run("step", X)
@@ -230,19 +235,19 @@ def test_two_processes(folder, tmp_path):
 )
 def test_wrong_inputs(name, inputs, message, bundle_on):
     with pytest.raises(BundleError) as caught:
-        bundle_on(2).run(name, *inputs)
+        bundle_on(2, 4).run(name, *inputs)
     assert message in str(caught.value)
 
 
 def test_numbers_of_the_same_kind_are_converted(bundle_on):
-    bundle = bundle_on(2)
+    bundle = bundle_on(2, 4)
     exact = bundle.run("step", X)["y"]
     bundle.reset_state()
     close(bundle.run("step", X.astype(np.float64))["y"], exact)
 
 
 def test_infer(bundle_on):
-    infer = BundleInfer(bundle_on(2), "step")
+    infer = BundleInfer(bundle_on(2, 4), "step")
     assert [spec.name for spec in infer.inputs] == ["x"]
     found = infer.infer({"x": X})
     assert {name: x.shape for name, x in found.items()} == {
@@ -259,26 +264,27 @@ def test_infer(bundle_on):
 
 
 def test_second_start_neither_plans_nor_compiles(folder, mesh_of, tmp_path, monkeypatch):
-    first = load_bundle(folder, mesh_of(2), cache_dir=tmp_path)
+    load = functools.partial(load_bundle, folder, cache_dir=tmp_path, functions=["step"])
+    first = load(mesh_of(2))
     entries = {path: path.read_bytes() for path in tmp_path.rglob("*-cache")}
-    assert len(entries) == 5
+    assert len(entries) == 2  # the function and the state
     monkeypatch.setattr("serving.bundle.programs.lower_stablehlo", None)
-    second = load_bundle(folder, mesh_of(2), cache_dir=tmp_path)
+    second = load(mesh_of(2))
     assert {path for path in tmp_path.rglob("*-cache")} == set(entries)
     close(second.run("step", X)["y"], first.run("step", X)["y"])
     predicted = [bundle.programs["step"].emitted.seconds for bundle in (first, second)]
     assert predicted[0] and predicted[1] == predicted[0]
     with pytest.raises(TypeError):  # another mesh is another program
-        load_bundle(folder, mesh_of(1), cache_dir=tmp_path)
+        load(mesh_of(1))
 
 
 def test_a_damaged_cache_is_made_anew(folder, mesh_of, tmp_path):
-    load_bundle(folder, mesh_of(1), cache_dir=tmp_path)
+    load_bundle(folder, mesh_of(1), cache_dir=tmp_path, functions=["peek"])
     stages = list((tmp_path / "plans").iterdir())
     for path in stages:
         path.write_bytes(path.read_bytes()[:-5])
     before = stages[0].stat().st_size
-    bundle = load_bundle(folder, mesh_of(1), cache_dir=tmp_path)
+    bundle = load_bundle(folder, mesh_of(1), cache_dir=tmp_path, functions=["peek"])
     assert stages[0].stat().st_size > before
     assert bundle.run("peek", 0).shape == (16,)
 
@@ -292,12 +298,12 @@ def test_the_log_says_what_goes_on_where_there_is_no_terminal(folder, mesh_of, c
 
 def test_damaged_executables_are_made_anew(folder, mesh_of, tmp_path):
     """jax warns of them, and leaves them as they are for ever."""
-    load_bundle(folder, mesh_of(1), cache_dir=tmp_path)
+    load_bundle(folder, mesh_of(1), cache_dir=tmp_path, functions=["peek"])
     entries = {*tmp_path.rglob("*-cache")}
     for path in entries:
         path.write_bytes(b"damaged")
         os.utime(path, (0, 0))
-    bundle = load_bundle(folder, mesh_of(1), cache_dir=tmp_path)
+    bundle = load_bundle(folder, mesh_of(1), cache_dir=tmp_path, functions=["peek"])
     assert {*tmp_path.rglob("*-cache")} == entries
     assert all(path.stat().st_size > 1000 for path in entries)
     assert bundle.notes == ()
@@ -306,7 +312,7 @@ def test_damaged_executables_are_made_anew(folder, mesh_of, tmp_path):
 def test_a_cache_that_cannot_be_written_is_one_note(folder, mesh_of, tmp_path):
     no_folder = tmp_path / "file"
     no_folder.write_text("")
-    bundle = load_bundle(folder, mesh_of(1), cache_dir=no_folder)
+    bundle = load_bundle(folder, mesh_of(1), cache_dir=no_folder, functions=["peek"])
     (note,) = bundle.notes
     assert note.startswith(f"{no_folder} cannot keep all that was made (Not a directory)")
     assert bundle.run("peek", 0).shape == (16,)
@@ -336,10 +342,6 @@ class Lazy:
     def __array__(self, dtype=None, copy=None):
         self.reads += 1
         return np.arange(32).reshape(8, 4).astype(jnp.bfloat16)
-
-
-def scaled(weights, x):
-    return (x @ weights["w"].astype(jnp.float32)) * weights["scale"]
 
 
 def test_dtypes_and_lazy_weights(tmp_path, mesh_of):
@@ -434,3 +436,20 @@ def test_tokenizer_files(tmp_path, mesh_of):
     bundle = load_bundle(tmp_path / "b", mesh_of(1))
     assert int(bundle.run("order", np.arange(6.0, dtype=np.float32))[1]) == 5
     assert bundle.compile_total == 1
+
+
+def test_constants_in_pieces_are_kept(mesh: spmd.Mesh, tmp_path: Path) -> None:
+    table = np.random.default_rng(0).standard_normal((512, 256), np.float32)
+    x = np.ones((512, 256), np.float32)
+    module = jax.jit(lambda x: x * table).lower(x).as_text()
+    made = spmd.lower_stablehlo(module, mesh, [("data", "model")]).stages.emitted
+
+    def kept(make_again: bool) -> Emitted:
+        def make() -> Emitted:
+            return made if make_again else pytest.fail("it was kept")
+
+        return Cache(tmp_path).emitted(module.encode(), mesh, spmd.Options(), (), make)
+
+    assert kept(True).constants == kept(False).constants == made.constants
+    assert len(made.constants) == 1 and made.constants[0].sharding.dims != ((), ())
+    np.testing.assert_array_equal(compile_emitted(kept(False), {})(x)[0], table)

@@ -1,4 +1,4 @@
-"""Followers repeat what a bundle runs, in its order; strangers are not listened to."""
+"""Followers repeat what a bundle runs, strangers are not listened to; jobs behind what runs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_st
 
 from serving.bundle import group
+from serving.bundle.bundle import Behind
 from serving.bundle.function import BundleError
 from serving.bundle.group import Leader, Message, encode, read, repeat
 from serving.bundle.read import load_bundle
@@ -140,3 +141,44 @@ def test_a_call_that_fails_on_the_devices_ends_all(monkeypatch: pytest.MonkeyPat
     with pytest.raises(Ended) as ended:
         leader.heed(failure)
     assert ended.value.args == ("process 0 failed: step failed on the devices: out of memory", 1)
+
+
+def test_jobs_are_done_once_and_waited_for() -> None:
+    gate, made, ended = threading.Event(), list[str](), threading.Event()
+
+    def slow() -> None:
+        assert gate.wait(PATIENCE)
+        made.append("slow")
+
+    def end() -> None:
+        made.append("end")
+        ended.set()
+
+    behind = Behind({"quick": lambda: made.append("quick"), "slow": slow}, 2, end)
+    assert behind.wait("quick") and not behind.wait("another")
+    done = behind.done()
+    assert next(done) == "quick"
+    assert not ended.is_set()
+    gate.set()
+    assert list(done) == ["slow"]
+    assert ended.wait(PATIENCE) and made == ["quick", "slow", "end"]
+
+
+def test_a_job_that_fails_fails_alone() -> None:
+    def fail() -> None:
+        raise BundleError("too large")
+
+    ended = threading.Event()
+    behind = Behind({"bad": fail, "good": lambda: None}, 1, ended.set)
+    with pytest.raises(BundleError, match="too large"):
+        behind.wait("bad")
+    assert behind.wait("good") and ended.wait(PATIENCE)
+    done = behind.done()
+    assert next(done) == "good"
+    with pytest.raises(BundleError, match="too large"):
+        next(done)
+
+
+def test_without_jobs_it_has_ended() -> None:
+    ended = threading.Event()
+    assert not list(Behind({}, 1, ended.set).done()) and ended.is_set()

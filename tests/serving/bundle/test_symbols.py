@@ -1,8 +1,9 @@
-"""Symbolic dims of a bundle: a pool of pages, as large as somebody says or memory allows."""
+"""Sizes of a bundle's arrays: symbolic dims, as somebody says or memory allows; specs on a mesh."""
 
 import dataclasses
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -16,8 +17,9 @@ from models.function import Role
 from scripts.flags import bundle as bundle_flags
 from serving.bundle import memory, symbols
 from serving.bundle.function import BundleError, Function, StateLeaf
-from serving.bundle.manifest import MANIFEST
+from serving.bundle.manifest import MANIFEST, Leaf
 from serving.bundle.memory import compile_bundle
+from serving.bundle.placement import spec_for
 from serving.bundle.programs import plan_functions
 from serving.bundle.read import load_bundle
 from serving.bundle.write import write_bundle
@@ -115,8 +117,8 @@ def same_as_jax(bundle, size):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), ours, wanted)
 
 
-@pytest.mark.parametrize("size", [4, 10])
-def test_same_as_jax_at_the_size_that_is_given(load, mesh_of, size):
+def test_same_as_jax_at_the_size_that_is_given(load, mesh_of):
+    size = 10
     bundle = load(mesh_of(2, 4), symbols={"n": size})
     assert bundle.symbols == {"n": size}
     assert bundle.manifest.state[0].shape == (A, size, P, D)
@@ -149,9 +151,9 @@ def on_devices_of(size):
     return spmd.Options(topology=spmd.Topology("cpu:8", chip))
 
 
-@pytest.mark.parametrize("share", [0.25, 0.5])
-def test_memory_decides(load, mesh_of, share):
+def test_memory_decides(load, mesh_of):
     """What is held and what functions need fit, and little is left."""
+    share = 0.5
     bundle = load(mesh_of(2, 4), options=on_devices_of(1 << 20), memory_share=share)
     size = bundle.symbols["n"]
     assert size % 2 == 0
@@ -187,7 +189,7 @@ def test_a_function_that_needs_more_than_it_seems_to(mesh_of):
 
 @pytest.mark.heavy
 def test_two_processes_take_what_both_have(folder):
-    one, other = run_both(Path(__file__).with_name("two_sizes.py"), folder)
+    one, other = run_both(Path(__file__), folder)
     assert one == other
     assert 0.9 * (4 << 20) < one["peak"] <= 4 << 20
 
@@ -352,3 +354,31 @@ def test_a_damaged_manifest_is_one_error(folder, tmp_path, mesh_of, name):
         load_bundle(copy, mesh_of(2), symbols={"n": 4})
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+MESH = spmd.Mesh(None, (2, 4), ("data", "model"))
+
+
+def test_the_first_pattern_counts_on_the_refined_mesh():
+    specs = {"a/*": ("model", "..."), "a/w": ("data", None), "b": ("replica",)}
+    found = spec_for(Leaf("a/w", (8, 8), "float32"), specs, MESH)
+    assert found == ((("model.0", "model.1"), ...), ())
+    assert spec_for(Leaf("b", (8,), "float32"), specs, MESH) == ((None,), ())
+    assert spec_for(Leaf("c", (8,), "float32"), specs, MESH) is None
+
+
+def main() -> None:
+    """Loads a bundle whose size memory decides, as one of two processes."""
+    port, rank, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank)
+    chip = dataclasses.replace(CHIPS["cpu"], hbm_bytes=16 << 20)
+    options = spmd.Options(topology=spmd.Topology("cpu:4", chip))
+    mesh = spmd.make_mesh(data=2, model=2)
+    share = (0.5, 0.25)[rank]  # as if one had less left
+    bundle = load_bundle(folder, mesh, options=options, memory_share=share)
+    peak = max(program.emitted.peak_bytes or 0 for program in bundle.programs.values())
+    print(json.dumps({"symbols": bundle.symbols, "peak": peak}))
+
+
+if __name__ == "__main__":
+    main()

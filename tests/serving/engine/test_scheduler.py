@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from serving.engine.actions import Counts, Job, Step
+from serving.engine.actions import Job, Step
 from serving.engine.backend import Limits, Part, Sampling, Stepped
 from serving.engine.guide import Guide, counted_masks, words_of
 from serving.engine.scheduler import Scheduler
@@ -323,8 +323,8 @@ class TwoGroups(Machine):
 TestMachine = Machine.TestCase
 TestSmallPool = SmallPool.TestCase
 TestTwoGroups = TwoGroups.TestCase
-for _case in (TestMachine, TestSmallPool, TestTwoGroups):
-    _case.settings = settings(max_examples=30, stateful_step_count=25)
+TestMachine.settings = settings(max_examples=30, stateful_step_count=25)
+TestSmallPool.settings = TestTwoGroups.settings = TestMachine.settings
 
 
 @given(
@@ -407,18 +407,6 @@ def test_steps_too_small_for_the_slots_are_refused() -> None:
         Scheduler(dataclasses.replace(LIMITS, slots=18, groups=2), 8)
 
 
-def test_nothing_is_drawn_beyond_what_is_wanted() -> None:
-    run = Run()
-    run.submit(request(1, max_tokens=4))
-    run.finish()
-    assert [step.decoding for step in run.steps] == [0, 1, 1, 1]
-    assert run.scheduler.counts.wasted == 0
-    run = Run()
-    run.submit(request(1, [5] * 60, 4), request(2, [6], 63))
-    run.finish()
-    assert run.scheduler.counts.drawn == 67
-
-
 def test_what_comes_after_the_end_is_dropped_and_counted() -> None:
     for ahead in (0, 1, 2):
         for drawn in (2, 4, 11):
@@ -432,20 +420,6 @@ def test_what_comes_after_the_end_is_dropped_and_counted() -> None:
             assert run.finished[1] == "stop"
             counts = run.scheduler.counts
             assert (counts.drawn, counts.wasted) == (drawn, ahead)
-
-
-def test_the_caller_can_finish_a_request_early() -> None:
-    run = Run()
-    run.submit(request(1, max_tokens=20))
-    while len(run.tokens[1]) < 6:
-        run.step()
-    run.end(1)
-    run.end(1)  # it is over
-    counts = run.scheduler.counts
-    assert (counts.drawn, counts.wasted, counts.cancelled) == (6, 0, 0)
-    assert run.scheduler.idle and run.scheduler.next() is None
-    assert run.step() and not run.step()  # the step that had begun
-    assert counts.wasted == 1
 
 
 def preempted_one(run: Run) -> int:
@@ -531,16 +505,6 @@ def test_the_same_prompt_again_runs_its_last_page(length: int, runs: int) -> Non
     assert run.chunks(3)[0].start == (length + 8) // 4 * 4
 
 
-def test_choices_of_one_prompt_share_its_pages() -> None:
-    run = Run()
-    run.submit(*(request(key, range(30), 8, sampling=Sampling(seed=key)) for key in (1, 2, 3, 4)))
-    run.finish()
-    assert run.scheduler.counts.prefilled == 30 + 3 * 2
-    assert len({tuple(tokens) for tokens in run.tokens.values()}) == 4
-    shared = {part.pages[:7] for key in range(1, 5) for part in run.chunks(key)}
-    assert len(shared) == 1
-
-
 def test_prompts_to_be_scored_are_not_reused() -> None:
     run = Run()
     run.submit(request(1, range(10), 1))
@@ -589,30 +553,6 @@ def test_what_no_slot_holds_is_refused(prompt: Any, max_tokens: int) -> None:
 def test_results_without_a_step_are_a_mistake() -> None:
     with pytest.raises(RuntimeError, match="no step is under way"):
         Scheduler(LIMITS, 8).stepped([])
-
-
-def test_a_slot_is_given_away_while_a_step_still_writes_to_it() -> None:
-    run = Run()
-    alone = run.backend.alone((1, 2, 3), 40)
-    run.submit(*(request(k, (1, 2, 3), 40, sampling=Sampling(seed=9)) for k in (2, 3, 4)))
-    run.submit(request(1, max_tokens=40, stop_ids=frozenset(alone[6:7])), request(5, [8] * 9, 30))
-    run.finish()
-    (slot,) = {part.slot for part in run.chunks(1)}
-    assert {part.slot for part in run.chunks(5)} == {slot}
-    assert run.scheduler.counts.wasted
-
-
-def test_first_come_first_served_within_a_client() -> None:
-    run = Run()
-    rng = random.Random(0)
-    keys: dict[str, list[int]] = {"a": [], "b": [], "c": []}
-    for key in range(60):
-        client = rng.choice("abc")
-        keys[client].append(key)
-        run.submit(request(key, [rng.randrange(9)] * rng.randint(1, 30), 4, client=client))
-    run.finish()
-    for client, mine in keys.items():
-        assert [key for key in run.order() if run.requests[key].client == client] == mine
 
 
 def test_a_client_with_few_requests_does_not_wait_for_one_with_many() -> None:
@@ -665,14 +605,14 @@ def test_no_flow_of_newcomers_keeps_anybody_waiting() -> None:
 
 def test_names_are_forgotten() -> None:
     run = Run()
-    for key in range(500):
+    for key in range(200):
         run.submit(request(key, [key % 256] * 8, 2, client=f"client {key}", user=f"user {key}"))
         if key % 4 == 3:
             run.finish()
     queue = run.scheduler._queue
     assert not queue._clients._served and not queue._users and not queue._lines
     run.submit(request(1000, max_tokens=40, client="stays"))
-    for key in range(2000, 2300):
+    for key in range(2000, 2150):
         more = {"client": f"client {key}"} if key % 2 else {"client": "stays", "user": f"{key}"}
         run.submit(request(key, [key % 256] * 8, 2, **more))
         for _ in range(6):
@@ -704,7 +644,3 @@ def test_users_of_a_client_share_what_it_gets() -> None:
         run.submit(request(key, [key] * 8, 8, client="all", user=user))
     run.finish()
     assert run.order().index(39) < 8
-
-
-def test_counts_start_at_zero() -> None:
-    assert set(dataclasses.astuple(Counts())) == {0}

@@ -30,10 +30,17 @@ def stream(live: Live, body: Any) -> contextlib.AbstractContextManager[httpx.Res
     return httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=PATIENCE)
 
 
+def statuses(live: Live) -> tuple[int, ...]:
+    """What probes get: whether it has started, lives, is ready; and of its health."""
+    paths = ("startupz", "livez", "readyz", "health")
+    return tuple(get(f"{live.url}/{path}").status_code for path in paths)
+
+
 def test_loading() -> None:
     with serving(load=False) as live:
-        response = get(f"{live.url}/health")
-        assert (response.status_code, response.text) == (503, "the model is still loading\n")
+        assert statuses(live) == (503, 200, 503, 503)
+        for path in ("health", "startupz"):
+            assert get(f"{live.url}/{path}").text == "the model is still loading\n"
         response = post(live)
         assert response.status_code == 503
         assert response.headers["retry-after"] == "5"
@@ -43,27 +50,9 @@ def test_loading() -> None:
         assert get(f"{live.url}/metrics").status_code == 200
 
 
-def test_a_full_queue() -> None:
-    with serving(options=Options(max_waiting=1)) as live:
-        live.backend.gate.close()
-        body = {"prompt": "hello", "max_tokens": 50}
-        threads = [threading.Thread(target=post, args=(live, body)) for _ in range(5)]
-        for thread in threads:
-            thread.start()
-        engine = live.service.language().engine
-        wait_until(lambda: sum(engine.state()[:2]) == 5)
-        response = post(live)
-        assert response.status_code == 429
-        assert response.headers["retry-after"] == "1"
-        assert response.json()["error"]["type"] == "rate_limit_error"
-        live.backend.gate.open()
-        for thread in threads:
-            thread.join()
-        assert post(live).status_code == 200
-
-
 def test_draining() -> None:
     with serving() as live:
+        wait_until(lambda: statuses(live) == (200, 200, 200, 200))
         live.backend.gate.close(after=3)
         body = {"prompt": "hello", "max_tokens": 40, "stream": True, "seed": 0}
         with stream(live, body) as response:
@@ -71,7 +60,7 @@ def test_draining() -> None:
             text = next(lines)
             live.server.handle_exit(signal.SIGTERM, None)
             wait_until(lambda: live.service.status == "draining")
-            assert get(f"{live.url}/health").status_code == 503
+            assert statuses(live) == (200, 200, 503, 503)
             refusal = post(live)
             assert refusal.status_code == 503
             assert refusal.headers["retry-after"] == "5"
@@ -147,8 +136,8 @@ def test_a_model_that_fails() -> None:
         message = response.json()["error"]["message"]
         assert message == "the model failed: RuntimeError: the device is gone"
         assert post(live).status_code == 500
-        response = get(f"{live.url}/health")
-        assert (response.status_code, response.text) == (503, message + "\n")
+        assert statuses(live) == (200, 503, 503, 503)
+        assert {get(f"{live.url}/{path}").text for path in ("livez", "health")} == {f"{message}\n"}
 
 
 def test_a_model_that_hangs() -> None:
@@ -156,11 +145,11 @@ def test_a_model_that_hangs() -> None:
         live.backend.gate.close()
         thread = threading.Thread(target=post, args=(live, {"prompt": "a", "max_tokens": 1}))
         thread.start()
-        url = f"{live.url}/health"
-        wait_until(lambda: "under way" in get(url).text)
+        wait_until(lambda: statuses(live) == (200, 503, 503, 503))
+        assert "a call of the model has been under way" in get(f"{live.url}/livez").text
         live.backend.gate.open()
         thread.join()
-        assert get(url).status_code == 200
+        assert statuses(live) == (200, 200, 200, 200)
 
 
 def test_keys() -> None:

@@ -69,39 +69,6 @@ def test_clients_take_turns_and_their_users_within() -> None:
         assert not workers._queue._users and workers.stalled() == 0
 
 
-def test_calls_of_those_who_left_do_not_begin() -> None:
-    async def go() -> None:
-        running = await begin(workers, held.call("running"))
-        wait_until(lambda: held.called)
-        waiting = [await begin(workers, held.call("waiting")) for _ in range(5)]
-        for task in (running, *waiting):
-            task.cancel()
-        await asyncio.gather(running, *waiting, return_exceptions=True)
-        assert workers.waiting == 0
-        held.open.set()
-        assert await workers.run(lambda: "next") == "next"
-
-    held, records = Held(), list[Finished]()
-    with working(finished=records.append) as workers:
-        asyncio.run(go())
-    assert held.called == ["running"]
-    assert [record.reason for record in records] == ["abort"] * 6 + ["stop"]
-
-
-def test_what_a_call_raises_is_raised() -> None:
-    def fail() -> None:
-        raise KeyError("x")
-
-    async def go() -> None:
-        with pytest.raises(KeyError):
-            await workers.run(fail)
-
-    records = list[Finished]()
-    with working(finished=records.append) as workers:
-        asyncio.run(go())
-    assert [record.reason for record in records] == ["error"]
-
-
 def test_stopping_fails_all() -> None:
     async def go() -> None:
         tasks = [await begin(workers, held.call(str(i))) for i in range(3)]
@@ -178,6 +145,9 @@ def test_what_waits_is_joined_and_each_gets_its_own(sizes: list[int], data: st.D
         asyncio.run(go())
         assert workers.running == workers.waiting == 0 and not workers._queue._users
     assert len(records) == 1 + len(sizes)
+    reasons = [record.reason for record in records]
+    assert reasons.count("abort") == len(gone & set(range(len(sizes))))
+    assert reasons.count("error") == len((bad - gone) & set(range(len(sizes))))
     made = [content for call in joint.calls for content in call]
     assert all(sum(map(len, call)) <= 4 for call in joint.calls)
     assert all(numbers in made for i, numbers in enumerate(wanted) if i not in gone)

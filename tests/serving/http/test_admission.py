@@ -1,4 +1,4 @@
-"""Whoever asks for too much, or leaves, costs the others nothing; tensors and texts alike."""
+"""Who asks for too much, connects too often, or leaves, costs the others nothing."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from starlette.requests import Request
 
 from models.training.data.tokenizer import ByteTokenizer
 from serving.engine.infer import Array, TensorSpec
-from serving.engine.records import Finished
+from serving.errors import ServingError
+from serving.http import connections
 from serving.http.admission import SPARE, Budget
+from serving.http.connections import Addresses
 from serving.http.fields import SHORT
 from serving.http.language import Loaded
-from serving.http.limits import Options
+from serving.http.limits import HttpOptions, Options
 from serving.http.requests import client_of
 from tests.serving.engine.fake_backend import LIMITS
 from tests.serving.http.live import Live, get, post, serving
@@ -200,31 +202,6 @@ def test_one_address_cannot_take_all_places() -> None:
         assert status(other) == 200
 
 
-def test_an_honest_client_waits_for_no_invented_names() -> None:
-    ended: list[int] = []
-    with serving() as live, ExitStack() as stack:
-        observer = live.service.language().metrics
-        finished = observer.finished
-
-        def note(record: Finished) -> None:
-            ended.append(record.prompt_tokens)
-            finished(record)
-
-        observer.finished = note  # type: ignore[method-assign]
-        live.backend.gate.close()
-        for i in range(60):
-            body = {"prompt": "evil", "max_tokens": 30, "user": f"user {i}"}
-            stack.enter_context(begin(live, "/v1/completions", body, "127.0.0.2"))
-        engine = live.service.language().engine
-        wait_until(lambda: sum(engine.state()[:2]) == 60)
-        honest = begin(live, "/v1/completions", {"prompt": "honest", "max_tokens": 30})
-        wait_until(lambda: sum(engine.state()[:2]) == 61)
-        live.backend.gate.open()
-        assert status(honest) == 200
-        live.wait_idle()
-    assert ended.index(len("honest")) <= 2 * LIMITS.slots
-
-
 # ---------------------------------------------------------------------------------------------
 # Tensors.
 
@@ -361,3 +338,103 @@ def test_answers_are_counted_by_route_and_refusals_by_reason() -> None:
     reason = 'spmd:requests_refused_total{reason="%s"}'
     assert counts[reason % "context_length_exceeded"] == counts[reason % "invalid"] == 1
     assert counts[reason % "method"] == 2 and counts[reason % "not_found"] == 1
+
+
+TWO = Options(address_connections=2)
+BODY = {"prompt": "hello", "max_tokens": 3, "seed": 0}
+
+
+def open_connection(live: Live) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", live.port), timeout=PATIENCE)
+
+
+def ends(connection: socket.socket) -> bool:
+    """Whether it ends before anything comes; it hangs otherwise, or gets a byte."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def connect_known(live: Live) -> socket.socket:
+    """A connection that the server knows of, and on which nothing is sent."""
+    before = set(live.server.server_state.connections)
+    made = open_connection(live)
+    wait_until(lambda: set(live.server.server_state.connections) - before)
+    return made
+
+
+@contextmanager
+def two_connections(live: Live) -> Iterator[ExitStack]:
+    """As many as an address may have; whatever else is entered closes with them."""
+    with ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(connect_known(live))
+        yield stack
+
+
+def refused(live: Live) -> float:
+    """How many the metrics say were refused."""
+    text = live.service.traffic.render().decode()
+    counts = [line for line in text.splitlines() if 'reason="connections_full"' in line]
+    return sum(float(line.split()[-1]) for line in counts if "_total{" in line)
+
+
+def test_one_more_is_told_so() -> None:
+    with serving(options=TWO) as live:
+        with two_connections(live):
+            answer = post(f"{live.url}/v1/completions", json=BODY)
+            assert answer.status_code == 429 and int(answer.headers["Retry-After"]) > 0
+            assert answer.headers["Connection"] == "close" and answer.headers["X-Request-Id"]
+            error = answer.json()["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "connections_full")
+            assert error["message"].startswith("there are 2 connections from this address")
+            ours = get(f"{live.url}/v2")
+            assert ours.status_code == 429 and ours.json()["error"] == error["message"]
+            assert refused(live) == 2
+        wait_until(lambda: not live.server.server_state.connections)
+        assert post(f"{live.url}/v1/completions", json=BODY).status_code == 200
+        assert refused(live) == 2
+
+
+def test_many_more_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are told hold what they have until they ask; the others hold nothing."""
+    monkeypatch.setattr(connections, "TOLD", 1)
+    monkeypatch.setattr(connections, "TOLD_SECONDS", PATIENCE)
+    with serving(options=TWO) as live, two_connections(live) as stack:
+        told = stack.enter_context(connect_known(live))
+        assert ends(stack.enter_context(open_connection(live)))
+        assert refused(live) == 1
+        told.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        with told.makefile("rb") as file:
+            assert file.readline().startswith(b"HTTP/1.1 429 ")
+            assert b"connections_full" in file.read()
+        assert refused(live) == 2
+
+
+def test_one_that_asks_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "TOLD_SECONDS", 0.05)
+    with serving(options=TWO) as live, two_connections(live) as stack:
+        assert ends(stack.enter_context(open_connection(live)))
+        assert refused(live) == 1
+        assert len(live.server.server_state.connections) == 2
+
+
+def test_trusted_proxies_bring_many() -> None:
+    for proxies in (("127.0.0.0/8",), ("*",), ("10.0.0.0/8",)):
+        http = HttpOptions(forwarded_allow_ips=proxies)
+        with serving(options=TWO, http=http) as live, two_connections(live):
+            answer = post(f"{live.url}/v1/completions", json=BODY)
+            assert answer.status_code == (429 if proxies == ("10.0.0.0/8",) else 200)
+
+
+def test_addresses() -> None:
+    addresses = Addresses(1)
+    assert [addresses.enter(host) for host in ("1.2.3.4", "1.2.3.5", "1.2.3.4")] == [0, 0, 1]
+    assert [addresses.enter(host) for host in ("2001:db8::1", "2001:db8::2")] == [0, 1]
+    assert [addresses.enter(host) for host in ("2001:db9::1", "::ffff:1.2.3.4", None)] == [0, 0, 0]
+    for _ in range(2):
+        addresses.leave("1.2.3.4")
+    assert addresses.enter("1.2.3.4") == 0
+    with pytest.raises(ServingError, match="address_connections is 0"):
+        Options(address_connections=0)

@@ -1,4 +1,4 @@
-"""The app over a real socket, with httpx: exact answers of every endpoint."""
+"""The app over a real socket: exact answers of every endpoint, to httpx and to OpenAI's client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import generate_latest
 
+from serving.engine.actions import Counts, Step
+from serving.engine.records import State
+from serving.http.metrics import Metrics
+from serving.http.traffic import RequestMetrics
+from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import MODEL, Live, serving
 from tests.waiting import PATIENCE
 
@@ -415,3 +421,79 @@ def test_metrics(live: Live, client: httpx.Client) -> None:
     assert after[f"spmd:compile_total{label}"] == 3
     assert after[f"spmd:roofline_fraction{label}"] > 0
     assert any(name.startswith("vllm:cache_config_info{") for name in after)
+
+
+# ---------------------------------------------------------------------------------------------
+# OpenAI's own Python client: what it sends is taken, what it gets it parses.
+
+openai = pytest.importorskip("openai")
+
+
+def openai_client(live: Live) -> Any:
+    url = f"{live.url}/v1"
+    return openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=PATIENCE)
+
+
+def test_openais_client(live: Live) -> None:
+    more: Any = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True}
+    asked: Any = {"model": MODEL, "max_tokens": 9, "seed": 5, "n": 2}
+    messages: Any = [{"role": "user", "content": "hi"}]
+    with openai_client(live) as client:
+        assert [model.id for model in client.models.list()] == [MODEL]
+        assert client.models.retrieve(MODEL).id == MODEL
+        answer = client.completions.create(
+            **asked, prompt="hello", logprobs=1, echo=True, extra_body=more
+        )
+        for i, choice in enumerate(answer.choices):
+            assert choice.text == "hello" + live.alone("hello", 9, 5 + i)
+            assert "".join(choice.logprobs.tokens) == choice.text
+        texts = ["", ""]
+        for chunk in client.chat.completions.create(**asked, messages=messages, stream=True):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+        assert texts == [live.alone("User: hi\n\nAssistant:", 9, 5 + i) for i in range(2)]
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            client.completions.create(model=MODEL, prompt="a", temperature=-1)
+        with pytest.raises(openai.NotFoundError, match="there is no 'other' here"):
+            client.completions.create(model="other", prompt="a")
+
+
+def test_an_error_in_the_midst_of_a_stream() -> None:
+    with serving(FakeBackend(fail_after=4)) as live, openai_client(live) as client:
+        stream = client.completions.create(model=MODEL, prompt="a", max_tokens=40, stream=True)
+        with pytest.raises(openai.APIError, match="the device is gone"):
+            list(stream)
+
+
+def metrics_of(state: State) -> Metrics:
+    requests = RequestMetrics("m", lambda: (state.running, state.waiting))
+    return Metrics(requests, FakeBackend(), lambda: state)
+
+
+def test_the_roofline_counts_what_is_read() -> None:
+    metrics = metrics_of(State(0, 0, 64, 0, 0, Counts()))
+    assert metrics.roofline_fraction() is None
+    metrics.ran(step(rows=2, decoding=2, seen=64), 0.004)
+    assert metrics.roofline_fraction() == pytest.approx(1.064e6 / 1e9 / 0.004)
+    metrics.ran(step(rows=8, decoding=1, seen=100), 0.5)  # a chunk of a prompt
+    assert metrics.roofline_fraction() == pytest.approx(1.064e6 / 1e9 / 0.004)
+    for _ in range(500):
+        metrics.ran(step(rows=2, decoding=2, seen=256), 0.002)
+    assert metrics.roofline_fraction() == pytest.approx(1.256e6 / 1e9 / 0.002)
+
+
+def step(rows: int, decoding: int, seen: int) -> Step:
+    return Step((), {}, (), (), (), False, rows, decoding, seen)
+
+
+def test_pages_are_shown() -> None:
+    counts = Counts(prefilled=5, reused=7, repeated=11, preempted=2)
+    metrics = metrics_of(State(3, 4, 64, 16, 8, counts))
+    text = generate_latest(metrics.requests.registry).decode()
+    for name, value in {
+        "vllm:kv_cache_usage_perc": 0.25, "spmd:pages": 64, "spmd:pages_held": 16,
+        "spmd:pages_cached": 8, "vllm:num_preemptions_total": 2, "spmd:repeated_tokens_total": 11,
+        "vllm:prefix_cache_hits_total": 7, "vllm:prompt_tokens_total": 12,
+    }.items():  # fmt: skip
+        assert f'{name}{{model_name="m"}} {float(value)}\n' in text
+    assert 'block_size="4"' in text and 'num_gpu_blocks="64"' in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,38 +19,11 @@ MESSAGES = [
 ]
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
-LLAMA_3 = """\
-{{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content']|trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = "" %}
-{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
-{{- "Today Date: " + strftime_now("%d %b %Y") + "\\n\\n" }}
-{{- system_message }}
-{{- "<|eot_id|>" }}
-{%- for message in messages %}
-    {%- if not message.role in ['user', 'assistant'] %}
-        {{- raise_exception("Only user and assistant!") }}
-    {%- endif %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""  # noqa: E501 (as it comes with the model)
-
-CHATML = """\
-{% for message in messages %}
-{{'<|im_start|>' + message['role'] + '\\n'}}
-{% generation %}{{ message['content'] + '<|im_end|>' + '\\n' }}{% endgeneration %}
-    {% if loop.index == 3 %}{% continue %}{% endif %}
-{{ message | tojson(indent=2) }}
-{% endfor %}
-{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
-"""
+LLAMA_3, CHATML = (
+    Path(__file__).parent.joinpath("templates", f"{name}.jinja").read_text()
+    for name in ("llama_3", "chatml")
+)
+"""One as it comes with the model, and one with tags and a loop that is gone on with early."""
 
 
 def test_the_plain_template() -> None:

@@ -186,15 +186,11 @@ def test_a_body_that_does_not_say_how_large_it_is(live: Live, hasty: Live) -> No
     is_well(live)
 
 
-def test_a_body_that_never_comes(hasty: Live) -> None:
-    answer = talk(hasty, head(1000), b'{"prompt')
+@pytest.mark.parametrize("pieces", [[b'{"prompt'], [b"{"] * 3])
+def test_a_body_that_never_comes_or_drop_by_drop(hasty: Live, pieces: list[bytes]) -> None:
+    answer = talk(hasty, head(1000), *pieces, pause=0.1)
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"was not here within 0.4 seconds" in answer
-
-
-def test_a_body_that_comes_drop_by_drop(hasty: Live) -> None:
-    answer = talk(hasty, head(1000), *[b"{"] * 3, pause=0.1)
-    assert answer.startswith(b"HTTP/1.1 408 ")
 
 
 def test_headers_that_come_drop_by_drop(hasty: Live) -> None:

@@ -98,7 +98,7 @@ def check_load(count: int, at_once: int, rounds: int) -> None:
 
 
 def test_a_crowd() -> None:
-    check_load(150, 60, rounds=1)
+    check_load(60, 40, rounds=1)
 
 
 @pytest.mark.heavy
@@ -118,7 +118,9 @@ def test_more_than_the_queue_takes_are_told_to_come_back() -> None:
                 asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(60)
             ]
             for refusal in itertools.islice(asyncio.as_completed(asked), 60 - TAKEN):
-                assert (await refusal).status_code == 429
+                refused = await refusal
+                assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+                assert refused.json()["error"]["type"] == "rate_limit_error"
             live.backend.gate.open()
             answers = await asyncio.gather(*asked)
         whole = live.alone("hello", 30)

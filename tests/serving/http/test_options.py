@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from serving.errors import ServingError
-from serving.http.limits import HttpOptions
+from serving.http.limits import HttpOptions, Options
 from serving.http.server import Server
 from serving.http.service import Service
 from tests.serving.http.live import Live, get, post, serving
@@ -146,6 +146,9 @@ def test_proxies(
 @pytest.mark.parametrize(
     ("option", "says"),
     [
+        ({"max_waiting": -1}, "max_waiting is -1; it has to be at least 0"),
+        ({"token_budget": 0}, "token_budget is 0; it has to be at least 1"),
+        ({"drain_seconds": float("nan")}, "drain_seconds is nan; it has to be at least 0"),
         ({"ssl_keyfile": "key.pem"}, "ssl_keyfile needs ssl_certfile"),
         ({"allow_origins": ("https://a.example/",)}, "'https://a.example/' is no origin"),
         ({"allow_origins": ("a.example",)}, "'a.example' is no origin"),
@@ -157,5 +160,6 @@ def test_proxies(
     ],
 )
 def test_options_that_make_no_sense(option: dict[str, Any], says: str) -> None:
+    kind = HttpOptions if set(option) <= set(HttpOptions.__dataclass_fields__) else Options
     with pytest.raises(ServingError, match=says):
-        HttpOptions(**option)
+        kind(**option)

@@ -14,7 +14,7 @@ import pytest
 from serving.engine.guide import words_of
 from serving.grammar import compiler
 from tests.serving.engine.fake_backend import FakeBackend
-from tests.serving.engine.test_bad_words import brute_force
+from tests.serving.engine.test_guides import brute_force
 from tests.serving.http.live import MODEL, TEXT, Live, get, post, serving
 from tests.waiting import PATIENCE, wait_until
 

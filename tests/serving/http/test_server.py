@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 from serving.errors import ServingError
-from serving.http.limits import Options
 from serving.http.server import listen
 from tests.serving.http.live import get, post
 from tests.serving.http.process import Start, starting
@@ -116,16 +115,3 @@ def test_a_port_that_is_taken() -> None:
         listen("no such host", 1)
     with pytest.raises(ServingError, match="ports are below 65536"):
         listen("127.0.0.1", 99999)
-
-
-@pytest.mark.parametrize(
-    ("option", "says"),
-    [
-        ({"max_waiting": -1}, "max_waiting is -1; it has to be at least 0"),
-        ({"token_budget": 0}, "token_budget is 0; it has to be at least 1"),
-        ({"drain_seconds": float("nan")}, "drain_seconds is nan; it has to be at least 0"),
-    ],
-)
-def test_options_that_make_no_sense(option: dict[str, Any], says: str) -> None:
-    with pytest.raises(ServingError, match=says):
-        Options(**option)

@@ -27,7 +27,6 @@ from models.training.checkpoints.store import Checkpoints
 from models.training.run.loop import TrainState
 from scripts import convert_checkpoints as script
 from tests.models.llama.weights.checkpoints import with_random_biases
-from tests.models.llama.weights.conversion import failure
 
 CONFIG = dataclasses.replace(
     CONFIGS["tiny"], num_attention_heads=8, num_key_value_heads=2, head_dim=8, scan_layers=False
@@ -83,7 +82,14 @@ def test_the_fresh_one_is_models_init(whole):
     )
 
 
-@pytest.mark.parametrize(("n", "m"), [(1, 2), (2, 4), (2, 8), (8, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("n", "m"),
+    [
+        (2, 8),
+        (8, 1),
+        *(pytest.param(*pair, marks=pytest.mark.heavy) for pair in ((1, 2), (2, 4), (4, 2))),
+    ],
+)
 def test_there_and_back_is_the_same_bits(n, m, whole, cut, tmp_path):
     with ranks_source(cut(n)) as source:
         write_ranks(source, tmp_path / "m", m)
@@ -201,7 +207,7 @@ def logits_of_ranks(stored, tokens_BS):
     return jnp.concatenate([model.linear(x, s["lm_head.weight"]) for s in stored], axis=-1)
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.heavy), 8])
 def test_ranks_compute_the_whole(ranks, whole, cut):
     """Eight ranks and two key heads: four hold the same one."""
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12)))
@@ -233,7 +239,14 @@ def test_a_vocabulary_that_is_not_divided_stays_whole():
 # From training
 
 
-@pytest.mark.parametrize("config", [CONFIG, dataclasses.replace(CONFIG, scan_layers=True), EXPERTS])
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG,
+        pytest.param(dataclasses.replace(CONFIG, scan_layers=True), marks=pytest.mark.heavy),
+        EXPERTS,
+    ],
+)
 def test_checkpoints_of_training(config, tmp_path, devices8):
     mesh = jax.sharding.Mesh(np.array(devices8), ("data",))
     params = jax.jit(functools.partial(fresh.init, config=config))(jax.random.key(1))
@@ -305,7 +318,6 @@ def test_another_run_starts_anew(whole, cut, tmp_path):
 LIMITED = """
 import resource, sys
 import jax
-from scripts import convert_checkpoints
 jax.random.key(0)  # what jax itself needs is not counted
 held = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmData"))
 limit = held * 1024 + int(sys.argv[1])
@@ -401,3 +413,14 @@ def test_the_script(whole, cut, tmp_path, capsys):
     assert "2 files" in capsys.readouterr().out
     same_files(tmp_path / "out", cut(2))
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def failure(capsys, *arguments):
+    """The one line in which it ends with these arguments."""
+    with pytest.raises(SystemExit) as caught:
+        script.main([*map(str, arguments)])
+    capsys.readouterr()
+    message = str(caught.value.code)
+    assert message.startswith("error: ")
+    assert "\n" not in message
+    return message

@@ -39,10 +39,9 @@ from models.training.run.optimizer import OptimizerConfig
 from scripts import convert_checkpoints as script
 from scripts import train_llama
 from tests.forked import Forked, run_text
-from tests.models.llama.weights.conversion import failure
+from tests.models.llama.weights.test_convert import failure
 from tests.waiting import wait_until
 
-ROOT = Path(__file__).parents[4]
 CONFIG = dataclasses.replace(CONFIGS["tiny"], vocab_size=256, num_key_value_heads=2)
 
 
@@ -102,9 +101,9 @@ def from_weights(whole, trainer):
 @pytest.mark.parametrize(
     ("ranks", "mesh", "options"),
     [
-        (0, {"data": 4, "model": 2}, {}),
+        pytest.param(0, {"data": 4, "model": 2}, {}, marks=pytest.mark.heavy),
         (0, {"data": 8}, {"scan_layers": False, "table": "fsdp"}),
-        (0, {"data": 1}, {"dtype": "float32"}),
+        pytest.param(0, {"data": 1}, {"dtype": "float32"}, marks=pytest.mark.heavy),
         (4, {"data": 2, "model": 3}, {}),
     ],
 )
@@ -187,7 +186,13 @@ def test_the_script_resumes(whole, tmp_path, capsys, monkeypatch):
 # Back, and on to other meshes
 
 
-@pytest.mark.parametrize("flags", [(), ("--noscan",), ("--sharding", "fsdp")])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--noscan",),
+        *(pytest.param(flags, marks=pytest.mark.heavy) for flags in ((), ("--sharding", "fsdp"))),
+    ],
+)
 def test_back_is_the_same_bits(flags, whole, tmp_path):
     run, other, back = (str(tmp_path / name) for name in ("run", "other", "back"))
     script.main(["--from", str(whole), "--out", run, "--mesh", "data=4,model=2", *flags])

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -18,13 +19,14 @@ from models.llama import model, parameters, sharding
 from models.llama.config import LlamaConfig, RopeScaling
 from models.llama.fresh import init
 from models.llama.named import CONFIGS
+from models.llama.sharding import parameter_rules
 from models.llama.weights import load as weights
 from models.llama.weights import save
 from models.llama.weights.config import read_config
 from models.llama.weights.files import WeightsError
-from tests.two_processes import run_both
+from models.llama.weights.names import parameters as parameters_of
+from tests.two_processes import record_reads, run_both
 
-ROOT = Path(__file__).parents[4]
 TINY = CONFIGS["tiny"]
 UNROLLED = dataclasses.replace(TINY, scan_layers=False)
 QWEN3 = dataclasses.replace(
@@ -207,7 +209,7 @@ def test_two_processes(tmp_path):
     params = fresh(TINY)
     weights.save(params, TINY, tmp_path / "original")
     shutil.copytree(tmp_path / "original", tmp_path / "full")
-    said = run_both(Path(__file__).with_name("two_processes.py"), tmp_path)
+    said = run_both(Path(__file__), tmp_path)
     norms = 4 * 32 * (2 * TINY.num_hidden_layers + 1)  # these are whole on every device
     for one in said:
         assert one["read"] == (4 * TINY.parameter_count() - norms) // 2 + norms
@@ -215,3 +217,32 @@ def test_two_processes(tmp_path):
     assert "process 0 says why" in said[1]["failure"]
     assert_equal_trees(weights.load(tmp_path / "exported", TINY), params)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "full", "original"]
+
+
+def main() -> None:
+    """Loads and saves a checkpoint, as one of two processes."""
+    port, rank, root = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank)
+    config = CONFIGS["tiny"]
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rules = parameter_rules(config, {"data": 4})
+    wanted, treedef = parameters_of(config)
+    shardings = [
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*rules[parameter.path]))
+        for parameter in wanted
+    ]
+    reads = record_reads()
+    params = weights.load(
+        root / "original", config, jax.tree_util.tree_unflatten(treedef, shardings)
+    )
+    weights.save(params, config, root / "exported", max_shard_bytes=30_000)
+    failure = ""
+    try:
+        weights.save(params, config, root / "full")
+    except weights.WeightsError as error:
+        failure = str(error)
+    print(json.dumps({"read": sum(nbytes for _, _, nbytes in reads), "failure": failure}))
+
+
+if __name__ == "__main__":
+    main()

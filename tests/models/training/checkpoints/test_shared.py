@@ -1,14 +1,26 @@
 """Folders of checkpoints and two processes: one that they share, and one that they don't."""
 
+import dataclasses
+import importlib
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
+
+import spmd
+from models.training.checkpoints import saving, shared
+from models.training.checkpoints.found import CheckpointError
+from models.training.checkpoints.manifest import find_damage
 from models.training.checkpoints.shared import check_shared
+from models.training.run.loop import TrainState
 from tests.two_processes import run_both
 
 
 def test_two_processes(tmp_path: Path):
-    said = run_both(Path(__file__).with_name("two_folders.py"), tmp_path)
+    said = run_both(Path(__file__), tmp_path)
     private = [each["private"] for each in said]
     assert private[0] == private[1]
     assert f"the processes do not share {tmp_path / 'private-0'}: process 1 (on " in private[0]
@@ -42,3 +54,85 @@ def files(folder: Path) -> list[Path]:
 def test_nothing_is_left_of_the_check(tmp_path: Path):
     check_shared(tmp_path / "new" / "folder")
     assert list((tmp_path / "new" / "folder").iterdir()) == []
+
+
+# Some of what it imports is exchanged here.
+store: Any = importlib.import_module("models.training.checkpoints.store")
+restoring: Any = importlib.import_module("models.training.checkpoints.restoring")
+
+
+def failure(folder: Path, state: TrainState, rank: int, victim: int) -> str:
+    """What a process hears when the disk of one is full; the next save succeeds."""
+    module, name = (saving, "write_part") if victim else (store, "write_manifest")
+    works = getattr(module, name)
+
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    if rank == victim:
+        setattr(module, name, fails)
+    with store.Checkpoints(folder) as checkpoints:
+        checkpoints.save(dataclasses.replace(state, step=10 + victim))
+        try:
+            checkpoints.finish()
+            said = "nothing"
+        except CheckpointError as error:
+            said = str(error)
+        setattr(module, name, works)
+        checkpoints.save(dataclasses.replace(state, step=20 + victim))
+        checkpoints.finish()
+    return said
+
+
+def main() -> None:
+    """In a shared folder: saves and finds; in a private one: an error."""
+    port, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    spmd.initialize(f"localhost:{port}", 2, rank)
+    shared.PATIENCE_S = 0.5
+    said: dict[str, Any] = {}
+    try:
+        store.Checkpoints(folder / f"private-{rank}")
+    except CheckpointError as error:
+        said["private"] = str(error)
+    mesh = spmd.make_mesh(data=4)
+    x: Any = spmd.mark_sharding(np.arange(64, dtype=np.float32).reshape(8, 8), mesh, ("data", None))
+    state = TrainState({"x": x}, {"m": x}, 7)
+    listed: list[str] = []
+    hashed = store.write_manifest
+
+    def noting(path: Path) -> None:
+        """What process 0 reads to make the manifest."""
+        listed.extend(str(part.name) for part in path.rglob("hashes.process_*"))
+        hashed(path)
+
+    store.write_manifest = noting
+    with store.Checkpoints(folder / "shared") as checkpoints:
+        checkpoints.save(state)
+        checkpoints.finish()
+    said["hashed_by"] = sorted(listed)
+    said["damage"] = find_damage(folder / "shared" / "7")
+    saved_steps = restoring.saved_steps
+    if rank == 1:  # its disk shows it nothing yet
+        restoring.saved_steps = lambda folder: []
+    with store.Checkpoints(folder / "shared") as checkpoints:
+        found = checkpoints.find()
+        said["found"] = found.step if found else None
+        targets = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            (state.params, state.opt_state),
+        )
+        restored = checkpoints.restore(found, TrainState(*targets))
+        said["is_same"] = all(
+            bool(np.array_equal(a.data, b.data))
+            for a, b in zip(
+                restored.params["x"].addressable_shards, x.addressable_shards, strict=True
+            )
+        )
+    restoring.saved_steps = saved_steps
+    said["failures"] = [failure(folder / "fails", state, rank, victim) for victim in (1, 0)]
+    said["steps"] = saved_steps(folder / "fails") if rank == 0 else []
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Texts begin as transformers begins them, and those of models trained here as in training."""
+"""Texts begin as transformers begins them, or as in training; their tokens have a bound."""
 
 from __future__ import annotations
 
@@ -7,9 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from models.training.data.beginnings import as_trained, prompt_ids
+from models.training.data.token_length import longest_token
 from models.training.data.tokenizer import ByteTokenizer, load_tokenizer
 
 TEXTS = ("ab", "a b", "", "<s>ab", " b")
@@ -129,3 +141,78 @@ def test_what_is_no_tokenizer_of_that_training_is_shipped_as_it_is(tmp_path: Pat
     (tmp_path / "tokenizer.json").write_text("{}")
     with as_trained(tmp_path, ByteTokenizer()) as folder:
         assert folder == tmp_path
+
+
+def trained_bytes() -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|end|>"],
+        show_progress=False,
+    )
+    made.train_from_iterator(["the quick brown fox   jumps over é ΐ the lazy dog"] * 9, trainer)
+    return made
+
+
+def with_fallback() -> Tokenizer:
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a", "b", "▁ab"]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    merges = [("▁", "a"), ("▁a", "b")]
+    made = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>"))
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    return made
+
+
+def composed() -> Tokenizer:
+    made = trained_bytes()
+    made.normalizer = normalizers.NFC()
+    return made
+
+
+BOUNDED = [trained_bytes(), with_fallback(), composed()]
+
+
+def bound(tokenizer: Tokenizer) -> int | None:
+    return longest_token(json.loads(tokenizer.to_str()))
+
+
+@pytest.mark.parametrize("tokenizer", BOUNDED)
+@given(text=st.text() | st.text("ab the<|end|>\u1fbe\u0308\u0341\u0301e \n"))
+def test_a_text_has_at_least_so_many_tokens(tokenizer: Tokenizer, text: str) -> None:
+    longest = bound(tokenizer)
+    assert longest is not None
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert len(ids) * longest >= len(text.encode())
+
+
+def change(**changes: Any) -> Tokenizer:
+    made = trained_bytes()
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def greedy() -> Tokenizer:
+    made = trained_bytes()
+    made.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+    return made
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>")),
+        Tokenizer(models.BPE({"a": 0}, [])),  # letters that it does not know are dropped
+        change(pre_tokenizer=pre_tokenizers.Whitespace()),
+        change(normalizer=normalizers.Strip()),
+        change(normalizer=normalizers.Replace("a", "")),
+        change(normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.NFKC()])),
+        greedy(),
+    ],
+)
+def test_there_is_no_bound_where_text_may_vanish(tokenizer: Tokenizer) -> None:
+    assert bound(tokenizer) is None

@@ -1,3 +1,5 @@
+"""The loop of a run: what is taken, told, evaluated and saved when; rates of steps."""
+
 import contextlib
 import itertools
 from pathlib import Path
@@ -12,7 +14,7 @@ from models.llama.named import CONFIGS
 from models.training.data import source as data
 from models.training.errors import TrainingError
 from models.training.run.loop import Schedule, TrainState, train
-from models.training.run.metrics import StepCost
+from models.training.run.metrics import StepCost, peak_flops
 from models.training.run.optimizer import OptimizerConfig, make_optimizer
 from models.training.run.profile import Profiler, ProfileRange
 from models.training.run.step import make_train_step
@@ -291,3 +293,37 @@ def test_a_trace_of_some_steps(tmp_path: Path):
 def test_bad_ranges_of_steps(text, message):
     with pytest.raises(ValueError, match=message):
         ProfileRange.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tera"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("TPU v4", 275),
+        ("TPU v5 lite", 197),
+        ("TPU v5p", 459),
+        ("TPU v6 lite", 918),
+    ],
+)
+def test_known_peaks(kind, tera):
+    assert peak_flops(kind, "bfloat16") == tera * 1e12
+
+
+def test_unknown_peaks():
+    assert peak_flops("cpu", "bfloat16") is None
+    assert peak_flops("NVIDIA H200", "float32") is None
+
+
+def test_rates():
+    cost = StepCost(
+        tokens=1000, devices=4, flops_per_token={"causal": 6.0, "palm": 8.0}, peak_flops=3000.0
+    )
+    assert cost.rates(0.5) == {"tokens_per_s": 2000.0, "mfu_causal": 1.0, "mfu_palm": 8 / 6}
+
+
+def test_no_mfu_without_a_peak():
+    assert StepCost(tokens=10, devices=1, flops_per_token={"causal": 6.0}).rates(2.0) == {
+        "tokens_per_s": 5.0
+    }

@@ -1,0 +1,143 @@
+"""Benchmarks at small sizes: the rows of their tables; without a compiler where it is not here."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from benchmarks import decode, experts, fp8, long, paged, placed, stages
+from benchmarks.plan_llama import ROWS, lower, mfu, plan_cells
+from spmd.ir.dialect import rule
+
+Capture = pytest.CaptureFixture[str]
+
+
+def table(capsys: Capture) -> list[dict[str, str]]:
+    """The rows of a printed table, by the names in its head."""
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in printed)
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+@pytest.mark.heavy
+def test_decode(capsys: Capture) -> None:
+    flags = "--layers 1 --context 64 --page 16 --tokens 4 --batches 2 --chunk 5 --peer"
+    decode.main(flags.split())
+    rows = [list(row.values()) for row in table(capsys)]
+    assert [row[0] for row in rows] == ["none", "none, jax.jit"]
+    for row in rows:
+        assert row[2:5] == ["2", "5", "1"] and float(row[5]) > 0
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.heavy), "int8"])
+def test_paged(dtype: str, capsys: Capture) -> None:
+    sizes = "--slots 3 --context 64 --key_heads 2 --groups 2 --width 16 --page 16 --chunk 20"
+    paged.main([*sizes.split(), "--dtype", dtype, "--calls", "2", "--steps", "1"])
+    said = capsys.readouterr().out.splitlines()[3:]
+    assert [line.split(" | ")[0] for line in said] == ["| pages", "| pages, chunk"]
+    wanted = 3 * 64 * 2 * 2 * 16 * (4 if dtype == "float32" else 1.25) / 1e6
+    assert said[0].split(" | ")[2] == f"{wanted:.1f}"
+
+
+@pytest.mark.heavy
+def test_fp8(capsys: Capture) -> None:
+    """The comparison of losses: both runs start alike and stay close."""
+    sizes = "--hidden_size 64 --layers 1 --seq_len 16 --global_batch 4 --dtype float32 --scan"
+    fp8.main([*sizes.split(), "--mesh", "data=2", "--steps", "3", "--every", "2"])
+    printed = capsys.readouterr().out
+    rows = re.findall(r"\| ([\w ]+) \| ([\d.]+) \| ([\d.]+) \| [+-][\d.]+% \|", printed)
+    assert [name for name, _, _ in rows] == ["1", "3", "mean of the last 3"]
+    for _, want, got in rows:
+        assert float(got) == pytest.approx(float(want), rel=0.03)
+
+
+def test_long(capsys: Capture) -> None:
+    most = rule.MOST_PIECES
+    flags = ["--model", "llama3.2-1b", "--layers", "1", "--nocompile", "--rows", "h200-8"]
+    long.main([*flags, "--seq_len", "65536", "--programs", "ring,gathered,jax.jit"])
+    assert most == rule.MOST_PIECES
+    rows = table(capsys)
+    assert [list(row.values())[1] for row in rows] == ["ring", "gathered", "jax.jit"]
+    ring, gathered, plain = rows
+    assert 0 < float(ring["predicted s"]) <= float(gathered["predicted s"])
+    assert 1 < float(ring["predicted GiB"]) <= float(gathered["predicted GiB"]) + 0.1
+    assert plain["compiler GiB"] == "-"
+
+
+@pytest.mark.heavy
+def test_stages(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = stages.ROWS["7b-2"]._replace(microbatches=4)
+    monkeypatch.setitem(stages.ROWS, "7b-2", few)
+    flags = ["--nocompile", "--layers", "2", "--batch", "16", "--rows", "7b-1,7b-2"]
+    stages.main([*flags, "--programs", "gpipe,jax.jit"])
+    found = {tuple(list(row.values())[:3:2]): row for row in table(capsys)}
+    assert [program for row, program in found if row == "7b-1"] == ["spmd.jit", "jax.jit"]
+    gpipe, plain = found["7b-2", "gpipe"], found["7b-2", "jax.jit"]
+    assert gpipe["bubble"] == plain["bubble"] == "20.0%"
+    assert found["7b-1", "spmd.jit"]["bubble"] == "-"
+    for cell in ("predicted s", "GB sent", "predicted GiB"):
+        assert float(gpipe[cell]) > 0
+    assert plain["compiler GiB"] == "-"
+
+
+@pytest.mark.heavy
+def test_experts(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = experts.Row("mixtral-8x7b", "v5p:2x2x2", {"data": 2, "expert": 4}, 32)
+    monkeypatch.setitem(experts.ROWS, "small", small)
+    flags = ["--rows", "small", "--layers", "1", "--seq_len", "4096", "--nocompile"]
+    experts.main([*flags, "--programs", "ours,ours-gathered,gathered"])
+    ours, whole, gathered = table(capsys)
+    assert 0 < float(ours["GB sent"]) < float(whole["GB sent"])
+    assert 0 < float(ours["predicted s"]) <= float(whole["predicted s"])
+    assert float(ours["predicted GiB"]) > 1
+    assert gathered["GB sent"] == gathered["compiler GiB"] == "-"
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("devices8", "exact_plans")
+def test_placed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The free plan computes the same and sends no more."""
+    ran: list[str] = []
+
+    def once(_: Any, run: Any, args: Any) -> float:
+        ran.append(type(run).__name__)
+        return 1.0
+
+    monkeypatch.setattr(placed, "milliseconds", once)
+    names = ["fft2", "mlp-gradient"]
+    placed.main(["--programs", ",".join(names), "--scale", "64"])
+    rows = table(capsys)
+    assert [next(iter(row.values())) for row in rows] == names and len(ran) == 3 * len(names)
+    for row in rows:
+        assert float(row["apart"]) < 1e-5, row
+        assert float(row["free, predicted ms"]) <= float(row["by hand, predicted ms"]), row
+
+
+@pytest.mark.heavy
+def test_plan_llama() -> None:
+    row = ROWS["7b"]
+    lowered = lower(row, 1024, 1)
+    cells = plan_cells(row, 1024, 1, lowered)
+    name, accumulate, sent, seconds, waiting, shares, count, permutes, memory = cells
+    assert name == "llama2-7b, v4:2x2x4, 16x1, 256 x 1024"
+    assert (accumulate, shares) == ("1", mfu(row, 1024, lowered.cost))
+    # Three gathers of the weights in bf16 and one reduction of their gradients, at least.
+    assert float(sent) > 3 * 2 * 6.6 * 15 / 16
+    assert 0 <= float(waiting) < float(seconds)
+    causal, palm = (float(share.rstrip("%")) for share in shares.split(" / "))
+    assert 40 < causal < palm < 80
+    assert int(count) > 32 * 7
+    assert 0 <= int(permutes) <= int(count)
+    assert 1.5 < float(memory) < 32
+    # A loop-invariant mask is computed piece by piece: nobody holds it for the whole batch.
+    types = lowered.stages.optimized.program.types
+    assert not any(t.shape[:1] == (256,) and t.rank == 4 for t in types)
+
+
+@pytest.mark.heavy
+def test_plan_llama_accumulates() -> None:
+    row = ROWS["7b"]
+    once, twice = (lower(row, 2048, n).predicted_memory.peak for n in (1, 2))
+    assert twice < 0.75 * once
