@@ -15,8 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from spmd.cli.flags import Parser, Switch
-from spmd.frontend.importer.regions import SAME
-from spmd.frontend.importer.shard_shapes import ENTERS, LEAVES
+from spmd.frontend.importer.handlers import ENTERS, LEAVES, SAME
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "coverage.md"

@@ -19,10 +19,8 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 
 from spmd.errors import FrontendError
 from spmd.frontend.importer.attributes import defining_op, items_of
-from spmd.frontend.importer.calls import DEEPEST_CALLS
+from spmd.frontend.importer.handlers import DEEPEST_CALLS, SAME, is_manual_call
 from spmd.frontend.importer.ops import MOST_OPS
-from spmd.frontend.importer.regions import SAME
-from spmd.frontend.importer.shard_shapes import is_manual_call
 
 BEGIN, END = "spmd.begin", "spmd.end"  # attributes of barriers: the number of what they stand for
 

@@ -1,7 +1,7 @@
 """StableHLO module -> `Program`: the entry points of the importer.
 
     attributes (what the bindings hand out, as data) -> contents (functions, meshes)
-    -> ops (blocks, op by op) -> calls, regions (ops that become others)
+    -> ops (blocks, op by op) -> handlers (ops that become others)
 
 Function calls and composites that nobody registered are inlined on the way in, so that later
 stages see one function. Scalar bodies (of reduce, scatter, sort, ...) become hashable attributes;
@@ -27,18 +27,17 @@ from jaxlib.mlir.passmanager import PassManager
 
 from spmd.errors import FrontendError, SpmdError
 from spmd.frontend.bytecode import MAGIC, bytecode_to_text
-from spmd.frontend.importer.calls import call_handlers
+from spmd.frontend.importer.attributes import function_type, tensor_type
 from spmd.frontend.importer.contents import (
     Contents,
     argument_paths,
     ends_of,
     path_of,
     result_names,
-    types_of,
 )
+from spmd.frontend.importer.handlers import HANDLERS, call_handlers
 from spmd.frontend.importer.legalize import LEGALIZED
 from spmd.frontend.importer.ops import Importer
-from spmd.frontend.importer.regions import REGION_HANDLERS
 from spmd.ir.program import Callback, Program
 from spmd.ir.types import Attribute, ShardingAttr, TensorType
 from spmd.mesh.mesh import Mesh
@@ -86,7 +85,7 @@ def import_module(
     with module.context, malformed():
         contents = Contents(module, mesh)
         main = contents.main()
-        handlers = {**call_handlers(composites, len(callbacks)), **REGION_HANDLERS, **LEGALIZED}
+        handlers = {**call_handlers(composites, len(callbacks)), **HANDLERS, **LEGALIZED}
         importer = Importer(contents, handlers, function)
         body = importer.region(main.regions[0].blocks[0], {})
         program = Program(
@@ -135,7 +134,8 @@ def module_text(module: ir.Module) -> str:
 def signature(module: ir.Module) -> tuple[tuple[TensorType, ...], tuple[TensorType, ...]]:
     """Types of the arguments and results of a module's function."""
     with module.context, malformed():
-        return types_of(Contents(module).main())
+        args, results = function_type(Contents(module).main())
+        return tuple(map(tensor_type, args)), tuple(map(tensor_type, results))
 
 
 def boundary_names(module: ir.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -8,21 +8,20 @@ from typing import Any
 
 from spmd.errors import FrontendError, MeshError
 from spmd.frontend.importer.attributes import (
+    MARKS,
     attribute,
     defining_op,
     entries_of,
     location_of,
     tensor_type,
 )
-from spmd.frontend.importer.contents import Contents
-from spmd.frontend.importer.manual import Scope, says_nothing
-from spmd.frontend.importer.shardings import is_marked
+from spmd.frontend.importer.contents import Contents, Scope
 from spmd.frontend.importer.unsupported import refuse
 from spmd.ir.dialect.callbacks import FLAG
 from spmd.ir.dialect.collectives import DEVICE_IDS
 from spmd.ir.dialect.reducers import NEUTRAL, body_reducer, is_identity
 from spmd.ir.dialect.registry import ALONE
-from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Region, Value, has_effect
+from spmd.ir.program import Body, Loc, Op, OpKind, Region, Value, has_effect
 from spmd.ir.types import Attribute, Dense, ShardingAttr, TensorType
 
 DEEPEST_REGIONS = 64  # how many loops and branches may be inside each other
@@ -32,6 +31,7 @@ _NEUTRAL_OPERAND = {"stablehlo.reduce", "stablehlo.reduce_window", "stablehlo.pa
 _RETURNS = {"func.return", "stablehlo.return", "sdy.return"}
 
 Env = dict[Any, Value]  # maps a value of the module to its number in the program
+Attrs = Mapping[str, Attribute]
 Handler = Callable[["Importer", Any, Env, list[Op]], None]
 """Imports an op of the module: appends ops, and enters its results into the environment."""
 
@@ -92,20 +92,16 @@ class Importer:
             if scope.partition("/")[0] != outer.scope.partition("/")[0]:
                 scope = "/".join(filter(None, (outer.scope, scope)))
             frames += [frame for frame in outer.frames if frame not in frames]
-            found = self._loc_cache[key] = Loc(scope, tuple(self._inside(scope, frames)))
+            # Who called the compiler is not the program's own: else a function that is compiled at
+            # two places would be two programs. Constants that jax made at no line of the function
+            # have the callers' frames alone. The scope of others goes on: `jit(f)/sin`. Very deep
+            # stacks do not reach the function.
+            if self.function is not None:
+                places = [(frame.file, frame.function) for frame in frames]
+                own = [i for i, place in enumerate(places) if place == self.function]
+                frames = frames[: own[-1] + 1] if own else frames if "/" in scope else []
+            found = self._loc_cache[key] = Loc(scope, tuple(frames))
         return found
-
-    def _inside(self, scope: str, frames: list[Frame]) -> list[Frame]:
-        """The frames up to the function that was traced: who called the compiler is not its own.
-
-        Else a function that is compiled at two places would be two programs.
-        """
-        if self.function is None:
-            return frames
-        own = [i for i, frame in enumerate(frames) if (frame.file, frame.function) == self.function]
-        # Constants that jax made at no line of the function have the callers' frames alone. The
-        # scope of others goes on: `jit(f)/sin`. Very deep stacks do not reach the function.
-        return frames[: own[-1] + 1] if own else frames if "/" in scope else []
 
     # Blocks.
 
@@ -129,27 +125,24 @@ class Importer:
             if op.name in _RETURNS:
                 return ops, tuple([env[v] for v in op.operands])
             try:
-                self._handlers.get(op.name, _import_plainly)(self, op, env, ops)
-                if is_marked(op):
-                    self._mark_results(op, env, ops)
+                if op.name in self._handlers:
+                    self._handlers[op.name](self, op, env, ops)
+                else:
+                    keep(self.op(op, env), ops)
+                stated = op.attributes
+                if len(stated) and (MARKS[0] in stated or MARKS[1] in stated):
+                    results = [r for r in op.results if r in env]  # no tuple has a value
+                    ranks = [self.types[env[r]].rank for r in results]
+                    marks = self.contents.meshes.marks_of(op, ranks) if results else ()
+                    for r, sharding in zip(results, marks, strict=True):
+                        env[r] = self.mark(ops, env[r], sharding, self.loc(op.location))
             except MeshError as error:
                 raise error.at(self.loc(op.location).source) from error
         raise FrontendError("a block of the module has no terminator")
 
-    def _nested(self, region: Any, env: Env) -> Region:
-        """A region of control flow; it sees the values around it."""
-        if self._depth >= DEEPEST_REGIONS:
-            raise FrontendError(f"loops and branches nest more than {DEEPEST_REGIONS} deep")
-        self._depth += 1
-        found = self.region(region.blocks[0], dict(env))
-        self._depth -= 1
-        return found
-
     # Ops.
 
-    def op(
-        self, op: Any, env: Env, name: str = "", attrs: Mapping[str, Attribute] | None = None
-    ) -> Op:
+    def op(self, op: Any, env: Env, name: str = "", attrs: Attrs | None = None) -> Op:
         """One of the module's ops as one of the program's; its results are added to `env`.
 
         It may get another name, and other attributes, which must follow from the op alone: equal
@@ -167,38 +160,40 @@ class Importer:
             raise FrontendError(f"{name} reads a value that is not visible") from error
         kind = self._kind(op, name, inputs, attrs, loc)
         regions: tuple[Region, ...] = ()
-        if name in _CONTROL_FLOW:
-            regions = tuple([self._nested(region, env) for region in op.regions])
+        if name in _CONTROL_FLOW:  # its regions see the values around it
+            if self._depth >= DEEPEST_REGIONS:
+                raise FrontendError(f"loops and branches nest more than {DEEPEST_REGIONS} deep")
+            self._depth += 1
+            regions = tuple([self.region(region.blocks[0], dict(env)) for region in op.regions])
+            self._depth -= 1
         results = list(op.results)
         start = len(self.types)
         self.types.extend(kind.results)
         outs = tuple(range(start, len(self.types)))
         env.update(zip(results, outs, strict=True))
-        self._note_constant(kind, inputs, outs)
+        if name == "stablehlo.constant" and kind.attrs["value"].splat:
+            self._constants[outs[0]] = kind.attrs["value"]
+        # Of a scalar to a scalar, as jax does for windows' initial values.
+        is_wrapped = name == "stablehlo.broadcast_in_dim" and kind.results[0].rank == 0
+        if is_wrapped and inputs[0] in self._constants:
+            self._constants[outs[0]] = self._constants[inputs[0]]
         made = Op(kind, inputs, outs, regions, loc)
-        return made if outs or not has_effect(made) or not regions else self._flagged(made)
-
-    def _flagged(self, op: Op) -> Op:
-        """Control flow that is there for its effects alone, with one result: ops go by theirs."""
-        regions = tuple([flagged(region, self.flag(op.loc)) for region in op.regions])
-        kind = OpKind(op.name, op.kind.operands, (FLAG,), op.kind.attrs)
-        return op._replace(kind=kind, results=(self.value(FLAG),), regions=regions)
+        if outs or not regions or not has_effect(made):
+            return made
+        # Control flow that is there for its effects alone gets a result, for ops go by theirs.
+        flags = [self.flag(loc) for _ in regions]
+        pairs = zip(regions, flags, strict=True)
+        regions = tuple([r._replace(ops=(*r.ops, f), results=f.results) for r, f in pairs])
+        kind = OpKind(name, kind.operands, (FLAG,), kind.attrs)
+        return Op(kind, inputs, (self.value(FLAG),), regions, loc)
 
     def flag(self, loc: Loc) -> Op:
         """A constant that says nothing."""
-        attrs = {"value": Dense.of(0, FLAG.dtype)}
-        return Op(
-            OpKind("stablehlo.constant", (), (FLAG,), attrs), (), (self.value(FLAG),), (), loc
-        )
+        kind = OpKind("stablehlo.constant", (), (FLAG,), {"value": Dense.of(0, FLAG.dtype)})
+        return Op(kind, (), (self.value(FLAG),), (), loc)
 
     def add(
-        self,
-        ops: list[Op],
-        name: str,
-        operand: Value,
-        type_: TensorType,
-        attrs: dict[str, Attribute],
-        loc: Loc,
+        self, ops: list[Op], name: str, operand: Value, type_: TensorType, attrs: Attrs, loc: Loc
     ) -> Value:
         """Appends an op of one operand and one result."""
         result = self.value(type_)
@@ -208,7 +203,9 @@ class Importer:
 
     def mark(self, ops: list[Op], value: Value, sharding: ShardingAttr | None, loc: Loc) -> Value:
         """Marks a value; a sharding that says nothing leaves it as it is."""
-        if self.in_bodies or sharding is None or says_nothing(sharding):
+        if self.in_bodies or sharding is None:
+            return value
+        if not any(sharding.dims) and all(sharding.open):
             return value
         if self.scopes:
             self.scopes[-1].check_free(sharding, loc)
@@ -218,20 +215,8 @@ class Importer:
             self._constants[marked] = self._constants[value]
         return marked
 
-    def _mark_results(self, op: Any, env: Env, ops: list[Op]) -> None:
-        results = [result for result in op.results if result in env]  # no tuple has a value
-        ranks = [self.types[env[result]].rank for result in results]
-        marks = self.contents.meshes.marks_of(op, ranks) if results else ()
-        for result, sharding in zip(results, marks, strict=True):
-            env[result] = self.mark(ops, env[result], sharding, self.loc(op.location))
-
     def _kind(
-        self,
-        op: Any,
-        name: str,
-        inputs: tuple[Value, ...],
-        given: Mapping[str, Attribute] | None,
-        loc: Loc,
+        self, op: Any, name: str, inputs: tuple[Value, ...], given: Attrs | None, loc: Loc
     ) -> OpKind:
         entries = entries_of(op) if len(op.attributes) else ()
         types = self.types
@@ -253,50 +238,25 @@ class Importer:
                 attrs = {**attrs, **self.bodies(op)}
             if is_alone:
                 attrs = {**attrs, ALONE: True}
-            kind = self._new_kind(op, name, operands, attrs, loc)
+            kept = {n: a for n, a in attrs.items() if a is not None}
+            try:
+                kind = OpKind(name, operands, tuple([self.type(r.type) for r in op.results]), kept)
+            except FrontendError as error:
+                raise FrontendError(error.what, op=name, source=loc.source) from error
             if not has_body:
                 self._kind_cache[key] = kind
-        return self._note_neutral(kind, inputs) if name in _NEUTRAL_OPERAND else kind
-
-    def _new_kind(
-        self,
-        op: Any,
-        name: str,
-        operands: tuple[TensorType, ...],
-        attrs: Mapping[str, Attribute],
-        loc: Loc,
-    ) -> OpKind:
-        kept = {n: a for n, a in attrs.items() if a is not None}
-        try:
-            return OpKind(name, operands, tuple([self.type(r.type) for r in op.results]), kept)
-        except FrontendError as error:
-            raise FrontendError(error.what, op=name, source=loc.source) from error
-
-    # Constants that change nothing. A reduction that starts from its identity (a sum from 0) is
-    # linear, so a partial value may flow through it; from 1 every device's term would bring a 1 of
-    # its own.
-
-    def _note_constant(
-        self, kind: OpKind, inputs: tuple[Value, ...], outs: tuple[Value, ...]
-    ) -> None:
-        if kind.name == "stablehlo.constant" and kind.attrs["value"].splat:
-            self._constants[outs[0]] = kind.attrs["value"]
-        # Of a scalar to a scalar, as jax does for windows' initial values.
-        is_wrapped = kind.name == "stablehlo.broadcast_in_dim" and kind.results[0].rank == 0
-        if is_wrapped and inputs[0] in self._constants:
-            self._constants[outs[0]] = self._constants[inputs[0]]
-
-    def _note_neutral(self, kind: OpKind, inputs: tuple[Value, ...]) -> OpKind:
-        """Records as `spmd.neutral` whether initial or padding values are the identity."""
-        count = 1 if kind.name == "stablehlo.pad" else len(inputs) // 2
+        if name not in _NEUTRAL_OPERAND:
+            return kind
+        # A reduction that starts from its identity (a sum from 0) is linear, so a partial value may
+        # flow through it; from 1 every device's term would bring a 1 of its own.
+        count = 1 if name == "stablehlo.pad" else len(inputs) // 2
         reducer = kind.attrs.get("reducer", "add")
         neutral = all(
             value in self._constants
             and is_identity(self._constants[value], self.types[value].dtype, reducer)
             for value in inputs[-count:]
         )
-        attrs = {**kind.attrs, NEUTRAL: neutral}
-        return OpKind(kind.name, kind.operands, kind.results, attrs)
+        return OpKind(name, kind.operands, kind.results, {**kind.attrs, NEUTRAL: neutral})
 
     # Scalar bodies.
 
@@ -321,7 +281,14 @@ class Importer:
             block = region.blocks[0]
             env: Env = {}
             args = tuple([self.bind(env, arg) for arg in block.arguments])
-            constants = self._constants_from_outside(block, env)
+            # MLIR's folding moves constants out of bodies. They are repeated inside: a `Body` reads
+            # nothing from around it, so that equal bodies are equal wherever they stand.
+            constants: list[Op] = []
+            for value in [v for item in block.operations for v in item.operation.operands]:
+                owner: Any = None if value in env else defining_op(value)
+                is_outside = owner is not None and owner.block != block
+                if is_outside and owner.name == "stablehlo.constant":
+                    constants.append(self.op(owner, env))
             ops, results = self.block(block, env)
             plain = tuple([op._replace(loc=Loc()) for op in (*constants, *ops)])
             return Body(tuple(self.types), Region(args, plain, results))
@@ -331,30 +298,8 @@ class Importer:
             self.types, self._constants = outer
             self.in_bodies -= 1
 
-    def _constants_from_outside(self, block: Any, env: Env) -> list[Op]:
-        """Copies of the constants that a body reads from around it."""
-        # MLIR's folding moves constants out of bodies. They are repeated inside: a `Body` reads
-        # nothing from around it, so that equal bodies are equal wherever they stand.
-        ops: list[Op] = []
-        for item in block.operations:
-            for value in item.operation.operands:
-                owner = None if value in env else defining_op(value)
-                if owner is None or owner.block == block or owner.name != "stablehlo.constant":
-                    continue
-                ops.append(self.op(owner, env))
-        return ops
-
-
-def flagged(region: Region, flag: Op) -> Region:
-    """A region without results that returns a flag."""
-    return region._replace(ops=(*region.ops, flag), results=flag.results)
-
 
 def keep(op: Op, ops: list[Op]) -> None:
     """Appends an op, unless it is control flow without results or effects."""
     if op.results or not op.regions or has_effect(op):
         ops.append(op)
-
-
-def _import_plainly(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
-    keep(importer.op(op, env), ops)
