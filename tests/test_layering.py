@@ -57,7 +57,6 @@ MLIR_FILES = (
     "spmd/frontend/importer/handlers.py",
     "spmd/frontend/importer/legalize.py",
     "spmd/frontend/importer/module.py",
-    "spmd/frontend/inlined.py",
     "spmd/frontend/refine.py",
     "spmd/frontend/trace.py",
     "spmd/lowering/emit.py",

@@ -51,9 +51,9 @@ class OwnCallbacks:
 
     def without_jax(self, program: ClosedJaxpr, name: str) -> Callable[..., Any] | None:
         """A function of flat arguments, with calls of ours for jax's; None where there are none."""
-        if not self.calls(program.jaxpr):
+        if not self._calls_python(program.jaxpr):
             return None
-        fun = jaxpr_as_fun(self.rewritten(program))
+        fun = jaxpr_as_fun(self._rewritten(program))
 
         def flat(*args: Any) -> Any:
             return fun(*args)
@@ -66,21 +66,22 @@ class OwnCallbacks:
 
         Some libraries have primitives that trace what they are when they are lowered.
         """
-        return tuple((primitive, self._rule(primitive)) for primitive in _jax_callbacks())
 
-    def _rule(self, primitive: Primitive) -> Any:
-        def lower(ctx: Any, *args: Any, **params: Any) -> Any:
-            if _is_ordered(params):
-                raise FrontendError(
-                    f"an ordered {_jax_callbacks()[primitive]} inside a primitive of a library",
-                    fix="call it with ordered=False, or from outside that library",
-                )
-            own = self.called(primitive, params)
-            return [] if own is None else _lower(ctx, *args, **own)
+        def rule(primitive: Primitive) -> Any:
+            def lower(ctx: Any, *args: Any, **params: Any) -> Any:
+                if _is_ordered(params):
+                    raise FrontendError(
+                        f"an ordered {_jax_callbacks()[primitive]} inside a primitive of a library",
+                        fix="call it with ordered=False, or from outside that library",
+                    )
+                own = self._called(primitive, params)
+                return [] if own is None else _lower(ctx, *args, **own)
 
-        return lower
+            return lower
 
-    def calls(self, jaxpr: Jaxpr) -> bool:
+        return tuple((primitive, rule(primitive)) for primitive in _jax_callbacks())
+
+    def _calls_python(self, jaxpr: Jaxpr) -> bool:
         """Whether a jaxpr calls Python, one inside it, or another branch beside it."""
         found = self._calls.get(id(jaxpr))
         if found is None:
@@ -89,47 +90,42 @@ class OwnCallbacks:
                 eqn.primitive in _jax_callbacks()
                 or (
                     eqn.primitive.name not in _KERNELS
-                    and any(self.calls(inner) for inner in jaxprs_in_params(eqn.params))
+                    and any(self._calls_python(inner) for inner in jaxprs_in_params(eqn.params))
                 )
                 for eqn in jaxpr.eqns
             )
         return found
 
-    def rewritten(self, value: Any) -> Any:
+    def _rewritten(self, value: Any) -> Any:
         """A parameter of a primitive, with what it calls replaced."""
         if isinstance(value, ClosedJaxpr):
-            return (
-                value.replace(jaxpr=self._jaxpr(value.jaxpr)) if self.calls(value.jaxpr) else value
-            )
-        if isinstance(value, Jaxpr):
-            return self._jaxpr(value) if self.calls(value) else value
+            inner = self._rewritten(value.jaxpr)
+            return value if inner is value.jaxpr else value.replace(jaxpr=inner)
         if type(value) in (tuple, list):
-            return type(value)(map(self.rewritten, value))
-        return value
-
-    def _jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
-        found = self._done.get(id(jaxpr))
-        if found is None:
-            eqns = [made for eqn in jaxpr.eqns for made in self._eqn(eqn)]
-            found = jaxpr.replace(eqns=eqns, effects=_own_effects(jaxpr.effects))
-            self._done[id(jaxpr)] = found
-        return found
+            return type(value)(map(self._rewritten, value))
+        if not isinstance(value, Jaxpr) or not self._calls_python(value):
+            return value
+        if id(value) not in self._done:
+            eqns = [made for eqn in value.eqns for made in self._eqn(eqn)]
+            made = value.replace(eqns=eqns, effects=_own_effects(value.effects))
+            self._done[id(value)] = made
+        return self._done[id(value)]
 
     def _eqn(self, eqn: Any) -> Sequence[Any]:
         """An equation as it is to be; none for a callback that is left out."""
         effects = _own_effects(eqn.effects)
         if eqn.primitive in _jax_callbacks():
-            own = self.called(eqn.primitive, eqn.params)
+            own = self._called(eqn.primitive, eqn.params)
             if own is None:
                 return ()
             own["results"] = tuple(v.aval for v in eqn.outvars)
             return (eqn.replace(primitive=_callback, params=own, effects=effects),)
         if eqn.primitive.name in _KERNELS:
             return (eqn,)
-        params = {name: self.rewritten(value) for name, value in eqn.params.items()}
+        params = {name: self._rewritten(value) for name, value in eqn.params.items()}
         return (eqn.replace(params=params, effects=effects),)
 
-    def called(self, primitive: Primitive, params: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _called(self, primitive: Primitive, params: Mapping[str, Any]) -> dict[str, Any] | None:
         """The parameters of our call in the place of one of jax's; None if it is left out."""
         label = _jax_callbacks()[primitive]
         is_debug = label.startswith("jax.debug.")

@@ -128,15 +128,22 @@ def trace(
     flat = calls and calls.without_jax(program, traced.fun_name)
     if flat:
         traced = plain_jit(flat, keep_unused=True).trace(*map(_struct, program.in_avals))
-    meshes = list(dict.fromkeys(_meshes_of(program.jaxpr)))
+    eqns = list(_eqns_in(program.jaxpr))
+    meshes: dict[tuple[bool, Any], None] = {}  # whether each is that of a `shard_map`, the mesh
+    for eqn in eqns:
+        if eqn.primitive.name == "shard_map":
+            meshes[True, eqn.params["mesh"]] = None
+        elif eqn.primitive.name == "sharding_constraint":
+            meshes[False, getattr(eqn.params["sharding"], "mesh", None)] = None
     jax_meshes = [m for _, m in meshes if isinstance(m, JaxMesh)]
     own = mesh or next(iter([*(_SEEN.get() or ()), *map(as_mesh, jax_meshes)]), None)
     positions = own.device_ids if own else ()
     orders = (tuple(d.id for d in m.devices.flat) for m in jax_meshes)
     order = next(orders, positions)
     symbolic = any(is_symbolic_dim(d) for a in program.in_avals for d in getattr(a, "shape", ()))
-    composites = _composites_of(program.jaxpr) if symbolic else ()
-    rules = [(primitive, _lower_composite) for primitive in dict.fromkeys(composites)]
+    # The primitive of jax's composites has no public name.
+    named = [eqn.primitive for eqn in eqns if eqn.primitive.name == "composite" and symbolic]
+    rules = [(primitive, _lower_composite) for primitive in dict.fromkeys(named)]
     marks = (_uneven_mark, partial(_lower_mark, order=order))
     own_rules = [*(calls.lowering_rules() if calls else ()), *rules]
     every: Any = ((custom_partitioning_p, _inline), marks, *own_rules)
@@ -187,15 +194,12 @@ def _told() -> Iterator[None]:
         raise
 
 
-def _meshes_of(jaxpr: Any) -> Iterator[tuple[bool, Any]]:
-    """The meshes of a jaxpr and of those inside it, and whether each is that of a `shard_map`."""
+def _eqns_in(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr and of those inside it."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "shard_map":
-            yield True, eqn.params["mesh"]
-        elif eqn.primitive.name == "sharding_constraint":
-            yield False, getattr(eqn.params["sharding"], "mesh", None)
+        yield eqn
         for inner in jaxprs_in_params(eqn.params):
-            yield from _meshes_of(inner)
+            yield from _eqns_in(inner)
 
 
 def _renumber(module: ir.Module, order: tuple[int, ...], program: tuple[int, ...]) -> None:
@@ -237,15 +241,6 @@ def _inline(ctx: Any, *values: Any, call: Any, **_: Any) -> Any:
 # symbols' values in front of its arguments, and forgets to pass them to a composite's function.
 
 
-def _composites_of(jaxpr: Any) -> Iterator[Primitive]:
-    """The primitive of jax's composites, if it is in a jaxpr: it has no public name."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "composite":
-            yield eqn.primitive
-        for inner in jaxprs_in_params(eqn.params):
-            yield from _composites_of(inner)
-
-
 def _lower_composite(
     ctx: Any, *values: Any, name: str, attributes: Any, version: int, **params: Any
 ) -> Any:
@@ -255,7 +250,11 @@ def _lower_composite(
     results = mlir.lower_fun(function, multiple_results=True)(ctx, *values)
     call = results[0].owner
     own = {key: tree.unflatten(leaves) for key, leaves, tree in attributes}
-    stated = {key: _attribute(value) for key, value in own.items() if value is not None}
+    stated = {
+        key: mlir.ir_attribute(f"{DIM}{value}" if is_symbolic_dim(value) else value)
+        for key, value in own.items()
+        if value is not None
+    }
     builder: Any = hlo  # its stub does not know what may be left out
     made = builder.CompositeOp(
         [value.type for value in call.results],
@@ -267,10 +266,6 @@ def _lower_composite(
     )
     call.erase()
     return list(made.results)
-
-
-def _attribute(value: Any) -> Any:
-    return mlir.ir_attribute(f"{DIM}{value}" if is_symbolic_dim(value) else value)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -285,20 +280,6 @@ def mark_uneven(x: Any, mesh: Mesh, entries: tuple[tuple[str, ...] | None, ...])
     """A sharding constraint on a tracer, on any mesh, whose axes need not divide its dims."""
     axes = tuple(zip(mesh.axis_names, mesh.sizes, strict=True))
     return _uneven_mark.bind(x, mesh=axes, ids=mesh.device_ids, entries=entries)
-
-
-@_uneven_mark.def_impl  # type: ignore[untyped-decorator]
-def _apply_mark(x: Any, **_: Any) -> Any:
-    return x
-
-
-@_uneven_mark.def_abstract_eval  # type: ignore[untyped-decorator]
-def _mark_type(x: Any, **_: Any) -> Any:
-    return x
-
-
-def _transpose_mark(cotangent: Any, _: Any, **params: Any) -> list[Any]:
-    return [_uneven_mark.bind(cotangent, **params)]
 
 
 def _batch_mark(args: Any, dims: Any, *, entries: Any, **params: Any) -> tuple[Any, int]:
@@ -322,6 +303,8 @@ def _lower_mark(
     return [sdy.ShardingConstraintOp(x, sharding).result]
 
 
-ad.deflinear2(_uneven_mark, _transpose_mark)
+_uneven_mark.def_impl(lambda x, **_: x)
+_uneven_mark.def_abstract_eval(lambda x, **_: x)
+ad.deflinear2(_uneven_mark, lambda cotangent, _, **params: [_uneven_mark.bind(cotangent, **params)])
 batching.primitive_batchers[_uneven_mark] = _batch_mark
 mlir.register_lowering(_uneven_mark, _lower_mark)

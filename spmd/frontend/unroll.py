@@ -27,7 +27,7 @@ import numpy as np
 from spmd.ir.control_flow import Index, integer_of
 from spmd.ir.description import BROADCAST, CONSTANT, DYNAMIC_SLICE, RESHAPE
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.program import Op, OpKind, Program, Region, Value, walk_region
+from spmd.ir.program import Op, OpKind, Program, Value, walk_region
 from spmd.ir.rewrite import Now, edit_ops, remove_dead, repeat_op
 from spmd.ir.types import numpy_dtype
 
@@ -111,16 +111,13 @@ class _Unroller:
         self.loop = op.results[0]
         for _ in range(trips):
             env = self.env = _Same(zip(body.args, carried, strict=True))
-            self.handed, self.cotangents = {}, self._changed(b, body)
+            pairs = zip(body.args, body.results, strict=True)
+            new = [a for a, result in pairs if a != result and b.types[a].rank]
+            self.handed, self.cotangents = {}, [a for a in new if env[a] not in self.stacks]
             for inner in body.ops:
                 repeat_op(b, inner, env, self._rewrite)
             carried = [env[v] for v in body.results]
         return [self._joined(b, v) for v in carried]
-
-    def _changed(self, b: Builder, body: Region) -> list[Value]:
-        """The arguments of a body that each trip makes anew, but stacks and scalars."""
-        changed = [a for a, result in zip(body.args, body.results, strict=True) if a != result]
-        return [a for a in changed if b.types[a].rank and self.env[a] not in self.stacks]
 
     def _joined(self, b: Builder, value: Value) -> Value:
         """A stack of which every piece was written is its pieces side by side.
@@ -187,10 +184,14 @@ class _Unroller:
             return None
         if kind.name == CONSTANT:
             return int(kind.attrs["value"].array())
-        given = [self._integer(v) for v in operands]
+        given: list[Any] = [self._integer(v) for v in operands]
         if not given or None in given:
             return None
-        found = _computed(kind, given)
+        fold = _FOLDED.get(kind.name)
+        direction = kind.attrs.get("comparison_direction")
+        if direction is not None:
+            fold = next((f for word, f in _COMPARED.items() if word in str(direction)), None)
+        found = None if fold is None else int(fold(*given))
         fits = found is not None and (
             dtype == np.bool_ or np.iinfo(dtype).min <= found <= np.iinfo(dtype).max
         )
@@ -240,12 +241,3 @@ def _widens(kind: OpKind, more: int) -> bool:
         before, after = after, before
     dims = tuple(kind.attrs.get("broadcast_dimensions", range(1, len(after))))
     return after == (1,) * abs(more) + before and dims == tuple(range(1, len(after)))
-
-
-def _computed(kind: OpKind, given: Sequence[Any]) -> int | None:
-    direction = kind.attrs.get("comparison_direction")
-    if direction is not None:
-        word = next((w for w in _COMPARED if w in str(direction)), "")
-        return int(_COMPARED[word](*given)) if word else None
-    fold = _FOLDED.get(kind.name)
-    return None if fold is None else int(fold(*given))

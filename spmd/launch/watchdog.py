@@ -267,11 +267,11 @@ class Unwatched:
         self.doing = ""
 
     def beat(self, step: int | None = None, what: str = "") -> None:
-        """Nobody waits for it."""
+        """Does nothing: no run waits for it."""
 
     @contextlib.contextmanager
     def may_take(self, what: str, seconds: float | None = None) -> Iterator[None]:
-        """It may."""
+        """Notes what is being done."""
         before, self.doing = self.doing, what
         try:
             yield

@@ -13,8 +13,7 @@ from torchax.tensor import Tensor
 
 from spmd.errors import ArgumentError, described
 from spmd.frontend.artifact import function_artifact
-from spmd.torch.inputs import split_result, take_apart
-from spmd.torch.state import arrays_of, state_of
+from spmd.torch.arrays import arrays_of, split_result, state_of, take_apart
 from spmd.torch.tracing import as_arrays, run_pure
 
 

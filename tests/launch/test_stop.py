@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from spmd.launch import stop_agreed
-from spmd.launch.stop import StopVote
+from spmd.launch.peers import StopVote
 from tests.launch.memory import Memory
 from tests.waiting import PATIENCE
 

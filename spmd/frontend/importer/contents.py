@@ -44,8 +44,8 @@ class Contents:
     """The functions and meshes of a module, compiled for a mesh if that is known."""
 
     def __init__(self, module: Any, mesh: Mesh | None = None) -> None:
-        self.functions = symbols_of(module, "func.func")
-        meshes = symbols_of(module, "sdy.mesh")
+        self.functions = named_ops(module, "func.func")
+        meshes = named_ops(module, "sdy.mesh")
         found: Any = module.operation.attributes
         names = ("mhlo.num_partitions", "mhlo.num_replicas")
         partitions = math.prod(found[name].value for name in names if name in found)
@@ -66,7 +66,7 @@ class Contents:
         return main
 
 
-def symbols_of(module: Any, kind: str) -> dict[str, Any]:
+def named_ops(module: Any, kind: str) -> dict[str, Any]:
     """Name -> op, of a module's functions (`func.func`) or meshes (`sdy.mesh`)."""
     operations = [item.operation for item in module.body.operations]
     return {op.attributes["sym_name"].value: op for op in operations if op.name == kind}

@@ -42,45 +42,21 @@ _DATA = {
 """Op -> how many of its operands are data; those behind them are sizes and amounts."""
 
 _FOLDED = {
-    "stablehlo.add",
-    "stablehlo.concatenate",
-    "stablehlo.constant",
-    "stablehlo.convert",
-    "stablehlo.get_dimension_size",
-    "stablehlo.reshape",
+    f"stablehlo.{name}"
+    for name in ("add", "concatenate", "constant", "convert", "get_dimension_size", "reshape")
 }
 """Ops that sizes and amounts are made of."""
 
 
 def _legalize(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
-    # The op is alone in a function, so that the passes take nothing else apart: CHLO's would also
-    # write out `erf` and `top_k`, which stay one op. With it are the constants that it reads.
     for result in op.results:
         importer.type(result.type)  # a dynamic shape is refused before the passes see it
     amounts = op.operands[_DATA[op.name] :]
     chain = [*dict.fromkeys(_makers(amounts)), op]
     made = {value for item in chain for value in item.results}
     given = [*dict.fromkeys(v for item in chain for v in item.operands if v not in made)]
-    module = _legalized(chain, given)  # its block does not keep it alive
-    block = module.body.operations[0].regions[0].blocks[0]
-    if any(item.name in LEGALIZED for item in block.operations):
-        raise _refusal(importer, op)
-    inner = dict(zip(block.arguments, [env[v] for v in given], strict=True))
-    found, results = importer.block(block, inner)
-    ops += found
-    env.update(zip(op.results, results, strict=True))
-
-
-def _makers(values: Iterable[Any]) -> Iterator[Any]:
-    """The ops that values are folded from, each behind those that it reads."""
-    for maker in map(defining_op, values):
-        if maker is not None and maker.name in _FOLDED:
-            yield from _makers(maker.operands)
-            yield maker
-
-
-def _legalized(chain: list[Any], given: list[Any]) -> ir.Module:
-    """A function of the given values that computes the last op of a chain, after the passes."""
+    # The op is alone in a function, so that the passes take nothing else apart: CHLO's would also
+    # write out `erf` and `top_k`, which stay one op. With it are the constants that it reads.
     builder: Any = func  # its stub lacks the extensions of the class
     with ir.Location.unknown():
         module = ir.Module.create()
@@ -96,18 +72,29 @@ def _legalized(chain: list[Any], given: list[Any]) -> ir.Module:
                     values.update(zip(item.results, copy.results, strict=True))
                 return list(copy.results)
 
-        PassManager.parse(_PASSES).run(module.operation)
-    return module
+        PassManager.parse(_PASSES).run(module.operation)  # `module` keeps its block alive
+    block = module.body.operations[0].regions[0].blocks[0]
+    if any(item.name in LEGALIZED for item in block.operations):
+        types = ", ".join(str(value.type) for value in op.operands)
+        raise UnsupportedOpError(
+            f"{op.name} cannot be partitioned: its sizes, amounts or strides are computed at run "
+            "time",
+            op=f"{op.name}({types}) -> {op.results[0].type}",
+            source=importer.loc(op.location).source,
+            fix="make these operands constants (refine the shapes, or fold constants first)",
+        )
+    inner = dict(zip(block.arguments, [env[v] for v in given], strict=True))
+    found, results = importer.block(block, inner)
+    ops += found
+    env.update(zip(op.results, results, strict=True))
 
 
-def _refusal(importer: Importer, op: Any) -> UnsupportedOpError:
-    types = ", ".join(str(value.type) for value in op.operands)
-    return UnsupportedOpError(
-        f"{op.name} cannot be partitioned: its sizes, amounts or strides are computed at run time",
-        op=f"{op.name}({types}) -> {op.results[0].type}",
-        source=importer.loc(op.location).source,
-        fix="make these operands constants (refine the shapes, or fold constants first)",
-    )
+def _makers(values: Iterable[Any]) -> Iterator[Any]:
+    """The ops that values are folded from, each behind those that it reads."""
+    for maker in map(defining_op, values):
+        if maker is not None and maker.name in _FOLDED:
+            yield from _makers(maker.operands)
+            yield maker
 
 
 LEGALIZED: Mapping[str, Handler] = MappingProxyType(dict.fromkeys(_DATA, _legalize))

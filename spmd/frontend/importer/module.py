@@ -44,9 +44,7 @@ from spmd.mesh.mesh import Mesh
 
 DEEPEST = 1000  # how many brackets of a module's text may be open at once
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|->|[(){}\[\]<>]')
-_ESCAPE = rb"\\([0-9a-fA-F]{2})"
-
-NO_COMPOSITES: Mapping[str, Mapping[str, Attribute]] = MappingProxyType({})
+_NONE: Mapping[str, Mapping[str, Attribute]] = MappingProxyType({})
 
 
 class Imported(NamedTuple):
@@ -60,7 +58,7 @@ class Imported(NamedTuple):
 def import_module(
     module: ir.Module,
     arg_names: Sequence[str] = (),
-    composites: Mapping[str, Mapping[str, Attribute]] = NO_COMPOSITES,
+    composites: Mapping[str, Mapping[str, Attribute]] = _NONE,
     function: tuple[str, str] | None = None,
     callbacks: Sequence[Callback] = (),
     mesh: Mesh | None = None,
@@ -108,19 +106,31 @@ def parse_module(source: Any) -> ir.Module:
     if isinstance(source, ir.Module):
         return _with_shardings(source)
     if isinstance(source, os.PathLike) or (isinstance(source, str) and "\n" not in source):
-        source = _read_file(Path(source))
+        path = Path(source)
+        try:
+            source = path.read_bytes()
+        except (OSError, ValueError) as error:
+            known = isinstance(error, FileNotFoundError)
+            raise FrontendError(
+                f"no file {path}" if known else f"the file {str(path)[:200]} cannot be read",
+                actual=None if known else str(error)[:200],
+                fix="give a path, or the module itself",
+            ) from error
     try:
         if not isinstance(source, str):
             data = bytes(source)
             source = bytecode_to_text(data) if data.startswith(MAGIC) else data.decode()
-        _check_depth(source)
-        _check_strings(source)
+        _check_text(source)
         with mlir.make_ir_context():
             return _with_shardings(ir.Module.parse(source))
     except (ir.MLIRError, ValueError, TypeError) as error:
+        place = re.search(r'error: "-":(\d+):', str(error))
+        number = int(place[1]) if place and isinstance(source, str) else None
+        lines = [] if number is None else source.split("\n", number)
+        line = lines[number - 1] if number is not None and len(lines) >= number else None
         raise FrontendError(
             "the module cannot be read",
-            op=_line_of(error, source) if isinstance(source, str) else None,
+            op=None if line is None else line.strip()[:200],
             actual=str(error).strip().replace("\n", " ")[:400],
             required="StableHLO text, bytecode or portable artifact, without quantized types",
         ) from error
@@ -158,13 +168,9 @@ def argument_names(module: ir.Module, start: int = 0) -> tuple[str, ...]:
 
 def dialect_ops() -> tuple[str, ...]:
     """Names of every op of StableHLO and CHLO that the installed jaxlib knows, sorted."""
-    found = set()
-    for dialect in (hlo, chlo):
-        for item in vars(dialect).values():
-            name = getattr(item, "OPERATION_NAME", None)
-            if isinstance(name, str) and name.startswith(("stablehlo.", "chlo.")):
-                found.add(name)
-    return tuple(sorted(found))
+    items = [*vars(hlo).values(), *vars(chlo).values()]
+    names = {str(getattr(item, "OPERATION_NAME", "")) for item in items}
+    return tuple(sorted(n for n in names if n.startswith(("stablehlo.", "chlo."))))
 
 
 def _with_shardings(module: ir.Module) -> ir.Module:
@@ -181,18 +187,6 @@ def _with_shardings(module: ir.Module) -> ir.Module:
             copy.operation
         )
     return copy
-
-
-def _read_file(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except (OSError, ValueError) as error:
-        known = isinstance(error, FileNotFoundError)
-        raise FrontendError(
-            f"no file {path}" if known else f"the file {str(path)[:200]} cannot be read",
-            actual=None if known else str(error)[:200],
-            fix="give a path, or the module itself",
-        ) from error
 
 
 def _unique(what: str, names: list[str]) -> tuple[str, ...]:
@@ -218,38 +212,21 @@ def malformed() -> Iterator[None]:
         ) from error
 
 
-# ---------------------------------------------------------------------------------------------
-# Text that would end the process inside of MLIR's parser.
-
-
-def _line_of(error: Exception, text: str) -> str | None:
-    """The line of a module's text that MLIR complains about."""
-    found = re.search(r'error: "-":(\d+):', str(error))
-    if found is None:
-        return None
-    lines = text.split("\n", int(found[1]))
-    return lines[int(found[1]) - 1].strip()[:200] if len(lines) >= int(found[1]) else None
-
-
-def _check_depth(text: str) -> None:
-    """MLIR's parser calls itself for each bracket inside another and has no limit of its own."""
-    if sum(map(text.count, "({[<")) <= DEEPEST:
-        return
+def _check_text(text: str) -> None:
+    """Refuses text at which MLIR's parser would end the process."""
+    # It calls itself for each bracket inside another and has no limit of its own.
     depth = 0
-    for part in _BRACKETS.finditer(text):
+    is_deep = sum(map(text.count, "({[<")) > DEEPEST
+    for part in _BRACKETS.finditer(text) if is_deep else ():
         depth += 1 if part[0] in "({[<" else -1 if part[0] in ")}]>" else 0
         if depth > DEEPEST:
             raise FrontendError(
                 f"the module nests more than {DEEPEST} brackets",
                 source=f"line {text.count(chr(10), 0, part.start()) + 1} of the module",
             )
-
-
-def _check_strings(text: str) -> None:
-    """MLIR aborts the process when it has to complain about a name that is not UTF-8."""
-    if re.search(r"\\[89a-fA-F][0-9a-fA-F]", text) is None:
-        return
-    for part in _BRACKETS.finditer(text):
+    # It aborts when it has to complain about a name that is not UTF-8.
+    has_escapes = re.search(r"\\[89a-fA-F][0-9a-fA-F]", text) is not None
+    for part in _BRACKETS.finditer(text) if has_escapes else ():
         if part[0].startswith('"') and "\\" in part[0]:
-            raw = part[0].encode()
-            re.sub(_ESCAPE, lambda found: bytes.fromhex(found[1].decode()), raw).decode()
+            raw, escape = part[0].encode(), rb"\\([0-9a-fA-F]{2})"
+            re.sub(escape, lambda found: bytes.fromhex(found[1].decode()), raw).decode()
