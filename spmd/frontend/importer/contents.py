@@ -26,8 +26,7 @@ from spmd.frontend.importer.attributes import (
 from spmd.ir.program import Loc
 from spmd.ir.types import ShardingAttr
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.refinement import part_atoms
-from spmd.mesh.sharding import Axes, axis_refs, format_axes
+from spmd.mesh.sharding import Axes, axis_refs, format_axes, part_atoms
 
 AxisRef = tuple[str, int, int]
 """An axis, or the part of it of size `size` behind parts of the sizes `pre`: (name, pre, size).
