@@ -51,7 +51,6 @@ MLIR_BINDINGS = (
 MLIR_FILES = (
     "spmd/frontend/artifact.py",
     "spmd/frontend/bytecode.py",
-    "spmd/frontend/callbacks.py",
     "spmd/frontend/importer/attributes.py",
     "spmd/frontend/importer/contents.py",
     "spmd/frontend/importer/handlers.py",

@@ -65,15 +65,13 @@ def import_module(
 ) -> Imported:
     """Imports the public function `main` (or the only function) of a module.
 
-    Args:
-      module: a StableHLO module in memory.
-      arg_names: names for the arguments; `arg0`, `arg1`, ... when left out.
-      composites: name of each composite that stays one op -> attributes that it gets besides its
-        own, which have `with.` in front of their names. All others are inlined.
-      function: file and qualified name of the function that was traced; ops' stacks end there.
-      callbacks: the Python functions that the module calls, by number.
-      mesh: the mesh that it is compiled for: marks and manual regions over other meshes of the same
-        devices are written in its axes. When left out, it is the first mesh of the module.
+    Arguments are called `arg_names`; `arg0`, `arg1`, ... when left out. `composites` has the name
+    of each composite that stays one op -> attributes that it gets besides its own, which have
+    `with.` in front of their names; all others are inlined. `function` is the file and qualified
+    name of the function that was traced: ops' stacks end there. `callbacks` are the Python
+    functions that the module calls, by number. Marks and manual regions over other meshes of the
+    same devices are written in the axes of `mesh`, for which it is compiled; when left out, that is
+    the first mesh of the module.
 
     Raises:
       FrontendError: a dynamic shape, a recursive call, or something that is not StableHLO.
