@@ -172,7 +172,6 @@ def _scan(site: Site) -> Sequence[Value]:
     size = site.result.shape[dim]
 
     def part(x: Value, start: int, stop: int) -> Value:
-        """Some elements, counted in the scan's order."""
         return b.slice_dim(x, dim, *((size - stop, size - start) if is_reverse else (start, stop)))
 
     def joined(head: Value, tail: Value) -> Value:

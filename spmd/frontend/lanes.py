@@ -145,7 +145,6 @@ class Block:
                     yield from zip(*others, strict=True)
 
     def _fits(self, row: Row) -> bool:
-        """Whether ops do the same and can be done at once."""
         shape = self.shape(row[0])
         if shape is None or any(self.shape(place) != shape for place in row):
             return False

@@ -292,7 +292,6 @@ def lift_constants(imported: Imported) -> Imported:
 
 
 def _is_large(constant: Op) -> bool:
-    """Whether a constant takes memory worth splitting."""
     dense: Dense = constant.kind.attrs["value"]
     # Compiled programs of jax refuse arrays of elements below a byte, which they hold unpacked.
     return not dense.splat and len(dense.data) > LARGE and dtype_bits(dense.type.dtype) >= 8

@@ -128,7 +128,6 @@ def refine(
 
 
 def _refined(number: int, type_: Any, shape: Sequence[int]) -> str:
-    """The type of an argument at a shape."""
     if not isinstance(type_, ir.RankedTensorType):  # a token
         return str(type_)
     ranked: Any = ir.RankedTensorType(type_)
@@ -330,7 +329,6 @@ def _ops_in(root: Any) -> list[Any]:
 
 
 def _calls_in(root: Any) -> Iterator[tuple[Any, str]]:
-    """The calls and composites inside an op, with the names of their functions."""
     for op in _ops_in(root):
         if op.name in _CALLEES:
             yield op, op.attributes[_CALLEES[op.name]].value
@@ -341,7 +339,6 @@ def _is_static(type_: Any) -> bool:
 
 
 def _replace(op: Any, by: Taken, operands: Sequence[Any]) -> Any:
-    """Puts another op with results of the same types in the place of an op."""
     types, place = [value.type for value in op.results], ir.InsertionPoint(op)
     attributes = dict(by.attributes)
     made = ir.Operation.create(by.name, types, operands, attributes, loc=by.location, ip=place)
@@ -396,7 +393,6 @@ def _written_out(op: Any, function: Any, taken: dict[int, Taken]) -> list[Any]:
     made: list[Any] = []
 
     def marked(values: Sequence[Any], name: str) -> list[Any]:
-        """Values as the function marks its arguments or results."""
         found = []
         for value, attrs in zip(values, stated_of(function, name), strict=True):
             if MARKS[0] in attrs:

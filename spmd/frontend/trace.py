@@ -196,7 +196,6 @@ def _told() -> Iterator[None]:
 
 
 def _eqns_in(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a jaxpr and of those inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in jaxprs_in_params(eqn.params):

@@ -45,12 +45,7 @@ _FOLDED: Mapping[str, Callable[..., int]] = {
 """Ops on integers of which the result is worked out: what counts and what places pieces."""
 
 _COMPARED: Mapping[str, Callable[[int, int], bool]] = {
-    "EQ": operator.eq,
-    "NE": operator.ne,
-    "LT": operator.lt,
-    "LE": operator.le,
-    "GT": operator.gt,
-    "GE": operator.ge,
+    name: getattr(operator, name.lower()) for name in ("EQ", "NE", "LT", "LE", "GT", "GE")
 }
 
 
@@ -84,8 +79,6 @@ class _Same(dict[Value, Value]):
 
 
 class _Unroller:
-    """Writes loops out."""
-
     def __init__(self, index: Index, chosen: Mapping[Value, int]) -> None:
         self.index, self.chosen = index, chosen
         self.known: dict[Value, int] = {}  # integers that were worked out

@@ -146,18 +146,17 @@ def gathered(
             )
         )
 
-    def outcome() -> str:
+    store.put(f"{folder}/{me}", json.dumps(what))
+    if me == members[0]:
         found: dict[int, dict[str, str]] = {}
+        outcome = ""
         for process in members:
             text = store.get(f"{folder}/{process}", timeout_s)
             if text is None:
-                return missing(process)
+                outcome = missing(process)
+                break
             found[process] = json.loads(text)
-        return outcome_of(found)
-
-    store.put(f"{folder}/{me}", json.dumps(what))
-    if me == members[0]:
-        store.put(f"{folder}/outcome", outcome())
+        store.put(f"{folder}/outcome", outcome or outcome_of(found))
     read = store.get(f"{folder}/outcome", 1.5 * timeout_s)
     return missing(members[0]) if read is None else read
 

@@ -95,7 +95,36 @@ def initialize(
         place = find_place(given, os.environ, timeout_s)
         if place is None:
             return
-        _join(_seat(place), place.devices, timeout_s, heartbeat_timeout_s)
+        seat = _seat(place)
+        if devices_are_open():
+            raise LaunchError(
+                "spmd.initialize comes too late: jax has opened its devices already",
+                fix="call it before jax.devices(), jax.random.key() or any array is made",
+            )
+        meet(seat, versions(), timeout_s)
+        if getattr(jax.config, "jax_cpu_collectives_implementation", None) != "mpi":
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        on_term = signal.getsignal(signal.SIGTERM)
+        try:
+            jax.distributed.initialize(
+                *seat,
+                place.devices,
+                cluster_detection_method="deactivate",
+                initialization_timeout=max(10, int(timeout_s)),
+                # Ours speaks first, for it knows names; jax's is what remains if Python hangs.
+                heartbeat_timeout_seconds=max(10, int(heartbeat_timeout_s * 1.5) + 5),
+                shutdown_timeout_seconds=max(1, int(timeout_s)),
+            )
+        except Exception as error:
+            raise LaunchError(
+                f"process {seat.process} could not join {seat.coordinator}",
+                actual=first_line(error),
+                fix="see the coordinator's output; another port may help",
+            ) from error
+        finally:
+            # jax's preemption service catches SIGTERM and only takes a note: nothing would end.
+            if on_term is not None:
+                signal.signal(signal.SIGTERM, on_term)
     store, (process, processes) = job_store(), this_process()
     _joined = Place(connected_to(), processes, process)
     if store is None:
@@ -180,40 +209,6 @@ def _seat(place: Place) -> Seat:
             fix="number the processes from 0",
         )
     return Seat(place.coordinator, place.processes, place.process)
-
-
-def _join(
-    seat: Seat, devices: Sequence[int] | None, timeout_s: float, heartbeat_timeout_s: float
-) -> None:
-    if devices_are_open():
-        raise LaunchError(
-            "spmd.initialize comes too late: jax has opened its devices already",
-            fix="call it before jax.devices(), jax.random.key() or any array is made",
-        )
-    meet(seat, versions(), timeout_s)
-    if getattr(jax.config, "jax_cpu_collectives_implementation", None) != "mpi":
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    on_term = signal.getsignal(signal.SIGTERM)
-    try:
-        jax.distributed.initialize(
-            *seat,
-            devices,
-            cluster_detection_method="deactivate",
-            initialization_timeout=max(10, int(timeout_s)),
-            # Ours speaks first, for it knows names; jax's is what remains if Python hangs.
-            heartbeat_timeout_seconds=max(10, int(heartbeat_timeout_s * 1.5) + 5),
-            shutdown_timeout_seconds=max(1, int(timeout_s)),
-        )
-    except Exception as error:
-        raise LaunchError(
-            f"process {seat.process} could not join {seat.coordinator}",
-            actual=first_line(error),
-            fix="see the coordinator's output; another port may help",
-        ) from error
-    finally:
-        # jax's preemption service catches SIGTERM and only takes a note: nothing would end by it.
-        if on_term is not None:
-            signal.signal(signal.SIGTERM, on_term)
 
 
 def is_main_process() -> bool:

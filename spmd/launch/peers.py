@@ -83,16 +83,12 @@ def describe_silent(silent: Mapping[int, float], who: Mapping[str, str] | None =
     names = ", ".join(str(process) for process in sorted(silent))
     one = len(silent) == 1
     known = [who[str(process)] for process in sorted(silent) if who and str(process) in who]
+    told = f"; it was {', '.join(known[:SHOWN])}" if known else ""
     return (
         f"{'process' if one else 'processes'} {names} {'was' if one else 'were'} lost: no sign of "
-        f"life for {min(silent.values()):.0f} s{was(', '.join(known[:SHOWN]))}; the end of its "
-        "output or the scheduler's log (killed, out of memory, preempted) says why"
+        f"life for {min(silent.values()):.0f} s{told}; the end of its output or the scheduler's "
+        "log (killed, out of memory, preempted) says why"
     )
-
-
-def was(who: str) -> str:
-    """`; it was pid 4711 on host-b`; nothing where that is not known."""
-    return f"; it was {who}" if who else ""
 
 
 STOP_REQUEST = "stop/request"
@@ -188,7 +184,6 @@ class Peers:
             self._clock.start()
 
     def _run(self) -> None:
-        """Watches until the processes have met at their end."""
         with contextlib.suppress(Exception):
             self.store.put(f"{WHO}/{self.process}", f"pid {os.getpid()} on {socket.gethostname()}")
         signs = Signs(self.processes, self.timeout_s, time.monotonic())
@@ -226,7 +221,8 @@ class Peers:
 
     def coordinator_lost(self, how: str) -> str:
         """The verdict where process 0 is lost."""
-        return f"process 0, the coordinator, was lost: {how}" + was(self._coordinator)
+        told = f"; it was {self._coordinator}" if self._coordinator else ""
+        return f"process 0, the coordinator, was lost: {how}{told}"
 
     def _watch_store(self) -> None:
         """Passes the verdict where the store neither answers nor refuses: `_look` waits for ever.
@@ -330,7 +326,6 @@ def watch_peers(store: Store, timeout_s: float) -> None:
     def report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """Tells the other processes of an exception that nobody catches."""
         if threading.current_thread() is not threading.main_thread():
             show(kind, error, trace)  # of a callback in a library's thread: nobody's end
             return

@@ -67,9 +67,7 @@ class Topology:
                 f"{example}",
                 fix="write the chip, a colon, and the sizes joined by x",
             )
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "chip", chip)
-        object.__setattr__(self, "shape", sizes)
+        vars(self).update(name=name, chip=chip, shape=sizes)
 
     @cached_property
     def _hash(self) -> int:

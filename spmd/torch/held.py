@@ -20,7 +20,7 @@ from spmd.errors import ArgumentError, described
 from spmd.mesh.spec import as_mesh
 from spmd.options import Options
 from spmd.torch import arrays
-from spmd.torch.arrays import Inputs, Rules, State, array_of, specs_of, take_apart, tensor_of
+from spmd.torch.arrays import Inputs, Rules, array_of, specs_of, take_apart, tensor_of
 from spmd.torch.optimizers import TorchOptimizer, optimizer_of
 from spmd.torch.tracing import (
     NO_RANDOM,
@@ -32,41 +32,6 @@ from spmd.torch.tracing import (
     split,
     trace,
 )
-
-
-class Arrays:
-    """A module's tensors by name: torch's until a program says how they lie, then on the mesh."""
-
-    def __init__(self, state: State) -> None:
-        self.state = state
-        self.placed: dict[str, Any] = {}
-        self._loaded: dict[str, Any] = {}
-        # The type of each tensor inside a program.
-        self.structs = {n: arrays.struct_of(t, f"{n!r}") for n, t in state.tensors.items()}
-
-    def known(self) -> dict[str, Any]:
-        """What a program is compiled for: arrays that lie on the mesh already, types of others."""
-        return self.structs | self.placed
-
-    def place(self, shardings: Mapping[str, Any]) -> None:
-        """Puts onto the mesh what is not there yet."""
-        for name, sharding in shardings.items():
-            if name not in self.placed:
-                array = self._loaded.pop(name, None)
-                if array is None:
-                    array = array_of(self.state.tensors[name], f"{name!r}")
-                self.placed[name] = jax.device_put(array, sharding)
-
-    def value(self, name: str) -> Any:
-        """A tensor's array, on the mesh or on its way there; None if it is still the module's."""
-        return self.placed.get(name, self._loaded.get(name))
-
-    def load(self, name: str, array: Any) -> None:
-        """Replaces a tensor, where it lies or will lie."""
-        if name in self.placed:
-            self.placed[name] = jax.device_put(array, self.placed[name].sharding)
-        else:
-            self._loaded[name] = array
 
 
 class ModuleProgram(NamedTuple):
@@ -85,7 +50,13 @@ class Held:
     """A module's tensors on a mesh, and the programs that were compiled for it."""
 
     def __init__(self, module: Any, mesh: Any, rules: Rules, options: Options | None) -> None:
-        self._arrays = Arrays(arrays.state_of(module))
+        self._state = state = arrays.state_of(module)
+        # Its tensors are torch's until a program says how they lie, then on the mesh (`_placed`).
+        # What was loaded before waits.
+        self._placed: dict[str, Any] = {}
+        self._loaded: dict[str, Any] = {}
+        # The type of each tensor inside a program.
+        self._structs = {n: arrays.struct_of(t, f"{n!r}") for n, t in state.tensors.items()}
         as_mesh(mesh)
         self.module = module
         self._mesh, self._rules, self._options = mesh, rules, options
@@ -116,24 +87,24 @@ class Held:
 
         A training step takes their memory for the new ones: ask again after it.
         """
-        return self._placed(self._arrays.state.parameters)
+        return self._on_mesh(self._state.parameters)
 
     @property
     def buffers(self) -> dict[str, jax.Array]:
         """The same of buffers."""
-        return self._placed(self._arrays.state.buffers)
+        return self._on_mesh(self._state.buffers)
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers named as in `module.state_dict()`, as tensors of the CPU."""
         tensors: dict[str, torch.Tensor] = {}  # tied names share one
         found = {}
         for name, own in self.module.state_dict(keep_vars=True).items():
-            first = self._arrays.state.aliases.get(name)
+            first = self._state.aliases.get(name)
             if first is None:
                 found[name] = own  # what a module adds by get_extra_state
                 continue
             if first not in tensors:
-                array = self._arrays.value(first)
+                array = self._placed.get(first, self._loaded.get(first))
                 tensors[first] = (
                     own.detach().clone() if array is None else tensor_of(array, dtype=own.dtype)
                 )
@@ -146,7 +117,7 @@ class Held:
         Raises:
           ArgumentError: a name is missing or unknown, or a tensor has another shape.
         """
-        state = self._arrays.state
+        state = self._state
         known = [n for n in self.module.state_dict(keep_vars=True) if n in state.aliases]
         unknown = [name for name in state_dict if name not in state.aliases]
         missing = [name for name in known if name not in state_dict]
@@ -172,11 +143,24 @@ class Held:
                     required=f"{own.dtype} of shape {tuple(own.shape)}",
                     fix="load the state dict of the same module",
                 )
-            self._arrays.load(first, array_of(tensor.to(own.dtype), f"{name!r}"))
+            array = array_of(tensor.to(own.dtype), f"{name!r}")
+            if first in self._placed:
+                self._placed[first] = jax.device_put(array, self._placed[first].sharding)
+            else:
+                self._loaded[first] = array
 
-    def _placed(self, names: Iterable[str]) -> dict[str, jax.Array]:
+    def _on_mesh(self, names: Iterable[str]) -> dict[str, jax.Array]:
         _ = self.compiled  # only a program says how they lie
-        return {name: self._arrays.placed[name] for name in names}
+        return {name: self._placed[name] for name in names}
+
+    def _place(self, shardings: Mapping[str, Any]) -> None:
+        """Puts onto the mesh what is not there yet."""
+        for name, sharding in shardings.items():
+            if name not in self._placed:
+                array = self._loaded.pop(name, None)
+                if array is None:
+                    array = array_of(self._state.tensors[name], f"{name!r}")
+                self._placed[name] = jax.device_put(array, sharding)
 
     def _program(self, inputs: Inputs) -> ModuleProgram:
         """The program for inputs like these, in the module's mode; compiled if it is new."""
@@ -268,15 +252,15 @@ class Sharded(Held):
         inputs = take_apart(self._signature, args, kwargs)
         program = self._program(inputs)
         random = random_arguments(self._seed, self.calls) if program.draws else ()
-        state = split(self._arrays.placed, program.changed)
+        state = split(self._placed, program.changed)
         leaves, changed = program.compiled(*state, inputs.arrays(), random)
-        self._arrays.placed.update(changed)
+        self._placed.update(changed)
         self.calls += 1
         device = next((t.device for t in inputs.leaves if isinstance(t, torch.Tensor)), None)
         return program.outputs.rebuild([tensor_of(leaf, device=device) for leaf in leaves])
 
     def _compile(self, inputs: Inputs) -> ModuleProgram:
-        specs = specs_of(self._rules, self._arrays.state, inputs.inputs, not self._programs)
+        specs = specs_of(self._rules, self._state, inputs.inputs, not self._programs)
         noted: list[Any] = []
 
         def forward(state: Any, leaves: Any, random: Any) -> Any:
@@ -285,7 +269,7 @@ class Sharded(Held):
             noted[:] = [outputs, ran.draws]
             return as_arrays(tensors), ran.changed
 
-        traced = trace(forward, self._arrays.structs, inputs.structs(), RANDOM)
+        traced = trace(forward, self._structs, inputs.structs(), RANDOM)
         outputs, draws = noted
         changed = tuple(traced.results[1])
 
@@ -301,10 +285,10 @@ class Sharded(Held):
             options=self._options,
         )
         compiled = jitted.compile(
-            *split(self._arrays.known(), changed), inputs.structs(), RANDOM if draws else ()
+            *split(self._structs | self._placed, changed), inputs.structs(), RANDOM if draws else ()
         )
         for shardings in compiled.in_shardings[:2]:
-            self._arrays.place(shardings)
+            self._place(shardings)
         return ModuleProgram(compiled, changed, draws, outputs)
 
 
@@ -378,7 +362,7 @@ class TrainStep(Held):
         super().__init__(module, mesh, rules, options)
         self.seed = seed
         self._loss, self._signature = _loss_function(module, loss)
-        self._optimizer = optimizer_of(optimizer, self._arrays.state)
+        self._optimizer = optimizer_of(optimizer, self._state)
         self._initial, self.steps = self._optimizer.loaded()
         self._optimizer_state: Any = None
 
@@ -390,7 +374,7 @@ class TrainStep(Held):
         """
         inputs = take_apart(self._signature, batch, named)
         program = self._program(inputs)
-        trained, rest = split(self._arrays.placed, self._optimizer.trained)
+        trained, rest = split(self._placed, self._optimizer.trained)
         random = random_arguments(self.seed, self.steps) if program.draws else ()
         params, self._optimizer_state, buffers, loss = program.compiled(
             trained,
@@ -400,7 +384,7 @@ class TrainStep(Held):
             random,
             self._optimizer.scalars(self.steps),
         )
-        self._arrays.placed.update(params | buffers)
+        self._placed.update(params | buffers)
         self.steps += 1
         if isinstance(self._optimizer, TorchOptimizer):
             # What torch's schedulers look at, to warn of a step that was forgotten.
@@ -452,7 +436,7 @@ class TrainStep(Held):
 
     def _compile(self, inputs: Inputs) -> ModuleProgram:
         optimizer = self._optimizer
-        specs = specs_of(self._rules, self._arrays.state, inputs.inputs, not self._programs)
+        specs = specs_of(self._rules, self._state, inputs.inputs, not self._programs)
         draws: list[bool] = []
 
         def objective(params: Any, others: Any, leaves: Any, random: Any) -> Any:
@@ -471,7 +455,7 @@ class TrainStep(Held):
 
         traced = trace(
             jax.value_and_grad(objective, has_aux=True),
-            *split(self._arrays.structs, optimizer.trained),
+            *split(self._structs, optimizer.trained),
             inputs.structs(),
             RANDOM,
         )
@@ -501,7 +485,7 @@ class TrainStep(Held):
             donate_argnums=(0, 1, 2),
             options=self._options,
         )
-        params, rest = split(self._arrays.known(), optimizer.trained)
+        params, rest = split(self._structs | self._placed, optimizer.trained)
         opt_state = self._optimizer_state
         if opt_state is None:
             opt_state = jax.eval_shape(optimizer.init, params)
@@ -514,9 +498,9 @@ class TrainStep(Held):
             optimizer.scalars(0),
         )
         params, _, buffers, state, *_ = compiled.in_shardings
-        self._arrays.place(params | buffers | state)
+        self._place(params | buffers | state)
         if self._optimizer_state is None:
-            trained, _ = split(self._arrays.placed, optimizer.trained)
+            trained, _ = split(self._placed, optimizer.trained)
             own = compiled.init(1, optimizer.init, trained)
             self._optimizer_state = _filled(own, self._initial)
         return ModuleProgram(compiled, changed, draws[0])

@@ -79,8 +79,6 @@ class OptaxOptimizer:
 
 
 class _Rule(NamedTuple):
-    """How one optimizer of torch updates a parameter."""
-
     # group -> names of the tensors that it keeps for each parameter
     slots: Callable[[Mapping[str, Any]], tuple[str, ...]]
     # group, number of the step from 1 -> numbers

@@ -55,8 +55,15 @@ class Tracing(Environment):  # type: ignore[misc]  # torchax has no types
         self.draws = False
         self._key = key
         for op in (torch.ops.aten.native_batch_norm, torch.ops.aten._native_batch_norm_legit):
-            self.override_op_definition(op.default, _batch_norm)
-        self.override_op_definition(torch.nn.functional.batch_norm, _functional_batch_norm)
+            self.override_op_definition(
+                op.default,
+                lambda x, weight, bias, mean, var, *more: _batch_norm(
+                    x, mean, var, weight, bias, *more
+                ),
+            )
+        self.override_op_definition(
+            torch.nn.functional.batch_norm, lambda *args, **named: _batch_norm(*args, **named)[0]
+        )
         for op in (torch.ops.aten.detach.default, torch.Tensor.detach, torch.detach):
             self.override_op_definition(
                 op, lambda tensor: Tensor(jax.lax.stop_gradient(tensor.jax()), tensor._env)
@@ -106,7 +113,7 @@ class Tracing(Environment):  # type: ignore[misc]  # torchax has no types
         return device is None or bool(super()._should_use_torchax_tensor(device))
 
 
-def _functional_batch_norm(
+def _batch_norm(
     input: Any,
     running_mean: Any,
     running_var: Any,
@@ -115,22 +122,8 @@ def _functional_batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Any:
-    stats = running_mean, running_var
-    return _batch_norm(input, weight, bias, *stats, training, momentum, eps)[0]
-
-
-def _batch_norm(
-    input: Any,
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_var: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
 ) -> tuple[Any, Any, Any]:
-    """`aten.native_batch_norm`: normalizes over all dims but the second, and updates statistics."""
+    """`batch_norm`: normalizes over all dims but the second, and updates running statistics."""
 
     def move(running: Any, new: Any) -> None:
         """Moves a running statistic towards a new one, in place as PyTorch does."""

@@ -29,9 +29,6 @@ from spmd.ir.types import (
 MARKS = ("sdy.sharding", "mhlo.sharding")
 """Attributes that say how an op's results, an argument or a result are split."""
 
-# ---------------------------------------------------------------------------------------------
-# Types, constants, locations.
-
 
 def tensor_type(type_: Any) -> TensorType:
     """A type, from the bindings or text; FrontendError unless a static ranked tensor or a token."""
@@ -112,10 +109,6 @@ def location_of(location: Any) -> tuple[str, list[Frame]]:
         return scope
 
     return walk(location, ""), frames
-
-
-# ---------------------------------------------------------------------------------------------
-# Attributes.
 
 
 def entries_of(op: Any) -> tuple[tuple[str, Any], ...]:

@@ -23,10 +23,9 @@ from spmd.frontend.importer.attributes import (
     location_of,
     tensor_type,
 )
-from spmd.ir.program import Loc
 from spmd.ir.types import ShardingAttr
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, axis_refs, format_axes, part_atoms
+from spmd.mesh.sharding import Axes, axis_refs, part_atoms
 
 AxisRef = tuple[str, int, int]
 """An axis, or the part of it of size `size` behind parts of the sizes `pre`: (name, pre, size).
@@ -40,16 +39,25 @@ _PATH_PART = re.compile(r"""\[\s*['"]?(.*?)['"]?\s*\]|([^\[\].]+)""")
 
 
 class Contents:
-    """The functions and meshes of a module, compiled for a mesh if that is known."""
+    """The functions and meshes of a module, compiled for a mesh if that is known.
+
+    Its devices are positions among those (`partitions` many) that it is for. These are the devices
+    of the mesh that the program is compiled for, in its order; left out, that is the first one it
+    states.
+    """
 
     def __init__(self, module: Any, mesh: Mesh | None = None) -> None:
         self.functions = named_ops(module, "func.func")
-        meshes = named_ops(module, "sdy.mesh")
         found: Any = module.operation.attributes
         names = ("mhlo.num_partitions", "mhlo.num_replicas")
-        partitions = math.prod(found[name].value for name in names if name in found)
-        named = {name: _mesh_of(op.attributes["mesh"]) for name, op in meshes.items()}
-        self.meshes = Meshes(named, partitions, mesh)
+        self.partitions = math.prod(found[name].value for name in names if name in found)
+        meshes = named_ops(module, "sdy.mesh")
+        # By name; None for those of a single device.
+        self.meshes = {name: _mesh_of(op.attributes["mesh"]) for name, op in meshes.items()}
+        several = [found for found in self.meshes.values() if found and found.size > 1]
+        self._mesh = Mesh(None, mesh.sizes, mesh.axis_names) if mesh else next(iter(several), None)
+        self._is_of_one_device = self.partitions == 1 and not several
+        self._known: dict[Any, ShardingAttr | None] = {}
 
     def main(self) -> Any:
         """The function to compile; FrontendError if there is none, or several and no `main`."""
@@ -64,99 +72,10 @@ class Contents:
             )
         return main
 
-
-def named_ops(module: Any, kind: str) -> dict[str, Any]:
-    """Name -> op, of a module's functions (`func.func`) or meshes (`sdy.mesh`)."""
-    operations = [item.operation for item in module.body.operations]
-    return {op.attributes["sym_name"].value: op for op in operations if op.name == kind}
-
-
-# ---------------------------------------------------------------------------------------------
-# The boundary of a function.
-
-End = tuple[Mapping[str, Any], int]  # of an argument or a result: its attributes, and its rank
-
-
-def stated_of(function: Any, name: str) -> list[dict[str, Any]]:
-    """The attributes of each of a function's arguments (`arg_attrs`) or results (`res_attrs`)."""
-    if name not in function.attributes:
-        return [{} for _ in function_type(function)[name == "res_attrs"]]
-    return [items_of(item) for item in function.attributes[name]]
-
-
-def ends_of(function: Any) -> tuple[list[End], list[End]]:
-    """The attributes and the rank of each argument, and of each result."""
-    args, results = ([tensor_type(t).rank for t in types] for types in function_type(function))
-    return (
-        list(zip(stated_of(function, "arg_attrs"), args, strict=True)),
-        list(zip(stated_of(function, "res_attrs"), results, strict=True)),
-    )
-
-
-def argument_paths(function: Any) -> list[str]:
-    """Paths of the arguments, `params/w`, as far as their locations say so; else empty."""
-    block = function.regions[0].blocks[0]
-    return [path_of(location_of(arg.location)[0]) for arg in block.arguments]
-
-
-def result_names(function: Any) -> tuple[str, ...]:
-    """Names of the results as jax writes them, `['w']`, else `result0`, `result1`, ..."""
-    return tuple(
-        re.sub(r"^result", "", stated["jax.result_info"].value) or "result"
-        if "jax.result_info" in stated
-        else f"result{i}"
-        for i, stated in enumerate(stated_of(function, "res_attrs"))
-    )
-
-
-def path_of(name: str) -> str:
-    """A pytree path as names joined by slashes: `params['w'][0].mu` -> `params/w/0/mu`."""
-    return "/".join(a or b for a, b in _PATH_PART.findall(name))
-
-
-# ---------------------------------------------------------------------------------------------
-# Its shardings, on the mesh that it is compiled for.
-
-
-class Stated(NamedTuple):
-    """A sharding as a module states it, on a mesh of its own."""
-
-    mesh: Mesh  # its device ids are positions among the devices that the module is for
-    dims: tuple[Refs, ...]  # for each dim, what splits it
-    open: tuple[bool, ...]  # for each dim, whether it may be split further
-    unreduced: Refs = ()  # axes over which the value is not added up yet
-
-
-class Meshes:
-    """The meshes of a module by name, None for those of a single device.
-
-    Its devices are positions among those (`partitions` many) that it is for. These are the devices
-    of the mesh that the program is compiled for, in its order; left out, that is the first one it
-    states.
-    """
-
-    def __init__(self, named: dict[str, Mesh | None], partitions: int, mesh: Mesh | None) -> None:
-        self.named, self.partitions = named, partitions
-        several = [found for found in named.values() if found and found.size > 1]
-        self._mesh = Mesh(None, mesh.sizes, mesh.axis_names) if mesh else next(iter(several), None)
-        self._is_of_one_device = partitions == 1 and not several
-        self._known: dict[Any, ShardingAttr | None] = {}
-
     @property
     def mesh(self) -> Mesh:
         """The mesh that all shardings are written on; its devices are positions."""
         return self._mesh or NO_AXES
-
-    def with_axes(self, names: Iterable[str]) -> Mesh:
-        """The first mesh of the module that has all of some axes."""
-        wanted = set(names)
-        found = (mesh for mesh in self.named.values() if mesh and wanted <= set(mesh.axis_names))
-        mesh = next(found, None if wanted else NO_AXES)
-        if mesh is None and None in self.named.values():  # along the axes of a single device
-            return Mesh(None, (1,) * len(wanted), sorted(wanted))
-        if mesh is None:
-            raise FrontendError(f"the module has no mesh with the axes {', '.join(sorted(wanted))}")
-        return mesh
 
     def stated(self, attr: Any, rank: int) -> Stated | None:
         """A sharding on the mesh that it is stated on; None where it is of a single device.
@@ -169,8 +88,8 @@ class Meshes:
         named = sharding.mesh_or_ref
         if not isinstance(named, ir.FlatSymbolRefAttr):  # it is written out in place
             mesh = _mesh_of(named)
-        elif named.value in self.named:
-            mesh = self.named[named.value]
+        elif named.value in self.meshes:
+            mesh = self.meshes[named.value]
         else:
             raise FrontendError(f"a sharding names the mesh @{named.value}, which the module lacks")
         if mesh is None:
@@ -258,6 +177,68 @@ class Meshes:
         return found
 
 
+def named_ops(module: Any, kind: str) -> dict[str, Any]:
+    """Name -> op, of a module's functions (`func.func`) or meshes (`sdy.mesh`)."""
+    operations = [item.operation for item in module.body.operations]
+    return {op.attributes["sym_name"].value: op for op in operations if op.name == kind}
+
+
+# ---------------------------------------------------------------------------------------------
+# The boundary of a function.
+
+End = tuple[Mapping[str, Any], int]  # of an argument or a result: its attributes, and its rank
+
+
+def stated_of(function: Any, name: str) -> list[dict[str, Any]]:
+    """The attributes of each of a function's arguments (`arg_attrs`) or results (`res_attrs`)."""
+    if name not in function.attributes:
+        return [{} for _ in function_type(function)[name == "res_attrs"]]
+    return [items_of(item) for item in function.attributes[name]]
+
+
+def ends_of(function: Any) -> tuple[list[End], list[End]]:
+    """The attributes and the rank of each argument, and of each result."""
+    args, results = ([tensor_type(t).rank for t in types] for types in function_type(function))
+    return (
+        list(zip(stated_of(function, "arg_attrs"), args, strict=True)),
+        list(zip(stated_of(function, "res_attrs"), results, strict=True)),
+    )
+
+
+def argument_paths(function: Any) -> list[str]:
+    """Paths of the arguments, `params/w`, as far as their locations say so; else empty."""
+    block = function.regions[0].blocks[0]
+    return [path_of(location_of(arg.location)[0]) for arg in block.arguments]
+
+
+def result_names(function: Any) -> tuple[str, ...]:
+    """Names of the results as jax writes them, `['w']`, else `result0`, `result1`, ..."""
+    return tuple(
+        re.sub(r"^result", "", stated["jax.result_info"].value) or "result"
+        if "jax.result_info" in stated
+        else f"result{i}"
+        for i, stated in enumerate(stated_of(function, "res_attrs"))
+    )
+
+
+def path_of(name: str) -> str:
+    """A pytree path as names joined by slashes: `params['w'][0].mu` -> `params/w/0/mu`."""
+    return "/".join(a or b for a, b in _PATH_PART.findall(name))
+
+
+# ---------------------------------------------------------------------------------------------
+# Its shardings, on the mesh that it is compiled for.
+
+
+class Stated(NamedTuple):
+    """A sharding as a module states it, on a mesh of its own."""
+
+    mesh: Mesh  # its device ids are positions among the devices that the module is for
+    dims: tuple[Refs, ...]  # for each dim, what splits it
+    open: tuple[bool, ...]  # for each dim, whether it may be split further
+    unreduced: Refs = ()  # axes over which the value is not added up yet
+
+
 def _mesh_of(attr: Any) -> Mesh | None:
     """The mesh of an `sdy.mesh`; None for that of a single device, which splits nothing."""
     mesh = sdy.MeshAttr(attr)
@@ -309,26 +290,13 @@ class Scope(NamedTuple):
 
     mesh: Mesh  # that the program is compiled for
     own: Mesh  # that the region is written for
-    names: tuple[str, ...]  # the manual axes of `own`
-    axes: Axes  # the atoms of `mesh` that these are, ascending
+    axes: Axes  # the atoms of `mesh` that its manual axes are, ascending
     held: Axes  # these, and those of the regions around it
 
     @property
     def is_whole(self) -> bool:
         """Whether no axis is free: what is inside is one device's program and nothing else."""
         return len(self.held) == len(self.mesh.atoms)
-
-    def check_free(self, sharding: ShardingAttr, loc: Loc) -> None:
-        """Holds that a mark inside splits nothing over manual axes; SpecError if it does."""
-        used = {a for refs in sharding.dims for a in atoms_of_refs(refs, self.mesh)}
-        held = used & set(self.held)
-        if held:
-            raise SpecError(
-                "a mark inside a jax.shard_map splits over an axis that is manual there",
-                source=loc.source,
-                actual=f"{format_axes(tuple(sorted(held)), self.mesh)} of the mesh ({self.mesh})",
-                fix="mark the other axes alone, or mark outside of shard_map",
-            )
 
 
 # ---------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from spmd.frontend.importer.attributes import (
 )
 from spmd.frontend.importer.contents import (
     NO_AXES,
-    Meshes,
+    Contents,
     Scope,
     Stated,
     atoms_of_refs,
@@ -66,6 +66,8 @@ SAME = (
 )  # fmt: skip
 """Ops of Shardy that return their operand, mostly in another sharding."""
 
+
+Marks = Sequence[ShardingAttr | None]
 
 # ---------------------------------------------------------------------------------------------
 # Calls, composites, tuples, and custom calls that name a function.
@@ -155,7 +157,7 @@ def _inline(importer: Importer, op: Any, callee: str, env: Env, ops: list[Op]) -
     importer.call_loc = importer.loc(op.location)
     importer.calls.append(callee)
     block = function.regions[0].blocks[0]
-    args, ends = map(importer.contents.meshes.boundary_marks, ends_of(function))
+    args, ends = map(importer.contents.boundary_marks, ends_of(function))
     arguments = [env[v] for v in op.operands]
     arguments = _marked(importer, ops, arguments, args, importer.call_loc)
     inner_ops, results = importer.block(block, dict(zip(block.arguments, arguments, strict=True)))
@@ -167,17 +169,12 @@ def _inline(importer: Importer, op: Any, callee: str, env: Env, ops: list[Op]) -
 
 
 def _marked(
-    importer: Importer,
-    ops: list[Op],
-    values: Sequence[Value],
-    marks: Sequence[ShardingAttr | None],
-    loc: Loc,
+    importer: Importer, ops: list[Op], values: Sequence[Value], marks: Marks, loc: Loc
 ) -> list[Value]:
     return [importer.mark(ops, v, mark, loc) for v, mark in zip(values, marks, strict=True)]
 
 
 def _callback(importer: Importer, op: Any, env: Env, known: int) -> Op:
-    """A call of a Python function, with the manual axes around it."""
     loc = importer.loc(op.location)
     stated = dict(entries_of(op))
     names = ("number", "called", "ordered", "partitioned")
@@ -218,14 +215,12 @@ class _End(NamedTuple):
     mark: ShardingAttr | None  # what its sharding says of axes that are free inside
 
 
+_Ends = tuple[Sequence[_End], Sequence[_End]]  # of what comes in, and of what goes out
+_Body = Callable[[Env, list[Op]], Sequence[Value]]
+
+
 def _region(
-    importer: Importer,
-    env: Env,
-    ops: list[Op],
-    loc: Loc,
-    scope: Scope,
-    ends: tuple[Sequence[_End], Sequence[_End]],
-    body: Callable[[Env, list[Op]], Sequence[Value]],
+    importer: Importer, env: Env, ops: list[Op], loc: Loc, scope: Scope, ends: _Ends, body: _Body
 ) -> None:
     """Appends a region with what comes in and goes out; `body` imports what is between."""
     inside: list[Op] = []
@@ -255,16 +250,12 @@ def _region(
 
 
 def _manual(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
-    """`sdy.manual_computation`."""
-    loc, block, meshes = (
-        importer.loc(op.location),
-        op.regions[0].blocks[0],
-        importer.contents.meshes,
-    )
+    loc, contents = importer.loc(op.location), importer.contents
+    block = op.regions[0].blocks[0]
     sides = ("in_shardings", block.arguments), ("out_shardings", op.results)
     ins, outs = (
         [
-            _whole(meshes.stated(attr, rank := importer.type(value.type).rank), rank, loc)
+            _whole(contents.stated(attr, rank := importer.type(value.type).rank), rank, loc)
             for attr, value in zip(shardings_of(op.attributes[name]), values, strict=True)
         ]
         for name, values in sides
@@ -274,19 +265,28 @@ def _manual(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
     outer = importer.scopes[-1] if importer.scopes else None
     own = next((stated.mesh for stated in (*ins, *outs) if any(stated.dims)), None)
     if own is None:  # nothing is split: the manual axes tell the mesh
-        around = outer.own if outer and set(names) <= set(outer.own.axis_names) else None
-        own = around or meshes.with_axes(names)
-    axes = tuple(sorted(meshes.atoms(own, [(name, 1, 0) for name in names])))
+        wanted = set(names)
+        if outer and wanted <= set(outer.own.axis_names):
+            own = outer.own
+        else:
+            known = [mesh for mesh in contents.meshes.values() if mesh]
+            fits = (mesh for mesh in known if wanted <= set(mesh.axis_names))
+            own = next(fits, None if wanted else NO_AXES)
+        if own is None and None in contents.meshes.values():  # along the axes of a single device
+            own = Mesh(None, (1,) * len(wanted), sorted(wanted))
+        if own is None:
+            raise FrontendError(f"the module has no mesh with the axes {', '.join(sorted(wanted))}")
+    axes = tuple(sorted(contents.atoms(own, [(name, 1, 0) for name in names])))
     held = (outer.held if outer else ()) + axes
-    scope = Scope(meshes.mesh, own, tuple(names), axes, held)
+    scope = Scope(contents.mesh, own, axes, held)
 
     def end(inner: Any, outer: Any, stated: Stated) -> _End:
         dims = tuple(
-            meshes.atoms(stated.mesh, [ref for ref in refs if ref[0] in scope.names])
+            contents.atoms(stated.mesh, [ref for ref in refs if ref[0] in names])
             for refs in stated.dims
         )
-        free = tuple(tuple(r for r in refs if r[0] not in scope.names) for refs in stated.dims)
-        rest = None if scope.is_whole else meshes.written(stated._replace(dims=free))
+        free = tuple(tuple(r for r in refs if r[0] not in names) for refs in stated.dims)
+        rest = None if scope.is_whole else contents.written(stated._replace(dims=free))
         return _End(inner, outer, dims, rest)
 
     def body(inner: Env, inside: list[Op]) -> Sequence[Value]:
@@ -381,25 +381,24 @@ def _cross(importer: Importer, op: Any, target: str, env: Env) -> None:
 
 
 def _manual_call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
-    """A call that is a region."""
-    loc, meshes = importer.loc(op.location), importer.contents.meshes
+    loc, contents = importer.loc(op.location), importer.contents
     entries = list(filter(None, map(_entry, op.operands)))
     exits = list(filter(None, map(_exit, op.results)))
     around = importer.scopes[-1].held if importer.scopes else ()
     boundary = (entries + exits)[0].manual  # any of its ops says what is manual
     refs = manual_refs(shardings_of(boundary.attributes[MARKS[1]])[0])
-    every = range(len(meshes.mesh.atoms)) if refs is None else meshes.atoms(*refs)
+    every = range(len(contents.mesh.atoms)) if refs is None else contents.atoms(*refs)
     axes = tuple(sorted(a for a in every if a not in around))
-    scope = Scope(meshes.mesh, meshes.mesh, (), axes, around + axes)
+    scope = Scope(contents.mesh, contents.mesh, axes, around + axes)
 
     def end(crossing: _Crossing) -> _End:
         outer, inner = importer.type(crossing.outer.type), importer.type(crossing.inner.type)
         attr = shardings_of(crossing.whole.attributes[MARKS[1]])[0]
-        stated = meshes.stated(attr, outer.rank)
-        split = [meshes.atoms(stated.mesh, refs) for refs in stated.dims] if stated else ()
+        stated = contents.stated(attr, outer.rank)
+        split = [contents.atoms(stated.mesh, refs) for refs in stated.dims] if stated else ()
         split = split or [()] * outer.rank
         dims = tuple(tuple(a for a in atoms if a in scope.axes) for atoms in split)
-        pieces = tuple(n * meshes.mesh.extent(a) for n, a in zip(inner.shape, dims, strict=True))
+        pieces = tuple(n * contents.mesh.extent(a) for n, a in zip(inner.shape, dims, strict=True))
         if pieces != outer.shape:
             refuse(f"custom_call:{ENTERS}", loc)
         return _End(crossing.inner, crossing.outer, dims, None)
@@ -430,12 +429,11 @@ _WITH_REPLICAS = ("stablehlo.all_gather", "stablehlo.all_reduce", "stablehlo.red
 
 
 def _collective(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
-    """A collective of a manual region: one op for each of its operands."""
     # A variadic collective, as jax writes for `psum` of a tree, becomes one op for each operand:
     # rules and rewrites know only these, and `combine` joins small ones again.
     loc = importer.loc(op.location)
     scope = importer.scopes[-1] if importer.scopes else None
-    attrs = _exchange(op, scope, importer.contents.meshes, loc)
+    attrs = _exchange(op, scope, importer.contents, loc)
     if attrs is None:
         env.update((r, env[v]) for r, v in zip(op.results, op.operands, strict=True))
         return
@@ -448,7 +446,7 @@ def _collective(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
 
 
 def _exchange(
-    op: Any, scope: Scope | None, meshes: Meshes, loc: Loc
+    op: Any, scope: Scope | None, contents: Contents, loc: Loc
 ) -> dict[str, Attribute] | None:
     """The attributes of a collective in a manual region, its body left out.
 
@@ -457,7 +455,7 @@ def _exchange(
     UnsupportedOpError outside any manual region, or over axes that are not manual.
     """
     attrs = op.attributes
-    everyone = tuple(range(scope.mesh.size if scope else meshes.partitions))
+    everyone = tuple(range(scope.mesh.size if scope else contents.partitions))
     has_channel = "channel_handle" in attrs
     channel = hlo.ChannelHandle(attrs["channel_handle"]).handle if has_channel else 0
     permutes = op.name == "stablehlo.collective_permute"
@@ -465,7 +463,7 @@ def _exchange(
     if permutes:
         groups = tuple(map(tuple, np.asarray(attrs["source_target_pairs"]).tolist()))
     else:
-        groups = _groups(attrs["replica_groups"], meshes) or (everyone,)
+        groups = _groups(attrs["replica_groups"], contents) or (everyone,)
         of_replicas = op.name in _WITH_REPLICAS and "use_global_device_ids" not in attrs
         if of_replicas and channel and groups == ((0,),):
             groups = (everyone,)
@@ -503,7 +501,7 @@ def _exchange(
     return {**dims, "axes": crossed, "groups": groups} if axes is None else {**dims, "axes": axes}
 
 
-def _groups(stated: Any, meshes: Meshes) -> Groups:
+def _groups(stated: Any, contents: Contents) -> Groups:
     """Replica groups, which a module lists or tells by axes of a mesh."""
     if not hlo.ReplicaGroupMeshAxesAttr.isinstance(stated):
         return tuple(tuple(p for p in row if p >= 0) for row in np.asarray(stated).tolist())
@@ -511,7 +509,7 @@ def _groups(stated: Any, meshes: Meshes) -> Groups:
     named: Any = over.mesh
     mesh: Mesh | None
     if isinstance(named, ir.FlatSymbolRefAttr):
-        mesh = meshes.named[named.value]
+        mesh = contents.meshes[named.value]
     else:
         own: Any = hlo.MeshAttr(named)
         parts = [hlo.MeshAxisAttr(axis) for axis in own.axes]
@@ -552,7 +550,7 @@ def _marks(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
     value, loc = env[op.operands[0]], importer.loc(op.location)
     name = next((name for name in ("sharding", "out_sharding") if name in op.attributes), None)
     rank = importer.types[value].rank
-    stated = importer.contents.meshes.mark(op.attributes[name], rank) if name else None
+    stated = importer.contents.mark(op.attributes[name], rank) if name else None
     marked = importer.mark(ops, value, stated, loc)
     env[op.results[0]] = marked
     if next(iter(op.results[0].uses), None) is None:  # of a constraint, which speaks of its operand
@@ -567,7 +565,7 @@ def _named(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
             return values
         ranks = [importer.types[v].rank for v in values]
         pairs = zip(shardings_of(op.attributes[name]), ranks, strict=True)
-        marks = [importer.contents.meshes.mark(attr, rank) for attr, rank in pairs]
+        marks = [importer.contents.mark(attr, rank) for attr, rank in pairs]
         return _marked(importer, ops, values, marks, importer.loc(op.location))
 
     block = op.regions[0].blocks[0]
@@ -577,17 +575,15 @@ def _named(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
     env.update(zip(op.results, marked(results, "out_shardings"), strict=True))
 
 
-def _constant(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
-    ops.append(importer.op(op, env, "stablehlo.constant"))
-
-
 HANDLERS: Mapping[str, Handler] = MappingProxyType(
     {
         "func.call": _call,
         **dict.fromkeys(COLLECTIVES, _collective),
         "sdy.manual_computation": _manual,
         **dict.fromkeys(SAME, _marks),
-        "sdy.constant": _constant,
+        "sdy.constant": lambda importer, op, env, ops: ops.append(
+            importer.op(op, env, "stablehlo.constant")
+        ),
         "sdy.named_computation": _named,
         # It has no results, and only guides Shardy's own propagation.
         "sdy.sharding_group": lambda *_: None,

@@ -93,7 +93,7 @@ def import_module(
             tuple(callbacks),
         )
         marks = [
-            tuple(contents.meshes.boundary_marks(ends, what))
+            tuple(contents.boundary_marks(ends, what))
             for ends, what in zip(ends_of(main), ("argument", "result"), strict=True)
         ]
         return Imported(program, *marks)

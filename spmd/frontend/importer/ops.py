@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spmd.errors import FrontendError, MeshError
+from spmd.errors import FrontendError, MeshError, SpecError
 from spmd.frontend.importer.attributes import (
     MARKS,
     attribute,
@@ -15,7 +15,7 @@ from spmd.frontend.importer.attributes import (
     location_of,
     tensor_type,
 )
-from spmd.frontend.importer.contents import Contents, Scope
+from spmd.frontend.importer.contents import Contents, Scope, atoms_of_refs
 from spmd.frontend.importer.unsupported import refuse
 from spmd.ir.dialect.callbacks import FLAG
 from spmd.ir.dialect.collectives import DEVICE_IDS
@@ -23,6 +23,7 @@ from spmd.ir.dialect.reducers import NEUTRAL, body_reducer, is_identity
 from spmd.ir.dialect.registry import ALONE
 from spmd.ir.program import Body, Loc, Op, OpKind, Region, Value, has_effect
 from spmd.ir.types import Attribute, Dense, ShardingAttr, TensorType
+from spmd.mesh.sharding import format_axes
 
 DEEPEST_REGIONS = 64  # how many loops and branches may be inside each other
 MOST_OPS = 250_000  # how many ops a program may have with its calls inlined
@@ -133,7 +134,7 @@ class Importer:
                 if len(stated) and (MARKS[0] in stated or MARKS[1] in stated):
                     results = [r for r in op.results if r in env]  # no tuple has a value
                     ranks = [self.types[env[r]].rank for r in results]
-                    marks = self.contents.meshes.marks_of(op, ranks) if results else ()
+                    marks = self.contents.marks_of(op, ranks) if results else ()
                     for r, sharding in zip(results, marks, strict=True):
                         env[r] = self.mark(ops, env[r], sharding, self.loc(op.location))
             except MeshError as error:
@@ -208,7 +209,15 @@ class Importer:
         if not any(sharding.dims) and all(sharding.open):
             return value
         if self.scopes:
-            self.scopes[-1].check_free(sharding, loc)
+            mesh, manual = self.scopes[-1].mesh, self.scopes[-1].held
+            used = {a for refs in sharding.dims for a in atoms_of_refs(refs, mesh)}
+            if held := used & set(manual):
+                raise SpecError(
+                    "a mark inside a jax.shard_map splits over an axis that is manual there",
+                    source=loc.source,
+                    actual=f"{format_axes(tuple(sorted(held)), mesh)} of the mesh ({mesh})",
+                    fix="mark the other axes alone, or mark outside of shard_map",
+                )
         type_ = self.types[value]
         marked = self.add(ops, "spmd.mark", value, type_, {"sharding": sharding}, loc)
         if value in self._constants:
