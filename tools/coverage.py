@@ -102,8 +102,7 @@ STRUCTURE = {
 def how(name: str) -> str:
     """What becomes of an op, in a few words; empty if nobody knows."""
     from spmd.frontend.canonicalize import CANONICAL
-    from spmd.frontend.importer.legalize import LEGALIZED
-    from spmd.frontend.importer.unsupported import REFUSED
+    from spmd.frontend.importer.ops import LEGALIZED, REFUSED
     from spmd.ir.dialect import registry
     from spmd.lowering.local import table as local
 
@@ -126,8 +125,7 @@ def how(name: str) -> str:
 def names_of(dialects: tuple[str, ...]) -> set[str]:
     """Every op of some dialects that a table names."""
     from spmd.frontend.canonicalize import CANONICAL
-    from spmd.frontend.importer.legalize import LEGALIZED
-    from spmd.frontend.importer.unsupported import REFUSED
+    from spmd.frontend.importer.ops import LEGALIZED, REFUSED
     from spmd.ir.dialect import registry
 
     names = {*CANONICAL, *LEGALIZED, *REFUSED, *STRUCTURE, *registry.registered_ops()}

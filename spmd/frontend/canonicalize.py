@@ -193,7 +193,7 @@ def _scan(site: Site) -> Sequence[Value]:
 
 # ---------------------------------------------------------------------------------------------
 # Older ops. Others, and dynamic ones whose result's type does not say all, are written anew when
-# they are imported (`importer/legalize.py`).
+# they are imported (`LEGALIZED` of `importer/ops.py`).
 
 
 @canonical("stablehlo.einsum", "stablehlo.unary_einsum")

@@ -34,8 +34,7 @@ from spmd.frontend.importer.contents import (
     refs_of,
     shardings_of,
 )
-from spmd.frontend.importer.ops import Attrs, Env, Handler, Importer, keep
-from spmd.frontend.importer.unsupported import refuse
+from spmd.frontend.importer.ops import Attrs, Env, Handler, Importer, keep, refuse
 from spmd.ir.description import FROM_MANUAL
 from spmd.ir.dialect.callbacks import CALLBACK, FLAG
 from spmd.ir.dialect.collectives import COLLECTIVES

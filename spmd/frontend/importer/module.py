@@ -36,8 +36,7 @@ from spmd.frontend.importer.contents import (
     result_names,
 )
 from spmd.frontend.importer.handlers import HANDLERS, call_handlers
-from spmd.frontend.importer.legalize import LEGALIZED
-from spmd.frontend.importer.ops import Importer
+from spmd.frontend.importer.ops import LEGALIZED, Importer
 from spmd.ir.program import Callback, Program
 from spmd.ir.types import Attribute, ShardingAttr, TensorType
 from spmd.mesh.mesh import Mesh

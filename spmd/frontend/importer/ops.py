@@ -1,12 +1,22 @@
-"""Blocks of MLIR ops -> ops of a `Program`, one by one; handlers replace some of them."""
+"""Blocks of MLIR ops -> ops of a `Program`, one by one.
+
+Handlers replace some of them: those that stand for others (`handlers.py`), and those that
+StableHLO's own passes write with others (`LEGALIZED`). Some are refused (`REFUSED`).
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from spmd.errors import FrontendError, MeshError, SpecError
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import func
+from jaxlib.mlir.dialects import stablehlo as hlo
+from jaxlib.mlir.passmanager import PassManager
+
+from spmd.errors import FrontendError, MeshError, SpecError, UnsupportedOpError
 from spmd.frontend.importer.attributes import (
     MARKS,
     attribute,
@@ -16,7 +26,6 @@ from spmd.frontend.importer.attributes import (
     tensor_type,
 )
 from spmd.frontend.importer.contents import Contents, Scope, atoms_of_refs
-from spmd.frontend.importer.unsupported import refuse
 from spmd.ir.dialect.callbacks import FLAG
 from spmd.ir.dialect.collectives import DEVICE_IDS
 from spmd.ir.dialect.reducers import NEUTRAL, body_reducer, is_identity
@@ -312,3 +321,182 @@ def keep(op: Op, ops: list[Op]) -> None:
     """Appends an op, unless it is control flow without results or effects."""
     if op.results or not op.regions or has_effect(op):
         ops.append(op)
+
+
+# ---------------------------------------------------------------------------------------------
+# Ops that StableHLO's own passes write with others, one at a time.
+#
+# before: `%2 = stablehlo.dynamic_pad %x, %zero, %low, %high, %inner` with constant amounts
+# after:  `%2 = stablehlo.pad %x, %zero {edge_padding_low = ..., ...}`
+
+hlo.register_stablehlo_passes()
+
+# `refine-shapes` folds the sizes and amounts, which the pass for dynamic ops reads from constants.
+_PASSES = (
+    "builtin.module(stablehlo-refine-shapes,func.func(chlo-legalize-to-stablehlo,"
+    "stablehlo-legalize-deprecated-ops,stablehlo-canonicalize-dynamism,cse))"
+)
+_DATA = {
+    "chlo.constant_like": 1,
+    "chlo.mulhi": 2,
+    "stablehlo.broadcast": 1,
+    "stablehlo.dot": 2,
+    "stablehlo.dynamic_conv": 2,
+    "stablehlo.dynamic_gather": 2,
+    "stablehlo.dynamic_pad": 2,
+    "stablehlo.get_dimension_size": 1,
+    "stablehlo.real_dynamic_slice": 1,
+    "stablehlo.set_dimension_size": 1,
+}
+"""Op -> how many of its operands are data; those behind them are sizes and amounts."""
+
+_FOLDED = {
+    f"stablehlo.{name}"
+    for name in ("add", "concatenate", "constant", "convert", "get_dimension_size", "reshape")
+}
+"""Ops that sizes and amounts are made of."""
+
+
+def _legalize(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+    for result in op.results:
+        importer.type(result.type)  # a dynamic shape is refused before the passes see it
+    amounts = op.operands[_DATA[op.name] :]
+    chain = [*dict.fromkeys(_makers(amounts)), op]
+    made = {value for item in chain for value in item.results}
+    given = [*dict.fromkeys(v for item in chain for v in item.operands if v not in made)]
+    # The op is alone in a function, so that the passes take nothing else apart: CHLO's would also
+    # write out `erf` and `top_k`, which stay one op. With it are the constants that it reads.
+    builder: Any = func  # its stub lacks the extensions of the class
+    with ir.Location.unknown():
+        module = ir.Module.create()
+        with ir.InsertionPoint(module.body):
+
+            @builder.FuncOp.from_py_func(*[value.type for value in given])  # type: ignore[untyped-decorator]
+            def main(*arguments: Any) -> Any:
+                values = dict(zip(given, arguments, strict=True))
+                for item in chain:
+                    copy = item.clone()
+                    for i, value in enumerate(item.operands):
+                        copy.operands[i] = values[value]
+                    values.update(zip(item.results, copy.results, strict=True))
+                return list(copy.results)
+
+        PassManager.parse(_PASSES).run(module.operation)  # `module` keeps its block alive
+    block = module.body.operations[0].regions[0].blocks[0]
+    if any(item.name in LEGALIZED for item in block.operations):
+        types = ", ".join(str(value.type) for value in op.operands)
+        raise UnsupportedOpError(
+            f"{op.name} cannot be partitioned: its sizes, amounts or strides are computed at run "
+            "time",
+            op=f"{op.name}({types}) -> {op.results[0].type}",
+            source=importer.loc(op.location).source,
+            fix="make these operands constants (refine the shapes, or fold constants first)",
+        )
+    inner = dict(zip(block.arguments, [env[v] for v in given], strict=True))
+    found, results = importer.block(block, inner)
+    ops += found
+    env.update(zip(op.results, results, strict=True))
+
+
+def _makers(values: Iterable[Any]) -> Iterator[Any]:
+    """The ops that values are folded from, each behind those that it reads."""
+    for maker in map(defining_op, values):
+        if maker is not None and maker.name in _FOLDED:
+            yield from _makers(maker.operands)
+            yield maker
+
+
+LEGALIZED: Mapping[str, Handler] = MappingProxyType(dict.fromkeys(_DATA, _legalize))
+"""Ops that the passes write with others."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Ops that no program to be partitioned may contain, each with the reason and the way out.
+
+
+class Refusal(NamedTuple):
+    """Why an op is refused, and what to write instead."""
+
+    reason: str
+    fix: str
+
+
+_REFUSALS: Mapping[Refusal, tuple[str, ...]] = {
+    Refusal(
+        "it is written for one device among several, and is outside any jax.shard_map",
+        "leave it out, and let the marks place the collectives; or put it into jax.shard_map",
+    ): (
+        "stablehlo.all_gather",
+        "stablehlo.all_reduce",
+        "stablehlo.all_to_all",
+        "stablehlo.collective_broadcast",
+        "stablehlo.collective_permute",
+        "stablehlo.partition_id",
+        "stablehlo.reduce_scatter",
+        "stablehlo.replica_id",
+    ),
+    Refusal(
+        "it says what becomes of one device's piece",
+        "compile the program as one device would run it, and let the marks place the collectives",
+    ): ("stablehlo.collective_reduce", "stablehlo.cross-replica-sum"),
+    Refusal(
+        "it is not beside a call of one device's program, as jax.shard_map writes it",
+        "lower the program with jax_use_shardy_partitioner=True, or leave the region out",
+    ): ("custom_call:SPMDFullToShardShape", "custom_call:SPMDShardToFullShape"),
+    Refusal(
+        "it talks to the host or to another program while it runs",
+        "pass the data as arguments and results",
+    ): ("stablehlo.infeed", "stablehlo.outfeed", "stablehlo.recv", "stablehlo.send"),
+    Refusal(
+        "tokens order side effects, which every device would repeat",
+        "compile the jax function itself with spmd.jit, which keeps its callbacks in order; or "
+        "export it without (jax.debug.print(ordered=True), io_callback(ordered=True), ...)",
+    ): ("stablehlo.after_all", "stablehlo.create_token"),
+    Refusal(
+        "asynchronous ops hold their operands across others",
+        "compile the program before its collectives were split into start and done",
+    ): ("stablehlo.async_done", "stablehlo.async_start"),
+    Refusal(
+        "its numbers come from a generator of each device's own, so the devices would disagree",
+        "use jax.random, or stablehlo.rng_bit_generator with an explicit state",
+    ): ("stablehlo.rng",),
+    Refusal(
+        "it calls back into Python, and the module only points to the function in the process "
+        "that made it",
+        "compile the jax function itself with spmd.jit, which runs its callbacks; or export it "
+        "without (jax.debug.print, jax.pure_callback, jax.experimental.io_callback)",
+    ): (
+        "custom_call:spmd.callback",
+        "custom_call:xla_ffi_partitioned_python_cpu_callback",
+        "custom_call:xla_ffi_partitioned_python_gpu_callback",
+        "custom_call:xla_ffi_python_cpu_callback",
+        "custom_call:xla_ffi_python_gpu_callback",
+        "custom_call:xla_python_cpu_callback",
+        "custom_call:xla_python_gpu_callback",
+    ),
+    Refusal(
+        "the module only points to what it computes, which is Python in the process that made it",
+        "compile the jax function itself with spmd.jit, which inlines jax.custom_partitioning",
+    ): ("custom_call:CustomSPMDPartitioning",),
+    Refusal(
+        "quantized element types are unknown to jaxlib's MLIR",
+        "write the scale and the zero point out as arithmetic on integers",
+    ): ("stablehlo.uniform_dequantize", "stablehlo.uniform_quantize"),
+}
+
+REFUSED: Mapping[str, Refusal] = {
+    name: refusal for refusal, names in _REFUSALS.items() for name in names
+}
+"""Op (or `custom_call:` and its target) -> why the importer refuses it."""
+
+
+def refuse(name: str, loc: Loc) -> None:
+    """Raises UnsupportedOpError if an op (`custom_call:` and its target) is in `REFUSED`."""
+    refusal = REFUSED.get(name)
+    if refusal is not None:
+        raise UnsupportedOpError(
+            f"{name} cannot be partitioned: {refusal.reason}",
+            op=name,
+            source=loc.source,
+            fix=refusal.fix,
+        )
