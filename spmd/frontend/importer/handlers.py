@@ -1,7 +1,7 @@
 """Ops that become others: calls, composites, tuples, manual regions and their collectives, marks.
 
 Each handler enters an op's results into the environment, and appends the ops that it becomes, if
-any. `HANDLERS` lists them, but for those that depend on what a program is imported with.
+any.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from spmd.frontend.importer.contents import (
     refs_of,
     shardings_of,
 )
-from spmd.frontend.importer.ops import Attrs, Env, Handler, Importer, keep, refuse
+from spmd.frontend.importer.ops import LEGALIZED, Attrs, Env, Handler, Importer, keep, refuse
 from spmd.ir.description import FROM_MANUAL
 from spmd.ir.dialect.callbacks import CALLBACK, FLAG
 from spmd.ir.dialect.collectives import COLLECTIVES
@@ -72,64 +72,53 @@ Marks = Sequence[ShardingAttr | None]
 # Calls, composites, tuples, and custom calls that name a function.
 
 
-def call_handlers(composites: Mapping[str, Attrs], callbacks: int = 0) -> dict[str, Handler]:
-    """The handlers of one import, at which so many Python functions are there to be called.
+def _composite(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+    name = op.attributes["name"].value
+    has_own = "composite_attributes" in op.attributes
+    own = items_of(op.attributes["composite_attributes"]) if has_own else {}
+    if name in _CHLO_COMPOSITES:
+        attrs = {n: importer.attribute(n, attr) for n, attr in own.items()}
+        ops.append(importer.op(op, env, name, attrs))
+    elif name in importer.composites:
+        attrs = {f"with.{n}": composite_attribute(attr) for n, attr in own.items()}
+        attrs = {"name": name, **importer.composites[name], **attrs}
+        ops.append(importer.op(op, env, attrs=attrs))
+    else:
+        _inline(importer, op, op.attributes["decomposition"].value, env, ops)
 
-    `composites` has the name of each composite that stays one op -> attributes besides its own.
-    """
+
+def _any_custom_call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+    target = op.attributes["call_target_name"].value
+    if target == CALLBACK:
+        ops.append(_callback(importer, op, env))
+    elif target in ("Sharding", "xla.sdy.FuncResultSharding"):  # their attributes mark it
+        env[op.results[0]] = env[op.operands[0]]
+    elif target in (ENTERS, LEAVES):
+        _cross(importer, op, target, env)
+    else:
+        attrs: dict[str, Attribute] | None = None
+        called = op.attributes.get("called_computations", ())
+        names = [attr.value for attr in called]
+        function = importer.contents.functions.get(names[0]) if len(names) == 1 else None
+        if function is not None:  # a scalar function, which becomes the op's `body`
+            attrs = {n: importer.attribute(n, attr) for n, attr in entries_of(op)}
+            del attrs["called_computations"]
+            attrs["body"] = importer.body(function.regions[0], op.name)
+        keep(importer.op(op, env, attrs=attrs), ops)
+
+
+def _make_tuple(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
     # A tuple never becomes a value: it is remembered as the values that it was made of.
     #   %3 = tuple %1, %2; %4 = get_tuple_element %3[1]      %4 is %2, and no op is appended
-    tuples: dict[Any, tuple[Value, ...]] = {}
+    if not all(v in env for v in op.operands):
+        _refuse_tuple(importer, op)
+    importer.tuples[op.results[0]] = tuple([env[v] for v in op.operands])
 
-    def composite(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
-        name = op.attributes["name"].value
-        has_own = "composite_attributes" in op.attributes
-        own = items_of(op.attributes["composite_attributes"]) if has_own else {}
-        if name in _CHLO_COMPOSITES:
-            attrs = {n: importer.attribute(n, attr) for n, attr in own.items()}
-            ops.append(importer.op(op, env, name, attrs))
-        elif name in composites:
-            attrs = {f"with.{n}": composite_attribute(attr) for n, attr in own.items()}
-            attrs = {"name": name, **composites[name], **attrs}
-            ops.append(importer.op(op, env, attrs=attrs))
-        else:
-            _inline(importer, op, op.attributes["decomposition"].value, env, ops)
 
-    def custom_call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
-        target = op.attributes["call_target_name"].value
-        if target == CALLBACK:
-            ops.append(_callback(importer, op, env, callbacks))
-        elif target in ("Sharding", "xla.sdy.FuncResultSharding"):  # their attributes mark it
-            env[op.results[0]] = env[op.operands[0]]
-        elif target in (ENTERS, LEAVES):
-            _cross(importer, op, target, env)
-        else:
-            attrs: dict[str, Attribute] | None = None
-            called = op.attributes.get("called_computations", ())
-            names = [attr.value for attr in called]
-            function = importer.contents.functions.get(names[0]) if len(names) == 1 else None
-            if function is not None:  # a scalar function, which becomes the op's `body`
-                attrs = {n: importer.attribute(n, attr) for n, attr in entries_of(op)}
-                del attrs["called_computations"]
-                attrs["body"] = importer.body(function.regions[0], op.name)
-            keep(importer.op(op, env, attrs=attrs), ops)
-
-    def make_tuple(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
-        if not all(v in env for v in op.operands):
-            _refuse_tuple(importer, op)
-        tuples[op.results[0]] = tuple([env[v] for v in op.operands])
-
-    def take_element(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
-        if op.operands[0] not in tuples:
-            _refuse_tuple(importer, op)
-        env[op.results[0]] = tuples[op.operands[0]][op.attributes["index"].value]
-
-    return {
-        "stablehlo.composite": composite,
-        "stablehlo.custom_call": custom_call,
-        "stablehlo.get_tuple_element": take_element,
-        "stablehlo.tuple": make_tuple,
-    }
+def _take_element(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+    if op.operands[0] not in importer.tuples:
+        _refuse_tuple(importer, op)
+    env[op.results[0]] = importer.tuples[op.operands[0]][op.attributes["index"].value]
 
 
 def _call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
@@ -173,12 +162,12 @@ def _marked(
     return [importer.mark(ops, v, mark, loc) for v, mark in zip(values, marks, strict=True)]
 
 
-def _callback(importer: Importer, op: Any, env: Env, known: int) -> Op:
+def _callback(importer: Importer, op: Any, env: Env) -> Op:
     loc = importer.loc(op.location)
     stated = dict(entries_of(op))
     names = ("number", "called", "ordered", "partitioned")
     attrs = {n: importer.attribute(n, stated[n]) for n in names if n in stated}
-    if not 0 <= int(attrs.get("number", -1)) < known:
+    if not 0 <= int(attrs.get("number", -1)) < importer.callbacks:
         refuse(f"custom_call:{CALLBACK}", loc)
     attrs["held"] = importer.scopes[-1].held if importer.scopes else ()
     operands = tuple([env[v] for v in op.operands])
@@ -577,6 +566,11 @@ def _named(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
 HANDLERS: Mapping[str, Handler] = MappingProxyType(
     {
         "func.call": _call,
+        "stablehlo.composite": _composite,
+        "stablehlo.custom_call": _any_custom_call,
+        "stablehlo.get_tuple_element": _take_element,
+        "stablehlo.tuple": _make_tuple,
+        **LEGALIZED,
         **dict.fromkeys(COLLECTIVES, _collective),
         "sdy.manual_computation": _manual,
         **dict.fromkeys(SAME, _marks),

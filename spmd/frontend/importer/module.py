@@ -35,8 +35,8 @@ from spmd.frontend.importer.contents import (
     path_of,
     result_names,
 )
-from spmd.frontend.importer.handlers import HANDLERS, call_handlers
-from spmd.frontend.importer.ops import LEGALIZED, Importer
+from spmd.frontend.importer.handlers import HANDLERS
+from spmd.frontend.importer.ops import Importer
 from spmd.ir.program import Callback, Program
 from spmd.ir.types import Attribute, ShardingAttr, TensorType
 from spmd.mesh.mesh import Mesh
@@ -80,8 +80,7 @@ def import_module(
     with module.context, malformed():
         contents = Contents(module, mesh)
         main = contents.main()
-        handlers = {**call_handlers(composites, len(callbacks)), **HANDLERS, **LEGALIZED}
-        importer = Importer(contents, handlers, function)
+        importer = Importer(contents, HANDLERS, function, composites, len(callbacks))
         body = importer.region(main.regions[0].blocks[0], {})
         program = Program(
             main.attributes["sym_name"].value,

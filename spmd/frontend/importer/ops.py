@@ -57,10 +57,14 @@ class Importer:
         self,
         contents: Contents,
         handlers: Mapping[str, Handler],
-        function: tuple[str, str] | None = None,
+        function: tuple[str, str] | None,
+        composites: Mapping[str, Attrs],
+        callbacks: int,
     ) -> None:
-        self.contents = contents
-        self.function = function
+        self.contents, self.function = contents, function
+        self.composites = composites  # that stay one op -> attributes besides their own
+        self.callbacks = callbacks  # how many Python functions are there to be called
+        self.tuples: dict[Any, tuple[Value, ...]] = {}  # of the module -> what they are made of
         self.types: list[TensorType] = []  # of each value so far
         self.type = functools.cache(tensor_type)  # equal ones become the same object
         self.attribute = functools.cache(attribute)
