@@ -114,7 +114,7 @@ def refine(
         for region in main.regions if taken else ():
             _put_together(copy, region, taken)
         PassManager.parse("builtin.module(symbol-dce)").run(copy.operation)
-        for op in _ops_in(copy.operation):
+        for op in ops_in(copy.operation):
             dynamic = next((v.type for v in op.results if not _is_static(v.type)), None)
             if dynamic is not None:
                 scope, frames = location_of(op.location)
@@ -194,7 +194,7 @@ def _dims(type_: Any) -> ArgumentDims:
 
 def _specifications(module: ir.Module) -> list[ArgumentDims]:
     """The shapes in the message of the first shape assertion."""
-    for op in _ops_in(module.operation):
+    for op in ops_in(module.operation):
         attributes = op.attributes
         is_call = op.name == "stablehlo.custom_call"
         if is_call and attributes["call_target_name"].value == "shape_assertion":
@@ -316,7 +316,7 @@ class Taken(NamedTuple):
     location: Any
 
 
-def _ops_in(root: Any) -> list[Any]:
+def ops_in(root: Any) -> list[Any]:
     """An op and all ops inside it, so that one may replace them."""
     found: list[Any] = []
 
@@ -329,7 +329,7 @@ def _ops_in(root: Any) -> list[Any]:
 
 
 def _calls_in(root: Any) -> Iterator[tuple[Any, str]]:
-    for op in _ops_in(root):
+    for op in ops_in(root):
         if op.name in _CALLEES:
             yield op, op.attributes[_CALLEES[op.name]].value
 
@@ -361,7 +361,7 @@ def _take_apart(module: ir.Module, main: Any) -> dict[int, Taken]:
     functions, count = named_ops(module, "func.func"), 0
     taken: dict[int, Taken] = {}
     own = main.attributes["sym_name"].value
-    waiting: list[tuple[Any, tuple[str, ...]]] = [(op, (own,)) for op in _ops_in(main)]
+    waiting: list[tuple[Any, tuple[str, ...]]] = [(op, (own,)) for op in ops_in(main)]
     while waiting:
         op, around = waiting.pop()
         count += 1
@@ -380,7 +380,7 @@ def _take_apart(module: ir.Module, main: Any) -> dict[int, Taken]:
             if problem:
                 raise FrontendError(f"function @{callee} {problem}")
             inside = _written_out(op, functions[callee], taken)
-            waiting += [(item, (*around, callee)) for made in inside for item in _ops_in(made)]
+            waiting += [(item, (*around, callee)) for made in inside for item in ops_in(made)]
     if not any(_calls_in(main)):
         for function in functions.values():
             if function != main:
@@ -424,7 +424,7 @@ def _written_out(op: Any, function: Any, taken: dict[int, Taken]) -> list[Any]:
 def _cloned(op: Any, values: dict[Any, Any]) -> Any:
     """A copy of an op at the insertion point, which reads other values; its results join them."""
     copy = op.clone().operation
-    for inner in _ops_in(copy):
+    for inner in ops_in(copy):
         for i, value in enumerate(inner.operands):
             if value in values:
                 inner.operands[i] = values[value]
@@ -499,7 +499,7 @@ def _composite(
 
 def _read(op: Any) -> set[Any]:
     """The values that an op, or what is inside it, reads from around it."""
-    items = _ops_in(op)
+    items = ops_in(op)
     blocks = [block for item in items for region in item.regions for block in region.blocks]
     own = {value for item in items for value in item.results}
     own |= {argument for block in blocks for argument in block.arguments}

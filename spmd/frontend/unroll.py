@@ -110,19 +110,16 @@ class _Unroller:
             for inner in body.ops:
                 repeat_op(b, inner, env, self._rewrite)
             carried = [env[v] for v in body.results]
-        return [self._joined(b, v) for v in carried]
-
-    def _joined(self, b: Builder, value: Value) -> Value:
-        """A stack of which every piece was written is its pieces side by side.
-
-        Written one by one they would be written into a copy of what was there before.
-        """
-        stack, type_ = self.stacks.get(value), b.types[value]
-        if stack is None or len(stack.pieces) < type_.shape[0]:
-            return value
-        joined = b.concatenate([stack.pieces[i] for i in range(type_.shape[0])], 0)
-        self.stacks[joined] = stack
-        return joined
+        results = []
+        for value in carried:
+            stack = self.stacks.get(value)
+            # A stack of which every piece was written is its pieces side by side: written one by
+            # one they would be written into a copy of what was there before.
+            if stack is not None and len(stack.pieces) == b.types[value].shape[0]:
+                value = b.concatenate([stack.pieces[i] for i in range(len(stack.pieces))], 0)
+                self.stacks[value] = stack
+            results.append(value)
+        return results
 
     def _rewrite(self, b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
         integer = self._folded(op.kind, operands)
@@ -133,7 +130,13 @@ class _Unroller:
         if op.name == DYNAMIC_SLICE:
             return self._sliced(b, op.kind, operands)
         if op.name == "stablehlo.dynamic_update_slice":
-            return self._written(b, op.kind, operands)
+            value, piece, *starts = operands
+            (made,) = b.repeat(op.kind, operands)
+            place = self._place(starts, op.kind.operands[0].shape, op.kind.operands[1].shape)
+            if place is not None:
+                stack = self.stacks.get(value, _Collected(value, {}))
+                self.stacks[made] = _Collected(stack.under, {**stack.pieces, place: piece})
+            return (made,)
         return None if op.regions else self._repeated(b, op.kind, operands)
 
     def _repeated(self, b: Builder, kind: OpKind, operands: tuple[Value, ...]) -> Sequence[Value]:
@@ -214,15 +217,6 @@ class _Unroller:
         whole = self.widened.get(written, written)
         self.handed.setdefault(self.number.get(whole, whole), None)
         return (written,)
-
-    def _written(self, b: Builder, kind: OpKind, operands: Sequence[Value]) -> Sequence[Value]:
-        value, piece, *starts = operands
-        (made,) = b.repeat(kind, tuple(operands))
-        place = self._place(starts, kind.operands[0].shape, kind.operands[1].shape)
-        if place is not None:
-            stack = self.stacks.get(value, _Collected(value, {}))
-            self.stacks[made] = _Collected(stack.under, {**stack.pieces, place: piece})
-        return (made,)
 
 
 def _widens(kind: OpKind, more: int) -> bool:

@@ -84,13 +84,12 @@ def _host(seat: Seat, about: dict[str, str], timeout_s: float) -> str:
             except TimeoutError:
                 missing = [str(p) for p in range(seat.processes) if p not in came]
                 names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
-                error = LaunchError(
+                outcome = as_json(
                     f"process{'es' if len(missing) > 1 else ''} {names} did not come to "
                     f"{seat.coordinator} within {timeout_s:g} s",
                     actual=f"{len(came)} of {seat.processes} processes came",
                     fix="see why it did not start, or whether a firewall closes the port",
                 )
-                outcome = as_json(error)
                 break
             try:
                 line.settimeout(_HELLO_S)
@@ -105,10 +104,8 @@ def _host(seat: Seat, about: dict[str, str], timeout_s: float) -> str:
             lines.append(line)
             if process in came:
                 outcome = as_json(
-                    LaunchError(
-                        f"two processes of this job have process_id {process}",
-                        fix="number the processes from 0, each its own number",
-                    )
+                    f"two processes of this job have process_id {process}",
+                    fix="number the processes from 0, each its own number",
                 )
             came.setdefault(process, its_own)
             if its_own[_COUNT] != about[_COUNT]:
