@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd.errors import SpmdError, UnsupportedOpError
+from spmd.errors import SpmdError
 from spmd.frontend.importer.module import import_module
+from spmd.frontend.importer.ops import refusal
 from spmd.frontend.trace import trace
 from spmd.ir.description import key_of
 from spmd.ir.dialect.bodies import inline_elementwise, is_elementwise
@@ -62,12 +63,8 @@ class Site(NamedTuple):
 
     def fail(self, why: str, fix: str) -> NoReturn:
         """Raises the error of a form that cannot be rewritten."""
-        raise UnsupportedOpError(
-            f"{self.op.name} cannot be partitioned: {why}",
-            op=f"{self.op.name}({', '.join(map(str, self.op.kind.operands))}) -> {self.result}",
-            source=self.op.loc.source,
-            fix=fix,
-        )
+        op = f"{self.op.name}({', '.join(map(str, self.op.kind.operands))}) -> {self.result}"
+        raise refusal(self.op.name, why, fix, self.op.loc, op)
 
 
 Canonical = Callable[[Site], Sequence[Value]]

@@ -34,7 +34,16 @@ from spmd.frontend.importer.contents import (
     refs_of,
     shardings_of,
 )
-from spmd.frontend.importer.ops import LEGALIZED, Attrs, Env, Handler, Importer, keep, refuse
+from spmd.frontend.importer.ops import (
+    LEGALIZED,
+    Attrs,
+    Env,
+    Handler,
+    Importer,
+    keep,
+    refusal,
+    refuse,
+)
 from spmd.ir.description import FROM_MANUAL
 from spmd.ir.dialect.callbacks import CALLBACK, FLAG
 from spmd.ir.dialect.collectives import COLLECTIVES
@@ -479,9 +488,7 @@ def _exchange(
         problem = f"it runs over axes that are not manual here (manual are: {', '.join(names)})"
         fix = "name these axes in the axis_names of shard_map"
     if problem:
-        raise UnsupportedOpError(
-            f"{op.name} cannot be partitioned: {problem}", op=op.name, source=loc.source, fix=fix
-        )
+        raise refusal(op.name, problem, fix, loc)
     if permutes:
         return {"axes": crossed or scope.axes, "pairs": groups}
     dims = {name: attrs[name].value for name in _DIMS if name in attrs}

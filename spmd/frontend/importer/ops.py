@@ -389,12 +389,12 @@ def _legalize(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
     block = module.body.operations[0].regions[0].blocks[0]
     if any(item.name in LEGALIZED for item in block.operations):
         types = ", ".join(str(value.type) for value in op.operands)
-        raise UnsupportedOpError(
-            f"{op.name} cannot be partitioned: its sizes, amounts or strides are computed at run "
-            "time",
+        raise refusal(
+            op.name,
+            "its sizes, amounts or strides are computed at run time",
+            "make these operands constants (refine the shapes, or fold constants first)",
+            importer.loc(op.location),
             op=f"{op.name}({types}) -> {op.results[0].type}",
-            source=importer.loc(op.location).source,
-            fix="make these operands constants (refine the shapes, or fold constants first)",
         )
     inner = dict(zip(block.arguments, [env[v] for v in given], strict=True))
     found, results = importer.block(block, inner)
@@ -430,14 +430,9 @@ _REFUSALS: Mapping[Refusal, tuple[str, ...]] = {
         "it is written for one device among several, and is outside any jax.shard_map",
         "leave it out, and let the marks place the collectives; or put it into jax.shard_map",
     ): (
-        "stablehlo.all_gather",
-        "stablehlo.all_reduce",
-        "stablehlo.all_to_all",
-        "stablehlo.collective_broadcast",
-        "stablehlo.collective_permute",
-        "stablehlo.partition_id",
-        "stablehlo.reduce_scatter",
-        "stablehlo.replica_id",
+        "stablehlo.all_gather", "stablehlo.all_reduce", "stablehlo.all_to_all",
+        "stablehlo.collective_broadcast", "stablehlo.collective_permute", "stablehlo.partition_id",
+        "stablehlo.reduce_scatter", "stablehlo.replica_id",
     ),
     Refusal(
         "it says what becomes of one device's piece",
@@ -486,21 +481,19 @@ _REFUSALS: Mapping[Refusal, tuple[str, ...]] = {
         "quantized element types are unknown to jaxlib's MLIR",
         "write the scale and the zero point out as arithmetic on integers",
     ): ("stablehlo.uniform_dequantize", "stablehlo.uniform_quantize"),
-}
+}  # fmt: skip
 
-REFUSED: Mapping[str, Refusal] = {
-    name: refusal for refusal, names in _REFUSALS.items() for name in names
-}
+REFUSED: Mapping[str, Refusal] = {name: why for why, names in _REFUSALS.items() for name in names}
 """Op (or `custom_call:` and its target) -> why the importer refuses it."""
 
 
 def refuse(name: str, loc: Loc) -> None:
     """Raises UnsupportedOpError if an op (`custom_call:` and its target) is in `REFUSED`."""
-    refusal = REFUSED.get(name)
-    if refusal is not None:
-        raise UnsupportedOpError(
-            f"{name} cannot be partitioned: {refusal.reason}",
-            op=name,
-            source=loc.source,
-            fix=refusal.fix,
-        )
+    if name in REFUSED:
+        raise refusal(name, *REFUSED[name], loc)
+
+
+def refusal(name: str, why: str, fix: str, loc: Loc, op: str = "") -> UnsupportedOpError:
+    """The error of an op, or of a form of it, that cannot be partitioned."""
+    what = f"{name} cannot be partitioned: {why}"
+    return UnsupportedOpError(what, op=op or name, source=loc.source, fix=fix)
