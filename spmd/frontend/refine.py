@@ -25,11 +25,13 @@ from jaxlib.mlir.passmanager import PassManager
 from spmd.errors import FrontendError
 from spmd.frontend.importer.attributes import (
     MARKS,
+    cloned,
     defining_op,
     entries_of,
     function_type,
     items_of,
     location_of,
+    ops_in,
     tensor_type,
 )
 from spmd.frontend.importer.contents import Contents, named_ops, stated_of
@@ -316,18 +318,6 @@ class Taken(NamedTuple):
     location: Any
 
 
-def ops_in(root: Any) -> list[Any]:
-    """An op and all ops inside it, so that one may replace them."""
-    found: list[Any] = []
-
-    def visit(op: Any) -> Any:
-        found.append(op)
-        return ir.WalkResult.ADVANCE
-
-    root.walk(visit)
-    return found
-
-
 def _calls_in(root: Any) -> Iterator[tuple[Any, str]]:
     for op in ops_in(root):
         if op.name in _CALLEES:
@@ -415,21 +405,10 @@ def _written_out(op: Any, function: Any, taken: dict[int, Taken]) -> list[Any]:
             if item.operation.name == "func.return":
                 returned = [values[value] for value in item.operands]
             else:
-                made.append(_cloned(item.operation, values))
+                made.append(cloned(item.operation, values))
     results = marked(returned, "res_attrs")
     _replace_results(op, results if number is None else _barrier(op, END, number, results))
     return made
-
-
-def _cloned(op: Any, values: dict[Any, Any]) -> Any:
-    """A copy of an op at the insertion point, which reads other values; its results join them."""
-    copy = op.clone().operation
-    for inner in ops_in(copy):
-        for i, value in enumerate(inner.operands):
-            if value in values:
-                inner.operands[i] = values[value]
-    values.update(zip(op.results, copy.results, strict=True))
-    return copy
 
 
 def _barrier(op: Any, name: str, number: int, operands: Any) -> list[Any]:
@@ -491,7 +470,7 @@ def _composite(
     values = dict(zip(first.results, block.arguments, strict=True))
     with ir.InsertionPoint(block):
         for op in (*outside, *reversed(ops)):
-            _cloned(op, values)
+            cloned(op, values)
         func.ReturnOp([values[value] for value in returned])
     attributes = {**taken.attributes, "decomposition": ir.FlatSymbolRefAttr.get(name)}
     return _replace(last, taken._replace(attributes=attributes), list(first.operands))

@@ -261,7 +261,7 @@ class Watchdog:
 
 
 class Unwatched:
-    """Takes what a watchdog is told, where there is none."""
+    """What a program reports its progress to where it has no watchdog: nothing is watched."""
 
     def __init__(self) -> None:
         self.doing = ""

@@ -1,4 +1,4 @@
-"""MLIR's types, constants, attributes and locations -> plain data."""
+"""MLIR's types, constants, attributes and locations -> plain data; ops, and copies of them."""
 
 from __future__ import annotations
 
@@ -194,3 +194,26 @@ def function_type(function: Any) -> tuple[list[Any], list[Any]]:
 def defining_op(value: Any) -> Any:
     """The op that makes a value; None for the argument of a block."""
     return None if isinstance(value.owner, ir.Block) else value.owner.operation
+
+
+def ops_in(root: Any) -> list[Any]:
+    """An op and all ops inside it, so that one may replace them."""
+    found: list[Any] = []
+
+    def visit(op: Any) -> Any:
+        found.append(op)
+        return ir.WalkResult.ADVANCE
+
+    root.walk(visit)
+    return found
+
+
+def cloned(op: Any, values: dict[Any, Any]) -> Any:
+    """A copy of an op at the insertion point, which reads other values; its results join them."""
+    copy = op.clone().operation
+    for inner in ops_in(copy):
+        for i, value in enumerate(inner.operands):
+            if value in values:
+                inner.operands[i] = values[value]
+    values.update(zip(op.results, copy.results, strict=True))
+    return copy

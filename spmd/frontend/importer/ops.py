@@ -20,6 +20,7 @@ from spmd.errors import FrontendError, MeshError, SpecError, UnsupportedOpError
 from spmd.frontend.importer.attributes import (
     MARKS,
     attribute,
+    cloned,
     defining_op,
     entries_of,
     location_of,
@@ -378,12 +379,8 @@ def _legalize(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
             @builder.FuncOp.from_py_func(*[value.type for value in given])  # type: ignore[untyped-decorator]
             def main(*arguments: Any) -> Any:
                 values = dict(zip(given, arguments, strict=True))
-                for item in chain:
-                    copy = item.clone()
-                    for i, value in enumerate(item.operands):
-                        copy.operands[i] = values[value]
-                    values.update(zip(item.results, copy.results, strict=True))
-                return list(copy.results)
+                copies = [cloned(item, values) for item in chain]
+                return list(copies[-1].results)
 
         PassManager.parse(_PASSES).run(module.operation)  # `module` keeps its block alive
     block = module.body.operations[0].regions[0].blocks[0]
