@@ -177,12 +177,6 @@ class Peers:
         self._thread = threading.Thread(target=self._run, name="spmd peers", daemon=True)
         self._clock = threading.Thread(target=self._watch_store, name="spmd store", daemon=True)
 
-    def start(self) -> None:
-        """Starts to watch."""
-        self._thread.start()
-        if self.process:
-            self._clock.start()
-
     def _run(self) -> None:
         with contextlib.suppress(Exception):
             self.store.put(f"{WHO}/{self.process}", f"pid {os.getpid()} on {socket.gethostname()}")
@@ -319,7 +313,9 @@ def watch_peers(store: Store, timeout_s: float) -> None:
     """Starts to watch; from here on this process's errors end the others, too."""
     global _peers
     _peers = peers = Peers(store, timeout_s)
-    peers.start()
+    peers._thread.start()
+    if peers.process:
+        peers._clock.start()
     atexit.register(peers.leave)
     show = sys.excepthook
 

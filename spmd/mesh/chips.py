@@ -60,10 +60,7 @@ def _peaks(teraflops: tuple[float, ...]) -> tuple[tuple[str, float], ...]:
     return tuple(zip(DTYPES, (f32, half, half, i8, fp8), strict=True))
 
 
-_TPU_DCN_LATENCY = 20e-6
-_GPU_DCN_LATENCY = 10e-6
 _ICI_LATENCY = 1e-6
-_NVLINK_LATENCY = 4e-6
 
 # Peaks, capacities and bandwidths are the vendors' published ones; latencies are rounded guesses of
 # what one step of a collective costs. Peaks are what `jax.numpy.dot` can reach at its default
@@ -108,7 +105,7 @@ def _tpu(
     name: str, teraflops: _Teraflops, memory: int, rate: float, port: float, dcn: float,
     torus_dims: int, wrap: int, per_host: int, **more: Any,
 ) -> Chip:  # fmt: skip
-    links = Link(port, _ICI_LATENCY), Link(dcn, _TPU_DCN_LATENCY)
+    links = Link(port, _ICI_LATENCY), Link(dcn, 20e-6)
     return Chip(name, _peaks(teraflops), memory, rate, *links, torus_dims, wrap, per_host, **more)
 
 
@@ -116,7 +113,7 @@ def _gpu(
     name: str, teraflops: _Teraflops, memory: int, rate: float, nvlink: float, dcn: float,
     **more: Any,
 ) -> Chip:  # fmt: skip
-    links = Link(nvlink, _NVLINK_LATENCY), Link(dcn, _GPU_DCN_LATENCY)
+    links = Link(nvlink, 4e-6), Link(dcn, 10e-6)
     return Chip(name, _peaks(teraflops), memory, rate, *links, overlap=0.75, **more)
 
 

@@ -19,19 +19,10 @@ from spmd.api import Compiled, jit, path_name
 from spmd.errors import ArgumentError, described
 from spmd.mesh.spec import as_mesh
 from spmd.options import Options
-from spmd.torch import arrays
+from spmd.torch import arrays, tracing
 from spmd.torch.arrays import Inputs, Rules, array_of, specs_of, take_apart, tensor_of
 from spmd.torch.optimizers import TorchOptimizer, optimizer_of
-from spmd.torch.tracing import (
-    NO_RANDOM,
-    RANDOM,
-    as_arrays,
-    key_of,
-    random_arguments,
-    run,
-    split,
-    trace,
-)
+from spmd.torch.tracing import RANDOM, split
 
 
 class ModuleProgram(NamedTuple):
@@ -251,7 +242,7 @@ class Sharded(Held):
         """Computes the module's result."""
         inputs = take_apart(self._signature, args, kwargs)
         program = self._program(inputs)
-        random = random_arguments(self._seed, self.calls) if program.draws else ()
+        random = tracing.random_arguments(self._seed, self.calls) if program.draws else ()
         state = split(self._placed, program.changed)
         leaves, changed = program.compiled(*state, inputs.arrays(), random)
         self._placed.update(changed)
@@ -264,17 +255,17 @@ class Sharded(Held):
         noted: list[Any] = []
 
         def forward(state: Any, leaves: Any, random: Any) -> Any:
-            ran = run(self.module, call, state, inputs, leaves, key_of(random))
+            ran = tracing.run(self.module, call, state, inputs, leaves, tracing.key_of(random))
             tensors, outputs = arrays.split_result(ran.result)
             noted[:] = [outputs, ran.draws]
-            return as_arrays(tensors), ran.changed
+            return tracing.as_arrays(tensors), ran.changed
 
-        traced = trace(forward, self._structs, inputs.structs(), RANDOM)
+        traced = tracing.trace(forward, self._structs, inputs.structs(), RANDOM)
         outputs, draws = noted
         changed = tuple(traced.results[1])
 
         def program(buffers: Any, state: Any, inputs: Any, random: Any) -> Any:
-            return traced.call(buffers | state, inputs, random or NO_RANDOM)
+            return traced.call(buffers | state, inputs, random or tracing.NO_RANDOM)
 
         program.__name__ = type(self.module).__name__
         jitted = jit(
@@ -375,7 +366,7 @@ class TrainStep(Held):
         inputs = take_apart(self._signature, batch, named)
         program = self._program(inputs)
         trained, rest = split(self._placed, self._optimizer.trained)
-        random = random_arguments(self.seed, self.steps) if program.draws else ()
+        random = tracing.random_arguments(self.seed, self.steps) if program.draws else ()
         params, self._optimizer_state, buffers, loss = program.compiled(
             trained,
             self._optimizer_state,
@@ -440,7 +431,9 @@ class TrainStep(Held):
         draws: list[bool] = []
 
         def objective(params: Any, others: Any, leaves: Any, random: Any) -> Any:
-            ran = run(self.module, self._loss, params | others, inputs, leaves, key_of(random))
+            ran = tracing.run(
+                self.module, self._loss, params | others, inputs, leaves, tracing.key_of(random)
+            )
             draws[:] = [ran.draws]
             value = ran.result.jax() if hasattr(ran.result, "jax") else None
             if value is None or value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
@@ -453,7 +446,7 @@ class TrainStep(Held):
                 )
             return value, ran.changed
 
-        traced = trace(
+        traced = tracing.trace(
             jax.value_and_grad(objective, has_aux=True),
             *split(self._structs, optimizer.trained),
             inputs.structs(),
@@ -471,7 +464,9 @@ class TrainStep(Held):
         def step(
             params: Any, opt_state: Any, buffers: Any, state: Any, batch: Any, random: Any, now: Any
         ) -> Any:
-            (loss, new), grads = traced.call(params, buffers | state, batch, random or NO_RANDOM)
+            (loss, new), grads = traced.call(
+                params, buffers | state, batch, random or tracing.NO_RANDOM
+            )
             grads = {name: None if unused[name] else grad for name, grad in grads.items()}
             params, opt_state = optimizer.update(grads, opt_state, params, now)
             return params, opt_state, new, loss

@@ -40,12 +40,6 @@ for _path in _LIBRARIES:
 
 _LOCK = threading.Lock()  # a module is changed while it is traced: one trace at a time
 
-_VALUE_ERRORS = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-)
-
 
 class Tracing(Environment):  # type: ignore[misc]  # torchax has no types
     """One trace of a module, to be entered: torch ops are jax ops; whether it `draws` randomly."""
@@ -332,7 +326,11 @@ def _explained() -> Iterator[None]:
             source=_line_of(error.__traceback__),
             fix="write this line of the module with other ops",
         ) from error
-    except _VALUE_ERRORS as error:
+    except (
+        jax.errors.ConcretizationTypeError,
+        jax.errors.NonConcreteBooleanIndexError,
+        jax.errors.TracerArrayConversionError,
+    ) as error:
         raise FrontendError(
             "the module's Python depends on the values of a tensor",
             source=_line_of(error.__traceback__),
