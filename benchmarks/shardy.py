@@ -23,7 +23,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
 from spmd.compiler import Request
-from spmd.frontend.importer.shardings import axes_of
+from spmd.frontend.importer.contents import axes_of
 from spmd.frontend.marks import Entries
 from spmd.mesh.mesh import Mesh
 

@@ -24,13 +24,10 @@ import jax
 from spmd.forms import MOST_TRIPS, STACKED_GAIN, forms_written_out, stacked_form
 from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.importer.module import Imported, import_module, module_text
-from spmd.frontend.lanes import Stack
-from spmd.frontend.lift import lift_constants
+from spmd.frontend.lanes import Stack, stacked
 from spmd.frontend.marks import Entries, collect_marks, result_mark
-from spmd.frontend.separate import separate
+from spmd.frontend.normalize import accumulate, lift_constants, separate, unflatten
 from spmd.frontend.shift import shift_heads
-from spmd.frontend.stack import stacked
-from spmd.frontend.sums import accumulate, unflatten
 from spmd.frontend.unroll import unroll
 from spmd.ir.dialect.composites import PLATFORM, whole_composites
 from spmd.ir.dialect.registry import TAUGHT

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from spmd.cli.flags import Parser, Switch
-from spmd.frontend.importer.regions import SAME
-from spmd.frontend.importer.shard_shapes import ENTERS, LEAVES
+from spmd.frontend.importer.handlers import ENTERS, LEAVES, SAME
 
 ROOT = Path(__file__).resolve().parent.parent
 OPS_PAGE = ROOT / "docs" / "coverage.md"
@@ -107,8 +106,7 @@ STRUCTURE = {
 def how(name: str) -> str:
     """What becomes of an op, in a few words; empty if nobody knows."""
     from spmd.frontend.canonicalize import CANONICAL
-    from spmd.frontend.importer.legalize import LEGALIZED
-    from spmd.frontend.importer.unsupported import REFUSED
+    from spmd.frontend.importer.ops import LEGALIZED, REFUSED
     from spmd.ir.dialect import registry
     from spmd.lowering.local import table as local
 
@@ -131,8 +129,7 @@ def how(name: str) -> str:
 def names_of(dialects: tuple[str, ...]) -> set[str]:
     """Every op of some dialects that a table names."""
     from spmd.frontend.canonicalize import CANONICAL
-    from spmd.frontend.importer.legalize import LEGALIZED
-    from spmd.frontend.importer.unsupported import REFUSED
+    from spmd.frontend.importer.ops import LEGALIZED, REFUSED
     from spmd.ir.dialect import registry
 
     names = {*CANONICAL, *LEGALIZED, *REFUSED, *STRUCTURE, *registry.registered_ops()}

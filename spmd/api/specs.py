@@ -16,8 +16,7 @@ from spmd.errors import MeshError, SpecError, described
 from spmd.frontend.marks import Entries
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.refinement import part_atoms
-from spmd.mesh.sharding import axis_refs
+from spmd.mesh.sharding import axis_refs, part_atoms
 from spmd.mesh.spec import OPEN, as_mesh, dims_of, match_patterns, spec_entries
 
 Specs = Sequence[Any] | Mapping[str, Any] | None

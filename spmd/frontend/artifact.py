@@ -12,6 +12,7 @@ from jaxlib.mlir.dialects import stablehlo
 
 from spmd.errors import FrontendError
 from spmd.frontend.bytecode import MAGIC
+from spmd.frontend.importer.attributes import ops_in
 from spmd.frontend.trace import trace
 
 
@@ -65,16 +66,12 @@ def calls_of(module: Any) -> Calls:
     """Counts a module's custom calls and composites, but for those that stand for marks."""
     custom: Counter[str] = Counter()
     composites: Counter[str] = Counter()
-
-    def visit(op: Any) -> Any:
-        if op.name == "stablehlo.custom_call":
-            custom[ir.StringAttr(op.attributes["call_target_name"]).value] += 1
-        if op.name == "stablehlo.composite":
-            composites[ir.StringAttr(op.attributes["name"]).value] += 1
-        return ir.WalkResult.ADVANCE
-
     with module.context:
-        module.operation.walk(visit)
+        for op in ops_in(module.operation):
+            if op.name == "stablehlo.custom_call":
+                custom[ir.StringAttr(op.attributes["call_target_name"]).value] += 1
+            if op.name == "stablehlo.composite":
+                composites[ir.StringAttr(op.attributes["name"]).value] += 1
     for mark in ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"):
         custom.pop(mark, None)
     return Calls(dict(sorted(custom.items())), dict(sorted(composites.items())))

@@ -7,6 +7,7 @@ prints text, which this one reads with a parser that survives wrong input.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
@@ -76,7 +77,12 @@ def _frames(data: bytes) -> Iterator[bytes]:
 def main() -> None:
     """The other process: bytecode on stdin, text on stdout."""
     data = sys.stdin.buffer.read()
-    _limit(_MEMORY + _MEMORY_PER_BYTE * len(data), int(sys.argv[1]))
+    with contextlib.suppress(ImportError):  # not on every system
+        import resource
+
+        memory, seconds = _MEMORY + _MEMORY_PER_BYTE * len(data), int(sys.argv[1])
+        for what, limit in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, seconds)):
+            resource.setrlimit(what, (limit, resource.getrlimit(what)[1]))
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
@@ -95,16 +101,6 @@ def main() -> None:
                 file=text, binary=True, enable_debug_info=True, print_generic_op_form=True
             )
             sys.stdout.buffer.write(_framed(text.getvalue()))
-
-
-def _limit(size: int, seconds: int) -> None:
-    """Bounds this process's memory in bytes, and its time on the processor."""
-    try:
-        import resource
-    except ImportError:  # not on this system
-        return
-    for what, limit in ((resource.RLIMIT_AS, size), (resource.RLIMIT_CPU, seconds)):
-        resource.setrlimit(what, (limit, resource.getrlimit(what)[1]))
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd.errors import SpmdError, UnsupportedOpError
+from spmd.errors import SpmdError
 from spmd.frontend.importer.module import import_module
+from spmd.frontend.importer.ops import refusal
 from spmd.frontend.trace import trace
 from spmd.ir.description import key_of
 from spmd.ir.dialect.bodies import inline_elementwise, is_elementwise
@@ -62,17 +63,21 @@ class Site(NamedTuple):
 
     def fail(self, why: str, fix: str) -> NoReturn:
         """Raises the error of a form that cannot be rewritten."""
-        raise UnsupportedOpError(
-            f"{self.op.name} cannot be partitioned: {why}",
-            op=f"{self.op.name}({', '.join(map(str, self.op.kind.operands))}) -> {self.result}",
-            source=self.op.loc.source,
-            fix=fix,
-        )
+        op = f"{self.op.name}({', '.join(map(str, self.op.kind.operands))}) -> {self.result}"
+        raise refusal(self.op.name, why, fix, self.op.loc, op)
 
 
 Canonical = Callable[[Site], Sequence[Value]]
 
-CANONICAL: dict[str, Canonical] = {}
+CANONICAL: dict[str, Canonical] = {
+    "chlo.constant": lambda s: s.b.op("stablehlo.constant", (), (s.result,), s.attrs),
+    # Of dynamic ops the result's type says the shape, wherever the shape operand comes from.
+    "stablehlo.dynamic_broadcast_in_dim": lambda s: (
+        s.b.broadcast(s.operands[0], s.result.shape, s.attrs["broadcast_dimensions"]),
+    ),
+    "stablehlo.dynamic_iota": lambda s: (s.b.iota(s.result, s.attrs["iota_dimension"]),),
+    "stablehlo.dynamic_reshape": lambda s: (s.b.reshape(s.operands[0], s.result.shape),),
+}
 """Op (or `custom_call:` and its target) -> how it is written with other ops."""
 
 
@@ -105,7 +110,7 @@ def canonicalize(program: Program) -> Program:
 
 
 # ---------------------------------------------------------------------------------------------
-# CHLO's implicit broadcasts, constants and scans.
+# CHLO's implicit broadcasts, and scans.
 #
 # before: `%2 = chlo.broadcast_add %0, %1 : (tensor<4x6xf32>, tensor<6xf32>) -> tensor<4x6xf32>`
 # after:  `%2 = broadcast_in_dim %1; %3 = stablehlo.add %0, %2`
@@ -124,32 +129,23 @@ BROADCASTING = {
 
 @canonical(*BROADCASTING)
 def _broadcasting(site: Site) -> Sequence[Value]:
-    name = BROADCASTING[site.op.name]
-    shape = site.result.shape
-    given = site.attrs.get("broadcast_dimensions")
-    operands = [_spread(site.b, v, shape, given) for v in site.operands]
-    attrs = {n: _as_stablehlo(a) for n, a in site.attrs.items() if n != "broadcast_dimensions"}
-    return site.b.op(name, operands, (site.result,), attrs)
+    b, shape = site.b, site.result.shape
+    given: Any = site.attrs.get("broadcast_dimensions")
 
+    def spread(x: Value) -> Value:
+        """An operand at the common shape; dims line up at the end unless the op says how."""
+        rank = b.types[x].rank
+        if b.types[x].shape == shape:
+            return x
+        is_stated = given is not None and len(given) == rank
+        return b.broadcast(x, shape, given if is_stated else range(len(shape) - rank, len(shape)))
 
-def _spread(b: Builder, x: Value, shape: tuple[int, ...], given: tuple[int, ...] | None) -> Value:
-    """An operand at the common shape; dims line up at the end unless the op says how."""
-    rank = b.types[x].rank
-    if b.types[x].shape == shape:
-        return x
-    if given is not None and len(given) == rank:
-        return b.broadcast(x, shape, given)
-    return b.broadcast(x, shape, tuple(range(len(shape) - rank, len(shape))))
-
-
-def _as_stablehlo(attr: Attribute) -> Attribute:
-    """CHLO's own spelling of comparison attributes."""
-    return Opaque(attr.text.replace("#chlo<", "#stablehlo<")) if isinstance(attr, Opaque) else attr
-
-
-@canonical("chlo.constant")
-def _constant(site: Site) -> Sequence[Value]:
-    return site.b.op("stablehlo.constant", (), (site.result,), site.attrs)
+    attrs = {  # CHLO has its own spelling of comparisons
+        n: Opaque(a.text.replace("#chlo<", "#stablehlo<")) if isinstance(a, Opaque) else a
+        for n, a in site.attrs.items()
+        if n != "broadcast_dimensions"
+    }
+    return b.op(BROADCASTING[site.op.name], list(map(spread, site.operands)), (site.result,), attrs)
 
 
 @canonical("chlo.scan")
@@ -172,13 +168,8 @@ def _scan(site: Site) -> Sequence[Value]:
     y, init = site.operands
     size = site.result.shape[dim]
 
-    def first(x: Value, count: int) -> Value:
-        """The first elements in the scan's order."""
-        return b.slice_dim(x, dim, *((size - count, size) if is_reverse else (0, count)))
-
-    def rest(x: Value, count: int) -> Value:
-        """All but the first elements."""
-        return b.slice_dim(x, dim, *((0, size - count) if is_reverse else (count, size)))
+    def part(x: Value, start: int, stop: int) -> Value:
+        return b.slice_dim(x, dim, *((size - stop, size - start) if is_reverse else (start, stop)))
 
     def joined(head: Value, tail: Value) -> Value:
         return b.concatenate((tail, head) if is_reverse else (head, tail), dim)
@@ -186,20 +177,20 @@ def _scan(site: Site) -> Sequence[Value]:
     def combined(x: Value, carry: Value) -> Value:
         return inline_elementwise(b, body, (x, carry), b.types[x].shape)[0]
 
-    head = first(y, 1)
+    head = part(y, 0, 1)
     head = combined(head, b.reshape(init, b.types[head].shape))
-    y = joined(head, rest(y, 1)) if size > 1 else head
+    y = joined(head, part(y, 1, size)) if size > 1 else head
     shift = 1
     while shift < size:
-        moved = first(y, size - shift)
-        y = joined(first(y, shift), combined(rest(y, shift), moved))
+        moved = part(y, 0, size - shift)
+        y = joined(part(y, 0, shift), combined(part(y, shift, size), moved))
         shift *= 2
-    return y, b.reshape(rest(y, size - 1), site.op.kind.results[1].shape)
+    return y, b.reshape(part(y, size - 1, size), site.op.kind.results[1].shape)
 
 
 # ---------------------------------------------------------------------------------------------
-# Older ops, and dynamic ones whose result's type says all. Those that need more are written anew
-# when they are imported (`importer/legalize.py`).
+# Older ops. Others, and dynamic ones whose result's type does not say all, are written anew when
+# they are imported (`LEGALIZED` of `importer/ops.py`).
 
 
 @canonical("stablehlo.einsum", "stablehlo.unary_einsum")
@@ -241,23 +232,6 @@ def _map(site: Site) -> Sequence[Value]:
     if not is_elementwise(body):
         site.fail("its body is not elementwise", "use elementwise ops in the body")
     return inline_elementwise(site.b, body, site.operands, site.result.shape)
-
-
-@canonical("stablehlo.dynamic_reshape")
-def _reshape(site: Site) -> Sequence[Value]:
-    """The result's type says the shape, wherever the shape operand comes from."""
-    return (site.b.reshape(site.operands[0], site.result.shape),)
-
-
-@canonical("stablehlo.dynamic_broadcast_in_dim")
-def _broadcast_in_dim(site: Site) -> Sequence[Value]:
-    dims = site.attrs["broadcast_dimensions"]
-    return (site.b.broadcast(site.operands[0], site.result.shape, dims),)
-
-
-@canonical("stablehlo.dynamic_iota")
-def _iota(site: Site) -> Sequence[Value]:
-    return (site.b.iota(site.result, site.attrs["iota_dimension"]),)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -351,55 +325,41 @@ def _fft(site: Site) -> Sequence[Value]:
 # after:  `%mean = sum(%x) / n; %var = sum((%x - %mean)^2) / n; %y = (%x - %mean) * ...`
 
 
-class _Norm:
-    """Steps along the feature dim of one batch normalization."""
+@canonical(*(f"stablehlo.batch_norm_{name}" for name in ("grad", "inference", "training")))
+def _norm(site: Site) -> Sequence[Value]:
+    type_ = site.op.kind.operands[0]
+    feature: int = site.attrs["feature_index"]
+    others = [d for d in range(type_.rank) if d != feature]
+    count = type_.size // max(type_.shape[feature], 1)
+    epsilon = float(getattr(site.attrs["epsilon"], "text", "0").partition(":")[0])
 
-    def __init__(self, site: Site) -> None:
-        x = site.op.kind.operands[0]
-        self.shape = x.shape
-        self.feature: int = site.attrs["feature_index"]
-        self.others = [d for d in range(x.rank) if d != self.feature]
-        self.count = x.size // max(x.shape[self.feature], 1)
-        self.epsilon = float(getattr(site.attrs["epsilon"], "text", "0").partition(":")[0])
-
-    def spread(self, x: Any) -> Any:
+    def spread(x: Any) -> Any:
         """One number a feature, repeated over the whole tensor."""
-        return lax.broadcast_in_dim(x, self.shape, (self.feature,))
+        return lax.broadcast_in_dim(x, type_.shape, (feature,))
 
-    def sum(self, x: Any) -> Any:
-        """Sum over everything but the features."""
-        return lax.reduce_sum(x, self.others)
+    def total(x: Any) -> Any:
+        return lax.reduce_sum(x, others)
 
-    def normalize(self, x: Any, scale: Any, offset: Any, mean: Any, variance: Any) -> Any:
-        factor = lax.rsqrt(variance + self.epsilon) * scale
-        return (x - self.spread(mean)) * self.spread(factor) + self.spread(offset)
+    def normalize(x: Any, scale: Any, offset: Any, mean: Any, variance: Any) -> Any:
+        factor = lax.rsqrt(variance + epsilon) * scale
+        return (x - spread(mean)) * spread(factor) + spread(offset)
 
-    def training(self, x: Any, scale: Any, offset: Any) -> Any:
-        mean = self.sum(x) / self.count
-        variance = self.sum(lax.square(x - self.spread(mean))) / self.count
-        return self.normalize(x, scale, offset, mean, variance), mean, variance
+    def train(x: Any, scale: Any, offset: Any) -> Any:
+        mean = total(x) / count
+        variance = total(lax.square(x - spread(mean))) / count
+        return normalize(x, scale, offset, mean, variance), mean, variance
 
-    def gradient(self, x: Any, scale: Any, mean: Any, variance: Any, dy: Any) -> Any:
-        """The gradients of `x`, `scale` and `offset`; `var` is the variance with epsilon.
-
-        `dx = scale / sqrt(var) / n * (n * dy - sum(dy) - (x - mean) * sum(dy * (x - mean)) / var)`,
-        `dscale = sum(dy * (x - mean)) / sqrt(var)` and `doffset = sum(dy)`.
-        """
-        inverse = lax.rsqrt(variance + self.epsilon)
-        centered = x - self.spread(mean)
-        dy_sum, weighted = self.sum(dy), self.sum(dy * centered)
-        tilt = centered * self.spread(weighted * inverse * inverse / self.count)
-        dx = self.spread(scale * inverse) * (dy - self.spread(dy_sum / self.count) - tilt)
+    # The gradients of `x`, `scale` and `offset`; `var` is the variance with epsilon:
+    # `dx = scale / sqrt(var) / n * (n * dy - sum(dy) - (x - mean) * sum(dy * (x - mean)) / var)`,
+    # `dscale = sum(dy * (x - mean)) / sqrt(var)` and `doffset = sum(dy)`.
+    def grad(x: Any, scale: Any, mean: Any, variance: Any, dy: Any) -> Any:
+        inverse = lax.rsqrt(variance + epsilon)
+        centered = x - spread(mean)
+        dy_sum, weighted = total(dy), total(dy * centered)
+        tilt = centered * spread(weighted * inverse * inverse / count)
+        dx = spread(scale * inverse) * (dy - spread(dy_sum / count) - tilt)
         return dx, weighted * inverse, dy_sum
 
-
-_NORMS: Mapping[str, Callable[..., Any]] = {
-    "stablehlo.batch_norm_inference": _Norm.normalize,
-    "stablehlo.batch_norm_training": _Norm.training,
-    "stablehlo.batch_norm_grad": _Norm.gradient,
-}
-
-
-@canonical(*_NORMS)
-def _norm(site: Site) -> Sequence[Value]:
-    return site.computed(partial(_NORMS[site.op.name], _Norm(site)))
+    functions: dict[str, Callable[..., Any]]
+    functions = {"inference": normalize, "training": train, "grad": grad}
+    return site.computed(functions[site.op.name.removeprefix("stablehlo.batch_norm_")])

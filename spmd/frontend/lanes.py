@@ -1,8 +1,17 @@
-"""Lanes: which ops do the same with values that have nothing to do with each other.
+"""Lanes: equal work on different values, done one after another, is found and done at once.
 
-They are found from a few that do (`Block.grown`): what makes their operands, and what reads their
-results, does the same as long as it is of one kind. Each op of a *row* does in its *lane* what the
-first one does in the first lane. No op of a lane may need one of another lane.
+before: `%4 = dot %0, %0; %5 = tanh %4;  %6 = dot %1, %1; %7 = tanh %6`
+after:  `%8 = concatenate (reshape %0), (reshape %1); %9 = dot_general[batch 0] %8, %8;
+         %10 = tanh %9; %5 = reshape (slice %10 [0:1]); %7 = reshape (slice %10 [1:2])`
+
+A Python loop over matrices, layers or members of an ensemble writes such programs. A device could
+do some of them and leave the rest to others, but what is split is a dim, and there is none that
+runs over them until they are stacked.
+
+Ops that do the same are found from a few that do (`Block.grown`): what makes their operands, and
+what reads their results, does the same as long as it is of one kind. Each op of a *row* does in its
+*lane* what the first one does in the first lane. No op of a lane may need one of another lane.
+Which of them are worth it is for `spmd.planning.stacks` to say.
 """
 
 from __future__ import annotations
@@ -12,8 +21,12 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from spmd.ir.dialect.batched import form_of
-from spmd.ir.program import Op, Program, Region, Value, free_values, has_effect, reads
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values, has_effect, reads
+from spmd.ir.rewrite import remove_dead, repeat_op
 
 Row = tuple[int, ...]  # places of ops, of each lane one, that do the same
 
@@ -78,11 +91,11 @@ class Block:
 
     def same(self, values: Iterable[Value]) -> bool:
         """Whether values are one, or constants that are alike."""
-        return len({self._name(v) for v in values}) == 1
-
-    def _name(self, value: Value) -> Hashable:
-        op = self.ops[self.places[value]] if value in self.places else None
-        return op.kind if op is not None and op.kind.about.is_source else value
+        names: set[Hashable] = set()
+        for value in values:
+            op = self.ops[self.places[value]] if value in self.places else None
+            names.add(op.kind if op is not None and op.kind.about.is_source else value)
+        return len(names) == 1
 
     def operands(self, row: Row) -> list[tuple[Value, ...]]:
         """Each operand of a row's ops, in every lane."""
@@ -132,7 +145,6 @@ class Block:
                     yield from zip(*others, strict=True)
 
     def _fits(self, row: Row) -> bool:
-        """Whether ops do the same and can be done at once."""
         shape = self.shape(row[0])
         if shape is None or any(self.shape(place) != shape for place in row):
             return False
@@ -292,3 +304,131 @@ def _spread(region: Region, count: int, env: dict[Value, bool]) -> bool:
             return False
         env.update(zip(op.results, found, strict=True))
     return True
+
+
+# ---------------------------------------------------------------------------------------------
+# Writing: rows are done at once.
+
+
+def stacked(program: Program, stacks: Sequence[Stack]) -> Program:
+    """Does the ops of each stack of a program's body at once, in an order that there is."""
+    block, b = Block(program), Builder(program.types)
+    order = block.order(stacks)
+    assert order is not None
+    rows = [row for row in order if len(row) > 1]
+    inside = {place for row in rows for place in row}
+    written = {values for row in rows for values in block.results(row)}
+    alone = set(program.body.results)  # values read one by one: they keep their numbers
+    for place, read in enumerate(block.reads):
+        if place not in inside:
+            alone.update(read)
+    for row in rows:
+        for values in block.operands(row):
+            if values not in written:
+                alone.update(values)
+    # values, of each lane one -> what they are together, and whether they differ
+    made: dict[tuple[Value, ...], tuple[Value, bool]] = {}
+
+    def together(values: tuple[Value, ...]) -> tuple[Value, bool]:
+        if values not in made:
+            if block.same(values):
+                made[values] = values[0], False
+            else:
+                wide = [b.reshape(v, (1, *b.types[v].shape)) for v in values]
+                made[values] = b.concatenate(wide, 0), True
+        return made[values]
+
+    b.begin(isolated=True)
+    for row in order:
+        op = block.ops[row[0]]
+        if len(row) == 1:
+            b.append(op)
+            continue
+        b.loc = op.loc
+        given = [together(values) for values in block.operands(row)]
+        operands, differs = [v for v, _ in given], [d for _, d in given]
+        env = dict(zip(op.operands, operands, strict=True))
+        results, differ = _write(b, op, operands, differs, len(row), env)
+        for values, value, has_dim in zip(block.results(row), results, differ, strict=True):
+            made[values] = value, has_dim
+            for lane, old in enumerate(values):
+                if old in alone:
+                    piece = b.slice_dim(value, 0, lane, lane + 1) if has_dim else value
+                    kind = OpKind("stablehlo.reshape", (b.types[piece],), (b.types[old],), {})
+                    b.append(Op(kind, (piece,), (old,), (), op.loc))
+    body = b.end(program.body.args, program.body.results)
+    return remove_dead(program._replace(types=tuple(b.types), body=body))
+
+
+def _write(
+    b: Builder,
+    op: Op,
+    operands: Sequence[Value],
+    differs: Sequence[bool],
+    count: int,
+    env: dict[Value, Value],
+) -> tuple[tuple[Value, ...], list[bool]]:
+    """Appends an op, done for all lanes at once; its results, and which of them differ.
+
+    Results that differ have a new dim in front, as do operands. `env` has the new values of all
+    that an op reads that does not differ.
+    """
+    if not any(differs):
+        repeat_op(b, op, env)
+        return tuple(env[v] for v in op.results), [False] * len(op.results)
+    b.loc = op.loc
+    if op.is_loop:
+        return _write_loop(b, op, operands, differs, count)
+    form = form_of(op.kind, count, differs)
+    assert form is not None
+    given = list(zip(operands, differs, strict=True))
+    if form.start is not None:
+        dtype = b.types[operands[form.start]].dtype
+        given.insert(form.start, (b.constant(np.array(0), dtype), False))
+    fitting = [  # what is the same for all, and not a scalar beside, is broadcast
+        v
+        if b.types[v] == want
+        else b.broadcast(v, want.shape, (0,) if has_dim else range(1, want.rank))
+        for (v, has_dim), want in zip(given, form.kind.operands, strict=True)
+    ]
+    made = b.repeat(form.kind, tuple(fitting))
+    rest = [[d for d in range(b.types[v].rank) if d != form.dim] for v in made]
+    moved = zip(made, rest, strict=True)
+    return tuple(b.transpose(v, (form.dim, *dims)) for v, dims in moved), [True] * len(made)
+
+
+def _write_loop(
+    b: Builder, op: Op, operands: Sequence[Value], differs: Sequence[bool], count: int
+) -> tuple[tuple[Value, ...], list[bool]]:
+    """A loop that does the trips of all lanes at once; its results, and which of them differ."""
+    carried = carries_that_differ(op, count, differs)
+    assert carried is not None
+
+    def wide(value: Value, is_wide: bool, becomes_wide: bool) -> Value:
+        if is_wide or not becomes_wide:
+            return value
+        shape = b.types[value].shape
+        return b.broadcast(value, (count, *shape), range(1, len(shape) + 1))
+
+    given = [wide(v, d, c) for v, d, c in zip(operands, differs, carried, strict=True)]
+    types = tuple(b.types[v] for v in given)
+
+    def region(old: Region) -> Region:
+        b.begin(isolated=True)
+        args = [b.value(t) for t in types]
+        env = dict(zip(old.args, args, strict=True))
+        flags = dict(zip(old.args, carried, strict=True))
+        for inner in old.ops:
+            now = [flags.get(v, False) for v in inner.operands]
+            read = [env[v] for v in inner.operands]
+            made, differ = _write(b, inner, read, now, count, env)
+            env.update(zip(inner.results, made, strict=True))
+            flags.update(zip(inner.results, differ, strict=True))
+        becomes = carried if old is op.regions[1] else [False]
+        results = [wide(env[v], flags[v], c) for v, c in zip(old.results, becomes, strict=True)]
+        return b.end(args, results)
+
+    regions = tuple(region(r) for r in op.regions)
+    b.loc = op.loc
+    kind = OpKind(op.name, types, types, op.kind.attrs)
+    return b.repeat(kind, tuple(given), regions), carried

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spmd.errors import SpecError
-from spmd.frontend.importer.manual import atoms_of_refs
+from spmd.frontend.importer.contents import atoms_of_refs
 from spmd.frontend.importer.module import Imported
 from spmd.ir.program import Value
 from spmd.ir.types import ShardingAttr

@@ -13,27 +13,31 @@ from __future__ import annotations
 import ast
 import io
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import func, sdy
 from jaxlib.mlir.dialects import stablehlo as hlo
 from jaxlib.mlir.passmanager import PassManager
 
 from spmd.errors import FrontendError
-from spmd.frontend.importer.attributes import function_type, items_of, location_of, tensor_type
-from spmd.frontend.importer.contents import Contents
-from spmd.frontend.importer.module import malformed
-from spmd.frontend.inlined import (
-    calls_in,
-    functions_of,
-    is_static,
+from spmd.frontend.importer.attributes import (
+    MARKS,
+    cloned,
+    defining_op,
+    entries_of,
+    function_type,
+    items_of,
+    location_of,
     ops_in,
-    put_together,
-    replace,
-    take_apart,
+    tensor_type,
 )
+from spmd.frontend.importer.contents import Contents, named_ops, stated_of
+from spmd.frontend.importer.handlers import DEEPEST_CALLS, SAME, is_manual_call
+from spmd.frontend.importer.module import malformed
+from spmd.frontend.importer.ops import MOST_OPS
 from spmd.frontend.sizes import LONGEST, Dim, size_of
 from spmd.ir.program import Loc
 
@@ -51,11 +55,6 @@ _PASSES = (
     "func.func(stablehlo-canonicalize-dynamism,stablehlo-check-shape-assertions))"
 )
 
-
-_ASSERTION = "shape_assertion"
-_SPECIFICATIONS = "polymorphic shapes specifications: "
-_SHAPE = ".shape = ("
-
 ArgumentDims = tuple[Dim | None, ...]
 """The size of each dim, as a number or an expression of symbols; None: the module says nothing."""
 
@@ -65,8 +64,9 @@ def is_dynamic(module: ir.Module) -> bool:
     """Whether a function of a module takes or gives dynamic dims, or takes a symbol's value."""
     with module.context:
         return any(
-            _symbols(function) or not all(map(is_static, itertools.chain(*function_type(function))))
-            for function in functions_of(module).values()
+            _symbols(function)
+            or not all(map(_is_static, itertools.chain(*function_type(function))))
+            for function in named_ops(module, "func.func").values()
         )
 
 
@@ -88,33 +88,62 @@ def refine(
     values that do not fit, or dims that depend on data.
     """
     with module.context, ir.Location.unknown():
-        copy = _copied(module)
+        data = io.BytesIO()
+        module.operation.write_bytecode(data)
+        copy = ir.Module.parse(data.getvalue())
         main = Contents(copy).main()
         _bind(copy, _symbols(main), symbols)
-        types = _types(main, shapes)
-        taken = take_apart(copy, main)
+        types = function_type(main)[0]
+        if len(types) != len(shapes):
+            raise FrontendError(
+                f"{len(shapes)} shapes are given for {len(types)} arguments",
+                required="one for each argument",
+            )
+        static = [_refined(i, *pair) for i, pair in enumerate(zip(types, shapes, strict=True))]
+        taken = _take_apart(copy, main)
         try:
-            PassManager.parse(_PASSES.format(types=",".join(map(str, types)))).run(copy.operation)
+            PassManager.parse(_PASSES.format(types=",".join(static))).run(copy.operation)
         except ir.MLIRError as error:
-            raise _refusal(error) from error
-        put_together(copy, main, taken)
+            text = str(error)
+            _, found, assertion = text.partition("Input shapes do not match")
+            raise FrontendError(
+                "the module cannot have these shapes",
+                actual=(found + assertion).split("Please see")[0].strip()[:600]
+                if found
+                else text.strip().replace("\n", " ")[:400],
+                fix="correct the sizes of its symbolic dims",
+            ) from error
+        for region in main.regions if taken else ():
+            _put_together(copy, region, taken)
         PassManager.parse("builtin.module(symbol-dce)").run(copy.operation)
-        _check_static(copy)
+        for op in ops_in(copy.operation):
+            dynamic = next((v.type for v in op.results if not _is_static(v.type)), None)
+            if dynamic is not None:
+                scope, frames = location_of(op.location)
+                raise FrontendError(
+                    f"a dim depends on data: {op.name} gives {dynamic}",
+                    source=Loc(scope, tuple(frames)).source,
+                    required="dims that follow from those of the arguments",
+                    fix="compute sizes from shapes alone",
+                )
     return copy
 
 
-def _copied(module: ir.Module) -> ir.Module:
-    data = io.BytesIO()
-    module.operation.write_bytecode(data)
-    return ir.Module.parse(data.getvalue())
-
-
-def _dims(type_: Any) -> tuple[int | None, ...]:
-    if not isinstance(type_, ir.RankedTensorType):
-        return tensor_type(type_).shape
-    return tuple(
-        None if type_.is_dynamic_dim(dim) else type_.get_dim_size(dim) for dim in range(type_.rank)
+def _refined(number: int, type_: Any, shape: Sequence[int]) -> str:
+    if not isinstance(type_, ir.RankedTensorType):  # a token
+        return str(type_)
+    ranked: Any = ir.RankedTensorType(type_)
+    fits = len(shape) == ranked.rank and all(
+        ranked.is_dynamic_dim(dim) or ranked.get_dim_size(dim) == size
+        for dim, size in enumerate(shape)
     )
+    if not fits:
+        raise FrontendError(
+            f"argument {number} cannot have the shape {tuple(shape)}",
+            required=str(type_),
+            fix="correct its shape, or the values of the symbols",
+        )
+    return str(ir.RankedTensorType.get(list(shape), ranked.element_type, ranked.encoding))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -144,13 +173,12 @@ def stated_dims(module: ir.Module) -> list[ArgumentDims]:
 
         ... polymorphic shapes specifications: args[0].shape = (n, 4),args[2].shape = (2*n,). ...
     """
-    dims: list[ArgumentDims]
     with module.context:
         main = Contents(module).main()
         types, own = function_type(main)[0], _symbols(main)
         dims = [_dims(type_) for i, type_ in enumerate(types) if i not in own]
+        specifications = _specifications(module)
     dynamic = [i for i, argument in enumerate(dims) if None in argument]
-    specifications = _specifications(module)
     if len(specifications) == len(dynamic):  # it names the arguments with symbolic dims, in order
         for i, stated in zip(dynamic, specifications, strict=True):
             if len(stated) == len(dims[i]):
@@ -158,44 +186,36 @@ def stated_dims(module: ir.Module) -> list[ArgumentDims]:
     return dims
 
 
+def _dims(type_: Any) -> ArgumentDims:
+    if not isinstance(type_, ir.RankedTensorType):
+        return tensor_type(type_).shape
+    return tuple(
+        None if type_.is_dynamic_dim(dim) else type_.get_dim_size(dim) for dim in range(type_.rank)
+    )
+
+
 def _specifications(module: ir.Module) -> list[ArgumentDims]:
-    for message in _messages(module):
-        _, found, text = message.partition(_SPECIFICATIONS)
-        if found:
-            stated = text.partition(". Obtained")[0].split(_SHAPE)[1:]
-            return [_shape(_in_brackets(part)) for part in stated]
+    """The shapes in the message of the first shape assertion."""
+    for op in ops_in(module.operation):
+        attributes = op.attributes
+        is_call = op.name == "stablehlo.custom_call"
+        if is_call and attributes["call_target_name"].value == "shape_assertion":
+            message = attributes["error_message"].value if "error_message" in attributes else ""
+            stated = message.partition("polymorphic shapes specifications: ")[2]
+            return [
+                _shape(part) for part in stated.partition(". Obtained")[0].split(".shape = (")[1:]
+            ]
     return []
 
 
-def _in_brackets(text: str) -> str:
-    """What stands in front of the bracket that closes one in front of the text."""
+def _shape(text: str) -> ArgumentDims:
+    """`n, 2*m, 4), ...` as dims, up to the closing bracket; nothing where it is no shape."""
     depth = 1
     for position, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
         if not depth:
-            return text[:position]
-    return text
-
-
-def _messages(module: ir.Module) -> Sequence[str]:
-    """What the assertions of a module's function say when they fail."""
-    found: list[str] = []
-
-    def visit(op: Any) -> Any:
-        is_call = op.name == "stablehlo.custom_call"
-        if is_call and op.attributes["call_target_name"].value == _ASSERTION:
-            if "error_message" in op.attributes:
-                found.append(op.attributes["error_message"].value)
-            return ir.WalkResult.INTERRUPT
-        return ir.WalkResult.ADVANCE
-
-    with module.context:
-        module.operation.walk(visit)
-    return found
-
-
-def _shape(text: str) -> ArgumentDims:
-    """`n, 2*m, 4` as dims; nothing where it is no shape."""
+            text = text[:position]
+            break
     try:
         if len(text) > LONGEST:
             return ()
@@ -218,10 +238,8 @@ def _shape(text: str) -> ArgumentDims:
 
 def _symbols(function: Any) -> dict[int, str]:
     """Position of an argument -> the symbol whose value it is."""
-    if "arg_attrs" not in function.attributes:
-        return {}
-    stated = [items_of(item) for item in function.attributes["arg_attrs"]]
-    return {i: str(attrs[SYMBOL].value) for i, attrs in enumerate(stated) if SYMBOL in attrs}
+    stated = enumerate(stated_of(function, "arg_attrs"))
+    return {i: str(attrs[SYMBOL].value) for i, attrs in stated if SYMBOL in attrs}
 
 
 def _bind(module: ir.Module, own: Mapping[int, str], symbols: Mapping[str, int]) -> None:
@@ -234,29 +252,28 @@ def _bind(module: ir.Module, own: Mapping[int, str], symbols: Mapping[str, int])
         )
     if not own:  # `main` computes them from the shapes of its arguments, and the passes fold that
         return
+
+    def sized(attr: Any) -> Any:
+        """An attribute of a composite; what is a symbolic dim is a number."""
+        if not isinstance(attr, ir.StringAttr) or not attr.value.startswith(DIM):
+            return attr
+        size = size_of(attr.value.removeprefix(DIM), symbols)
+        return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), size)
+
     gone: dict[str, set[int]] = {}
-    for name, function in functions_of(module).items():
+    for name, function in named_ops(module, "func.func").items():
         found = _symbols(function)
         if found:
             _drop_arguments(function, {i: symbols[symbol] for i, symbol in found.items()})
             gone[name] = set(found)
-    for op, callee in list(calls_in(module.operation)):
+    for op, callee in list(_calls_in(module.operation)):
         if op.name == "stablehlo.composite" and "composite_attributes" in op.attributes:
             stated = items_of(op.attributes["composite_attributes"])
-            sized = {name: _sized(attr, symbols) for name, attr in stated.items()}
-            op.attributes["composite_attributes"] = ir.DictAttr.get(sized)
+            attrs = {name: sized(attr) for name, attr in stated.items()}
+            op.attributes["composite_attributes"] = ir.DictAttr.get(attrs)
         if callee in gone:
             operands = [value for i, value in enumerate(op.operands) if i not in gone[callee]]
-            attrs = {name: op.attributes[name] for name in op.attributes}
-            replace(op, op.name, operands, attrs, op.location)
-
-
-def _sized(attr: Any, symbols: Mapping[str, int]) -> Any:
-    """An attribute of a composite; what is a symbolic dim is a number."""
-    if not isinstance(attr, ir.StringAttr) or not attr.value.startswith(DIM):
-        return attr
-    size = size_of(attr.value.removeprefix(DIM), symbols)
-    return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), size)
+            _replace(op, Taken(op.name, dict(entries_of(op)), op.location), operands)
 
 
 def _drop_arguments(function: Any, values: Mapping[int, int]) -> None:
@@ -278,57 +295,191 @@ def _drop_arguments(function: Any, values: Mapping[int, int]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# What does not fit.
+# Calls and composites are written out for the passes, and composites put together again.
+#
+#   %1 = composite "f" %0 {@f}    becomes    %a = barrier %0 {begin 7}; ops of @f on %a;
+#                                            %1 = barrier of what it returns {end 7}
+#
+# The passes see one function and compute the type of every value in it, as often as it takes. What
+# is then between two barriers is the decomposition at these shapes. Shardy's marks, which the
+# passes do not know either, are barriers meanwhile, too.
+
+BEGIN, END = "spmd.begin", "spmd.end"  # attributes of barriers: the number of what they stand for
+
+_CALLEES = {"func.call": "callee", "stablehlo.composite": "decomposition"}
+"""Op that calls a function -> its attribute that names it."""
 
 
-def _types(main: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
-    types = function_type(main)[0]
-    if len(types) != len(shapes):
-        raise FrontendError(
-            f"{len(shapes)} shapes are given for {len(types)} arguments",
-            required="one for each argument",
-        )
-    return [_type(i, *pair) for i, pair in enumerate(zip(types, shapes, strict=True))]
+class Taken(NamedTuple):
+    """What barriers do not say of the op that they stand for."""
+
+    name: str
+    attributes: Mapping[str, Any]
+    location: Any
 
 
-def _type(number: int, type_: Any, shape: Sequence[int]) -> Any:
-    if not isinstance(type_, ir.RankedTensorType):  # a token
-        return type_
-    ranked: Any = ir.RankedTensorType(type_)
-    fits = len(shape) == ranked.rank and all(
-        ranked.is_dynamic_dim(dim) or ranked.get_dim_size(dim) == size
-        for dim, size in enumerate(shape)
-    )
-    if not fits:
-        raise FrontendError(
-            f"argument {number} cannot have the shape {tuple(shape)}",
-            required=str(type_),
-            fix="correct its shape, or the values of the symbols",
-        )
-    return ir.RankedTensorType.get(list(shape), ranked.element_type, ranked.encoding)
+def _calls_in(root: Any) -> Iterator[tuple[Any, str]]:
+    for op in ops_in(root):
+        if op.name in _CALLEES:
+            yield op, op.attributes[_CALLEES[op.name]].value
 
 
-def _refusal(error: Exception) -> FrontendError:
-    text = str(error)
-    _, found, assertion = text.partition("Input shapes do not match")
-    return FrontendError(
-        "the module cannot have these shapes",
-        actual=(found + assertion).split("Please see")[0].strip()[:600]
-        if found
-        else text.strip().replace("\n", " ")[:400],
-        fix="correct the sizes of its symbolic dims",
-    )
+def _is_static(type_: Any) -> bool:
+    return not isinstance(type_, ir.RankedTensorType) or bool(type_.has_static_shape)
 
 
-def _check_static(module: ir.Module) -> None:
-    """Raise if a dim stayed dynamic."""
-    for op in ops_in(module.operation):
-        for value in op.results:
-            if not is_static(value.type):
-                scope, frames = location_of(op.location)
-                raise FrontendError(
-                    f"a dim depends on data: {op.name} gives {value.type}",
-                    source=Loc(scope, tuple(frames)).source,
-                    required="dims that follow from those of the arguments",
-                    fix="compute sizes from shapes alone",
-                )
+def _replace(op: Any, by: Taken, operands: Sequence[Any]) -> Any:
+    types, place = [value.type for value in op.results], ir.InsertionPoint(op)
+    attributes = dict(by.attributes)
+    made = ir.Operation.create(by.name, types, operands, attributes, loc=by.location, ip=place)
+    _replace_results(op, made.results)
+    return made
+
+
+def _replace_results(op: Any, values: Sequence[Any]) -> None:
+    for old, new in zip(op.results, values, strict=True):
+        old.replace_all_uses_with(new)
+    op.erase()
+
+
+def _take_apart(module: ir.Module, main: Any) -> dict[int, Taken]:
+    """Writes out what the function `main` calls, in place; other functions go.
+
+    Returns what the barriers of each number stand for. FrontendError if functions call each other
+    without end.
+    """
+    functions, count = named_ops(module, "func.func"), 0
+    taken: dict[int, Taken] = {}
+    own = main.attributes["sym_name"].value
+    waiting: list[tuple[Any, tuple[str, ...]]] = [(op, (own,)) for op in ops_in(main)]
+    while waiting:
+        op, around = waiting.pop()
+        count += 1
+        if op.name in SAME and op.results and not _is_static(op.results[0].type):
+            taken[len(taken)] = Taken(op.name, dict(entries_of(op)), op.location)
+            _replace_results(op, _barrier(op, END, len(taken) - 1, op.operands))
+        elif op.name in _CALLEES and not is_manual_call(op):
+            callee = op.attributes[_CALLEES[op.name]].value
+            problem = None
+            if callee in around:
+                problem = "calls itself"
+            elif callee not in functions or not functions[callee].regions[0].blocks:
+                problem = "has no body in the module"
+            elif len(around) > DEEPEST_CALLS or count > MOST_OPS:
+                problem = f"leads to more than {MOST_OPS} ops, or {DEEPEST_CALLS} calls in turn"
+            if problem:
+                raise FrontendError(f"function @{callee} {problem}")
+            inside = _written_out(op, functions[callee], taken)
+            waiting += [(item, (*around, callee)) for made in inside for item in ops_in(made)]
+    if not any(_calls_in(main)):
+        for function in functions.values():
+            if function != main:
+                function.erase()
+    return taken
+
+
+def _written_out(op: Any, function: Any, taken: dict[int, Taken]) -> list[Any]:
+    """The ops of a function in the place of its call, or between the barriers of a composite."""
+    made: list[Any] = []
+
+    def marked(values: Sequence[Any], name: str) -> list[Any]:
+        found = []
+        for value, attrs in zip(values, stated_of(function, name), strict=True):
+            if MARKS[0] in attrs:
+                with ir.InsertionPoint(op):
+                    made.append(sdy.ShardingConstraintOp(value, attrs[MARKS[0]]).operation)
+                value = made[-1].results[0]
+            found.append(value)
+        return found
+
+    operands, number = list(op.operands), None
+    if op.name == "stablehlo.composite" and operands and op.results:
+        number = len(taken)
+        taken[number] = Taken(op.name, dict(entries_of(op)), op.location)
+        operands = _barrier(op, BEGIN, number, operands)
+    block = function.regions[0].blocks[0]
+    values = dict(zip(block.arguments, marked(operands, "arg_attrs"), strict=True))
+    returned: list[Any] = []
+    with ir.InsertionPoint(op):
+        for item in block.operations:
+            if item.operation.name == "func.return":
+                returned = [values[value] for value in item.operands]
+            else:
+                made.append(cloned(item.operation, values))
+    results = marked(returned, "res_attrs")
+    _replace_results(op, results if number is None else _barrier(op, END, number, results))
+    return made
+
+
+def _barrier(op: Any, name: str, number: int, operands: Any) -> list[Any]:
+    """What a barrier in front of an op makes of operands."""
+    with ir.InsertionPoint(op):
+        barrier = hlo.OptimizationBarrierOp(list(operands))
+    number_type = ir.IntegerType.get_signless(64)
+    barrier.operation.attributes[name] = ir.IntegerAttr.get(number_type, number)
+    return list(barrier.operation.results)
+
+
+def _put_together(module: ir.Module, region: Any, taken: Mapping[int, Taken]) -> None:
+    """Puts back what `_take_apart` took, at the shapes that there are now."""
+    for block in region.blocks:
+        line: list[Any] = []
+        begins: dict[int, int] = {}  # number -> where its first barrier is in the line
+        for op in [item.operation for item in block.operations]:
+            for inner in op.regions:
+                _put_together(module, inner, taken)
+            if BEGIN in op.attributes:
+                begins[op.attributes[BEGIN].value] = len(line)
+            if END not in op.attributes:
+                line.append(op)
+                continue
+            number = op.attributes[END].value
+            if number not in begins:
+                line.append(_replace(op, taken[number], list(op.operands)))
+                continue
+            first, *inside = line[begins[number] :]
+            composite = _composite(module, first, inside, op, taken[number], number)
+            left = []  # what others read, too, such as constants, stays
+            for other in (*reversed(inside), first):
+                if other.results and not any(True for v in other.results for _ in v.uses):
+                    other.erase()
+                else:
+                    left.append(other)
+            line[begins[number] :] = [*reversed(left), composite]
+
+
+def _composite(
+    module: ir.Module, first: Any, inside: list[Any], last: Any, taken: Taken, number: int
+) -> Any:
+    """A composite in the place of its last barrier, and its function from what is in front."""
+    returned = list(last.operands)
+    needed, ops = set(returned), []
+    for op in reversed(inside):
+        if any(value in needed for value in op.results):
+            ops.append(op)
+            needed |= _read(op)
+    made = {value for op in (first, *ops) for value in op.results}
+    outside = [defining_op(value) for value in needed - made]
+    if not all(op is not None and op.name == "stablehlo.constant" for op in outside):
+        raise FrontendError(f"the decomposition of {taken.name} reads a value from around it")
+    name = f"{taken.attributes['decomposition'].value}.{number}"
+    ends = [value.type for value in first.operands], [value.type for value in returned]
+    builder: Any = func  # its stub lacks the extensions of the class
+    with ir.InsertionPoint(module.body):
+        block = builder.FuncOp(name, ends, visibility="private").add_entry_block()
+    values = dict(zip(first.results, block.arguments, strict=True))
+    with ir.InsertionPoint(block):
+        for op in (*outside, *reversed(ops)):
+            cloned(op, values)
+        func.ReturnOp([values[value] for value in returned])
+    attributes = {**taken.attributes, "decomposition": ir.FlatSymbolRefAttr.get(name)}
+    return _replace(last, taken._replace(attributes=attributes), list(first.operands))
+
+
+def _read(op: Any) -> set[Any]:
+    """The values that an op, or what is inside it, reads from around it."""
+    items = ops_in(op)
+    blocks = [block for item in items for region in item.regions for block in region.blocks]
+    own = {value for item in items for value in item.results}
+    own |= {argument for block in blocks for argument in block.arguments}
+    return {value for item in items for value in item.operands} - own

@@ -31,11 +31,12 @@ SLICE, CONCATENATE, PAD = "stablehlo.slice", "stablehlo.concatenate", "stablehlo
 
 def shift_heads(program: Program, proposals: Sequence[Sequence[Axes]]) -> Program:
     """Rewrites such concatenations along dims that the marks suggest to split (`proposals`)."""
-    joins = [
-        op
-        for op in program.walk()
-        if _has_head(op) and proposals[op.results[0]][op.kind.attrs["dimension"]]
-    ]
+    joins = []
+    for op in program.walk():
+        if op.name == CONCATENATE and len(op.operands) == 2:
+            dim, (head, tail) = op.kind.attrs["dimension"], op.kind.operands
+            if head.shape[dim] == 1 < tail.shape[dim] and proposals[op.results[0]][dim]:
+                joins.append(op)
     if not joins:
         return program
     producers, users = producers_of(program), users_of(program)
@@ -51,7 +52,7 @@ def shift_heads(program: Program, proposals: Sequence[Sequence[Axes]]) -> Progra
 
     def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
         shifts = found.get(op.results[0]) if op.results else None
-        return shifts and (_Shifted(b, now, producers, shifts).chosen(op),)
+        return shifts and (_chosen(b, now, producers, shifts, op),)
 
     return remove_dead(dedupe(edit_ops(program, edit)))
 
@@ -62,15 +63,6 @@ class _Shifts(NamedTuple):
     dim: int
     head: Value  # the slice of which the head is the element in front
     inside: frozenset[Value]  # elementwise ops' results, to be made one element longer
-
-
-def _has_head(op: Op) -> bool:
-    """Whether an op puts one element in front of others."""
-    if op.name != CONCATENATE or len(op.operands) != 2:
-        return False
-    dim = op.kind.attrs["dimension"]
-    head, tail = op.kind.operands
-    return head.shape[dim] == 1 < tail.shape[dim]
 
 
 def _shifts(op: Op, producers: Mapping[Value, Op]) -> _Shifts | None:
@@ -92,48 +84,34 @@ def _shifts(op: Op, producers: Mapping[Value, Op]) -> _Shifts | None:
             ask += [v for v, t in zip(made.operands, made.kind.operands, strict=True) if t.rank]
         else:
             leaves[value] = None
-    heads = [leaf for leaf in leaves if _begins_behind(producers.get(leaf), first, dim)]
+    heads = []  # slices of what comes, step by step, behind the element that the head is
+    for leaf in leaves:
+        made = producers.get(leaf)
+        if made is not None and made.name == SLICE and made.operands == first.operands:
+            starts, stride = made.kind.attrs["start_indices"], made.kind.attrs["strides"][dim]
+            if resized(starts, dim, starts[dim] - stride) == first.kind.attrs["start_indices"]:
+                heads.append(leaf)
     return _Shifts(dim, heads[0], frozenset(inside)) if inside and heads else None
 
 
-def _begins_behind(op: Op | None, first: Op, dim: int) -> bool:
-    """Whether a slice has what comes, step by step, behind the element that another one is."""
-    if op is None or op.name != SLICE or op.operands != first.operands:
-        return False
-    starts, others = op.kind.attrs["start_indices"], first.kind.attrs["start_indices"]
-    return bool(resized(starts, dim, starts[dim] - op.kind.attrs["strides"][dim]) == others)
+def _chosen(
+    b: Builder, now: Now, producers: Mapping[Value, Op], shifts: _Shifts, join: Op
+) -> Value:
+    """A join's result: its head where that is, else what its tail was, one element longer."""
+    dim = shifts.dim
 
-
-class _Shifted(NamedTuple):
-    """The rewrite of one join."""
-
-    b: Builder
-    now: Now
-    producers: Mapping[Value, Op]
-    shifts: _Shifts
-
-    def chosen(self, join: Op) -> Value:
-        """The join's result: its head where that is, else what its tail was, one element longer."""
-        b, dim = self.b, self.shifts.dim
-        type_ = join.kind.results[0]
-        places = b.iota(TensorType(type_.shape, "i32"), dim)
-        is_first = b.compare("LT", places, b.splat(1, b.types[places]))
-        return b.select(is_first, self.longer(self.shifts.head), self.longer(join.operands[1]))
-
-    def longer(self, value: Value) -> Value:
+    def longer(value: Value) -> Value:
         """A value with one more element in front, which nobody will choose."""
-        return self.b.once(("longer", value, self.shifts.dim), lambda: self.made(value))
+        return b.once(("longer", value, dim), lambda: made(value))
 
-    def made(self, value: Value) -> Value:
-        """Makes what `longer` gives."""
-        b, dim, op = self.b, self.shifts.dim, self.producers.get(value)
-        type_ = b.types[value]
+    def made(value: Value) -> Value:
+        op, type_ = producers.get(value), b.types[value]
         type_ = type_.with_dim(dim, type_.shape[dim] + 1)
-        if op is not None and value in self.shifts.inside:
-            operands = [self.longer(v) if b.types[v].rank else self.now(v) for v in op.operands]
+        if op is not None and value in shifts.inside:
+            operands = [longer(v) if b.types[v].rank else now(v) for v in op.operands]
             return b.op(op.name, operands, (type_,), op.kind.attrs)[0]
+        attrs = {} if op is None else op.kind.attrs
         if op is not None and op.name == SLICE:
-            attrs = op.kind.attrs
             starts, stride = attrs["start_indices"], attrs["strides"][dim]
             if starts[dim] >= stride:
                 # It ends where the slice of every element from there would that is there already.
@@ -144,23 +122,22 @@ class _Shifted(NamedTuple):
                     "start_indices": resized(starts, dim, begin),
                     "limit_indices": resized(attrs["limit_indices"], dim, limit),
                 }
-                (source,) = op.operands
-                return b.op(SLICE, (self.now(source),), (type_,), attrs)[0]
-        if op is not None and op.name == BROADCAST and not _varies(op, dim):
-            return b.op(op.name, [self.now(v) for v in op.operands], (type_,), op.kind.attrs)[0]
+                return b.op(SLICE, (now(op.operands[0]),), (type_,), attrs)[0]
+        if op is not None and op.name == BROADCAST:
+            sizes = zip(attrs["broadcast_dimensions"], op.kind.operands[0].shape, strict=True)
+            if dict(sizes).get(dim, 1) == 1:  # its elements along the dim are alike
+                return b.op(op.name, [now(v) for v in op.operands], (type_,), attrs)[0]
         none = (0,) * type_.rank
-        attrs = {
+        padding = {
             "edge_padding_low": resized(none, dim, 1),
             "edge_padding_high": none,
             "interior_padding": none,
             NEUTRAL: True,
         }
         zero = b.splat(0, type_.with_shape(()))
-        return b.op(PAD, (self.now(value), zero), (type_,), attrs)[0]
+        return b.op(PAD, (now(value), zero), (type_,), padding)[0]
 
-
-def _varies(broadcast: Op, dim: int) -> bool:
-    """Whether elements along a dim come from different elements of a broadcast's operand."""
-    dims, shape = broadcast.kind.attrs["broadcast_dimensions"], broadcast.kind.operands[0].shape
-    of = dict(zip(dims, shape, strict=True))
-    return bool(of.get(dim, 1) > 1)
+    type_ = join.kind.results[0]
+    places = b.iota(TensorType(type_.shape, "i32"), dim)
+    is_first = b.compare("LT", places, b.splat(1, b.types[places]))
+    return b.select(is_first, longer(shifts.head), longer(join.operands[1]))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import jit as plain_jit  # users may put spmd.jit in its place
+from jax.experimental import io_callback
 from jax.experimental.custom_partitioning import custom_partitioning_p
 from jax.export import is_symbolic_dim
-from jax.extend.core import Primitive, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun, jaxprs_in_params
 from jax.extend.source_info_util import register_exclusion
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh as JaxMesh
@@ -22,9 +23,10 @@ from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.dialects import stablehlo as hlo
 
 from spmd.errors import FrontendError, MeshError
-from spmd.frontend.callbacks import OnCallbacks, OwnCallbacks
 from spmd.frontend.refine import DIM, is_dynamic, refine
+from spmd.ir.dialect.callbacks import CALLBACK, FLAG
 from spmd.ir.program import Callback
+from spmd.ir.types import numpy_dtype
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import as_mesh, has_explicit_axes, mesh_around
 
@@ -64,6 +66,10 @@ def note_mesh(mesh: Mesh) -> Mesh:
     return found[0]
 
 
+OnCallbacks = Literal["run", "drop"]
+"""What becomes of `jax.debug.print` and `jax.debug.callback`; others run in any case."""
+
+
 class ClosedOverTracer(FrontendError):
     """A function uses a value of another function, which is being traced, that is no argument."""
 
@@ -91,15 +97,10 @@ def trace(
 ) -> Trace:
     """Traces `fn` at the given arguments and lowers it for `platform`, whole and unpartitioned.
 
-    Args:
-      fn: a function of pytrees.
-      args, kwargs: `jax.ShapeDtypeStruct`s, static arguments as they are.
-      platform: `cpu`, `cuda`, `tpu`.
-      static_argnums, static_argnames: which arguments are static.
-      on_callbacks: what becomes of callbacks. Left out, they stay those of jax, which point to
-        Python objects: nobody can import the module.
-      mesh: the mesh that it is compiled for, if that is known; else that of the first mark. Devices
-        in the module are positions in it.
+    `args` and `kwargs` are `jax.ShapeDtypeStruct`s, static arguments as they are; `platform` is
+    `cpu`, `cuda` or `tpu`. Where `on_callbacks` is left out, callbacks stay those of jax, which
+    point to Python objects: nobody can import the module. `mesh` is the one that it is compiled
+    for, if that is known; else that of the first mark. Devices in the module are positions in it.
 
     Raises:
       FrontendError: a `shard_map` over Explicit axes of an argument of another type.
@@ -124,20 +125,27 @@ def trace(
             "of other programs it is inlined",
         )
     out = jax.tree.unflatten(traced.out_tree, map(_struct, program.out_avals))
-    calls = OwnCallbacks(on_callbacks) if on_callbacks else None
+    calls = _OwnCallbacks(on_callbacks) if on_callbacks else None
     flat = calls and calls.without_jax(program, traced.fun_name)
     if flat:
         traced = plain_jit(flat, keep_unused=True).trace(*map(_struct, program.in_avals))
-    meshes = list(dict.fromkeys(_meshes_of(program.jaxpr)))
+    eqns = list(_eqns_in(program.jaxpr))
+    meshes: dict[tuple[bool, Any], None] = {}  # whether each is that of a `shard_map`, the mesh
+    for eqn in eqns:
+        if eqn.primitive.name == "shard_map":
+            meshes[True, eqn.params["mesh"]] = None
+        elif eqn.primitive.name == "sharding_constraint":
+            meshes[False, getattr(eqn.params["sharding"], "mesh", None)] = None
     jax_meshes = [m for _, m in meshes if isinstance(m, JaxMesh)]
     own = mesh or next(iter([*(_SEEN.get() or ()), *map(as_mesh, jax_meshes)]), None)
     positions = own.device_ids if own else ()
     orders = (tuple(d.id for d in m.devices.flat) for m in jax_meshes)
     order = next(orders, positions)
     symbolic = any(is_symbolic_dim(d) for a in program.in_avals for d in getattr(a, "shape", ()))
-    composites = _composites_of(program.jaxpr) if symbolic else ()
-    rules = [(primitive, _lower_composite) for primitive in dict.fromkeys(composites)]
-    marks = (_uneven_mark, partial(_lower_mark, order=order))
+    # The primitive of jax's composites has no public name.
+    named = [eqn.primitive for eqn in eqns if eqn.primitive.name == "composite" and symbolic]
+    rules = [(primitive, _lower_composite) for primitive in dict.fromkeys(named)]
+    marks = (_uneven_mark, functools.partial(_lower_mark, order=order))
     own_rules = [*(calls.lowering_rules() if calls else ()), *rules]
     every: Any = ((custom_partitioning_p, _inline), marks, *own_rules)
     parameters = mlir.LoweringParameters(override_lowering_rules=every)
@@ -161,7 +169,7 @@ def _struct(aval: Any) -> jax.ShapeDtypeStruct:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """What jax says of explicit axes, and of orders of devices, is an error of ours."""
+    """Says what jax says of explicit axes, and of orders of devices, as errors of ours."""
     try:
         yield
     except ValueError as error:
@@ -187,15 +195,11 @@ def _told() -> Iterator[None]:
         raise
 
 
-def _meshes_of(jaxpr: Any) -> Iterator[tuple[bool, Any]]:
-    """The meshes of a jaxpr and of those inside it, and whether each is that of a `shard_map`."""
+def _eqns_in(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "shard_map":
-            yield True, eqn.params["mesh"]
-        elif eqn.primitive.name == "sharding_constraint":
-            yield False, getattr(eqn.params["sharding"], "mesh", None)
+        yield eqn
         for inner in jaxprs_in_params(eqn.params):
-            yield from _meshes_of(inner)
+            yield from _eqns_in(inner)
 
 
 def _renumber(module: ir.Module, order: tuple[int, ...], program: tuple[int, ...]) -> None:
@@ -237,15 +241,6 @@ def _inline(ctx: Any, *values: Any, call: Any, **_: Any) -> Any:
 # symbols' values in front of its arguments, and forgets to pass them to a composite's function.
 
 
-def _composites_of(jaxpr: Any) -> Iterator[Primitive]:
-    """The primitive of jax's composites, if it is in a jaxpr: it has no public name."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "composite":
-            yield eqn.primitive
-        for inner in jaxprs_in_params(eqn.params):
-            yield from _composites_of(inner)
-
-
 def _lower_composite(
     ctx: Any, *values: Any, name: str, attributes: Any, version: int, **params: Any
 ) -> Any:
@@ -255,7 +250,11 @@ def _lower_composite(
     results = mlir.lower_fun(function, multiple_results=True)(ctx, *values)
     call = results[0].owner
     own = {key: tree.unflatten(leaves) for key, leaves, tree in attributes}
-    stated = {key: _attribute(value) for key, value in own.items() if value is not None}
+    stated = {
+        key: mlir.ir_attribute(f"{DIM}{value}" if is_symbolic_dim(value) else value)
+        for key, value in own.items()
+        if value is not None
+    }
     builder: Any = hlo  # its stub does not know what may be left out
     made = builder.CompositeOp(
         [value.type for value in call.results],
@@ -267,10 +266,6 @@ def _lower_composite(
     )
     call.erase()
     return list(made.results)
-
-
-def _attribute(value: Any) -> Any:
-    return mlir.ir_attribute(f"{DIM}{value}" if is_symbolic_dim(value) else value)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -285,20 +280,6 @@ def mark_uneven(x: Any, mesh: Mesh, entries: tuple[tuple[str, ...] | None, ...])
     """A sharding constraint on a tracer, on any mesh, whose axes need not divide its dims."""
     axes = tuple(zip(mesh.axis_names, mesh.sizes, strict=True))
     return _uneven_mark.bind(x, mesh=axes, ids=mesh.device_ids, entries=entries)
-
-
-@_uneven_mark.def_impl  # type: ignore[untyped-decorator]
-def _apply_mark(x: Any, **_: Any) -> Any:
-    return x
-
-
-@_uneven_mark.def_abstract_eval  # type: ignore[untyped-decorator]
-def _mark_type(x: Any, **_: Any) -> Any:
-    return x
-
-
-def _transpose_mark(cotangent: Any, _: Any, **params: Any) -> list[Any]:
-    return [_uneven_mark.bind(cotangent, **params)]
 
 
 def _batch_mark(args: Any, dims: Any, *, entries: Any, **params: Any) -> tuple[Any, int]:
@@ -322,6 +303,214 @@ def _lower_mark(
     return [sdy.ShardingConstraintOp(x, sharding).result]
 
 
-ad.deflinear2(_uneven_mark, _transpose_mark)
+_uneven_mark.def_impl(lambda x, **_: x)
+_uneven_mark.def_abstract_eval(lambda x, **_: x)
+ad.deflinear2(_uneven_mark, lambda cotangent, _, **params: [_uneven_mark.bind(cotangent, **params)])
 batching.primitive_batchers[_uneven_mark] = _batch_mark
 mlir.register_lowering(_uneven_mark, _lower_mark)
+
+
+# ---------------------------------------------------------------------------------------------
+# Callbacks of jax become calls of our own, which name the Python function by its number.
+#
+# jax lowers a callback to a custom call that points to a Python object of the lowering, on one
+# platform, and threads ordered ones by tokens through a program for a single device. We replace
+# each in the traced program by a primitive that every platform can have. Programs keep the order of
+# such ops; tokens come back when one device's program is written
+# (`spmd.lowering.local.callbacks`).
+#
+# before: `debug_print[fmt="{}" ordered=True] x`
+# after:  `spmd_callback[number=0 ...] x`, with callback 0 in the table beside the program
+
+_KERNELS = ("pallas_call",)
+"""Primitives whose bodies run where no Python can be called; they print by means of their own."""
+
+_callback = Primitive("spmd_callback")
+_callback.multiple_results = True
+
+
+class _OwnCallbacks:
+    """Replaces the callbacks of one program, each jaxpr once: what is called twice stays one."""
+
+    def __init__(self, on_callbacks: OnCallbacks) -> None:
+        self.on_callbacks = on_callbacks
+        self.callbacks: list[Callback] = []  # those seen so far
+        self._calls: dict[int, bool] = {}
+        self._done: dict[int, Jaxpr] = {}
+
+    def without_jax(self, program: ClosedJaxpr, name: str) -> Callable[..., Any] | None:
+        """A function of flat arguments, with calls of ours for jax's; None where there are none."""
+        if not self._calls_python(program.jaxpr):
+            return None
+        fun = jaxpr_as_fun(self._rewritten(program))
+
+        def flat(*args: Any) -> Any:
+            return fun(*args)
+
+        flat.__name__ = flat.__qualname__ = name
+        return flat
+
+    def lowering_rules(self) -> tuple[tuple[Primitive, Any], ...]:
+        """Rules that lower jax's callbacks to ours: of those that no jaxpr shows.
+
+        Some libraries have primitives that trace what they are when they are lowered.
+        """
+
+        def rule(primitive: Primitive) -> Any:
+            def lower(ctx: Any, *args: Any, **params: Any) -> Any:
+                if _is_ordered(params):
+                    raise FrontendError(
+                        f"an ordered {_jax_callbacks()[primitive]} inside a primitive of a library",
+                        fix="call it with ordered=False, or from outside that library",
+                    )
+                own = self._called(primitive, params)
+                return [] if own is None else _lower_callback(ctx, *args, **own)
+
+            return lower
+
+        return tuple((primitive, rule(primitive)) for primitive in _jax_callbacks())
+
+    def _calls_python(self, jaxpr: Jaxpr) -> bool:
+        """Whether a jaxpr calls Python, one inside it, or another branch beside it."""
+        found = self._calls.get(id(jaxpr))
+        if found is None:
+            found = any(isinstance(effect, _callback_effects()) for effect in jaxpr.effects)
+            found = self._calls[id(jaxpr)] = found or any(
+                eqn.primitive in _jax_callbacks()
+                or (
+                    eqn.primitive.name not in _KERNELS
+                    and any(self._calls_python(inner) for inner in jaxprs_in_params(eqn.params))
+                )
+                for eqn in jaxpr.eqns
+            )
+        return found
+
+    def _rewritten(self, value: Any) -> Any:
+        """A parameter of a primitive, with what it calls replaced."""
+        if isinstance(value, ClosedJaxpr):
+            inner = self._rewritten(value.jaxpr)
+            return value if inner is value.jaxpr else value.replace(jaxpr=inner)
+        if type(value) in (tuple, list):
+            return type(value)(map(self._rewritten, value))
+        if not isinstance(value, Jaxpr) or not self._calls_python(value):
+            return value
+        if id(value) not in self._done:
+            eqns = [made for eqn in value.eqns for made in self._eqn(eqn)]
+            made = value.replace(eqns=eqns, effects=_own_effects(value.effects))
+            self._done[id(value)] = made
+        return self._done[id(value)]
+
+    def _eqn(self, eqn: Any) -> Sequence[Any]:
+        """An equation as it is to be; none for a callback that is left out."""
+        effects = _own_effects(eqn.effects)
+        if eqn.primitive in _jax_callbacks():
+            own = self._called(eqn.primitive, eqn.params)
+            if own is None:
+                return ()
+            own["results"] = tuple(v.aval for v in eqn.outvars)
+            return (eqn.replace(primitive=_callback, params=own, effects=effects),)
+        if eqn.primitive.name in _KERNELS:
+            return (eqn,)
+        params = {name: self._rewritten(value) for name, value in eqn.params.items()}
+        return (eqn.replace(params=params, effects=effects),)
+
+    def _called(self, primitive: Primitive, params: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The parameters of our call in the place of one of jax's; None if it is left out."""
+        label = _jax_callbacks()[primitive]
+        is_debug = label.startswith("jax.debug.")
+        if is_debug and self.on_callbacks == "drop":
+            return None
+        function = params.get("callback") or functools.partial(primitive.impl, **params)
+        name = getattr(getattr(function, "callback_func", None), "__name__", "")
+        has_effect = label != "jax.pure_callback"
+        is_ordered = _is_ordered(params)
+        callback = Callback(
+            function, f"{label} of {name}" if name else label, is_debug, has_effect, is_ordered
+        )
+        self.callbacks.append(callback)
+        return {
+            "number": len(self.callbacks) - 1,
+            "called": callback.label,
+            "ordered": is_ordered,
+            "partitioned": bool(params.get("partitioned", False)),
+            "is_pure": not has_effect,
+            "results": (),
+        }
+
+
+# jax's primitives and their effects have no public names: they are read off small traces.
+
+
+def _traced(call: Callable[[], Any]) -> Any:
+    return jax.make_jaxpr(call)().eqns[0]
+
+
+def _nothing() -> None:
+    return None
+
+
+@functools.cache
+def _jax_callbacks() -> dict[Primitive, str]:
+    """Every primitive that calls Python -> what users know it as."""
+    return {
+        _traced(lambda: jax.debug.print("")).primitive: "jax.debug.print",
+        _traced(lambda: jax.debug.callback(_nothing)).primitive: "jax.debug.callback",
+        _traced(lambda: jax.pure_callback(_nothing, None)).primitive: "jax.pure_callback",
+        _traced(lambda: io_callback(_nothing, None)).primitive: "io_callback",
+    }
+
+
+@functools.cache
+def _ordered_effects() -> tuple[type, ...]:
+    calls = (
+        lambda: jax.debug.callback(_nothing, ordered=True),
+        lambda: io_callback(_nothing, None, ordered=True),
+    )
+    return tuple(type(effect) for call in calls for effect in _traced(call).effects)
+
+
+def _is_ordered(params: Mapping[str, Any]) -> bool:
+    effect = params.get("effect")
+    return bool(params.get("ordered", isinstance(effect, _ordered_effects())))
+
+
+@functools.cache
+def _own_effect() -> Any:
+    """The effect of our calls: that of `jax.debug.callback`, which jax allows everywhere."""
+    (effect,) = _traced(lambda: jax.debug.callback(_nothing)).effects
+    return effect
+
+
+@functools.cache
+def _callback_effects() -> tuple[type, ...]:
+    (io,) = _traced(lambda: io_callback(_nothing, None)).effects
+    return (*_ordered_effects(), type(io), type(_own_effect()))
+
+
+def _own_effects(effects: Any) -> Any:
+    """Effects with those of callbacks replaced by that of ours."""
+    own = _callback_effects()
+    return frozenset(_own_effect() if isinstance(e, own) else e for e in effects)
+
+
+@_callback.def_effectful_abstract_eval  # type: ignore[untyped-decorator]
+def _callback_type(*_: Any, results: Any, is_pure: bool, **__: Any) -> Any:
+    return list(results), frozenset() if is_pure else frozenset({_own_effect()})
+
+
+def _lower_callback(ctx: Any, *args: Any, number: int, called: str, **params: Any) -> Any:
+    outs = [((), numpy_dtype(FLAG.dtype)), *((a.shape, a.dtype) for a in ctx.avals_out)]
+    call = hlo.CustomCallOp(
+        [ir.RankedTensorType.get(shape, mlir.dtype_to_ir_type(dtype)) for shape, dtype in outs],
+        list(args),
+        call_target_name=ir.StringAttr.get(CALLBACK),
+        has_side_effect=ir.BoolAttr.get(True),
+    )
+    call.attributes["number"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), number)
+    call.attributes["called"] = ir.StringAttr.get(called)
+    for name in ("ordered", "partitioned"):
+        call.attributes[name] = ir.BoolAttr.get(params[name])
+    return list(call.results)[1:]
+
+
+mlir.register_lowering(_callback, _lower_callback)

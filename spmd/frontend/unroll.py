@@ -27,7 +27,7 @@ import numpy as np
 from spmd.ir.control_flow import Index, integer_of
 from spmd.ir.description import BROADCAST, CONSTANT, DYNAMIC_SLICE, RESHAPE
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.program import Op, OpKind, Program, Region, Value, walk_region
+from spmd.ir.program import Op, OpKind, Program, Value, walk_region
 from spmd.ir.rewrite import Now, edit_ops, remove_dead, repeat_op
 from spmd.ir.types import numpy_dtype
 
@@ -45,12 +45,7 @@ _FOLDED: Mapping[str, Callable[..., int]] = {
 """Ops on integers of which the result is worked out: what counts and what places pieces."""
 
 _COMPARED: Mapping[str, Callable[[int, int], bool]] = {
-    "EQ": operator.eq,
-    "NE": operator.ne,
-    "LT": operator.lt,
-    "LE": operator.le,
-    "GT": operator.gt,
-    "GE": operator.ge,
+    name: getattr(operator, name.lower()) for name in ("EQ", "NE", "LT", "LE", "GT", "GE")
 }
 
 
@@ -84,8 +79,6 @@ class _Same(dict[Value, Value]):
 
 
 class _Unroller:
-    """Writes loops out."""
-
     def __init__(self, index: Index, chosen: Mapping[Value, int]) -> None:
         self.index, self.chosen = index, chosen
         self.known: dict[Value, int] = {}  # integers that were worked out
@@ -111,28 +104,22 @@ class _Unroller:
         self.loop = op.results[0]
         for _ in range(trips):
             env = self.env = _Same(zip(body.args, carried, strict=True))
-            self.handed, self.cotangents = {}, self._changed(b, body)
+            pairs = zip(body.args, body.results, strict=True)
+            new = [a for a, result in pairs if a != result and b.types[a].rank]
+            self.handed, self.cotangents = {}, [a for a in new if env[a] not in self.stacks]
             for inner in body.ops:
                 repeat_op(b, inner, env, self._rewrite)
             carried = [env[v] for v in body.results]
-        return [self._joined(b, v) for v in carried]
-
-    def _changed(self, b: Builder, body: Region) -> list[Value]:
-        """The arguments of a body that each trip makes anew, but stacks and scalars."""
-        changed = [a for a, result in zip(body.args, body.results, strict=True) if a != result]
-        return [a for a in changed if b.types[a].rank and self.env[a] not in self.stacks]
-
-    def _joined(self, b: Builder, value: Value) -> Value:
-        """A stack of which every piece was written is its pieces side by side.
-
-        Written one by one they would be written into a copy of what was there before.
-        """
-        stack, type_ = self.stacks.get(value), b.types[value]
-        if stack is None or len(stack.pieces) < type_.shape[0]:
-            return value
-        joined = b.concatenate([stack.pieces[i] for i in range(type_.shape[0])], 0)
-        self.stacks[joined] = stack
-        return joined
+        results = []
+        for value in carried:
+            stack = self.stacks.get(value)
+            # A stack of which every piece was written is its pieces side by side: written one by
+            # one they would be written into a copy of what was there before.
+            if stack is not None and len(stack.pieces) == b.types[value].shape[0]:
+                value = b.concatenate([stack.pieces[i] for i in range(len(stack.pieces))], 0)
+                self.stacks[value] = stack
+            results.append(value)
+        return results
 
     def _rewrite(self, b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
         integer = self._folded(op.kind, operands)
@@ -143,7 +130,13 @@ class _Unroller:
         if op.name == DYNAMIC_SLICE:
             return self._sliced(b, op.kind, operands)
         if op.name == "stablehlo.dynamic_update_slice":
-            return self._written(b, op.kind, operands)
+            value, piece, *starts = operands
+            (made,) = b.repeat(op.kind, operands)
+            place = self._place(starts, op.kind.operands[0].shape, op.kind.operands[1].shape)
+            if place is not None:
+                stack = self.stacks.get(value, _Collected(value, {}))
+                self.stacks[made] = _Collected(stack.under, {**stack.pieces, place: piece})
+            return (made,)
         return None if op.regions else self._repeated(b, op.kind, operands)
 
     def _repeated(self, b: Builder, kind: OpKind, operands: tuple[Value, ...]) -> Sequence[Value]:
@@ -187,10 +180,14 @@ class _Unroller:
             return None
         if kind.name == CONSTANT:
             return int(kind.attrs["value"].array())
-        given = [self._integer(v) for v in operands]
+        given: list[Any] = [self._integer(v) for v in operands]
         if not given or None in given:
             return None
-        found = _computed(kind, given)
+        fold = _FOLDED.get(kind.name)
+        direction = kind.attrs.get("comparison_direction")
+        if direction is not None:
+            fold = next((f for word, f in _COMPARED.items() if word in str(direction)), None)
+        found = None if fold is None else int(fold(*given))
         fits = found is not None and (
             dtype == np.bool_ or np.iinfo(dtype).min <= found <= np.iinfo(dtype).max
         )
@@ -221,15 +218,6 @@ class _Unroller:
         self.handed.setdefault(self.number.get(whole, whole), None)
         return (written,)
 
-    def _written(self, b: Builder, kind: OpKind, operands: Sequence[Value]) -> Sequence[Value]:
-        value, piece, *starts = operands
-        (made,) = b.repeat(kind, tuple(operands))
-        place = self._place(starts, kind.operands[0].shape, kind.operands[1].shape)
-        if place is not None:
-            stack = self.stacks.get(value, _Collected(value, {}))
-            self.stacks[made] = _Collected(stack.under, {**stack.pieces, place: piece})
-        return (made,)
-
 
 def _widens(kind: OpKind, more: int) -> bool:
     """Whether an op adds so many dims of one element in front, and does nothing else."""
@@ -240,12 +228,3 @@ def _widens(kind: OpKind, more: int) -> bool:
         before, after = after, before
     dims = tuple(kind.attrs.get("broadcast_dimensions", range(1, len(after))))
     return after == (1,) * abs(more) + before and dims == tuple(range(1, len(after)))
-
-
-def _computed(kind: OpKind, given: Sequence[Any]) -> int | None:
-    direction = kind.attrs.get("comparison_direction")
-    if direction is not None:
-        word = next((w for w in _COMPARED if w in str(direction)), "")
-        return int(_COMPARED[word](*given)) if word else None
-    fold = _FOLDED.get(kind.name)
-    return None if fold is None else int(fold(*given))

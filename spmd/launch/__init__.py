@@ -6,18 +6,7 @@ from spmd.launch.peers import EXIT_HUNG, EXIT_PEER_LOST, EXIT_PREEMPTED, stop_ag
 from spmd.launch.watchdog import Unwatched, Watch, Watchdog
 
 __all__ = [
-    "EXIT_HUNG",
-    "EXIT_PEER_LOST",
-    "EXIT_PREEMPTED",
-    "Unwatched",
-    "Watch",
-    "Watchdog",
-    "check_same",
-    "check_same_sources",
-    "exchange",
-    "from_first",
-    "initialize",
-    "is_main_process",
-    "stop_agreed",
+    "EXIT_HUNG", "EXIT_PEER_LOST", "EXIT_PREEMPTED", "Unwatched", "Watch", "Watchdog", "check_same",
+    "check_same_sources", "exchange", "from_first", "initialize", "is_main_process", "stop_agreed",
     "stopping_peers",
-]
+]  # fmt: skip

@@ -5,6 +5,7 @@ They use the key-value store alone: where something differs, a device collective
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -139,34 +140,29 @@ def gathered(
 
     def missing(process: int) -> str:
         return as_json(
-            LaunchError(
-                f"process {process} did not come to compare {what['checked']} within "
-                f"{timeout_s:g} s",
-                fix="see what it does: its output, or the files of a watchdog",
-            )
+            f"process {process} did not come to compare {what['checked']} within {timeout_s:g} s",
+            fix="see what it does: its output, or the files of a watchdog",
         )
-
-    def outcome() -> str:
-        found: dict[int, dict[str, str]] = {}
-        for process in members:
-            text = store.get(f"{folder}/{process}", timeout_s)
-            if text is None:
-                return missing(process)
-            found[process] = json.loads(text)
-        return outcome_of(found)
 
     store.put(f"{folder}/{me}", json.dumps(what))
     if me == members[0]:
-        store.put(f"{folder}/outcome", outcome())
+        found: dict[int, dict[str, str]] = {}
+        outcome = ""
+        for process in members:
+            text = store.get(f"{folder}/{process}", timeout_s)
+            if text is None:
+                outcome = missing(process)
+                break
+            found[process] = json.loads(text)
+        store.put(f"{folder}/outcome", outcome or outcome_of(found))
     read = store.get(f"{folder}/outcome", 1.5 * timeout_s)
     return missing(members[0]) if read is None else read
 
 
 def differences(found: Found) -> str:
     """The differences between processes as the JSON of a `LaunchError`; empty if there are none."""
-    names = list(dict.fromkeys(name for what in found.values() for name in what))
     parts = {}
-    for name in names:
+    for name in dict.fromkeys(name for what in found.values() for name in what):
         values = {process: what.get(name, "(not set)") for process, what in found.items()}
         if len(set(values.values())) > 1:
             parts[name] = _who_has_what(values)
@@ -174,14 +170,11 @@ def differences(found: Found) -> str:
         return ""
     if "checked" in parts:  # they are at different places: nothing else can be compared
         parts = {"what they do next": parts["checked"]}
+    each = parts.values() if len(parts) == 1 else (f"{n}: {text}" for n, text in parts.items())
     return as_json(
-        LaunchError(
-            f"the processes of this job differ in {', '.join(parts)}",
-            actual="; ".join(
-                text if len(parts) == 1 else f"{name}: {text}" for name, text in parts.items()
-            ),
-            fix="start every process with the same program, flags and versions",
-        )
+        f"the processes of this job differ in {', '.join(parts)}",
+        actual="; ".join(each),
+        fix="start every process with the same program, flags and versions",
     )
 
 
@@ -206,9 +199,9 @@ def _short(value: str) -> str:
     return f"{value[:LONGEST]}... ({len(value)} characters, hash {digest(value)})"
 
 
-def as_json(error: LaunchError) -> str:
-    """An error as text that another process raises; see `raise_json`."""
-    return json.dumps({"what": error.what, "actual": error.actual, "fix": error.fix})
+def as_json(what: str, *, fix: str, actual: str | None = None) -> str:
+    """A `LaunchError` as text that another process raises; see `raise_json`."""
+    return json.dumps({"what": what, "actual": actual, "fix": fix})
 
 
 def raise_json(outcome: str) -> None:
@@ -271,20 +264,13 @@ def settings() -> dict[str, str]:
 # that read different ones would train different things, or hang.
 
 
-_PACKAGES = frozenset({"site-packages", "dist-packages"})
-"""Folders of installed packages; what is below them has a version."""
-
-_SHOWN = 3
-
-
 def imported() -> dict[str, str]:
     """Module -> a hash of its file, of all modules that are imported from outside the environment.
 
     The program itself is `__main__`. Paths do not count: they differ between hosts.
     """
-    inside = tuple(
-        sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
-    )
+    inside = tuple(map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
+    packages = {"site-packages", "dist-packages"}  # what is below them has a version
     found = {}
     for name, module in list(sys.modules.items()):
         if name == "__mp_main__":  # the program again, under the name that its workers use
@@ -292,7 +278,7 @@ def imported() -> dict[str, str]:
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith((".py", ".so")):
             continue
-        if not file.startswith(inside) and not _PACKAGES & set(Path(file).parts):
+        if not file.startswith(inside) and not packages & set(Path(file).parts):
             found[name] = hash_of([Path(file)])
     return found
 
@@ -309,10 +295,8 @@ def hash_of(files: Iterable[Path]) -> str:
     """A hash of the contents of files; of one that is not there any more, of nothing."""
     hashed = hashlib.sha256()
     for path in files:
-        try:
+        with contextlib.suppress(OSError):
             hashed.update(path.read_bytes())
-        except OSError:
-            continue
     return hashed.hexdigest()[:12]
 
 
@@ -338,11 +322,9 @@ def different_sources(found: Found) -> str:
     if not different:
         return ""
     names = sorted(different)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return as_json(
-        LaunchError(
-            f"the processes of this job run different sources of {', '.join(names[:_SHOWN])}{more}",
-            actual=f"process {different[names[0]]} has another {names[0]} than process 0",
-            fix="give every host the same files",
-        )
+        f"the processes of this job run different sources of {', '.join(names[:3])}{more}",
+        actual=f"process {different[names[0]]} has another {names[0]} than process 0",
+        fix="give every host the same files",
     )

@@ -79,7 +79,14 @@ def initialize(
     devices = None if local_device_ids is None else tuple(local_device_ids)
     given = Place(coordinator_address, num_processes, process_id, devices)
     if _joined is not None:
-        _check_again(given, _joined)
+        for name in ("coordinator", "processes", "process"):
+            asked, have = getattr(given, name), getattr(_joined, name)
+            if asked is not None and asked != have:
+                raise LaunchError(
+                    f"spmd.initialize was called before, with another {name}",
+                    actual=f"{name} {have} then, {asked} now",
+                    fix="call it once",
+                )
         return
     # `meet` compares versions before jax connects the processes. Where the caller connected them by
     # jax's own call it is too late for that: then they are compared through the store.
@@ -88,7 +95,36 @@ def initialize(
         place = find_place(given, os.environ, timeout_s)
         if place is None:
             return
-        _join(_seat(place), place.devices, timeout_s, heartbeat_timeout_s)
+        seat = _seat(place)
+        if devices_are_open():
+            raise LaunchError(
+                "spmd.initialize comes too late: jax has opened its devices already",
+                fix="call it before jax.devices(), jax.random.key() or any array is made",
+            )
+        meet(seat, versions(), timeout_s)
+        if getattr(jax.config, "jax_cpu_collectives_implementation", None) != "mpi":
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        on_term = signal.getsignal(signal.SIGTERM)
+        try:
+            jax.distributed.initialize(
+                *seat,
+                place.devices,
+                cluster_detection_method="deactivate",
+                initialization_timeout=max(10, int(timeout_s)),
+                # Ours speaks first, for it knows names; jax's is what remains if Python hangs.
+                heartbeat_timeout_seconds=max(10, int(heartbeat_timeout_s * 1.5) + 5),
+                shutdown_timeout_seconds=max(1, int(timeout_s)),
+            )
+        except Exception as error:
+            raise LaunchError(
+                f"process {seat.process} could not join {seat.coordinator}",
+                actual=first_line(error),
+                fix="see the coordinator's output; another port may help",
+            ) from error
+        finally:
+            # jax's preemption service catches SIGTERM and only takes a note: nothing would end.
+            if on_term is not None:
+                signal.signal(signal.SIGTERM, on_term)
     store, (process, processes) = job_store(), this_process()
     _joined = Place(connected_to(), processes, process)
     if store is None:
@@ -117,14 +153,6 @@ def versions() -> dict[str, str]:
 
 def find_place(given: Place, env: Mapping[str, str], timeout_s: float) -> Place | None:
     """From arguments, then the environment, then jax's cluster detection; None if it is alone."""
-    place = _with_environment(given, env)
-    if None in (place.coordinator, place.processes, place.process):
-        place = detect_cluster(place, timeout_s)
-    is_unknown = place == Place(devices=place.devices)
-    return None if is_unknown or place.processes == 1 else place
-
-
-def _with_environment(given: Place, env: Mapping[str, str]) -> Place:
     coordinator = given.coordinator or env.get(ENV_COORDINATOR) or None
     processes = _from(env, ENV_PROCESSES) if given.processes is None else given.processes
     process = _from(env, ENV_PROCESS) if given.process is None else given.process
@@ -136,7 +164,11 @@ def _with_environment(given: Place, env: Mapping[str, str]) -> Place:
         count, process, local = (_from(env, name) for name in engine)
         processes = count if processes is None else processes
         devices = devices or (None if local is None else (local,))
-    return Place(coordinator, processes, process, devices)
+    place = Place(coordinator, processes, process, devices)
+    if None in (place.coordinator, place.processes, place.process):
+        place = detect_cluster(place, timeout_s)
+    is_unknown = place == Place(devices=place.devices)
+    return None if is_unknown or place.processes == 1 else place
 
 
 def _from(env: Mapping[str, str], name: str) -> int | None:
@@ -177,51 +209,6 @@ def _seat(place: Place) -> Seat:
             fix="number the processes from 0",
         )
     return Seat(place.coordinator, place.processes, place.process)
-
-
-def _check_again(given: Place, joined: Place) -> None:
-    for name in ("coordinator", "processes", "process"):
-        asked, have = getattr(given, name), getattr(joined, name)
-        if asked is not None and asked != have:
-            raise LaunchError(
-                f"spmd.initialize was called before, with another {name}",
-                actual=f"{name} {have} then, {asked} now",
-                fix="call it once",
-            )
-
-
-def _join(
-    seat: Seat, devices: Sequence[int] | None, timeout_s: float, heartbeat_timeout_s: float
-) -> None:
-    if devices_are_open():
-        raise LaunchError(
-            "spmd.initialize comes too late: jax has opened its devices already",
-            fix="call it before jax.devices(), jax.random.key() or any array is made",
-        )
-    meet(seat, versions(), timeout_s)
-    if getattr(jax.config, "jax_cpu_collectives_implementation", None) != "mpi":
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    on_term = signal.getsignal(signal.SIGTERM)
-    try:
-        jax.distributed.initialize(
-            *seat,
-            devices,
-            cluster_detection_method="deactivate",
-            initialization_timeout=max(10, int(timeout_s)),
-            # Ours speaks first, for it knows names; jax's is what remains if Python hangs.
-            heartbeat_timeout_seconds=max(10, int(heartbeat_timeout_s * 1.5) + 5),
-            shutdown_timeout_seconds=max(1, int(timeout_s)),
-        )
-    except Exception as error:
-        raise LaunchError(
-            f"process {seat.process} could not join {seat.coordinator}",
-            actual=first_line(error),
-            fix="see the coordinator's output; another port may help",
-        ) from error
-    finally:
-        # jax's preemption service catches SIGTERM and only takes a note: nothing would end by it.
-        if on_term is not None:
-            signal.signal(signal.SIGTERM, on_term)
 
 
 def is_main_process() -> bool:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import IO, NamedTuple
 
 from spmd.errors import LaunchError
@@ -82,20 +82,30 @@ def _host(seat: Seat, about: dict[str, str], timeout_s: float) -> str:
             try:
                 line, _ = server.accept()
             except TimeoutError:
-                outcome = as_json(_missing(seat, came, timeout_s))
+                missing = [str(p) for p in range(seat.processes) if p not in came]
+                names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+                outcome = as_json(
+                    f"process{'es' if len(missing) > 1 else ''} {names} did not come to "
+                    f"{seat.coordinator} within {timeout_s:g} s",
+                    actual=f"{len(came)} of {seat.processes} processes came",
+                    fix="see why it did not start, or whether a firewall closes the port",
+                )
                 break
             try:
-                process, its_own = _read_hello(line)
+                line.settimeout(_HELLO_S)
+                line.sendall(_GREETING)
+                with line.makefile("rb") as file:
+                    hello = json.loads(_read_line(file))
+                its_own = {str(name): str(value) for name, value in hello["about"].items()}
+                process, its_own = int(hello["process"]), {_COUNT: "", **its_own}
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 line.close()  # somebody else's connection
                 continue
             lines.append(line)
             if process in came:
                 outcome = as_json(
-                    LaunchError(
-                        f"two processes of this job have process_id {process}",
-                        fix="number the processes from 0, each its own number",
-                    )
+                    f"two processes of this job have process_id {process}",
+                    fix="number the processes from 0, each its own number",
                 )
             came.setdefault(process, its_own)
             if its_own[_COUNT] != about[_COUNT]:
@@ -105,27 +115,6 @@ def _host(seat: Seat, about: dict[str, str], timeout_s: float) -> str:
             with contextlib.suppress(OSError), line:
                 line.sendall(f"{outcome}\n".encode())
     return outcome
-
-
-def _read_hello(line: socket.socket) -> tuple[int, dict[str, str]]:
-    """Which process is at a connection, and what it says of itself."""
-    line.settimeout(_HELLO_S)
-    line.sendall(_GREETING)
-    with line.makefile("rb") as file:
-        hello = json.loads(_read_line(file))
-    about = {str(name): str(value) for name, value in hello["about"].items()}
-    return int(hello["process"]), {_COUNT: "", **about}
-
-
-def _missing(seat: Seat, came: Collection[int], timeout_s: float) -> LaunchError:
-    missing = [str(p) for p in range(seat.processes) if p not in came]
-    names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
-    return LaunchError(
-        f"process{'es' if len(missing) > 1 else ''} {names} did not come to {seat.coordinator} "
-        f"within {timeout_s:g} s",
-        actual=f"{len(came)} of {seat.processes} processes came",
-        fix="see why it did not start, or whether a firewall closes the port",
-    )
 
 
 def listen(port: int, backlog: int) -> socket.socket:

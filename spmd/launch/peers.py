@@ -5,6 +5,8 @@ of life in the store; process 0 looks at all of them and passes a verdict that e
 A process that fails passes the verdict itself. Whoever reads one prints it and exits with
 `EXIT_PEER_LOST`, from a thread: the main thread may hang inside a collective.
 
+They stop at one step, too, when one of them gets SIGTERM (`StopVote`).
+
 If process 0 dies the store dies with it, and jax's client aborts within milliseconds; `Abort` turns
 that into a message and the same exit code.
 """
@@ -29,7 +31,6 @@ from typing import Any, NoReturn
 
 import jax
 
-from spmd.launch.stop import StopVote
 from spmd.launch.store import Store, connected_to, this_process
 
 EXIT_PREEMPTED = 75
@@ -82,16 +83,68 @@ def describe_silent(silent: Mapping[int, float], who: Mapping[str, str] | None =
     names = ", ".join(str(process) for process in sorted(silent))
     one = len(silent) == 1
     known = [who[str(process)] for process in sorted(silent) if who and str(process) in who]
+    told = f"; it was {', '.join(known[:SHOWN])}" if known else ""
     return (
         f"{'process' if one else 'processes'} {names} {'was' if one else 'were'} lost: no sign of "
-        f"life for {min(silent.values()):.0f} s{was(', '.join(known[:SHOWN]))}; the end of its "
-        "output or the scheduler's log (killed, out of memory, preempted) says why"
+        f"life for {min(silent.values()):.0f} s{told}; the end of its output or the scheduler's "
+        "log (killed, out of memory, preempted) says why"
     )
 
 
-def was(who: str) -> str:
-    """`; it was pid 4711 on host-b`; nothing where that is not known."""
-    return f"; it was {who}" if who else ""
+STOP_REQUEST = "stop/request"
+STOP_REACHED = "stop/reached"
+
+
+class StopVote:
+    """Where all stop: SIGTERM reaches processes at different moments, but all save together.
+
+    `look` belongs to this process's thread, `reached` to its main thread.
+    """
+
+    # A process that is asked to stop says so in the store. Then the thread of every process freezes
+    # the step that its main thread has reached, and publishes it; all stop at the step after the
+    # furthest. If process 0 is in step 7 and process 1 in step 9, both stop before step 10. No
+    # process waits for a main thread, so a collective that it is in ends as always.
+
+    def __init__(self, store: Store, process: int, processes: int) -> None:
+        self.store, self.process, self.processes = store, process, processes
+        self._step = -1
+        self._stop_at: int | None = None
+        self._has_asked = False
+        self._is_frozen = False
+        self._change = threading.Condition()
+
+    def reached(self, step: int, wanted: bool) -> bool:
+        """Whether all processes stop before this step, which would be next."""
+        if wanted and not self._has_asked:
+            self._has_asked = True
+            self.store.claim(STOP_REQUEST, str(self.process))
+        # While steps are being counted this process must not go on to the next one, or the furthest
+        # would be wrong. The wait is short: threads answer even while main threads compute.
+        with self._change:
+            self._change.wait_for(lambda: not self._is_frozen)
+            if self._stop_at is not None:
+                return step >= self._stop_at
+            self._step = step
+            return False
+
+    def look(self) -> None:
+        """One look at the store."""
+        if self._stop_at is not None:
+            return
+        if not self._is_frozen:
+            if self.store.get(STOP_REQUEST) is None:
+                return
+            with self._change:
+                self._is_frozen = True
+            self.store.put(f"{STOP_REACHED}/{self.process}", str(self._step))
+        reached = self.store.all(STOP_REACHED)
+        if len(reached) < self.processes:
+            return
+        with self._change:
+            self._stop_at = max(map(int, reached.values())) + 1
+            self._is_frozen = False
+            self._change.notify_all()
 
 
 class Peers:
@@ -124,14 +177,7 @@ class Peers:
         self._thread = threading.Thread(target=self._run, name="spmd peers", daemon=True)
         self._clock = threading.Thread(target=self._watch_store, name="spmd store", daemon=True)
 
-    def start(self) -> None:
-        """Starts to watch."""
-        self._thread.start()
-        if self.process:
-            self._clock.start()
-
     def _run(self) -> None:
-        """Watches until the processes have met at their end."""
         with contextlib.suppress(Exception):
             self.store.put(f"{WHO}/{self.process}", f"pid {os.getpid()} on {socket.gethostname()}")
         signs = Signs(self.processes, self.timeout_s, time.monotonic())
@@ -141,7 +187,13 @@ class Peers:
             try:
                 verdict = self._look(signs, count)
             except Exception as error:
-                verdict = self._unreachable(error)
+                # One failed request is no verdict: hosts are busy and networks lose packets. A
+                # refused connection is, for nobody listens there any more; but the service also
+                # ends when all have met.
+                is_silent = time.monotonic() - self._contact >= self.timeout_s
+                is_leaving = self._leaving.is_set()
+                is_lost = not is_leaving and (is_silent or self.is_coordinator_gone())
+                verdict = self.coordinator_lost(first_line(error)) if is_lost else None
             if verdict is not None:
                 self.stop(verdict)
             if self._leaving.wait(self.interval_s):
@@ -161,19 +213,10 @@ class Peers:
         self._contact = time.monotonic()
         return verdict
 
-    def _unreachable(self, error: Exception) -> str | None:
-        """The verdict where the store does not answer; None as long as it may come back."""
-        # One failed request is no verdict: hosts are busy and networks lose packets. A refused
-        # connection is, for nobody listens there any more.
-        if self._leaving.is_set():
-            return None  # the service ends when all have met
-        if time.monotonic() - self._contact < self.timeout_s and not self.is_coordinator_gone():
-            return None
-        return self.coordinator_lost(first_line(error))
-
     def coordinator_lost(self, how: str) -> str:
         """The verdict where process 0 is lost."""
-        return f"process 0, the coordinator, was lost: {how}" + was(self._coordinator)
+        told = f"; it was {self._coordinator}" if self._coordinator else ""
+        return f"process 0, the coordinator, was lost: {how}{told}"
 
     def _watch_store(self) -> None:
         """Passes the verdict where the store neither answers nor refuses: `_look` waits for ever.
@@ -189,16 +232,6 @@ class Peers:
             if silence > self.timeout_s:
                 self.stop(self.coordinator_lost(f"its store was silent for {silence:.0f} s"))
 
-    def abort_verdict(self) -> str | None:
-        """The verdict where jax aborts this process; None if it is no other process's doing."""
-        silence = time.monotonic() - self._contact
-        if self.process == 0 and silence > self.timeout_s:
-            return (
-                f"it gave no sign of life for {silence:.0f} s (was it stopped, or its machine "
-                "asleep?), and the others took it for lost"
-            )
-        return self.coordinator_lost("its store is gone") if self.is_coordinator_gone() else None
-
     def is_coordinator_gone(self) -> bool:
         """Whether the coordinator refuses connections, or its store was silent for too long."""
         if self.process == 0:
@@ -213,13 +246,12 @@ class Peers:
     def stop(self, verdict: str) -> NoReturn:
         """Says why and ends this process at once, whatever its other threads do."""
         with self._stopping:
-            code = EXIT_PEER_LOST if self.failed is None else self.failed
             self._tell(verdict)
             _flush()
             with contextlib.suppress(Exception):  # at once and unbuffered: this process ends
                 text = f"error: process {self.process} of {self.processes} stops: {verdict}"
                 os.write(2, f"{self.form(text)}\n".encode())
-            self._exit(code)
+            self._exit(EXIT_PEER_LOST if self.failed is None else self.failed)
 
     def _tell(self, verdict: str) -> None:
         if self.tell is not None:
@@ -274,16 +306,55 @@ class Peers:
 
 
 _peers: Peers | None = None
+_handlers: list[Any] = []  # keeps the C function that handles aborts alive
 
 
 def watch_peers(store: Store, timeout_s: float) -> None:
     """Starts to watch; from here on this process's errors end the others, too."""
     global _peers
     _peers = peers = Peers(store, timeout_s)
-    peers.start()
+    peers._thread.start()
+    if peers.process:
+        peers._clock.start()
     atexit.register(peers.leave)
-    _report_exceptions(peers)
-    _install_abort_handler(peers)
+    show = sys.excepthook
+
+    def report(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            show(kind, error, trace)  # of a callback in a library's thread: nobody's end
+            return
+        why = "".join(traceback.format_exception_only(kind, error)).strip()
+        peers.wait_for_cause(why)
+        show(kind, error, trace)
+        peers.fail(why, 130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    sys.excepthook = report
+    libc = ctypes.CDLL(None)
+
+    def on_abort(_: int) -> None:
+        """Runs where jax's client aborts the process from C++, as when its coordinator is lost."""
+        # Our message and exit code then; any other abort goes on as it would without us.
+        silence = time.monotonic() - peers._contact
+        if peers.process == 0 and silence > peers.timeout_s:
+            peers.stop(
+                f"it gave no sign of life for {silence:.0f} s (was it stopped, or its machine "
+                "asleep?), and the others took it for lost"
+            )
+        if peers.is_coordinator_gone():
+            peers.stop(peers.coordinator_lost("its store is gone"))
+        if threading.current_thread() is not threading.main_thread():
+            # Most likely jax has noticed what our thread is about to say.
+            time.sleep(3 * peers.interval_s)
+            with peers._stopping:  # held by `stop` until the end
+                pass
+        libc.signal(signal.SIGABRT, signal.SIG_DFL)
+        libc.abort()
+
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)
+    _handlers.append(handler)
+    libc.signal(signal.SIGABRT, handler)
 
 
 def fail_peers(why: str, code: int = 1) -> None:
@@ -368,50 +439,6 @@ def stopping_peers() -> Iterator[None]:
             else:
                 fail_peers(str(code))
         raise
-
-
-def _report_exceptions(peers: Peers) -> None:
-    """Tells the other processes of an exception that nobody catches."""
-    show = sys.excepthook
-
-    def report(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            show(kind, error, trace)  # of a callback in a library's thread: nobody's end
-            return
-        why = "".join(traceback.format_exception_only(kind, error)).strip()
-        peers.wait_for_cause(why)
-        show(kind, error, trace)
-        peers.fail(why, 130 if issubclass(kind, KeyboardInterrupt) else 1)
-
-    sys.excepthook = report
-
-
-# When its coordinator is lost, jax's client aborts the process from C++. The handler below turns
-# that into our message and exit code; any other abort goes on as it would without us.
-
-_handlers: list[Any] = []  # keeps the C function alive
-
-
-def _install_abort_handler(peers: Peers) -> None:
-    libc = ctypes.CDLL(None)
-
-    def on_abort(_: int) -> None:
-        verdict = peers.abort_verdict()
-        if verdict is not None:
-            peers.stop(verdict)
-        if threading.current_thread() is not threading.main_thread():
-            # Most likely jax has noticed what our thread is about to say.
-            time.sleep(3 * peers.interval_s)
-            with peers._stopping:  # held by `stop` until the end
-                pass
-        libc.signal(signal.SIGABRT, signal.SIG_DFL)
-        libc.abort()
-
-    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)
-    _handlers.append(handler)
-    libc.signal(signal.SIGABRT, handler)
 
 
 def first_line(error: object) -> str:

@@ -261,17 +261,17 @@ class Watchdog:
 
 
 class Unwatched:
-    """Takes what a watchdog is told, where there is none."""
+    """What a program reports its progress to where it has no watchdog: nothing is watched."""
 
     def __init__(self) -> None:
         self.doing = ""
 
     def beat(self, step: int | None = None, what: str = "") -> None:
-        """Nobody waits for it."""
+        """Does nothing: no run waits for it."""
 
     @contextlib.contextmanager
     def may_take(self, what: str, seconds: float | None = None) -> Iterator[None]:
-        """It may."""
+        """Notes what is being done."""
         before, self.doing = self.doing, what
         try:
             yield

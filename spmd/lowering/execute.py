@@ -21,9 +21,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func, stablehlo
 
 from spmd.errors import MeshError, UnsupportedOpError
-from spmd.frontend.importer.regions import SAME
-from spmd.frontend.importer.shard_shapes import LEAVES
-from spmd.frontend.importer.shardings import MARKS
+from spmd.frontend.importer.attributes import MARKS
+from spmd.frontend.importer.handlers import LEAVES, SAME
 from spmd.ir.program import Callback
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.launch.agree import check_same_program, digest

@@ -7,29 +7,19 @@ from typing import Any, NamedTuple
 
 
 class Link(NamedTuple):
-    """One device's connection to its neighbours along a mesh axis.
+    """One device's connection to its neighbours along a mesh axis."""
 
-    Attributes:
-      bandwidth: bytes/s that one device can send while it receives as much.
-      latency: seconds until the first byte of a message arrives.
-    """
-
-    bandwidth: float
-    latency: float
+    bandwidth: float  # bytes/s that one device can send while it receives as much
+    latency: float  # seconds until the first byte of a message arrives
 
 
 class CollectiveSpeed(NamedTuple):
-    """Measured speed of one kind of collective among some devices behind a switch.
-
-    Attributes:
-      latency: seconds that a collective of almost no bytes takes.
-      bandwidth: bytes/s that each device sends in a large one, counting bytes as a ring does.
-    """
+    """Measured speed of one kind of collective among some devices behind a switch."""
 
     kind: str
     devices: int
-    latency: float
-    bandwidth: float
+    latency: float  # seconds that a collective of almost no bytes takes
+    bandwidth: float  # bytes/s that each device sends in a large one, counted as a ring does
 
 
 DTYPES = ("f32", "bf16", "f16", "i8", "fp8")  # the dtypes that a chip's peak is given for
@@ -37,44 +27,31 @@ DTYPES = ("f32", "bf16", "f16", "i8", "fp8")  # the dtypes that a chip's peak is
 
 @dataclass(frozen=True)
 class Chip:
-    """One accelerator and its links; every figure is per device.
+    """One accelerator and its links; every figure is per device."""
 
-    Attributes:
-      name: as in `Topology("name:shape")`.
-      flops: (dtype, operations/s) of dense matrix products at best; the dtypes are `DTYPES`.
-      hbm_bytes: device memory, bytes.
-      hbm_bandwidth: bytes/s from device memory.
-      ici: torus chips: one link to one neighbour, one way. Switched chips: all that one device can
-        send to the others of its host.
-      dcn: to other slices (torus) or other hosts (switched).
-      torus_dims: 0 for chips behind a switch.
-      wrap: the torus dims whose size is a multiple of this are closed into rings.
-      per_host: devices that share a host.
-      cores: devices at each point of the torus, joined by `core`.
-      core: the link between the devices of one chip; None where a chip is one device.
-      measured: for switched chips: times of collectives inside a host, used instead of `ici`.
-      overlap: share of a collective's time that is saved by running it beside arithmetic. The rest
-        is lost: both share cores and memory, and the backend's schedule differs from ours.
-      efficiency: (kind of kernel, share of a matrix product's speed at which it computes), as
-        measured; kinds that are not listed count as 1.0.
-      byte_transpose: bytes/s, read and written, at which 8-bit operands of products are transposed;
-        0 where products read them in any order.
-    """
-
-    name: str
-    flops: tuple[tuple[str, float], ...]
+    name: str  # as in `Topology("name:shape")`
+    flops: tuple[tuple[str, float], ...]  # (one of `DTYPES`, operations/s of matrix products)
     hbm_bytes: int
-    hbm_bandwidth: float
+    hbm_bandwidth: float  # bytes/s from device memory
+    # Torus chips: one link to one neighbour, one way. Switched chips: all that one device can send
+    # to the others of its host.
     ici: Link
-    dcn: Link
-    torus_dims: int = 0
-    wrap: int = 0
-    per_host: int = 8
-    cores: int = 1
+    dcn: Link  # to other slices (torus) or other hosts (switched)
+    torus_dims: int = 0  # 0 for chips behind a switch
+    wrap: int = 0  # torus dims whose size is a multiple of this are closed into rings
+    per_host: int = 8  # devices that share a host
+    cores: int = 1  # devices at each point of the torus, joined by `core`
     core: Link | None = None
+    # Switched chips: times of collectives inside a host, used instead of `ici`.
     measured: tuple[CollectiveSpeed, ...] = ()
+    # Share of a collective's time that is saved by running it beside arithmetic. The rest is lost:
+    # both share cores and memory, and the backend's schedule differs from ours.
     overlap: float = 1.0
+    # (kind of kernel, share of a matrix product's speed at which it computes), as measured; kinds
+    # that are not listed count as 1.0.
     efficiency: tuple[tuple[str, float], ...] = ()
+    # Bytes/s, read and written, at which 8-bit operands of products are transposed; 0 where
+    # products read them in any order.
     byte_transpose: float = 0.0
 
 
@@ -83,10 +60,7 @@ def _peaks(teraflops: tuple[float, ...]) -> tuple[tuple[str, float], ...]:
     return tuple(zip(DTYPES, (f32, half, half, i8, fp8), strict=True))
 
 
-_TPU_DCN_LATENCY = 20e-6
-_GPU_DCN_LATENCY = 10e-6
 _ICI_LATENCY = 1e-6
-_NVLINK_LATENCY = 4e-6
 
 # Peaks, capacities and bandwidths are the vendors' published ones; latencies are rounded guesses of
 # what one step of a collective costs. Peaks are what `jax.numpy.dot` can reach at its default
@@ -131,7 +105,7 @@ def _tpu(
     name: str, teraflops: _Teraflops, memory: int, rate: float, port: float, dcn: float,
     torus_dims: int, wrap: int, per_host: int, **more: Any,
 ) -> Chip:  # fmt: skip
-    links = Link(port, _ICI_LATENCY), Link(dcn, _TPU_DCN_LATENCY)
+    links = Link(port, _ICI_LATENCY), Link(dcn, 20e-6)
     return Chip(name, _peaks(teraflops), memory, rate, *links, torus_dims, wrap, per_host, **more)
 
 
@@ -139,7 +113,7 @@ def _gpu(
     name: str, teraflops: _Teraflops, memory: int, rate: float, nvlink: float, dcn: float,
     **more: Any,
 ) -> Chip:  # fmt: skip
-    links = Link(nvlink, _NVLINK_LATENCY), Link(dcn, _GPU_DCN_LATENCY)
+    links = Link(nvlink, 4e-6), Link(dcn, 10e-6)
     return Chip(name, _peaks(teraflops), memory, rate, *links, overlap=0.75, **more)
 
 

@@ -76,10 +76,8 @@ class Mesh:
         if len(set(ids)) != len(ids):
             twice = next(i for i in ids if ids.count(i) > 1)
             raise MeshError(f"device {twice} appears twice in the mesh", fix="use each device once")
-        object.__setattr__(self, "device_ids", ids)
-        object.__setattr__(self, "sizes", sizes)
-        object.__setattr__(self, "axis_names", names)
-        object.__setattr__(self, "dcn_sizes", tuple(dcn_shape) or (1,) * len(sizes))
+        dcn_sizes = tuple(dcn_shape) or (1,) * len(sizes)
+        vars(self).update(device_ids=ids, sizes=sizes, axis_names=names, dcn_sizes=dcn_sizes)
 
     @cached_property
     def _hash(self) -> int:
@@ -304,7 +302,6 @@ def _describe(names: Sequence[str], sizes: Sequence[int]) -> str:
 
 
 def _first_devices(devices: Any, names: Sequence[str], sizes: Sequence[int]) -> list[Any]:
-    """As many devices as a mesh takes, of those given or of all visible ones."""
     import jax
 
     needed = math.prod(sizes)

@@ -142,15 +142,10 @@ def spec_entries(
 ) -> tuple[tuple[str, ...] | None, ...]:
     """Checks a user's spec and spells it out: for each dim its axis names, or None if it is open.
 
-    Args:
-      spec: a sequence of entries: an axis name, a mesh-axis index, a tuple of them (major to
-        minor), None, `...` or `OPEN`. Shorter than the rank leaves the other dims unsplit.
-      rank: the tensor's rank.
-      mesh: the mesh.
-      what, source: what the spec is for, and the user's source line, for errors.
-
-    Raises:
-      SpecError: too long, an unknown axis, an axis used twice.
+    An entry is an axis name, a mesh-axis index, a tuple of them (major to minor), None, `...` or
+    `OPEN`; dims behind the last are not split. `what` and `source` are what the spec is for and the
+    user's line, for errors. SpecError for a spec that is too long, an unknown axis, or one used
+    twice.
     """
     if isinstance(spec, jax.sharding.Sharding):
         raise SpecError(
@@ -173,6 +168,21 @@ def spec_entries(
             required=f"at most {rank} entries, one for each dim",
             fix=f"drop {len(spec) - rank} of them; one dim over several axes is a tuple of names",
         )
+
+    def axis_name(entry: Any) -> str:
+        if isinstance(entry, int) and not isinstance(entry, bool) and 0 <= entry < len(mesh.sizes):
+            return mesh.axis_names[entry]
+        if isinstance(entry, str) and entry in mesh.axis_names:
+            return entry
+        close = difflib.get_close_matches(str(entry), mesh.axis_names, n=1)
+        raise SpecError(
+            f"unknown axis {entry!r} in the spec of {what}",
+            source=source,
+            actual=f"spec {tuple(spec)}, mesh ({mesh})",
+            required=f"one of {', '.join(map(repr, mesh.axis_names))}",
+            fix=f"use {close[0]!r}" if close else "use an axis of the mesh, None or ...",
+        )
+
     entries: list[tuple[str, ...] | None] = []
     for entry in spec:
         if entry is ... or entry is OPEN:
@@ -181,7 +191,7 @@ def spec_entries(
             entries.append(())
         else:
             parts = entry if isinstance(entry, tuple | list) else (entry,)
-            entries.append(tuple(_axis_name(p, mesh, spec, what, source) for p in parts))
+            entries.append(tuple(map(axis_name, parts)))
     names = [name for entry in entries if entry for name in entry]
     for name in names:
         if names.count(name) > 1:
@@ -193,21 +203,6 @@ def spec_entries(
                 fix=f"keep {name!r} in one place",
             )
     return tuple(entries) + ((),) * (rank - len(entries))
-
-
-def _axis_name(entry: Any, mesh: Mesh, spec: Any, what: str, source: str | None) -> str:
-    if isinstance(entry, int) and not isinstance(entry, bool) and 0 <= entry < len(mesh.sizes):
-        return mesh.axis_names[entry]
-    if isinstance(entry, str) and entry in mesh.axis_names:
-        return entry
-    close = difflib.get_close_matches(str(entry), mesh.axis_names, n=1)
-    raise SpecError(
-        f"unknown axis {entry!r} in the spec of {what}",
-        source=source,
-        actual=f"spec {tuple(spec)}, mesh ({mesh})",
-        required=f"one of {', '.join(map(repr, mesh.axis_names))}",
-        fix=f"use {close[0]!r}" if close else "use an axis of the mesh, None or ...",
-    )
 
 
 def dims_of(

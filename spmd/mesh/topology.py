@@ -56,10 +56,18 @@ class Topology:
                 fix="use one of these, or pass the figures: Topology(name, chip=Chip(...))",
             )
         chip = chip or CHIPS[kind]
-        sizes = _parse_shape(name, shape, chip)
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "chip", chip)
-        object.__setattr__(self, "shape", sizes)
+        fits = re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) is not None
+        sizes = tuple(int(part) for part in shape.split("x")) if fits else ()
+        dims = chip.torus_dims
+        if len(sizes) != max(dims, 1):
+            example = "x".join("444"[:dims]) if dims else "8"
+            raise MeshError(
+                f"{name!r} is not a topology of {chip.name}",
+                required=f"{max(dims, 1)} size{'s' if dims > 1 else ''}, as in {chip.name}:"
+                f"{example}",
+                fix="write the chip, a colon, and the sizes joined by x",
+            )
+        vars(self).update(name=name, chip=chip, shape=sizes)
 
     @cached_property
     def _hash(self) -> int:
@@ -190,41 +198,25 @@ class Topology:
           MeshError: a kind of device that is not in the table.
         """
         kind = str(getattr(devices[0], "device_kind", None) or devices[0].platform)
-        for pattern, name in DEVICE_KINDS:
-            if re.search(pattern, kind, re.IGNORECASE):
-                return Topology(f"{name}:{'x'.join(map(str, _device_shape(devices, name)))}")
-        raise MeshError(
-            f"no figures are known for devices of kind {kind!r}",
-            required=f"one of {', '.join(CHIPS)}",
-            fix="pass a topology: Topology(name, chip=Chip(...)) or Topology.load(path)",
-        )
-
-
-def _parse_shape(name: str, text: str, chip: Chip) -> tuple[int, ...]:
-    fits = re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text) is not None
-    sizes = tuple(int(part) for part in text.split("x")) if fits else ()
-    dims = chip.torus_dims
-    if not sizes or (dims and len(sizes) != dims) or (not dims and len(sizes) != 1):
-        example = "x".join("444"[:dims]) if dims else "8"
-        raise MeshError(
-            f"{name!r} is not a topology of {chip.name}",
-            required=f"{max(dims, 1)} size{'s' if dims > 1 else ''}, as in {chip.name}:{example}",
-            fix="write the chip, a colon, and the sizes joined by x",
-        )
-    return sizes
-
-
-def _device_shape(devices: Sequence[Any], name: str) -> tuple[int, ...]:
-    dims = CHIPS[name].torus_dims
-    if not dims:
-        return (len(devices),)
-    # Coordinates start anywhere: any 2x2 part of a v5e has a box of 2 x 2. Devices that leave holes
-    # in their box count as one line.
-    coords = [tuple(device.coords)[:dims] for device in devices]
-    box = tuple(max(axis) - min(axis) + 1 for axis in zip(*coords, strict=True))
-    slices = {getattr(device, "slice_index", 0) for device in devices}
-    per_slice = len(devices) // len(slices) // CHIPS[name].cores
-    return box if math.prod(box) == per_slice else (per_slice,) + (1,) * (dims - 1)
+        found = (name for text, name in DEVICE_KINDS if re.search(text, kind, re.IGNORECASE))
+        name = next(found, None)
+        if name is None:
+            raise MeshError(
+                f"no figures are known for devices of kind {kind!r}",
+                required=f"one of {', '.join(CHIPS)}",
+                fix="pass a topology: Topology(name, chip=Chip(...)) or Topology.load(path)",
+            )
+        dims = CHIPS[name].torus_dims
+        if not dims:
+            return Topology(f"{name}:{len(devices)}")
+        # Coordinates start anywhere: any 2x2 part of a v5e has a box of 2 x 2. Devices that leave
+        # holes in their box count as one line.
+        coords = [tuple(device.coords)[:dims] for device in devices]
+        box = tuple(max(axis) - min(axis) + 1 for axis in zip(*coords, strict=True))
+        slices = {getattr(device, "slice_index", 0) for device in devices}
+        per_slice = len(devices) // len(slices) // CHIPS[name].cores
+        shape = box if math.prod(box) == per_slice else (per_slice,) + (1,) * (dims - 1)
+        return Topology(f"{name}:{'x'.join(map(str, shape))}")
 
 
 @lru_cache(maxsize=256)
@@ -240,13 +232,21 @@ def _atom_links(topology: Topology, mesh: Mesh) -> tuple[Link, ...]:
             hosts = np.asarray(mesh.device_ids) // chip.per_host
             along = hosts.reshape(-1, atom.size, atom.stride)
             far = far or bool((along != along[:, :1]).any())
-        near = _dims_link(topology, dims[atom.axis]) if torus else chip.ici
-        links.append(chip.dcn if far else near)
+        link = chip.dcn if far else chip.ici
+        if torus and not far:  # of all the torus dims that the axis covers, and of cores behind
+            covered = dims[atom.axis]
+            if chip.core is not None and covered == (len(topology.shape),):
+                link = chip.core
+            else:
+                rings = (topology.shape[dim] for dim in covered if dim < len(topology.shape))
+                ways = max(sum(_ways(chip, size) for size in rings), 1)
+                link = Link(link.bandwidth * ways, link.latency)
+        links.append(link)
     return tuple(links)
 
 
 def _torus_dims(topology: Topology, mesh: Mesh) -> list[tuple[int, ...]]:
-    """The torus dims that each axis covers, if any."""
+    """The torus dims that each axis covers, if any: the fewest whose sizes multiply to its own."""
     # Minor axes choose first, as in jax's mesh_utils: they are expected to communicate most.
     # On v5e:4x4 with data=4, model=4, `model` takes torus dim 1 and `data` dim 0. With data=2,
     # model=8, no set of dims multiplies to 8 or 2: such axes count on one port in one direction.
@@ -256,27 +256,15 @@ def _torus_dims(topology: Topology, mesh: Mesh) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = [()] * len(mesh.sizes)
     for axis in reversed(range(len(mesh.sizes))):
         size = mesh.sizes[axis] // mesh.dcn_sizes[axis]
-        dims = found[axis] = _cover(size, free, all_dims)
+        sets = (
+            dims
+            for count in range(1, len(free) + 1)
+            for dims in combinations(reversed(free), count)
+            if math.prod(all_dims[dim] for dim in dims) == size
+        )
+        dims = found[axis] = next(sets, ()) if size > 1 else ()
         free = [dim for dim in free if dim not in dims]
     return found
-
-
-def _cover(size: int, free: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-    """The fewest free torus dims whose sizes multiply to `size`, most minor first; () if none."""
-    for count in range(1, len(free) + 1) if size > 1 else ():
-        for dims in combinations(reversed(free), count):
-            if math.prod(shape[dim] for dim in dims) == size:
-                return dims
-    return ()
-
-
-def _dims_link(topology: Topology, dims: Sequence[int]) -> Link:
-    """One link with the bandwidth of several torus dims, and of cores behind them, together."""
-    chip, shape = topology.chip, topology.shape
-    if chip.core is not None and dims == (len(shape),):
-        return chip.core
-    ways = sum(_ways(chip, shape[dim]) for dim in dims if dim < len(shape))
-    return Link(chip.ici.bandwidth * max(ways, 1), chip.ici.latency)
 
 
 def _ways(chip: Chip, size: int) -> int:

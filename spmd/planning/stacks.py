@@ -1,6 +1,6 @@
 """Which equal work is stacked: what a plan loses by splitting it as it does, against moving it.
 
-Done at once, equal ops have a dim more, of as many elements as there are (`spmd.frontend.stack`).
+Done at once, equal ops have a dim more, of as many elements as there are (`spmd.frontend.lanes`).
 Devices that split it do some of the ops each, whole: nothing is done twice, and nothing is
 exchanged in between. What is won is what the plan at hand takes beyond that, for the ops' own time
 and for reshards of what they read of each other. It costs to bring what they read where it is read:

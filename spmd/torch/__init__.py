@@ -6,11 +6,10 @@ torchax traces a module's ops as jax, `spmd.jit` partitions them. Names are torc
 
 from spmd.torch.install import load_torchax
 
-load_torchax()
+load_torchax()  # before our modules, which import it
 
 from spmd.torch.functional import Exported, call_jax, export, functional  # noqa: E402
-from spmd.torch.held import Sharded, shard  # noqa: E402  # torchax has to be loaded first
-from spmd.torch.step import TrainStep, train_step  # noqa: E402
+from spmd.torch.held import Sharded, TrainStep, shard, train_step  # noqa: E402
 
 __all__ = [
     "Exported", "Sharded", "TrainStep", "call_jax", "export", "functional", "shard", "train_step",

@@ -1,23 +1,24 @@
-"""Tensors to arrays and back."""
+"""Tensors to arrays and back; those of a module by name, and those that a call is given.
+
+Rules say how they are split. What a call is given besides tensors is a constant of its program.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+import torch.utils._pytree as torch_tree  # torchax's own, which knows transformers' outputs
 from torchax.ops import mappings
 
-from spmd.errors import ArgumentError
-
-INTEGERS = {torch.int64: torch.int32, torch.uint64: torch.uint32}
-"""What 64-bit integers are inside, where jax has none of 64 bits."""
-
-WIDE = (torch.float64, torch.complex128)
-
-_BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+from spmd.api import caller
+from spmd.errors import ArgumentError, SpecError, described
+from spmd.mesh.spec import first_match, match_patterns
 
 
 def array_of(tensor: torch.Tensor, what: str) -> Any:
@@ -26,18 +27,25 @@ def array_of(tensor: torch.Tensor, what: str) -> Any:
     A tensor on a GPU stays there, by DLPack. Where jax has no 64 bits, integers become narrower.
     ArgumentError if it has no values, or values that do not fit into 32 bits.
     """
-    tensor = narrow(tensor.detach(), what)
-    if tensor.is_meta:
+    wide, dtype = tensor.detach(), narrow_dtype(tensor.dtype, what)
+    if wide.is_meta:
         raise ArgumentError(
             f"{what} is on the meta device and has no values",
             fix="give it values by load_state_dict(), here or of the module",
         )
+    tensor = wide.to(dtype)
+    if dtype != wide.dtype and not torch.equal(tensor.to(wide.dtype), wide):
+        raise ArgumentError(
+            f"{what} has integers that do not fit into 32 bits",
+            actual=f"{wide.dtype}, from {wide.min()} to {wide.max()}",
+            fix="keep them smaller, or call jax.config.update('jax_enable_x64', True) first",
+        )
     if not tensor.is_cpu:
         return jax.dlpack.from_dlpack(tensor.clone(memory_format=torch.contiguous_format))
-    dtype = mappings.t2j_dtype(tensor.dtype)
     tensor = tensor.contiguous()
-    if tensor.dtype in mappings.NUMPY_UNSUPPORTED_DTYPES:
-        return np.array(tensor.view(_BITS[tensor.itemsize]).numpy()).view(dtype)
+    if dtype in mappings.NUMPY_UNSUPPORTED_DTYPES:
+        bits = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[tensor.itemsize]
+        return np.array(tensor.view(bits).numpy()).view(mappings.t2j_dtype(dtype))
     return np.array(tensor.numpy())
 
 
@@ -51,29 +59,14 @@ def narrow_dtype(dtype: torch.dtype, what: str) -> torch.dtype:
     """The dtype inside: of 32 bits where jax has no more, unless numbers would lose digits."""
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         return dtype
-    if dtype in WIDE:
+    if dtype in (torch.float64, torch.complex128):
         raise ArgumentError(
             f"{what} is {dtype}, and jax computes in 32 bits",
             required="float32 or narrower",
             fix="convert it, as in module.float(), or call "
             "jax.config.update('jax_enable_x64', True) first",
         )
-    return INTEGERS.get(dtype, dtype)
-
-
-def narrow(tensor: torch.Tensor, what: str) -> torch.Tensor:
-    """A tensor in its dtype inside, if its values fit."""
-    dtype = narrow_dtype(tensor.dtype, what)
-    if dtype == tensor.dtype or tensor.is_meta:
-        return tensor
-    small = tensor.to(dtype)
-    if not torch.equal(small.to(tensor.dtype), tensor):
-        raise ArgumentError(
-            f"{what} has integers that do not fit into 32 bits",
-            actual=f"{tensor.dtype}, from {tensor.min()} to {tensor.max()}",
-            fix="keep them smaller, or call jax.config.update('jax_enable_x64', True) first",
-        )
-    return small
+    return {torch.int64: torch.int32, torch.uint64: torch.uint32}.get(dtype, dtype)
 
 
 def tensor_of(array: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
@@ -90,3 +83,226 @@ def tensor_of(array: Any, dtype: torch.dtype | None = None, device: Any = None) 
         else:
             tensor = torch.from_numpy(found)
     return tensor if dtype is None else tensor.to(dtype)
+
+
+# ---------------------------------------------------------------------------------------------
+# The tensors of a module.
+
+Rules = Mapping[Any, Any]
+"""Torch's names of parameters and buffers, names of inputs, or patterns of either -> specs; numbers
+of positional inputs -> specs. The first that matches counts."""
+
+
+class State(NamedTuple):
+    """The tensors that a module holds, each once, under the first name of tied ones.
+
+    `aliases` has the first name for every name.
+    """
+
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    aliases: dict[str, str]
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers."""
+        return self.parameters | self.buffers
+
+
+def state_of(module: Any) -> State:
+    """The tensors of a module, which has to be one of torch."""
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentError(
+            f"a {type(module).__name__} is no torch module",
+            actual=described(module),
+            required="a torch.nn.Module",
+            fix="for functions of jax use spmd.jit",
+        )
+    parameters = dict(module.named_parameters())
+    buffers = {name: b for name, b in module.named_buffers() if name not in parameters}
+    first = {id(tensor): name for name, tensor in (buffers | parameters).items()}
+    every = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    return State(parameters, buffers, {name: first[id(tensor)] for name, tensor in every})
+
+
+def arrays_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Tensors by name as arrays of their own memory."""
+    return {name: array_of(tensor, f"{name!r}") for name, tensor in tensors.items()}
+
+
+class Input(NamedTuple):
+    """One tensor among the inputs: its name, and the number of the argument it is in, if any."""
+
+    name: str
+    number: int | None
+
+
+class Specs(NamedTuple):
+    """What the rules say, () for not split and None for open: of tensors by name, and of inputs."""
+
+    tensors: dict[str, Any]
+    inputs: dict[str, Any]
+
+
+def specs_of(rules: Rules, state: State, inputs: Sequence[Input], check: bool = True) -> Specs:
+    """Applies rules; to `check`, each has to match something: later calls may lack an input."""
+    patterns = [rule for rule in rules if isinstance(rule, str)]
+    if check:
+        names = [*state.aliases, *(name for name, _ in inputs)]
+        match_patterns(patterns, names, what="parameter, buffer or input", source=caller())
+        numbers = {number for _, number in inputs}
+        for rule in rules:
+            if not isinstance(rule, str) and rule not in numbers:
+                raise SpecError(
+                    f"{described(rule)} is the number of no positional input that is a tensor",
+                    source=caller(),
+                    actual=f"inputs {', '.join(name for name, _ in inputs)}",
+                    fix="name the input, or count positional arguments from 0",
+                )
+
+    def spec(key: str | int | None) -> Any:
+        if key is None:
+            return None
+        return () if rules[key] is None else rules[key]
+
+    def tied(first: str) -> str | None:
+        """The rule of one tensor that has several names."""
+        names = [name for name, known in state.aliases.items() if known == first]
+        found = {name: first_match(name, patterns) for name in names}
+        ruled = {name: key for name, key in found.items() if key is not None}
+        if len({repr(spec(key)) for key in ruled.values()}) > 1:
+            raise SpecError(
+                f"{' and '.join(ruled)} are one tensor, and rules split it in different ways",
+                source=caller(),
+                actual=", ".join(f"{key!r}: {rules[key]}" for key in ruled.values()),
+                fix="give them the same spec, or name one of them only",
+            )
+        return next(iter(ruled.values()), None)
+
+    return Specs(
+        {name: spec(tied(name)) for name in state.tensors},
+        {
+            name: spec(number if number in rules else first_match(name, patterns))
+            for name, number in inputs
+        },
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# What a call is given.
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+"""Types of what a result may hold beside tensors."""
+
+
+class Inputs(NamedTuple):
+    """The arguments of a call, taken apart: the tensors' names and numbers, and themselves.
+
+    `rest` has (position, value) of every other leaf; `tree` is the structure of (args, kwargs).
+    """
+
+    inputs: tuple[Input, ...]
+    leaves: tuple[Any, ...]
+    rest: tuple[tuple[int, Any], ...]
+    tree: Any
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each tensor."""
+        return tuple(name for name, _ in self.inputs)
+
+    @property
+    def key(self) -> Any:
+        """What decides whether a compiled program serves the call."""
+        types = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in self.leaves)
+        return types, self.rest, str(self.tree)
+
+    def structs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The types of the tensors inside the program, by name."""
+        return {
+            name: struct_of(leaf, f"input {name!r}")
+            if isinstance(leaf, torch.Tensor)
+            else jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+            for name, leaf in zip(self.names, self.leaves, strict=True)
+        }
+
+    def arrays(self) -> dict[str, Any]:
+        """The tensors as arrays, by name; arrays as they are."""
+        return {
+            name: array_of(leaf, f"input {name!r}") if isinstance(leaf, torch.Tensor) else leaf
+            for name, leaf in zip(self.names, self.leaves, strict=True)
+        }
+
+    def rebuild(self, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with other tensors in place of these."""
+        leaves = [values[name] for name in self.names]
+        args, kwargs = torch_tree.tree_unflatten(_merged(self.rest, leaves), self.tree)
+        return tuple(args), dict(kwargs)
+
+
+def take_apart(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inputs:
+    """Takes the arguments of a call apart: pytrees of tensors and plain values, named as `fn`'s."""
+    found, tree = torch_tree.tree_flatten_with_path((tuple(args), dict(kwargs)))
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    heads = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    others = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), "input")
+    heads = heads[: len(args)] + [f"{others}.{i}" for i in range(len(args) - len(heads))]
+    inputs, leaves, rest = [], [], []
+    for position, (path, leaf) in enumerate(found):
+        keys = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path]
+        head = heads[keys[1]] if keys[0] == 0 else str(keys[1])
+        name = ".".join([head, *map(str, keys[2:])])  # `batch.labels`, which is in argument `batch`
+        if isinstance(leaf, torch.Tensor | np.ndarray | jax.Array):
+            inputs.append(Input(name, path[1].idx if path[0].idx == 0 else None))
+            leaves.append(leaf)
+            continue
+        rest.append((position, leaf))
+        try:
+            hash(leaf)
+        except TypeError as error:
+            kind = type(leaf).__name__
+            raise ArgumentError(
+                f"input {name!r} of type {kind} is neither a tensor nor a plain value",
+                actual=described(leaf),
+                fix="pass a tensor, or a number, a text or None, which become constants of the "
+                "program",
+            ) from error
+    return Inputs(tuple(inputs), tuple(leaves), tuple(rest), tree)
+
+
+class Outputs(NamedTuple):
+    """How a result is put together from arrays: its structure, and what is no tensor."""
+
+    tree: Any
+    rest: tuple[tuple[int, Any], ...]
+
+    def rebuild(self, leaves: Sequence[Any]) -> Any:
+        """The result with these tensors."""
+        return torch_tree.tree_unflatten(_merged(self.rest, leaves), self.tree)
+
+
+def _merged(rest: Sequence[tuple[int, Any]], leaves: Sequence[Any]) -> list[Any]:
+    """Leaves in their order: `rest` says which is where, `leaves` are the others."""
+    fixed, others = dict(rest), iter(leaves)
+    return [fixed[i] if i in fixed else next(others) for i in range(len(fixed) + len(leaves))]
+
+
+def split_result(result: Any) -> tuple[list[Any], Outputs]:
+    """The tensors of a module's result, and what is needed to put it together again."""
+    leaves, tree = torch_tree.tree_flatten(result)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    rest = [(i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)]
+    for _, leaf in rest:
+        if not isinstance(leaf, PLAIN):
+            raise ArgumentError(
+                f"the module returns a {type(leaf).__name__}, which is no tensor",
+                required="tensors in tuples, lists, dicts and what else PyTorch's pytrees know",
+                fix="switch it off, as in model(..., use_cache=False), or return its tensors",
+            )
+    return tensors, Outputs(tree, tuple(rest))

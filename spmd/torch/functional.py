@@ -13,8 +13,7 @@ from torchax.tensor import Tensor
 
 from spmd.errors import ArgumentError, described
 from spmd.frontend.artifact import function_artifact
-from spmd.torch.inputs import split_result, take_apart
-from spmd.torch.state import arrays_of, state_of
+from spmd.torch.arrays import arrays_of, split_result, state_of, take_apart
 from spmd.torch.tracing import as_arrays, run_pure
 
 
@@ -153,20 +152,16 @@ def export(
     def forward(arguments: Any) -> Any:
         given = {name: arguments[name] for name in weights}
         leaves = {name: arguments[name] for name in structs}
-        return _named_results(run_pure(module, operator.call, given, inputs, leaves))
+        result = run_pure(module, operator.call, given, inputs, leaves)
+        tensors, _ = split_result(result)
+        arrays = as_arrays(tensors)
+        if isinstance(result, Mapping):  # as those of transformers
+            names = [name for name, value in result.items() if isinstance(value, torch.Tensor)]
+            if len(names) == len(arrays):
+                return dict(zip(names, arrays, strict=True))
+        return arrays[0] if len(arrays) == 1 else tuple(arrays)
 
     taken = {**weights, **structs}
     names = sorted(taken)
     data, _, _ = function_artifact(forward, (taken,), platform=platform, names=names)
     return Exported(data, weights, tuple(names))
-
-
-def _named_results(result: Any) -> Any:
-    """The tensors of a result: by name where it is a mapping of them, as transformers' are."""
-    tensors, _ = split_result(result)
-    arrays = as_arrays(tensors)
-    if isinstance(result, Mapping):
-        names = [name for name, value in result.items() if isinstance(value, torch.Tensor)]
-        if len(names) == len(arrays):
-            return dict(zip(names, arrays, strict=True))
-    return arrays[0] if len(arrays) == 1 else tuple(arrays)

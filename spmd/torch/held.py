@@ -1,63 +1,28 @@
-"""`Held`: what a compiled module and a training step share: tensors on a mesh, programs by key.
+"""A torch module that holds its tensors on a mesh: called as before, or trained step by step.
 
-`shard` makes the first of them: a torch module that is called as before, and computes on a mesh.
+Both compile a program for each kind of call: `Held` is what they share.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import call
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import torch
 
-from spmd.api import Compiled, jit
+from spmd.api import Compiled, jit, path_name
 from spmd.errors import ArgumentError, described
 from spmd.mesh.spec import as_mesh
 from spmd.options import Options
-from spmd.torch.arrays import array_of, struct_of, tensor_of
-from spmd.torch.inputs import Inputs, split_result, take_apart
-from spmd.torch.state import Rules, State, specs_of, state_of
-from spmd.torch.tracing import NO_RANDOM, RANDOM, Random, as_arrays, key_of, run, split, trace
-
-
-class Arrays:
-    """A module's tensors by name: torch's until a program says how they lie, then on the mesh."""
-
-    def __init__(self, state: State) -> None:
-        self.state = state
-        self.placed: dict[str, Any] = {}
-        self._loaded: dict[str, Any] = {}
-        self._structs = {name: struct_of(t, f"{name!r}") for name, t in state.tensors.items()}
-
-    def structs(self) -> dict[str, Any]:
-        """The type of each tensor inside a program."""
-        return dict(self._structs)
-
-    def known(self) -> dict[str, Any]:
-        """What a program is compiled for: arrays that lie on the mesh already, types of others."""
-        return self._structs | self.placed
-
-    def place(self, shardings: Mapping[str, Any]) -> None:
-        """Puts onto the mesh what is not there yet."""
-        for name, sharding in shardings.items():
-            if name not in self.placed:
-                array = self._loaded.pop(name, None)
-                if array is None:
-                    array = array_of(self.state.tensors[name], f"{name!r}")
-                self.placed[name] = jax.device_put(array, sharding)
-
-    def value(self, name: str) -> Any:
-        """A tensor's array, on the mesh or on its way there; None if it is still the module's."""
-        return self.placed.get(name, self._loaded.get(name))
-
-    def load(self, name: str, array: Any) -> None:
-        """Replaces a tensor, where it lies or will lie."""
-        if name in self.placed:
-            self.placed[name] = jax.device_put(array, self.placed[name].sharding)
-        else:
-            self._loaded[name] = array
+from spmd.torch import arrays, tracing
+from spmd.torch.arrays import Inputs, Rules, array_of, specs_of, take_apart, tensor_of
+from spmd.torch.optimizers import TorchOptimizer, optimizer_of
+from spmd.torch.tracing import RANDOM, split
 
 
 class ModuleProgram(NamedTuple):
@@ -76,7 +41,13 @@ class Held:
     """A module's tensors on a mesh, and the programs that were compiled for it."""
 
     def __init__(self, module: Any, mesh: Any, rules: Rules, options: Options | None) -> None:
-        self._arrays = Arrays(state_of(module))
+        self._state = state = arrays.state_of(module)
+        # Its tensors are torch's until a program says how they lie, then on the mesh (`_placed`).
+        # What was loaded before waits.
+        self._placed: dict[str, Any] = {}
+        self._loaded: dict[str, Any] = {}
+        # The type of each tensor inside a program.
+        self._structs = {n: arrays.struct_of(t, f"{n!r}") for n, t in state.tensors.items()}
         as_mesh(mesh)
         self.module = module
         self._mesh, self._rules, self._options = mesh, rules, options
@@ -107,24 +78,24 @@ class Held:
 
         A training step takes their memory for the new ones: ask again after it.
         """
-        return self._placed(self._arrays.state.parameters)
+        return self._on_mesh(self._state.parameters)
 
     @property
     def buffers(self) -> dict[str, jax.Array]:
         """The same of buffers."""
-        return self._placed(self._arrays.state.buffers)
+        return self._on_mesh(self._state.buffers)
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers named as in `module.state_dict()`, as tensors of the CPU."""
         tensors: dict[str, torch.Tensor] = {}  # tied names share one
         found = {}
         for name, own in self.module.state_dict(keep_vars=True).items():
-            first = self._arrays.state.aliases.get(name)
+            first = self._state.aliases.get(name)
             if first is None:
                 found[name] = own  # what a module adds by get_extra_state
                 continue
             if first not in tensors:
-                array = self._arrays.value(first)
+                array = self._placed.get(first, self._loaded.get(first))
                 tensors[first] = (
                     own.detach().clone() if array is None else tensor_of(array, dtype=own.dtype)
                 )
@@ -137,7 +108,7 @@ class Held:
         Raises:
           ArgumentError: a name is missing or unknown, or a tensor has another shape.
         """
-        state = self._arrays.state
+        state = self._state
         known = [n for n in self.module.state_dict(keep_vars=True) if n in state.aliases]
         unknown = [name for name in state_dict if name not in state.aliases]
         missing = [name for name in known if name not in state_dict]
@@ -163,11 +134,24 @@ class Held:
                     required=f"{own.dtype} of shape {tuple(own.shape)}",
                     fix="load the state dict of the same module",
                 )
-            self._arrays.load(first, array_of(tensor.to(own.dtype), f"{name!r}"))
+            array = array_of(tensor.to(own.dtype), f"{name!r}")
+            if first in self._placed:
+                self._placed[first] = jax.device_put(array, self._placed[first].sharding)
+            else:
+                self._loaded[first] = array
 
-    def _placed(self, names: Iterable[str]) -> dict[str, jax.Array]:
+    def _on_mesh(self, names: Iterable[str]) -> dict[str, jax.Array]:
         _ = self.compiled  # only a program says how they lie
-        return {name: self._arrays.placed[name] for name in names}
+        return {name: self._placed[name] for name in names}
+
+    def _place(self, shardings: Mapping[str, Any]) -> None:
+        """Puts onto the mesh what is not there yet."""
+        for name, sharding in shardings.items():
+            if name not in self._placed:
+                array = self._loaded.pop(name, None)
+                if array is None:
+                    array = array_of(self._state.tensors[name], f"{name!r}")
+                self._placed[name] = jax.device_put(array, sharding)
 
     def _program(self, inputs: Inputs) -> ModuleProgram:
         """The program for inputs like these, in the module's mode; compiled if it is new."""
@@ -258,30 +242,30 @@ class Sharded(Held):
         """Computes the module's result."""
         inputs = take_apart(self._signature, args, kwargs)
         program = self._program(inputs)
-        random = Random(self._seed, self.calls).arguments() if program.draws else ()
-        state = split(self._arrays.placed, program.changed)
+        random = tracing.random_arguments(self._seed, self.calls) if program.draws else ()
+        state = split(self._placed, program.changed)
         leaves, changed = program.compiled(*state, inputs.arrays(), random)
-        self._arrays.placed.update(changed)
+        self._placed.update(changed)
         self.calls += 1
         device = next((t.device for t in inputs.leaves if isinstance(t, torch.Tensor)), None)
         return program.outputs.rebuild([tensor_of(leaf, device=device) for leaf in leaves])
 
     def _compile(self, inputs: Inputs) -> ModuleProgram:
-        specs = specs_of(self._rules, self._arrays.state, inputs.inputs, not self._programs)
+        specs = specs_of(self._rules, self._state, inputs.inputs, not self._programs)
         noted: list[Any] = []
 
         def forward(state: Any, leaves: Any, random: Any) -> Any:
-            ran = run(self.module, call, state, inputs, leaves, key_of(random))
-            tensors, outputs = split_result(ran.result)
+            ran = tracing.run(self.module, call, state, inputs, leaves, tracing.key_of(random))
+            tensors, outputs = arrays.split_result(ran.result)
             noted[:] = [outputs, ran.draws]
-            return as_arrays(tensors), ran.changed
+            return tracing.as_arrays(tensors), ran.changed
 
-        traced = trace(forward, self._arrays.structs(), inputs.structs(), RANDOM)
+        traced = tracing.trace(forward, self._structs, inputs.structs(), RANDOM)
         outputs, draws = noted
         changed = tuple(traced.results[1])
 
         def program(buffers: Any, state: Any, inputs: Any, random: Any) -> Any:
-            return traced.call(buffers | state, inputs, random or NO_RANDOM)
+            return traced.call(buffers | state, inputs, random or tracing.NO_RANDOM)
 
         program.__name__ = type(self.module).__name__
         jitted = jit(
@@ -292,8 +276,269 @@ class Sharded(Held):
             options=self._options,
         )
         compiled = jitted.compile(
-            *split(self._arrays.known(), changed), inputs.structs(), RANDOM if draws else ()
+            *split(self._structs | self._placed, changed), inputs.structs(), RANDOM if draws else ()
         )
         for shardings in compiled.in_shardings[:2]:
-            self._arrays.place(shardings)
+            self._place(shardings)
         return ModuleProgram(compiled, changed, draws, outputs)
+
+
+# ---------------------------------------------------------------------------------------------
+# A training step.
+
+
+def train_step(
+    module: Any,
+    loss: Callable[..., Any],
+    optimizer: Any,
+    mesh: Any,
+    rules: Rules | None = None,
+    *,
+    seed: int = 0,
+    options: Options | None = None,
+) -> TrainStep:
+    """Makes a training step of a torch module, a loss and an optimizer.
+
+    Args:
+      module: a `torch.nn.Module`, in training or evaluation mode; left unchanged. Parameters that
+        do not require a gradient stay as they are.
+      loss: `loss(module, *batch)` calls the module and returns a scalar tensor. A torch module
+        instead, such as `torch.nn.CrossEntropyLoss()`, is called with the module's result and the
+        last entry of the batch.
+      optimizer: `torch.optim.SGD`, `Adam` or `AdamW` of the module's parameters, with parameter
+        groups if need be; or an optimizer of optax.
+      mesh: the mesh.
+      rules: as for `shard`; inputs are called like the parameters of `loss`.
+      seed: of random numbers, which differ from step to step.
+      options: compile options.
+
+    Returns:
+      An object to call with a batch; see `TrainStep`.
+
+    Raises:
+      ArgumentError: an optimizer that is not known, or has parameters of another module.
+
+    Example:
+      >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+      >>> step = spmd.torch.train_step(model, loss, optimizer, mesh, {"*.weight": ("data",)})
+      >>> print(float(step(x, y)))
+      >>> model.load_state_dict(step.state_dict())
+    """
+    return TrainStep(module, loss, optimizer, mesh, rules or {}, seed, options)
+
+
+class TrainStep(Held):
+    """A training step that holds parameters, buffers and optimizer state on a mesh.
+
+    It is compiled once for each structure, shape and dtype of batches, and for each mode of the
+    module. The module's and the torch optimizer's own tensors stay as they are; the groups of the
+    optimizer are read before each step, so a learning rate scheduler works on it as always.
+
+    Attributes:
+      module: as it was given.
+      steps: how many steps were taken; random numbers depend on it and on `seed`.
+      seed: of random numbers.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        loss: Callable[..., Any],
+        optimizer: Any,
+        mesh: Any,
+        rules: Rules,
+        seed: int = 0,
+        options: Options | None = None,
+    ) -> None:
+        super().__init__(module, mesh, rules, options)
+        self.seed = seed
+        self._loss, self._signature = _loss_function(module, loss)
+        self._optimizer = optimizer_of(optimizer, self._state)
+        self._initial, self.steps = self._optimizer.loaded()
+        self._optimizer_state: Any = None
+
+    def __call__(self, *batch: Any, **named: Any) -> jax.Array:
+        """Takes a step.
+
+        Returns:
+          The loss before it: a scalar of jax, which is not waited for until `float(loss)`.
+        """
+        inputs = take_apart(self._signature, batch, named)
+        program = self._program(inputs)
+        trained, rest = split(self._placed, self._optimizer.trained)
+        random = tracing.random_arguments(self.seed, self.steps) if program.draws else ()
+        params, self._optimizer_state, buffers, loss = program.compiled(
+            trained,
+            self._optimizer_state,
+            *split(rest, program.changed),
+            inputs.arrays(),
+            random,
+            self._optimizer.scalars(self.steps),
+        )
+        self._placed.update(params | buffers)
+        self.steps += 1
+        if isinstance(self._optimizer, TorchOptimizer):
+            # What torch's schedulers look at, to warn of a step that was forgotten.
+            self._optimizer.optimizer._opt_called = True  # type: ignore[attr-defined]
+        result: jax.Array = loss
+        return result
+
+    @property
+    def optimizer_state(self) -> Any:
+        """The optimizer's state on the mesh: {slot: {name: array}} of torch's, a pytree of optax's.
+
+        Slots are torch's: `exp_avg`, `exp_avg_sq`, `momentum_buffer`.
+        """
+        _ = self.compiled  # there is none before
+        return self._optimizer_state
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """The optimizer's state as tensors of the CPU.
+
+        Of a torch optimizer it is what its own `state_dict()` would be, and it can load it. What
+        belongs to the step itself, its number and the seed, is under `spmd`.
+        """
+        _ = self.compiled  # there is none before
+        own = self._optimizer.saved(self._optimizer_state, self.steps)
+        return {**own, "spmd": {"seed": self.seed, "steps": self.steps}}
+
+    def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes what `optimizer_state_dict` gave, or what a torch optimizer's `state_dict()` is.
+
+        Raises:
+          ArgumentError: it belongs to another optimizer.
+        """
+        try:
+            self._optimizer.load(state_dict)
+        except (KeyError, ValueError, AttributeError) as error:
+            raise ArgumentError(
+                "the optimizer's state dict does not fit",
+                actual=str(error),
+                fix="load what optimizer_state_dict() gave for the same module and optimizer",
+            ) from error
+        self._initial, self.steps = self._optimizer.loaded()
+        ours = state_dict.get("spmd", {})
+        self.seed, self.steps = ours.get("seed", self.seed), ours.get("steps", self.steps)
+        if self._optimizer_state is not None:
+            self._optimizer_state = _filled(self._optimizer_state, self._initial)
+
+    def _more_key(self) -> Any:
+        return self._optimizer.key
+
+    def _compile(self, inputs: Inputs) -> ModuleProgram:
+        optimizer = self._optimizer
+        specs = specs_of(self._rules, self._state, inputs.inputs, not self._programs)
+        draws: list[bool] = []
+
+        def objective(params: Any, others: Any, leaves: Any, random: Any) -> Any:
+            ran = tracing.run(
+                self.module, self._loss, params | others, inputs, leaves, tracing.key_of(random)
+            )
+            draws[:] = [ran.draws]
+            value = ran.result.jax() if hasattr(ran.result, "jax") else None
+            if value is None or value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
+                kind = type(ran.result).__name__
+                raise ArgumentError(
+                    "the loss is no number to minimize",
+                    actual=kind if value is None else f"{value.dtype}{list(value.shape)}",
+                    required="one float that the parameters decide",
+                    fix="return a scalar tensor, as in torch.nn.functional.mse_loss(model(x), y)",
+                )
+            return value, ran.changed
+
+        traced = tracing.trace(
+            jax.value_and_grad(objective, has_aux=True),
+            *split(self._structs, optimizer.trained),
+            inputs.structs(),
+            RANDOM,
+        )
+        changed, unused = tuple(traced.results[0][1]), traced.is_zero[1]
+        if all(unused.values()):
+            raise ArgumentError(
+                "the loss depends on no parameter that the optimizer trains",
+                actual=f"{len(optimizer.trained)} parameters require a gradient and are the "
+                "optimizer's",
+                fix="let the loss call the module that it is given, and not under torch.no_grad()",
+            )
+
+        def step(
+            params: Any, opt_state: Any, buffers: Any, state: Any, batch: Any, random: Any, now: Any
+        ) -> Any:
+            (loss, new), grads = traced.call(
+                params, buffers | state, batch, random or tracing.NO_RANDOM
+            )
+            grads = {name: None if unused[name] else grad for name, grad in grads.items()}
+            params, opt_state = optimizer.update(grads, opt_state, params, now)
+            return params, opt_state, new, loss
+
+        step.__name__ = f"{type(self.module).__name__} step"
+        trained, rest = split(specs.tensors, optimizer.trained)
+        jitted = jit(
+            step,
+            mesh=self._mesh,
+            in_specs=(trained, None, *split(rest, changed), specs.inputs, None, None),
+            donate_argnums=(0, 1, 2),
+            options=self._options,
+        )
+        params, rest = split(self._structs | self._placed, optimizer.trained)
+        opt_state = self._optimizer_state
+        if opt_state is None:
+            opt_state = jax.eval_shape(optimizer.init, params)
+        compiled = jitted.compile(
+            params,
+            opt_state,
+            *split(rest, changed),
+            inputs.structs(),
+            RANDOM if draws[0] else (),
+            optimizer.scalars(0),
+        )
+        params, _, buffers, state, *_ = compiled.in_shardings
+        self._place(params | buffers | state)
+        if self._optimizer_state is None:
+            trained, _ = split(self._placed, optimizer.trained)
+            own = compiled.init(1, optimizer.init, trained)
+            self._optimizer_state = _filled(own, self._initial)
+        return ModuleProgram(compiled, changed, draws[0])
+
+
+def _filled(state: Any, new: Mapping[str, Any]) -> Any:
+    """A pytree on the mesh with some leaves, given by path, replaced."""
+
+    def filled(path: Any, leaf: Any) -> Any:
+        array = new.get(path_name(path))
+        if array is None:
+            return leaf
+        if array.shape != leaf.shape:
+            raise ArgumentError(
+                f"optimizer state {path_name(path)!r} cannot be loaded",
+                actual=described(array),
+                required=described(leaf),
+            )
+        return jax.device_put(array.astype(leaf.dtype), leaf.sharding)
+
+    return jax.tree_util.tree_map_with_path(filled, state)
+
+
+def _loss_function(module: Any, loss: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A loss as a function of the module and a batch, and one with the batch's parameters alone."""
+    if not callable(loss):
+        raise ArgumentError(
+            f"the loss is a {type(loss).__name__}",
+            actual=described(loss),
+            required="a function loss(module, *batch), or a torch module such as a criterion",
+        )
+    if isinstance(loss, torch.nn.Module):
+
+        def criterion(module: Any, *batch: Any, **named: Any) -> Any:
+            *inputs, target = batch
+            return loss(module(*inputs, **named), target)
+
+        return criterion, module.forward
+
+    def batch(*args: Any, **kwargs: Any) -> None: ...
+
+    with contextlib.suppress(TypeError, ValueError):  # of what has no signature
+        signature = inspect.signature(loss)
+        parameters = list(signature.parameters.values())[1:]
+        batch.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return loss, batch

@@ -17,8 +17,7 @@ import torch
 
 from spmd.api import path_name
 from spmd.errors import ArgumentError, described
-from spmd.torch.arrays import array_of, tensor_of
-from spmd.torch.state import State
+from spmd.torch.arrays import State, array_of, tensor_of
 
 
 def optimizer_of(given: Any, state: State) -> OptaxOptimizer | TorchOptimizer:
@@ -80,8 +79,6 @@ class OptaxOptimizer:
 
 
 class _Rule(NamedTuple):
-    """How one optimizer of torch updates a parameter."""
-
     # group -> names of the tensors that it keeps for each parameter
     slots: Callable[[Mapping[str, Any]], tuple[str, ...]]
     # group, number of the step from 1 -> numbers
@@ -89,10 +86,6 @@ class _Rule(NamedTuple):
     # gradient, tensors by slot, parameter, group, scalars -> new parameter, new tensors
     update: Callable[..., tuple[Any, dict[str, Any]]]
     flags: tuple[str, ...]  # entries of a group that the program depends on
-
-
-def _sgd_slots(group: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("momentum_buffer",) if group["momentum"] else ()
 
 
 def _sgd_scalars(group: Mapping[str, Any], step: int) -> dict[str, float]:
@@ -112,10 +105,6 @@ def _sgd(grad: Any, slots: Any, param: Any, group: Any, now: Any) -> tuple[Any, 
     buffer = now["momentum"] * slots["momentum_buffer"] + now["share"] * grad
     move = grad + now["momentum"] * buffer if group["nesterov"] else buffer
     return param - now["lr"] * move, {"momentum_buffer": buffer}
-
-
-def _adam_slots(group: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if group["amsgrad"] else ())
 
 
 def _adam_scalars(group: Mapping[str, Any], step: int) -> dict[str, float]:
@@ -147,8 +136,18 @@ def _adam(grad: Any, slots: Any, param: Any, group: Any, now: Any) -> tuple[Any,
     return param * now["shrink"] - now["rate"] * move, new
 
 
-_SGD = _Rule(_sgd_slots, _sgd_scalars, _sgd, ("momentum", "nesterov", "maximize"))
-_ADAM = _Rule(_adam_slots, _adam_scalars, _adam, ("amsgrad", "maximize"))
+_SGD = _Rule(
+    lambda group: ("momentum_buffer",) if group["momentum"] else (),
+    _sgd_scalars,
+    _sgd,
+    ("momentum", "nesterov", "maximize"),
+)
+_ADAM = _Rule(
+    lambda group: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2],
+    _adam_scalars,
+    _adam,
+    ("amsgrad", "maximize"),
+)
 RULES = {torch.optim.SGD: _SGD, torch.optim.Adam: _ADAM, torch.optim.AdamW: _ADAM}
 
 
@@ -167,7 +166,18 @@ class TorchOptimizer:
             )
         self.optimizer = optimizer
         self._rule = RULES[type(optimizer)]
-        self._group_of = _groups_by_name(optimizer, state)
+        # Name of each of its parameters, in its order -> number of its group.
+        self._group_of: dict[str, int] = {}
+        names = {id(parameter): name for name, parameter in state.parameters.items()}
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise ArgumentError(
+                        f"group {number} of the optimizer has a parameter that is not the module's",
+                        actual=f"a parameter of shape {tuple(parameter.shape)}",
+                        fix="make the optimizer of module.parameters(), of this very module",
+                    )
+                self._group_of[names[id(parameter)]] = number
         self._parameters = state.parameters
         self.trained = tuple(n for n in self._group_of if state.parameters[n].requires_grad)
         self._moved: set[str] = set()  # of these torch would have a state
@@ -253,19 +263,3 @@ class TorchOptimizer:
     def _group(self, name: str) -> Mapping[str, Any]:
         group: Mapping[str, Any] = self.optimizer.param_groups[self._group_of[name]]
         return group
-
-
-def _groups_by_name(optimizer: torch.optim.Optimizer, state: State) -> dict[str, int]:
-    """Name of each of the optimizer's parameters, in its order -> number of its group."""
-    names = {id(parameter): name for name, parameter in state.parameters.items()}
-    found = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise ArgumentError(
-                    f"group {number} of the optimizer has a parameter that is not the module's",
-                    actual=f"a parameter of shape {tuple(parameter.shape)}",
-                    fix="make the optimizer of module.parameters(), of this very module",
-                )
-            found[names[id(parameter)]] = number
-    return found

@@ -1,7 +1,14 @@
-"""A torch module as a function of arrays, with everything it reads and changes spelled out."""
+"""A torch module as a function of arrays, with everything it reads and changes spelled out.
+
+torchax computes each op with jax. Four things it gets differently from PyTorch are put right here:
+`torch.no_grad` and `detach` stop gradients, BatchNorm updates its running statistics, random
+numbers come from a key that is an argument, and tensors made without a device, or held in a plain
+attribute, mix with those that are traced.
+"""
 
 from __future__ import annotations
 
+import functools
 import sysconfig
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,15 +22,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+import torch.utils._pytree as torch_tree  # torchax's own, which knows transformers' outputs
 import torchax
 from jax.extend.core import Literal, jaxpr_as_fun
 from jax.extend.source_info_util import register_exclusion
-from torchax.tensor import OperatorNotFound, Tensor
+from torchax.tensor import Environment, OperatorNotFound, Tensor
 from torchax.view import View
 
-from spmd.errors import ArgumentError, FrontendError, UnsupportedOpError
-from spmd.torch.environment import Tracing
-from spmd.torch.inputs import Inputs
+from spmd.errors import FrontendError, UnsupportedOpError
+from spmd.torch.arrays import Inputs, array_of
 
 _LIBRARIES = [str(Path(str(package.__file__)).parent) for package in (torch, torchax, jax)]
 _OURS = str(Path(__file__).parents[1])
@@ -33,11 +40,113 @@ for _path in _LIBRARIES:
 
 _LOCK = threading.Lock()  # a module is changed while it is traced: one trace at a time
 
-_VALUE_ERRORS = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-)
+
+class Tracing(Environment):  # type: ignore[misc]  # torchax has no types
+    """One trace of a module, to be entered: torch ops are jax ops; whether it `draws` randomly."""
+
+    def __init__(self, key: Any) -> None:
+        super().__init__()
+        self.draws = False
+        self._key = key
+        for op in (torch.ops.aten.native_batch_norm, torch.ops.aten._native_batch_norm_legit):
+            self.override_op_definition(
+                op.default,
+                lambda x, weight, bias, mean, var, *more: _batch_norm(
+                    x, mean, var, weight, bias, *more
+                ),
+            )
+        self.override_op_definition(
+            torch.nn.functional.batch_norm, lambda *args, **named: _batch_norm(*args, **named)[0]
+        )
+        for op in (torch.ops.aten.detach.default, torch.Tensor.detach, torch.detach):
+            self.override_op_definition(
+                op, lambda tensor: Tensor(jax.lax.stop_gradient(tensor.jax()), tensor._env)
+            )
+
+    def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Computes an op; under `torch.no_grad` no gradient flows through its result."""
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise FrontendError(
+                "torch.autocast chooses no dtypes here",
+                fix="convert what is to be narrower, as in module.to(torch.bfloat16)",
+            )
+        if torch.is_grad_enabled():
+            return super().dispatch(func, types, args, kwargs)
+        leaves = torch_tree.tree_leaves((args, kwargs))
+        given = {id(t): t._elem for t in leaves if isinstance(t, Tensor)}
+        result = super().dispatch(func, types, args, kwargs)
+        for tensor in [t for t in torch_tree.tree_leaves(result) if isinstance(t, Tensor)]:
+            if given.get(id(tensor)) is not tensor._elem:  # `w.to(dtype)` may be `w` itself
+                tensor._elem = jax.lax.stop_gradient(tensor._elem)
+        return result
+
+    def t2j_iso(self, torchtensors: Any) -> Any:
+        """Traced tensors as jax values; others become constants of the program."""
+
+        def known(x: Any) -> Any:
+            if isinstance(x, Tensor | View):
+                return x
+            if x.requires_grad:
+                raise FrontendError(
+                    f"the module uses a parameter of shape {tuple(x.shape)} that is not its own",
+                    required="every parameter in module.named_parameters()",
+                    fix="assign it to an attribute of the module as a torch.nn.Parameter",
+                )
+            return Tensor(jnp.asarray(array_of(x, "a tensor that the module holds")), self)
+
+        return super().t2j_iso(torch_tree.tree_map_only(torch.Tensor, known, torchtensors))
+
+    def get_and_rotate_prng_key(self, generator: Any = None) -> Any:
+        """The next key, whatever generator a module names."""
+        self.draws = True
+        self._key, key = jax.random.split(self._key)
+        return key
+
+    def _should_use_torchax_tensor(self, device: Any) -> bool:
+        """Also for tensors that are made on no device in particular, or on torch's default."""
+        return device is None or bool(super()._should_use_torchax_tensor(device))
+
+
+def _batch_norm(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> tuple[Any, Any, Any]:
+    """`batch_norm`: normalizes over all dims but the second, and updates running statistics."""
+
+    def move(running: Any, new: Any) -> None:
+        """Moves a running statistic towards a new one, in place as PyTorch does."""
+        if running is not None:
+            old = running._elem
+            moved = (1 - momentum) * old + momentum * jax.lax.stop_gradient(new)
+            running._elem = moved.astype(old.dtype)
+
+    def along(values: Any) -> Any:
+        return jnp.reshape(values, (1, -1) + (1,) * (x.ndim - 2))
+
+    x = input.jax()
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    dims = (0, *range(2, x.ndim))
+    if training:
+        mean, var = jnp.mean(wide, dims), jnp.var(wide, dims)
+        count = x.size // x.shape[1]
+        # Normalizing divides by `count`, the running variance by `count - 1`.
+        move(running_mean, mean)
+        move(running_var, var * (count / max(count - 1, 1)))
+    else:
+        mean, var = running_mean.jax(), running_var.jax()
+    scale = jax.lax.rsqrt(var + eps)
+    y = (wide - along(mean)) * along(scale)
+    if weight is not None:
+        y = y * along(weight.jax())
+    if bias is not None:
+        y = y + along(bias.jax())
+    return input._env.j2t_iso((y.astype(x.dtype), mean, scale))  # type: ignore[no-any-return]
 
 
 class ModuleRun(NamedTuple):
@@ -92,8 +201,15 @@ def run(
     changed = {}
     for name, array in arrays.items():
         (new,) = env.t2j_iso([state[f"module.{name}"]])
-        if new is not array:
-            changed[name] = _like(name, new, array)
+        if new is array:
+            continue
+        if new.shape != array.shape:
+            raise FrontendError(
+                f"the module gives {name!r} another shape",
+                actual=f"{new.shape} in place of {array.shape}",
+                fix="keep its shape, or keep the tensor outside of the module",
+            )
+        changed[name] = new.astype(array.dtype)
     for name, _ in module.named_parameters():
         if name in changed:
             raise FrontendError(
@@ -129,16 +245,6 @@ def as_arrays(tensors: Sequence[Any]) -> list[Any]:
     return [t.jax() if hasattr(t, "jax") else jnp.asarray(t.detach().numpy()) for t in tensors]
 
 
-def _like(name: str, new: Any, old: Any) -> Any:
-    if new.shape != old.shape:
-        raise FrontendError(
-            f"the module gives {name!r} another shape",
-            actual=f"{new.shape} in place of {old.shape}",
-            fix="keep its shape, or keep the tensor outside of the module",
-        )
-    return new.astype(old.dtype)
-
-
 @contextmanager
 def _left_alone(module: Any) -> Iterator[None]:
     """What a forward pass keeps in plain attributes is traced, and must not outlive the trace."""
@@ -157,23 +263,20 @@ def _scopes(module: Any) -> Iterator[None]:
     around: list[tuple[str, Any]] = []
     handles = []
 
-    def hooks_of(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        def enter(*_: Any) -> None:
-            inside = name.removeprefix(f"{around[-1][0]}.") if around else name
-            scope = jax.named_scope(inside.replace(".", "/"))
-            scope.__enter__()
-            around.append((name, scope))
+    def enter(name: str, *_: Any) -> None:
+        inside = name.removeprefix(f"{around[-1][0]}.") if around else name
+        scope = jax.named_scope(inside.replace(".", "/"))
+        scope.__enter__()
+        around.append((name, scope))
 
-        def leave(*_: Any) -> None:
-            around.pop()[1].__exit__(None, None, None)
-
-        return enter, leave
+    def leave(*_: Any) -> None:
+        around.pop()[1].__exit__(None, None, None)
 
     try:
         for name, part in module.named_modules():
             if name:
-                enter, leave = hooks_of(name)
-                handles.append(part.register_forward_pre_hook(enter, prepend=True))
+                begin = functools.partial(enter, name)
+                handles.append(part.register_forward_pre_hook(begin, prepend=True))
                 handles.append(part.register_forward_hook(leave, always_call=True))
         yield
     finally:
@@ -223,7 +326,11 @@ def _explained() -> Iterator[None]:
             source=_line_of(error.__traceback__),
             fix="write this line of the module with other ops",
         ) from error
-    except _VALUE_ERRORS as error:
+    except (
+        jax.errors.ConcretizationTypeError,
+        jax.errors.NonConcreteBooleanIndexError,
+        jax.errors.TracerArrayConversionError,
+    ) as error:
         raise FrontendError(
             "the module's Python depends on the values of a tensor",
             source=_line_of(error.__traceback__),
@@ -242,19 +349,6 @@ def _line_of(traceback: TracebackType | None) -> str | None:
             found = f"{code.co_filename}:{traceback.tb_lineno} ({code.co_qualname})"
         traceback = traceback.tb_next
     return found
-
-
-def loss_of(result: Any) -> Any:
-    """A loss as a jax scalar of floats."""
-    value = result.jax() if hasattr(result, "jax") else None
-    if value is None or value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
-        raise ArgumentError(
-            "the loss is no number to minimize",
-            actual=type(result).__name__ if value is None else f"{value.dtype}{list(value.shape)}",
-            required="one float that the parameters decide",
-            fix="return a scalar tensor, as in torch.nn.functional.mse_loss(model(x), y)",
-        )
-    return value
 
 
 # From a module's function to that of a program.
@@ -295,19 +389,13 @@ def _is_zero(jaxpr: Any) -> Iterator[bool]:
         yield isinstance(atom, Literal) and not np.any(atom.val)
 
 
-class Random(NamedTuple):
-    """Which random numbers a call draws: those of its number, under a seed."""
-
-    seed: int
-    call: int
-
-    def arguments(self) -> tuple[Any, Any]:
-        """As arguments of a program."""
-        return np.uint32(self.seed % 2**32), np.uint32(self.call % 2**32)
+def random_arguments(seed: int, call: int) -> tuple[Any, Any]:
+    """What a program draws random numbers from: those of a call, by its number, under a seed."""
+    return np.uint32(seed % 2**32), np.uint32(call % 2**32)
 
 
 RANDOM = (jax.ShapeDtypeStruct((), np.uint32), jax.ShapeDtypeStruct((), np.uint32))
-"""Types of `Random.arguments`."""
+"""Types of `random_arguments`."""
 
 NO_RANDOM = (np.uint32(0), np.uint32(0))  # in place of them where no random numbers are drawn
 

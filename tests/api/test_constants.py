@@ -13,7 +13,7 @@ import pytest
 
 import spmd
 from spmd.api import Compiled
-from spmd.frontend.lift import LARGE
+from spmd.frontend.normalize import LARGE
 from spmd.lowering.local import table as local
 from tests.two_processes import run_both
 

@@ -11,7 +11,7 @@ import pytest
 
 import spmd
 from spmd.frontend.importer.module import import_module
-from spmd.frontend.sums import accumulate
+from spmd.frontend.normalize import accumulate
 from spmd.ir.legality import check_program
 from spmd.ir.program import Program
 

@@ -13,8 +13,8 @@ from jax import export
 
 import spmd
 from spmd.frontend.canonicalize import CANONICAL, canonicalize
-from spmd.frontend.importer.legalize import LEGALIZED
 from spmd.frontend.importer.module import import_module, parse_module
+from spmd.frontend.importer.ops import LEGALIZED
 from spmd.ir.legality import check_program
 from tests.ir.dialect.cases_module import MODULES, ModuleCase
 

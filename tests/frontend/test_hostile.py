@@ -16,7 +16,7 @@ from jaxlib.mlir.dialects import stablehlo
 import spmd
 from spmd.frontend import bytecode
 from spmd.frontend.importer import ops
-from spmd.frontend.importer.calls import DEEPEST_CALLS
+from spmd.frontend.importer.handlers import DEEPEST_CALLS
 from spmd.frontend.importer.module import import_module, parse_module, signature
 
 SECONDS = 25.0

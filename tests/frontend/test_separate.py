@@ -15,7 +15,7 @@ import spmd
 from benchmarks.programs.conditions import small_machine
 from benchmarks.programs.remat import CHECKPOINTS, gradient
 from spmd.frontend.importer.module import import_module
-from spmd.frontend.separate import separate
+from spmd.frontend.normalize import separate
 from spmd.ir.legality import check_program
 from spmd.ir.program import Op, Program
 

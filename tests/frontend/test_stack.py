@@ -16,8 +16,7 @@ from jax.experimental import io_callback
 
 import spmd
 from spmd import compiler, forms
-from spmd.frontend.lanes import Block, Stack
-from spmd.frontend.stack import stacked
+from spmd.frontend.lanes import Block, Stack, stacked
 from spmd.ir.legality import check_program
 from spmd.ir.program import Program
 from spmd.planning.plan import Plan

@@ -12,7 +12,7 @@ import pytest
 import spmd
 from benchmarks.programs.conditions import small_machine
 from spmd.frontend.importer.module import import_module
-from spmd.frontend.sums import Group, _groups, unflatten
+from spmd.frontend.normalize import Group, _groups, unflatten
 from spmd.ir.description import RESHAPE
 from spmd.ir.legality import check_program
 

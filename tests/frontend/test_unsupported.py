@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.importer.module import import_module, parse_module
-from spmd.frontend.importer.unsupported import REFUSED
+from spmd.frontend.importer.ops import REFUSED
 
 _GROUPS = "replica_groups = dense<[[0, 1]]> : tensor<1x2xi64>"
 _SUM = """({

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from spmd.launch import peers, stop_agreed
-from spmd.launch.peers import COLLECTIVE_FAILED, LEFT, Signs, describe_silent
-from spmd.launch.stop import StopVote
+from spmd.launch.peers import COLLECTIVE_FAILED, LEFT, Signs, StopVote, describe_silent
 from tests.launch.memory import Memory
 from tests.waiting import PATIENCE
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import spmd
 from spmd.errors import MeshError
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.refinement import part_atoms
+from spmd.mesh.sharding import part_atoms
 
 MESH = Mesh(None, (4, 2), ("data", "model"))
 

@@ -1,8 +1,7 @@
-"""MLIR's types, constants, attributes and locations -> plain data."""
+"""MLIR's types, constants, attributes and locations -> plain data; ops, and copies of them."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +11,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo as hlo
 
 from spmd.errors import FrontendError
-from spmd.frontend.importer.manual import COLLECTIVE_DIMS, StatedCollective
-from spmd.frontend.importer.shardings import MARKS, AxisRef, axis_refs
 from spmd.ir.program import Frame
 from spmd.ir.text import element_bytes
 from spmd.ir.types import (
@@ -28,10 +25,9 @@ from spmd.ir.types import (
     TensorType,
     numpy_dtype,
 )
-from spmd.mesh.mesh import Mesh
 
-# ---------------------------------------------------------------------------------------------
-# Types, constants, locations.
+MARKS = ("sdy.sharding", "mhlo.sharding")
+"""Attributes that say how an op's results, an argument or a result are split."""
 
 
 def tensor_type(type_: Any) -> TensorType:
@@ -89,36 +85,30 @@ def _dense_from_text(text: str) -> Dense:
 
 def location_of(location: Any) -> tuple[str, list[Frame]]:
     """The outermost scope name and the frames, innermost first, that a location holds."""
-    frames: list[Frame] = []
-    return _walk_location(location, "", frames), frames
-
-
-def _walk_location(location: Any, scope: str, frames: list[Frame]) -> str:
-    """Collects frames innermost first; returns the outermost scope name."""
     # jax writes "jit(f)/sin"(callsite("f"("a.py":3) at "<module>"("a.py":9))): a name around call
     # sites is a scope, a name around a file is the function of a frame. A module from elsewhere may
     # fuse several locations; the last one that has a scope gives it.
-    if isinstance(location, ir.CallSiteLoc):
-        scope = _walk_location(location.callee, scope, frames)
-        _walk_location(location.caller, scope, frames)
+    frames: list[Frame] = []
+
+    def walk(location: Any, scope: str) -> str:
+        if isinstance(location, ir.CallSiteLoc):
+            scope = walk(location.callee, scope)
+            walk(location.caller, scope)
+        elif isinstance(location, ir.NameLoc):
+            child = location.child_loc
+            if isinstance(child, ir.FileLineColLoc):
+                frames.append(Frame(child.filename, child.start_line, location.name_str))
+                return scope
+            inner = walk(child, scope)
+            return location.name_str or inner
+        elif isinstance(location, ir.FileLineColLoc):
+            frames.append(Frame(location.filename, location.start_line, ""))
+        elif isinstance(location, ir.FusedLoc):
+            for part in location.locations:
+                scope = walk(part, scope) or scope
         return scope
-    if isinstance(location, ir.NameLoc):
-        child = location.child_loc
-        if isinstance(child, ir.FileLineColLoc):
-            frames.append(Frame(child.filename, child.start_line, location.name_str))
-            return scope
-        inner = _walk_location(child, scope, frames)
-        return location.name_str or inner
-    if isinstance(location, ir.FileLineColLoc):
-        frames.append(Frame(location.filename, location.start_line, ""))
-    elif isinstance(location, ir.FusedLoc):
-        for part in location.locations:
-            scope = _walk_location(part, scope, frames) or scope
-    return scope
 
-
-# ---------------------------------------------------------------------------------------------
-# Attributes.
+    return walk(location, ""), frames
 
 
 def entries_of(op: Any) -> tuple[tuple[str, Any], ...]:
@@ -136,8 +126,19 @@ def entries_of(op: Any) -> tuple[tuple[str, Any], ...]:
         return (("value", match[1]),)
 
 
-_NOT_OF_THE_OP = (*MARKS, "sdy.sharding_rule")
-"""Attributes that say nothing of what an op computes: marks become ops, and rules are ours."""
+_NUMBERS: Mapping[type, tuple[Any, Sequence[str]]] = {
+    ConvDims: (
+        hlo.ConvDimensionNumbers,
+        [f"{n}_dimension{'s' * n.endswith('spatial')}" for n in ConvDims._fields],
+    ),
+    DotDims: (hlo.DotDimensionNumbers, DIM_NUMBERS[DotDims][1]),
+    GatherDims: (hlo.GatherDimensionNumbers, GatherDims._fields),
+    ScatterDims: (
+        hlo.ScatterDimensionNumbers,
+        [n.replace("scatter_dims", "scattered_dims") for n in ScatterDims._fields],
+    ),
+}
+"""Attributes that say which dim is what -> their class in the bindings, and its fields."""
 
 
 def attribute(name: str, attr: Any) -> Attribute:
@@ -156,10 +157,11 @@ def attribute(name: str, attr: Any) -> Attribute:
         return tuple(attr)
     for kind, (numbers, fields) in _NUMBERS.items():
         if numbers.isinstance(attr):
-            return _dims(kind, numbers(attr), fields)
+            values = [getattr(numbers(attr), field) for field in fields]
+            return kind(*(value if isinstance(value, int) else tuple(value) for value in values))
     if name == "padding" and isinstance(attr, ir.DenseIntElementsAttr):
         return tuple((int(low), int(high)) for low, high in np.asarray(attr)) or None
-    if name in _NOT_OF_THE_OP:
+    if name in (*MARKS, "sdy.sharding_rule"):  # marks become ops, and rules are ours
         return None
     text = str(attr)
     if name == "value" and text.startswith("dense"):
@@ -194,67 +196,24 @@ def defining_op(value: Any) -> Any:
     return None if isinstance(value.owner, ir.Block) else value.owner.operation
 
 
-_NUMBERS: Mapping[type, tuple[Any, Sequence[str]]] = {
-    ConvDims: (
-        hlo.ConvDimensionNumbers,
-        [f"{n}_dimension{'s' * n.endswith('spatial')}" for n in ConvDims._fields],
-    ),
-    DotDims: (hlo.DotDimensionNumbers, DIM_NUMBERS[DotDims][1]),
-    GatherDims: (hlo.GatherDimensionNumbers, GatherDims._fields),
-    ScatterDims: (
-        hlo.ScatterDimensionNumbers,
-        [n.replace("scatter_dims", "scattered_dims") for n in ScatterDims._fields],
-    ),
-}
-"""Attributes that say which dim is what -> their class in the bindings, and its fields."""
+def ops_in(root: Any) -> list[Any]:
+    """An op and all ops inside it, so that one may replace them."""
+    found: list[Any] = []
+
+    def visit(op: Any) -> Any:
+        found.append(op)
+        return ir.WalkResult.ADVANCE
+
+    root.walk(visit)
+    return found
 
 
-def _dims(kind: type, numbers: Any, fields: Sequence[str]) -> Attribute:
-    values = [getattr(numbers, field) for field in fields]
-    return kind(*(value if isinstance(value, int) else tuple(value) for value in values))
-
-
-# ---------------------------------------------------------------------------------------------
-# Devices and collectives.
-
-
-def partitions_of(module: ir.Module) -> int:
-    """The number of devices that a module says it is for."""
-    found: Any = module.operation.attributes
-    names = ("mhlo.num_partitions", "mhlo.num_replicas")
-    return math.prod(found[name].value for name in names if name in found)
-
-
-def _mesh_over(attr: Any) -> str | Mesh:
-    """The mesh that a collective's groups are told by: its name, or itself."""
-    if isinstance(attr, ir.FlatSymbolRefAttr):
-        return str(attr.value)
-    mesh: Any = hlo.MeshAttr(attr)
-    axes = [hlo.MeshAxisAttr(axis) for axis in mesh.axes]
-    ids = None if mesh.device_ids is None else list(mesh.device_ids)
-    return Mesh(ids, [axis.size for axis in axes], [axis.name for axis in axes])
-
-
-def exchange_of(op: Any) -> StatedCollective:
-    """A collective's groups, dims and channel, as data."""
-    attrs = op.attributes
-    permutes = op.name == "stablehlo.collective_permute"
-    stated = attrs["source_target_pairs" if permutes else "replica_groups"]
-    rows: list[list[int]] = []
-    mesh: str | Mesh = ""
-    axes: tuple[AxisRef, ...] = ()
-    if hlo.ReplicaGroupMeshAxesAttr.isinstance(stated):
-        over = hlo.ReplicaGroupMeshAxesAttr(stated)
-        mesh, axes = _mesh_over(over.mesh), axis_refs(ir.ArrayAttr(over.axes), hlo)
-    else:
-        rows = np.asarray(stated).tolist()
-    has_channel = "channel_handle" in attrs
-    return StatedCollective(
-        op.name,
-        {name: attrs[name].value for name in COLLECTIVE_DIMS if name in attrs},
-        tuple(tuple(row) for row in rows),
-        mesh,
-        axes,
-        hlo.ChannelHandle(attrs["channel_handle"]).handle if has_channel else 0,
-        "use_global_device_ids" in attrs,
-    )
+def cloned(op: Any, values: dict[Any, Any]) -> Any:
+    """A copy of an op at the insertion point, which reads other values; its results join them."""
+    copy = op.clone().operation
+    for inner in ops_in(copy):
+        for i, value in enumerate(inner.operands):
+            if value in values:
+                inner.operands[i] = values[value]
+    values.update(zip(op.results, copy.results, strict=True))
+    return copy

@@ -1,50 +1,63 @@
-"""A module's functions, its shardings on one mesh, and the names of its arguments and results."""
+"""What a module states: its functions, meshes and shardings, and names of arguments and results.
+
+Shardings are Shardy's attributes or GSPMD's text, each on a mesh of its own. Here they are written
+on the mesh that the program is compiled for.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import sdy
 
 from spmd.errors import FrontendError, SpecError
 from spmd.frontend.importer.attributes import (
+    MARKS,
     function_type,
     items_of,
     location_of,
-    partitions_of,
     tensor_type,
 )
-from spmd.frontend.importer.shardings import (
-    MARKS,
-    NO_AXES,
-    AxisRef,
-    Stated,
-    mesh_of,
-    open_dims,
-    shardings_of,
-    stated,
-)
-from spmd.ir.types import ShardingAttr, TensorType
+from spmd.ir.types import ShardingAttr
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.refinement import part_atoms
-from spmd.mesh.sharding import Axes, axis_refs
+from spmd.mesh.sharding import Axes, axis_refs, part_atoms
+
+AxisRef = tuple[str, int, int]
+"""An axis, or the part of it of size `size` behind parts of the sizes `pre`: (name, pre, size).
+Size 0 stands for the whole axis."""
+
+Refs = tuple[AxisRef, ...]  # axes and parts of axes, major to minor
+
+NO_AXES = Mesh(None, (), ())  # the mesh without axes: what is on it is not split
 
 _PATH_PART = re.compile(r"""\[\s*['"]?(.*?)['"]?\s*\]|([^\[\].]+)""")
 
 
 class Contents:
-    """The functions and meshes of a module, compiled for a mesh if that is known."""
+    """The functions and meshes of a module, compiled for a mesh if that is known.
+
+    Its devices are positions among those (`partitions` many) that it is for. These are the devices
+    of the mesh that the program is compiled for, in its order; left out, that is the first one it
+    states.
+    """
 
     def __init__(self, module: Any, mesh: Mesh | None = None) -> None:
-        self.functions: dict[str, Any] = {}
-        meshes: dict[str, Mesh | None] = {}
-        for item in module.body.operations:
-            op = item.operation
-            if op.name == "func.func":
-                self.functions[op.attributes["sym_name"].value] = op
-            elif op.name == "sdy.mesh":
-                meshes[op.attributes["sym_name"].value] = mesh_of(op.attributes["mesh"])
-        self.meshes = Meshes(meshes, partitions_of(module), mesh)
+        self.functions = named_ops(module, "func.func")
+        found: Any = module.operation.attributes
+        names = ("mhlo.num_partitions", "mhlo.num_replicas")
+        self.partitions = math.prod(found[name].value for name in names if name in found)
+        meshes = named_ops(module, "sdy.mesh")
+        # By name; None for those of a single device.
+        self.meshes = {name: _mesh_of(op.attributes["mesh"]) for name, op in meshes.items()}
+        several = [found for found in self.meshes.values() if found and found.size > 1]
+        self._mesh = Mesh(None, mesh.sizes, mesh.axis_names) if mesh else next(iter(several), None)
+        self._is_of_one_device = self.partitions == 1 and not several
+        self._known: dict[Any, ShardingAttr | None] = {}
 
     def main(self) -> Any:
         """The function to compile; FrontendError if there is none, or several and no `main`."""
@@ -59,97 +72,39 @@ class Contents:
             )
         return main
 
-
-# ---------------------------------------------------------------------------------------------
-# The boundary of a function.
-
-
-def types_of(function: Any) -> tuple[tuple[TensorType, ...], tuple[TensorType, ...]]:
-    """Types of the arguments and results."""
-    inputs, results = function_type(function)
-    return tuple(map(tensor_type, inputs)), tuple(map(tensor_type, results))
-
-
-def ends_of(function: Any) -> tuple[list[End], list[End]]:
-    """What is stated of each argument and each result."""
-    args, results = types_of(function)
-    return _ends(function, "arg_attrs", args), _ends(function, "res_attrs", results)
-
-
-def _ends(function: Any, name: str, types: Sequence[TensorType]) -> list[End]:
-    pairs = zip(_stated(function, name), types, strict=True)
-    return [(stated, type_.rank) for stated, type_ in pairs]
-
-
-def argument_paths(function: Any) -> list[str]:
-    """Paths of the arguments, `params/w`, as far as their locations say so; else empty."""
-    block = function.regions[0].blocks[0]
-    return [path_of(location_of(arg.location)[0]) for arg in block.arguments]
-
-
-def result_names(function: Any) -> tuple[str, ...]:
-    """Names of the results as jax writes them, `['w']`, else `result0`, `result1`, ..."""
-    return tuple(
-        re.sub(r"^result", "", stated["jax.result_info"].value) or "result"
-        if "jax.result_info" in stated
-        else f"result{i}"
-        for i, stated in enumerate(_stated(function, "res_attrs"))
-    )
-
-
-def path_of(name: str) -> str:
-    """A pytree path as names joined by slashes: `params['w'][0].mu` -> `params/w/0/mu`."""
-    return "/".join(a or b for a, b in _PATH_PART.findall(name))
-
-
-def _stated(function: Any, name: str) -> list[dict[str, Any]]:
-    """The attributes of each of a function's arguments or results."""
-    inputs, results = function_type(function)
-    if name not in function.attributes:
-        return [{} for _ in (inputs if name == "arg_attrs" else results)]
-    return [items_of(item) for item in function.attributes[name]]
-
-
-# ---------------------------------------------------------------------------------------------
-# Its shardings, on the mesh that it is compiled for.
-
-End = tuple[Mapping[str, Any], int]  # of an argument or a result: its attributes, and its rank
-
-
-class Meshes:
-    """The meshes of a module by name, None for those of a single device.
-
-    Its devices are positions among those (`partitions` many) that it is for. These are the devices
-    of the mesh that the program is compiled for, in its order; left out, that is the first one it
-    states.
-    """
-
-    def __init__(self, named: dict[str, Mesh | None], partitions: int, mesh: Mesh | None) -> None:
-        self.named, self.partitions = named, partitions
-        several = [found for found in named.values() if found and found.size > 1]
-        self._mesh = Mesh(None, mesh.sizes, mesh.axis_names) if mesh else next(iter(several), None)
-        self._is_of_one_device = partitions == 1 and not several
-        self._known: dict[Any, ShardingAttr | None] = {}
-
     @property
     def mesh(self) -> Mesh:
         """The mesh that all shardings are written on; its devices are positions."""
         return self._mesh or NO_AXES
 
-    def with_axes(self, names: Iterable[str]) -> Mesh:
-        """The first mesh of the module that has all of some axes."""
-        wanted = set(names)
-        found = (mesh for mesh in self.named.values() if mesh and wanted <= set(mesh.axis_names))
-        mesh = next(found, None if wanted else NO_AXES)
-        if mesh is None and None in self.named.values():  # along the axes of a single device
-            return Mesh(None, (1,) * len(wanted), sorted(wanted))
-        if mesh is None:
-            raise FrontendError(f"the module has no mesh with the axes {', '.join(sorted(wanted))}")
-        return mesh
-
     def stated(self, attr: Any, rank: int) -> Stated | None:
-        """A sharding on the mesh that it is stated on; None if it says nothing."""
-        return stated(attr, self.named, rank)
+        """A sharding on the mesh that it is stated on; None where it is of a single device.
+
+        FrontendError if the module lacks its mesh.
+        """
+        if isinstance(attr, str):
+            return _tiled(attr, rank)
+        sharding = sdy.TensorShardingAttr(attr)
+        named = sharding.mesh_or_ref
+        if not isinstance(named, ir.FlatSymbolRefAttr):  # it is written out in place
+            mesh = _mesh_of(named)
+        elif named.value in self.meshes:
+            mesh = self.meshes[named.value]
+        else:
+            raise FrontendError(f"a sharding names the mesh @{named.value}, which the module lacks")
+        if mesh is None:
+            return None
+        # Axes that are said to be replicated split no open dim. Where these are all that is left,
+        # as on jax's explicit axes, nothing is open.
+        found = axes_of(sharding)
+        replicated = refs_of(sharding.replicated_axes, sdy)
+        used = {name for refs in (*found, replicated) for name, _, size in refs if not size}
+        is_closed = bool(replicated) and all(
+            n in used for n, size in mesh.shape.items() if size > 1
+        )
+        dims = map(sdy.DimensionShardingAttr, sharding.dimension_shardings)
+        opened = tuple(not (dim.is_closed or is_closed) for dim in dims)
+        return Stated(mesh, found, opened, refs_of(sharding.unreduced_axes, sdy))
 
     def atoms(self, other: Mesh, refs: Iterable[AxisRef]) -> Axes:
         """The atoms of `mesh` that axes and parts of axes of another mesh consist of."""
@@ -191,7 +146,11 @@ class Meshes:
         name = next(name for name in MARKS if name in op.attributes)
         attrs = shardings_of(op.attributes[name])
         attrs = attrs * len(ranks) if len(attrs) == 1 else attrs
-        opened = open_dims(op)
+        # A custom call `Sharding` of GSPMD may leave dims open.
+        config = op.attributes.get("backend_config", None)
+        text = config.value if isinstance(config, ir.StringAttr) else ""
+        found = re.search(r"unspecified_dims=\[([\d,]*)\]", text)
+        opened = _numbers(found[1]) if found else ()
         return [self.mark(attr, rank, opened) for attr, rank in zip(attrs, ranks, strict=True)]
 
     def boundary_marks(self, ends: Sequence[End], what: str = "") -> list[ShardingAttr | None]:
@@ -206,17 +165,201 @@ class Meshes:
             attr = None if name is None else shardings_of(attrs[name])[0]
             stated = None if attr is None else self.stated(attr, rank)
             if what and stated is not None and stated.unreduced:
-                raise _not_added_up(f"{what} {i}", stated)
+                axes = ", ".join(name for name, _, _ in stated.unreduced)
+                raise SpecError(
+                    f"{what} {i} is unreduced over {axes}: each device would have one term of it",
+                    required="arguments and results that are whole values",
+                    fix="leave `unreduced` out at the boundary, and reshard inside the program",
+                )
             # jax says so of what is placed on a device: that it is whole says nothing of a mesh.
             is_placed = what and stated and stated.mesh == NO_AXES and self._is_of_one_device
             found.append(None if stated is None or is_placed else self.mark(attr, rank))
         return found
 
 
-def _not_added_up(what: str, stated: Stated) -> SpecError:
-    axes = ", ".join(name for name, _, _ in stated.unreduced)
-    return SpecError(
-        f"{what} is unreduced over {axes}: each device would have one term of it",
-        required="arguments and results that are whole values",
-        fix="leave `unreduced` out at the boundary, and reshard inside the program",
+def named_ops(module: Any, kind: str) -> dict[str, Any]:
+    """Name -> op, of a module's functions (`func.func`) or meshes (`sdy.mesh`)."""
+    operations = [item.operation for item in module.body.operations]
+    return {op.attributes["sym_name"].value: op for op in operations if op.name == kind}
+
+
+# ---------------------------------------------------------------------------------------------
+# The boundary of a function.
+
+End = tuple[Mapping[str, Any], int]  # of an argument or a result: its attributes, and its rank
+
+
+def stated_of(function: Any, name: str) -> list[dict[str, Any]]:
+    """The attributes of each of a function's arguments (`arg_attrs`) or results (`res_attrs`)."""
+    if name not in function.attributes:
+        return [{} for _ in function_type(function)[name == "res_attrs"]]
+    return [items_of(item) for item in function.attributes[name]]
+
+
+def ends_of(function: Any) -> tuple[list[End], list[End]]:
+    """The attributes and the rank of each argument, and of each result."""
+    args, results = ([tensor_type(t).rank for t in types] for types in function_type(function))
+    return (
+        list(zip(stated_of(function, "arg_attrs"), args, strict=True)),
+        list(zip(stated_of(function, "res_attrs"), results, strict=True)),
     )
+
+
+def argument_paths(function: Any) -> list[str]:
+    """Paths of the arguments, `params/w`, as far as their locations say so; else empty."""
+    block = function.regions[0].blocks[0]
+    return [path_of(location_of(arg.location)[0]) for arg in block.arguments]
+
+
+def result_names(function: Any) -> tuple[str, ...]:
+    """Names of the results as jax writes them, `['w']`, else `result0`, `result1`, ..."""
+    return tuple(
+        re.sub(r"^result", "", stated["jax.result_info"].value) or "result"
+        if "jax.result_info" in stated
+        else f"result{i}"
+        for i, stated in enumerate(stated_of(function, "res_attrs"))
+    )
+
+
+def path_of(name: str) -> str:
+    """A pytree path as names joined by slashes: `params['w'][0].mu` -> `params/w/0/mu`."""
+    return "/".join(a or b for a, b in _PATH_PART.findall(name))
+
+
+# ---------------------------------------------------------------------------------------------
+# Its shardings, on the mesh that it is compiled for.
+
+
+class Stated(NamedTuple):
+    """A sharding as a module states it, on a mesh of its own."""
+
+    mesh: Mesh  # its device ids are positions among the devices that the module is for
+    dims: tuple[Refs, ...]  # for each dim, what splits it
+    open: tuple[bool, ...]  # for each dim, whether it may be split further
+    unreduced: Refs = ()  # axes over which the value is not added up yet
+
+
+def _mesh_of(attr: Any) -> Mesh | None:
+    """The mesh of an `sdy.mesh`; None for that of a single device, which splits nothing."""
+    mesh = sdy.MeshAttr(attr)
+    axes = [sdy.MeshAxisAttr(x) for x in mesh.axes]
+    ids = list(mesh.device_ids) or None
+    found = Mesh(ids, [axis.size for axis in axes], [axis.name for axis in axes])
+    return None if found.size == 1 and (axes or ids) else found
+
+
+def shardings_of(attr: Any) -> list[Any]:
+    """The shardings of several values: one for each, as Shardy's attribute or as GSPMD's text."""
+    if isinstance(attr, ir.StringAttr):
+        text: str = attr.value.strip()
+        is_tuple = text.startswith("{{") or text == "{}"
+        return _EACH.findall(text[1:-1]) if is_tuple else [text]
+    if sdy.TensorShardingAttr.isinstance(attr):
+        return [attr]
+    return list(sdy.TensorShardingPerValueAttr(attr).shardings)
+
+
+def axes_of(attr: Any) -> tuple[Refs, ...]:
+    """The axes that split each dim, by an `sdy.sharding`."""
+    dims = map(sdy.DimensionShardingAttr, sdy.TensorShardingAttr(attr).dimension_shardings)
+    return tuple(refs_of(dim.axes, sdy) for dim in dims)
+
+
+def refs_of(refs: Any, dialect: Any) -> Refs:
+    """References to axes or to parts of them, by the classes of Shardy or of StableHLO."""
+    found = []
+    for ref in map(dialect.AxisRefAttr, refs):
+        info = ref.sub_axis_info
+        sub = None if info is None else dialect.SubAxisInfoAttr(info)
+        found.append((ref.name, sub.pre_size if sub else 1, sub.size if sub else 0))
+    return tuple(found)
+
+
+def atoms_of_refs(refs: Iterable[AxisRef], mesh: Mesh) -> Axes:
+    """The atoms of axes and of parts of axes, in their order."""
+    return tuple(
+        a
+        for name, pre, size in refs
+        for a in mesh.axis_atoms[name]
+        if not size or pre <= mesh.atoms[a].pre < pre * size
+    )
+
+
+class Scope(NamedTuple):
+    """A manual region: what is inside is written for one device along the manual axes."""
+
+    mesh: Mesh  # that the program is compiled for
+    own: Mesh  # that the region is written for
+    axes: Axes  # the atoms of `mesh` that its manual axes are, ascending
+    held: Axes  # these, and those of the regions around it
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no axis is free: what is inside is one device's program and nothing else."""
+        return len(self.held) == len(self.mesh.atoms)
+
+
+# ---------------------------------------------------------------------------------------------
+# GSPMD's text. `{devices=[2,1,4]<=[4,2]T(1,0) last_tile_dim_replicate}` splits dim 0 in two, and
+# dim 1 not; what is left, 4, is replicated. Which device has which tile is a list of them, or the
+# devices in order, reshaped to 4x2, transposed, and reshaped to 2x1x4. That is a mesh with an axis
+# for each dim.
+
+_TILES = re.compile(
+    r"\{devices=\[(?P<tiles>[\d,]+)\](?:<=\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?"
+    r"|(?P<ids>[\d,]+))"
+    r"(?: (?P<replicated>last_tile_dim_replicate)| last_tile_dims=\{(?P<kinds>[\w, ]*)\})?\}"
+)
+_NOT_TILED = re.compile(r"\{(replicated|manual|maximal device=\d+|unknown)?\}")
+_EACH = re.compile(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")
+_NOTES = re.compile(r"\s*(?:metadata=\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|shard_(?:as|like) \d+)")
+
+
+def _tiled(text: str, rank: int) -> Stated | None:
+    closed = (False,) * rank
+    text = _NOTES.sub("", text)
+    bare = _NOT_TILED.fullmatch(text)
+    if bare is not None:
+        return Stated(NO_AXES, ((),) * rank, closed) if bare[1] == "replicated" else None
+    found = _TILES.fullmatch(text)
+    if found is None:
+        raise FrontendError(f"cannot read the sharding {text[:100]}")
+    mesh, kinds = _tiles_mesh(found)
+    if mesh.size == 1 or "manual" in kinds:
+        return None
+    if len(mesh.sizes) - len(kinds) != rank:
+        raise FrontendError(f"the sharding {text[:100]} is not of a tensor of rank {rank}")
+    names = mesh.axis_names
+    dims = tuple(((names[d], 1, 0),) if mesh.sizes[d] > 1 else () for d in range(rank))
+    unreduced = tuple((name, 1, 0) for name in names[rank:] if name.startswith("unreduced"))
+    return Stated(mesh, dims, closed, unreduced)
+
+
+def manual_refs(text: str) -> tuple[Mesh, Refs] | None:
+    """The axes that GSPMD's text says are manual, on their mesh; None if all are."""
+    found = _TILES.fullmatch(_NOTES.sub("", text))
+    if found is None:
+        return None
+    mesh, _ = _tiles_mesh(found)
+    return mesh, tuple((name, 1, 0) for name in mesh.axis_names if name.startswith("manual"))
+
+
+def _tiles_mesh(found: re.Match[str]) -> tuple[Mesh, list[str]]:
+    """The mesh of a tiling; what its axes behind the tensor's dims are: `replicated`, ..."""
+    tiles = _numbers(found["tiles"])
+    kinds = ["replicated"] * bool(found["replicated"])
+    kinds += found["kinds"].split(", ") if found["kinds"] else []
+    names = [f"dim {d}" for d in range(len(tiles) - len(kinds))]
+    names += [f"{kind} {i}" for i, kind in enumerate(kinds)]
+    devices: Any
+    if found["ids"]:
+        devices = _numbers(found["ids"])
+    else:
+        shape = _numbers(found["shape"])
+        order = _numbers(found["order"]) if found["order"] else range(len(shape))
+        devices = np.arange(math.prod(shape)).reshape(shape).transpose(order).reshape(-1)
+    return Mesh(devices, tiles, names), kinds
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]

@@ -1,7 +1,7 @@
 """StableHLO module -> `Program`: the entry points of the importer.
 
     attributes (what the bindings hand out, as data) -> contents (functions, meshes)
-    -> ops (blocks, op by op) -> calls, regions (ops that become others)
+    -> ops (blocks, op by op) -> handlers (ops that become others)
 
 Function calls and composites that nobody registered are inlined on the way in, so that later
 stages see one function. Scalar bodies (of reduce, scatter, sort, ...) become hashable attributes;
@@ -27,27 +27,23 @@ from jaxlib.mlir.passmanager import PassManager
 
 from spmd.errors import FrontendError, SpmdError
 from spmd.frontend.bytecode import MAGIC, bytecode_to_text
-from spmd.frontend.importer.calls import call_handlers
+from spmd.frontend.importer.attributes import function_type, tensor_type
 from spmd.frontend.importer.contents import (
     Contents,
     argument_paths,
     ends_of,
     path_of,
     result_names,
-    types_of,
 )
-from spmd.frontend.importer.legalize import LEGALIZED
+from spmd.frontend.importer.handlers import HANDLERS
 from spmd.frontend.importer.ops import Importer
-from spmd.frontend.importer.regions import REGION_HANDLERS
 from spmd.ir.program import Callback, Program
 from spmd.ir.types import Attribute, ShardingAttr, TensorType
 from spmd.mesh.mesh import Mesh
 
 DEEPEST = 1000  # how many brackets of a module's text may be open at once
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|->|[(){}\[\]<>]')
-_ESCAPE = rb"\\([0-9a-fA-F]{2})"
-
-NO_COMPOSITES: Mapping[str, Mapping[str, Attribute]] = MappingProxyType({})
+_NONE: Mapping[str, Mapping[str, Attribute]] = MappingProxyType({})
 
 
 class Imported(NamedTuple):
@@ -61,22 +57,20 @@ class Imported(NamedTuple):
 def import_module(
     module: ir.Module,
     arg_names: Sequence[str] = (),
-    composites: Mapping[str, Mapping[str, Attribute]] = NO_COMPOSITES,
+    composites: Mapping[str, Mapping[str, Attribute]] = _NONE,
     function: tuple[str, str] | None = None,
     callbacks: Sequence[Callback] = (),
     mesh: Mesh | None = None,
 ) -> Imported:
     """Imports the public function `main` (or the only function) of a module.
 
-    Args:
-      module: a StableHLO module in memory.
-      arg_names: names for the arguments; `arg0`, `arg1`, ... when left out.
-      composites: name of each composite that stays one op -> attributes that it gets besides its
-        own, which have `with.` in front of their names. All others are inlined.
-      function: file and qualified name of the function that was traced; ops' stacks end there.
-      callbacks: the Python functions that the module calls, by number.
-      mesh: the mesh that it is compiled for: marks and manual regions over other meshes of the same
-        devices are written in its axes. When left out, it is the first mesh of the module.
+    Arguments are called `arg_names`; `arg0`, `arg1`, ... when left out. `composites` has the name
+    of each composite that stays one op -> attributes that it gets besides its own, which have
+    `with.` in front of their names; all others are inlined. `function` is the file and qualified
+    name of the function that was traced: ops' stacks end there. `callbacks` are the Python
+    functions that the module calls, by number. Marks and manual regions over other meshes of the
+    same devices are written in the axes of `mesh`, for which it is compiled; when left out, that is
+    the first mesh of the module.
 
     Raises:
       FrontendError: a dynamic shape, a recursive call, or something that is not StableHLO.
@@ -86,8 +80,7 @@ def import_module(
     with module.context, malformed():
         contents = Contents(module, mesh)
         main = contents.main()
-        handlers = {**call_handlers(composites, len(callbacks)), **REGION_HANDLERS, **LEGALIZED}
-        importer = Importer(contents, handlers, function)
+        importer = Importer(contents, HANDLERS, function, composites, len(callbacks))
         body = importer.region(main.regions[0].blocks[0], {})
         program = Program(
             main.attributes["sym_name"].value,
@@ -98,7 +91,7 @@ def import_module(
             tuple(callbacks),
         )
         marks = [
-            tuple(contents.meshes.boundary_marks(ends, what))
+            tuple(contents.boundary_marks(ends, what))
             for ends, what in zip(ends_of(main), ("argument", "result"), strict=True)
         ]
         return Imported(program, *marks)
@@ -109,19 +102,31 @@ def parse_module(source: Any) -> ir.Module:
     if isinstance(source, ir.Module):
         return _with_shardings(source)
     if isinstance(source, os.PathLike) or (isinstance(source, str) and "\n" not in source):
-        source = _read_file(Path(source))
+        path = Path(source)
+        try:
+            source = path.read_bytes()
+        except (OSError, ValueError) as error:
+            known = isinstance(error, FileNotFoundError)
+            raise FrontendError(
+                f"no file {path}" if known else f"the file {str(path)[:200]} cannot be read",
+                actual=None if known else str(error)[:200],
+                fix="give a path, or the module itself",
+            ) from error
     try:
         if not isinstance(source, str):
             data = bytes(source)
             source = bytecode_to_text(data) if data.startswith(MAGIC) else data.decode()
-        _check_depth(source)
-        _check_strings(source)
+        _check_text(source)
         with mlir.make_ir_context():
             return _with_shardings(ir.Module.parse(source))
     except (ir.MLIRError, ValueError, TypeError) as error:
+        place = re.search(r'error: "-":(\d+):', str(error))
+        number = int(place[1]) if place and isinstance(source, str) else None
+        lines = [] if number is None else source.split("\n", number)
+        line = lines[number - 1] if number is not None and len(lines) >= number else None
         raise FrontendError(
             "the module cannot be read",
-            op=_line_of(error, source) if isinstance(source, str) else None,
+            op=None if line is None else line.strip()[:200],
             actual=str(error).strip().replace("\n", " ")[:400],
             required="StableHLO text, bytecode or portable artifact, without quantized types",
         ) from error
@@ -135,7 +140,8 @@ def module_text(module: ir.Module) -> str:
 def signature(module: ir.Module) -> tuple[tuple[TensorType, ...], tuple[TensorType, ...]]:
     """Types of the arguments and results of a module's function."""
     with module.context, malformed():
-        return types_of(Contents(module).main())
+        args, results = function_type(Contents(module).main())
+        return tuple(map(tensor_type, args)), tuple(map(tensor_type, results))
 
 
 def boundary_names(module: ir.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -158,13 +164,9 @@ def argument_names(module: ir.Module, start: int = 0) -> tuple[str, ...]:
 
 def dialect_ops() -> tuple[str, ...]:
     """Names of every op of StableHLO and CHLO that the installed jaxlib knows, sorted."""
-    found = set()
-    for dialect in (hlo, chlo):
-        for item in vars(dialect).values():
-            name = getattr(item, "OPERATION_NAME", None)
-            if isinstance(name, str) and name.startswith(("stablehlo.", "chlo.")):
-                found.add(name)
-    return tuple(sorted(found))
+    items = [*vars(hlo).values(), *vars(chlo).values()]
+    names = {str(getattr(item, "OPERATION_NAME", "")) for item in items}
+    return tuple(sorted(n for n in names if n.startswith(("stablehlo.", "chlo."))))
 
 
 def _with_shardings(module: ir.Module) -> ir.Module:
@@ -181,18 +183,6 @@ def _with_shardings(module: ir.Module) -> ir.Module:
             copy.operation
         )
     return copy
-
-
-def _read_file(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except (OSError, ValueError) as error:
-        known = isinstance(error, FileNotFoundError)
-        raise FrontendError(
-            f"no file {path}" if known else f"the file {str(path)[:200]} cannot be read",
-            actual=None if known else str(error)[:200],
-            fix="give a path, or the module itself",
-        ) from error
 
 
 def _unique(what: str, names: list[str]) -> tuple[str, ...]:
@@ -218,38 +208,21 @@ def malformed() -> Iterator[None]:
         ) from error
 
 
-# ---------------------------------------------------------------------------------------------
-# Text that would end the process inside of MLIR's parser.
-
-
-def _line_of(error: Exception, text: str) -> str | None:
-    """The line of a module's text that MLIR complains about."""
-    found = re.search(r'error: "-":(\d+):', str(error))
-    if found is None:
-        return None
-    lines = text.split("\n", int(found[1]))
-    return lines[int(found[1]) - 1].strip()[:200] if len(lines) >= int(found[1]) else None
-
-
-def _check_depth(text: str) -> None:
-    """MLIR's parser calls itself for each bracket inside another and has no limit of its own."""
-    if sum(map(text.count, "({[<")) <= DEEPEST:
-        return
+def _check_text(text: str) -> None:
+    """Refuses text at which MLIR's parser would end the process."""
+    # It calls itself for each bracket inside another and has no limit of its own.
     depth = 0
-    for part in _BRACKETS.finditer(text):
+    is_deep = sum(map(text.count, "({[<")) > DEEPEST
+    for part in _BRACKETS.finditer(text) if is_deep else ():
         depth += 1 if part[0] in "({[<" else -1 if part[0] in ")}]>" else 0
         if depth > DEEPEST:
             raise FrontendError(
                 f"the module nests more than {DEEPEST} brackets",
                 source=f"line {text.count(chr(10), 0, part.start()) + 1} of the module",
             )
-
-
-def _check_strings(text: str) -> None:
-    """MLIR aborts the process when it has to complain about a name that is not UTF-8."""
-    if re.search(r"\\[89a-fA-F][0-9a-fA-F]", text) is None:
-        return
-    for part in _BRACKETS.finditer(text):
+    # It aborts when it has to complain about a name that is not UTF-8.
+    has_escapes = re.search(r"\\[89a-fA-F][0-9a-fA-F]", text) is not None
+    for part in _BRACKETS.finditer(text) if has_escapes else ():
         if part[0].startswith('"') and "\\" in part[0]:
-            raw = part[0].encode()
-            re.sub(_ESCAPE, lambda found: bytes.fromhex(found[1].decode()), raw).decode()
+            raw, escape = part[0].encode(), rb"\\([0-9a-fA-F]{2})"
+            re.sub(escape, lambda found: bytes.fromhex(found[1].decode()), raw).decode()

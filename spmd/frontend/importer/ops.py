@@ -1,29 +1,39 @@
-"""Blocks of MLIR ops -> ops of a `Program`, one by one; handlers replace some of them."""
+"""Blocks of MLIR ops -> ops of a `Program`, one by one.
+
+Handlers replace some of them: those that stand for others (`handlers.py`), and those that
+StableHLO's own passes write with others (`LEGALIZED`). Some are refused (`REFUSED`).
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from spmd.errors import FrontendError, MeshError
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import func
+from jaxlib.mlir.dialects import stablehlo as hlo
+from jaxlib.mlir.passmanager import PassManager
+
+from spmd.errors import FrontendError, MeshError, SpecError, UnsupportedOpError
 from spmd.frontend.importer.attributes import (
+    MARKS,
     attribute,
+    cloned,
     defining_op,
     entries_of,
     location_of,
     tensor_type,
 )
-from spmd.frontend.importer.contents import Contents
-from spmd.frontend.importer.manual import Scope, says_nothing
-from spmd.frontend.importer.shardings import is_marked
-from spmd.frontend.importer.unsupported import refuse
+from spmd.frontend.importer.contents import Contents, Scope, atoms_of_refs
 from spmd.ir.dialect.callbacks import FLAG
 from spmd.ir.dialect.collectives import DEVICE_IDS
 from spmd.ir.dialect.reducers import NEUTRAL, body_reducer, is_identity
 from spmd.ir.dialect.registry import ALONE
-from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Region, Value, has_effect
+from spmd.ir.program import Body, Loc, Op, OpKind, Region, Value, has_effect
 from spmd.ir.types import Attribute, Dense, ShardingAttr, TensorType
+from spmd.mesh.sharding import format_axes
 
 DEEPEST_REGIONS = 64  # how many loops and branches may be inside each other
 MOST_OPS = 250_000  # how many ops a program may have with its calls inlined
@@ -32,6 +42,7 @@ _NEUTRAL_OPERAND = {"stablehlo.reduce", "stablehlo.reduce_window", "stablehlo.pa
 _RETURNS = {"func.return", "stablehlo.return", "sdy.return"}
 
 Env = dict[Any, Value]  # maps a value of the module to its number in the program
+Attrs = Mapping[str, Attribute]
 Handler = Callable[["Importer", Any, Env, list[Op]], None]
 """Imports an op of the module: appends ops, and enters its results into the environment."""
 
@@ -47,10 +58,14 @@ class Importer:
         self,
         contents: Contents,
         handlers: Mapping[str, Handler],
-        function: tuple[str, str] | None = None,
+        function: tuple[str, str] | None,
+        composites: Mapping[str, Attrs],
+        callbacks: int,
     ) -> None:
-        self.contents = contents
-        self.function = function
+        self.contents, self.function = contents, function
+        self.composites = composites  # that stay one op -> attributes besides their own
+        self.callbacks = callbacks  # how many Python functions are there to be called
+        self.tuples: dict[Any, tuple[Value, ...]] = {}  # of the module -> what they are made of
         self.types: list[TensorType] = []  # of each value so far
         self.type = functools.cache(tensor_type)  # equal ones become the same object
         self.attribute = functools.cache(attribute)
@@ -92,20 +107,16 @@ class Importer:
             if scope.partition("/")[0] != outer.scope.partition("/")[0]:
                 scope = "/".join(filter(None, (outer.scope, scope)))
             frames += [frame for frame in outer.frames if frame not in frames]
-            found = self._loc_cache[key] = Loc(scope, tuple(self._inside(scope, frames)))
+            # Who called the compiler is not the program's own: else a function that is compiled at
+            # two places would be two programs. Constants that jax made at no line of the function
+            # have the callers' frames alone. The scope of others goes on: `jit(f)/sin`. Very deep
+            # stacks do not reach the function.
+            if self.function is not None:
+                places = [(frame.file, frame.function) for frame in frames]
+                own = [i for i, place in enumerate(places) if place == self.function]
+                frames = frames[: own[-1] + 1] if own else frames if "/" in scope else []
+            found = self._loc_cache[key] = Loc(scope, tuple(frames))
         return found
-
-    def _inside(self, scope: str, frames: list[Frame]) -> list[Frame]:
-        """The frames up to the function that was traced: who called the compiler is not its own.
-
-        Else a function that is compiled at two places would be two programs.
-        """
-        if self.function is None:
-            return frames
-        own = [i for i, frame in enumerate(frames) if (frame.file, frame.function) == self.function]
-        # Constants that jax made at no line of the function have the callers' frames alone. The
-        # scope of others goes on: `jit(f)/sin`. Very deep stacks do not reach the function.
-        return frames[: own[-1] + 1] if own else frames if "/" in scope else []
 
     # Blocks.
 
@@ -129,27 +140,24 @@ class Importer:
             if op.name in _RETURNS:
                 return ops, tuple([env[v] for v in op.operands])
             try:
-                self._handlers.get(op.name, _import_plainly)(self, op, env, ops)
-                if is_marked(op):
-                    self._mark_results(op, env, ops)
+                if op.name in self._handlers:
+                    self._handlers[op.name](self, op, env, ops)
+                else:
+                    keep(self.op(op, env), ops)
+                stated = op.attributes
+                if len(stated) and (MARKS[0] in stated or MARKS[1] in stated):
+                    results = [r for r in op.results if r in env]  # no tuple has a value
+                    ranks = [self.types[env[r]].rank for r in results]
+                    marks = self.contents.marks_of(op, ranks) if results else ()
+                    for r, sharding in zip(results, marks, strict=True):
+                        env[r] = self.mark(ops, env[r], sharding, self.loc(op.location))
             except MeshError as error:
                 raise error.at(self.loc(op.location).source) from error
         raise FrontendError("a block of the module has no terminator")
 
-    def _nested(self, region: Any, env: Env) -> Region:
-        """A region of control flow; it sees the values around it."""
-        if self._depth >= DEEPEST_REGIONS:
-            raise FrontendError(f"loops and branches nest more than {DEEPEST_REGIONS} deep")
-        self._depth += 1
-        found = self.region(region.blocks[0], dict(env))
-        self._depth -= 1
-        return found
-
     # Ops.
 
-    def op(
-        self, op: Any, env: Env, name: str = "", attrs: Mapping[str, Attribute] | None = None
-    ) -> Op:
+    def op(self, op: Any, env: Env, name: str = "", attrs: Attrs | None = None) -> Op:
         """One of the module's ops as one of the program's; its results are added to `env`.
 
         It may get another name, and other attributes, which must follow from the op alone: equal
@@ -167,38 +175,40 @@ class Importer:
             raise FrontendError(f"{name} reads a value that is not visible") from error
         kind = self._kind(op, name, inputs, attrs, loc)
         regions: tuple[Region, ...] = ()
-        if name in _CONTROL_FLOW:
-            regions = tuple([self._nested(region, env) for region in op.regions])
+        if name in _CONTROL_FLOW:  # its regions see the values around it
+            if self._depth >= DEEPEST_REGIONS:
+                raise FrontendError(f"loops and branches nest more than {DEEPEST_REGIONS} deep")
+            self._depth += 1
+            regions = tuple([self.region(region.blocks[0], dict(env)) for region in op.regions])
+            self._depth -= 1
         results = list(op.results)
         start = len(self.types)
         self.types.extend(kind.results)
         outs = tuple(range(start, len(self.types)))
         env.update(zip(results, outs, strict=True))
-        self._note_constant(kind, inputs, outs)
+        if name == "stablehlo.constant" and kind.attrs["value"].splat:
+            self._constants[outs[0]] = kind.attrs["value"]
+        # Of a scalar to a scalar, as jax does for windows' initial values.
+        is_wrapped = name == "stablehlo.broadcast_in_dim" and kind.results[0].rank == 0
+        if is_wrapped and inputs[0] in self._constants:
+            self._constants[outs[0]] = self._constants[inputs[0]]
         made = Op(kind, inputs, outs, regions, loc)
-        return made if outs or not has_effect(made) or not regions else self._flagged(made)
-
-    def _flagged(self, op: Op) -> Op:
-        """Control flow that is there for its effects alone, with one result: ops go by theirs."""
-        regions = tuple([flagged(region, self.flag(op.loc)) for region in op.regions])
-        kind = OpKind(op.name, op.kind.operands, (FLAG,), op.kind.attrs)
-        return op._replace(kind=kind, results=(self.value(FLAG),), regions=regions)
+        if outs or not regions or not has_effect(made):
+            return made
+        # Control flow that is there for its effects alone gets a result, for ops go by theirs.
+        flags = [self.flag(loc) for _ in regions]
+        pairs = zip(regions, flags, strict=True)
+        regions = tuple([r._replace(ops=(*r.ops, f), results=f.results) for r, f in pairs])
+        kind = OpKind(name, kind.operands, (FLAG,), kind.attrs)
+        return Op(kind, inputs, (self.value(FLAG),), regions, loc)
 
     def flag(self, loc: Loc) -> Op:
         """A constant that says nothing."""
-        attrs = {"value": Dense.of(0, FLAG.dtype)}
-        return Op(
-            OpKind("stablehlo.constant", (), (FLAG,), attrs), (), (self.value(FLAG),), (), loc
-        )
+        kind = OpKind("stablehlo.constant", (), (FLAG,), {"value": Dense.of(0, FLAG.dtype)})
+        return Op(kind, (), (self.value(FLAG),), (), loc)
 
     def add(
-        self,
-        ops: list[Op],
-        name: str,
-        operand: Value,
-        type_: TensorType,
-        attrs: dict[str, Attribute],
-        loc: Loc,
+        self, ops: list[Op], name: str, operand: Value, type_: TensorType, attrs: Attrs, loc: Loc
     ) -> Value:
         """Appends an op of one operand and one result."""
         result = self.value(type_)
@@ -208,30 +218,28 @@ class Importer:
 
     def mark(self, ops: list[Op], value: Value, sharding: ShardingAttr | None, loc: Loc) -> Value:
         """Marks a value; a sharding that says nothing leaves it as it is."""
-        if self.in_bodies or sharding is None or says_nothing(sharding):
+        if self.in_bodies or sharding is None:
+            return value
+        if not any(sharding.dims) and all(sharding.open):
             return value
         if self.scopes:
-            self.scopes[-1].check_free(sharding, loc)
+            mesh, manual = self.scopes[-1].mesh, self.scopes[-1].held
+            used = {a for refs in sharding.dims for a in atoms_of_refs(refs, mesh)}
+            if held := used & set(manual):
+                raise SpecError(
+                    "a mark inside a jax.shard_map splits over an axis that is manual there",
+                    source=loc.source,
+                    actual=f"{format_axes(tuple(sorted(held)), mesh)} of the mesh ({mesh})",
+                    fix="mark the other axes alone, or mark outside of shard_map",
+                )
         type_ = self.types[value]
         marked = self.add(ops, "spmd.mark", value, type_, {"sharding": sharding}, loc)
         if value in self._constants:
             self._constants[marked] = self._constants[value]
         return marked
 
-    def _mark_results(self, op: Any, env: Env, ops: list[Op]) -> None:
-        results = [result for result in op.results if result in env]  # no tuple has a value
-        ranks = [self.types[env[result]].rank for result in results]
-        marks = self.contents.meshes.marks_of(op, ranks) if results else ()
-        for result, sharding in zip(results, marks, strict=True):
-            env[result] = self.mark(ops, env[result], sharding, self.loc(op.location))
-
     def _kind(
-        self,
-        op: Any,
-        name: str,
-        inputs: tuple[Value, ...],
-        given: Mapping[str, Attribute] | None,
-        loc: Loc,
+        self, op: Any, name: str, inputs: tuple[Value, ...], given: Attrs | None, loc: Loc
     ) -> OpKind:
         entries = entries_of(op) if len(op.attributes) else ()
         types = self.types
@@ -253,50 +261,25 @@ class Importer:
                 attrs = {**attrs, **self.bodies(op)}
             if is_alone:
                 attrs = {**attrs, ALONE: True}
-            kind = self._new_kind(op, name, operands, attrs, loc)
+            kept = {n: a for n, a in attrs.items() if a is not None}
+            try:
+                kind = OpKind(name, operands, tuple([self.type(r.type) for r in op.results]), kept)
+            except FrontendError as error:
+                raise FrontendError(error.what, op=name, source=loc.source) from error
             if not has_body:
                 self._kind_cache[key] = kind
-        return self._note_neutral(kind, inputs) if name in _NEUTRAL_OPERAND else kind
-
-    def _new_kind(
-        self,
-        op: Any,
-        name: str,
-        operands: tuple[TensorType, ...],
-        attrs: Mapping[str, Attribute],
-        loc: Loc,
-    ) -> OpKind:
-        kept = {n: a for n, a in attrs.items() if a is not None}
-        try:
-            return OpKind(name, operands, tuple([self.type(r.type) for r in op.results]), kept)
-        except FrontendError as error:
-            raise FrontendError(error.what, op=name, source=loc.source) from error
-
-    # Constants that change nothing. A reduction that starts from its identity (a sum from 0) is
-    # linear, so a partial value may flow through it; from 1 every device's term would bring a 1 of
-    # its own.
-
-    def _note_constant(
-        self, kind: OpKind, inputs: tuple[Value, ...], outs: tuple[Value, ...]
-    ) -> None:
-        if kind.name == "stablehlo.constant" and kind.attrs["value"].splat:
-            self._constants[outs[0]] = kind.attrs["value"]
-        # Of a scalar to a scalar, as jax does for windows' initial values.
-        is_wrapped = kind.name == "stablehlo.broadcast_in_dim" and kind.results[0].rank == 0
-        if is_wrapped and inputs[0] in self._constants:
-            self._constants[outs[0]] = self._constants[inputs[0]]
-
-    def _note_neutral(self, kind: OpKind, inputs: tuple[Value, ...]) -> OpKind:
-        """Records as `spmd.neutral` whether initial or padding values are the identity."""
-        count = 1 if kind.name == "stablehlo.pad" else len(inputs) // 2
+        if name not in _NEUTRAL_OPERAND:
+            return kind
+        # A reduction that starts from its identity (a sum from 0) is linear, so a partial value may
+        # flow through it; from 1 every device's term would bring a 1 of its own.
+        count = 1 if name == "stablehlo.pad" else len(inputs) // 2
         reducer = kind.attrs.get("reducer", "add")
         neutral = all(
             value in self._constants
             and is_identity(self._constants[value], self.types[value].dtype, reducer)
             for value in inputs[-count:]
         )
-        attrs = {**kind.attrs, NEUTRAL: neutral}
-        return OpKind(kind.name, kind.operands, kind.results, attrs)
+        return OpKind(name, kind.operands, kind.results, {**kind.attrs, NEUTRAL: neutral})
 
     # Scalar bodies.
 
@@ -321,7 +304,14 @@ class Importer:
             block = region.blocks[0]
             env: Env = {}
             args = tuple([self.bind(env, arg) for arg in block.arguments])
-            constants = self._constants_from_outside(block, env)
+            # MLIR's folding moves constants out of bodies. They are repeated inside: a `Body` reads
+            # nothing from around it, so that equal bodies are equal wherever they stand.
+            constants: list[Op] = []
+            for value in [v for item in block.operations for v in item.operation.operands]:
+                owner: Any = None if value in env else defining_op(value)
+                is_outside = owner is not None and owner.block != block
+                if is_outside and owner.name == "stablehlo.constant":
+                    constants.append(self.op(owner, env))
             ops, results = self.block(block, env)
             plain = tuple([op._replace(loc=Loc()) for op in (*constants, *ops)])
             return Body(tuple(self.types), Region(args, plain, results))
@@ -331,24 +321,6 @@ class Importer:
             self.types, self._constants = outer
             self.in_bodies -= 1
 
-    def _constants_from_outside(self, block: Any, env: Env) -> list[Op]:
-        """Copies of the constants that a body reads from around it."""
-        # MLIR's folding moves constants out of bodies. They are repeated inside: a `Body` reads
-        # nothing from around it, so that equal bodies are equal wherever they stand.
-        ops: list[Op] = []
-        for item in block.operations:
-            for value in item.operation.operands:
-                owner = None if value in env else defining_op(value)
-                if owner is None or owner.block == block or owner.name != "stablehlo.constant":
-                    continue
-                ops.append(self.op(owner, env))
-        return ops
-
-
-def flagged(region: Region, flag: Op) -> Region:
-    """A region without results that returns a flag."""
-    return region._replace(ops=(*region.ops, flag), results=flag.results)
-
 
 def keep(op: Op, ops: list[Op]) -> None:
     """Appends an op, unless it is control flow without results or effects."""
@@ -356,5 +328,169 @@ def keep(op: Op, ops: list[Op]) -> None:
         ops.append(op)
 
 
-def _import_plainly(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
-    keep(importer.op(op, env), ops)
+# ---------------------------------------------------------------------------------------------
+# Ops that StableHLO's own passes write with others, one at a time.
+#
+# before: `%2 = stablehlo.dynamic_pad %x, %zero, %low, %high, %inner` with constant amounts
+# after:  `%2 = stablehlo.pad %x, %zero {edge_padding_low = ..., ...}`
+
+hlo.register_stablehlo_passes()
+
+# `refine-shapes` folds the sizes and amounts, which the pass for dynamic ops reads from constants.
+_PASSES = (
+    "builtin.module(stablehlo-refine-shapes,func.func(chlo-legalize-to-stablehlo,"
+    "stablehlo-legalize-deprecated-ops,stablehlo-canonicalize-dynamism,cse))"
+)
+_DATA = {
+    "chlo.constant_like": 1,
+    "chlo.mulhi": 2,
+    "stablehlo.broadcast": 1,
+    "stablehlo.dot": 2,
+    "stablehlo.dynamic_conv": 2,
+    "stablehlo.dynamic_gather": 2,
+    "stablehlo.dynamic_pad": 2,
+    "stablehlo.get_dimension_size": 1,
+    "stablehlo.real_dynamic_slice": 1,
+    "stablehlo.set_dimension_size": 1,
+}
+"""Op -> how many of its operands are data; those behind them are sizes and amounts."""
+
+_FOLDED = {
+    f"stablehlo.{name}"
+    for name in ("add", "concatenate", "constant", "convert", "get_dimension_size", "reshape")
+}
+"""Ops that sizes and amounts are made of."""
+
+
+def _legalize(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+    for result in op.results:
+        importer.type(result.type)  # a dynamic shape is refused before the passes see it
+    amounts = op.operands[_DATA[op.name] :]
+    chain = [*dict.fromkeys(_makers(amounts)), op]
+    made = {value for item in chain for value in item.results}
+    given = [*dict.fromkeys(v for item in chain for v in item.operands if v not in made)]
+    # The op is alone in a function, so that the passes take nothing else apart: CHLO's would also
+    # write out `erf` and `top_k`, which stay one op. With it are the constants that it reads.
+    builder: Any = func  # its stub lacks the extensions of the class
+    with ir.Location.unknown():
+        module = ir.Module.create()
+        with ir.InsertionPoint(module.body):
+
+            @builder.FuncOp.from_py_func(*[value.type for value in given])  # type: ignore[untyped-decorator]
+            def main(*arguments: Any) -> Any:
+                values = dict(zip(given, arguments, strict=True))
+                copies = [cloned(item, values) for item in chain]
+                return list(copies[-1].results)
+
+        PassManager.parse(_PASSES).run(module.operation)  # `module` keeps its block alive
+    block = module.body.operations[0].regions[0].blocks[0]
+    if any(item.name in LEGALIZED for item in block.operations):
+        types = ", ".join(str(value.type) for value in op.operands)
+        raise refusal(
+            op.name,
+            "its sizes, amounts or strides are computed at run time",
+            "make these operands constants (refine the shapes, or fold constants first)",
+            importer.loc(op.location),
+            op=f"{op.name}({types}) -> {op.results[0].type}",
+        )
+    inner = dict(zip(block.arguments, [env[v] for v in given], strict=True))
+    found, results = importer.block(block, inner)
+    ops += found
+    env.update(zip(op.results, results, strict=True))
+
+
+def _makers(values: Iterable[Any]) -> Iterator[Any]:
+    """The ops that values are folded from, each behind those that it reads."""
+    for maker in map(defining_op, values):
+        if maker is not None and maker.name in _FOLDED:
+            yield from _makers(maker.operands)
+            yield maker
+
+
+LEGALIZED: Mapping[str, Handler] = MappingProxyType(dict.fromkeys(_DATA, _legalize))
+"""Ops that the passes write with others."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Ops that no program to be partitioned may contain, each with the reason and the way out.
+
+
+class Refusal(NamedTuple):
+    """Why an op is refused, and what to write instead."""
+
+    reason: str
+    fix: str
+
+
+_REFUSALS: Mapping[Refusal, tuple[str, ...]] = {
+    Refusal(
+        "it is written for one device among several, and is outside any jax.shard_map",
+        "leave it out, and let the marks place the collectives; or put it into jax.shard_map",
+    ): (
+        "stablehlo.all_gather", "stablehlo.all_reduce", "stablehlo.all_to_all",
+        "stablehlo.collective_broadcast", "stablehlo.collective_permute", "stablehlo.partition_id",
+        "stablehlo.reduce_scatter", "stablehlo.replica_id",
+    ),
+    Refusal(
+        "it says what becomes of one device's piece",
+        "compile the program as one device would run it, and let the marks place the collectives",
+    ): ("stablehlo.collective_reduce", "stablehlo.cross-replica-sum"),
+    Refusal(
+        "it is not beside a call of one device's program, as jax.shard_map writes it",
+        "lower the program with jax_use_shardy_partitioner=True, or leave the region out",
+    ): ("custom_call:SPMDFullToShardShape", "custom_call:SPMDShardToFullShape"),
+    Refusal(
+        "it talks to the host or to another program while it runs",
+        "pass the data as arguments and results",
+    ): ("stablehlo.infeed", "stablehlo.outfeed", "stablehlo.recv", "stablehlo.send"),
+    Refusal(
+        "tokens order side effects, which every device would repeat",
+        "compile the jax function itself with spmd.jit, which keeps its callbacks in order; or "
+        "export it without (jax.debug.print(ordered=True), io_callback(ordered=True), ...)",
+    ): ("stablehlo.after_all", "stablehlo.create_token"),
+    Refusal(
+        "asynchronous ops hold their operands across others",
+        "compile the program before its collectives were split into start and done",
+    ): ("stablehlo.async_done", "stablehlo.async_start"),
+    Refusal(
+        "its numbers come from a generator of each device's own, so the devices would disagree",
+        "use jax.random, or stablehlo.rng_bit_generator with an explicit state",
+    ): ("stablehlo.rng",),
+    Refusal(
+        "it calls back into Python, and the module only points to the function in the process "
+        "that made it",
+        "compile the jax function itself with spmd.jit, which runs its callbacks; or export it "
+        "without (jax.debug.print, jax.pure_callback, jax.experimental.io_callback)",
+    ): (
+        "custom_call:spmd.callback",
+        "custom_call:xla_ffi_partitioned_python_cpu_callback",
+        "custom_call:xla_ffi_partitioned_python_gpu_callback",
+        "custom_call:xla_ffi_python_cpu_callback",
+        "custom_call:xla_ffi_python_gpu_callback",
+        "custom_call:xla_python_cpu_callback",
+        "custom_call:xla_python_gpu_callback",
+    ),
+    Refusal(
+        "the module only points to what it computes, which is Python in the process that made it",
+        "compile the jax function itself with spmd.jit, which inlines jax.custom_partitioning",
+    ): ("custom_call:CustomSPMDPartitioning",),
+    Refusal(
+        "quantized element types are unknown to jaxlib's MLIR",
+        "write the scale and the zero point out as arithmetic on integers",
+    ): ("stablehlo.uniform_dequantize", "stablehlo.uniform_quantize"),
+}  # fmt: skip
+
+REFUSED: Mapping[str, Refusal] = {name: why for why, names in _REFUSALS.items() for name in names}
+"""Op (or `custom_call:` and its target) -> why the importer refuses it."""
+
+
+def refuse(name: str, loc: Loc) -> None:
+    """Raises UnsupportedOpError if an op (`custom_call:` and its target) is in `REFUSED`."""
+    if name in REFUSED:
+        raise refusal(name, *REFUSED[name], loc)
+
+
+def refusal(name: str, why: str, fix: str, loc: Loc, op: str = "") -> UnsupportedOpError:
+    """The error of an op, or of a form of it, that cannot be partitioned."""
+    what = f"{name} cannot be partitioned: {why}"
+    return UnsupportedOpError(what, op=op or name, source=loc.source, fix=fix)

@@ -140,7 +140,7 @@ def _bitcast_convert(kind: OpKind) -> Rule:
 @op("stablehlo.optimization_barrier", is_same_locally=True, is_repeatable=False, role=Role.ALIAS)
 @op("spmd.mark", is_mark=True, is_global=True, vanishes=True, role=Role.ALIAS)
 def _passes(kind: OpKind) -> Rule:
-    """`i j -> i j`: in the whole program a barrier has one operand (`spmd.frontend.separate`).
+    """`i j -> i j`: in the whole program a barrier has one operand (`spmd.frontend.normalize`).
 
     A mark passes open dims through; the closed ones are fixed where the program is read.
     """

@@ -12,7 +12,7 @@ import pytest
 
 import spmd
 from spmd.frontend.canonicalize import CANONICAL
-from spmd.frontend.importer.legalize import LEGALIZED
+from spmd.frontend.importer.ops import LEGALIZED
 from spmd.ir.dialect import registry
 from spmd.lowering.local import table as local
 from tests.ir.dialect.cases import CASES, Case, random_spec

@@ -1,0 +1,591 @@
+"""Ops that become others: calls, composites, tuples, manual regions and their collectives, marks.
+
+Each handler enters an op's results into the environment, and appends the ops that it becomes, if
+any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import sdy
+from jaxlib.mlir.dialects import stablehlo as hlo
+
+from spmd.errors import FrontendError, UnsupportedOpError
+from spmd.frontend.importer.attributes import (
+    MARKS,
+    composite_attribute,
+    defining_op,
+    entries_of,
+    items_of,
+)
+from spmd.frontend.importer.contents import (
+    NO_AXES,
+    Contents,
+    Scope,
+    Stated,
+    atoms_of_refs,
+    ends_of,
+    manual_refs,
+    refs_of,
+    shardings_of,
+)
+from spmd.frontend.importer.ops import (
+    LEGALIZED,
+    Attrs,
+    Env,
+    Handler,
+    Importer,
+    keep,
+    refusal,
+    refuse,
+)
+from spmd.ir.description import FROM_MANUAL
+from spmd.ir.dialect.callbacks import CALLBACK, FLAG
+from spmd.ir.dialect.collectives import COLLECTIVES
+from spmd.ir.dialect.manual import MANUAL, TO_MANUAL
+from spmd.ir.pipelines import SHIFT
+from spmd.ir.program import Loc, Op, OpKind, Region, Value, has_effect
+from spmd.ir.types import Attribute, ShardingAttr
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes
+
+DEEPEST_CALLS = 100  # how many functions may call each other in turn
+
+_CHLO_COMPOSITES = {
+    f"chlo.{name}"
+    for name in (
+        "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i1e", "cosh", "digamma", "erf",
+        "erf_inv", "erfc", "lgamma", "next_after", "polygamma", "sinh", "square", "tan", "top_k",
+        "zeta",
+    )
+}  # fmt: skip
+"""CHLO ops that an exported module carries as composites of the same name."""
+
+SAME = (
+    "sdy.all_gather", "sdy.all_reduce", "sdy.all_slice", "sdy.all_to_all",
+    "sdy.collective_permute", "sdy.data_flow_edge", "sdy.func_data_flow_edge",
+    "sdy.propagation_barrier", "sdy.reduce_scatter", "sdy.replicated_to_unreduced", "sdy.reshard",
+    "sdy.sharded_to_unreduced", "sdy.sharding_constraint",
+)  # fmt: skip
+"""Ops of Shardy that return their operand, mostly in another sharding."""
+
+
+Marks = Sequence[ShardingAttr | None]
+
+# ---------------------------------------------------------------------------------------------
+# Calls, composites, tuples, and custom calls that name a function.
+
+
+def _composite(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+    name = op.attributes["name"].value
+    has_own = "composite_attributes" in op.attributes
+    own = items_of(op.attributes["composite_attributes"]) if has_own else {}
+    if name in _CHLO_COMPOSITES:
+        attrs = {n: importer.attribute(n, attr) for n, attr in own.items()}
+        ops.append(importer.op(op, env, name, attrs))
+    elif name in importer.composites:
+        attrs = {f"with.{n}": composite_attribute(attr) for n, attr in own.items()}
+        attrs = {"name": name, **importer.composites[name], **attrs}
+        ops.append(importer.op(op, env, attrs=attrs))
+    else:
+        _inline(importer, op, op.attributes["decomposition"].value, env, ops)
+
+
+def _any_custom_call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+    target = op.attributes["call_target_name"].value
+    if target == CALLBACK:
+        ops.append(_callback(importer, op, env))
+    elif target in ("Sharding", "xla.sdy.FuncResultSharding"):  # their attributes mark it
+        env[op.results[0]] = env[op.operands[0]]
+    elif target in (ENTERS, LEAVES):
+        _cross(importer, op, target, env)
+    else:
+        attrs: dict[str, Attribute] | None = None
+        called = op.attributes.get("called_computations", ())
+        names = [attr.value for attr in called]
+        function = importer.contents.functions.get(names[0]) if len(names) == 1 else None
+        if function is not None:  # a scalar function, which becomes the op's `body`
+            attrs = {n: importer.attribute(n, attr) for n, attr in entries_of(op)}
+            del attrs["called_computations"]
+            attrs["body"] = importer.body(function.regions[0], op.name)
+        keep(importer.op(op, env, attrs=attrs), ops)
+
+
+def _make_tuple(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+    # A tuple never becomes a value: it is remembered as the values that it was made of.
+    #   %3 = tuple %1, %2; %4 = get_tuple_element %3[1]      %4 is %2, and no op is appended
+    if not all(v in env for v in op.operands):
+        _refuse_tuple(importer, op)
+    importer.tuples[op.results[0]] = tuple([env[v] for v in op.operands])
+
+
+def _take_element(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+    if op.operands[0] not in importer.tuples:
+        _refuse_tuple(importer, op)
+    env[op.results[0]] = importer.tuples[op.operands[0]][op.attributes["index"].value]
+
+
+def _call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+    if is_manual_call(op):
+        _manual_call(importer, op, env, ops)
+    else:
+        _inline(importer, op, op.attributes["callee"].value, env, ops)
+
+
+def _inline(importer: Importer, op: Any, callee: str, env: Env, ops: list[Op]) -> None:
+    """The ops of a function in place of its call."""
+    # before: func @f(%a) { %b = tanh %a; return %b }   and   %5 = call @f(%4); %6 = call @f(%5)
+    # after:  %5 = tanh %4; %6 = tanh %5
+    # The body is imported anew for each call, with `inner` naming the arguments: two calls may get
+    # different shardings, and their ops carry the line of their own call.
+    function = importer.contents.functions.get(callee)
+    if callee in importer.calls or function is None or not function.regions[0].blocks:
+        problem = "calls itself" if callee in importer.calls else "has no body in the module"
+        source = importer.loc(op.location).source
+        raise FrontendError(f"function @{callee} {problem}", source=source)
+    if len(importer.calls) >= DEEPEST_CALLS:
+        raise FrontendError(f"functions call each other more than {DEEPEST_CALLS} deep")
+    outer = importer.call_loc
+    importer.call_loc = importer.loc(op.location)
+    importer.calls.append(callee)
+    block = function.regions[0].blocks[0]
+    args, ends = map(importer.contents.boundary_marks, ends_of(function))
+    arguments = [env[v] for v in op.operands]
+    arguments = _marked(importer, ops, arguments, args, importer.call_loc)
+    inner_ops, results = importer.block(block, dict(zip(block.arguments, arguments, strict=True)))
+    ops.extend(inner_ops)
+    results = tuple(_marked(importer, ops, results, ends, importer.call_loc))
+    env.update(zip(op.results, results, strict=True))
+    importer.calls.pop()
+    importer.call_loc = outer
+
+
+def _marked(
+    importer: Importer, ops: list[Op], values: Sequence[Value], marks: Marks, loc: Loc
+) -> list[Value]:
+    return [importer.mark(ops, v, mark, loc) for v, mark in zip(values, marks, strict=True)]
+
+
+def _callback(importer: Importer, op: Any, env: Env) -> Op:
+    loc = importer.loc(op.location)
+    stated = dict(entries_of(op))
+    names = ("number", "called", "ordered", "partitioned")
+    attrs = {n: importer.attribute(n, stated[n]) for n in names if n in stated}
+    if not 0 <= int(attrs.get("number", -1)) < importer.callbacks:
+        refuse(f"custom_call:{CALLBACK}", loc)
+    attrs["held"] = importer.scopes[-1].held if importer.scopes else ()
+    operands = tuple([env[v] for v in op.operands])
+    results = tuple([importer.bind(env, result) for result in op.results])
+    reads, makes = (tuple([importer.types[v] for v in values]) for values in (operands, results))
+    return Op(OpKind(CALLBACK, reads, makes, attrs), operands, results, (), loc)
+
+
+def _refuse_tuple(importer: Importer, op: Any) -> NoReturn:
+    """Raises the error of a tuple that is an argument, or made by anything but `tuple`."""
+    raise FrontendError(
+        f"{op.name} of tuples that the module does not make itself",
+        source=importer.loc(op.location).source,
+        fix="pass the elements one by one, without nesting",
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Manual regions. A region without operands may read any value around it, as those of control flow
+# do. Its boundary becomes ops inside, with rules like any other:
+#
+#   before: %2 = manual_computation(%1) in=[{x}] out=[{x}] { (%a): %b = tanh %a; return %b }
+#   after:  %2 = spmd.manual { %3 = to_manual %1 {x}; %4 = tanh %3; %5 = from_manual %4 {x}
+#                              return %5 }
+
+
+class _End(NamedTuple):
+    """A value at the boundary of a region: inside and outside as the module has it."""
+
+    inner: Any
+    outer: Any
+    dims: tuple[Axes, ...]  # the manual atoms that split each of its dims
+    mark: ShardingAttr | None  # what its sharding says of axes that are free inside
+
+
+_Ends = tuple[Sequence[_End], Sequence[_End]]  # of what comes in, and of what goes out
+_Body = Callable[[Env, list[Op]], Sequence[Value]]
+
+
+def _region(
+    importer: Importer, env: Env, ops: list[Op], loc: Loc, scope: Scope, ends: _Ends, body: _Body
+) -> None:
+    """Appends a region with what comes in and goes out; `body` imports what is between."""
+    inside: list[Op] = []
+    inner: Env = {}
+    for end in ends[0]:
+        attrs: Attrs = {"axes": scope.held, "dims": end.dims}
+        type_ = importer.type(end.inner.type)
+        entered = importer.add(inside, TO_MANUAL, env[end.outer], type_, attrs, loc)
+        inner[end.inner] = importer.mark(inside, entered, end.mark, loc)
+    importer.scopes.append(scope)
+    results = body(inner, inside)
+    importer.scopes.pop()
+    returned = []
+    for end, value in zip(ends[1], results, strict=True):
+        attrs = {"axes": scope.held, "dims": end.dims}
+        marked = importer.mark(inside, value, end.mark, loc)
+        type_ = importer.type(end.outer.type)
+        returned.append(importer.add(inside, FROM_MANUAL, marked, type_, attrs, loc))
+    found = tuple([importer.bind(env, end.outer) for end in ends[1]])
+    if not found and any(map(has_effect, inside)):  # ops go by their results: it gets one
+        inside.append(flag := importer.flag(loc))
+        attrs = {"axes": scope.held, "dims": ()}
+        returned.append(importer.add(inside, FROM_MANUAL, flag.results[0], FLAG, attrs, loc))
+        found = (importer.value(FLAG),)
+    kind = OpKind(MANUAL, (), tuple([importer.types[v] for v in found]), {"axes": scope.axes})
+    keep(Op(kind, (), found, (Region((), tuple(inside), tuple(returned)),), loc), ops)
+
+
+def _manual(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+    loc, contents = importer.loc(op.location), importer.contents
+    block = op.regions[0].blocks[0]
+    sides = ("in_shardings", block.arguments), ("out_shardings", op.results)
+    ins, outs = (
+        [
+            _whole(contents.stated(attr, rank := importer.type(value.type).rank), rank, loc)
+            for attr, value in zip(shardings_of(op.attributes[name]), values, strict=True)
+        ]
+        for name, values in sides
+    )
+    manual = sdy.ManualAxesAttr(op.attributes["manual_axes"])
+    names = [manual[i] for i in range(len(manual))]
+    outer = importer.scopes[-1] if importer.scopes else None
+    own = next((stated.mesh for stated in (*ins, *outs) if any(stated.dims)), None)
+    if own is None:  # nothing is split: the manual axes tell the mesh
+        wanted = set(names)
+        if outer and wanted <= set(outer.own.axis_names):
+            own = outer.own
+        else:
+            known = [mesh for mesh in contents.meshes.values() if mesh]
+            fits = (mesh for mesh in known if wanted <= set(mesh.axis_names))
+            own = next(fits, None if wanted else NO_AXES)
+        if own is None and None in contents.meshes.values():  # along the axes of a single device
+            own = Mesh(None, (1,) * len(wanted), sorted(wanted))
+        if own is None:
+            raise FrontendError(f"the module has no mesh with the axes {', '.join(sorted(wanted))}")
+    axes = tuple(sorted(contents.atoms(own, [(name, 1, 0) for name in names])))
+    held = (outer.held if outer else ()) + axes
+    scope = Scope(contents.mesh, own, axes, held)
+
+    def end(inner: Any, outer: Any, stated: Stated) -> _End:
+        dims = tuple(
+            contents.atoms(stated.mesh, [ref for ref in refs if ref[0] in names])
+            for refs in stated.dims
+        )
+        free = tuple(tuple(r for r in refs if r[0] not in names) for refs in stated.dims)
+        rest = None if scope.is_whole else contents.written(stated._replace(dims=free))
+        return _End(inner, outer, dims, rest)
+
+    def body(inner: Env, inside: list[Op]) -> Sequence[Value]:
+        found, results = importer.block(block, inner)
+        inside += found
+        return results
+
+    entries = list(map(end, block.arguments, op.operands, ins))
+    exits = list(map(end, op.results, op.results, outs))
+    _region(importer, env, ops, loc, scope, (entries, exits), body)
+
+
+def _whole(stated: Stated | None, rank: int, loc: Loc) -> Stated:
+    """A sharding at the boundary of a region, where every device has a piece of the whole value."""
+    if stated is None:
+        return Stated(NO_AXES, ((),) * rank, (True,) * rank)
+    if stated.unreduced:
+        raise UnsupportedOpError(
+            "a value crosses the boundary of a manual region as terms that are not added up: "
+            f"it is unreduced over {', '.join(name for name, _, _ in stated.unreduced)}",
+            source=loc.source,
+            fix="add it up inside the region (jax.lax.psum), and leave `unreduced` out of its spec",
+        )
+    return stated
+
+
+# ---------------------------------------------------------------------------------------------
+# Manual regions as jax writes them for GSPMD: a call between custom calls that change shapes.
+#
+#   %1 = custom_call @Sharding(%0) {whole}            the value, split over the manual axes
+#   %2 = custom_call @SPMDFullToShardShape(%1)        one device's piece
+#   %3 = call @shmap_body(%2)                         what is written for one device
+#   %4 = custom_call @Sharding(%3) {manual}
+#   %5 = custom_call @SPMDShardToFullShape(%4) {whole}
+#
+# The call becomes the region; the custom calls are its boundary.
+
+ENTERS, LEAVES = "SPMDFullToShardShape", "SPMDShardToFullShape"
+
+
+class _Crossing(NamedTuple):
+    """One value at the boundary of a region: inside, as the module has it, and outside."""
+
+    inner: Any
+    outer: Any
+    manual: Any  # the op that states the manual axes
+    whole: Any  # the op that says how the outer value is split
+
+
+def is_manual_call(op: Any) -> bool:
+    """Whether a call is a region that is written for one device."""
+    is_call = op.name == "func.call" and len(op.operands) + len(op.results) > 0
+    return is_call and all(map(_entry, op.operands)) and all(map(_exit, op.results))
+
+
+def _entry(value: Any) -> _Crossing | None:
+    """How an operand of a call comes into its region, if it does."""
+    enters = _custom_call(defining_op(value), ENTERS)
+    whole = enters and _custom_call(defining_op(enters.operands[0]), "Sharding")
+    return _Crossing(value, enters.operands[0], enters, whole) if whole else None
+
+
+def _exit(value: Any) -> _Crossing | None:
+    """How a result of a call leaves its region, if it does."""
+    manual = _custom_call(_only_user(value), "Sharding")
+    leaves = manual and _custom_call(_only_user(manual.results[0]), LEAVES)
+    return _Crossing(value, leaves.results[0], manual, leaves) if leaves else None
+
+
+def _custom_call(op: Any, target: str) -> Any:
+    """The op, if it is a call of this target that says how its result is split."""
+    is_call = op is not None and op.name == "stablehlo.custom_call"
+    is_known = is_call and op.attributes["call_target_name"].value == target
+    return op if is_known and MARKS[1] in op.attributes else None
+
+
+def _only_user(value: Any) -> Any:
+    users = [use.owner for use in value.uses]
+    return users[0].operation if len(users) == 1 else None
+
+
+def _cross(importer: Importer, op: Any, target: str, env: Env) -> None:
+    """Imports a custom call at the boundary of a region: values cross it with the region itself."""
+    if target == ENTERS:
+        calls = [use.owner for use in op.results[0].uses]
+    else:
+        manual = _custom_call(defining_op(op.operands[0]), "Sharding")
+        calls = [defining_op(manual.operands[0])] if manual else []
+    if not calls or not all(call is not None and is_manual_call(call) for call in calls):
+        refuse(f"custom_call:{target}", importer.loc(op.location))
+    env[op.results[0]] = env[op.operands[0]]
+
+
+def _manual_call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+    loc, contents = importer.loc(op.location), importer.contents
+    entries = list(filter(None, map(_entry, op.operands)))
+    exits = list(filter(None, map(_exit, op.results)))
+    around = importer.scopes[-1].held if importer.scopes else ()
+    boundary = (entries + exits)[0].manual  # any of its ops says what is manual
+    refs = manual_refs(shardings_of(boundary.attributes[MARKS[1]])[0])
+    every = range(len(contents.mesh.atoms)) if refs is None else contents.atoms(*refs)
+    axes = tuple(sorted(a for a in every if a not in around))
+    scope = Scope(contents.mesh, contents.mesh, axes, around + axes)
+
+    def end(crossing: _Crossing) -> _End:
+        outer, inner = importer.type(crossing.outer.type), importer.type(crossing.inner.type)
+        attr = shardings_of(crossing.whole.attributes[MARKS[1]])[0]
+        stated = contents.stated(attr, outer.rank)
+        split = [contents.atoms(stated.mesh, refs) for refs in stated.dims] if stated else ()
+        split = split or [()] * outer.rank
+        dims = tuple(tuple(a for a in atoms if a in scope.axes) for atoms in split)
+        pieces = tuple(n * contents.mesh.extent(a) for n, a in zip(inner.shape, dims, strict=True))
+        if pieces != outer.shape:
+            refuse(f"custom_call:{ENTERS}", loc)
+        return _End(crossing.inner, crossing.outer, dims, None)
+
+    def body(inner: Env, inside: list[Op]) -> Sequence[Value]:
+        _inline(importer, op, op.attributes["callee"].value, inner, inside)
+        return [inner[crossing.inner] for crossing in exits]
+
+    _region(importer, env, ops, loc, scope, (list(map(end, entries)), list(map(end, exits))), body)
+    env.update((crossing.inner, env[crossing.outer]) for crossing in exits)
+
+
+# ---------------------------------------------------------------------------------------------
+# Collectives in manual regions. Devices are positions in the mesh, flattened row-major: jax numbers
+# them so in replica groups, in pairs of a permute and in `partition_id`, whatever ids they have in
+# hardware.
+
+BY_USER = "written by the user in shard_map"
+BY_PIPELINE = "stages send what they made to the next ones"
+"""Note of the collectives in manual regions."""
+
+Groups = tuple[tuple[int, ...], ...]
+"""Groups of devices that exchange with one another, in the order of their pieces."""
+
+_DIMS = ("all_gather_dim", "concat_dimension", "scatter_dimension", "split_dimension")
+_WITH_REPLICAS = ("stablehlo.all_gather", "stablehlo.all_reduce", "stablehlo.reduce_scatter")
+"""Collectives whose groups are of replicas, unless `use_global_device_ids` says otherwise."""
+
+
+def _collective(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+    # A variadic collective, as jax writes for `psum` of a tree, becomes one op for each operand:
+    # rules and rewrites know only these, and `combine` joins small ones again.
+    loc = importer.loc(op.location)
+    scope = importer.scopes[-1] if importer.scopes else None
+    attrs = _exchange(op, scope, importer.contents, loc)
+    if attrs is None:
+        env.update((r, env[v]) for r, v in zip(op.results, op.operands, strict=True))
+        return
+    if len(op.regions):
+        attrs |= importer.bodies(op)
+    loc = loc._replace(note=BY_PIPELINE if SHIFT in loc.scope else BY_USER)
+    for result, value in zip(op.results, op.operands, strict=True):
+        type_ = importer.type(result.type)
+        env[result] = importer.add(ops, op.name, env[value], type_, attrs, loc)
+
+
+def _exchange(
+    op: Any, scope: Scope | None, contents: Contents, loc: Loc
+) -> dict[str, Attribute] | None:
+    """The attributes of a collective in a manual region, its body left out.
+
+    `axes` are the atoms over which it runs, and `groups` its groups where these are not just those
+    of the axes. None for one that does nothing: every device exchanges with itself alone.
+    UnsupportedOpError outside any manual region, or over axes that are not manual.
+    """
+    attrs = op.attributes
+    everyone = tuple(range(scope.mesh.size if scope else contents.partitions))
+    has_channel = "channel_handle" in attrs
+    channel = hlo.ChannelHandle(attrs["channel_handle"]).handle if has_channel else 0
+    permutes = op.name == "stablehlo.collective_permute"
+    groups: Groups
+    if permutes:
+        groups = tuple(map(tuple, np.asarray(attrs["source_target_pairs"]).tolist()))
+    else:
+        groups = _groups(attrs["replica_groups"], contents) or (everyone,)
+        of_replicas = op.name in _WITH_REPLICAS and "use_global_device_ids" not in attrs
+        if of_replicas and channel and groups == ((0,),):
+            groups = (everyone,)
+    alone = [(i, i) for i in everyone]
+    if sorted(groups) == alone if permutes else all(len(group) == 1 for group in groups):
+        return None
+    if scope is None:
+        refuse(op.name, loc)
+        raise AssertionError(op.name)
+    mesh = scope.mesh
+    crossed = tuple(  # the atoms along which members of a group differ
+        a
+        for a in range(len(mesh.atoms))
+        if any(len({mesh.coordinate(p, [a]) for p in group}) > 1 for group in groups)
+    )
+    problem = fix = ""
+    if not channel:
+        problem, fix = "it exchanges between replicas of the program", "give it a channel handle"
+    elif not groups or not {p for group in groups for p in group} <= set(range(mesh.size)):
+        problem, fix = f"its devices are not among the {mesh.size} of the mesh", "correct it"
+    elif len({len(group) for group in groups}) > 1:
+        problem, fix = "its groups differ in size", "use groups of one size"
+    elif not set(crossed) <= set(scope.held):
+        names = [n for n, a in mesh.axis_atoms.items() if set(a) <= set(scope.held)]
+        problem = f"it runs over axes that are not manual here (manual are: {', '.join(names)})"
+        fix = "name these axes in the axis_names of shard_map"
+    if problem:
+        raise refusal(op.name, problem, fix, loc)
+    if permutes:
+        return {"axes": crossed or scope.axes, "pairs": groups}
+    dims = {name: attrs[name].value for name in _DIMS if name in attrs}
+    axes = _axes_of_groups(groups, mesh)
+    return {**dims, "axes": crossed, "groups": groups} if axes is None else {**dims, "axes": axes}
+
+
+def _groups(stated: Any, contents: Contents) -> Groups:
+    """Replica groups, which a module lists or tells by axes of a mesh."""
+    if not hlo.ReplicaGroupMeshAxesAttr.isinstance(stated):
+        return tuple(tuple(p for p in row if p >= 0) for row in np.asarray(stated).tolist())
+    over = hlo.ReplicaGroupMeshAxesAttr(stated)
+    named: Any = over.mesh
+    mesh: Mesh | None
+    if isinstance(named, ir.FlatSymbolRefAttr):
+        mesh = contents.meshes[named.value]
+    else:
+        own: Any = hlo.MeshAttr(named)
+        parts = [hlo.MeshAxisAttr(axis) for axis in own.axes]
+        ids = None if own.device_ids is None else list(own.device_ids)
+        mesh = Mesh(ids, [part.size for part in parts], [part.name for part in parts])
+    if mesh is None:
+        return ((0,),)
+    groups = mesh.groups(atoms_of_refs(refs_of(ir.ArrayAttr(over.axes), hlo), mesh))
+    return tuple(tuple(mesh.device_ids[p] for p in group) for group in groups)
+
+
+def _axes_of_groups(groups: Groups, mesh: Mesh) -> Axes | None:
+    """The atoms whose `Mesh.groups` are these groups; None if there are no such atoms."""
+    # The first group tells which atoms vary, and in which order: the major one changes last. On
+    # (data=2, model=2), whose devices are 0 1 | 2 3:
+    #   (0, 2, 1, 3)   data differs from member 1 on, model from member 2 on: (model, data)
+    #   (0, 3)         both differ at once, but groups of both have four members: None
+    # The test at the end decides; before it this is a guess.
+    first = groups[0]
+    place: dict[int, int] = {}
+    for index, position in enumerate(first):
+        for a in range(len(mesh.atoms)):
+            differs = mesh.coordinate(position, [a]) != mesh.coordinate(first[0], [a])
+            if differs and a not in place:
+                place[a] = index
+    axes = tuple(sorted(place, key=lambda a: -place[a]))
+    return axes if set(mesh.groups(axes)) == set(groups) else None
+
+
+# ---------------------------------------------------------------------------------------------
+# Shardy's other ops: marks and named computations.
+
+
+def _marks(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+    """An op that returns its operand, in the sharding that it states if any."""
+    # Whatever such an op exchanges, the value is the same. It is a mark, and what is sent for it is
+    # planned as for any other.
+    value, loc = env[op.operands[0]], importer.loc(op.location)
+    name = next((name for name in ("sharding", "out_sharding") if name in op.attributes), None)
+    rank = importer.types[value].rank
+    stated = importer.contents.mark(op.attributes[name], rank) if name else None
+    marked = importer.mark(ops, value, stated, loc)
+    env[op.results[0]] = marked
+    if next(iter(op.results[0].uses), None) is None:  # of a constraint, which speaks of its operand
+        env[op.operands[0]] = marked
+
+
+def _named(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+    """`sdy.named_computation` is what is inside, between the marks that it states."""
+
+    def marked(values: Sequence[Value], name: str) -> Sequence[Value]:
+        if name not in op.attributes:
+            return values
+        ranks = [importer.types[v].rank for v in values]
+        pairs = zip(shardings_of(op.attributes[name]), ranks, strict=True)
+        marks = [importer.contents.mark(attr, rank) for attr, rank in pairs]
+        return _marked(importer, ops, values, marks, importer.loc(op.location))
+
+    block = op.regions[0].blocks[0]
+    entered = marked([env[v] for v in op.operands], "in_shardings")
+    body, results = importer.block(block, dict(zip(block.arguments, entered, strict=True)))
+    ops += body
+    env.update(zip(op.results, marked(results, "out_shardings"), strict=True))
+
+
+HANDLERS: Mapping[str, Handler] = MappingProxyType(
+    {
+        "func.call": _call,
+        "stablehlo.composite": _composite,
+        "stablehlo.custom_call": _any_custom_call,
+        "stablehlo.get_tuple_element": _take_element,
+        "stablehlo.tuple": _make_tuple,
+        **LEGALIZED,
+        **dict.fromkeys(COLLECTIVES, _collective),
+        "sdy.manual_computation": _manual,
+        **dict.fromkeys(SAME, _marks),
+        "sdy.constant": lambda importer, op, env, ops: ops.append(
+            importer.op(op, env, "stablehlo.constant")
+        ),
+        "sdy.named_computation": _named,
+        # It has no results, and only guides Shardy's own propagation.
+        "sdy.sharding_group": lambda *_: None,
+    }
+)

@@ -1,0 +1,297 @@
+"""Small rewrites of an imported program, after which devices can split more of it.
+
+Unflatten: a sum over a flattened tensor becomes a sum over the tensor's own dims. A flattened dim
+can be split as its major dim is, and no further: a tensor that is split over another dim would be
+gathered just to be added up.
+
+before: `%1 = reshape %0 : 8x16x4 -> 128x4;  %2 = reduce[add, dims 0] %1 : 4`
+after:  `%2 = reduce[add, dims 0 1] %0 : 4`
+
+before: `%2 = reshape %0 : 8x16 -> 128;  %3 = reshape %1 : 8x16 -> 128;  %4 = dot %2, %3`
+after:  `%4 = dot_general[contract 0 1, 0 1] %0, %1`
+
+Accumulate: what is scattered into zeros and then added to something is scattered into that. The
+gradient of a value of which each step of a loop reads a piece is made so: zeros around a step's
+piece, added to the sum of those before, reading and writing all of it.
+
+before: `%3 = scatter[add] zeros, %i, %update;  %4 = add %sum, %3`
+after:  `%4 = scatter[add] %sum, %i, %update`
+
+Only where no two updates fall together: a sum of few bits depends on its order.
+
+Separate: an op whose k-th result depends on its k-th operands alone becomes one op for each. An op
+is split in one way, and all of its operands with it. Operands that have nothing to do with each
+other would compete for a mesh axis that each of them may have for itself.
+
+before: `%2, %3 = stablehlo.optimization_barrier %0, %1`
+after:  `%2 = stablehlo.optimization_barrier %0; %3 = stablehlo.optimization_barrier %1`
+
+before: `%4, %5 = stablehlo.reduce %0, %1, %2, %3 ({ (a, b, c, d): a + c, max(b, d) })`
+after:  `%4 = stablehlo.reduce %0, %2 ({ (a, c): a + c }); %5 = stablehlo.reduce %1, %3 (...)`
+
+Barriers that were one are put together again when the program is partitioned
+(`spmd.lowering.partition`): what waits for what stays as the user wrote it.
+
+Lift: large constants become arguments of the program, behind the user's, to be split like these.
+
+before: `main(%0: "x") { %1 = constant {value = dense<...>}; %2 = add %0, %1; return %2 }`
+after:  `main(%0: "x", %1: "constants/0") { %2 = add %0, %1; return %2 }`
+
+The plan says how they lie. They are placed once, when the program is compiled, and passed at each
+call (`spmd.lowering.execute`). What a manual region has inside is of one device, and stays there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from spmd.frontend.importer.module import Imported
+from spmd.ir.control_flow import held_atoms, producers_of, users_of
+from spmd.ir.description import BARRIER, BROADCAST, CONSTANT, RESHAPE, SCATTER
+from spmd.ir.dialect.bodies import separated
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.dialect.reducers import NEUTRAL, body_reducer, is_identity
+from spmd.ir.program import Body, Op, Program, Region, Value
+from spmd.ir.rewrite import Now, edit_ops, rewrite_ops
+from spmd.ir.types import Dense, DotDims, dtype_bits
+
+
+def _starts_at_identity(value: Value, producers: Mapping[Value, Op], reducer: str) -> bool:
+    """Whether a value is the identity of a reduction: a constant, or one that was broadcast."""
+    op = producers.get(value)
+    while op is not None and op.name == BROADCAST:
+        op = producers.get(op.operands[0])
+    if op is None or op.name != CONSTANT:
+        return False
+    return is_identity(op.kind.attrs["value"], op.kind.results[0].dtype, reducer)
+
+
+# ---------------------------------------------------------------------------------------------
+# Unflatten.
+
+
+class Group(NamedTuple):
+    """Dims of a tensor, and those that they become by a reshape; both have as many elements."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+def unflatten(program: Program) -> Program:
+    """Rewrites sums over flattened tensors; a program without any is returned as it is."""
+    producers = producers_of(program)
+    flattened: dict[Value, list[Group]] = {}  # of reshapes in which several dims become one
+    for value, op in producers.items():
+        if op.name == RESHAPE:
+            groups = _groups(op.kind.operands[0].shape, op.kind.results[0].shape)
+            if any(len(group.before) > 1 for group in groups):
+                flattened[value] = groups
+
+    def is_sum(op: Op) -> bool:
+        """Whether an op takes flattened dims together, each of them whole."""
+        if op.name == "stablehlo.reduce":
+            groups = flattened.get(op.operands[0], [])
+            is_single = len(op.operands) == 2
+            return is_single and _dims_in(groups, op.kind.attrs["dimensions"]) is not None
+        if op.name != "stablehlo.dot_general" or any(v not in flattened for v in op.operands):
+            return False
+        left, right = (producers[v].kind.operands[0].shape for v in op.operands)
+        is_inner = op.kind.attrs["dot_dimension_numbers"] == DotDims((), (), (0,), (0,))
+        return is_inner and not op.kind.results[0].shape and left == right
+
+    sums = {id(op): op.results for op in program.walk() if is_sum(op)}
+    if not sums:
+        return program
+    # A reshape that only such sums read goes with them: one that nobody reads would be planned for.
+    users = users_of(program)
+    unread = {v for v in flattened if all(id(op) in sums for op, _ in users.get(v, ()))}
+    rewritten = set(sums.values())
+    new: dict[Value, Value] = {}  # result of a reshape -> its operand, in the new program
+
+    def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
+        if op.results[0] in flattened:
+            new[op.results[0]] = operands[0]
+            return operands if op.results[0] in unread else None
+        if op.results not in rewritten:
+            return None
+        wholes = [new[v] for v in op.operands if v in flattened]
+        type_, (result,) = b.types[wholes[0]], op.kind.results
+        if op.name == "stablehlo.reduce":
+            dims = _dims_in(flattened[op.operands[0]], op.kind.attrs["dimensions"]) or ()
+            kept = result.with_shape(tuple(n for d, n in enumerate(type_.shape) if d not in dims))
+            attrs = {**op.kind.attrs, "dimensions": dims}
+            (made,) = b.op(op.name, (wholes[0], operands[1]), (kept,), attrs)
+            return (b.reshape(made, result.shape),)
+        every = tuple(range(type_.rank))
+        attrs = {**op.kind.attrs, "dot_dimension_numbers": DotDims((), (), every, every)}
+        return b.op(op.name, wholes, op.kind.results, attrs)
+
+    return rewrite_ops(program, rewrite)
+
+
+def _dims_in(groups: Sequence[Group], after: Iterable[int]) -> tuple[int, ...] | None:
+    """The dims that became these; None where a group is taken in part, or none was flattened."""
+    dims: list[int] = []
+    taken, is_flattened = set(after), False
+    for group in groups:
+        if taken.isdisjoint(group.after):
+            continue
+        if not taken.issuperset(group.after):
+            return None
+        dims += group.before
+        is_flattened |= len(group.before) > 1
+    return tuple(dims) if is_flattened else None
+
+
+def _groups(before: Sequence[int], after: Sequence[int]) -> list[Group]:
+    """The smallest runs of dims on both sides with as many elements; none for empty tensors.
+
+    Example:
+      8 16 4 -> 128 4: the groups (0, 1) -> (0) and (2) -> (1)
+    """
+    if not math.prod(before):
+        return []
+    found, i, j = [], 0, 0
+    while i < len(before) or j < len(after):
+        start, left, right = (i, j), 1, 1
+        # One dim of a side first, the other side up to it; dims of one element end a group.
+        while (i, j) == start or left != right:
+            if left <= right and i < len(before):
+                left, i = left * before[i], i + 1
+            else:
+                right, j = right * after[j], j + 1
+        found.append(Group(tuple(range(start[0], i)), tuple(range(start[1], j))))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------
+# Accumulate.
+
+
+def accumulate(program: Program) -> Program:
+    """Scatters into what it would be added to; a program without such sums is returned as it is."""
+    if not any(_adds_apart(op) for op in program.walk()):
+        return program
+    producers, users = producers_of(program), users_of(program)
+    sums = {
+        op.results[0]: made
+        for op, made in _sums_in(program.body)
+        if len(users[made.results[0]]) == 1
+        and _starts_at_identity(made.operands[0], producers, "add")
+    }
+    scattered = {made.results[0] for made in sums.values()}
+    parts: dict[Value, tuple[Value, ...]] = {}  # result of a scatter -> what it reads, in the new
+
+    def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
+        result = op.results[0] if op.results else None
+        if result in scattered:
+            parts[result] = operands
+            return operands[:1]
+        if result not in sums:
+            return None
+        made = sums[result]
+        (whole,) = [new for v, new in zip(op.operands, operands, strict=True) if v not in parts]
+        read = (whole, *parts[made.results[0]][1:])
+        return b.op(made.name, read, made.kind.results, made.kind.attrs)
+
+    return rewrite_ops(program, rewrite) if sums else program
+
+
+def _adds_apart(op: Op) -> bool:
+    """Whether an op adds updates to a tensor, each at a place of its own."""
+    attrs = op.kind.attrs
+    is_alone = op.name == SCATTER and len(op.results) == 1
+    return is_alone and attrs["reducer"] == "add" and bool(attrs.get("unique_indices"))
+
+
+def _sums_in(region: Region) -> Iterator[tuple[Op, Op]]:
+    """Each sum of something and of what was scattered in the same region, with the scatter."""
+    made: dict[Value, Op] = {}
+    for op in region.ops:
+        if _adds_apart(op):
+            made[op.results[0]] = op
+        if op.name == "stablehlo.add" and len(found := made.keys() & set(op.operands)) == 1:
+            yield op, made[found.pop()]
+        for inner in op.regions:
+            yield from _sums_in(inner)
+
+
+# ---------------------------------------------------------------------------------------------
+# Separate.
+
+
+def separate(program: Program) -> Program:
+    """Takes ops of independent results apart; a program without any is returned as it is."""
+
+    def bodies_of(op: Op) -> tuple[Body, ...]:
+        """For each result of a reduction the body that makes it; none if they share anything."""
+        # A sort has a body, too, but its body has one result: the order of all of its operands.
+        body = op.kind.attrs.get("body")
+        if not isinstance(body, Body) or len(body.region.results) != len(op.results):
+            return ()
+        return separated(body, len(op.results))
+
+    several = [op for op in program.walk() if len(op.results) > 1]
+    if not any(op.name == BARRIER or bodies_of(op) for op in several):
+        return program
+    producers = producers_of(program)
+
+    def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
+        count, types = len(op.results), op.kind.results
+        if count > 1 and op.name == BARRIER:
+            pairs = zip(operands, types, strict=True)
+            return [b.op(op.name, (value,), (type_,))[0] for value, type_ in pairs]
+        # What is reduced comes first, what it is reduced with last, a scatter's indices between.
+        made: list[Value] = []
+        shared = operands[count : len(operands) - count]
+        for k, body in enumerate(bodies_of(op) if count > 1 else ()):
+            reducer = body_reducer(body)
+            attrs = {**op.kind.attrs, "body": body, "reducer": reducer}
+            if NEUTRAL in attrs:
+                attrs[NEUTRAL] = _starts_at_identity(op.operands[k - count], producers, reducer)
+            own = (operands[k], *shared, operands[k - count])
+            made += b.op(op.name, own, (types[k],), attrs)
+        return made or None
+
+    return rewrite_ops(program, rewrite)
+
+
+# ---------------------------------------------------------------------------------------------
+# Lift.
+
+LARGE = 64 << 10
+"""Bytes above which a constant is an argument. Below, an argument more at each call (some
+microseconds on eight devices) is worth more than the memory."""
+
+
+def lift_constants(imported: Imported) -> Imported:
+    """Makes large constants the last arguments of a program, equal ones one argument."""
+    program = imported.program
+    large = {op.results[0] for op in program.walk() if op.name == CONSTANT and _is_large(op)}
+    large -= held_atoms(program).keys() if large else set()
+    if not large:
+        return imported
+    lifted: dict[Dense, Value] = {}
+
+    def edit(_: Builder, op: Op, __: Now) -> Sequence[Value] | None:
+        if not op.results or op.results[0] not in large:
+            return None
+        return (lifted.setdefault(op.kind.attrs["value"], op.results[0]),)
+
+    program = edit_ops(program, edit)
+    body = program.body._replace(args=(*program.body.args, *lifted.values()))
+    names = [f"constants/{number}" for number in range(len(lifted))]
+    program = program._replace(
+        body=body, arg_names=(*program.arg_names, *names), constants=tuple(lifted)
+    )
+    return imported._replace(
+        program=program, arg_marks=(*imported.arg_marks, *[None] * len(lifted))
+    )
+
+
+def _is_large(constant: Op) -> bool:
+    dense: Dense = constant.kind.attrs["value"]
+    # Compiled programs of jax refuse arrays of elements below a byte, which they hold unpacked.
+    return not dense.splat and len(dense.data) > LARGE and dtype_bits(dense.type.dtype) >= 8
