@@ -26,7 +26,7 @@ from tests.fuzz.cases import Case as Fuzzed
 from tests.fuzz.cases import definitions, execute
 from tests.fuzz.check import differ, other_references
 from tests.fuzz.programs import Settings, cases
-from tests.ir.dialect.cases import BINARY, CASES, INTEGER, UNARY, Case
+from tests.ir.dialect.cases import CASES, Case
 
 LINE = spmd.Mesh(None, (8,), ("data",))
 H200 = spmd.Topology("h200:8")
@@ -84,13 +84,10 @@ def assert_same(got: Any, want: Any, tolerance: float = 2e-5) -> None:
 # ---------------------------------------------------------------------------------------------
 # Every op.
 
-ELEMENTWISE = {*list(UNARY)[3:], *list(BINARY)[2:], *list(INTEGER)[2:]}
-"""They have one form: some of them say as much as all."""
-
 ALONE = {"conv", "conv_long_kernel", "conv_no_dims", "case", "iota_result", "mark"}
 """Cases of which nothing can be stacked, or all is a constant."""
 
-BATCHED = [case for case in CASES if case.name not in ALONE | ELEMENTWISE]
+BATCHED = [case for case in CASES if case.name not in ALONE]
 GROUPS = [BATCHED[i : i + 8] for i in range(0, len(BATCHED), 8)]
 
 
