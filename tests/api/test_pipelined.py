@@ -230,15 +230,15 @@ def test_interleaved_is_taken_where_layers_compute_long() -> None:
 
 def test_the_schedule_is_that_of_the_fastest_program_that_fits() -> None:
     given = 32 * 1024, 256, 32, "v5e:2x4"
-    free = planned(None, *given)
+    free = planned(None, *given, unroll=0)
     (row,) = pipeline_rows(free.stages)
     forms = [form for form in free.stages.plan.forms if form.name == "pipelines interleaved"]
     assert len(forms) == 1 and (row.of.schedule == "interleaved") == (not forms[0].refusal)
-    short = planned(None, *given, memory_limit=64 << 20)
+    short = planned(None, *given, unroll=0, memory_limit=64 << 20)
     (lean,) = pipeline_rows(short.stages)
     assert lean.of.schedule == "1f1b"
     assert short.predicted_memory.peak <= 64 << 20 < free.predicted_memory.peak
-    assert short.cost < planned("gpipe", *given, memory_limit=64 << 20).cost
+    assert short.cost < planned("gpipe", *given, unroll=0, memory_limit=64 << 20).cost
     # GPipe holds all 35 steps; 1F1B holds those of 4 microbatches, and a state for each window.
     assert lean.held < row.held / 4
 

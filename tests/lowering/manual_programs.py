@@ -140,17 +140,6 @@ def permutes(mesh: Any) -> Function:
     return manual(mesh, body, (P("x"), P()), (P("x"), P("x")))
 
 
-def indices(mesh: Any) -> Function:
-    def body(x: Any) -> Any:
-        row = lax.broadcasted_iota(jnp.int32, x.shape, 0) + x.shape[0] * lax.axis_index("x")
-        return jnp.where(row % 3 == 0, x, -x)
-
-    def fn(x: Any, w: Any) -> Any:
-        return manual(mesh, body, P("x"), P("x"))(x @ w)
-
-    return fn
-
-
 def groups(mesh: Any) -> Function:
     """Groups that are no axis: pairs of devices half the axis apart, in turns."""
     size = mesh.shape["x"]
@@ -346,7 +335,6 @@ PROGRAMS = (
     Manual("scatters", scatters),
     Manual("exchanges", exchanges),
     Manual("permutes", permutes),
-    Manual("indices", indices),
     Manual("groups", groups),
     Manual("scan_inside", scan_inside),
     Manual("inside_scan", inside_scan),

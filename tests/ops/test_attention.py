@@ -257,8 +257,16 @@ def locally(lowered: spmd.Lowered | spmd.Compiled) -> dict[str, list[tuple[int, 
     }
 
 
+ALIKE = ("batch", "batch and heads", "uneven heads", "everything seen")
+"""Splits of which others have every part, here or in `test_attention_split.py`."""
+
+
 @pytest.mark.usefixtures("exact_plans")
-@pytest.mark.parametrize("split", SPLITS, ids=lambda s: s.name.replace(" ", "_"))
+@pytest.mark.parametrize(
+    "split",
+    [pytest.param(s, marks=pytest.mark.heavy if s.name in ALIKE else ()) for s in SPLITS],
+    ids=[s.name.replace(" ", "_") for s in SPLITS],
+)
 def test_split(split: Split) -> None:
     compiled, args = compiled_split(split)
 

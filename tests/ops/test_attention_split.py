@@ -118,6 +118,9 @@ SPLITS = (
 )  # fmt: skip
 
 
+GATHERED = ("in order", "zigzag, documents, grouped heads", "documents, everything seen")
+
+
 @pytest.fixture(params=["gathered", "round"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How keys reach all devices: large enough sizes are worth pieces, or a ring."""
@@ -163,7 +166,16 @@ def permutes(compiled: spmd.api.Compiled) -> list[str]:
     return [c.reason for c in found if "round" in c.reason]
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=lambda s: s.name.replace(" ", "_"))
+@pytest.mark.parametrize(
+    ("split", "way"),
+    [
+        pytest.param(split, way, id=f"{split.name.replace(' ', '_')}-{way}",
+                     marks=() if way == "round" or split.name in GATHERED else pytest.mark.heavy)
+        for split in SPLITS
+        for way in ("gathered", "round")
+    ],
+    indirect=["way"],
+)  # fmt: skip
 def test_split(split: Split, way: str) -> None:
     compiled, args = compiled_split(split)
 

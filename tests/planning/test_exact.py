@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -67,6 +68,7 @@ def weights(mesh: spmd.Mesh, spec: Any, size: int = 512) -> Any:
     }
 
 
+@cache
 def lowered_steps(how: str, spec: Any, **options: Any) -> spmd.Lowered:
     mesh = spmd.make_mesh(data=8)
     batch = spmd.mark_sharding(
@@ -138,7 +140,7 @@ def test_a_memory_limit_is_kept_or_refused() -> None:
         lowered_steps("scan", ("data", None), memory_limit=1 << 20)
 
 
-@pytest.mark.parametrize("limit", [0.5, 0.7, 0.9, 1.0])
+@pytest.mark.parametrize("limit", [0.5, 0.95, 1.0])
 def test_what_is_shown_is_what_a_limit_is_held_against(limit: float) -> None:
     needed = lowered_steps("scan", ("data", None)).predicted_memory.peak
     try:

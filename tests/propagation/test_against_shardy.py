@@ -36,8 +36,6 @@ SHARDYS_OWN = {
 }
 """Reasons for which Shardy may lack what follows by necessity."""
 
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-
 
 @lru_cache(maxsize=1)
 def shardys() -> dict[str, list[shardy.Value] | shardy.Failure]:
@@ -60,9 +58,7 @@ def comparison(case: Case) -> Comparison:
     return compared[case.name]
 
 
-@every_case
-def test_values_find_each_other(case: Case) -> None:
-    found = comparison(case)
+def values_find_each_other(found: Comparison) -> None:
     body = found.stages.program.body
     keys = [pair.key for pair in found.pairs]
     assert len(set(keys)) == len(keys)
@@ -74,9 +70,7 @@ def test_values_find_each_other(case: Case) -> None:
     assert len(inside) >= len(ops) // 3
 
 
-@every_case
-def test_what_is_necessary_agrees(case: Case) -> None:
-    found = comparison(case)
+def what_is_necessary_agrees(found: Comparison) -> None:
     excused = shardys_own(found)
     for pair in found.pairs:
         for dim, (ours, theirs) in enumerate(zip(pair.ours, pair.theirs, strict=True)):
@@ -91,17 +85,13 @@ def shardys_own(found: Comparison) -> set[Pair]:
     return {pair for pair, why in explain(found).items() if reasons.intersection(why)}
 
 
-@every_case
-def test_every_difference_has_a_reason(case: Case) -> None:
-    found = comparison(case)
+def every_difference_has_a_reason(found: Comparison) -> None:
     why = explain(found)
     unknown = [describe(found, p, reasons) for p, reasons in why.items() if UNEXPLAINED in reasons]
     assert unknown == []
 
 
-@every_case
-def test_no_axis_splits_a_value_twice(case: Case) -> None:
-    found = comparison(case)
+def no_axis_splits_a_value_twice(found: Comparison) -> None:
     program, mesh = found.stages.program, found.stages.plan.mesh
     for pair in found.pairs:
         shape = program.types[pair.value].shape
@@ -109,9 +99,7 @@ def test_no_axis_splits_a_value_twice(case: Case) -> None:
             assert not dims or is_legal(Sharding(dims), shape, mesh, even=False), pair
 
 
-@every_case
-def test_closed_dims_stay_as_marked(case: Case) -> None:
-    found = comparison(case)
+def closed_dims_stay_as_marked(found: Comparison) -> None:
     propagated = found.stages.propagated
     results = set(propagated.program.body.results)
     for pair in found.pairs:
@@ -129,9 +117,7 @@ def test_closed_dims_stay_as_marked(case: Case) -> None:
 MARK = "sdy.sharding_constraint"
 
 
-@every_case
-def test_values_that_are_one_are_split_alike(case: Case) -> None:
-    found = comparison(case)
+def values_that_are_one_are_split_alike(found: Comparison) -> None:
     propagated = found.stages.propagated
     body = propagated.program.body
     own_way = {*propagated.cheap, *propagated.marks, *body.args, *body.results}
@@ -141,9 +127,7 @@ def test_values_that_are_one_are_split_alike(case: Case) -> None:
             assert len({propagated.proposals[v] for v in values}) <= 1, (op.loc, tie)
 
 
-@every_case
-def test_barriers_pass_everything(case: Case) -> None:
-    found = comparison(case)
+def barriers_pass_everything(found: Comparison) -> None:
     theirs = {pair.value: pair.theirs for pair in found.pairs}
     for op in found.stages.program.walk():
         if op.name != "stablehlo.optimization_barrier":
@@ -159,6 +143,23 @@ def is_settled(needs: Necessity, value: int, theirs: dict) -> bool:
     """Whether Shardy has a value and nothing about it is a matter of choice."""
     places: list[Place] = [(value, dim) for dim in range(len(theirs.get(value, ())))]
     return bool(places) and not any(p in needs.contested or p in needs.disputed for p in places)
+
+
+CHECKS = (
+    values_find_each_other,
+    what_is_necessary_agrees,
+    every_difference_has_a_reason,
+    no_axis_splits_a_value_twice,
+    closed_dims_stay_as_marked,
+    values_that_are_one_are_split_alike,
+    barriers_pass_everything,
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_both_propagate(case: Case) -> None:
+    for check in CHECKS:
+        check(comparison(case))
 
 
 def test_a_batch_keeps_its_axis_from_weights() -> None:
