@@ -87,7 +87,10 @@ def assert_same(got: Any, want: Any, tolerance: float = 2e-5) -> None:
 ALONE = {"conv", "conv_long_kernel", "conv_no_dims", "case", "iota_result", "mark"}
 """Cases of which nothing can be stacked, or all is a constant."""
 
-BATCHED = [case for case in CASES if case.name not in ALONE]
+ELEMENTWISE = {"unary", "integer"}
+"""They have one form: those of two operands say as much as all."""
+
+BATCHED = [case for case in CASES if case.name not in ALONE | ELEMENTWISE]
 GROUPS = [BATCHED[i : i + 8] for i in range(0, len(BATCHED), 8)]
 
 

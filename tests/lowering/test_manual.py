@@ -127,7 +127,7 @@ def test_devices_are_numbered_in_the_order_of_the_mesh() -> None:
 
 def test_the_mesh_of_the_region_is_the_programs() -> None:
     fn = PROGRAMS[0].make(jax_mesh(MESH))
-    assert spmd.jit(fn).lower(X, W).MESH == MESH
+    assert spmd.jit(fn).lower(X, W).mesh == MESH
     with pytest.raises(spmd.MeshError, match="two different meshes") as caught:
         spmd.jit(fn, mesh=spmd.make_mesh(x=4)).lower(X, W)
     assert "test_manual.py" in str(caught.value)
