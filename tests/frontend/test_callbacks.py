@@ -155,8 +155,7 @@ def in_a_loop(x: Any) -> Any:
     return jax.lax.scan(lambda c, _: (c + row_sums(x), c), jnp.zeros(8), None, length=3)
 
 
-@pytest.mark.parametrize("fn", [plain, jitted, in_a_loop])
-@pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
+@pytest.mark.parametrize(("fn", "marked"), [(plain, True), (jitted, False), (in_a_loop, True)])
 def test_custom_partitioning_is_inlined(fn: Any, marked: bool, mesh: spmd.Mesh) -> None:
     """With marks inside jax names devices, and leaves a call that only points to callbacks."""
 

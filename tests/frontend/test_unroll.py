@@ -178,8 +178,9 @@ def test_loops_that_wrap_around_run_until_they_end(
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("policy", [None, "dots_saveable"])
-@pytest.mark.parametrize("recomputed", [True, False])
+@pytest.mark.parametrize(
+    ("recomputed", "policy"), [(False, None), (True, None), (True, "dots_saveable")]
+)
 def test_what_is_computed_again_waits_for_its_turn(recomputed: bool, policy: str | None) -> None:
     """`jax.checkpoint` in a scan relies on the loops to keep the two computations apart."""
 

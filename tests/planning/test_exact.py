@@ -60,6 +60,9 @@ def accumulated(how: str, micro: int = 8) -> Any:
     return step
 
 
+WAYS = ("scan", "fori", "unrolled")
+
+
 def weights(mesh: spmd.Mesh, spec: Any, size: int = 512) -> Any:
     marks = {"a": spec, "b": tuple(reversed(spec))}
     return {
@@ -80,8 +83,9 @@ def lowered_steps(how: str, spec: Any, **options: Any) -> spmd.Lowered:
     return step.lower(weights(mesh, spec), batch, topology=spmd.Topology("h200:8"))
 
 
-@pytest.mark.parametrize("how", ["scan", "fori", "unrolled"])
-@pytest.mark.parametrize("spec", [(None, None), ("data", None)], ids=["replicated", "split"])
+@pytest.mark.parametrize(
+    ("how", "spec"), [("scan", (None, None)), *((how, ("data", None)) for how in WAYS)], ids=str
+)
 def test_accumulated_gradients_are_reduced_once(how: str, spec: Any) -> None:
     collectives = lowered_steps(how, spec).collectives
     reductions = [c for c in collectives if c.kind in ("all_reduce", "reduce_scatter")]

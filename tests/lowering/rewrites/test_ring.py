@@ -54,10 +54,9 @@ def scattered(axes: str, dim: int, pieces: int, body: str = "add<f32>", more: st
     }}"""
 
 
-@pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize(
-    ("mesh", "axes", "pieces"),
-    [(TWO, "data", 4), (TWO, "model", 2), (TWO, "model, data", 8), (ONE, "data", 8)],
+    ("mesh", "axes", "pieces", "dim"),
+    [(TWO, "data", 4, 0), (TWO, "model", 2, 1), (TWO, "model, data", 8, 0), (ONE, "data", 8, 1)],
 )
 def test_pieces_go_round(mesh: Mesh, axes: str, pieces: int, dim: int) -> None:
     text = scattered(axes, dim, pieces)
