@@ -11,8 +11,6 @@ import pytest
 
 import spmd
 
-MESH_SHAPES = [(4, 2), (2, 3)]
-
 
 def values(*shape: int, seed: int = 0) -> Any:
     return np.random.RandomState(seed).uniform(0.5, 1.5, shape).astype(np.float32)
@@ -31,7 +29,7 @@ def check(fn: Any, *args: Any, mesh: spmd.Mesh, gradient: bool = True) -> None:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
 
 
-@pytest.fixture(params=MESH_SHAPES, ids=str)
+@pytest.fixture(params=[(4, 2), pytest.param((2, 3), marks=pytest.mark.heavy)], ids=str)
 def mesh(request: Any) -> spmd.Mesh:
     return spmd.make_mesh(data=request.param[0], model=request.param[1])
 

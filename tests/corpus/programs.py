@@ -21,11 +21,11 @@ from tests.corpus import (
 from tests.corpus.program import MESHES, QUICK_MESH, Program
 
 MODELS: list[Program] = [
-    Program("equinox.mlp", equinox_models.mlp),
+    Program("equinox.mlp", equinox_models.mlp, heavy=True),
     Program("equinox.attention", equinox_models.attention, heavy=True),
     Program("vision.resnet", vision.resnet, heavy=True),
     Program("vision.unet", vision.unet, heavy=True),
-    Program("sequence.lstm", sequences.lstm),
+    Program("sequence.lstm", sequences.lstm, heavy=True),
     Program("sequence.spectral", sequences.spectral),
     Program("sequence.experts", sequences.experts),
     Program("sequence.ragged_experts", sequences.ragged_experts, heavy=True),
@@ -47,7 +47,7 @@ FUNCTIONS: list[Program] = [
     Program("science.signals", science.signals, heavy=True),
     Program("science.quantized", science.quantized),
     *sampling.programs(),
-    Program("transforms.jacobians", transforms.jacobians),
+    Program("transforms.jacobians", transforms.jacobians, heavy=True),
     Program("transforms.per_example", transforms.per_example, heavy=True),
     Program("transforms.remat", transforms.remat, heavy=True),
     Program("transforms.custom_vjp", transforms.custom_vjp),
@@ -56,7 +56,7 @@ FUNCTIONS: list[Program] = [
 
 MANUAL: list[Program] = [
     Program("manual.megatron_mlp", manual.megatron_mlp, on_mesh=True),
-    Program("manual.ring_attention", manual.ring_attention, on_mesh=True),
+    Program("manual.ring_attention", manual.ring_attention, heavy=True, on_mesh=True),
     Program("manual.ring_matmul", manual.ring_matmul, heavy=True, on_mesh=True),
 ]
 

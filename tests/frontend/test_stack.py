@@ -91,7 +91,11 @@ ELEMENTWISE = {"unary", "integer"}
 """They have one form: those of two operands say as much as all."""
 
 BATCHED = [case for case in CASES if case.name not in ALONE | ELEMENTWISE]
-GROUPS = [BATCHED[i : i + 8] for i in range(0, len(BATCHED), 8)]
+GROUPS = [
+    pytest.param(half[i : i + 8], marks=marks)
+    for half, marks in ((BATCHED[::2], ()), (BATCHED[1::2], pytest.mark.heavy))
+    for i in range(0, len(half), 8)
+]
 
 
 def lane(args: Sequence[Any], number: int) -> list[Any]:
@@ -105,7 +109,7 @@ def lane(args: Sequence[Any], number: int) -> list[Any]:
 
 
 @pytest.mark.usefixtures("stacks_all")
-@pytest.mark.parametrize("group", GROUPS, ids=lambda group: f"{group[0].name}-{group[-1].name}")
+@pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize(
     "shared",
     [None, pytest.param(0, marks=pytest.mark.heavy), pytest.param(1, marks=pytest.mark.heavy)],
@@ -143,7 +147,7 @@ def test_lanes_compute_what_they_did(group: list[Case], shared: int | None) -> N
 @pytest.mark.usefixtures("stacks_all")
 @pytest.mark.filterwarnings("ignore:.*nothing is split over axis")
 @settings(
-    max_examples=8,
+    max_examples=5,
     phases=[Phase.generate],
     database=None,
     deadline=None,
@@ -399,7 +403,13 @@ PAYS: dict[str, tuple[Any, tuple[Any, ...], float]] = {
 """Program, arguments, and the share of its time that is left at most."""
 
 
-@pytest.mark.parametrize("name", PAYS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.heavy if n in ("products", "ensemble") else ())
+        for n in PAYS
+    ],
+)
 def test_devices_share_equal_work(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fn, args, share = PAYS[name]
     lowered = lower(fn, *args)

@@ -108,7 +108,7 @@ def planned(platform: str, width: int, layers: int = LAYERS, **options: Any) -> 
     return jitted.lower(w, x, topology=spmd.Topology(platform))
 
 
-@pytest.mark.parametrize("machine", ["h200:2", "v5e:2x1"])
+@pytest.mark.parametrize("machine", ["h200:2", pytest.param("v5e:2x1", marks=pytest.mark.heavy)])
 def test_the_compiler_decides_by_time(machine: str) -> None:
     looped, chosen = planned(machine, 8192, unroll=0), planned(machine, 8192)
     assert "while" in looped.as_text("program") and "while" not in chosen.as_text("program")

@@ -257,7 +257,16 @@ def locally(lowered: spmd.Lowered | spmd.Compiled) -> dict[str, list[tuple[int, 
     }
 
 
-ALIKE = ("batch", "batch and heads", "uneven heads", "everything seen")
+ALIKE = (
+    "batch",
+    "batch and heads",
+    "grouped heads",
+    "uneven heads",
+    "uneven batch",
+    "sequence",
+    "everything seen",
+    "window",
+)
 """Splits of which others have every part, here or in `test_attention_split.py`."""
 
 
@@ -325,7 +334,7 @@ def test_mapped_scanned_and_recomputed(devices8: Any) -> None:
     close(jax.jit(ours)(q, k, v), want)
 
 
-@pytest.mark.parametrize("mark", [(), (None, "x"), (None, None, ("x", "y"))])
+@pytest.mark.parametrize("mark", [(), (None, None, ("x", "y"))])
 def test_queries_that_are_a_part_of_a_sequence(mark: tuple[Any, ...], devices8: Any) -> None:
     """What whole sequences give for these queries; where they are is known when it runs."""
     mesh = spmd.make_mesh(x=4, y=2)

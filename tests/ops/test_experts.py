@@ -79,7 +79,14 @@ SPLITS = {
 """Name -> axes, spec of rows, spec of (experts, width inside), and rows and experts of a device."""
 
 
-ALIKE = ("rows", "experts", "uneven rows")
+ALIKE = (
+    "rows",
+    "experts",
+    "uneven rows",
+    "rows and experts alike",
+    "rows over more",
+    "sequence, experts and width",
+)
 """Splits of which others have every part."""
 
 

@@ -340,10 +340,10 @@ def test_kernel_with_a_window(sizes: Sizes, window: int) -> None:
 
 @pytest.mark.parametrize("programs", [1, 1 << 10], ids=["whole", "parts"])
 def test_kernel_in_parts(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = functools.partial(paged_triton.attend, interpret=True)
     monkeypatch.setattr(paged_triton, "PROGRAMS", programs)
-    for sizes in (Sizes(r=6, b=6, k=1, p=64, m=8), Sizes(r=24, b=3, g=5, k=1, p=64, m=8)):
-        check(functools.partial(paged_triton.attend, interpret=True), sizes, 3)
-        check(functools.partial(paged_triton.attend, interpret=True), sizes, 2, window=150)
+    check(attend, Sizes(r=6, b=6, k=1, p=64, m=8), 3)
+    check(attend, Sizes(r=24, b=3, g=5, k=1, p=64, m=8), 2, window=150)
 
 
 def test_tiles_have_every_row_once() -> None:

@@ -116,7 +116,7 @@ def training(name: str) -> spmd.Lowered:
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp", "scanned", pytest.param("unrolled", marks=pytest.mark.heavy)]
+    "name", ["mlp", *(pytest.param(n, marks=pytest.mark.heavy) for n in ("scanned", "unrolled"))]
 )
 def test_the_network_costs_what_the_plan_costs(name: str) -> None:
     request, stages = inputs(training(name))

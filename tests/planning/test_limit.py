@@ -49,7 +49,7 @@ def lowered(limit: int | None = None, topology: str = "", **options: Any) -> spm
     return jitted.lower(*types(), topology=machine)
 
 
-@pytest.mark.parametrize("topology", ("", "h200:8"))
+@pytest.mark.parametrize("topology", [pytest.param("", marks=pytest.mark.heavy), "h200:8"])
 def test_every_limit_is_kept_to_or_the_least_memory_is_named(topology: str) -> None:
     plain = lowered(topology=topology, recompute=False).predicted_memory.peak
     least, kept = [], []
@@ -105,16 +105,16 @@ def test_reports_say_what_is_made_again() -> None:
     assert AGAIN in "".join(op.loc.note for op in tight.stages.optimized.program.walk())
 
 
-def test_prices_of_copies_of_one_result_do_not_reach_others() -> None:
+@pytest.mark.parametrize("limit", [8 << 20, pytest.param(4 << 20, marks=pytest.mark.heavy)])
+def test_prices_of_copies_of_one_result_do_not_reach_others(limit: int) -> None:
     """Loops have several results of several ranks, of which a plan may copy one."""
     mesh, built = program_named("remat/mlp-default@4x2").make()
-    for limit in (8 << 20, 4 << 20):
-        options = spmd.Options(memory_limit=limit)
-        jitted = spmd.jit(built.fn, mesh=mesh, options=options)
-        try:
-            assert jitted.lower(*built.args).predicted_memory.peak <= limit
-        except spmd.PlanError as error:
-            assert error.least_bytes > limit
+    options = spmd.Options(memory_limit=limit)
+    jitted = spmd.jit(built.fn, mesh=mesh, options=options)
+    try:
+        assert jitted.lower(*built.args).predicted_memory.peak <= limit
+    except spmd.PlanError as error:
+        assert error.least_bytes > limit
 
 
 def test_a_limit_that_nothing_can_keep_to_is_refused_before_anything_is_planned(

@@ -42,7 +42,11 @@ def over_layers(mesh: spmd.Mesh) -> Callable[[Any], Any]:
     return lambda g: spmd.mark_sharding(g, mesh, ("data", None, None))
 
 
-@pytest.mark.parametrize("spec", [(None, "data", None), (None, None, "data")], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [(None, "data", None), pytest.param((None, None, "data"), marks=pytest.mark.heavy)],
+    ids=str,
+)
 def test_matrices_in_a_stack_are_split_by_layers(spec: Spec) -> None:
     def update(w: Any, g: Any) -> Any:
         return w - 1e-3 * muon.newton_schulz(g)
@@ -229,7 +233,7 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(24, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("count", [2, pytest.param(24, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_specs_of_results_are_faster_than_none(name: str, count: int) -> None:
     program, draw = PROGRAMS[name], random.Random(name)
@@ -273,7 +277,15 @@ def test_a_chips_share_takes_as_long_on_any_slice() -> None:
 
 
 @pytest.mark.parametrize("axes", [(4, 4), pytest.param((16, 1), marks=pytest.mark.heavy)], ids=str)
-def test_muon_on_a_slice_needs_no_hint(axes: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "hint",
+    [
+        ("data", None, None),
+        pytest.param((("data", "model"), None, None), marks=pytest.mark.heavy),
+    ],
+    ids=str,
+)
+def test_muon_on_a_slice_needs_no_hint(axes: tuple[int, int], hint: Spec) -> None:
     mesh = spmd.Mesh(None, axes, ("data", "model"))
 
     def cost(hint: Spec | None) -> float:
@@ -282,9 +294,7 @@ def test_muon_on_a_slice_needs_no_hint(axes: tuple[int, int]) -> None:
         jitted = spmd.jit(made.fn, mesh=mesh, donate_argnums=made.donate, out_specs=results)
         return jitted.lower(*made.args, topology=spmd.Topology("v5e:4x4")).cost
 
-    free = cost(None)
-    for hint in (("data", None, None), (("data", "model"), None, None)):
-        assert free <= cost(hint) * CLOSE
+    assert cost(None) <= cost(hint) * CLOSE
 
 
 def test_of_a_state_space_model_only_gradients_are_sent() -> None:
@@ -334,7 +344,7 @@ def test_of_a_state_space_model_only_gradients_are_sent() -> None:
 # Random programs, everything open at the ends; `tools/run placements` tries many more.
 
 
-@pytest.mark.parametrize("seed", [1, 3])
+@pytest.mark.parametrize("seed", [3])
 def test_marks_make_no_random_program_faster(seed: int) -> None:
-    found = explored(seed, 6)
+    found = explored(seed, 4)
     assert found.ratio <= CLOSE, found.program.text(found.marks)

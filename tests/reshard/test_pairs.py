@@ -101,32 +101,28 @@ def check_mesh(mesh: Mesh, chip: Topology, rank: int, count: int | None) -> None
             check_pairs(Oracle(type_, mesh, chip), shape, count)
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_pairs_are_delivered_cheapest_and_within_memory(sizes: tuple[int, ...], rank: int):
-    check_mesh(mesh_of(*sizes), A100, rank, 16)
+EVERY = pytest.param(None, marks=pytest.mark.heavy, id="every")
 
 
-@pytest.mark.heavy
+@pytest.mark.parametrize("count", [16, EVERY])
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_every_pair_is_delivered_cheapest_and_within_memory(sizes: tuple[int, ...], rank: int):
-    check_mesh(mesh_of(*sizes), A100, rank, None)
+def test_pairs_are_delivered_cheapest_and_within_memory(
+    sizes: tuple[int, ...], rank: int, count: int | None
+):
+    check_mesh(mesh_of(*sizes), A100, rank, count)
 
 
 UNEQUAL = [("v5e:2x2", (2, 1)), ("v5e:2x2", (1, 2)), ("v5e:2x4", ()), ("v4:2x2x2", ())]
 
 
+@pytest.mark.parametrize(
+    ("rank", "count"),
+    [(2, 30), *(pytest.param(r, None, marks=pytest.mark.heavy) for r in (1, 2, 3))],
+)
 @pytest.mark.parametrize(("chip", "dcn"), UNEQUAL, ids=str)
-def test_pairs_over_unequal_links(chip: str, dcn: tuple[int, ...]):
-    check_mesh(mesh_of(4, 2, dcn=dcn), Topology(chip), 2, 30)
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("rank", [1, 2, 3])
-@pytest.mark.parametrize(("chip", "dcn"), UNEQUAL, ids=str)
-def test_every_pair_over_unequal_links(chip: str, dcn: tuple[int, ...], rank: int):
-    check_mesh(mesh_of(4, 2, dcn=dcn), Topology(chip), rank, None)
+def test_pairs_over_unequal_links(chip: str, dcn: tuple[int, ...], rank: int, count: int | None):
+    check_mesh(mesh_of(4, 2, dcn=dcn), Topology(chip), rank, count)
 
 
 def masked(mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Pair]:

@@ -37,7 +37,11 @@ SPLITS: tuple[tuple[str, Any], ...] = (
 )
 CHECKED = spmd.Options(check=True)
 
-each_split = pytest.mark.parametrize(("name", "axes"), SPLITS, ids=str)
+each_split = pytest.mark.parametrize(
+    ("name", "axes"),
+    [pytest.param(*s, marks=() if i % 2 else pytest.mark.heavy) for i, s in enumerate(SPLITS)],
+    ids=str,
+)
 
 
 def in_turns(*cases: Any) -> list[Any]:

@@ -208,7 +208,9 @@ def test_a_kernel_that_makes_a_sum_stays_whole() -> None:
 
 
 @needs_libtpu
-@pytest.mark.parametrize(("sizes", "permutes"), [((4, 4), 3), ((16, 1), 15)])
+@pytest.mark.parametrize(
+    ("sizes", "permutes"), [((4, 4), 3), pytest.param((16, 1), 15, marks=pytest.mark.heavy)]
+)
 def test_the_tpu_compiler_waits_for_no_permute(sizes: tuple[int, int], permutes: int) -> None:
     """Each is under way beside a product; what it makes of a reduce-scatter would be waited for."""
     mesh = spmd.Mesh(None, sizes, ("data", "model"))
