@@ -61,7 +61,6 @@ def check(fn: Callable[..., Any], mesh: spmd.Mesh, seen: Seen, *, in_order: bool
     return step.compile(X)
 
 
-# ---------------------------------------------------------------------------------------------
 # Values and counts.
 
 
@@ -147,7 +146,6 @@ def test_pieces_where_they_are_asked_for(mesh: spmd.Mesh, seen: Seen) -> None:
     assert sorted(seen.calls) == sorted(pieces)
 
 
-# ---------------------------------------------------------------------------------------------
 # Control flow, gradients, recomputation.
 
 
@@ -250,7 +248,6 @@ def test_what_is_recomputed_is_not_called_again(mesh: spmd.Mesh, seen: Seen) -> 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)
 
 
-# ---------------------------------------------------------------------------------------------
 # Manual regions.
 
 
@@ -304,7 +301,6 @@ def test_a_region_without_results(mesh: spmd.Mesh, seen: Seen) -> None:
     assert len(seen.calls) == 8
 
 
-# ---------------------------------------------------------------------------------------------
 # Errors.
 
 
@@ -368,7 +364,6 @@ def test_equinox(mesh: spmd.Mesh) -> None:
         jax.block_until_ready(step(X * 1000))
 
 
-# ---------------------------------------------------------------------------------------------
 # Options, reports, other ways to run.
 
 

@@ -57,7 +57,6 @@ def case(fn: Callable[[Jit], Any]) -> Callable[[Jit], Any]:
     return fn
 
 
-# ---------------------------------------------------------------------------------------------
 # The signature.
 
 
@@ -240,7 +239,6 @@ def stages(jit: Jit) -> Any:
     return compiled(w(), x()), jitted(w(), x()), jitted.lower(w(), x()).compile()(w(), x())
 
 
-# ---------------------------------------------------------------------------------------------
 # A line each.
 
 CASES |= {
@@ -270,7 +268,6 @@ CASES |= {
 }
 
 
-# ---------------------------------------------------------------------------------------------
 # Values and types.
 
 
@@ -373,7 +370,6 @@ def without_jit(jit: Jit) -> Any:
     return out
 
 
-# ---------------------------------------------------------------------------------------------
 # Composing.
 
 
@@ -440,7 +436,6 @@ def exported(jit: Jit) -> Any:
     return again.call(w(), x())
 
 
-# ---------------------------------------------------------------------------------------------
 # Meshes and types.
 
 EXPLICIT = (AxisType.Explicit, AxisType.Explicit)

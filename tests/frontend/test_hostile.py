@@ -91,7 +91,6 @@ def artifact(text: str) -> bytes:
     return found
 
 
-# ---------------------------------------------------------------------------------------------
 # Damaged text.
 
 
@@ -148,7 +147,6 @@ def test_paths_without_a_module(path: str) -> None:
     refused(path)
 
 
-# ---------------------------------------------------------------------------------------------
 # Damaged bytecode. Each of these reads takes a process, so there are few; `heavy` has more.
 
 
@@ -195,7 +193,6 @@ def test_mutated_bytecode(binary: bytes, artifact: bytes, seed: int) -> None:
     read(mutated(artifact if seed % 2 else binary, seed))
 
 
-# ---------------------------------------------------------------------------------------------
 # Modules that nobody meant.
 
 TENSOR = "tensor<8x4xf32>"
@@ -267,7 +264,6 @@ def test_attributes_of_another_kind() -> None:
     refused(unary(line))
 
 
-# ---------------------------------------------------------------------------------------------
 # Modules that are too much.
 
 

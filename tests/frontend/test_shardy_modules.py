@@ -166,7 +166,6 @@ def test_explicit_axes(shardy: bool) -> None:
     assert [s.spec for s in compiled.out_shardings] == [P(None, "b"), P("a", None)]
 
 
-# ---------------------------------------------------------------------------------------------
 # Ops and attributes, one by one.
 
 MESH = 'sdy.mesh @m = <["a"=4, "b"=2]>\nsdy.mesh @other = <["x"=2, "y"=4]>'

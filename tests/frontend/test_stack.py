@@ -81,7 +81,6 @@ def assert_same(got: Any, want: Any, tolerance: float = 2e-5) -> None:
     jax.tree.map(check, got, want)
 
 
-# ---------------------------------------------------------------------------------------------
 # Every op.
 
 ALONE = {"conv", "conv_long_kernel", "conv_no_dims", "case", "iota_result", "mark"}
@@ -140,7 +139,6 @@ def test_lanes_compute_what_they_did(group: list[Case], shared: int | None) -> N
     assert step.lower(same, lanes).stages.plan.forms or not group
 
 
-# ---------------------------------------------------------------------------------------------
 # Random programs.
 
 
@@ -209,7 +207,6 @@ def program_of(fn: Any, *args: Any) -> Program:
     return spmd.jit(fn, mesh=LINE, options=greedy).lower(*args).stages.program
 
 
-# ---------------------------------------------------------------------------------------------
 # What is written.
 
 
@@ -316,7 +313,6 @@ def test_effects_stay_in_their_order() -> None:
     assert_same(got, [gram(x) @ gram(x) for x in xs])
 
 
-# ---------------------------------------------------------------------------------------------
 # What pays.
 
 

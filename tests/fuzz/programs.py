@@ -237,7 +237,6 @@ def on(fits: Callable[[Var], bool] = anything) -> Callable[..., Callable[[Maker]
     return of
 
 
-# ---------------------------------------------------------------------------------------------
 # Elementwise.
 
 UNARY: tuple[tuple[str, Callable[[float], float]], ...] = (
@@ -334,7 +333,6 @@ def scalar(m: Maker, dtype: str) -> Var:
     return m.add(element if reduced is None or m.flag() else reduced, [v], v.bound)
 
 
-# ---------------------------------------------------------------------------------------------
 # Contractions.
 
 
@@ -425,7 +423,6 @@ def scan_sum(m: Maker, v: Var) -> None:
     m.add(f"lax.{op}({x}, {dim}, reverse={m.flag()})", [v], bound)
 
 
-# ---------------------------------------------------------------------------------------------
 # Shapes.
 
 
@@ -530,7 +527,6 @@ def reverse(m: Maker, v: Var) -> None:
         m.add(f"jnp.roll({v.name}, {m.integer(-2, 3)}, {dim})", [v], v.bound)
 
 
-# ---------------------------------------------------------------------------------------------
 # Indexing.
 
 
@@ -648,7 +644,6 @@ def top_k(m: Maker, v: Var, k: int) -> None:
     m.tuple_of(text, target, [v.name], [v.bound, float(v.shape[-1])])
 
 
-# ---------------------------------------------------------------------------------------------
 # Marks and control flow.
 
 
@@ -778,7 +773,6 @@ SIMPLE: tuple[Callable[[Maker], None], ...] = (
 ALL = (*SIMPLE, binary, dot, reduce, reshape, scan_sum, scan, loop, branch)
 
 
-# ---------------------------------------------------------------------------------------------
 # Cases.
 
 

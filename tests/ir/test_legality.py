@@ -35,7 +35,6 @@ def failing(stage, check):
     return pytest.raises(LegalityError, match=rf"stage {stage} broke its contract \({check}\)")
 
 
-# ---------------------------------------------------------------------------------------------
 # Programs.
 
 PROGRAM = """
@@ -181,7 +180,6 @@ def test_imported_programs_are_legal(name):
     legality.check_program(example(name))
 
 
-# ---------------------------------------------------------------------------------------------
 # What the compiler makes.
 
 
@@ -268,7 +266,6 @@ def test_every_stage_is_legal(name):
     legality.check_program(expand(made.optimized.program, MESH), "expanded")
 
 
-# ---------------------------------------------------------------------------------------------
 # Plans.
 
 
@@ -464,7 +461,6 @@ def test_a_broken_plan_is_refused(monkeypatch, step, check, broken):
         check_plan(broken(plan))
 
 
-# ---------------------------------------------------------------------------------------------
 # Local programs.
 
 LOCAL = """

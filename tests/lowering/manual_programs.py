@@ -52,7 +52,6 @@ def ring(mesh: Any) -> list[tuple[int, int]]:
     return [(i, (i + 1) % size) for i in range(size)]
 
 
-# ---------------------------------------------------------------------------------------------
 # Collectives.
 
 
@@ -153,7 +152,6 @@ def groups(mesh: Any) -> Function:
     return manual(mesh, body, (P("x"), P()), P("x"))
 
 
-# ---------------------------------------------------------------------------------------------
 # Regions and control flow, inside and outside.
 
 
@@ -251,7 +249,6 @@ def nested(mesh: Any) -> Function:
     return manual(mesh, body, (P("x"), P()), (P(), P("x")))
 
 
-# ---------------------------------------------------------------------------------------------
 # What crosses the boundary.
 
 
@@ -351,7 +348,6 @@ PROGRAMS = (
     Manual("one_after_another", one_after_another),
 )
 
-# ---------------------------------------------------------------------------------------------
 # Texts.
 
 CHANNEL = "channel_handle = #stablehlo.channel_handle<handle = 1, type = 1>"

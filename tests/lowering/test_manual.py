@@ -147,7 +147,6 @@ def test_explicit_axes_want_the_types_that_in_specs_say() -> None:
     assert "jax.sharding.reshard before" in str(caught.value)
 
 
-# ---------------------------------------------------------------------------------------------
 # What is planned.
 
 
@@ -268,7 +267,6 @@ def test_xla_moves_the_bytes_that_are_listed(name: str) -> None:
     assert ours
 
 
-# ---------------------------------------------------------------------------------------------
 # Text and modules.
 
 
@@ -354,7 +352,6 @@ def test_named_computations_are_inlined_with_their_marks() -> None:
     assert "[{}, {y}]" in planned
 
 
-# ---------------------------------------------------------------------------------------------
 # Marks inside, and reports.
 
 

@@ -34,7 +34,6 @@ def planned(fn: Any, mesh: spmd.Mesh, args: Sequence[Any], **options: Any) -> sp
     return spmd.jit(fn, mesh=mesh, options=QUIET, **options).lower(*args, topology=H200)
 
 
-# ---------------------------------------------------------------------------------------------
 # Programs that somebody marked by hand, because the plan had been worse.
 
 
@@ -246,7 +245,6 @@ def test_no_specs_of_results_are_faster_than_none(name: str, count: int) -> None
         assert free.cost <= other.cost * CLOSE, specs
 
 
-# ---------------------------------------------------------------------------------------------
 # Programs for TPU slices, and a state-space model.
 
 
@@ -340,7 +338,6 @@ def test_of_a_state_space_model_only_gradients_are_sent() -> None:
     assert sum(c.bytes * (c.count or 1) for c in lowered.collectives) <= 2 * 7 / 8 * (summed + 4)
 
 
-# ---------------------------------------------------------------------------------------------
 # Random programs, everything open at the ends; `tools/run placements` tries many more.
 
 

@@ -149,7 +149,6 @@ def test_what_becomes_partial_adds_up_to_the_value(sizes: tuple[int, ...], rank:
         check_delivery(path, src, dst, shape, mesh)
 
 
-# ---------------------------------------------------------------------------------------------
 # Dims that do not divide, and larger meshes.
 
 
@@ -198,7 +197,6 @@ def test_twelve_atoms_ask_no_more_than_two():
         assert counts[0] <= max(counts[1], EXACT_DIGITS)
 
 
-# ---------------------------------------------------------------------------------------------
 # Questions: what does not matter is not in them.
 
 
@@ -233,7 +231,6 @@ def test_atoms_that_play_the_same_part_are_one_digit():
     assert question.partial == (names.digits.index(y),)
 
 
-# ---------------------------------------------------------------------------------------------
 # On devices.
 
 

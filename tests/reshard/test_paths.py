@@ -130,7 +130,6 @@ def test_paths_do_not_depend_on_what_was_asked_before():
     assert forward == backward[::-1]
 
 
-# ---------------------------------------------------------------------------------------------
 # What users would look for in a report.
 
 

@@ -113,7 +113,6 @@ def test_the_network_sorts(count: int) -> None:
         assert x == sorted(word)
 
 
-# ---------------------------------------------------------------------------------------------
 # Reductions by any body.
 
 
@@ -208,7 +207,6 @@ def test_argmax_gathers_one_element_a_piece() -> None:
         assert c.reason == "what each piece of dim 1 found, for stablehlo.reduce"
 
 
-# ---------------------------------------------------------------------------------------------
 # The largest elements.
 
 
@@ -254,7 +252,6 @@ def test_approximate_top_k(name: str, axes: Any) -> None:
     run_marked(about_top, (x,), name, (None, axes))
 
 
-# ---------------------------------------------------------------------------------------------
 # Axes of a dim that must be whole move to another.
 
 
@@ -318,7 +315,6 @@ def test_axes_move_there_and_back() -> None:
     assert largest_bytes(compiled) == piece
 
 
-# ---------------------------------------------------------------------------------------------
 # Sorting in a network.
 
 LONG = GATHERED_SORT_BYTES // 4 + 1000
