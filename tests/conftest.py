@@ -72,7 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-BUDGET, MOST = 10.0, 120.0
+BUDGET, MOST = 10.0, 60.0
 """Seconds of processor time that a test should take, with its fixtures and its processes, and that
 it may take. How loaded the machine is does not count."""
 

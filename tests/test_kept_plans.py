@@ -96,7 +96,6 @@ def peak() -> int:
 
 CASES: dict[str, Callable[..., spmd.Lowered]] = {
     "loops stay": lambda **o: lower_layers(unroll=0, **o),
-    "loops written out": lambda **o: lower_layers(unroll=64, **o),
     "form": lambda **o: lower_layers(width=2048, **o),
     "limit": lambda **o: lower_layers(limit=int(0.8 * peak()), unroll=0, **o),
     "greedy": lambda **o: lower_layers(topology="cpu:8", planner="greedy", **o),

@@ -13,7 +13,9 @@ from benchmarks.hlo.sizes import largest_values
 from tests.programs import Training, llama
 
 
-@pytest.fixture(scope="module", params=["adamw", "adafactor"])
+@pytest.fixture(
+    scope="module", params=["adamw", pytest.param("adafactor", marks=pytest.mark.heavy)]
+)
 def compiled(request: Any) -> tuple[Training, spmd.Compiled]:
     training = llama(spmd.make_mesh(data=4, model=2), request.param, scan=True)
     return training, training.compile()

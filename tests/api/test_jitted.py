@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmd
@@ -33,29 +32,6 @@ def test_other_shardings_compile_anew(mesh: spmd.Mesh) -> None:
     out = step(spmd.mark_sharding(jnp.ones((8, 8)), mesh, (None, "model")))
     assert out.sharding.spec == P("data", "model")  # idle axes split what they can
     assert sum(map(len, step._cache.values())) == 2
-
-
-def test_static_arguments(mesh: spmd.Mesh) -> None:
-    def fn(x: jax.Array, power: int, *, mode: str = "a") -> jax.Array:
-        return x**power if mode == "a" else -(x**power)
-
-    step = spmd.jit(fn, mesh=mesh, static_argnums=1, static_argnames="mode")
-    x = jnp.full((8,), 3.0)
-    np.testing.assert_allclose(step(x, 2), np.full(8, 9.0))
-    np.testing.assert_allclose(step(x, 3, mode="b"), np.full(8, -27.0))
-
-
-def test_keyword_arguments_and_scalars(mesh: spmd.Mesh) -> None:
-    step = spmd.jit(lambda x, *, scale: x * scale, mesh=mesh)
-    np.testing.assert_allclose(step(jnp.ones(8), scale=2.0), np.full(8, 2.0))
-
-
-def test_donated_arguments_are_gone(mesh: spmd.Mesh) -> None:
-    step = spmd.jit(lambda x: x + 1, mesh=mesh, donate_argnums=0)
-    x = spmd.mark_sharding(jnp.zeros((8, 8)), mesh, ("data", "model"))
-    y = step(x)
-    assert x.is_deleted()
-    assert y.sharding == NamedSharding(y.sharding.mesh, P("data", "model"))
 
 
 def test_mesh_is_taken_from_arguments_or_marks(mesh: spmd.Mesh) -> None:

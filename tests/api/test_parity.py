@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import checkify, io_callback
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -58,15 +57,7 @@ def case(fn: Callable[[Jit], Any]) -> Callable[[Jit], Any]:
     return fn
 
 
-# ---------------------------------------------------------------------------------------------
 # The signature.
-
-
-@case
-def in_shardings(jit: Jit) -> Any:
-    return jit(f, in_shardings=(sharding(None, "model"), sharding("data")))(
-        np.asarray(w()), np.asarray(x())
-    )
 
 
 @case
@@ -83,11 +74,6 @@ def in_shardings_without_static_arguments(jit: Jit) -> Any:
 def in_shardings_for_all(jit: Jit) -> Any:
     add = jit(lambda a, b: a.sum(1) + b, in_shardings=sharding("data"))
     return add(np.ones((8, 2, 4)), np.ones((8, 4)))
-
-
-@case
-def in_shardings_in_part(jit: Jit) -> Any:
-    return jit(f, in_shardings=(None, sharding("data")))(w(), x())
 
 
 @case
@@ -153,11 +139,6 @@ def partition_specs_under_set_mesh(jit: Jit) -> Any:
 
 
 @case
-def static_by_number(jit: Jit) -> Any:
-    return jit(lambda w, x, n: f(w, x) * n, static_argnums=2)(w(), x(), 3)
-
-
-@case
 def static_by_name_passed_by_position(jit: Jit) -> Any:
     def g(w: Any, x: Any, mode: str) -> Any:
         return f(w, x) if mode == "a" else f(w, x) * 2
@@ -172,12 +153,6 @@ def static_by_number_passed_by_name(jit: Jit) -> Any:
 
     jitted = jit(g, static_argnums=(2,))
     return jitted(w(), x(), mode="a"), jitted(w(), x())
-
-
-@case
-def static_by_both(jit: Jit) -> Any:
-    jitted = jit(lambda w, x, n, *, m: f(w, x) * n * m, static_argnums=(2,), static_argnames=("m",))
-    return jitted(w(), x(), 2, m=3)
 
 
 @case
@@ -206,20 +181,10 @@ def donated_by_number_passed_by_name(jit: Jit) -> Any:
 
 
 @case
-def keyword_arguments(jit: Jit) -> Any:
-    return jit(f)(x=x(), w=w())
-
-
-@case
 def compiler_options(jit: Jit) -> Any:
     options = {"xla_embed_ir_in_executable": True}
     jitted = jit(f, compiler_options=options)
     return jitted(w(), x()), jit(f).lower(w(), x()).compile(compiler_options=options)(w(), x())
-
-
-@case
-def keep_unused_and_inline(jit: Jit) -> Any:
-    return jit(lambda w, x: w * 2, keep_unused=True, inline=True)(w(), x())
 
 
 @case
@@ -274,7 +239,35 @@ def stages(jit: Jit) -> Any:
     return compiled(w(), x()), jitted(w(), x()), jitted.lower(w(), x()).compile()(w(), x())
 
 
-# ---------------------------------------------------------------------------------------------
+# A line each.
+
+CASES |= {
+    "in_shardings": lambda jit: jit(f, in_shardings=(sharding(None, "model"), sharding("data")))(
+        np.asarray(w()), np.asarray(x())
+    ),
+    "in_shardings_in_part": lambda jit: jit(f, in_shardings=(None, sharding("data")))(w(), x()),
+    "static_by_number": lambda jit: jit(lambda w, x, n: f(w, x) * n, static_argnums=2)(w(), x(), 3),
+    "keep_unused_and_inline": lambda jit: jit(lambda w, x: w * 2, keep_unused=True, inline=True)(
+        w(), x()
+    ),
+    "no_elements": lambda jit: jit(lambda x, e: (x.sum(), e, e.sum(), jnp.concatenate([e, x])))(
+        x(), jnp.zeros((0, 16))
+    ),
+    "scalars": lambda jit: jit(lambda x, a, b, c, d: x * a + b + c * d)(
+        x(), 2, np.float32(0.1), True, 1.5
+    ),
+    "nothing_in_a_tree": lambda jit: jit(lambda d: (d["x"] * 2, d["y"]))({"x": x(), "y": None}),
+    "an_array_on_another_device": lambda jit: jit(f)(w(), jnp.asarray(np.asarray(x()))),
+    "grad_around": lambda jit: jax.grad(jit(f))(w(), x()),
+    "value_and_grad_inside": lambda jit: jit(jax.value_and_grad(f))(w(), x()),
+    "vmap_around": lambda jit: jax.vmap(jit(f), in_axes=(None, 0))(w(), x()[:, None]),
+    "checkpoint_around": lambda jit: jax.grad(jax.checkpoint(jit(f)))(w(), x()),
+    "jit_around": lambda jit: jax.jit(lambda w, x: jit(f)(w, x) * 2)(w(), x()),
+    "jit_inside": lambda jit: jit(lambda w, x: jax.jit(f)(w, x) * 2)(w(), x()),
+    "itself_inside": lambda jit: jit(lambda w, x: jit(f)(w, x) * 2)(w(), x()),
+}
+
+
 # Values and types.
 
 
@@ -326,32 +319,12 @@ def both_settings_of_64_bits(jit: Jit) -> Any:
 
 
 @case
-def no_elements(jit: Jit) -> Any:
-    return jit(lambda x, e: (x.sum(), e, e.sum(), jnp.concatenate([e, x])))(x(), jnp.zeros((0, 16)))
-
-
-@case
-def scalars(jit: Jit) -> Any:
-    return jit(lambda x, a, b, c, d: x * a + b + c * d)(x(), 2, np.float32(0.1), True, 1.5)
-
-
-@case
-def nothing_in_a_tree(jit: Jit) -> Any:
-    return jit(lambda d: (d["x"] * 2, d["y"]))({"x": x(), "y": None})
-
-
-@case
 def keys(jit: Jit) -> Any:
     def g(x: Any, key: Any) -> Any:
         return x + jax.random.normal(key, x.shape), jax.random.key_data(jax.random.split(key))
 
     jitted = jit(g)
     return jitted(x(), jax.random.key(0)), jitted(x(), jax.random.key(1))
-
-
-@case
-def an_array_on_another_device(jit: Jit) -> Any:
-    return jit(f)(w(), jnp.asarray(np.asarray(x())))
 
 
 @case
@@ -397,23 +370,7 @@ def without_jit(jit: Jit) -> Any:
     return out
 
 
-# ---------------------------------------------------------------------------------------------
 # Composing.
-
-
-@case
-def grad_around(jit: Jit) -> Any:
-    return jax.grad(jit(f))(w(), x())
-
-
-@case
-def value_and_grad_inside(jit: Jit) -> Any:
-    return jit(jax.value_and_grad(f))(w(), x())
-
-
-@case
-def vmap_around(jit: Jit) -> Any:
-    return jax.vmap(jit(f), in_axes=(None, 0))(w(), x()[:, None])
 
 
 @case
@@ -421,26 +378,6 @@ def jvp_and_linearize_around(jit: Jit) -> Any:
     value, tangent = jax.jvp(jit(f), (w(), x()), (w(), x()))
     _, linear = jax.linearize(jit(f), w(), x())
     return value, tangent, linear(w(), x())
-
-
-@case
-def checkpoint_around(jit: Jit) -> Any:
-    return jax.grad(jax.checkpoint(jit(f)))(w(), x())
-
-
-@case
-def jit_around(jit: Jit) -> Any:
-    return jax.jit(lambda w, x: jit(f)(w, x) * 2)(w(), x())
-
-
-@case
-def jit_inside(jit: Jit) -> Any:
-    return jit(lambda w, x: jax.jit(f)(w, x) * 2)(w(), x())
-
-
-@case
-def itself_inside(jit: Jit) -> Any:
-    return jit(lambda w, x: jit(f)(w, x) * 2)(w(), x())
 
 
 @case
@@ -492,35 +429,6 @@ def shapes(jit: Jit) -> Any:
 
 
 @case
-def callbacks(jit: Jit) -> Any:
-    seen: list[float] = []
-
-    def g(w: Any, x: Any) -> Any:
-        loss = f(w, x)
-        jax.debug.print("loss {loss}", loss=loss)
-        jax.debug.callback(lambda loss: seen.append(float(loss)), loss)
-        io_callback(lambda loss: seen.append(float(loss)), None, loss, ordered=True)
-        twice = jax.pure_callback(lambda a: np.float32(a) * 2, jax.typeof(loss), loss)
-        return loss, twice
-
-    jitted = jit(g)
-    out = jitted(w(), x()), jitted(w(), x())
-    jax.effects_barrier()
-    return out, sorted(seen)
-
-
-@case
-def checked(jit: Jit) -> Any:
-    def g(w: Any, x: Any) -> Any:
-        checkify.check(jnp.all(x < 100), "large")
-        return f(w, x)
-
-    error, out = jit(checkify.checkify(g))(w(), x())
-    error.throw()
-    return out
-
-
-@case
 def exported(jit: Jit) -> Any:
     pytest.importorskip("flatbuffers")
     module = jax.export.export(jit(f))(w(), x())
@@ -528,7 +436,6 @@ def exported(jit: Jit) -> Any:
     return again.call(w(), x())
 
 
-# ---------------------------------------------------------------------------------------------
 # Meshes and types.
 
 EXPLICIT = (AxisType.Explicit, AxisType.Explicit)

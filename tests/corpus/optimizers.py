@@ -71,10 +71,6 @@ def matrices(params: Any) -> Any:
     return jax.tree.map(lambda p: p.ndim == 2, params)
 
 
-def labels(params: Any) -> Any:
-    return jax.tree.map(lambda p: "matrix" if p.ndim == 2 else "vector", params)
-
-
 CHAINS: dict[str, Callable[[], Any]] = {
     "polyak_sgd": lambda: optax.polyak_sgd(max_learning_rate=LEARNING_RATE),
     "clip_schedule": lambda: optax.chain(
@@ -92,20 +88,11 @@ CHAINS: dict[str, Callable[[], Any]] = {
         optax.ema(0.9),
         optax.scale(-1e-2),
     ),
-    "partition": lambda: optax.partition(
-        {"matrix": optax.adafactor(1e-2, min_dim_size_to_factor=8), "vector": optax.sgd(1e-2)},
-        labels,
-    ),
-    "multi_steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
-    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
-        optax.linear_schedule(1e-2, 1e-3, 10)
-    ),
-    "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 3),
     "agc_centralize_lion": lambda: optax.chain(
         optax.adaptive_grad_clip(0.1), optax.centralize(), optax.scale_by_lion(), optax.scale(-0.01)
     ),
 }
-QUICK = {"adam", "adafactor", "lamb", "sgd", "chain.clip_schedule", "chain.masked_ema"}
+QUICK = {"adafactor", "lamb", "chain.clip_schedule"}
 
 
 def _program(name: str, make: Callable[[], Any]) -> Program:

@@ -9,7 +9,6 @@ import jax
 import spmd
 from tests.corpus import (
     equinox_models,
-    flax_models,
     manual,
     numerics,
     optimizers,
@@ -22,22 +21,14 @@ from tests.corpus import (
 from tests.corpus.program import MESHES, QUICK_MESH, Program
 
 MODELS: list[Program] = [
-    Program("flax.linen_transformer", flax_models.linen_transformer, heavy=True),
-    Program("flax.linen_scanned", flax_models.linen_scanned, heavy=True),
-    Program("flax.linen_lstm", flax_models.linen_lstm, heavy=True),
-    Program("flax.linen_batch_norm", flax_models.linen_batch_norm, heavy=True),
-    Program("flax.nnx_transformer", flax_models.nnx_transformer, heavy=True),
-    Program("flax.nnx_resnet", flax_models.resnet, heavy=True),
-    Program("equinox.mlp", equinox_models.mlp),
+    Program("equinox.mlp", equinox_models.mlp, heavy=True),
     Program("equinox.attention", equinox_models.attention, heavy=True),
-    Program("equinox.convolutions", equinox_models.convolutions, heavy=True),
-    Program("equinox.recurrent", equinox_models.recurrent, heavy=True),
     Program("vision.resnet", vision.resnet, heavy=True),
     Program("vision.unet", vision.unet, heavy=True),
-    Program("sequence.lstm", sequences.lstm),
+    Program("sequence.lstm", sequences.lstm, heavy=True),
     Program("sequence.spectral", sequences.spectral),
     Program("sequence.experts", sequences.experts),
-    Program("sequence.ragged_experts", sequences.ragged_experts),
+    Program("sequence.ragged_experts", sequences.ragged_experts, heavy=True),
     Program("sequence.state_space", sequences.state_space),
     Program("sequence.mixed_precision", sequences.mixed_precision),
 ]
@@ -56,8 +47,8 @@ FUNCTIONS: list[Program] = [
     Program("science.signals", science.signals, heavy=True),
     Program("science.quantized", science.quantized),
     *sampling.programs(),
-    Program("transforms.jacobians", transforms.jacobians),
-    Program("transforms.per_example", transforms.per_example),
+    Program("transforms.jacobians", transforms.jacobians, heavy=True),
+    Program("transforms.per_example", transforms.per_example, heavy=True),
     Program("transforms.remat", transforms.remat, heavy=True),
     Program("transforms.custom_vjp", transforms.custom_vjp),
     Program("transforms.implicit", transforms.implicit),
@@ -65,8 +56,8 @@ FUNCTIONS: list[Program] = [
 
 MANUAL: list[Program] = [
     Program("manual.megatron_mlp", manual.megatron_mlp, on_mesh=True),
-    Program("manual.ring_attention", manual.ring_attention, on_mesh=True),
-    Program("manual.ring_matmul", manual.ring_matmul, on_mesh=True),
+    Program("manual.ring_attention", manual.ring_attention, heavy=True, on_mesh=True),
+    Program("manual.ring_matmul", manual.ring_matmul, heavy=True, on_mesh=True),
 ]
 
 PROGRAMS: list[Program] = [*MODELS, *FUNCTIONS, *MANUAL, *optimizers.programs()]

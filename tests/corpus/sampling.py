@@ -66,4 +66,4 @@ def _program(impl: str) -> Program:
         return sampling(impl)
 
     make.__doc__ = sampling.__doc__
-    return Program(f"random.{impl}", make)
+    return Program(f"random.{impl}", make, heavy=impl != "threefry2x32")

@@ -23,5 +23,6 @@ def pipelined_step(schedule: str, stages: int = 4, microbatches: int = 8) -> spm
 
     specs = (("stage", None, None), ("data", None))
     structs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 128, 128), (256, 128))]
-    step = spmd.jit(jax.grad(loss), mesh=mesh, in_specs=specs)
+    options = spmd.Options(planner="greedy")
+    step = spmd.jit(jax.grad(loss), mesh=mesh, in_specs=specs, options=options)
     return step.lower(*structs, topology=spmd.Topology(f"h200:{2 * stages}"))

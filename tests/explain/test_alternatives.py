@@ -140,7 +140,6 @@ def test_losing_claims_are_priced_the_cheapest_first(training: Any) -> None:
         assert [p.seconds for _, p in losers] == sorted(p.seconds for _, p in losers)
 
 
-# ---------------------------------------------------------------------------------------------
 # Marks.
 
 

@@ -22,7 +22,11 @@ def lowered(fn: Any, *shapes: Any, specs: Any = None, **options: Any) -> spmd.Lo
     return jitted.lower(*structs, topology=spmd.Topology("h200:8"))
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["scan", "unrolled"])
+@pytest.fixture(
+    scope="module",
+    params=[True, pytest.param(False, marks=pytest.mark.heavy)],
+    ids=["scan", "unrolled"],
+)
 def training(request: Any) -> Any:
     mesh = spmd.make_mesh(data=4, model=2)
     h200 = spmd.Topology("h200:8")

@@ -80,7 +80,9 @@ def trained(is_scanned: bool) -> spmd.Lowered:
     return llama(mesh, "adamw", is_scanned).lower(topology=h200, planner=planner)
 
 
-@pytest.fixture(params=[True, False], ids=["scan", "unrolled"])
+@pytest.fixture(
+    params=[True, pytest.param(False, marks=pytest.mark.heavy)], ids=["scan", "unrolled"]
+)
 def training(request: Any) -> spmd.Lowered:
     return trained(request.param)
 
@@ -115,7 +117,6 @@ def test_numberless() -> None:
     assert numberless("2") == "2"
 
 
-# ---------------------------------------------------------------------------------------------
 # The whole text.
 
 

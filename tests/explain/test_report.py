@@ -22,7 +22,6 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 from tests.mesh.shardings import parse_sharding
 
-# ---------------------------------------------------------------------------------------------
 # Text.
 
 
@@ -110,7 +109,6 @@ def test_nothing_to_report(devices8: Any) -> None:
     assert "0 of them split" in lowered.summary()
 
 
-# ---------------------------------------------------------------------------------------------
 # One value.
 
 
@@ -153,7 +151,6 @@ def test_an_unknown_value_lists_close_names(compiled: Any) -> None:
             explain_value(compiled.stages, name)
 
 
-# ---------------------------------------------------------------------------------------------
 # HTML.
 
 

@@ -23,7 +23,6 @@ X = np.linspace(-2, 2, 64, dtype=np.float32).reshape(8, 8)
 SAME = jax.ShapeDtypeStruct(X.shape, X.dtype)
 
 
-# ---------------------------------------------------------------------------------------------
 # Callbacks: what runs is in tests/api/test_callbacks.py.
 
 
@@ -104,7 +103,6 @@ def test_others_that_trace_leave_them_alone() -> None:
     assert list(calls.custom_calls) == ["xla_ffi_python_cpu_callback"]
 
 
-# ---------------------------------------------------------------------------------------------
 # checkify: errors are values.
 
 
@@ -125,7 +123,6 @@ def test_checkify(mesh: spmd.Mesh) -> None:
         assert str(plain.get()).partition("(")[0] == str(error.get()).partition("(")[0]
 
 
-# ---------------------------------------------------------------------------------------------
 # custom_partitioning: its callbacks are never asked.
 
 
@@ -155,8 +152,7 @@ def in_a_loop(x: Any) -> Any:
     return jax.lax.scan(lambda c, _: (c + row_sums(x), c), jnp.zeros(8), None, length=3)
 
 
-@pytest.mark.parametrize("fn", [plain, jitted, in_a_loop])
-@pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
+@pytest.mark.parametrize(("fn", "marked"), [(plain, True), (jitted, False), (in_a_loop, True)])
 def test_custom_partitioning_is_inlined(fn: Any, marked: bool, mesh: spmd.Mesh) -> None:
     """With marks inside jax names devices, and leaves a call that only points to callbacks."""
 

@@ -46,10 +46,8 @@ BY_NAME = {case.name: case for case in MODULES}
         ("stablehlo.tuple", ["subtract"]),
         ("stablehlo.composite", ["constant", "multiply"]),
         ("custom_call:Sharding", ["spmd.mark"]),
-        ("custom_call:mhlo.erf", ["chlo.erf"]),
         ("custom_call:mhlo.topk", ["chlo.top_k"]),
-        ("chlo.broadcast_add", ["broadcast_in_dim", "add"]),
-        ("chlo.broadcast_zeta", ["broadcast_in_dim", "chlo.zeta"]),
+        ("chlo.constant", ["constant", "broadcast_in_dim", "add"]),
         ("chlo.constant_like", ["constant", "multiply"]),
     ],
 )

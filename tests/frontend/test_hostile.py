@@ -91,7 +91,6 @@ def artifact(text: str) -> bytes:
     return found
 
 
-# ---------------------------------------------------------------------------------------------
 # Damaged text.
 
 
@@ -102,31 +101,20 @@ def test_the_module_itself_can_be_read(text: str, binary: bytes, artifact: bytes
 
 
 def test_truncated_text(text: str) -> None:
-    for end in range(0, len(text), max(1, len(text) // 150)):
+    for end in range(0, len(text), max(1, len(text) // 50)):
         read(text[:end] + "\n")
     assert not read(text[: len(text) // 2] + "\n")
 
 
 def test_mutated_text(text: str) -> None:
-    pieces = [
-        "-1",
-        "0",
-        "9223372036854775807",
-        "[",
-        ")",
-        "tensor<?xf32>",
-        "dense<1>",
-        '"',
-        "@",
-        "!",
-    ]
+    pieces = ("-1", "0", "9223372036854775807", "[", ")", "tensor<?xf32>", "dense<1>", chr(34), "@")
     rng = random.Random(0)
     readable = 0
-    for _ in range(300):
+    for _ in range(100):
         at = rng.randrange(len(text))
         cut = rng.choice((0, 1, 1, 3))
         readable += read(text[:at] + rng.choice(pieces) + text[at + cut :] + "\n")
-    assert readable < 300
+    assert readable < 100
 
 
 @pytest.mark.parametrize("escape", [r"\FF", r"\C3\28", r"\80"])
@@ -159,7 +147,6 @@ def test_paths_without_a_module(path: str) -> None:
     refused(path)
 
 
-# ---------------------------------------------------------------------------------------------
 # Damaged bytecode. Each of these reads takes a process, so there are few; `heavy` has more.
 
 
@@ -172,7 +159,7 @@ def mutated(data: bytes, seed: int) -> bytes:
     return bytes(damaged)
 
 
-@pytest.mark.parametrize("part", [0.001, 0.3, 0.7, 0.99])
+@pytest.mark.parametrize("part", [0.7])
 def test_truncated_bytecode(binary: bytes, part: float) -> None:
     assert not read(binary[: max(4, int(part * len(binary)))])
 
@@ -206,7 +193,6 @@ def test_mutated_bytecode(binary: bytes, artifact: bytes, seed: int) -> None:
     read(mutated(artifact if seed % 2 else binary, seed))
 
 
-# ---------------------------------------------------------------------------------------------
 # Modules that nobody meant.
 
 TENSOR = "tensor<8x4xf32>"
@@ -278,7 +264,6 @@ def test_attributes_of_another_kind() -> None:
     refused(unary(line))
 
 
-# ---------------------------------------------------------------------------------------------
 # Modules that are too much.
 
 

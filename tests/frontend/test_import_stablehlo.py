@@ -6,32 +6,11 @@ from spmd.errors import FrontendError
 from tests.frontend.imported import parsed
 
 IDENTITY = "(%0: tensor<f32>) -> tensor<f32> { return %0 : tensor<f32> }"
-CALLS = (
-    "(%0: tensor<f32>) -> tensor<f32> {{ %1 = call @{}(%0) : (tensor<f32>) -> tensor<f32>\n"
-    "return %1 : tensor<f32> }}"
-)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("module {}", "no function to compile"),
-        (f"func.func @f{IDENTITY} func.func @g{IDENTITY}", "functions: f, g"),
-        ("func.func private @main(tensor<f32>) -> tensor<f32>", "no function to compile"),
-        (f"func.func @main{CALLS.format('main')}", "function @main calls itself"),
-        (
-            f"func.func @main{CALLS.format('f')} func.func @f{CALLS.format('g')}"
-            f"func.func @g{CALLS.format('f')}",
-            "function @f calls itself",
-        ),
-        (
-            f"func.func @main{CALLS.format('f')}func.func private @f(tensor<f32>) -> tensor<f32>",
-            "function @f has no body",
-        ),
-        (
-            "func.func @main(%0: tensor<?x2xf32>) { return }",
-            "the module has a dynamic shape: tensor<?x2xf32>",
-        ),
         (
             "func.func @main(%0: tensor<?xf32, #stablehlo.bounds<4>>) { return }",
             "the module has a dynamic shape",

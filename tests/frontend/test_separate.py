@@ -86,8 +86,10 @@ def test_each_operand_of_a_barrier_may_have_the_axis() -> None:
         np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("stack", ["scan", "unrolled"])
-@pytest.mark.parametrize("policy", ["nothing_saveable", "everything_saveable", "dots_saveable"])
+@pytest.mark.parametrize(
+    ("stack", "policy"),
+    [("scan", "nothing_saveable"), ("scan", "everything_saveable"), ("unrolled", "dots_saveable")],
+)
 def test_recomputation_sends_what_it_would_without_a_barrier(stack: str, policy: str) -> None:
     mesh = spmd.make_mesh(data=4, model=2)
     rule = getattr(jax.checkpoint_policies, policy)

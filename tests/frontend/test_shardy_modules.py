@@ -114,8 +114,14 @@ def assert_same(text: str, wanted: Any, axes: dict[str, int], *args: Any) -> spm
     return compiled
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("stage", PASSES)
+@pytest.mark.parametrize(
+    ("program", "stage"),
+    [
+        pytest.param(program, stage, marks=() if (i + j) % 2 else pytest.mark.heavy)
+        for i, program in enumerate(PROGRAMS)
+        for j, stage in enumerate(PASSES)
+    ],
+)
 def test_every_stage_of_shardy(program: str, stage: str) -> None:
     fn = PROGRAMS[program]
     text, wanted = after(PASSES[stage], lowered(fn)), jax.jit(fn)(X, W)
@@ -126,8 +132,7 @@ def test_every_stage_of_shardy(program: str, stage: str) -> None:
         assert compiled.verify(X, W)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(("program", "mesh"), list(zip(PROGRAMS, MESHES, strict=True)))
 def test_modules_for_gspmd(program: str, mesh: str) -> None:
     fn = PROGRAMS[program]
     with without_shardy():
@@ -161,7 +166,6 @@ def test_explicit_axes(shardy: bool) -> None:
     assert [s.spec for s in compiled.out_shardings] == [P(None, "b"), P("a", None)]
 
 
-# ---------------------------------------------------------------------------------------------
 # Ops and attributes, one by one.
 
 MESH = 'sdy.mesh @m = <["a"=4, "b"=2]>\nsdy.mesh @other = <["x"=2, "y"=4]>'
@@ -298,17 +302,23 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_ops_and_attributes(name: str) -> None:
-    case = CASES[name]
-    text = module(f"%0 = stablehlo.sine %x {A} : {T}\n{case.text}\nreturn %1 : {T}")
+def test_ops_and_attributes() -> None:
+    """All of them in one module, each on a sine of its own."""
+    ops = [
+        f"%s{i} = stablehlo.sine %x {A} : {T}\n"
+        + case.text.replace("%0", f"%s{i}").replace("%1", f"%r{i}")
+        for i, case in enumerate(CASES.values())
+    ]
+    values, types = ", ".join(f"%r{i}" for i in range(len(ops))), ", ".join([T] * len(ops))
+    text = module("\n".join([*ops, f"return {values} : {types}"]), types)
     mesh = spmd.make_mesh(a=4, b=2)
     program = import_module(parse_module(text), mesh=mesh).program
     marks = [op.kind.attrs["sharding"] for op in program.walk() if op.name == "spmd.mark"]
-    assert marks == [whole(("a",), ()), *filter(None, (case.mark,))]
+    wanted = [mark for case in CASES.values() for mark in (whole(("a",), ()), case.mark) if mark]
+    assert marks == wanted
     assert not any("sdy" in attr for op in program.walk() for attr in op.kind.attrs)
-    wanted = -np.sin(X) if "stablehlo.negate" in case.text else np.sin(X)
-    compiled = assert_same(text, wanted, {"a": 4, "b": 2}, X)
+    results = [-np.sin(X) if "negate" in op else np.sin(X) for op in ops]
+    compiled = assert_same(text, results, {"a": 4, "b": 2}, X)
     assert compiled.verify(X)
 
 

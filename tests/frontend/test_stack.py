@@ -25,7 +25,7 @@ from tests.fuzz.cases import Case as Fuzzed
 from tests.fuzz.cases import definitions, execute
 from tests.fuzz.check import differ, other_references
 from tests.fuzz.programs import Settings, cases
-from tests.ir.dialect.cases import BINARY, CASES, INTEGER, UNARY, Case
+from tests.ir.dialect.cases import CASES, Case
 
 LINE = spmd.Mesh(None, (8,), ("data",))
 H200 = spmd.Topology("h200:8")
@@ -80,17 +80,20 @@ def assert_same(got: Any, want: Any, tolerance: float = 2e-5) -> None:
     jax.tree.map(check, got, want)
 
 
-# ---------------------------------------------------------------------------------------------
 # Every op.
-
-ELEMENTWISE = {*list(UNARY)[3:], *list(BINARY)[2:], *list(INTEGER)[2:]}
-"""They have one form: some of them say as much as all."""
 
 ALONE = {"conv", "conv_long_kernel", "conv_no_dims", "case", "iota_result", "mark"}
 """Cases of which nothing can be stacked, or all is a constant."""
 
+ELEMENTWISE = {"unary", "integer"}
+"""They have one form: those of two operands say as much as all."""
+
 BATCHED = [case for case in CASES if case.name not in ALONE | ELEMENTWISE]
-GROUPS = [BATCHED[i : i + 8] for i in range(0, len(BATCHED), 8)]
+GROUPS = [
+    pytest.param(half[i : i + 8], marks=marks)
+    for half, marks in ((BATCHED[::2], ()), (BATCHED[1::2], pytest.mark.heavy))
+    for i in range(0, len(half), 8)
+]
 
 
 def lane(args: Sequence[Any], number: int) -> list[Any]:
@@ -104,7 +107,7 @@ def lane(args: Sequence[Any], number: int) -> list[Any]:
 
 
 @pytest.mark.usefixtures("stacks_all")
-@pytest.mark.parametrize("group", GROUPS, ids=lambda group: f"{group[0].name}-{group[-1].name}")
+@pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize(
     "shared",
     [None, pytest.param(0, marks=pytest.mark.heavy), pytest.param(1, marks=pytest.mark.heavy)],
@@ -122,26 +125,26 @@ def test_lanes_compute_what_they_did(group: list[Case], shared: int | None) -> N
     }
     same = {case.name: case.args[shared] for case in group} if shared is not None else {}
 
-    def each(same: Any, lanes: Any) -> Any:
+    def each(same: Any, lanes: Any, compiled: Any = lambda fn: fn) -> Any:
         def args(name: str, given: Any) -> Any:
             return [same[name] if i == shared else a for i, a in enumerate(given)]
 
-        return {c.name: [c.fn(*args(c.name, given)) for given in lanes[c.name]] for c in group}
+        fns = {c.name: compiled(c.fn) for c in group}
+        return {name: [fn(*args(name, given)) for given in lanes[name]] for name, fn in fns.items()}
 
     options = spmd.Options(progress=False, check=True, unroll=0, cache_dir="none")
     step = spmd.jit(each, mesh=spmd.make_mesh(data=2), options=options)
-    assert_same(step(same, lanes), jax.jit(each)(same, lanes))
+    assert_same(step(same, lanes), each(same, lanes, jax.jit))
     assert step.lower(same, lanes).stages.plan.forms or not group
 
 
-# ---------------------------------------------------------------------------------------------
 # Random programs.
 
 
 @pytest.mark.usefixtures("stacks_all")
 @pytest.mark.filterwarnings("ignore:.*nothing is split over axis")
 @settings(
-    max_examples=12,
+    max_examples=5,
     phases=[Phase.generate],
     database=None,
     deadline=None,
@@ -175,7 +178,7 @@ Edge = tuple[int, int, int]
 
 @pytest.mark.usefixtures("stacks_all")
 @pytest.mark.filterwarnings("ignore:.*nothing is split over axis")
-@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@settings(max_examples=8, deadline=None, derandomize=True, database=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(0, 30)),
@@ -203,7 +206,6 @@ def program_of(fn: Any, *args: Any) -> Program:
     return spmd.jit(fn, mesh=LINE, options=greedy).lower(*args).stages.program
 
 
-# ---------------------------------------------------------------------------------------------
 # What is written.
 
 
@@ -310,7 +312,6 @@ def test_effects_stay_in_their_order() -> None:
     assert_same(got, [gram(x) @ gram(x) for x in xs])
 
 
-# ---------------------------------------------------------------------------------------------
 # What pays.
 
 
@@ -397,7 +398,13 @@ PAYS: dict[str, tuple[Any, tuple[Any, ...], float]] = {
 """Program, arguments, and the share of its time that is left at most."""
 
 
-@pytest.mark.parametrize("name", PAYS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.heavy if n in ("products", "ensemble") else ())
+        for n in PAYS
+    ],
+)
 def test_devices_share_equal_work(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fn, args, share = PAYS[name]
     lowered = lower(fn, *args)
@@ -426,8 +433,9 @@ VALUES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 @pytest.mark.usefixtures("stacks_all")
-@pytest.mark.parametrize("with_gradient", [False, True])
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize(
+    ("name", "with_gradient"), [("products", False), *((name, True) for name in VALUES)]
+)
 def test_values_and_gradients(name: str, with_gradient: bool) -> None:
     fn, args = VALUES[name]
 

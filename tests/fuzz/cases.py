@@ -110,7 +110,6 @@ def execute(source: str, name: str = "<fuzz>") -> dict[str, Any]:
     return scope
 
 
-# ---------------------------------------------------------------------------------------------
 # Source text.
 
 _HEADER = '''\

@@ -223,7 +223,20 @@ class Maker:
             self.pick(ops)(self)
 
 
-# ---------------------------------------------------------------------------------------------
+def on(fits: Callable[[Var], bool] = anything) -> Callable[..., Callable[[Maker], None]]:
+    """An op on a value from the pool that fits, where there is one."""
+
+    def of(op: Callable[[Maker, Var], None]) -> Callable[[Maker], None]:
+        def run(m: Maker) -> None:
+            v = m.var(fits)
+            if v is not None:
+                op(m, v)
+
+        return run
+
+    return of
+
+
 # Elementwise.
 
 UNARY: tuple[tuple[str, Callable[[float], float]], ...] = (
@@ -256,10 +269,8 @@ INT_BINARY = ("{0} + {1}", "{0} * {1}", "{0} & {1}", "{0} ^ {1}", "jnp.maximum({
 BOOL_BINARY = ("{0} & {1}", "{0} | {1}", "{0} ^ {1}")
 
 
-def unary(m: Maker) -> None:
-    v = m.var()
-    if v is None:
-        return
+@on()
+def unary(m: Maker, v: Var) -> None:
     if v.dtype == "bool":
         m.add(f"~{v.name}", [v])
     elif v.dtype == "int32":
@@ -269,10 +280,8 @@ def unary(m: Maker) -> None:
         m.add(text.format(v.name), [v], bound(v.bound))
 
 
-def binary(m: Maker) -> None:
-    v = m.var()
-    if v is None:
-        return
+@on()
+def binary(m: Maker, v: Var) -> None:
     w = m.value(v.shape, v.dtype)
     x, y = (w, v) if m.flag() else (v, w)
     if v.dtype == "bool":
@@ -284,29 +293,25 @@ def binary(m: Maker) -> None:
         m.add(text.format(x.name, y.name), [x, y], bound(x.bound, y.bound))
 
 
-def compare(m: Maker) -> None:
-    v = m.var(is_number)
-    if v is not None:
-        w = m.value(v.shape, v.dtype)
-        m.add(f"{v.name} {m.pick(('<', '>=', '==', '!='))} {w.name}", [v, w])
+@on(is_number)
+def compare(m: Maker, v: Var) -> None:
+    w = m.value(v.shape, v.dtype)
+    m.add(f"{v.name} {m.pick(('<', '>=', '==', '!='))} {w.name}", [v, w])
 
 
-def select(m: Maker) -> None:
-    v = m.var(is_number)
-    if v is not None:
-        w = m.value(v.shape, v.dtype)
-        if m.flag():
-            p = scalar(m, "bool")
-            m.add(f"lax.select({p.name}, {v.name}, {w.name})", [p, v, w], max(v.bound, w.bound))
-        else:
-            p = m.value(v.shape, "bool")
-            m.add(f"jnp.where({p.name}, {v.name}, {w.name})", [p, v, w], max(v.bound, w.bound))
+@on(is_number)
+def select(m: Maker, v: Var) -> None:
+    w = m.value(v.shape, v.dtype)
+    if m.flag():
+        p = scalar(m, "bool")
+        m.add(f"lax.select({p.name}, {v.name}, {w.name})", [p, v, w], max(v.bound, w.bound))
+    else:
+        p = m.value(v.shape, "bool")
+        m.add(f"jnp.where({p.name}, {v.name}, {w.name})", [p, v, w], max(v.bound, w.bound))
 
 
-def convert(m: Maker) -> None:
-    v = m.var()
-    if v is None:
-        return
+@on()
+def convert(m: Maker, v: Var) -> None:
     dtype = m.pick([d for d in ("bfloat16", "float32", "int32", "bool") if d != v.dtype])
     if dtype == "bool":
         m.add(f"{v.name} > 0", [v])
@@ -328,14 +333,11 @@ def scalar(m: Maker, dtype: str) -> Var:
     return m.add(element if reduced is None or m.flag() else reduced, [v], v.bound)
 
 
-# ---------------------------------------------------------------------------------------------
 # Contractions.
 
 
-def dot(m: Maker) -> None:
-    v = m.var(lambda v: is_float(v) and v.rank > 0)
-    if v is None:
-        return
+@on(lambda v: is_float(v) and v.rank > 0)
+def dot(m: Maker, v: Var) -> None:
     roles = [m.integer(0, 2) for _ in range(v.rank)]  # 0: contracted, 1: free, 2: batch
     contract = [d for d, role in enumerate(roles) if role == 0]
     batch = [d for d, role in enumerate(roles) if role == 2]
@@ -358,10 +360,8 @@ def dot(m: Maker) -> None:
     m.add(f"lax.dot_general({lhs.name}, {rhs.name}, {dims})", [lhs, rhs], bound)
 
 
-def reduce(m: Maker) -> None:
-    v = m.var(lambda v: v.rank > 0)
-    if v is None:
-        return
+@on(lambda v: v.rank > 0)
+def reduce(m: Maker, v: Var) -> None:
     dims = m.subset(range(v.rank), least=1)
     count = math.prod(v.shape[d] for d in dims)
     if v.dtype == "bool":
@@ -411,11 +411,9 @@ def _reduce_pairs(m: Maker, v: Var, dim: int) -> None:
     m.tuple_of(text, target, [v.name, w.name], [BOUND, BOUND])
 
 
-def scan_sum(m: Maker) -> None:
+@on(lambda v: is_number(v) and v.rank > 0)
+def scan_sum(m: Maker, v: Var) -> None:
     """cumsum and its kin."""
-    v = m.var(lambda v: is_number(v) and v.rank > 0)
-    if v is None:
-        return
     dim = m.integer(0, v.rank - 1)
     op = m.pick(("cumsum", "cummax", "cumprod", "cumlogsumexp"))
     if op == "cumlogsumexp" and not is_float(v):
@@ -425,14 +423,11 @@ def scan_sum(m: Maker) -> None:
     m.add(f"lax.{op}({x}, {dim}, reverse={m.flag()})", [v], bound)
 
 
-# ---------------------------------------------------------------------------------------------
 # Shapes.
 
 
-def broadcast(m: Maker) -> None:
-    v = m.var(lambda v: v.rank < 4)
-    if v is None:
-        return
+@on(lambda v: v.rank < 4)
+def broadcast(m: Maker, v: Var) -> None:
     shape: list[int] = []
     places: list[int] = []
     budget = LARGEST // max(v.size, 1)
@@ -459,10 +454,8 @@ def _split(m: Maker, size: int) -> tuple[int, ...]:
     return (major, size // major)
 
 
-def reshape(m: Maker) -> None:
-    v = m.var(lambda v: v.rank > 0)
-    if v is None:
-        return
+@on(lambda v: v.rank > 0)
+def reshape(m: Maker, v: Var) -> None:
     shape = list(v.shape)
     kind = m.integer(0, 3)
     dim = m.integer(0, v.rank - 1)
@@ -479,16 +472,13 @@ def reshape(m: Maker) -> None:
     m.add(f"{v.name}.reshape({tuple(shape)})", [v], v.bound)
 
 
-def transpose(m: Maker) -> None:
-    v = m.var(lambda v: v.rank > 1)
-    if v is not None:
-        m.add(f"{v.name}.transpose({m.permutation(v.rank)})", [v], v.bound)
+@on(lambda v: v.rank > 1)
+def transpose(m: Maker, v: Var) -> None:
+    m.add(f"{v.name}.transpose({m.permutation(v.rank)})", [v], v.bound)
 
 
-def slice_(m: Maker) -> None:
-    v = m.var(lambda v: v.rank > 0)
-    if v is None:
-        return
+@on(lambda v: v.rank > 0)
+def slice_(m: Maker, v: Var) -> None:
     parts = []
     for size in v.shape:
         if m.flag():
@@ -500,10 +490,8 @@ def slice_(m: Maker) -> None:
     m.add(f"{v.name}[{', '.join(parts)}]", [v], v.bound)
 
 
-def pad(m: Maker) -> None:
-    v = m.var(lambda v: v.rank > 0 and is_number(v) and v.size * 4 <= LARGEST)
-    if v is None:
-        return
+@on(lambda v: v.rank > 0 and is_number(v) and v.size * 4 <= LARGEST)
+def pad(m: Maker, v: Var) -> None:
     config = []
     for size in v.shape:
         low, high, inner = 0, 0, 0
@@ -517,10 +505,8 @@ def pad(m: Maker) -> None:
     m.add(f"lax.pad({v.name}, {fill}, {tuple(config)})", [v], max(v.bound, 2))
 
 
-def concatenate(m: Maker) -> None:
-    v = m.var(lambda v: v.rank > 0 and v.size * 3 <= LARGEST)
-    if v is None:
-        return
+@on(lambda v: v.rank > 0 and v.size * 3 <= LARGEST)
+def concatenate(m: Maker, v: Var) -> None:
     dim = m.integer(0, v.rank - 1)
     parts = [v]
     for _ in range(m.integer(1, 2)):
@@ -531,10 +517,8 @@ def concatenate(m: Maker) -> None:
     m.add(f"jnp.concatenate([{names}], {dim})", parts, max(p.bound for p in parts))
 
 
-def reverse(m: Maker) -> None:
-    v = m.var(lambda v: v.rank > 0)
-    if v is None:
-        return
+@on(lambda v: v.rank > 0)
+def reverse(m: Maker, v: Var) -> None:
     if m.flag():
         dims = m.subset(range(v.rank), least=1)
         m.add(f"lax.rev({v.name}, {dims})", [v], v.bound)
@@ -543,7 +527,6 @@ def reverse(m: Maker) -> None:
         m.add(f"jnp.roll({v.name}, {m.integer(-2, 3)}, {dim})", [v], v.bound)
 
 
-# ---------------------------------------------------------------------------------------------
 # Indexing.
 
 
@@ -560,19 +543,15 @@ def _starts(m: Maker, shape: Sequence[int], sizes: Sequence[int]) -> tuple[str, 
     return f"({', '.join(texts)},)", reads
 
 
-def dynamic_slice(m: Maker) -> None:
-    v = m.var(lambda v: v.rank > 0)
-    if v is None:
-        return
+@on(lambda v: v.rank > 0)
+def dynamic_slice(m: Maker, v: Var) -> None:
     sizes = tuple(m.pick((n, m.integer(1, n))) for n in v.shape)
     starts, reads = _starts(m, v.shape, sizes)
     m.add(f"lax.dynamic_slice({v.name}, {starts}, {sizes})", [v, *reads], v.bound)
 
 
-def dynamic_update_slice(m: Maker) -> None:
-    v = m.var(lambda v: v.rank > 0)
-    if v is None:
-        return
+@on(lambda v: v.rank > 0)
+def dynamic_update_slice(m: Maker, v: Var) -> None:
     sizes = tuple(m.pick((n, m.integer(1, n))) for n in v.shape)
     w = m.value(sizes, v.dtype)
     starts, reads = _starts(m, v.shape, sizes)
@@ -583,10 +562,8 @@ def dynamic_update_slice(m: Maker) -> None:
     )
 
 
-def take(m: Maker) -> None:
-    v = m.var(lambda v: v.rank > 0)
-    if v is None:
-        return
+@on(lambda v: v.rank > 0)
+def take(m: Maker, v: Var) -> None:
     dim = m.integer(0, v.rank - 1)
     index_shape = m.shape(2, max(1, LARGEST // v.size))
     if v.rank - 1 + len(index_shape) > 4:
@@ -597,10 +574,8 @@ def take(m: Maker) -> None:
     m.add(f"jnp.take({v.name}, {i.name}, {dim}, mode='{mode}'{fill})", [v, i], v.bound)
 
 
-def take_along(m: Maker) -> None:
-    v = m.var(lambda v: v.rank > 0)
-    if v is None:
-        return
+@on(lambda v: v.rank > 0)
+def take_along(m: Maker, v: Var) -> None:
     dim = m.integer(0, v.rank - 1)
     count = m.pick([n for n in SIZES if v.size // v.shape[dim] * n <= LARGEST])
     i = m.value((*v.shape[:dim], count, *v.shape[dim + 1 :]), "int32")
@@ -611,10 +586,8 @@ def take_along(m: Maker) -> None:
     )
 
 
-def scatter(m: Maker) -> None:
-    v = m.var(lambda v: v.rank > 0 and is_number(v))
-    if v is None:
-        return
+@on(lambda v: v.rank > 0 and is_number(v))
+def scatter(m: Maker, v: Var) -> None:
     dim = m.integer(0, v.rank - 1)
     size = v.shape[dim]
     kind = m.pick(("add", "set", "max", "min"))
@@ -632,11 +605,9 @@ def scatter(m: Maker) -> None:
     m.add(f"{v.name}.at[{place}].{kind}({w.name}, mode='drop')", [v, w, *reads], bound)
 
 
-def points(m: Maker) -> None:
+@on(lambda v: v.rank > 1 and is_number(v))
+def points(m: Maker, v: Var) -> None:
     """Gather or scatter-add of single elements by index tuples."""
-    v = m.var(lambda v: v.rank > 1 and is_number(v))
-    if v is None:
-        return
     i = m.value((m.pick(SIZES),), "int32")
     place = f"{i.name}, {i.name} * 2 + 1" + ", :" * (v.rank - 2)
     if m.flag() or v.size // (v.shape[0] * v.shape[1]) * i.size > LARGEST:
@@ -650,10 +621,8 @@ def points(m: Maker) -> None:
     )
 
 
-def sort(m: Maker) -> None:
-    v = m.var(lambda v: v.rank > 0 and is_number(v))
-    if v is None:
-        return
+@on(lambda v: v.rank > 0 and is_number(v))
+def sort(m: Maker, v: Var) -> None:
     dim = m.integer(0, v.rank - 1)
     kind = m.integer(0, 3)
     if kind == 0:
@@ -675,15 +644,13 @@ def top_k(m: Maker, v: Var, k: int) -> None:
     m.tuple_of(text, target, [v.name], [v.bound, float(v.shape[-1])])
 
 
-# ---------------------------------------------------------------------------------------------
 # Marks and control flow.
 
 
-def mark(m: Maker) -> None:
-    v = m.var(lambda v: v.rank > 0)
-    if v is not None:
-        spec = m.spec(v.shape, uneven=m.settings.uneven_marks and m.flag())
-        m.add(f"mark({v.name}, {spec!r})", [v], v.bound)
+@on(lambda v: v.rank > 0)
+def mark(m: Maker, v: Var) -> None:
+    spec = m.spec(v.shape, uneven=m.settings.uneven_marks and m.flag())
+    m.add(f"mark({v.name}, {spec!r})", [v], v.bound)
 
 
 def _body(m: Maker, params: Sequence[Var], captured: int) -> Maker:
@@ -717,10 +684,8 @@ def _reads(m: Maker, inner: Maker, params: Sequence[str], *more: str) -> list[st
     return [name for name in (*inside, *more) if name in names]
 
 
-def scan(m: Maker) -> None:
-    init = m.var(lambda v: v.rank > 0)
-    if init is None:
-        return
+@on(lambda v: v.rank > 0)
+def scan(m: Maker, init: Var) -> None:
     xs = m.var(lambda v: v.rank > 1 and v.shape[0] <= 8)
     trips = xs.shape[0] if xs else m.integer(1, 4)
     adds = m.flag() and is_float(init)
@@ -751,11 +716,9 @@ def scan(m: Maker) -> None:
     m.tuple_of(text, target, _reads(m, inner, (c, x), *names), bounds)
 
 
-def loop(m: Maker) -> None:
+@on(lambda v: v.rank > 0)
+def loop(m: Maker, init: Var) -> None:
     """fori_loop, or a while_loop whose trip count only the data knows."""
-    init = m.var(lambda v: v.rank > 0)
-    if init is None:
-        return
     f, c, i = m.name("f"), m.name("c"), m.name("i")
     carry = Var(c, init.type, max(init.bound, 1.0) if is_float(init) else init.bound)
     count = scalar(m, "int32") if not m.gradient and m.flag(3) else None
@@ -776,11 +739,9 @@ def loop(m: Maker) -> None:
     m.pool.append(Var(target, made, carry.bound))
 
 
-def branch(m: Maker) -> None:
+@on(lambda v: v.rank > 0)
+def branch(m: Maker, v: Var) -> None:
     """cond or switch."""
-    v = m.var(lambda v: v.rank > 0)
-    if v is None:
-        return
     count = m.integer(2, 3)
     pred = scalar(m, "bool" if count == 2 else "int32")
     text, names, reads = "", [], [pred.name, v.name]
@@ -812,7 +773,6 @@ SIMPLE: tuple[Callable[[Maker], None], ...] = (
 ALL = (*SIMPLE, binary, dot, reduce, reshape, scan_sum, scan, loop, branch)
 
 
-# ---------------------------------------------------------------------------------------------
 # Cases.
 
 

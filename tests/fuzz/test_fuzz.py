@@ -10,7 +10,7 @@ from tests.fuzz.check import FAILED, INVALID, PASSED, run
 from tests.fuzz.programs import Settings, cases
 from tests.fuzz.shrink import shrink, size
 
-CASES = 40
+CASES = 16
 
 
 @settings(

@@ -1,4 +1,6 @@
-"""Transposes that undo each other are not done."""
+"""Equal ops are done once; what nobody reads, and what undoes itself, is not done."""
+
+# ruff: noqa: E501 (program texts)
 
 from __future__ import annotations
 
@@ -13,6 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import spmd
+from spmd.ir.program import Program
+from spmd.ir.rewrite import dedupe, remove_dead
+from tests.ir.text_parse import parse_program
 
 pytestmark = pytest.mark.usefixtures("devices8")
 
@@ -48,3 +53,28 @@ def test_what_is_read_in_between_stays() -> None:
     for found, expected in zip(compiled(X), fn(X), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert transposes(compiled.lower(jax.ShapeDtypeStruct(X.shape, X.dtype))) == 1
+
+
+def labels(program: Program) -> list[str]:
+    return [op.label for op in program.walk()]
+
+
+def test_equal_collectives_are_done_once() -> None:
+    before = """program @p(%0: tensor<2x4xf32> "x") {
+      %1 = stablehlo.all_gather %0 {all_gather_dim = 0, axes = [0, 1]} : (tensor<2x4xf32>) -> tensor<8x4xf32>
+      %2 = stablehlo.all_gather %0 {all_gather_dim = 0, axes = [0, 1]} : (tensor<2x4xf32>) -> tensor<8x4xf32>
+      %3 = stablehlo.add %1, %2 : (tensor<8x4xf32>, tensor<8x4xf32>) -> tensor<8x4xf32>
+      return %3 "y"
+    }"""
+    after = dedupe(parse_program(before))
+    assert labels(after) == ["all_gather", "add"]
+    assert len(set(after.body.ops[1].operands)) == 1
+
+
+def test_what_nobody_reads_is_dropped() -> None:
+    before = """program @p(%0: tensor<4xf32> "x") {
+      %1 = stablehlo.negate %0 : (tensor<4xf32>) -> tensor<4xf32>
+      %2 = stablehlo.tanh %0 : (tensor<4xf32>) -> tensor<4xf32>
+      return %2 "a"
+    }"""
+    assert labels(remove_dead(parse_program(before))) == ["tanh"]

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from spmd.errors import SpecError
 from spmd.ir.dialect.reducers import REDUCER_OPS, reducer_body
 from spmd.ir.program import Body, Loc, Op, OpKind, Program, Region, Value
-from spmd.ir.text import ATTR_NAME, OP_NAME, STRUCTS, SYMBOL
-from spmd.ir.types import Attribute, Dense, Opaque, TensorType
+from spmd.ir.text import ATTR_NAME, ESCAPES, OP_NAME, STRUCTS, SYMBOL, element_bytes
+from spmd.ir.types import Attribute, Dense, Opaque, TensorType, numpy_dtype
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import parse_axes
-from tests.ir.text_scan import TICKED, WORD, Scanner, parse_dense
 
+_SPACE = re.compile(r"(?:\s|//[^\n]*)*")
+_WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+_TICKED = re.compile(r"`(?:[^`\\\n]|\\.)*`")
 _NUMBER = re.compile(r"-?(?:inf|nan|\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?!\w)", re.ASCII)
 _VALUE = re.compile(r"%\d+", re.ASCII)
-_TENSOR = re.compile(r"tensor<")
+_TENSOR = re.compile(r"((?:\d+x)*)(.+)", re.ASCII)
 _ELEMENTS = re.compile(r"[^:\n]*")
+_UNESCAPES = {escape: char for char, escape in ESCAPES.items()}
+
+Found = TypeVar("Found")
 
 
 def parse_program(text: str, mesh: Mesh | None = None) -> Program:
-    """Reads what `format_program` writes.
-
-    It checks the grammar alone; `spmd.ir.legality` checks what the program says.
+    """Reads what `format_program` writes; `spmd.ir.legality` checks what the program says.
 
     Args:
       text: one program.
       mesh: the mesh whose axes the text names, if it does.
 
     Raises:
-      FrontendError: text that is not a program, with its line.
+      ValueError: text that is not a program, with its line.
     """
     return _Parser(text, mesh).program()
 
@@ -45,219 +49,202 @@ def without_locs(program: Program) -> Program:
     return program._replace(body=bare(program.body))
 
 
-class _Parser(Scanner):
+class _Parser:
+    """Takes one token after another from a text."""
+
     def __init__(self, text: str, mesh: Mesh | None) -> None:
-        super().__init__(text)
+        self.text = text
         self.mesh = mesh
+        self.at = 0
         self.types: dict[Value, TensorType] = {}
+
+    # Words.
+
+    def skip(self) -> None:
+        """Takes white space and comments."""
+        self.at += len(_SPACE.match(self.text, self.at)[0])  # type: ignore[index]
+
+    def peek(self, literal: str) -> bool:
+        """Whether a literal comes next, not just as the start of a longer word."""
+        self.skip()
+        if not self.text.startswith(literal, self.at):
+            return False
+        following = self.text[self.at + len(literal) : self.at + len(literal) + 1]
+        return not (literal[-1].isalnum() and (following.isalnum() or following in ("_", ".")))
+
+    def take(self, literal: str) -> bool:
+        """Takes a literal if it comes next; whether it did."""
+        found = self.peek(literal)
+        self.at += len(literal) if found else 0
+        return found
+
+    def expect(self, *literals: str) -> None:
+        """Takes literals, which must come next."""
+        for literal in literals:
+            self.match(re.compile(re.escape(literal)))
+
+    def match(self, pattern: re.Pattern[str]) -> str:
+        """Takes what a pattern matches, which must be something."""
+        self.skip()
+        found = pattern.match(self.text, self.at)
+        if found is None:
+            line = self.text.count("\n", 0, self.at) + 1
+            rest = self.text[self.at :].partition("\n")[0]
+            raise ValueError(f"line {line} has {rest!r} in place of {pattern.pattern}")
+        self.at = found.end()
+        return found[0]
+
+    def inside(self, opening: str, closing: str) -> str:
+        """The text up to the bracket that closes the one just taken; takes that too."""
+        depth, start = 1, self.at
+        while depth:
+            found = self.text[self.at]
+            depth += (found == opening) - (found == closing)
+            self.at += 1
+        return self.text[start : self.at - 1]
+
+    def quoted(self, pattern: re.Pattern[str] = _QUOTED) -> str:
+        """Takes a string with its marks; the text inside."""
+
+        def char(match: re.Match[str]) -> str:
+            return chr(int(match[1], 16)) if match[1] else _UNESCAPES[match[0]]
+
+        return re.sub(r"\\u\{([0-9a-f]+)\}|\\.", char, self.match(pattern)[1:-1])
+
+    def name(self, pattern: re.Pattern[str]) -> str:
+        """Takes a name, in marks where the pattern does not allow it bare."""
+        return self.quoted() if self.peek('"') else self.match(pattern)
+
+    def listed(self, read: Callable[[], Found], end: str) -> tuple[Found, ...]:
+        """Takes what is between commas, and what ends it."""
+        found: list[Found] = []
+        while not self.take(end):
+            if found:
+                self.expect(",")
+            found.append(read())
+        return tuple(found)
 
     # Structure.
 
     def program(self) -> Program:
-        self.expect("program")
-        self.expect("@")
-        name = self.name(SYMBOL, "the program's name")
+        self.expect("program", "@")
+        name = self.name(SYMBOL)
         self.expect("(")
-        args, arg_names = self.named(")", typed=True)
-        self.expect(")")
+        args = self.listed(lambda: (self.argument(), self.quoted()), ")")
         self.expect("{")
         ops = self.ops()
-        self.expect("return")
-        results, result_names = self.named("}", typed=False)
+        results: list[tuple[Value, str]] = []
+        while not self.peek("}") and not self.peek("unused"):
+            if results:
+                self.expect(",")
+            results.append((self.value(), self.quoted()))
         types = self.finish()
-        self.skip()
-        if self.at < len(self.text):
-            self.fail("the end of the text")
-        return Program(name, types, Region(args, ops, results), arg_names, result_names)
-
-    def named(self, end: str, typed: bool) -> tuple[tuple[Value, ...], tuple[str, ...]]:
-        values: list[Value] = []
-        names: list[str] = []
-        while not self.peek(end) and not self.peek("unused"):
-            if values and not self.take(","):
-                self.fail(f"`,` or `{end}`")
-            values.append(self.argument() if typed else self.value())
-            names.append(self.quoted())
-        return tuple(values), tuple(names)
+        body = Region(tuple(v for v, _ in args), ops, tuple(v for v, _ in results))
+        return Program(name, types, body, tuple(n for _, n in args), tuple(n for _, n in results))
 
     def finish(self) -> tuple[TensorType, ...]:
         """The numbers left over, the closing bracket, and the types of all values."""
         while self.take("unused"):
             values = self.values()
             self.expect(":")
-            type_ = self.type()
-            for value in values:
-                self.define(value, type_)
+            self.types.update(dict.fromkeys(values, self.type()))
         self.expect("}")
-        missing = next((v for v in range(len(self.types)) if v not in self.types), None)
-        if missing is not None:
-            self.fail(f"a definition of %{missing} before this, values being numbered from 0")
         return tuple(self.types[v] for v in range(len(self.types)))
 
     def ops(self) -> tuple[Op, ...]:
+        """All ops of a region, and the `return` behind them."""
         found = []
-        while not self.peek("return"):
+        while not self.take("return"):
             found.append(self.op())
         return tuple(found)
 
     def op(self) -> Op:
-        self.skip()
-        start = self.at
         results: tuple[Value, ...] = ()
         if self.peek("%"):
             results = self.values()
             self.expect("=")
-        name = self.name(OP_NAME, "an op, or `return`")
+        name = self.name(OP_NAME)
         operands = self.values()
-        attrs = self.attributes() if self.take("{") else {}
-        self.expect(":")
-        operand_types = self.type_list()
+        attrs = dict(self.listed(self.named_attribute, "}")) if self.take("{") else {}
+        self.expect(":", "(")
+        operand_types = self.listed(self.type, ")")
         self.expect("->")
-        result_types = self.type_list() if self.peek("(") else (self.type(),)
-        if len(operand_types) != len(operands) or len(result_types) != len(results):
-            self.fail(f"one type for each operand and result of {name} before this")
+        result_types = self.listed(self.type, ")") if self.take("(") else (self.type(),)
         regions = []
         if self.take("{"):
             while not self.take("}"):
-                regions.append(self.region())
-        for value, type_ in zip(results, result_types, strict=True):
-            self.define(value, type_, start)
+                self.expect("region", "(")
+                regions.append(self.block())
+                self.expect("}")
+        self.types.update(zip(results, result_types, strict=True))
         return Op(OpKind(name, operand_types, result_types, attrs), operands, results,
                   tuple(regions))  # fmt: skip
 
-    def region(self) -> Region:
-        self.expect("region")
-        self.expect("(")
-        region = self.block()
-        self.expect("}")
-        return region
-
     def block(self) -> Region:
-        """Arguments, ops and `return`, from behind `(` to before the closing bracket."""
-        args: list[Value] = []
-        while not self.take(")"):
-            if args:
-                self.expect(",")
-            args.append(self.argument())
+        """Arguments, ops and results, from behind `(` to before the closing bracket."""
+        args = self.listed(self.argument, ")")
         self.expect("{")
-        ops = self.ops()
-        self.expect("return")
-        return Region(tuple(args), ops, self.values())
+        return Region(args, self.ops(), self.values())
 
     # Values and types.
 
     def value(self) -> Value:
-        return int(self.match(_VALUE, "a value like %0")[1:])
+        return int(self.match(_VALUE)[1:])
 
     def values(self) -> tuple[Value, ...]:
         found: list[Value] = []
-        while self.peek("%") or found:
+        while self.take(",") if found else self.peek("%"):
             found.append(self.value())
-            if not self.take(","):
-                break
         return tuple(found)
 
     def argument(self) -> Value:
         value = self.value()
         self.expect(":")
-        self.define(value, self.type())
+        self.types[value] = self.type()
         return value
-
-    def define(self, value: Value, type_: TensorType, start: int | None = None) -> None:
-        if value in self.types:
-            self.at = self.at if start is None else start
-            self.fail(f"a value without a definition, and %{value} has one")
-        self.types[value] = type_
 
     def type(self) -> TensorType:
         if self.take("!stablehlo.token"):
             return TensorType((), "token")
-        self.match(_TENSOR, "a type like tensor<2xf32>")
-        match = re.fullmatch(r"((?:\d+x)*)(.+)", self.until("<", ">"), re.ASCII)
-        if match is None:
-            self.fail("an element type before this")
-        return TensorType(tuple(int(n) for n in match[1].split("x")[:-1]), match[2])
-
-    def type_list(self) -> tuple[TensorType, ...]:
-        self.expect("(")
-        found: list[TensorType] = []
-        while not self.take(")"):
-            if found:
-                self.expect(",")
-            found.append(self.type())
-        return tuple(found)
+        self.expect("tensor<")
+        shape, dtype = _TENSOR.fullmatch(self.inside("<", ">")).groups()  # type: ignore[union-attr]
+        return TensorType(tuple(int(n) for n in shape.split("x")[:-1]), dtype)
 
     # Attributes.
 
-    def attributes(self) -> dict[str, Attribute]:
-        attrs: dict[str, Attribute] = {}
-        while not self.take("}"):
-            if attrs:
-                self.expect(",")
-            name = self.name(ATTR_NAME, "the name of an attribute")
-            if name in attrs:
-                self.fail(f"a single attribute {name} before this")
-            self.expect("=")
-            attrs[name] = self.attribute()
-        return attrs
+    def named_attribute(self) -> tuple[str, Attribute]:
+        name = self.name(ATTR_NAME)
+        self.expect("=")
+        return name, self.attribute()
 
     def attribute(self) -> Attribute:
         if self.peek('"'):
             return self.quoted()
         if self.peek("`"):
-            return Opaque(self.quoted(TICKED))
+            return Opaque(self.quoted(_TICKED))
         if self.take("["):
-            return self.items()
+            return self.listed(self.attribute, "]")
         if self.take("{"):
-            return self.axes()
+            assert self.mesh is not None, "axes can only be named where a mesh is given"
+            return parse_axes(self.inside("{", "}"), self.mesh)
         if self.take("("):
             return self.body()
         if _NUMBER.match(self.text, self.at):
-            text = self.match(_NUMBER, "a number")
+            text = self.match(_NUMBER)
             return int(text) if re.fullmatch(r"-?\d+", text) else float(text)
-        start = self.at
-        word = self.match(WORD, "the value of an attribute")
+        word = self.match(_WORD)
         if word in ("true", "false"):
             return word == "true"
-        if word == "dense" and self.take("<"):
+        if word == "dense":
             return self.dense()
-        if word in REDUCER_OPS and self.take("<"):
-            return reducer_body(word, self.until("<", ">"))
-        if word in STRUCTS and self.take("("):
-            return self.struct(STRUCTS[word])
-        self.at = start
-        self.fail("the value of an attribute")
-
-    def items(self) -> tuple[Attribute, ...]:
-        found: list[Attribute] = []
-        while not self.take("]"):
-            if found:
-                self.expect(",")
-            found.append(self.attribute())
-        return tuple(found)
-
-    def axes(self) -> tuple[int, ...]:
-        start = self.at
-        if self.mesh is None:
-            self.fail("atoms like [0, 1]: axes can only be named where a mesh is given")
-        try:
-            return parse_axes(self.until("{", "}"), self.mesh)
-        except SpecError as error:
-            self.at = start
-            self.fail(f"axes of the mesh ({error.what})")
+        if word in REDUCER_OPS:
+            self.expect("<")
+            return reducer_body(word, self.inside("<", ">"))
+        return self.struct(STRUCTS[word])
 
     def struct(self, cls: Any) -> Any:
-        fields: dict[str, Attribute] = {}
-        while not self.take(")"):
-            if fields:
-                self.expect(",")
-            name = self.match(WORD, "the name of a field")
-            if name not in cls._fields or name in fields:
-                self.fail(f"one of the fields {', '.join(cls._fields)}, once, before this")
-            self.expect("=")
-            fields[name] = self.attribute()
-        if "index_vector_dim" in cls._fields and "index_vector_dim" not in fields:
-            self.fail("the field index_vector_dim before this")
+        self.expect("(")
+        fields = dict(self.listed(self.named_attribute, ")"))
         return cls(**{name: fields.get(name, ()) for name in cls._fields})
 
     def body(self) -> Body:
@@ -268,13 +255,14 @@ class _Parser(Scanner):
         return Body(types, region)
 
     def dense(self) -> Dense:
-        start = self.at
-        elements = self.match(_ELEMENTS, "elements").strip()
+        self.expect("<")
+        elements = self.match(_ELEMENTS).strip()
         self.expect(":")
         type_ = self.type()
         self.expect(">")
-        try:
-            return parse_dense(elements, type_)
-        except (ValueError, OverflowError, KeyError):
-            self.at = start
-            self.fail(f"elements of {type_}")
+        word, _, digits = elements.partition(" ")
+        if word in ("hex", "splat"):
+            return Dense(type_, bytes.fromhex(digits), word == "splat")
+        dtype, splat = numpy_dtype(type_.dtype), not elements.startswith("[")
+        texts = re.findall(r"[^\s,\[\]]+", elements)
+        return Dense(type_, b"".join([element_bytes(text, dtype) for text in texts]), splat)

@@ -52,7 +52,6 @@ def ring(mesh: Any) -> list[tuple[int, int]]:
     return [(i, (i + 1) % size) for i in range(size)]
 
 
-# ---------------------------------------------------------------------------------------------
 # Collectives.
 
 
@@ -140,17 +139,6 @@ def permutes(mesh: Any) -> Function:
     return manual(mesh, body, (P("x"), P()), (P("x"), P("x")))
 
 
-def indices(mesh: Any) -> Function:
-    def body(x: Any) -> Any:
-        row = lax.broadcasted_iota(jnp.int32, x.shape, 0) + x.shape[0] * lax.axis_index("x")
-        return jnp.where(row % 3 == 0, x, -x)
-
-    def fn(x: Any, w: Any) -> Any:
-        return manual(mesh, body, P("x"), P("x"))(x @ w)
-
-    return fn
-
-
 def groups(mesh: Any) -> Function:
     """Groups that are no axis: pairs of devices half the axis apart, in turns."""
     size = mesh.shape["x"]
@@ -164,7 +152,6 @@ def groups(mesh: Any) -> Function:
     return manual(mesh, body, (P("x"), P()), P("x"))
 
 
-# ---------------------------------------------------------------------------------------------
 # Regions and control flow, inside and outside.
 
 
@@ -262,7 +249,6 @@ def nested(mesh: Any) -> Function:
     return manual(mesh, body, (P("x"), P()), (P(), P("x")))
 
 
-# ---------------------------------------------------------------------------------------------
 # What crosses the boundary.
 
 
@@ -346,7 +332,6 @@ PROGRAMS = (
     Manual("scatters", scatters),
     Manual("exchanges", exchanges),
     Manual("permutes", permutes),
-    Manual("indices", indices),
     Manual("groups", groups),
     Manual("scan_inside", scan_inside),
     Manual("inside_scan", inside_scan),
@@ -363,7 +348,6 @@ PROGRAMS = (
     Manual("one_after_another", one_after_another),
 )
 
-# ---------------------------------------------------------------------------------------------
 # Texts.
 
 CHANNEL = "channel_handle = #stablehlo.channel_handle<handle = 1, type = 1>"

@@ -66,7 +66,6 @@ def test_groups_of_devices(text: str, groups: list[set[int]]) -> None:
     assert groups_of(instruction, module) == frozenset(map(frozenset, groups))
 
 
-# ---------------------------------------------------------------------------------------------
 # Events of programs that GPUs run.
 
 NAME = 'metadata={op_name="jit(run)/shard_map/spmd_program/jit(f)/block_1/'

@@ -257,8 +257,25 @@ def locally(lowered: spmd.Lowered | spmd.Compiled) -> dict[str, list[tuple[int, 
     }
 
 
+ALIKE = (
+    "batch",
+    "batch and heads",
+    "grouped heads",
+    "uneven heads",
+    "uneven batch",
+    "sequence",
+    "everything seen",
+    "window",
+)
+"""Splits of which others have every part, here or in `test_attention_split.py`."""
+
+
 @pytest.mark.usefixtures("exact_plans")
-@pytest.mark.parametrize("split", SPLITS, ids=lambda s: s.name.replace(" ", "_"))
+@pytest.mark.parametrize(
+    "split",
+    [pytest.param(s, marks=pytest.mark.heavy if s.name in ALIKE else ()) for s in SPLITS],
+    ids=[s.name.replace(" ", "_") for s in SPLITS],
+)
 def test_split(split: Split) -> None:
     compiled, args = compiled_split(split)
 
@@ -317,7 +334,7 @@ def test_mapped_scanned_and_recomputed(devices8: Any) -> None:
     close(jax.jit(ours)(q, k, v), want)
 
 
-@pytest.mark.parametrize("mark", [(), (None, "x"), (None, None, ("x", "y"))])
+@pytest.mark.parametrize("mark", [(), (None, None, ("x", "y"))])
 def test_queries_that_are_a_part_of_a_sequence(mark: tuple[Any, ...], devices8: Any) -> None:
     """What whole sequences give for these queries; where they are is known when it runs."""
     mesh = spmd.make_mesh(x=4, y=2)

@@ -118,6 +118,19 @@ SPLITS = (
 )  # fmt: skip
 
 
+GATHERED = ("in order", "zigzag, documents, grouped heads")
+ROUND = (
+    "zigzag, documents, grouped heads",
+    "heads too",
+    "two axes the other way",
+    "documents, everything seen",
+    "other keys",
+    "uneven",
+    "a window",
+)
+"""Splits that are looked at always: the others have parts of theirs."""
+
+
 @pytest.fixture(params=["gathered", "round"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How keys reach all devices: large enough sizes are worth pieces, or a ring."""
@@ -163,7 +176,16 @@ def permutes(compiled: spmd.api.Compiled) -> list[str]:
     return [c.reason for c in found if "round" in c.reason]
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=lambda s: s.name.replace(" ", "_"))
+@pytest.mark.parametrize(
+    ("split", "way"),
+    [
+        pytest.param(split, way, id=f"{split.name.replace(' ', '_')}-{way}",
+                     marks=() if split.name in names else pytest.mark.heavy)
+        for split in SPLITS
+        for way, names in (("gathered", GATHERED), ("round", ROUND))
+    ],
+    indirect=["way"],
+)  # fmt: skip
 def test_split(split: Split, way: str) -> None:
     compiled, args = compiled_split(split)
 
@@ -230,6 +252,7 @@ def test_rings_inside_scans_and_recomputed_layers() -> None:
 # What the planner makes of it, and what is said.
 
 
+@functools.cache
 def planned(topology: str, length: int, order: int = 1, heads: int = 4) -> spmd.Lowered:
     """A training step of attention alone, eight devices with a part of the sequence each.
 
@@ -264,7 +287,7 @@ def test_long_sequences_go_round_and_short_ones_are_gathered() -> None:
     assert "going round instead" in lines["short"][4] and lines["short"][4].endswith(" more")
 
 
-@pytest.mark.parametrize("topology", ["h200:8", "v5p:2x2x2"])
+@pytest.mark.parametrize("topology", ["h200:8", pytest.param("v5p:2x2x2", marks=pytest.mark.heavy)])
 def test_zigzag_order_takes_half_the_time(topology: str) -> None:
     usual, balanced = planned(topology, 131_072), planned(topology, 131_072, 8)
     ratio = usual.timeline.compute_seconds / balanced.timeline.compute_seconds
@@ -276,7 +299,7 @@ def test_a_ring_holds_pieces_and_gathering_holds_all(monkeypatch: pytest.MonkeyP
     keys = 2 * 131_072 * 36 * 128 * 2
     ring = planned("h200:8", 131_072, 8, heads=36)
     monkeypatch.setattr(rule, "MOST_PIECES", 1)
-    gathered = planned("h200:8", 131_072, 8, heads=36)
+    gathered = planned.__wrapped__("h200:8", 131_072, 8, heads=36)
     saved = gathered.predicted_memory.temporary - ring.predicted_memory.temporary
     assert saved > keys / 2
 
@@ -288,12 +311,12 @@ def test_a_ring_holds_pieces_and_gathering_holds_all(monkeypatch: pytest.MonkeyP
 def test_pieces_get_kernels(goes_round: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not goes_round:
         monkeypatch.setattr(rule, "MOST_PIECES", 1)
-    text = planned("h200:8", 131_072, 8).as_text("emitted")
+    text = planned.__wrapped__("h200:8", 131_072, 8).as_text("emitted")
     # One kernel with a causal mask, of the own piece, and one for both halves of any other.
     assert text.count("CAUSAL") == 2
     assert text.count("fmhaSoftmax(") == 2 and text.count("fmhaSoftmaxBackward(") == 2
     assert "ScaleBias" not in text
-    text = planned("v5p:2x2x2", 131_072, 8).as_text("emitted")
+    text = planned.__wrapped__("v5p:2x2x2", 131_072, 8).as_text("emitted")
     assert text.count("@tpu_custom_call") >= 6, "the gradient takes two"
 
 

@@ -79,8 +79,21 @@ SPLITS = {
 """Name -> axes, spec of rows, spec of (experts, width inside), and rows and experts of a device."""
 
 
+ALIKE = (
+    "rows",
+    "experts",
+    "uneven rows",
+    "rows and experts alike",
+    "rows over more",
+    "sequence, experts and width",
+)
+"""Splits of which others have every part."""
+
+
 @pytest.mark.usefixtures("exact_plans")
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.heavy if n in ALIKE else ()) for n in SPLITS]
+)
 def test_split(name: str, devices8: Any) -> None:
     axes, rows, own, (batch, here) = SPLITS[name]
     mesh = spmd.make_mesh(devices=devices8[: int(np.prod(list(axes.values())))], **axes)
@@ -143,7 +156,7 @@ ROUTES = {
 
 
 @pytest.mark.parametrize("name", ROUTES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_rows_reach_their_experts_however_many_there_are(
     name: str, seed: int, exchanging: Any
 ) -> None:

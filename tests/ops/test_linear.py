@@ -25,15 +25,6 @@ def mesh(devices8: Any) -> spmd.Mesh:
     return spmd.make_mesh(x=4, y=2, devices=devices8)
 
 
-def split_and_whole(
-    function: Any, mesh: Any, specs: Any, *args: Any, out: Any = None, atol: float = 1e-5
-) -> None:
-    compiled = spmd.jit(function, mesh=mesh, in_specs=specs, out_specs=out, options=CHECKED)
-    got, want = compiled(*args), jax.jit(function)(*args)
-    scale = float(np.abs(np.asarray(want, np.float32)).max())
-    np.testing.assert_allclose(got, want, rtol=0, atol=atol * scale)
-
-
 def weights(kind: str, outputs: int = 24, inputs: int = 512) -> tuple[Any, Any]:
     """A weight in one form, and the matrix that it stands for."""
     whole = np.random.default_rng(1).standard_normal((outputs, inputs)).astype(np.float32)
@@ -135,10 +126,14 @@ def test_linear_split(kind: str, split: str, mesh: spmd.Mesh) -> None:
         groups = values[1:] if weight["values"].ndim == 3 else ()
         spec = {"values": (*values, *(None,) * len(groups)), "scales": (*scales, *groups)}
     x = np.random.default_rng(0).standard_normal((2, 512)).astype(np.float32)
-    split_and_whole(linear, mesh, (x_spec, spec), x, weight)
     many = [weight, weights(kind, 72)[0], weight]
-    for i in range(3):
-        split_and_whole(lambda x, w, i=i: linears(x, w)[i], mesh, (x_spec, [spec] * 3), x, many)
+
+    def both(x: Any, many: Any) -> Any:
+        return linear(x, many[0]), *linears(x, many)
+
+    compiled = spmd.jit(both, mesh=mesh, in_specs=(x_spec, [spec] * 3), options=CHECKED)
+    for got, want in zip(compiled(x, many), jax.jit(both)(x, many), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * float(np.abs(want).max()))
 
 
 def test_linears_shapes_are_checked() -> None:

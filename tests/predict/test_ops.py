@@ -30,15 +30,16 @@ OPTIONS = Options(memory_limit=1 << 50, cache_dir="none")
 
 
 def ops_of_corpus() -> Iterator[Program]:
-    """Each kind of op that the programs of the rules' tests have, alone, arguments to results."""
-    seen: set[OpKind] = set()
+    """Ops of the programs of the rules' tests, two kinds of each, alone, arguments to results."""
+    seen: dict[str, set[OpKind]] = {}
     for case in CASES:
         program = propagated_of(spmd.jit(case.fn, mesh=MESH).request(*case.args)).program
         for op in program.walk():
             kind, count = op.kind, len(op.operands)
-            if op.regions or not op.results or not count or kind in seen:
+            kinds = seen.setdefault(kind.name, set())
+            if op.regions or not op.results or not count or kind in kinds or len(kinds) == 2:
                 continue
-            seen.add(kind)
+            kinds.add(kind)
             values = tuple(range(count + len(op.results)))
             args, results = values[:count], values[count:]
             yield program._replace(
@@ -94,7 +95,7 @@ def test_all_judges_say_the_same_of_an_op() -> None:
             assert sum(move.bytes for move in plan.moves) == sent, op.kind
             copies = peak_memory(local, (), H200S.platform).temporary  # of operands, transposed
             assert peak_of(plan).bytes == trial.bytes - copies, op.kind
-    assert compared > 1.4 * kinds > 1000
+    assert compared > 1.4 * kinds > 180
 
 
 def test_gathers_take_what_is_planned_for_them() -> None:

@@ -147,7 +147,6 @@ def atoms(value: shardy.Value, mesh: Mesh) -> Dims:
     return atoms_of_attr(attr, shape, mesh, value.op, None, even=False)
 
 
-# ---------------------------------------------------------------------------------------------
 # Reasons. A difference has one of its own, or it comes with another that a chain of ops leads to.
 
 TIE, CONFLICT, NEIGHBOUR = "tie", "conflict", "dispute"

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import shardy
 from spmd.ir.control_flow import ties
 from spmd.mesh.sharding import Sharding, is_legal
-from tests.ir.dialect.cases_given import CASES, Case
+from tests.ir.dialect.cases_given import CASES, LONG, Case
 from tests.ir.dialect.cases_marked import MARKED
 from tests.propagation.against_shardy import (
     EQUAL,
@@ -36,17 +36,18 @@ SHARDYS_OWN = {
 }
 """Reasons for which Shardy may lack what follows by necessity."""
 
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+QUICK = [case for case in CASES if not case.name.startswith(LONG)]
 
 
-@lru_cache(maxsize=1)
-def shardys() -> dict[str, list[shardy.Value] | shardy.Failure]:
-    return shardy.run_all(texts())
+@lru_cache(maxsize=2)
+def shardys(is_quick: bool) -> dict[str, list[shardy.Value] | shardy.Failure]:
+    return shardy.run_all(texts(is_quick))
 
 
-@lru_cache(maxsize=1)
-def texts() -> dict[str, str]:
-    return {case.name: case.text() for case in CASES}
+@lru_cache(maxsize=2)
+def texts(is_quick: bool) -> dict[str, str]:
+    return {case.name: case.text() for case in CASES if (case in QUICK) == is_quick}
 
 
 compared: dict[str, Comparison] = {}
@@ -54,15 +55,13 @@ compared: dict[str, Comparison] = {}
 
 def comparison(case: Case) -> Comparison:
     if case.name not in compared:
-        theirs = shardys()[case.name]
+        theirs = shardys(case in QUICK)[case.name]
         assert not isinstance(theirs, shardy.Failure), theirs.message
-        compared[case.name] = compare(texts()[case.name], case.mesh, theirs)
+        compared[case.name] = compare(texts(case in QUICK)[case.name], case.mesh, theirs)
     return compared[case.name]
 
 
-@every_case
-def test_values_find_each_other(case: Case) -> None:
-    found = comparison(case)
+def values_find_each_other(found: Comparison) -> None:
     body = found.stages.program.body
     keys = [pair.key for pair in found.pairs]
     assert len(set(keys)) == len(keys)
@@ -74,9 +73,7 @@ def test_values_find_each_other(case: Case) -> None:
     assert len(inside) >= len(ops) // 3
 
 
-@every_case
-def test_what_is_necessary_agrees(case: Case) -> None:
-    found = comparison(case)
+def what_is_necessary_agrees(found: Comparison) -> None:
     excused = shardys_own(found)
     for pair in found.pairs:
         for dim, (ours, theirs) in enumerate(zip(pair.ours, pair.theirs, strict=True)):
@@ -91,17 +88,13 @@ def shardys_own(found: Comparison) -> set[Pair]:
     return {pair for pair, why in explain(found).items() if reasons.intersection(why)}
 
 
-@every_case
-def test_every_difference_has_a_reason(case: Case) -> None:
-    found = comparison(case)
+def every_difference_has_a_reason(found: Comparison) -> None:
     why = explain(found)
     unknown = [describe(found, p, reasons) for p, reasons in why.items() if UNEXPLAINED in reasons]
     assert unknown == []
 
 
-@every_case
-def test_no_axis_splits_a_value_twice(case: Case) -> None:
-    found = comparison(case)
+def no_axis_splits_a_value_twice(found: Comparison) -> None:
     program, mesh = found.stages.program, found.stages.plan.mesh
     for pair in found.pairs:
         shape = program.types[pair.value].shape
@@ -109,9 +102,7 @@ def test_no_axis_splits_a_value_twice(case: Case) -> None:
             assert not dims or is_legal(Sharding(dims), shape, mesh, even=False), pair
 
 
-@every_case
-def test_closed_dims_stay_as_marked(case: Case) -> None:
-    found = comparison(case)
+def closed_dims_stay_as_marked(found: Comparison) -> None:
     propagated = found.stages.propagated
     results = set(propagated.program.body.results)
     for pair in found.pairs:
@@ -129,9 +120,7 @@ def test_closed_dims_stay_as_marked(case: Case) -> None:
 MARK = "sdy.sharding_constraint"
 
 
-@every_case
-def test_values_that_are_one_are_split_alike(case: Case) -> None:
-    found = comparison(case)
+def values_that_are_one_are_split_alike(found: Comparison) -> None:
     propagated = found.stages.propagated
     body = propagated.program.body
     own_way = {*propagated.cheap, *propagated.marks, *body.args, *body.results}
@@ -141,9 +130,7 @@ def test_values_that_are_one_are_split_alike(case: Case) -> None:
             assert len({propagated.proposals[v] for v in values}) <= 1, (op.loc, tie)
 
 
-@every_case
-def test_barriers_pass_everything(case: Case) -> None:
-    found = comparison(case)
+def barriers_pass_everything(found: Comparison) -> None:
     theirs = {pair.value: pair.theirs for pair in found.pairs}
     for op in found.stages.program.walk():
         if op.name != "stablehlo.optimization_barrier":
@@ -161,6 +148,26 @@ def is_settled(needs: Necessity, value: int, theirs: dict) -> bool:
     return bool(places) and not any(p in needs.contested or p in needs.disputed for p in places)
 
 
+CHECKS = (
+    values_find_each_other,
+    what_is_necessary_agrees,
+    every_difference_has_a_reason,
+    no_axis_splits_a_value_twice,
+    closed_dims_stay_as_marked,
+    values_that_are_one_are_split_alike,
+    barriers_pass_everything,
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=() if c in QUICK else pytest.mark.heavy, id=c.name) for c in CASES],
+)
+def test_what_both_propagate(case: Case) -> None:
+    for check in CHECKS:
+        check(comparison(case))
+
+
 def test_a_batch_keeps_its_axis_from_weights() -> None:
     """Both the batch and the weights are split over `data`; no activation is marked."""
     case = next(case for case in MARKED if case.name == "conflict.weights_from_a_loss")
@@ -172,9 +179,9 @@ def test_a_batch_keeps_its_axis_from_weights() -> None:
 
 
 def test_most_is_compared_and_most_is_equal() -> None:
-    split = [p for case in CASES for p in comparison(case).pairs if any(p.ours) or any(p.theirs)]
-    must = [place for case in CASES for place in comparison(case).needs.must]
-    assert len(split) > 4000 and len(must) > 3000
+    split = [p for case in QUICK for p in comparison(case).pairs if any(p.ours) or any(p.theirs)]
+    must = [place for case in QUICK for place in comparison(case).needs.must]
+    assert len(split) > 1000 and len(must) > 1000
     assert sum(pair.relation == EQUAL for pair in split) > 0.8 * len(split)
 
 

@@ -186,7 +186,6 @@ def test_of_a_module() -> None:
     assert found.comparisons[0].type.dtype == "f64"
 
 
-# ---------------------------------------------------------------------------------------------
 # Comparing.
 
 F32, BF16, I32 = (TensorType((3,), d) for d in ("f32", "bf16", "i32"))

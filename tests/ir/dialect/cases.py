@@ -231,10 +231,16 @@ OTHER: tuple[Case, ...] = (
     Case("mark", lambda x: spmd.mark_sharding(x * 2, MESH, (..., "model")), (X,)),
 )  # fmt: skip
 
+
+def together(name: str, fns: dict[str, Callable[..., Any]], *args: Any) -> Case:
+    """One program of ops whose rules are alike, each with a sharding of its own."""
+    return Case(name, lambda *args: {name: fn(*args) for name, fn in fns.items()}, args)
+
+
 CASES: tuple[Case, ...] = (
-    *(Case(name, fn, (X,)) for name, fn in UNARY.items()),
-    *(Case(name, fn, (X, Y)) for name, fn in BINARY.items()),
-    *(Case(name, fn, (I, J)) for name, fn in INTEGER.items()),
+    together("unary", UNARY, X),
+    together("binary", BINARY, X, Y),
+    together("integer", INTEGER, I, J),
     *OTHER,
     *(Case(*entry) for entry in (*LINALG, *MISC, *WINDOWS)),
 )

@@ -149,3 +149,6 @@ MODULES = (
 )
 
 CASES: tuple[Case, ...] = (*MARKED, *MODULES)
+
+LONG = ("llama.", "corpus.vision.", "corpus.equinox.", "corpus.sequence.lstm", "corpus.optax.")
+"""What the names of modules begin with that take seconds to plan."""

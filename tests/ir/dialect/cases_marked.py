@@ -184,7 +184,13 @@ def cross_entropy(logits: Any, labels: Any) -> Any:
 
 
 NHWC = ("NHWC", "HWIO", "NHWC")
-XW = (arg(8, 16, at=("data", ...)), arg(16, 32, at=(..., "model")))
+BOTH = arg(8, 16, at=("data", "model"))
+ROWS = arg(8, 16, at=("data", ...))
+COLUMNS = arg(8, 16, at=(..., "model"))
+PLAIN = arg(8, 16)
+SQUARE = arg(16, 16)
+SQUARE_ROWS = arg(16, 16, at=("data", ...))
+XW = (ROWS, arg(16, 32, at=(..., "model")))
 MLP = (
     arg(16, 16, at=("data", None)),
     arg(16, 32, at=("data", "model")),
@@ -207,25 +213,13 @@ KERNEL = arg(3, 3, 8, 16, at=(..., ..., ..., "model"))
 
 MARKED: tuple[Marked, ...] = (
     # Elementwise.
-    Marked(
-        "elementwise.chain",
-        lambda x: jnp.exp(jnp.sin(x) * 2 + x),
-        (arg(8, 16, at=("data", "model")),),
-    ),
-    Marked(
-        "elementwise.backward",
-        lambda x, y: mark(x * y + 1, "data", "model"),
-        (arg(8, 16), arg(8, 16)),
-    ),
-    Marked(
-        "elementwise.both_ends",
-        lambda x, y: jnp.where(x > 0, x, y) + y,
-        (arg(8, 16, at=("data", ...)), arg(8, 16, at=(..., "model"))),
-    ),
+    Marked("elementwise.chain", lambda x: jnp.exp(jnp.sin(x) * 2 + x), (BOTH,)),
+    Marked("elementwise.backward", lambda x, y: mark(x * y + 1, "data", "model"), (PLAIN, PLAIN)),
+    Marked("elementwise.both_ends", lambda x, y: jnp.where(x > 0, x, y) + y, (ROWS, COLUMNS)),
     Marked(
         "elementwise.longer_wins",
         lambda x, y: x + y,
-        (arg(16, 16, at=("data", ...)), arg(16, 16, at=(("data", "model"), ...))),
+        (SQUARE_ROWS, arg(16, 16, at=(("data", "model"), ...))),
     ),
     Marked(
         "elementwise.uneven",
@@ -238,40 +232,20 @@ MARKED: tuple[Marked, ...] = (
         (arg(8, 16, at=("data", None)), arg(8, 16, at=(None, "model"))),
     ),
     # Closed and open dims.
-    Marked(
-        "dims.closed_argument",
-        lambda x, y: x * 2 + y,
-        (arg(8, 16, at=("data", None)), arg(8, 16, at=("data", "model"))),
-    ),
-    Marked(
-        "dims.open_argument",
-        lambda x, y: x * 2 + y,
-        (arg(8, 16, at=("data", ...)), arg(8, 16, at=("data", "model"))),
-    ),
-    Marked(
-        "dims.closed_inside",
-        lambda x: jnp.sin(mark(jnp.cos(x), "data", None)) + x,
-        (arg(8, 16, at=("data", "model")),),
-    ),
-    Marked(
-        "dims.open_inside",
-        lambda x, y: jnp.sin(mark(x, "data", ...)) + y,
-        (arg(8, 16), arg(8, 16, at=(..., "model"))),
-    ),
-    Marked(
-        "dims.replicated_inside",
-        lambda x: jnp.sin(mark(x * 2, None, None)) + 1,
-        (arg(8, 16, at=("data", "model")),),
-    ),
+    Marked("dims.closed_argument", lambda x, y: x * 2 + y, (arg(8, 16, at=("data", None)), BOTH)),
+    Marked("dims.open_argument", lambda x, y: x * 2 + y, (ROWS, BOTH)),
+    Marked("dims.closed_inside", lambda x: jnp.sin(mark(jnp.cos(x), "data", None)) + x, (BOTH,)),
+    Marked("dims.open_inside", lambda x, y: jnp.sin(mark(x, "data", ...)) + y, (PLAIN, COLUMNS)),
+    Marked("dims.replicated_inside", lambda x: jnp.sin(mark(x * 2, None, None)) + 1, (BOTH,)),
     # dot_general.
     Marked("dot.free_dims", lambda x, w: x @ w, XW),
-    Marked("dot.contracting", lambda x, w: x @ w, (arg(8, 16, at=(..., "model")), arg(16, 32))),
+    Marked("dot.contracting", lambda x, w: x @ w, (COLUMNS, arg(16, 32))),
     Marked(
         "dot.batch",
         lambda x, y: jnp.einsum("bik,bkj->bij", x, y),
         (arg(8, 4, 6, at=("data", ..., "model")), arg(8, 6, 4)),
     ),
-    Marked("dot.backward", lambda x, w: mark(x @ w, "data", "model"), (arg(8, 16), arg(16, 32))),
+    Marked("dot.backward", lambda x, w: mark(x @ w, "data", "model"), (PLAIN, arg(16, 32))),
     Marked(
         "dot.many_dims",
         lambda x, y: jnp.einsum("abcd,bdef->abcef", x, y),
@@ -280,21 +254,15 @@ MARKED: tuple[Marked, ...] = (
     Marked(
         "dot.outer", lambda x, y: jnp.outer(x, y), (arg(8, at=("data",)), arg(16, at=("model",)))
     ),
-    Marked("dot.vector", lambda x, v: x @ v, (arg(8, 16, at=("data", "model")), arg(16))),
-    Marked(
-        "dot.axis_wanted_twice",
-        lambda x, w: x @ w,
-        (arg(8, 16, at=("data", ...)), arg(16, 32, at=(..., "data"))),
-    ),
+    Marked("dot.vector", lambda x, v: x @ v, (BOTH, arg(16))),
+    Marked("dot.axis_wanted_twice", lambda x, w: x @ w, (ROWS, arg(16, 32, at=(..., "data")))),
     Marked("dot.gradients", gradients(lambda x, w: x @ w), XW),
     # Reshape, transpose, broadcast.
-    Marked("reshape.split", lambda x: x.reshape(4, 2, 16) * 2, (arg(8, 16, at=("data", "model")),)),
+    Marked("reshape.split", lambda x: x.reshape(4, 2, 16) * 2, (BOTH,)),
     Marked(
         "reshape.merge", lambda x: x.reshape(8, 16) * 2, (arg(4, 2, 16, at=("data", "model", ...)),)
     ),
-    Marked(
-        "reshape.split_sub_axis", lambda x: x.reshape(2, 4, 16) + 1, (arg(8, 16, at=("data", ...)),)
-    ),
+    Marked("reshape.split_sub_axis", lambda x: x.reshape(2, 4, 16) + 1, (ROWS,)),
     Marked(
         "reshape.merge_sub_axis", lambda x: mark(x.reshape(8, 16), "data", ...), (arg(2, 4, 16),)
     ),
@@ -303,11 +271,7 @@ MARKED: tuple[Marked, ...] = (
         lambda x: jnp.sin(x.reshape(4, 8)),
         (arg(32, at=(("data", "model"),)),),
     ),
-    Marked(
-        "reshape.size_one",
-        lambda x: x.reshape(8, 1, 16, 1) + 1,
-        (arg(8, 16, at=("data", "model")),),
-    ),
+    Marked("reshape.size_one", lambda x: x.reshape(8, 1, 16, 1) + 1, (BOTH,)),
     Marked(
         "reshape.drop_size_one",
         lambda x: x.reshape(8, 16) + 1,
@@ -327,56 +291,36 @@ MARKED: tuple[Marked, ...] = (
     Marked(
         "transpose", lambda x: x.transpose(2, 0, 1) * 2, (arg(4, 8, 16, at=("model", "data", ...)),)
     ),
-    Marked("broadcast.rows", lambda x, b: x + b, (arg(8, 16, at=("data", "model")), arg(16))),
-    Marked("broadcast.size_one", lambda x, c: x * c, (arg(8, 16, at=("data", "model")), arg(8, 1))),
+    Marked("broadcast.rows", lambda x, b: x + b, (BOTH, arg(16))),
+    Marked("broadcast.size_one", lambda x, c: x * c, (BOTH, arg(8, 1))),
     Marked(
         "broadcast.backward",
         lambda b: mark(jnp.broadcast_to(b, (8, 16)), "data", "model"),
         (arg(16),),
     ),
     # Reductions.
-    Marked(
-        "reduce.sum", lambda x: (x.sum(0), x.sum(1), x.sum()), (arg(8, 16, at=("data", "model")),)
-    ),
-    Marked("reduce.backward", lambda x: mark(x.sum(1), "data"), (arg(8, 16),)),
-    Marked("reduce.argmax", lambda x: (x.argmax(1), x.max(1)), (arg(8, 16, at=("data", "model")),)),
-    Marked("reduce.softmax", jax.nn.softmax, (arg(8, 16, at=("data", "model")),)),
-    Marked("reduce.layer_norm", layer_norm, (arg(8, 16, at=("data", "model")), arg(16), arg(16))),
-    Marked("reduce.cumsum", lambda x: jnp.cumsum(x, 1), (arg(8, 16, at=("data", ...)),)),
-    Marked("reduce.cumsum_split", lambda x: jnp.cumsum(x, 1), (arg(8, 16, at=(..., "model")),)),
+    Marked("reduce.sum", lambda x: (x.sum(0), x.sum(1), x.sum()), (BOTH,)),
+    Marked("reduce.backward", lambda x: mark(x.sum(1), "data"), (PLAIN,)),
+    Marked("reduce.argmax", lambda x: (x.argmax(1), x.max(1)), (BOTH,)),
+    Marked("reduce.softmax", jax.nn.softmax, (BOTH,)),
+    Marked("reduce.layer_norm", layer_norm, (BOTH, arg(16), arg(16))),
+    Marked("reduce.cumsum", lambda x: jnp.cumsum(x, 1), (ROWS,)),
+    Marked("reduce.cumsum_split", lambda x: jnp.cumsum(x, 1), (COLUMNS,)),
     # Joining and cutting.
-    Marked(
-        "concatenate.other_dim",
-        lambda x, y: jnp.concatenate([x, y], 1),
-        (arg(8, 16, at=("data", ...)), arg(8, 8)),
-    ),
-    Marked(
-        "concatenate.own_dim",
-        lambda x, y: jnp.concatenate([x, y], 1),
-        (arg(8, 16, at=(..., "model")), arg(8, 16)),
-    ),
-    Marked("stack", lambda x, y: jnp.stack([x, y]), (arg(8, 16, at=("data", "model")), arg(8, 16))),
-    Marked(
-        "pad.other_dim", lambda x: jnp.pad(x, ((0, 0), (1, 1))), (arg(8, 16, at=("data", ...)),)
-    ),
-    Marked(
-        "pad.own_dim", lambda x: jnp.pad(x, ((0, 0), (0, 16))), (arg(8, 16, at=(..., "model")),)
-    ),
-    Marked("slice.other_dim", lambda x: x[:, 2:10], (arg(8, 16, at=("data", ...)),)),
-    Marked("slice.own_dim", lambda x: x[:, :8], (arg(8, 16, at=("data", "model")),)),
-    Marked(
-        "slice.halves", lambda x: jnp.sin(x[:, :8]) * x[:, 8:], (arg(8, 16, at=("data", "model")),)
-    ),
-    Marked("reverse", lambda x: x[:, ::-1], (arg(8, 16, at=("data", "model")),)),
-    Marked(
-        "dynamic_slice",
-        lambda x, i: lax.dynamic_slice(x, (0, i), (8, 4)),
-        (arg(8, 16, at=("data", "model")), ints()),
-    ),
+    Marked("concatenate.other_dim", lambda x, y: jnp.concatenate([x, y], 1), (ROWS, arg(8, 8))),
+    Marked("concatenate.own_dim", lambda x, y: jnp.concatenate([x, y], 1), (COLUMNS, PLAIN)),
+    Marked("stack", lambda x, y: jnp.stack([x, y]), (BOTH, PLAIN)),
+    Marked("pad.other_dim", lambda x: jnp.pad(x, ((0, 0), (1, 1))), (ROWS,)),
+    Marked("pad.own_dim", lambda x: jnp.pad(x, ((0, 0), (0, 16))), (COLUMNS,)),
+    Marked("slice.other_dim", lambda x: x[:, 2:10], (ROWS,)),
+    Marked("slice.own_dim", lambda x: x[:, :8], (BOTH,)),
+    Marked("slice.halves", lambda x: jnp.sin(x[:, :8]) * x[:, 8:], (BOTH,)),
+    Marked("reverse", lambda x: x[:, ::-1], (BOTH,)),
+    Marked("dynamic_slice", lambda x, i: lax.dynamic_slice(x, (0, i), (8, 4)), (BOTH, ints())),
     Marked(
         "dynamic_update_slice",
         lambda x, y, i: lax.dynamic_update_slice(x, y, (0, i)),
-        (arg(8, 16, at=("data", "model")), arg(8, 4), ints()),
+        (BOTH, arg(8, 4), ints()),
     ),
     # Indexing.
     Marked(
@@ -394,11 +338,7 @@ MARKED: tuple[Marked, ...] = (
         lambda i, t: mark(embedding(i, t), "data", None, "model"),
         (ints(8, 16), arg(64, 32)),
     ),
-    Marked(
-        "gather.batched",
-        lambda x, i: jnp.take_along_axis(x, i, 1),
-        (arg(8, 16, at=("data", ...)), ints(8, 4)),
-    ),
+    Marked("gather.batched", lambda x, i: jnp.take_along_axis(x, i, 1), (ROWS, ints(8, 4))),
     Marked(
         "scatter.add",
         lambda x, i, y: x.at[i].add(y),
@@ -409,8 +349,8 @@ MARKED: tuple[Marked, ...] = (
         lambda i, t: jax.grad(lambda t: embedding(i, t).sum())(t),
         (ints(8, 16, at=("data", ...)), arg(64, 32, at=(..., "model"))),
     ),
-    Marked("sort", lambda x: jnp.sort(x, 1), (arg(8, 16, at=("data", ...)),)),
-    Marked("top_k", lambda x: lax.top_k(x, 4), (arg(8, 16, at=("data", ...)),)),
+    Marked("sort", lambda x: jnp.sort(x, 1), (ROWS,)),
+    Marked("top_k", lambda x: lax.top_k(x, 4), (ROWS,)),
     Marked(
         "iota.one_hot",
         lambda i: jax.nn.one_hot(i, 32) @ jnp.ones((32, 4)),
@@ -458,31 +398,23 @@ MARKED: tuple[Marked, ...] = (
         (arg(8, 16, 16, 8, at=("data", ..., ..., "model")),),
     ),
     # Conflicts.
-    Marked(
-        "conflict.two_arguments",
-        lambda x, y: x + y,
-        (arg(8, 16, at=("data", ...)), arg(8, 16, at=("model", ...))),
-    ),
+    Marked("conflict.two_arguments", lambda x, y: x + y, (ROWS, arg(8, 16, at=("model", ...)))),
     Marked("conflict.transposed", lambda x: x + x.T, (arg(16, 16, at=("data", "model")),)),
     Marked("conflict.square", lambda x: x @ x, (arg(16, 16, at=("data", "model")),)),
     Marked(
         "conflict.chain",
         lambda x, v, w: (x @ v) @ w,
-        (
-            arg(8, 16, at=("data", ...)),
-            arg(16, 16, at=("model", "data")),
-            arg(16, 16, at=("data", ...)),
-        ),
+        (ROWS, arg(16, 16, at=("model", "data")), SQUARE_ROWS),
     ),
     Marked(
         "conflict.square_of_disputed",
         lambda x, w: (lambda h: h @ h + h.T)(jnp.sin(x @ w)),
-        (arg(16, 16, at=("data", ...)), arg(16, 16, at=(None, "data"))),
+        (SQUARE_ROWS, arg(16, 16, at=(None, "data"))),
     ),
     Marked(
         "conflict.weights_from_behind",
         lambda x, w, v: jnp.sin(x @ w) + v @ w,
-        (arg(16, 16, at=("data", ...)), arg(16, 16, at=(None, "data")), arg(16, 16)),
+        (SQUARE_ROWS, arg(16, 16, at=(None, "data")), SQUARE),
     ),
     Marked(
         "conflict.weights_from_a_loss",
@@ -499,51 +431,33 @@ MARKED: tuple[Marked, ...] = (
         (arg(16, 16, at=(("data", "model"), ...)), arg(16, 16, at=(("model", "data"), ...))),
     ),
     # Control flow.
-    Marked("while.forward", while_loop, (arg(8, 16, at=("data", "model")), arg(8, 16))),
+    Marked("while.forward", while_loop, (BOTH, PLAIN)),
     Marked(
-        "while.backward",
-        lambda x, y: mark(while_loop(x, y)[1], "data", "model"),
-        (arg(8, 16), arg(8, 16)),
+        "while.backward", lambda x, y: mark(while_loop(x, y)[1], "data", "model"), (PLAIN, PLAIN)
     ),
-    Marked(
-        "while.swapped",
-        swapped_carries,
-        (arg(8, 16, at=("data", ...)), arg(8, 16, at=(..., "model"))),
-    ),
-    Marked(
-        "scan.forward",
-        scanned,
-        (arg(8, 16, at=("data", ...)), arg(3, 16, 16, at=(None, None, "model"))),
-    ),
-    Marked("scan.marked_inside", scan_marked_inside, (arg(8, 16), arg(16, 16))),
+    Marked("while.swapped", swapped_carries, (ROWS, COLUMNS)),
+    Marked("scan.forward", scanned, (ROWS, arg(3, 16, 16, at=(None, None, "model")))),
+    Marked("scan.marked_inside", scan_marked_inside, (PLAIN, SQUARE)),
     Marked(
         "scan.gradients",
         gradients(lambda x, ws: scanned(x, ws)[0]),
-        (arg(8, 16, at=("data", ...)), arg(3, 16, 16, at=(None, "model", ...))),
+        (ROWS, arg(3, 16, 16, at=(None, "model", ...))),
     ),
-    Marked(
-        "cond.forward",
-        branches,
-        (arg(8, 16, at=("data", ...)), arg(8, 16, at=(..., "model")), ints()),
-    ),
+    Marked("cond.forward", branches, (ROWS, COLUMNS, ints())),
     Marked(
         "cond.backward",
         lambda x, y, f: mark(branches(x, y, f), "data", "model"),
-        (arg(8, 16), arg(8, 16), ints()),
+        (PLAIN, PLAIN, ints()),
     ),
-    Marked("case", switch, (arg(8, 16, at=("data", ...)), arg(16, 16, at=(..., "model")), ints())),
+    Marked("case", switch, (ROWS, arg(16, 16, at=(..., "model")), ints())),
     Marked(
-        "optimization_barrier",
-        lambda x, y: lax.optimization_barrier((x, y + 1)),
-        (arg(8, 16, at=("data", ...)), arg(8, 16, at=(..., "model"))),
+        "optimization_barrier", lambda x, y: lax.optimization_barrier((x, y + 1)), (ROWS, COLUMNS)
     ),
     # Calls and transformations.
     Marked("calls.function_twice", called_twice, (*XW, arg(32, 16))),
     Marked("calls.custom_vjp", gradients(lambda x, w: clipped(x @ w)), XW),
     Marked(
-        "calls.remat",
-        gradients(rematerialized),
-        (arg(8, 16, at=("data", ...)), arg(16, 16, at=(..., "model")), arg(16, 16)),
+        "calls.remat", gradients(rematerialized), (ROWS, arg(16, 16, at=(..., "model")), SQUARE)
     ),
     Marked(
         "calls.vmap",

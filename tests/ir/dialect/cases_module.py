@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,31 +31,57 @@ def tensor(array: Any) -> str:
     return "tensor<" + "".join(f"{n}x" for n in a.shape) + dtype + ">"
 
 
+Part = tuple[str, Callable[..., Any], tuple[Any, ...]]
+"""A body, numpy's function and arguments."""
+
+
 def case(name: str, body: str, want: Callable[..., Any], *args: Any) -> ModuleCase:
     """A case whose body reads `%0`, `%1`, ... of types `$0`, ... and defines `%r` of type `$r`.
 
     `%r:2` and types `$r0`, `$r1` stand for an op of two results. A body may begin with functions,
     up to a line of dashes.
     """
-    with np.errstate(all="ignore"):
-        found = want(*args)
-    results = found if isinstance(found, tuple) else (found,)
-    functions, _, code = body.rpartition("----")
-    text = re.sub(r"\$(\d)", lambda m: tensor(args[int(m[1])]), code)
-    text = re.sub(r"\$r(\d)", lambda m: tensor(results[int(m[1])]), text)
-    text = text.replace("$r", tensor(results[0])).replace("%r:", "%res:")
-    params = ", ".join(f"%arg{i}: {tensor(a)}" for i, a in enumerate(args))
-    text = re.sub(r"%(\d)", r"%arg\1", text)
-    types = ", ".join(map(tensor, results))
-    names = ["%r"] if len(results) == 1 else [f"%res#{i}" for i in range(len(results))]
+    return together(name, (body, want, args))
+
+
+def together(name: str, *parts: Part) -> ModuleCase:
+    """One case of several bodies, each of which has arguments of its own."""
+    all_args, names, types, texts, functions = list[Any](), list[str](), list[str](), "", ""
+    for number, (body, want, args) in enumerate(parts):
+        with np.errstate(all="ignore"):
+            found = want(*args)
+        results = list(map(tensor, found if isinstance(found, tuple) else (found,)))
+        before, _, text = body.rpartition("----")
+        for kind, given in (("", list(map(tensor, args))), ("r", results)):
+            for i, type_ in enumerate(given):
+                text = text.replace(f"${kind}{i}", type_)
+        text = text.replace("$r", results[0]).replace("%r", f"%res{number}")
+        for i in range(len(args)):
+            text = text.replace(f"%{i}", f"%arg{len(all_args) + i}")
+        texts += text + "\n"
+        count = len(results)
+        names += [f"%res{number}" + (f"#{i}" if count > 1 else "") for i in range(count)]
+        types += results
+        functions += before
+        all_args += args
+    params = ", ".join(f"%arg{i}: {tensor(a)}" for i, a in enumerate(all_args))
     module = f"""module {{
     {functions}
-    func.func public @main({params}) -> ({types}) {{
-      {text}
-      return {", ".join(names)} : {types}
+    func.func public @main({params}) -> ({", ".join(types)}) {{
+      {texts}
+      return {", ".join(names)} : {", ".join(types)}
     }}
     }}"""
-    return ModuleCase(name, module, tuple(map(np.asarray, args)), want)
+
+    def all_of(*given: Any) -> tuple[Any, ...]:
+        found, rest = list[Any](), list(given)
+        for _, want, args in parts:
+            own, rest = rest[: len(args)], rest[len(args) :]
+            made = want(*own)
+            found += made if isinstance(made, tuple) else (made,)
+        return tuple(found)
+
+    return ModuleCase(name, module, tuple(map(np.asarray, all_args)), all_of)
 
 
 X = matrices(8, 16)
@@ -155,16 +180,21 @@ def custom_call(target: str, signature: str, attrs: str = "") -> str:
     return f"{results} = stablehlo.custom_call @{target}({operands}) {attrs} : {signature}"
 
 
-def broadcasting(name: str, want: Any, *args: Any, attrs: str = "") -> ModuleCase:
+def broadcasting(name: str, want: Any, *args: Any, attrs: str = "") -> Part:
     operands = ", ".join(f"%{i}" for i in range(len(args)))
     types = ", ".join(f"${i}" for i in range(len(args)))
-    body = f'%r = "chlo.broadcast_{name}"({operands}) {attrs} : ({types}) -> $r'
-    return case(f"chlo.broadcast_{name}", body, want, *args)
+    return f'%r = "chlo.broadcast_{name}"({operands}) {attrs} : ({types}) -> $r', want, args
 
 
 _COMPARE = "{comparison_direction = #chlo<comparison_direction LT>}"
 
-BROADCASTING = (
+
+def polygamma(n: Array, x: Array) -> Any:
+    return scipy.special.polygamma(n.astype(np.int32), x).astype(np.float32)
+
+
+BROADCASTING = together(
+    "chlo.broadcast",
     broadcasting("add", np.add, X, ROW),
     broadcasting("and", np.bitwise_and, I, J),
     broadcasting("atan2", np.arctan2, X, ROW),
@@ -176,28 +206,18 @@ BROADCASTING = (
     broadcasting("multiply", np.multiply, X, np.float32(3)),
     broadcasting("next_after", np.nextafter, X, ROW),
     broadcasting("or", np.bitwise_or, I, J),
-    broadcasting(
-        "polygamma",
-        lambda n, x: scipy.special.polygamma(n.astype(np.int32), x).astype(np.float32),
-        np.ones(16, np.float32),
-        X + 3,
-    ),
+    broadcasting("polygamma", polygamma, np.ones(16, np.float32), X + 3),
     broadcasting("power", np.power, X + 2, ROW),
     broadcasting("remainder", np.fmod, X, ROW),
     broadcasting("select", lambda p, x, y: np.where(p, x, y), B, X, ROW),
     broadcasting("shift_left", np.left_shift, I, J),
     broadcasting("shift_right_arithmetic", np.right_shift, -I, J),
     broadcasting("shift_right_logical", np.right_shift, I, J),
-    broadcasting(
-        "subtract",
-        lambda x, y: x - y[:, None],
-        X,
-        ROW[:8],
-        attrs="{broadcast_dimensions = array<i64: 0>}",
-    ),
+    broadcasting("subtract", lambda x, y: x - y[:, None], X, ROW[:8],
+                 attrs="{broadcast_dimensions = array<i64: 0>}"),
     broadcasting("xor", np.bitwise_xor, I, J),
     broadcasting("zeta", lambda x, q: scipy.special.zeta(x, q).astype(np.float32), X + 3, ROW + 2),
-)
+)  # fmt: skip
 
 NORM = (
     case(
@@ -500,19 +520,15 @@ MISC = (
         top_k, X,
     ),
     case("custom_call:TopK", custom_call("TopK", "($0) -> ($r0, $r1)"), top_k, X),
-    *(
-        case(
-            f"custom_call:mhlo.{name}",
-            custom_call(f"mhlo.{name}", "($0) -> $r", "{mhlo.attributes = {}}"),
-            want, x,
-        )
+    together("custom_call:mhlo", *(
+        (custom_call(f"mhlo.{name}", "($0) -> $r", "{mhlo.attributes = {}}"), want, (x,))
         for name, want, x in (
             ("acos", np.arccos, X), ("acosh", np.arccosh, X + 2), ("asin", np.arcsin, X),
             ("asinh", np.arcsinh, X), ("atan", np.arctan, X), ("atanh", np.arctanh, X * 0.9),
             ("cosh", np.cosh, X), ("erf", scipy.special.erf, X), ("sinh", np.sinh, X),
             ("tan", np.tan, X),
         )
-    ),
+    )),
     case(
         "custom_call:Sharding",
         custom_call("Sharding", "($0) -> $r", '{mhlo.sharding = "{devices=[8,1]<=[8]}"}'),
@@ -581,5 +597,5 @@ MISC = (
 )  # fmt: skip
 
 MODULES: tuple[ModuleCase, ...] = (
-    *BROADCASTING, *CONTRACT, *DYNAMIC, *LINALG, *MISC, *NORM,
+    BROADCASTING, *CONTRACT, *DYNAMIC, *LINALG, *MISC, *NORM,
 )  # fmt: skip

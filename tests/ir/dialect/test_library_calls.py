@@ -43,7 +43,8 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 NOT_ON_TPU = {"qr_pivoting", "eig", "tridiagonal"}
 """Functions that jax itself does not lower for TPUs."""
 
-CALLS = [(name, platform) for name in sorted(FUNCTIONS) for platform in ("cuda", "rocm")]
+CALLS: list[Any] = [(name, "cuda") for name in sorted(FUNCTIONS)]
+CALLS += [pytest.param(name, "rocm", marks=pytest.mark.heavy) for name in sorted(FUNCTIONS)]
 CALLS += [(name, "tpu") for name in sorted(FUNCTIONS.keys() - NOT_ON_TPU)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -35,54 +36,85 @@ def on_meshes(cases: Sequence[Any]) -> list[Any]:
     ]  # fmt: skip
 
 
-def jitted(case: Case, mesh: spmd.Mesh, rng: np.random.RandomState) -> Any:
-    in_specs = tuple(random_spec(rng, a.shape, mesh) for a in case.args)
-    shapes = jax.eval_shape(case.fn, *case.args)
-    out_specs = jax.tree.map(lambda s: random_spec(rng, s.shape, mesh), shapes)
-    options = spmd.Options(check=True)
-    return spmd.jit(case.fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, options=options), (
-        in_specs,
-        out_specs,
-    )
-
-
 OTHER_SPECS = {"rfft": 1}
 """Cases that draw other specs: XLA's CPU backend (jaxlib 0.10) cannot run an FFT of what a gather
 along a minor dim made, as it leaves the gather's layout to the FFT (fft_thunk.cc, RET_CHECK)."""
 
 
-@pytest.mark.parametrize(("case", "number"), on_meshes(CASES))
-def test_partitioned_equals_unpartitioned(case: Case, number: int) -> None:
-    seed = zlib.crc32(case.name.encode()) + number + OTHER_SPECS.get(case.name, 0)
-    mesh = spmd.make_mesh(**MESHES[0 if case.name == "mark" else number])
-    step, specs = jitted(case, mesh, np.random.RandomState(seed % 2**32))
-
-    def check(a: Any, b: Any) -> None:
-        np.testing.assert_allclose(
-            np.asarray(a, np.complex64 if np.iscomplexobj(b) else None),
-            np.asarray(b),
-            rtol=2e-5,
-            atol=1e-5,
-            err_msg=f"{case.name} on ({mesh}) with specs {specs}",
-        )
-
-    jax.tree.map(check, step(*case.args), jax.jit(case.fn)(*case.args))
+TOGETHER = 8
+"""Cases that are one program: each has its own specs, and much is done once for all of them."""
 
 
-@pytest.mark.parametrize("op", sorted(ONLY_IN_MODULES))
-def test_ops_that_jax_never_emits(op: str) -> None:
-    want, dtype = ONLY_IN_MODULES[op]
-    module = f"""
-    func.func @main(%x: tensor<8x4xf32>) -> tensor<8x4x{dtype}> {{
-      %y = "{op}"(%x) : (tensor<8x4xf32>) -> tensor<8x4x{dtype}>
-      return %y : tensor<8x4x{dtype}>
-    }}"""
+def groups() -> list[Any]:
+    """The cases on each mesh, those first that are on it if nothing heavy is."""
+    found = []
+    for number in range(2):
+        for is_heavy in (False, True):
+            own = [c for c in CASES if (number_of(c) != number) is is_heavy]
+            for first in range(0, len(own), TOGETHER):
+                group = own[first : first + TOGETHER]
+                name = f"{group[0].name}-{group[-1].name}-{number}"
+                marks = pytest.mark.heavy if is_heavy else ()
+                found.append(pytest.param(group, number, id=name, marks=marks))
+    return found
+
+
+def number_of(case: Case) -> int:
+    return 0 if case.name == "mark" else zlib.crc32(case.name.encode()) % 2
+
+
+@pytest.mark.parametrize(("group", "number"), groups())
+def test_partitioned_equals_unpartitioned(group: Sequence[Case], number: int) -> None:
+    mesh = spmd.make_mesh(**MESHES[number])
+    group = [case for case in group if number == 0 or case.name != "mark"]
+    in_specs, out_specs = list[Any](), list[Any]()
+    for case in group:
+        seed = zlib.crc32(case.name.encode()) + number + OTHER_SPECS.get(case.name, 0)
+        rng = np.random.RandomState(seed % 2**32)
+        in_specs += [random_spec(rng, a.shape, mesh) for a in case.args]
+        shapes = jax.tree.leaves(jax.eval_shape(case.fn, *case.args))
+        out_specs += [random_spec(rng, s.shape, mesh) for s in shapes]
+
+    def all_of(*args: Any) -> list[Any]:
+        given = iter(args)
+        found = (case.fn(*itertools.islice(given, len(case.args))) for case in group)
+        return jax.tree.leaves(list(found))
+
+    args = [a for case in group for a in case.args]
+    options = spmd.Options(check=True)
+    step = spmd.jit(
+        all_of, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, options=options
+    )
+    got = iter(step(*args))
+    for case in group:
+        for path, b in jax.tree_util.tree_leaves_with_path(jax.jit(case.fn)(*case.args)):
+            a = next(got)
+            np.testing.assert_allclose(
+                np.asarray(a, np.complex64 if np.iscomplexobj(b) else None),
+                np.asarray(b),
+                rtol=2e-5,
+                atol=1e-5,
+                err_msg=f"{case.name}{jax.tree_util.keystr(path)} with {a.sharding}",
+            )
+
+
+def test_ops_that_jax_never_emits() -> None:
+    lines = [
+        f'%y{i} = "{op}"(%x) : (tensor<8x4xf32>) -> tensor<8x4x{dtype}>'
+        for i, (op, (_, dtype)) in enumerate(ONLY_IN_MODULES.items())
+    ]
+    values = ", ".join(f"%y{i}" for i in range(len(lines)))
+    types = ", ".join(f"tensor<8x4x{dtype}>" for _, dtype in ONLY_IN_MODULES.values())
+    body = "\n".join([*lines, f"return {values} : {types}"])
+    module = f"func.func @main(%x: tensor<8x4xf32>) -> ({types}) {{\n{body}\n}}"
     mesh = spmd.make_mesh(**MESHES[0])
-    compiled = spmd.compile_stablehlo(module, mesh, [("data", "model")], [("model", None)])
+    specs = [("model", None)] * len(lines)
+    compiled = spmd.compile_stablehlo(module, mesh, [("data", "model")], specs)
     x = np.linspace(-2, 2, 32, dtype=np.float32).reshape(8, 4)
     x[0, 0], x[3, 1] = np.inf, -np.inf
     with np.errstate(all="ignore"):
-        np.testing.assert_allclose(compiled(x)[0], want(x), rtol=1e-5)
+        for got, (op, (want, _)) in zip(compiled(x), ONLY_IN_MODULES.items(), strict=True):
+            np.testing.assert_allclose(got, want(x), rtol=1e-5, err_msg=op)
 
 
 @pytest.mark.parametrize(("case", "number"), on_meshes(MODULES))
