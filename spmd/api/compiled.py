@@ -42,7 +42,7 @@ from spmd.options import Options
 from spmd.planning.plan import Plan
 from spmd.predict.memory import lifted
 from spmd.progress import doing, progress
-from spmd.verify.run import Verification, verify
+from spmd.verify import Verification, verify
 
 if TYPE_CHECKING:
     from spmd.explain.measured import Measured

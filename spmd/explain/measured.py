@@ -9,8 +9,17 @@ from typing import NamedTuple
 from spmd.explain.costs import spent
 from spmd.explain.document import Cell, Lines, Table, number, section
 from spmd.explain.words import plural, seconds_text
-from spmd.measure.labels import ATTENTION, COPIES, KINDS, MATRIX, OTHER, Label, Labels, label_of
-from spmd.measure.order import Order
+from spmd.measure.labels import (
+    ATTENTION,
+    COPIES,
+    KINDS,
+    MATRIX,
+    OTHER,
+    Label,
+    Labels,
+    Order,
+    label_of,
+)
 from spmd.measure.profile import Event, Run, Step, shares
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
