@@ -14,18 +14,7 @@ from typing import NamedTuple
 
 from spmd.ir.pipelines import without_pipelines
 from spmd.ir.program import Loc, Op, Program
-from spmd.measure.hlo import (
-    Instruction,
-    Module,
-    called,
-    groups_of,
-    kind_of,
-    names_of,
-    op_name_of,
-    parse_module_text,
-    places_of,
-    stated_trips,
-)
+from spmd.measure import hlo
 from spmd.measure.profile import Event
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, axis_refs
@@ -37,14 +26,11 @@ KINDS = (MATRIX, ATTENTION, OTHER, COPIES, COLLECTIVES)
 
 
 class Label(NamedTuple):
-    """What some work is: its kind, one of `KINDS`, and its layer in the user's model (`layer_of`).
+    """What some work is."""
 
-    `collective` has a collective's kind and axes, `all_gather over data`; else it is empty.
-    """
-
-    kind: str
-    layer: str
-    collective: str = ""
+    kind: str  # one of `KINDS`
+    layer: str  # in the user's model, see `layer_of`
+    collective: str = ""  # a collective's kind and axes, `all_gather over data`; else empty
 
 
 def label_of(op: Op, mesh: Mesh) -> Label:
@@ -126,7 +112,7 @@ class Labels:
     """Labels of a profile's events, by the optimized module and the program it was made of."""
 
     def __init__(self, text: str, program: Program, mesh: Mesh) -> None:
-        self.module = parse_module_text(text)
+        self.module = hlo.parse_module_text(text)
         self.instructions = {
             instruction.name: instruction
             for computation in self.module.computations.values()
@@ -164,14 +150,14 @@ class Labels:
         self._known[key] = label
         return label
 
-    def _label(self, instruction: Instruction, kernel: str) -> Label:
+    def _label(self, instruction: hlo.Instruction, kernel: str) -> Label:
         scope, places = self._origin(instruction)
         keys = [(scope, places[:known]) for known in (2, 1, 0)]
         ours = next((self.ours[key] for key in keys if key in self.ours), [])
         layer = ours[0].layer if ours else layer_of(Loc(scope))
         if kind := self.collective(instruction):
             like = [label.collective for label in ours if label.collective.startswith(f"{kind} ")]
-            groups = (groups_of(part, self.module) for part in self._parts(instruction))
+            groups = (hlo.groups_of(part, self.module) for part in self._parts(instruction))
             axes = next((self.axes[group] for group in groups if group in self.axes), "")
             name = f"{kind} over {axes}" if axes else (like or [kind])[0]
             return Label(COLLECTIVES, layer, name)
@@ -181,11 +167,10 @@ class Labels:
             return Label(ATTENTION, layer)
         return Label(self.kind(instruction) or kernel, layer)
 
-    def _origin(self, instruction: Instruction) -> tuple[str, tuple[str, ...]]:
-        """The scope and the source lines of ours that an instruction has in its metadata."""
+    def _origin(self, instruction: hlo.Instruction) -> tuple[str, tuple[str, ...]]:
         # What a fusion has no name for, its results do: they stand last.
-        parts = [instruction, *reversed(called(instruction, self.module))]
-        named = [(name, part) for part in parts if (name := op_name_of(part))]
+        parts = [instruction, *reversed(hlo.called(instruction, self.module))]
+        named = [(name, part) for part in parts if (name := hlo.op_name_of(part))]
         named.sort(key=lambda item: "spmd_program/" not in item[0])
         if not named:
             return "", ()
@@ -193,18 +178,18 @@ class Labels:
         scope = name.rpartition("spmd_program/")[2] if "spmd_program/" in name else ""
         # Of ops that XLA made one it joins the names: `a;b`, `f/(a:b)`.
         scope = re.sub(r"/\(([^:]*):.*\)$", r"/\1", scope.partition(";")[0])
-        return scope, tuple(places_of(part, self.module))
+        return scope, tuple(hlo.places_of(part, self.module))
 
-    def _parts(self, instruction: Instruction) -> list[Instruction]:
-        return [instruction, *called(instruction, self.module)]
+    def _parts(self, instruction: hlo.Instruction) -> list[hlo.Instruction]:
+        return [instruction, *hlo.called(instruction, self.module)]
 
-    def collective(self, instruction: Instruction) -> str:
+    def collective(self, instruction: hlo.Instruction) -> str:
         """The kind of a collective that an instruction is or starts; else nothing."""
         if self.kind(instruction):
             return ""
-        return next(filter(None, map(kind_of, self._parts(instruction))), "")
+        return next(filter(None, map(hlo.kind_of, self._parts(instruction))), "")
 
-    def kind(self, instruction: Instruction) -> str:
+    def kind(self, instruction: hlo.Instruction) -> str:
         """What an instruction computes, where that shows; else nothing."""
         for part in self._parts(instruction):
             if part.opcode in ("dot", "convolution"):
@@ -265,7 +250,7 @@ class Order:
                 ops |= _align(like, self.sorts[sort])
         return [event._replace(op=ops.get(event, event.op)) for event in events]
 
-    def _sort(self, instruction: Instruction) -> str:
+    def _sort(self, instruction: hlo.Instruction) -> str:
         """The sort of work that an instruction launches; empty where that does not show."""
         if instruction.opcode.endswith("-done"):
             return ""
@@ -273,7 +258,7 @@ class Order:
             return _stem(instruction.name)
         if instruction.opcode == "fusion-start":
             # XLA's own kernel for a collective, named as the fusion was before it became a start.
-            made = "".join(names_of(instruction.rest, "calls"))
+            made = "".join(hlo.names_of(instruction.rest, "calls"))
             return _stem(made.removeprefix("fused_")) + "_fusion"
         if kind := self.labels.collective(instruction):
             return _EXCHANGES.get(kind, kind)
@@ -289,23 +274,23 @@ def _stem(name: str) -> str:
     return re.sub(r"_(\d+|clone|remat\d*)(?=_|$)", "", re.sub(r"\W", "_", name))
 
 
-def _scheduled(module: Module, computation: str) -> Iterator[tuple[Instruction, bool]]:
+def _scheduled(module: hlo.Module, computation: str) -> Iterator[tuple[hlo.Instruction, bool]]:
     """What a computation runs, loops written out, and whether it is known how often it runs."""
     for instruction in module.computations.get(computation, ()):
         rest = instruction.rest
         if instruction.opcode == "call":
-            for name in names_of(rest, "to_apply"):
+            for name in hlo.names_of(rest, "to_apply"):
                 yield from _scheduled(module, name)
         elif instruction.opcode == "while":
-            count = stated_trips(instruction)
-            for name in names_of(rest, "body") * (1 if count is None else count):
+            count = hlo.stated_trips(instruction)
+            for name in hlo.names_of(rest, "body") * (1 if count is None else count):
                 inside = _scheduled(module, name)
                 yield from ((i, often and count is not None) for i, often in inside)
-            for name in names_of(rest, "condition"):  # not run where the count is known
+            for name in hlo.names_of(rest, "condition"):  # not run where the count is known
                 yield from ((i, False) for i, _ in _scheduled(module, name))
         elif instruction.opcode == "conditional":
             for key in ("branch_computations", "true_computation", "false_computation"):
-                for name in names_of(rest, key):
+                for name in hlo.names_of(rest, key):
                     yield from ((i, False) for i, _ in _scheduled(module, name))
         else:
             yield instruction, True

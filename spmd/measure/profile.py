@@ -61,17 +61,14 @@ class Run(NamedTuple):
 
 
 class Feed:
-    """Runs a program again and again; the arrays that it was given first stay as they are.
-
-    `donated` are positions of its flat arguments, `links` the (result, argument) that replace them.
-    """
+    """Runs a program again and again; the arrays that it was given first stay as they are."""
 
     def __init__(
         self,
         executable: Any,
         arguments: Sequence[Any],
-        donated: Sequence[int],
-        links: Sequence[tuple[int, int]],
+        donated: Sequence[int],  # positions among the arguments
+        links: Sequence[tuple[int, int]],  # (result, argument) that replace these
     ) -> None:
         self.executable, self.arguments, self.donated = executable, arguments, donated
         self.links = [(result, argument) for result, argument in links if argument in donated]
@@ -231,13 +228,10 @@ def _cpu_events(threads: Sequence[_Thread]) -> Iterator[Event]:
 
 
 class Share(NamedTuple):
-    """Seconds of a device's time in which it did this.
+    """Seconds of a device's time in which it did this."""
 
-    `seconds` are those without anything that comes before it, `hidden` those beside such.
-    """
-
-    seconds: float
-    hidden: float
+    seconds: float  # without anything that comes before it
+    hidden: float  # beside such
 
 
 def shares(spans: Sequence[tuple[int, float, float]]) -> list[Share]:
