@@ -122,9 +122,6 @@ def verify(
     return Verification(False, comparisons, culprit, "" if culprit else _NOT_REPRODUCED)
 
 
-# ---------------------------------------------------------------------------------------------
-# Comparing results.
-
 _TOLERANCE_BITS = {64: 1e-9, 32: 1e-4, 16: 3e-2, 8: 3e-1, 4: 5e-1}
 """Relative tolerance by the bits of the narrowest float type that a program computes in."""
 
@@ -224,10 +221,6 @@ def _wide(array: Any) -> Any:
     return elements.astype(np.float64)
 
 
-# ---------------------------------------------------------------------------------------------
-# Runs of the whole program, and the search.
-
-
 def whole_run(program: Program, mesh: Mesh) -> Run:
     """The global program as it is: see `text_run`."""
     bare = rewrite_ops(program, lambda b, op, operands: operands if op.is_mark else None)
@@ -314,7 +307,6 @@ class _Search(NamedTuple):
         return differing_values
 
     def values_before(self, index: int, values: Sequence[Value]) -> Arrays:
-        """The values that the whole program has in front of an op."""
         body = self.plan.program.body
         program = _with_body(self.plan.program, Region(body.args, body.ops[:index], tuple(values)))
         return whole_run(program, self.plan.mesh)(self.arguments)
@@ -365,10 +357,6 @@ class _Search(NamedTuple):
     def search(self, plan: Plan, arguments: Arrays, place: str) -> Culprit | None:
         inside = (*self.inside, place)
         return self._replace(plan=plan, arguments=arguments, inside=inside).run()
-
-
-# ---------------------------------------------------------------------------------------------
-# Pieces of a program, and their plans.
 
 
 def _with_body(program: Program, body: Region) -> Program:
@@ -436,16 +424,11 @@ def _use_of_cheap(plan: Plan, value: Value) -> Sharding:
     return Sharding(((),) * plan.program.types[value].rank)
 
 
-# ---------------------------------------------------------------------------------------------
-# Text.
-
-
 def _place(op: Op) -> str:
     return f"{op.name} at {op.loc.source or 'an unknown place'}"
 
 
 def _describe(plan: Plan, op: Op) -> str:
-    """The op, where it comes from, and how its operands and results lie."""
     lines = [f"{format_op(op, plan.mesh)}", f"  at: {op.loc.source or 'an unknown place'}"]
     choice = plan.choices.get(op.results[0])
     for i, value in enumerate(op.operands):
