@@ -75,13 +75,17 @@ class AutoSharding:
 
     def rules(self, argument: str) -> dict[str, tuple[Any, ...]]:
         """Rules for `mark_tree` of one argument; leaves that agree share a pattern."""
-        return _patterns(
-            {
-                name.removeprefix(f"{argument}/"): spec
-                for name, spec in self.specs.items()
-                if name.startswith(f"{argument}/") and name not in self._inferred
-            }
-        )
+        # Numbered siblings that agree go under one pattern; patterns come last.
+        groups: dict[str, dict[str, tuple[Any, ...]]] = {}
+        for name, spec in self.specs.items():
+            if name.startswith(f"{argument}/") and name not in self._inferred:
+                path = name.removeprefix(f"{argument}/")
+                groups.setdefault(re.sub(r"(^|/)\d+(?=/|$)", r"\1*", path), {})[path] = spec
+        rules: dict[str, tuple[Any, ...]] = {}
+        for pattern, members in groups.items():
+            agreed = set(members.values())
+            rules |= {pattern: agreed.pop()} if len(agreed) == 1 else members
+        return dict(sorted(rules.items(), key=lambda rule: "*" in rule[0]))
 
     def __str__(self) -> str:
         """Code to paste: the mesh, and a mark for each argument."""
@@ -144,13 +148,8 @@ def auto(
     options = Options(topology=topology, memory_limit=memory_limit)
     asked: list[tuple[Jitted[..., Any], Request]] = []
     for given in meshes:
-        jitted = jit(
-            fn,
-            mesh=given,
-            donate_argnums=donate_argnums,
-            static_argnums=static_argnums,
-            options=options,
-        )
+        numbers = {"donate_argnums": donate_argnums, "static_argnums": static_argnums}
+        jitted = jit(fn, mesh=given, **numbers, options=options)
         asked.append((jitted, jitted.request(*args)))
     search = Search[Trial](memory_for(asked[0][1].topology, memory_limit))
     with progress(f"specs of {asked[0][0].__name__}", options.shows_progress):
@@ -186,16 +185,10 @@ def auto_specs(
     options: Options | None = None,
     updates: Sequence[tuple[int, int]] = (),
 ) -> list[tuple[Any, ...]]:
-    """A spec for every argument of a StableHLO module, chosen where there is none.
+    """A spec for every argument of a static StableHLO module, chosen where there is none.
 
-    Args:
-      module: static, in memory.
-      mesh: the mesh.
-      arg_specs: for each argument a spec, or None.
-      result_specs, options, updates: as for `lower_stablehlo`.
-
-    Raises:
-      PlanError: there is no plan that keeps to the memory limit of the options.
+    The arguments are as for `lower_stablehlo`. PlanError: there is no plan that keeps to the memory
+    limit of the options.
     """
     options = options or Options()
     request = module_request(module, mesh, arg_specs, result_specs, options, updates)
@@ -210,10 +203,8 @@ def _open(request: Request, memory_limit: int | None) -> Trial:
     doing("plan")
     problem = problem_of(propagated, request.topology, (), request.links)
     entries = filled(request.arg_entries, len(problem.arguments))
-    free = [entry is None or None in entry for entry in entries]
-    options = Options(memory_limit=memory_limit)
-    problem = opened(problem, free)
-    return plan_problem(problem, options, request.donated)
+    problem = opened(problem, [entry is None or None in entry for entry in entries])
+    return plan_problem(problem, Options(memory_limit=memory_limit), request.donated)
 
 
 def _inferred(names: Sequence[str], specs: Sequence[tuple[Any, ...]], plan: Plan) -> frozenset[str]:
@@ -238,22 +229,9 @@ def _inferred(names: Sequence[str], specs: Sequence[tuple[Any, ...]], plan: Plan
 
 
 def _root(name: str) -> str:
-    """`params/layers/0/w` -> `params`."""
     return name.partition("/")[0]
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
     """The axes that one entry of a spec names."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-
-
-def _patterns(specs: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-    """Paths to specs, numbered siblings that agree under one pattern; patterns come last."""
-    groups: dict[str, dict[str, tuple[Any, ...]]] = {}
-    for path, spec in specs.items():
-        groups.setdefault(re.sub(r"(^|/)\d+(?=/|$)", r"\1*", path), {})[path] = spec
-    rules: dict[str, tuple[Any, ...]] = {}
-    for pattern, members in groups.items():
-        agreed = set(members.values())
-        rules |= {pattern: agreed.pop()} if len(agreed) == 1 else members
-    return dict(sorted(rules.items(), key=lambda rule: "*" in rule[0]))

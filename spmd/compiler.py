@@ -4,16 +4,20 @@
     plan -> partition -> optimize -> time -> stack -> layouts -> expand -> emit
 
 The planner proposes a few plans. Each is partitioned, optimized and timed (`spmd.trial`), and the
-fastest goes on; so does the fastest of the program's forms (`spmd.forms`), which are planned like
-it: `stack` looks for equal work in its plan.
-Each stage is a pure function from a frozen value to a frozen value.
+fastest goes on. So does the fastest of the program's forms, the same program written otherwise:
+
+    stacked       equal work is done at once, and devices share it (`spmd.planning.stacks`)
+    written out   loops of a few trips, so that trips overlap (`spmd.frontend.unroll`)
+
+A form has a price, the seconds of a run that it has to win for what predictions leave out: time to
+compile it, more kernels. The plan keeps what was weighed, and the report says it.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,10 +25,9 @@ from typing import Any, TypeVar
 
 import jax
 
-from spmd.forms import MOST_TRIPS, STACKED_GAIN, forms_written_out, stacked_form
 from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.importer.module import Imported, import_module, module_text
-from spmd.frontend.lanes import Stack, stacked
+from spmd.frontend.lanes import Stack, described, stacked
 from spmd.frontend.marks import Entries, collect_marks, result_mark
 from spmd.frontend.normalize import accumulate, lift_constants, separate, unflatten
 from spmd.frontend.shift import shift_heads
@@ -44,15 +47,15 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 from spmd.mesh.topology import Topology
 from spmd.options import Options
-from spmd.planning.exact import plan_exactly
+from spmd.planning.exact import RUNS, plan_exactly
 from spmd.planning.greedy import plan_greedily
 from spmd.planning.legality import check_plan
 from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem, posed
 from spmd.planning.record import recorded, replayed
-from spmd.planning.search import Search
+from spmd.planning.search import Candidate, Search
 from spmd.planning.stacks import stacks_of
-from spmd.predict.backends import memory_for
+from spmd.predict.backends import backend_of, memory_for
 from spmd.predict.timeline import Timeline
 from spmd.progress import Stopwatch
 from spmd.propagation.propagate import Propagated
@@ -62,8 +65,17 @@ from spmd.trial import Trial
 
 T = TypeVar("T")
 
-PLANNED = "planned"
-"""The kind of what is kept of a compilation: the form, and the plan."""
+PLANNED = "planned"  # the kind of what is kept of a compilation: the form, and the plan
+
+MOST_TRIPS = 64  # loops that run more often stay loops, if nobody says otherwise
+
+WRITTEN_OUT_GAIN, MOST_GAIN = 0.02, 0.2
+"""Share of its time that a program must win by having its loops written out, and the most that it
+is expected to win: a form that would have to win more than that is not planned."""
+
+STACKED_GAIN = 0.05
+"""Share of its time that a program must win by having equal work stacked: copies that this may take
+where a fusion was predicted have no price."""
 
 
 @contextmanager
@@ -80,74 +92,42 @@ def _no_garbage_collection() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be compiled.
+    """What is to be compiled."""
 
-    Attributes:
-      module: a StableHLO module in memory.
-      mesh: the mesh.
-      topology: the machine to plan for.
-      arg_names: paths of the arguments in the user's pytrees.
-      result_names: paths of the results.
-      arg_entries: for each argument its spelled-out spec, or None for an open argument.
-      result_entries: the same for results.
-      arg_reasons: for each argument, why it has the spec it has, where the user did not give it.
-      links: (result index, argument index) of donated arguments and their updates.
-      donated: flat indices of all donated arguments.
-      arg_orders: in which order the dims of each argument lie in memory, where not as numbered.
-      platform: what it is compiled for, `cpu`, `cuda` or `tpu`: composites get its kernels.
-      function: file and qualified name of the function that was traced, if known.
-      callbacks: the Python functions that the module calls, by number.
-    """
-
-    module: Any
+    module: Any  # a StableHLO module in memory
     mesh: Mesh
-    topology: Topology
-    arg_names: tuple[str, ...] = ()
+    topology: Topology  # the machine to plan for
+    arg_names: tuple[str, ...] = ()  # paths in the user's pytrees
     result_names: tuple[str, ...] = ()
-    arg_entries: tuple[Entries | None, ...] = ()
+    arg_entries: tuple[Entries | None, ...] = ()  # spelled-out specs; None for what is open
     result_entries: tuple[Entries | None, ...] = ()
+    # why each argument has the spec that it has, where the user did not give it
     arg_reasons: tuple[str | None, ...] = ()
-    links: tuple[tuple[int, int], ...] = ()
-    donated: tuple[int, ...] = ()
-    arg_orders: tuple[Order | None, ...] = ()
-    platform: str = ""
-    function: tuple[str, str] | None = None
-    callbacks: tuple[Callback, ...] = ()
+    links: tuple[tuple[int, int], ...] = ()  # (result, argument) of donated ones and their updates
+    donated: tuple[int, ...] = ()  # flat indices of all donated arguments
+    arg_orders: tuple[Order | None, ...] = ()  # of dims in memory, where not major to minor
+    platform: str = ""  # `cpu`, `cuda` or `tpu`: composites get its kernels
+    function: tuple[str, str] | None = None  # file and qualified name of what was traced, if known
+    callbacks: tuple[Callback, ...] = ()  # the Python functions that the module calls, by number
 
 
 @dataclass(frozen=True)
 class Stages:
-    """What the stages made, and how long each took.
+    """What the stages made, and how long each took."""
 
-    Attributes:
-      program: the whole program, imported, canonicalized, separated, unrolled and sunk.
-      propagated: its proposals.
-      plan: its plan.
-      partitioned: the local program.
-      optimized: the local program after its rewrites, and how its arguments lie in memory.
-      timeline: its predicted schedule.
-      emitted: the local program as text, to be compiled.
-      seconds: stage -> seconds, in order.
-      is_read: whether the plan was kept by an earlier start.
-    """
-
-    program: Program
+    program: Program  # the whole one, imported, canonicalized, separated, unrolled and sunk
     propagated: Propagated
     plan: Plan
-    partitioned: Partitioned
-    optimized: Partitioned
-    timeline: Timeline
-    emitted: Emitted
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    is_read: bool = False
+    partitioned: Partitioned  # the local program
+    optimized: Partitioned  # after its rewrites, and how its arguments lie in memory
+    timeline: Timeline  # its predicted schedule
+    emitted: Emitted  # as text, to be compiled
+    seconds: Mapping[str, float] = field(default_factory=dict)  # of each stage, in order
+    is_read: bool = False  # whether the plan was kept by an earlier start
 
 
 def compile_module(request: Request, options: Options) -> Stages:
-    """Runs all stages.
-
-    Raises:
-      SpmdError: whatever a stage cannot do, named with its op and source line.
-    """
+    """Runs all stages; `SpmdError` says what one cannot do, with the op and its source line."""
     clock = Stopwatch(options.verbose)
     with _no_garbage_collection():
         store = store_in(options.cache_dir, PLANNED)
@@ -159,18 +139,21 @@ def compile_module(request: Request, options: Options) -> Stages:
         else:
             trial, stacks, is_written_out = _chosen(request, options, imported, clock)
             if store and key:
-                record = _record(trial, stacks, is_written_out)
-                clock("keep", lambda: store.put(key, record))
-        platform, links, orders = request.platform, request.links, request.arg_orders
-        args = trial.optimized, links, orders, platform, options.layouts
+                chosen = recorded(trial.plan)
+                record = {"plan": chosen, "stacks": stacks, "is_written_out": is_written_out}
+                clock("keep", store.put, key, json.dumps(record).encode())
+        orders, platform = request.arg_orders, request.platform
+        args = trial.optimized, request.links, orders, platform, options.layouts
         laid_out = clock("layouts", lay_out, *args)
         emitted = _emit(laid_out, request.donated, clock)
         plan, parts, timeline = trial.plan, trial.partitioned, trial.timeline
-        made = plan.program, plan.propagated, plan, parts, laid_out, timeline, emitted
-        stages = Stages(*made, clock.seconds, kept is not None)
         if options.check:
-            check_stages(stages)
-    return stages
+            check_program(plan.program)
+            check_plan(plan)
+            check_local(parts, "local")
+            check_local(laid_out, "optimized")
+    made = plan.program, plan.propagated, plan, parts, laid_out, timeline, emitted
+    return Stages(*made, clock.seconds, kept is not None)
 
 
 def _chosen(
@@ -189,24 +172,37 @@ def _chosen(
     found = clock("stack", stacks_of, plain.plan, plain.seconds * STACKED_GAIN)
     if found.stacks:
         made = clock("stack", stacked, plain.plan.program, found.stacks)
-        search.weigh(stacked_form(plain, found, partial(planned, made)))
+        names = ", ".join(described(plain.plan.program, stack) for stack in found.stacks)
+        price, make = plain.seconds * STACKED_GAIN, partial(planned, made)
+        search.weigh(Candidate(f"stacked: {names}", make, price, found.seconds))
         program = program if search.best is plain else made
     whole, forms = search.best, search.weighed
     search = Search(limit, [whole])
-    if options.unroll is None:
-        for form in forms_written_out(whole, program, planned, request.platform):
-            search.weigh(form)
+    if options.unroll is None and (form := _written_out(whole, program, planned, request.platform)):
+        search.weigh(form)
     best = search.best
     best.plan = best.plan._replace(forms=(*forms, *search.weighed))
     return best, () if whole is plain else found.stacks, best is not whole
 
 
-def _record(trial: Trial, stacks: tuple[Stack, ...], is_written_out: bool) -> bytes:
-    """What was chosen, to be kept."""
-    record = {
-        "plan": recorded(trial.plan), "stacks": stacks, "is_written_out": is_written_out
-    }  # fmt: skip
-    return json.dumps(record).encode()
+def _written_out(
+    trial: Trial, program: Program, planned: Callable[[Program, Plan], Trial], platform: str
+) -> Candidate[Trial] | None:
+    """The form in which loops are written out, where trips wait for the ones before them.
+
+    Its ops are those of the loops: they choose among what these took, and what the marks suggest.
+    """
+    backend, hope = backend_of(platform), trial.seconds * MOST_GAIN
+    if not backend.waits_at_loops or hope * RUNS < backend.compile_seconds:
+        return None
+    written = trial.clock("unroll", unroll, program, MOST_TRIPS)
+    if written is program:
+        return None
+    more = sum(1 for _ in written.walk()) - sum(1 for _ in program.walk())
+    price = max(more * backend.compile_seconds / RUNS, trial.seconds * WRITTEN_OUT_GAIN)
+    # Trips that overlap take more memory, and where there is none a plan is long looked for.
+    make = None if trial.is_short else partial(planned, written, trial.plan)
+    return Candidate(f"loops of at most {MOST_TRIPS} trips written out", make, price, hope)
 
 
 def _replayed(
@@ -265,8 +261,14 @@ def propagated_of(request: Request) -> Propagated:
 
 def _front(request: Request, clock: Stopwatch) -> Imported:
     """What a module says."""
-    imported = clock("import", _import, request)
-    canonical = clock("canonicalize", _canonical, imported.program)
+    platform, names, callbacks = request.platform, request.arg_names, request.callbacks
+    composites = {name: {PLATFORM: platform} for name in whole_composites(platform)}
+    told = names, composites, request.function, callbacks, request.mesh
+    imported = clock("import", import_module, request.module, *told)
+    if request.result_names:
+        named = imported.program._replace(result_names=request.result_names)
+        imported = imported._replace(program=named)
+    canonical = clock("canonicalize", lambda: accumulate(unflatten(canonicalize(imported.program))))
     separated = clock("separate", separate, canonical)
     deduped = imported._replace(program=clock("dedupe", dedupe, separated))
     return clock("lift", lift_constants, deduped)
@@ -290,15 +292,8 @@ def plan_problem(
 ) -> Trial:
     """Plans: what is proposed is partitioned, optimized and timed, and the fastest is taken.
 
-    Args:
-      problem: what is to be planned.
-      options: the planner, the memory limit, and what rewrites do.
-      donated: flat indices of the donated arguments.
-      clock: times the stages.
-      like: a plan of another form of the program, whose choices are taken over.
-
-    Raises:
-      PlanError: no plan was found that keeps to the memory limit.
+    `like` is a plan of another form of the program, whose choices are taken over. PlanError: no
+    plan was found that keeps to the memory limit.
     """
     clock = clock or Stopwatch()
     tried: list[Trial] = []
@@ -336,56 +331,20 @@ def _emit(optimized: Partitioned, donated: tuple[int, ...], clock: Stopwatch) ->
     return clock("emit", emit_local, optimized._replace(program=program), donated)
 
 
-def check_stages(stages: Stages) -> None:
-    """Holds every stage's result against its legality table.
-
-    Raises:
-      LegalityError: a stage broke its contract.
-    """
-    check_program(stages.program)
-    check_plan(stages.plan)
-    check_local(stages.partitioned, "local")
-    check_local(stages.optimized, "optimized")
-
-
-# ---------------------------------------------------------------------------------------------
-# Stages of several parts, and those that take more than the result of the one before.
-
-
-def _canonical(program: Program) -> Program:
-    return accumulate(unflatten(canonicalize(program)))
-
-
-def _import(request: Request) -> Imported:
-    platform = request.platform
-    composites = {name: {PLATFORM: platform} for name in whole_composites(platform)}
-    names, callbacks, mesh = request.arg_names, request.callbacks, request.mesh
-    function = request.function
-    imported = import_module(request.module, names, composites, function, callbacks, mesh)
-    if request.result_names:
-        program = imported.program._replace(result_names=request.result_names)
-        imported = imported._replace(program=program)
-    return imported
-
-
 def _posed(request: Request, imported: Imported, program: Program) -> Problem:
     imported, body = imported._replace(program=program), program.body
     arg_entries = filled(request.arg_entries, len(body.args))
     result_entries = request.result_entries or (None,) * len(body.results)
     reasons = filled(request.arg_reasons, len(body.args))
     marks = collect_marks(imported, request.mesh, arg_entries, result_entries, reasons)
-    results = _result_shardings(request, imported)
+    # What each result must look like, where it is marked; a mark with open dims only wishes.
+    told = [
+        result_mark(imported, request.mesh, result_entries, i) for i in range(len(body.results))
+    ]
+    results = [None if m is None or any(m.open) else Sharding(m.dims) for m in told]
     return posed(program, request.mesh, marks, request.topology, results, request.links)
 
 
 def filled(given: Sequence[T | None], count: int) -> tuple[T | None, ...]:
     """What was said of the user's arguments, and None for others: constants, or all of them."""
     return (*given, *[None] * (count - len(given)))
-
-
-def _result_shardings(request: Request, imported: Imported) -> Sequence[Sharding | None]:
-    """What each result must look like, where it is marked; a mark with open dims only wishes."""
-    count = len(imported.program.body.results)
-    entries = request.result_entries or (None,) * count
-    marks = [result_mark(imported, request.mesh, entries, i) for i in range(count)]
-    return [None if mark is None or any(mark.open) else Sharding(mark.dims) for mark in marks]

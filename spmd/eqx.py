@@ -117,5 +117,4 @@ class _Constants:
 
 
 def _is_traced(leaf: Any) -> bool:
-    """Whether a leaf is an argument of the program: an array, or a struct of one."""
     return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | jax.ShapeDtypeStruct)

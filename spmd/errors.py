@@ -37,21 +37,16 @@ class SpmdError(Exception):
 
     def at(self, source: str | None) -> SpmdError:
         """The same error with a source line, where it has none."""
-        fields = (self.op, self.source or source, self.actual, self.required, self.fix)
-        names = ("op", "source", "actual", "required", "fix")
-        return type(self)(self.what, **dict(zip(names, fields, strict=True)))
+        fields = {"op": self.op, "actual": self.actual, "required": self.required, "fix": self.fix}
+        return type(self)(self.what, source=self.source or source, **fields)
 
     def render(self) -> str:
         """The message: one line that says what, then one indented line a field."""
-        fields = (
-            ("op", self.op),
-            ("at", self.source),
-            ("actual", self.actual),
-            ("required", self.required),
-            ("fix", self.fix),
+        fields = {"op": self.op, "at": self.source, "actual": self.actual}
+        fields |= {"required": self.required, "fix": self.fix}
+        return "\n".join(
+            [self.what, *(f"  {name}: {text}" for name, text in fields.items() if text)]
         )
-        lines = [self.what] + [f"  {name}: {text}" for name, text in fields if text]
-        return "\n".join(lines)
 
 
 class MeshError(SpmdError):
@@ -71,13 +66,10 @@ class FrontendError(SpmdError):
 
 
 class PlanError(SpmdError):
-    """No plan satisfies the marks and the limits.
+    """No plan satisfies the marks and the limits."""
 
-    Attributes:
-      least_bytes: of a memory limit that was not kept to: the least that was found, on one device,
-        or what every plan needs at least, where that is more than the limit already.
-    """
-
+    # Of a memory limit that was not kept to: the least that was found, on one device, or what every
+    # plan needs at least, where that is more than the limit already.
     least_bytes: int = 0
 
 
@@ -95,10 +87,6 @@ class InstallError(SpmdError, ImportError):
 
 class LegalityError(SpmdError):
     """A stage broke its contract: a bug in `spmd`, never the user's fault."""
-
-
-# ---------------------------------------------------------------------------------------------
-# How errors and reports write things.
 
 
 def bytes_text(count: float) -> str:

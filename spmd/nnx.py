@@ -19,8 +19,7 @@ from flax import nnx
 from spmd.api import Jitted, behind_leading, check_without, with_leading
 from spmd.api import jit as jit_arrays
 
-Place = int | str
-"""An argument's number, or its name if it was passed by name."""
+Place = int | str  # an argument's number, or its name if it was passed by name
 
 _TAG = "spmd"
 _RESULTS = "mark results inside: spmd.mark_sharding(result, mesh, spec)"
@@ -93,10 +92,11 @@ class ModuleJit:
         numbers, names = self._static
         static = {*(n - 1 if n > 0 else n + len(args) for n in numbers), *names}
         given: dict[Place, Any] = dict(enumerate(args)) | kwargs
+        # A number beside modules is an array: nnx would make it a part of the graph.
         modules = {
             place: jax.tree.map(_as_array, value, is_leaf=_is_node)
             for place, value in given.items()
-            if place not in static and _has_nodes(value)
+            if place not in static and any(map(_is_node, jax.tree.leaves(value, is_leaf=_is_node)))
         }
         with nnx.split_context(_TAG) as context:
             definition, state = context.split(list(modules.values()))
@@ -105,8 +105,6 @@ class ModuleJit:
         return graph, tuple(given[i] for i in range(len(args))), {k: given[k] for k in kwargs}
 
     def _of_arrays(self) -> Callable[..., Any]:
-        """The function of states and arrays; it returns a graph, its state, and arrays."""
-
         def call(graph: _Graph, *args: Any, **kwargs: Any) -> Any:
             given: dict[Place, Any] = dict(enumerate(args)) | kwargs
             state = nnx.State({i: given[place] for i, place in enumerate(graph.places)})
@@ -116,10 +114,12 @@ class ModuleJit:
             results = self.fn(
                 *[given[i] for i in range(len(args))], **{k: given[k] for k in kwargs}
             )
-            nodes, rest = _parted(results)
+            leaves, tree = jax.tree.flatten(results, is_leaf=_is_node)
+            nodes = [leaf for leaf in leaves if _is_node(leaf)]
+            rest = [None if _is_node(leaf) else leaf for leaf in leaves]
             with nnx.split_context(_TAG) as context:
                 definition, state = context.split((list(modules), nodes))
-            return definition, state, rest
+            return definition, state, _Rest(rest, tree)
 
         return with_leading(call, self.fn, ("graph",))
 
@@ -148,27 +148,14 @@ class _Rest:
     tree: Any = field(metadata={"static": True})
 
     def joined(self, nodes: Sequence[Any]) -> Any:
-        """The result, with these nodes where they belong."""
         found = iter(nodes)
         leaves = [next(found) if leaf is None else leaf for leaf in self.leaves]
         return jax.tree.unflatten(self.tree, leaves)
-
-
-def _parted(results: Any) -> tuple[list[Any], _Rest]:
-    """The nodes of a result, and all else."""
-    leaves, tree = jax.tree.flatten(results, is_leaf=_is_node)
-    nodes = [leaf for leaf in leaves if _is_node(leaf)]
-    return nodes, _Rest([None if _is_node(leaf) else leaf for leaf in leaves], tree)
 
 
 def _is_node(value: Any) -> bool:
     return isinstance(value, _NODES)
 
 
-def _has_nodes(value: Any) -> bool:
-    return any(map(_is_node, jax.tree.leaves(value, is_leaf=_is_node)))
-
-
 def _as_array(value: Any) -> Any:
-    """A number beside modules as an array: nnx would make it a part of the graph."""
     return jnp.asarray(value) if isinstance(value, bool | int | float | complex) else value

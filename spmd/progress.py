@@ -22,24 +22,22 @@ from typing import ParamSpec, TextIO, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-PATIENCE, EVERY = 1.5, 0.5
-"""Seconds before the line appears, and between its updates."""
+PATIENCE, EVERY = 1.5, 0.5  # seconds before the line appears, and between its updates
 
 
 @contextmanager
 def progress(what: str, wanted: bool, stream: TextIO | None = None) -> Iterator[None]:
     """Shows what is being done inside, if it takes long and somebody looks.
 
-    Inside another one it does nothing: the outer one goes on.
-
-    Args:
-      what: what is compiled.
-      wanted: whether it is to be shown at all.
-      stream: where; stderr when left out.
+    Inside another one it does nothing: the outer one goes on. The stream is stderr when left out.
     """
     stream = stream or sys.stderr
-    if not wanted or _line.get() is not None or not _is_watched(stream):
+    if not wanted or _line.get() is not None:
         yield
+        return
+    ipython = sys.modules.get("IPython")
+    if not stream.isatty() and (ipython is None or ipython.get_ipython() is None):
+        yield  # nobody looks: it is no terminal, and no notebook, whose streams are none
         return
     line = _Line(what, stream)
     token = _line.set(line)
@@ -60,15 +58,11 @@ def doing(stage: str) -> None:
 
 
 class Stopwatch:
-    """Times stages, each without those that it calls; prints them when verbose.
-
-    Attributes:
-      seconds: stage -> seconds, in the order in which they began.
-    """
+    """Times stages, each without those that it calls; prints them when verbose."""
 
     def __init__(self, verbose: bool = False) -> None:
         self.verbose = verbose
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # of each stage, in the order in which they began
         self._inside = 0.0
 
     def __call__(self, stage: str, run: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -114,9 +108,3 @@ class _Line(threading.Thread):
 
 
 _line: ContextVar[_Line | None] = ContextVar("spmd progress", default=None)
-
-
-def _is_watched(stream: TextIO) -> bool:
-    """Whether people see it now: a terminal, or a notebook, whose streams are none."""
-    ipython = sys.modules.get("IPython")
-    return stream.isatty() or (ipython is not None and ipython.get_ipython() is not None)

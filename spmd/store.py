@@ -17,14 +17,9 @@ from pathlib import Path
 
 import jax
 
-NOWHERE = "none"
-"""The folder of those who want nothing kept."""
-
-FOLDER_VARIABLE = "SPMD_CACHE_DIR"
-"""Environment variable: the folder for programs that name none."""
-
-MOST_BYTES = 512 << 20
-"""Bytes that one kind of entries may take."""
+NOWHERE = "none"  # the folder of those who want nothing kept
+FOLDER_VARIABLE = "SPMD_CACHE_DIR"  # in the environment: the folder for programs that name none
+MOST_BYTES = 512 << 20  # that one kind of entries may take
 
 
 def user_folder() -> Path:
@@ -36,10 +31,8 @@ def user_folder() -> Path:
 def store_in(folder: str | os.PathLike[str] | None, kind: str) -> Store | None:
     """The store of one kind of entries; None if nothing is to be kept.
 
-    Args:
-      folder: where, or `NOWHERE`. If left out: `$SPMD_CACHE_DIR`, else a folder in that of jax's
-        compilation cache if it is on disk, else `user_folder()`.
-      kind: what its entries are.
+    Where no folder is given it is `$SPMD_CACHE_DIR`, else one in that of jax's compilation cache if
+    it is on disk, else `user_folder()`.
     """
     folder = folder or os.environ.get(FOLDER_VARIABLE)
     if not folder:
@@ -52,11 +45,7 @@ def store_in(folder: str | os.PathLike[str] | None, kind: str) -> Store | None:
 
 
 def key_of(*decisive: object) -> str:
-    """A name for what follows from these alone, by this source under these versions.
-
-    Args:
-      *decisive: whatever decides the content; the repr of each counts.
-    """
+    """A name for what follows from the reprs of these alone, by this source and these versions."""
     parts = (*map(repr, decisive), _environment())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -64,9 +53,8 @@ def key_of(*decisive: object) -> str:
 class Store:
     """Bytes under names, for all processes that share the folder.
 
-    Args:
-      folder: made when something is put there.
-      most_bytes: those unused for longest are dropped beyond it.
+    The folder is made when something is put there. Entries that were not used for longest are
+    dropped when all take more than `most_bytes`.
     """
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
@@ -86,7 +74,7 @@ class Store:
         return content
 
     def put(self, key: str, content: bytes) -> None:
-        """Keeps it, whole or not at all."""
+        """Keeps it; where it cannot be written, nothing is left of it."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor, unfinished = tempfile.mkstemp(dir=self.folder)
@@ -120,7 +108,6 @@ def _digest(content: bytes) -> bytes:
 
 @functools.cache
 def _environment() -> str:
-    """Of this package's source, and of what it computes with."""
     digest, top = hashlib.sha256(), Path(__file__).parent
     for path in sorted(top.rglob("*.py")):
         digest.update(f"{path.relative_to(top)}\n".encode() + path.read_bytes())

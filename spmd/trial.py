@@ -14,7 +14,7 @@ from spmd.lowering.rewrites.optimize import schedule, simplify
 from spmd.lowering.rewrites.ring import ring
 from spmd.options import Options
 from spmd.planning.liveness import bound_of
-from spmd.planning.plan import Plan, Recomputed
+from spmd.planning.plan import Plan
 from spmd.predict.backends import memory_for
 from spmd.predict.memory import MemoryUse, peak_memory
 from spmd.predict.timeline import Timeline, predict_timeline
@@ -22,15 +22,7 @@ from spmd.progress import Stopwatch
 
 
 class Trial:
-    """A plan brought down to one device; time and memory are predicted when asked for.
-
-    Attributes:
-      plan: the plan.
-      clock: times the stages.
-      partitioned: the local program.
-      simplified: the local program before its collectives are scheduled.
-      optimized: the local program after its rewrites.
-    """
+    """A plan brought down to one device; time and memory are predicted when asked for."""
 
     def __init__(
         self,
@@ -47,11 +39,12 @@ class Trial:
         self.partitioned: Partitioned = (
             unpriced.partitioned if unpriced else clock("partition", partition, plan)
         )
-        program = self._simple
+        program = simple = self._simple
         if plan.byte_price:
-            program, again = clock("recompute", self._recompute, program)
+            args = plan.mesh, plan.topology, plan.byte_price, self._room.bytes, donated
+            # Links are shared by all devices: what fits as it is sends no more than it has to.
+            program, again = clock("recompute", lambda: recompute(simple, *args, self.is_short))
             self.plan = plan._replace(recomputed=again)
-        self.simplified = program
         self._schedule(program)
 
     @cached_property
@@ -66,12 +59,6 @@ class Trial:
     def _room(self) -> Room:
         memory = memory_for(self.plan.topology, self._options.memory_limit)
         return Room(memory, tuple(self.plan.problem.links.values()))
-
-    def _recompute(self, program: Program) -> tuple[Program, tuple[Recomputed, ...]]:
-        # Links are shared by all devices: what fits as it is sends no more than it has to.
-        plan, limit = self.plan, self._room.bytes
-        price, donated = plan.byte_price, self._donated
-        return recompute(program, plan.mesh, plan.topology, price, limit, donated, self.is_short)
 
     @property
     def collects(self) -> bool:

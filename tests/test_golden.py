@@ -9,7 +9,7 @@ import pytest
 
 import spmd
 from spmd.explain.facts import Facts
-from spmd.explain.text.report import explain_program
+from spmd.explain.text import explain_program
 from tests.programs import mlp
 
 JAX = ".".join(jax.__version__.split(".")[:2])

@@ -25,7 +25,7 @@ LAYERS = (
     ("spmd.predict",),
     ("spmd.planning",),
     ("spmd.lowering", "spmd.ops", "spmd.launch"),
-    ("spmd.trial", "spmd.forms", "spmd.compiler", "spmd.measure"),
+    ("spmd.trial", "spmd.compiler", "spmd.measure"),
     ("spmd.explain", "spmd.verify"),
     (
         "spmd.api",

@@ -2,7 +2,7 @@
 
 The way of a call: `marks` (what users say of tensors) -> `parameters`, `specs` (what a call's
 arguments are and where they lie) -> `tracing` (the request to the compiler) -> `planned` (all that
-can be asked of a plan) -> `compiled`, `boundary` (running it) -> `jitted`, `stablehlo` (the doors).
+can be asked of a plan) -> `compiled` (running it) -> `jitted`, `stablehlo` (where users come in).
 Other packages take these names, never those modules.
 """
 

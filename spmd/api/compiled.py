@@ -6,35 +6,31 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 from jax import jit as plain_jit  # users may put spmd.jit in its place
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh as JaxMesh
+from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd.api.boundary import Boundary
 from spmd.api.dispatch import NAN_FOUND
-from spmd.api.marks import some_of
-from spmd.api.mistakes import check_alive, check_concrete, check_once, check_types, no_values
+from spmd.api.marks import caller, some_of
 from spmd.api.planned import Planned
-from spmd.api.tracing import Interface
+from spmd.api.specs import key_dtype, mesh_sharding
+from spmd.api.tracing import Interface, order_of
 from spmd.compiler import Stages, emit_plan
-from spmd.errors import ArgumentError
+from spmd.errors import ArgumentError, described
 from spmd.explain.memory import Memory
 from spmd.ir.control_flow import Index
 from spmd.ir.types import needs_x64, numpy_dtype
+from spmd.lowering import execute
 from spmd.lowering.ahead import devices_ahead, is_here
-from spmd.lowering.emitted import Emitted
-from spmd.lowering.execute import (
-    Outside,
-    check_no_callbacks,
-    compile_emitted,
-    compile_within,
-    executable,
-    on_own_mesh,
-    x64_if,
-)
+from spmd.lowering.emitted import Emitted, Placement, formats
 from spmd.lowering.xla_options import xla_options
 from spmd.mesh.spec import jax_mesh
 from spmd.mesh.topology import Topology
@@ -42,11 +38,14 @@ from spmd.options import Options
 from spmd.planning.plan import Plan
 from spmd.predict.memory import lifted
 from spmd.progress import doing, progress
-from spmd.verify.run import Verification, verify
+from spmd.verify import Verification, verify
 
 if TYPE_CHECKING:
     from spmd.explain.measured import Measured
     from spmd.measure.profile import Run
+
+
+_is_deleted = methodcaller("is_deleted")
 
 
 class Lowered(Planned):
@@ -61,11 +60,8 @@ class Lowered(Planned):
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
         """Hands the program to XLA: for the machine it was lowered for, else the mesh's devices.
 
-        Args:
-          compiler_options: passed to XLA, beside those of the options.
-
-        Raises:
-          MeshError: as for `Jitted.compile`.
+        `compiler_options` are passed to XLA, beside those of the options. MeshError as for
+        `Jitted.compile`.
         """
         lowered = self
         if compiler_options:
@@ -96,7 +92,7 @@ class Lowered(Planned):
                 "a program of key arrays cannot be exported: inside, they are their data",
                 fix="pass jax.random.key_data(key), and wrap it inside",
             )
-        flat = executable(emitted, outside)
+        flat = execute.executable(emitted, outside)
         # Of what an exported function closes over, jax makes constants in its text: whole ones.
         constants = [constant.value.array() for constant in emitted.constants]
 
@@ -111,15 +107,11 @@ class Lowered(Planned):
         args, kwargs = jax.tree.unflatten(self.in_tree, structs)
         call.__name__ = self.name
         platform = [self.request.platform]
-        with x64_if(emitted.needs_x64), on_own_mesh(emitted.boundary_mesh):
+        with execute.x64_if(emitted.needs_x64), execute.on_own_mesh(emitted.boundary_mesh):
             return jax.export.export(plain_jit(call), platforms=platform)(*args, **kwargs)
 
     def compiler_ir(self, dialect: str | None = None) -> Any:
-        """The module that was planned, unpartitioned, as `jax.stages.Lowered` gives it.
-
-        Raises:
-          ArgumentError: another dialect than `stablehlo`.
-        """
+        """The module that was planned, unpartitioned; ArgumentError: a dialect but `stablehlo`."""
         if dialect not in (None, "stablehlo"):
             raise ArgumentError(
                 f"there is no module in the dialect {dialect!r} before XLA has seen the program",
@@ -143,7 +135,7 @@ class Compiled(Planned):
         target, emitted = lowered.target, self.stages.emitted
         self._ahead = None if target is None or is_here(self.mesh, target) else target
         if self._ahead:
-            check_no_callbacks(emitted)
+            execute.check_no_callbacks(emitted)
         devices = devices_ahead(self.mesh, self._ahead) if self._ahead else None
         self.boundary, outside = _around(self, emitted, devices)
         self._moved = 0
@@ -153,14 +145,14 @@ class Compiled(Planned):
         )
         limit = self.options.memory_limit
         if limit is None:
-            self.executable = compile_emitted(emitted, options, outside)
+            self.executable = execute.compile_emitted(emitted, options, outside)
         else:
             topology = self.stages.plan.topology
-            self.executable = compile_within(limit, emitted, topology, options, outside)
+            self.executable = execute.compile_within(limit, emitted, topology, options, outside)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program (without its static arguments)."""
-        return self.unflattened(self.run(self._flat(args, kwargs)))
+        return jax.tree.unflatten(self.out_tree, self.run(self._flat(args, kwargs)))
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
         """Runs the program on flat arguments, placing those that lie elsewhere; flat results."""
@@ -171,24 +163,24 @@ class Compiled(Planned):
             if self.request.platform == "cpu":  # whose runtime crashes; others raise
                 self.check(taken)
             try:
-                results = self.executable(*taken)
+                results = list(self.executable(*taken))
             except ValueError:  # jax looks at layouts in any case: we do only where it finds others
                 if not (which := self.boundary.in_other_layouts(taken)):
                     raise
-                results = self.executable(*self._laid_out(taken, which))
+                results = list(self.executable(*self._laid_out(taken, which)))
         except NAN_FOUND as error:
             raise FloatingPointError(
                 f"{self.name} returned an invalid value ({error}); under jax.disable_jit() it says "
                 "which operation made it"
             ) from error
         except (TypeError, RuntimeError):
-            program, names = self.stages.program, self.request.arg_names
-            check_concrete(self.name, leaves)
+            self._check_concrete(leaves)
             self.check(taken)
-            types = [program.types[value] for value in program.body.args[: len(names)]]
-            check_types(names, types, self.boundary.data(leaves))
+            self._check_types(leaves)
             raise  # it is none of these
-        return self.boundary.hand_back(list(results))
+        for index, dtype in self.boundary.key_results:
+            results[index] = jax.random.wrap_key_data(results[index], impl=dtype)
+        return results
 
     def _laid_out(self, taken: Sequence[Any], which: Sequence[int]) -> Sequence[Any]:
         """Arguments, of which some lie in another layout than the program's, in the program's."""
@@ -204,10 +196,7 @@ class Compiled(Planned):
         return self.boundary.laid_out(taken, which, self.donated)
 
     def _with_values(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Zeros in place of structs that the program does not read, as `jax.jit` drops these.
-
-        ArgumentError if it reads one.
-        """
+        """Zeros in place of structs that the program does not read, as `jax.jit` drops these."""
         structs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
         if not structs:
             return leaves
@@ -215,19 +204,71 @@ class Compiled(Planned):
         read = Index(program).users
         for i in structs:
             if read.get(program.body.args[i]):
-                raise no_values(self.name, self.request.arg_names[i], leaves[i])
+                raise ArgumentError(
+                    f"argument {self.request.arg_names[i]} of {self.name} has no values",
+                    source=caller(),
+                    actual=described(leaves[i]),
+                    required="an array: the program reads it",
+                    fix="pass an array, or compile without running by .compile(...), which takes "
+                    "structs",
+                )
             valued[i] = jnp.zeros(leaves[i].shape, leaves[i].dtype)
         return valued
 
-    def unflattened(self, results: Sequence[Any]) -> Any:
-        """Flat results as the function returns them."""
-        return jax.tree.unflatten(self.interface.out_tree, results)
-
     def check(self, arrays: Sequence[Any]) -> None:
-        """Holds that flat arguments are there to be taken: not deleted, nor donated twice."""
-        check_alive(self.request.arg_names, arrays)
-        if self.donated:
-            check_once(self.request.arg_names, arrays, self.donated)
+        """Holds that flat arguments are not deleted, nor donated twice.
+
+        jax's CPU runtime ends the process where they are.
+        """
+        names = self.request.arg_names
+        if any(map(_is_deleted, arrays)):
+            gone = [name for name, array in zip(names, arrays, strict=True) if array.is_deleted()]
+            raise ArgumentError(
+                f"argument {some_of(gone)} was deleted: an earlier call took its memory "
+                "(donate_argnums)",
+                source=caller(),
+                fix="go on with what that call returned, as in params = step(params), or donate "
+                "nothing",
+            )
+        seen: dict[int, int] = {}
+        for index, array in enumerate(arrays if self.donated else ()):
+            first = seen.setdefault(id(array), index)
+            if first != index and {first, index} & set(self.donated):
+                one, again = names[first], names[index]
+                raise ArgumentError(
+                    f"one array is given as argument {one} and as argument {again}, and it is "
+                    "donated",
+                    source=caller(),
+                    required="a donated array is given once: its memory is taken over",
+                    fix=f"pass a copy of one, as in {one}.copy(), or donate nothing",
+                )
+
+    def _check_concrete(self, leaves: Sequence[Any]) -> None:
+        tracer = next((leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)), None)
+        if tracer is not None:
+            raise ArgumentError(
+                f"a transformation of jax is around the compiled program {self.name}",
+                source=caller(),
+                actual=f"an argument is a {type(tracer).__name__}, which has no values yet",
+                required="values: what is compiled cannot be transformed",
+                fix="call the spmd.jit function itself, which can, or transform first, as in "
+                f"spmd.jit(jax.grad({self.name}), mesh=mesh)",
+            )
+
+    def _check_types(self, leaves: Sequence[Any]) -> None:
+        program, data = self.stages.program, self.boundary.data(leaves)
+        for name, value, leaf in zip(self.request.arg_names, program.body.args, data, strict=False):
+            type_, have = program.types[value], jax.typeof(leaf)
+            wanted = numpy_dtype(type_.dtype)
+            if tuple(have.shape) != type_.shape or have.dtype != wanted:
+                raise ArgumentError(
+                    f"argument {name} has another type than the program was compiled for",
+                    source=caller(),
+                    actual=described(have),
+                    required=f"a {wanted.name} array of shape {type_.shape}",
+                    fix="compile again for it, or call the spmd.jit function, which does so by "
+                    "itself",
+                )
 
     @property
     def in_shardings(self) -> Any:
@@ -239,7 +280,7 @@ class Compiled(Planned):
     def out_shardings(self) -> Any:
         """Pytree of the results' `NamedSharding`s."""
         shardings = (placed.sharding for placed in self.boundary.seen_results)
-        return jax.tree.unflatten(self.interface.out_tree, shardings)
+        return jax.tree.unflatten(self.out_tree, shardings)
 
     @property
     def in_formats(self) -> Any:
@@ -248,16 +289,13 @@ class Compiled(Planned):
         What is donated lies as the program's collectives want it, see `Options.layouts`. An array
         that comes in another order is moved; `jax.device_put(x, format)` does that beforehand.
         """
-        args, kwargs = self._unflattened_formats()
+        args, kwargs = jax.tree.unflatten(self.in_tree, self.boundary.seen_arguments)
         return (args, kwargs) if kwargs else args
 
     @property
     def out_formats(self) -> Any:
         """Pytree of the results' `Format`s, as `out_shardings`."""
-        return jax.tree.unflatten(self.interface.out_tree, self.boundary.seen_results)
-
-    def _unflattened_formats(self) -> Any:
-        return jax.tree.unflatten(self.interface.in_tree, self.boundary.seen_arguments)
+        return jax.tree.unflatten(self.out_tree, self.boundary.seen_results)
 
     def init(self, argnum: int, fn: Callable[..., Any], *args: Any) -> Any:
         """Creates an argument directly in the sharding and layout that this program wants it in.
@@ -271,12 +309,12 @@ class Compiled(Planned):
           `fn(*args)`, computed shard by shard, never whole on one device.
         """
         self._check_here()
-        wanted = self._unflattened_formats()[0][argnum]
+        wanted, _ = jax.tree.unflatten(self.in_tree, self.boundary.seen_arguments)
         # XLA's partitioner does here: there is nothing to exchange. Compiled by ours, on eight CPU
         # devices, the parameters and AdamW state of small Llamas came out the same to the bit, in
         # the same memory, but compiling took longer: CPU seconds were 36 and 42 for parameters of
         # 32 unrolled layers, 0.8 and 1.7 for their state alone.
-        return plain_jit(fn, out_shardings=wanted)(*args)
+        return plain_jit(fn, out_shardings=wanted[argnum])(*args)
 
     def verify(
         self, *args: Any, rtol: float | None = None, atol: float | None = None, **kwargs: Any
@@ -305,7 +343,7 @@ class Compiled(Planned):
 
         self._check_here()
         given, plan = self.boundary.data(self._flat(args, kwargs)), self.stages.plan
-        with x64_if(needs_x64(plan.program.types)):
+        with execute.x64_if(needs_x64(plan.program.types)):
             return verify(plan, self.request.module, run, given, lower, rtol, atol)
 
     def measure(self, *args: Any, steps: int = 10, **kwargs: Any) -> Measured:
@@ -371,7 +409,7 @@ class Compiled(Planned):
     def input_shardings(self) -> Any:
         """((positional, ...), {name: ...}) of the arguments' `NamedSharding`s."""
         shardings = (placed.sharding for placed in self.boundary.seen_arguments)
-        return jax.tree.unflatten(self.interface.in_tree, shardings)
+        return jax.tree.unflatten(self.in_tree, shardings)
 
     @property
     def output_shardings(self) -> Any:
@@ -392,11 +430,11 @@ class Compiled(Planned):
     def _flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The flat arguments of a call; ArgumentError for a structure not compiled for."""
         leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
-        if tree != self.interface.in_tree:
+        if tree != self.in_tree:
             raise ArgumentError(
                 "the arguments have another structure than those compiled for",
                 actual=str(tree),
-                required=str(self.interface.in_tree),
+                required=str(self.in_tree),
                 fix="call with the same pytrees",
             )
         return leaves
@@ -410,14 +448,128 @@ class Compiled(Planned):
             )
 
 
+class Boundary:
+    """Where a compiled program takes its flat arguments and leaves its flat results.
+
+    The program itself has only arrays on its own mesh: key arrays are their data.
+    """
+
+    def __init__(self, interface: Interface, emitted: Emitted, mesh: JaxMesh) -> None:
+        self.arguments = emitted.argument_shardings(mesh)
+        results = emitted.result_shardings(mesh)
+        ranks = [len(type_.shape) for type_ in emitted.result_types]
+        specs = interface.out_specs or (None,) * len(results)
+        self.results = tuple(map(_as_told, results, specs, ranks))
+        self.argument_formats = formats(self.arguments, emitted.argument_orders)
+        self.result_formats = formats(self.results, emitted.result_orders)
+        self._orders, self._needs_x64 = emitted.argument_orders, emitted.needs_x64
+        self._dtypes = [numpy_dtype(type_.dtype) for type_ in emitted.argument_types]
+        self._key_dtypes = interface.key_dtypes
+        dtypes = [key_dtype(struct) for struct in interface.out_structs]
+        self.key_results = [(i, dtype) for i, dtype in enumerate(dtypes) if dtype is not None]
+        self.has_keys = any(dtype is not None for dtype in (*dtypes, *self._key_dtypes))
+        # As callers see them, who have key arrays.
+        argument_ranks = [len(type_.shape) for type_ in emitted.argument_types]
+        seen = map(_seen, self.argument_formats, self._key_dtypes, argument_ranks)
+        self.seen_arguments = tuple(seen)
+        self.seen_results = tuple(map(_seen, self.result_formats, dtypes, ranks))
+        # As it came the last time: an argument with the very same object needs no look at it.
+        self._known: list[Any] = [object()] * len(self.arguments)
+
+    def accepts(self, leaves: Sequence[Any]) -> bool:
+        """Whether arguments placed on a mesh lie as this program wants them."""
+        return all(
+            self._lies_right(index, leaf)
+            or mesh_sharding(leaf) is None
+            or self._key_dtypes[index] is not None
+            for index, leaf in enumerate(leaves)
+        )
+
+    def take(self, leaves: Sequence[Any]) -> list[Any]:
+        """The arguments as the program wants them: those that lie elsewhere are placed."""
+        elsewhere = [i for i, leaf in enumerate(leaves) if not self._lies_right(i, leaf)]
+        taken = list(leaves)
+        if elsewhere:
+            data = self.data(leaves)
+            for i in elsewhere:
+                if not isinstance(data[i], jax.Array):  # jax narrows 64 bits if they are not kept
+                    narrow = jax.dtypes.canonicalize_dtype(np.result_type(data[i]))
+                    data[i] = np.asarray(data[i], narrow) if narrow == self._dtypes[i] else data[i]
+            with execute.x64_if(self._needs_x64):  # else jax narrows 64-bit elements on the way in
+                where = [self.argument_formats[i] for i in elsewhere]
+                placed = jax.device_put([data[i] for i in elsewhere], where)
+            for index, leaf in zip(elsewhere, placed, strict=True):
+                taken[index] = leaf
+        return taken
+
+    def in_other_layouts(self, taken: Sequence[Any]) -> list[int]:
+        """Which of the arguments, as `take` gave them, lie in memory in another order."""
+        return [i for i, leaf in enumerate(taken) if order_of(leaf) != self._orders[i]]
+
+    def laid_out(
+        self, taken: Sequence[Any], which: Sequence[int], donated: Sequence[int] = ()
+    ) -> list[Any]:
+        """Arguments as `take` gave them, `which` of them moved into the program's order in memory.
+
+        One after the other: of what is donated there is never a second copy but of one argument.
+        """
+        laid = list(taken)
+        for index in which:
+            leaf, wanted = laid[index], self.arguments[index]
+            order = self._orders[index] or tuple(range(leaf.ndim))
+            laid[index] = jax.device_put(leaf, Format(Layout(order), wanted))
+            if index in donated:
+                leaf.delete()
+        return laid
+
+    def data(self, leaves: Sequence[Any]) -> list[Any]:
+        """The arguments with the data of key arrays in their place."""
+        return [
+            leaf if dtype is None else jax.random.key_data(leaf)
+            for leaf, dtype in zip(leaves, self._key_dtypes, strict=True)
+        ]
+
+    def _lies_right(self, index: int, leaf: Any) -> bool:
+        have = getattr(leaf, "sharding", None)
+        if have is self._known[index]:
+            return True
+        if self._key_dtypes[index] is not None or not isinstance(have, NamedSharding):
+            return False
+        if not have.is_equivalent_to(self.arguments[index], leaf.ndim):
+            return False
+        self._known[index] = have
+        return True
+
+
+def _seen(placed: Placement, dtype: Any, rank: int) -> Format:
+    """Where an array lies; a key array lacks the last dim of its data, and has their order."""
+    if dtype is None:
+        return placed if isinstance(placed, Format) else Format(None, placed)
+    sharding = placed.sharding if isinstance(placed, Format) else placed
+    assert isinstance(sharding, NamedSharding)
+    entries = (*sharding.spec, *[None] * rank)[: rank - 1]
+    kind = sharding.memory_kind
+    return Format(None, NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=kind))
+
+
+def _as_told(planned: NamedSharding, spec: PartitionSpec | None, rank: int) -> NamedSharding:
+    """A result's sharding in the user's words, where these mean the same.
+
+    The program knows no axes of size 1, which are parts of jax's types nevertheless.
+    """
+    if spec is None or PartitionSpec.UNCONSTRAINED in spec:
+        return planned
+    if not set(jax.tree.leaves(tuple(spec))) <= set(planned.mesh.axis_names):
+        return planned  # it is on another mesh of the same devices
+    told = NamedSharding(planned.mesh, spec)
+    return told if told.is_equivalent_to(planned, rank) else planned
+
+
 def _around(
     planned: Planned, emitted: Emitted, devices: Sequence[Any] | None = None
-) -> tuple[Boundary, Outside]:
-    """What is around a program: where its arguments and results lie, and what jax is told of them.
-
-    `devices` are descriptions of the mesh's devices, where they are not here.
-    """
+) -> tuple[Boundary, execute.Outside]:
+    """Where arguments and results lie, and what jax is told; `devices` are the absent ones."""
     mesh = jax_mesh(planned.mesh, devices, planned.interface.axis_types)
     boundary = Boundary(planned.interface, emitted, mesh)
     weak = tuple(struct.weak_type for struct in planned.interface.out_structs)
-    return boundary, Outside(mesh, weak, devices, boundary.result_formats)
+    return boundary, execute.Outside(mesh, weak, devices, boundary.result_formats)

@@ -30,7 +30,6 @@ except (ImportError, AttributeError):  # another version of jax
 
 KINDS = 1024  # how many kinds of call of one function are kept
 
-
 Miss = Callable[..., tuple[Any, Any]]
 """Serves a call of a new kind: its result, and what `known` said of the program, or None."""
 
@@ -77,13 +76,8 @@ def _plain(fn: Callable[..., Any], miss: Miss) -> Callable[..., Any]:
     return call
 
 
-def known(
-    executable: Any, results: Sequence[Any], out_tree: Any, constants: Sequence[Any] = ()
-) -> Any:
-    """What jax needs to know to run a compiled program without us; None where it must not.
-
-    `constants` are what it takes in front of its flat arguments.
-    """
+def known(executable: Any, results: Sequence[Any], out_tree: Any) -> Any:
+    """What jax needs to know to run a compiled program without us; None where it must not."""
     if not HAS_FAST_PATH or _is_set("debug_nans") or _is_set("debug_infs"):
         return None
     try:
@@ -102,7 +96,7 @@ def known(
             [True] * len(results),
             [i in program._kept_var_idx for i in range(len(program.in_avals))],
             program._dispatch_in_layouts,
-            list(constants),
+            list(getattr(executable, "constants", ())),  # in front of its flat arguments
         )
     except (AttributeError, TypeError):
         return None

@@ -6,7 +6,6 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar, overload
@@ -17,13 +16,13 @@ from jax.sharding import NamedSharding
 
 from spmd.api.compiled import Compiled, Lowered
 from spmd.api.dispatch import ARRAY, dispatched, known
-from spmd.api.marks import mark_sharding
-from spmd.api.mistakes import check_jit, one_of
+from spmd.api.marks import caller, mark_sharding
 from spmd.api.parameters import by_number_and_name, function_name
-from spmd.api.schedules import Tried, in_fastest_schedule
+from spmd.api.pipelined import Tried, in_fastest_schedule
 from spmd.api.specs import arg_specs, check_memory, mesh_of, result_specs, specified
 from spmd.api.tracing import Call, Recipe, take_apart, trace_call
 from spmd.compiler import Request, compile_module
+from spmd.errors import ArgumentError, described
 from spmd.explain.marks import costly_text
 from spmd.explain.words import idle_text, plural
 from spmd.frontend.trace import ClosedOverTracer, note_mesh
@@ -106,7 +105,29 @@ def jit(  # type: ignore[misc]  # the overloads leave its options open
     if fn is None:
         given = {name: value for name, value in locals().items() if name != "fn"}
         return functools.partial(jit, **given)
-    check_jit(fn, options, device, backend)
+    if not callable(fn):
+        raise ArgumentError(
+            "spmd.jit needs the function first",
+            source=caller(),
+            actual=described(fn),
+            fix="write spmd.jit(fn, mesh=mesh), or @spmd.jit(mesh=mesh)",
+        )
+    if options is not None and not isinstance(options, Options):
+        raise ArgumentError(
+            f"the options of spmd.jit are a {type(options).__name__}",
+            source=caller(),
+            actual=described(options),
+            required="a spmd.Options",
+            fix="write options=spmd.Options(memory_limit=16 << 30), or leave them out",
+        )
+    for name, value in (("device", device), ("backend", backend)):
+        if value is not None:
+            raise ArgumentError(
+                f"spmd.jit has no {name}: a program runs on the devices of its mesh",
+                source=caller(),
+                actual=f"{name}={described(value)}",
+                fix="pass mesh=spmd.make_mesh(data=4, devices=jax.devices(...))",
+            )
     if mesh is not None:
         as_mesh(mesh)
     options = options or Options()
@@ -117,8 +138,8 @@ def jit(  # type: ignore[misc]  # the overloads leave its options open
         Recipe(
             fn,
             mesh,
-            one_of(in_specs, specified(in_shardings), "in"),
-            one_of(out_specs, specified(out_shardings), "out"),
+            _one_of(in_specs, specified(in_shardings), "in"),
+            _one_of(out_specs, specified(out_shardings), "out"),
             *by_number_and_name(fn, static_argnums, static_argnames),
             *by_number_and_name(fn, donate_argnums, donate_argnames),
             keep_unused,
@@ -126,6 +147,17 @@ def jit(  # type: ignore[misc]  # the overloads leave its options open
             options,
         )
     )
+
+
+def _one_of(specs: Any, shardings: Any, name: str) -> Any:
+    """The specs that `jit` was given under one of two names; None if under neither, never both."""
+    if specs is not None and shardings is not None:
+        raise ArgumentError(
+            f"spmd.jit was given {name}_specs and {name}_shardings, which are the same",
+            source=caller(),
+            fix="leave one of them out",
+        )
+    return shardings if specs is None else specs
 
 
 class Jitted(Generic[P, R]):
@@ -224,30 +256,25 @@ class Jitted(Generic[P, R]):
         return trace_call(self.recipe, take_apart(self.recipe, args, kwargs), topology).request
 
     def _new_dispatch(self) -> Callable[..., Any]:
-        """A way of calls on which no kind of call is known yet."""
         recipe = self.recipe
         donated = recipe.donate_argnums + recipe.donate_argnames
         static = recipe.static_argnums, recipe.static_argnames
         return dispatched(recipe.fn, self._miss, *static, donated)
 
     def _miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Serves a call of a new kind; see `dispatch`."""
         call = take_apart(self.recipe, args, kwargs)
-        if call.is_traced:
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves):
             return self.inlined(*args, **kwargs), None
         try:
             compiled = self._compiled(call)
         except ClosedOverTracer:  # it uses a value of another function, and is a part of that
             return self.inlined(*args, **kwargs), None
-        boundary = compiled.boundary
+        boundary, out_tree = compiled.boundary, compiled.out_tree
         runs_without_us = not (boundary.has_keys or boundary.in_other_layouts(call.leaves))
         results = compiled.run(call.leaves)
         self._is_on_cpu = compiled.request.platform == "cpu"
-        way = None
-        if runs_without_us:
-            constants = getattr(compiled.executable, "constants", ())
-            way = known(compiled.executable, results, compiled.out_tree, constants)
-        return compiled.unflattened(results), way
+        way = known(compiled.executable, results, out_tree) if runs_without_us else None
+        return jax.tree.unflatten(out_tree, results), way
 
     def _check(self, args: Any, kwargs: Any) -> None:
         """Holds that arrays are alive and donated once, where the runtime would crash."""
@@ -262,19 +289,26 @@ class Jitted(Generic[P, R]):
         return sum(map(len, self._cache.values()))
 
     def _compiled(self, call: Call) -> Compiled:
-        key = call.key
-        for compiled in self._cache.get(key, ()):
+        for compiled in self._cache.get(call.key, ()):
             if compiled.boundary.accepts(call.leaves):
                 return compiled
-        with self._progress():
+        with progress(self.__name__, self.recipe.options.shows_progress):
             compiled = self._lower(call, None).compile()
-        self._cache.setdefault(key, []).append(compiled)
+        self._cache.setdefault(call.key, []).append(compiled)
         return compiled
 
     def _lower(self, call: Call, topology: Topology | None) -> Lowered:
-        options = self.recipe.options
-        with self._progress():
-            attempt = functools.partial(_tried, self.recipe, call, topology)
+        recipe, options = self.recipe, self.recipe.options
+
+        def attempt(may_reuse: bool) -> Tried:
+            """Traces and plans the call; `may_reuse` allows for a trace of jax's that is there."""
+            doing("trace")
+            again = functools.wraps(recipe.fn, updated=())(lambda *a, **k: recipe.fn(*a, **k))
+            asked = recipe if may_reuse else replace(recipe, fn=again)
+            interface = trace_call(asked, call, topology)
+            return Tried(interface, compile_module(interface.request, options))
+
+        with progress(self.__name__, options.shows_progress):
             best = in_fastest_schedule(attempt, options.memory_limit)
         stages = best.stages
         if stages.plan.choices and (idle := stages.plan.idle_axes):
@@ -284,20 +318,6 @@ class Jitted(Generic[P, R]):
             text = costly_text(costly, stages.plan.mesh)
             warnings.warn(f"{self.__name__}: {text}", stacklevel=_calls_above())
         return lowered
-
-    def _progress(self) -> AbstractContextManager[None]:
-        return progress(self.__name__, self.recipe.options.shows_progress)
-
-
-def _tried(recipe: Recipe, call: Call, topology: Topology | None, may_reuse: bool) -> Tried:
-    """Traces and plans a call; `may_reuse` allows for a trace of jax's that is there."""
-    doing("trace")
-    if not may_reuse:
-        fn = recipe.fn
-        again = functools.wraps(fn, updated=())(lambda *args, **kwargs: fn(*args, **kwargs))
-        recipe = replace(recipe, fn=again)
-    interface = trace_call(recipe, call, topology)
-    return Tried(interface, compile_module(interface.request, recipe.options))
 
 
 class Traced:
@@ -329,16 +349,8 @@ def _calls_above() -> int:
     return count
 
 
-# ---------------------------------------------------------------------------------------------
-# The function inside of other programs: with the marks that `jit` was told of.
-
-
 def _marked(recipe: Recipe) -> Callable[..., Any]:
-    """The function, and sharding constraints on what its specs say of arguments and results.
-
-    Under `jax.jit` it is the marked program; inside another `spmd.jit` it is planned with what is
-    around it. Static arguments come as they are.
-    """
+    """The function, with sharding constraints where its specs say how arguments and results lie."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = recipe.given_mesh
@@ -349,38 +361,32 @@ def _marked(recipe: Recipe) -> Callable[..., Any]:
         if given is None or (recipe.in_specs is None and recipe.out_specs is None):
             return recipe.fn(*args, **kwargs)
         mesh = as_mesh(given)
-        args, kwargs = _marked_arguments(recipe, args, kwargs, mesh)
+        if recipe.in_specs is not None:
+            argnums, dynamic = recipe.dynamic(args, kwargs)
+            parts = recipe.parts(dynamic, argnums, len(args))
+            specs = arg_specs(recipe.in_specs, parts, recipe.fn, len(args))
+            positional, named = _with_marks(dynamic, specs, mesh)
+            found = dict(zip(argnums, positional, strict=True))
+            args = tuple(found.get(i, arg) for i, arg in enumerate(args))
+            kwargs = {**kwargs, **named}
         results = recipe.fn(*args, **kwargs)
         if recipe.out_specs is None:
             return results
-        leaves, tree = jax.tree.flatten(results)
-        specs = result_specs(recipe.out_specs, results)
-        marks = [_mark(*each, mesh) for each in zip(leaves, specs, strict=True)]
-        return jax.tree.unflatten(tree, marks)
+        return _with_marks(results, result_specs(recipe.out_specs, results), mesh)
 
     return call
 
 
-def _marked_arguments(
-    recipe: Recipe, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if recipe.in_specs is None:
-        return args, kwargs
-    argnums, dynamic = recipe.dynamic(args, kwargs)
-    parts = recipe.parts(dynamic, argnums, len(args))
-    specs = arg_specs(recipe.in_specs, parts, recipe.fn, len(args))
-    leaves, tree = jax.tree.flatten(dynamic)
-    marked_leaves = [_mark(*each, mesh) for each in zip(leaves, specs, strict=True)]
-    positional, named = jax.tree.unflatten(tree, marked_leaves)
-    found = dict(zip(argnums, positional, strict=True))
-    return tuple(found.get(i, arg) for i, arg in enumerate(args)), {**kwargs, **named}
+def _with_marks(tree: Any, specs: Sequence[Any], mesh: Mesh) -> Any:
+    """A pytree whose leaves are marked with specs on a mesh, or with shardings on their own."""
 
+    def mark(leaf: Any, spec: Any) -> Any:
+        if spec is None:
+            return leaf
+        if isinstance(spec, NamedSharding):
+            check_memory(spec, "an argument or result")
+            return mark_sharding(leaf, mesh_of(spec, mesh), spec.spec)
+        return mark_sharding(leaf, mesh, spec)
 
-def _mark(leaf: Any, spec: Any, mesh: Mesh) -> Any:
-    """Marks a leaf with a spec on a mesh, or with a sharding on its own."""
-    if spec is None:
-        return leaf
-    if isinstance(spec, NamedSharding):
-        check_memory(spec, "an argument or result")
-        return mark_sharding(leaf, mesh_of(spec, mesh), spec.spec)
-    return mark_sharding(leaf, mesh, spec)
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, map(mark, leaves, specs))

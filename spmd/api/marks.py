@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -55,24 +55,35 @@ def mark_sharding(t: T, mesh: Any, spec: Any) -> T:
     Example:
       >>> w = mark_sharding(w, mesh, ("data", "model"))
     """
-    marked: T = _mark(t, mesh, spec)
-    return marked
-
-
-def _mark(t: Any, mesh: Any, spec: Any) -> Any:
-    source = caller()
-    _check_tensor(t, spec, source)
+    source, given = caller(), cast(Any, t)
+    if isinstance(t, Mesh | AbstractMesh | jax.sharding.Mesh):
+        raise MeshError(
+            "a mesh stands where the tensor belongs",
+            source=source,
+            fix="write mark_sharding(tensor, mesh, spec), in this order",
+        )
+    if not hasattr(t, "shape") and not isinstance(t, complex | float | int):
+        paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(t)]
+        if paths in ([], [""]):
+            raise SpecError(f"{described(t)} is not a tensor", source=source, fix="mark an array")
+        raise SpecError(
+            f"mark_sharding marks one tensor, and this {type(t).__name__} holds {len(paths)}",
+            source=source,
+            actual=f"leaves: {some_of(paths)}",
+            fix=f"mark leaves by path: mark_tree(tree, mesh, {{{paths[0]!r}: {described(spec)}}})",
+        )
     own = as_mesh(mesh)
-    shape = tuple(t.shape) if hasattr(t, "shape") else np.shape(t)
+    shape = tuple(given.shape) if hasattr(given, "shape") else np.shape(given)
     what = f"a tensor of shape {shape}"
     entries = spec_entries(spec, len(shape), own, what=what, source=source)
-    if isinstance(t, jax.core.Tracer):
-        return _constrain(t, own, entries, what, source)
+    if isinstance(given, jax.core.Tracer):
+        return cast(T, _constrain(given, own, entries, what, source))
     dims_of(entries, shape, own, what=what, source=source)
-    if isinstance(t, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=_open_sharding(own, entries))
+    if isinstance(given, jax.ShapeDtypeStruct):
+        sharding = _open_sharding(own, entries)
+        return cast(T, jax.ShapeDtypeStruct(given.shape, given.dtype, sharding=sharding))
     closed = PartitionSpec(*(entry or () for entry in entries))
-    return jax.device_put(t, NamedSharding(jax_mesh(own), closed))
+    return cast(T, jax.device_put(given, NamedSharding(jax_mesh(own), closed)))
 
 
 def mark_tree(tree: T, mesh: Any, rules: Mapping[str, Any]) -> T:
@@ -106,29 +117,9 @@ def path_name(path: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
-def _check_tensor(t: Any, spec: Any, source: str | None) -> None:
-    if isinstance(t, Mesh | AbstractMesh | jax.sharding.Mesh):
-        raise MeshError(
-            "a mesh stands where the tensor belongs",
-            source=source,
-            fix="write mark_sharding(tensor, mesh, spec), in this order",
-        )
-    if hasattr(t, "shape") or isinstance(t, complex | float | int):
-        return
-    paths = [path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(t)[0]]
-    if paths in ([], [""]):
-        raise SpecError(f"{described(t)} is not a tensor", source=source, fix="mark an array")
-    raise SpecError(
-        f"mark_sharding marks one tensor, and this {type(t).__name__} holds {len(paths)}",
-        source=source,
-        actual=f"leaves: {some_of(paths)}",
-        fix=f"mark leaves by path: mark_tree(tree, mesh, {{{paths[0]!r}: {described(spec)}}})",
-    )
-
-
-def some_of(names: Sequence[str], most: int = 8) -> str:
+def some_of(names: Sequence[str]) -> str:
     """Names for an error, the first few of them."""
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 def _constrain(t: Any, mesh: Mesh, entries: Entries, what: str, source: str | None) -> Any:

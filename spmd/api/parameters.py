@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -105,26 +107,20 @@ def call_parts(
 ) -> tuple[Argument, ...]:
     """The arguments of a call in the order of their leaves.
 
-    Args:
-      fn: the function.
-      structs: its arguments without the static ones: positional ones, then a dict of the others.
-      argnums: the number of each positional argument, static ones counted.
-      donate_argnums, donate_argnames: which are donated.
-      positional: how many positional arguments there are, static ones counted.
+    `structs` are the arguments without the static ones: positional ones, with their numbers
+    `argnums`, then a dict of the others. `positional` counts all of the former, static ones too.
     """
     names, donated = parameter_names(fn, positional), positions(donate_argnums, positional)
-    parts = [
+    order = {name: place for place, name in enumerate(parameter_names(fn, parameter_count(fn)))}
+    by_place = [
         Argument(number, names[number], struct, number in donated)
         for number, struct in zip(argnums, structs[0], strict=True)
     ]
-    order = {name: place for place, name in enumerate(parameter_names(fn, parameter_count(fn)))}
-    return (
-        *parts,
-        *(
-            Argument(order.get(name, name), name, structs[1][name], name in donate_argnames)
-            for name in sorted(structs[1])  # as jax flattens a dict
-        ),
-    )
+    by_name = [
+        Argument(order.get(name, name), name, structs[1][name], name in donate_argnames)
+        for name in sorted(structs[1])  # as jax flattens a dict
+    ]
+    return (*by_place, *by_name)
 
 
 def leaf_names(parts: Sequence[Argument]) -> tuple[str, ...]:
@@ -181,15 +177,12 @@ def _subtrees(tree: Any) -> Iterator[tuple[Any, int]]:
         yield from level
         inner = []
         for outer, start in level:
-            for child in _children(outer):
+            # Its children: parts that are not the tree itself, as a leaf is.
+            parts = jax.tree.leaves(outer, is_leaf=partial(operator.is_not, outer))
+            for child in (part for part in parts if part is not outer):
                 inner.append((child, start))
                 start += len(jax.tree.leaves(child))
         level = inner
-
-
-def _children(tree: Any) -> list[Any]:
-    parts = jax.tree.leaves(tree, is_leaf=lambda part: part is not tree)
-    return [part for part in parts if part is not tree]
 
 
 def _tree_type(tree: Any) -> Any:
@@ -206,15 +199,15 @@ def _tree_type(tree: Any) -> Any:
 def with_leading(call: Callable[..., Any], fn: Any, names: Sequence[str]) -> Callable[..., Any]:
     """`call`, which takes parameters of some names and then those of `fn`, described as that."""
     functools.update_wrapper(call, fn, updated=())
-    parameters = list(inspect.signature(fn).parameters.values())
-    taken = {parameter.name for parameter in parameters}
-    front = [_front(name, taken) for name in names]
-    own = [
-        parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY
-        else parameter
-        for parameter in parameters
-    ]
+    own = list(inspect.signature(fn).parameters.values())
+    taken = {parameter.name for parameter in own}
+    front = []
+    for name in names:
+        while name in taken:
+            name = f"_{name}"
+        front.append(inspect.Parameter(name, _BY_BOTH))
+    only_by_place = inspect.Parameter.POSITIONAL_ONLY
+    own = [p.replace(kind=_BY_BOTH) if p.kind is only_by_place else p for p in own]
     call.__signature__ = inspect.Signature([*front, *own])  # type: ignore[attr-defined]
     return call
 
@@ -238,9 +231,3 @@ def check_without(options: Mapping[str, Any], names: Sequence[str], what: str, f
     given = [name for name in names if options.get(name) is not None]
     if given:
         raise ArgumentError(f"{what} has no {given[0]}", fix=fix)
-
-
-def _front(name: str, taken: set[str]) -> inspect.Parameter:
-    while name in taken:
-        name = f"_{name}"
-    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)

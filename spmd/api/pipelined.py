@@ -15,22 +15,34 @@ step before, which is the next chunk's input (interleaved: Narayanan et al. 2021
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeVar
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from spmd.api.marks import caller, known_mesh, mark_sharding, path_name, some_of
-from spmd.api.schedules import Asked, chosen_pipeline
-from spmd.errors import ArgumentError
+from spmd.api.tracing import Interface
+from spmd.compiler import Stages
+from spmd.errors import ArgumentError, MeshError, PlanError
 from spmd.frontend.trace import mesh_at_hand
-from spmd.ir.pipelines import SHIFT, Pipeline
+from spmd.ir.pipelines import SCHEDULES, SHIFT, Pipeline, pipeline_of
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import OPEN, as_mesh
+from spmd.planning.search import Candidate, Search
+from spmd.predict.backends import memory_for
+from spmd.predict.memory import peak_memory
 
 T = TypeVar("T")
+
+DEFAULT = "gpipe"
+SHORT = 0.5  # memory is short where a program takes more than this share of it
+
+_TAKEN: ContextVar[str] = ContextVar("schedule of pipelines", default=DEFAULT)
+"""Of this trace: what calls without a schedule take where they can."""
 
 
 def pipeline(
@@ -84,14 +96,12 @@ def pipeline(
     Sources: Huang et al., *GPipe* (2019); Narayanan et al., *Efficient large-scale language model
     training on GPU clusters using Megatron-LM* (2021).
     """
-    source = caller()
     own = mesh_at_hand() if mesh is None else as_mesh(mesh)
-    of = chosen_pipeline(
-        Asked(schedule, chunks, axis, stages, microbatches),
-        layers=_layers(stacked, chunks, source),
-        batch=_leading((x, rows), "x and rows", "(batch, ...)", source),
+    of = _chosen_pipeline(
+        _Asked(schedule, chunks, axis, stages, microbatches),
+        layers=_layers(stacked, chunks),
+        batch=_leading((x, rows), "x and rows", "(batch, ...)"),
         mesh=own,
-        source=source,
     )
     mark = partial(_marked, mesh=own, axis=axis)
     with jax.named_scope(of.scope):
@@ -122,7 +132,8 @@ def _run(
     stage, mark = jnp.arange(of.stages), partial(_marked, mesh=mesh, axis=of.axis)
 
     def run_chunk(layers: Any, number: Any, state: Any) -> Any:
-        layers = jax.tree.map(lambda leaf: _at(leaf, number), layers)
+        at = partial(jax.lax.dynamic_index_in_dim, index=number, keepdims=False)
+        layers = jax.tree.map(lambda leaf: leaf[0] if leaf.shape[0] == 1 else at(leaf), layers)
         x, rows = state
         more = () if rows is None else (rows,)
         return jax.lax.scan(lambda x, layer: (layer_fn(layer, x, *more), None), x, layers)[0], rows
@@ -142,7 +153,15 @@ def _run(
     state = mark(jax.tree.map(lambda leaf: jnp.stack([leaf] * of.stages), idle))
     entering = jax.tree.map(lambda leaf, fill: _entering(leaf, fill, of), cut, idle)
     out = _steps(step, state, (jnp.arange(of.steps), entering), of)
-    return jax.tree.map(lambda leaf: _leaving(leaf, of), out)
+
+    def leaving(leaf: Any) -> Any:
+        """(M V, ...) -> (M, ...): of what leaves the last stage, what the last chunk made."""
+        if of.chunks > 1:
+            leaf = leaf.reshape(-1, of.chunks, of.stages, *leaf.shape[1:])[:, -1]
+            leaf = leaf.reshape(of.microbatches, *leaf.shape[2:])
+        return leaf
+
+    return jax.tree.map(leaving, out)
 
 
 def _steps(step: Callable[..., Any], state: Any, inputs: Any, of: Pipeline) -> Any:
@@ -158,16 +177,6 @@ def _steps(step: Callable[..., Any], state: Any, inputs: Any, of: Pipeline) -> A
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), out)
 
 
-# ---------------------------------------------------------------------------------------------
-# Leaves.
-
-
-def _at(leaf: Any, number: Any) -> Any:
-    if leaf.shape[0] == 1:
-        return leaf[0]
-    return jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False)
-
-
 def _entering(leaf: Any, fill: Any, of: Pipeline) -> Any:
     """(M, ...) -> (steps, ...): what enters stage 0 in each step."""
     if of.chunks > 1:  # later chunks enter from the last stage
@@ -177,80 +186,57 @@ def _entering(leaf: Any, fill: Any, of: Pipeline) -> Any:
     return jnp.concatenate([leaf, *[fill[None]] * (of.stages - 1)])
 
 
-def _leaving(leaf: Any, of: Pipeline) -> Any:
-    """(M V, ...) -> (M, ...): of what leaves the last stage, what the last chunk made."""
-    groups = (
-        leaf.reshape(-1, of.chunks, of.stages, *leaf.shape[1:])[:, -1] if of.chunks > 1 else leaf
-    )
-    return groups.reshape(of.microbatches, *leaf.shape[1:])
-
-
 def _moved(leaf: Any, entering: Any, begins: Any, of: Pipeline, mesh: Mesh | None) -> Any:
     """(S, ...): each stage gets what the one before made, and stage 0 what enters."""
-    is_apart = mesh is not None and mesh.shape[of.axis] == of.stages
-    if is_apart:
-        moved = _sent(leaf, of, mesh)
+
+    def shift(by: int) -> Any:
+        """Moves stages on; where nothing comes from there are zeros."""
+        widths = [(by, -by, 0)] + [(0, 0, 0)] * (leaf.ndim - 1)
+        return jax.lax.pad(leaf, jnp.zeros((), leaf.dtype), widths)
+
+    if mesh is not None and mesh.shape[of.axis] == of.stages:
+        # Each is on a device of its own: one collective-permute between neighbours. It is written
+        # out, because a shift may be planned otherwise, and that of a ring would be two.
+        senders = range(of.stages if of.chunks > 1 else of.stages - 1)
+        pairs = [(i, (i + 1) % of.stages) for i in senders]
+
+        def send(leaf: Any) -> Any:
+            with jax.named_scope(SHIFT):
+                return jax.lax.ppermute(leaf, of.axis, pairs)
+
+        spec, where = PartitionSpec(of.axis), known_mesh(mesh)
+        over: Any = {"in_specs": spec, "out_specs": spec, "axis_names": {of.axis}}
+        moved = jax.shard_map(send, mesh=where, **over)(leaf)
     else:  # no axis has one of them on each device
-        moved = _shift(leaf, 1)
-        moved = moved + _shift(leaf, 1 - of.stages) if of.chunks > 1 else moved
+        moved = shift(1) + shift(1 - of.stages) if of.chunks > 1 else shift(1)
     return jnp.where(begins.reshape(-1, *[1] * (leaf.ndim - 1)), entering, moved)
-
-
-def _sent(leaf: Any, of: Pipeline, mesh: Any) -> Any:
-    """Stages moved on, each on a device of its own: one collective-permute between neighbours.
-
-    It is written out, because a shift may be planned otherwise, and that of a ring would be two.
-    """
-    senders = range(of.stages if of.chunks > 1 else of.stages - 1)
-    pairs = [(i, (i + 1) % of.stages) for i in senders]
-
-    def send(leaf: Any) -> Any:
-        with jax.named_scope(SHIFT):
-            return jax.lax.ppermute(leaf, of.axis, pairs)
-
-    spec, axes = PartitionSpec(of.axis), {of.axis}
-    where = known_mesh(mesh)
-    ring = jax.shard_map(send, mesh=where, in_specs=spec, out_specs=spec, axis_names=axes)
-    return ring(leaf)
-
-
-def _shift(leaf: Any, by: int) -> Any:
-    """Moves stages on; where nothing comes from there are zeros."""
-    widths = [(by, -by, 0)] + [(0, 0, 0)] * (leaf.ndim - 1)
-    return jax.lax.pad(leaf, jnp.zeros((), leaf.dtype), widths)
 
 
 def _marked(tree: Any, mesh: Mesh | None, axis: str) -> Any:
     """A tree whose leaves have dim 0 split over the axis; their other dims stay open."""
     if mesh is None:
         return tree
-
-    def mark(leaf: Any) -> Any:
-        return mark_sharding(leaf, mesh, (axis, *[OPEN] * (leaf.ndim - 1)))
-
-    return jax.tree.map(mark, tree)
+    return jax.tree.map(
+        lambda leaf: mark_sharding(leaf, mesh, (axis, *[OPEN] * (leaf.ndim - 1))), tree
+    )
 
 
-# ---------------------------------------------------------------------------------------------
-# What is wrong.
-
-
-def _layers(stacked: Any, chunks: int | None, source: str | None) -> int:
+def _layers(stacked: Any, chunks: int | None) -> int:
     if chunks is None:
-        return _leading(stacked, "stacked", "(layers, ...)", source)
-    count = _leading(stacked, "stacked", "(chunks, layers / chunks, ...)", source)
+        return _leading(stacked, "stacked", "(layers, ...)")
+    count = _leading(stacked, "stacked", "(chunks, layers / chunks, ...)")
     if count != chunks:
         raise ArgumentError(
             f"pipeline: chunks={chunks}, but the stack has {count} in dim 0",
-            source=source,
+            source=caller(),
             required="with chunks=, leaves (chunks, layers / chunks, ...)",
             fix=f"reshape leaves to ({chunks}, layers / {chunks}, ...), or leave chunks out",
         )
     inner = jax.tree.map(lambda leaf: jax.typeof(leaf).update(shape=leaf.shape[1:]), stacked)
-    return chunks * _leading(inner, "stacked", "(chunks, layers / chunks, ...)", source)
+    return chunks * _leading(inner, "stacked", "(chunks, layers / chunks, ...)")
 
 
-def _leading(tree: Any, what: str, shape: str, source: str | None) -> int:
+def _leading(tree: Any, what: str, shape: str) -> int:
     """The size of the first dim, which all leaves share."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     sizes = {path_name(path): jnp.shape(leaf) for path, leaf in leaves}
@@ -259,8 +245,170 @@ def _leading(tree: Any, what: str, shape: str, source: str | None) -> int:
         return found
     raise ArgumentError(
         f"pipeline: the leaves of {what} have no size of dim 0 in common",
-        source=source,
+        source=caller(),
         actual=some_of([f"{name} {shape}" for name, shape in sizes.items()]) or "no leaves",
         required=f"leaves {shape}",
         fix="what is the same for all rows and layers is closed over by layer_fn",
     )
+
+
+# ---------------------------------------------------------------------------------------------
+# Schedules: what they need, and which is taken where nobody says. How long a schedule takes depends
+# on all that is around it, so a program is traced and planned with each, and the one with the
+# shortest predicted run is taken, as with other forms of a program.
+
+
+class _Asked(NamedTuple):
+    """What a call of `pipeline` says, by the names of its arguments."""
+
+    schedule: str | None
+    chunks: int | None
+    axis: str
+    stages: int
+    microbatches: int
+
+    def as_pipeline(self, schedule: str) -> Pipeline:
+        is_chunked, is_lean = SCHEDULES[schedule]
+        chunks = (self.chunks or 2) if is_chunked else 1
+        return Pipeline(self.axis, self.stages, self.microbatches, chunks, is_lean)
+
+
+def _chosen_pipeline(asked: _Asked, *, layers: int, batch: int, mesh: Mesh | None) -> Pipeline:
+    """The pipeline of a call, in the schedule that it names or that is weighed now.
+
+    `layers` and `batch` are sizes of the stack and the batch; errors are as for `pipeline`.
+    """
+    for what in ("stages", "microbatches"):
+        if (count := getattr(asked, what)) < 1:
+            raise ArgumentError(
+                f"pipeline: {what}={count}", source=caller(), required="a number of at least 1"
+            )
+    cuts, rest = divmod(batch, asked.microbatches)
+    if rest:
+        raise ArgumentError(
+            f"pipeline: a batch of {batch} rows is not {asked.microbatches} microbatches",
+            source=caller(),
+            actual=f"{batch} = {cuts} * {asked.microbatches} + {rest}",
+            required="microbatches= that divides the batch",
+        )
+    if mesh is not None and asked.axis not in mesh.shape:
+        raise MeshError(
+            f"pipeline: the mesh has no axis {asked.axis!r}",
+            source=caller(),
+            actual=f"({mesh})",
+            fix=f"make the mesh with {asked.axis}={asked.stages}, or name another axis=",
+        )
+    if mesh is not None and asked.stages % (size := mesh.shape[asked.axis]):
+        raise ArgumentError(
+            f"pipeline: {asked.stages} stages are not split evenly over {asked.axis}={size}",
+            source=caller(),
+            required=f"stages= a multiple of {size}; as many, for one stage on each device",
+        )
+    name = asked.schedule
+    if name is None:
+        possible = [each for each in SCHEDULES if not _refusal(asked, each, layers)]
+        if possible:
+            taken = _TAKEN.get()
+            of = asked.as_pipeline(taken if taken in possible else possible[0])
+            is_open = sum(1 << i for i, each in enumerate(SCHEDULES) if each in possible)
+            return of._replace(open=is_open)
+        name = "interleaved" if asked.chunks else DEFAULT
+    elif name not in SCHEDULES:
+        raise ArgumentError(
+            f"pipeline: schedule={name!r} is none",
+            source=caller(),
+            required=f"one of {', '.join(map(repr, SCHEDULES))}, or None",
+        )
+    of = asked.as_pipeline(name)
+    if refusal := _refusal(asked, of.schedule, layers):
+        raise refusal
+    return of
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A program that was traced and planned with its pipelines in one schedule."""
+
+    interface: Interface
+    stages: Stages
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of one run."""
+        return self.stages.timeline.seconds
+
+    @cached_property
+    def bytes(self) -> int:
+        """Predicted memory of one device."""
+        platform, donated = self.stages.plan.topology.platform, self.interface.request.donated
+        return peak_memory(self.stages.optimized.program, donated, platform).peak
+
+    def fits(self, limit: float) -> bool:
+        """Whether it keeps to so many bytes."""
+        return self.bytes <= limit
+
+
+def in_fastest_schedule(attempt: Callable[[bool], Tried], memory_limit: int | None) -> Tried:
+    """A program with its pipelines in the schedule that is predicted to be the fastest.
+
+    `attempt` traces and plans it in each schedule that its pipelines leave open, told whether jax
+    may take a trace that it has made before. Of schedules that do not fit in memory
+    (`memory_limit`, or what the topology has room for) the one that misses the least is taken;
+    PlanError if there is a limit and none keeps to it.
+    """
+    names, default = dict.fromkeys(SCHEDULES), DEFAULT
+    try:
+        first = attempt(True)
+    except PlanError as error:
+        if memory_limit is None:
+            raise
+        search, refused = Search[Tried](memory_limit), error
+    else:
+        program, topology = first.stages.plan.program, first.stages.plan.topology
+        pipelines = {of for op in program.walk() if (of := pipeline_of(op.loc.scope)) and of.open}
+        if not pipelines:
+            return first
+        names = {name: None for of in pipelines for name in of.open_schedules}
+        default = min(of.schedule for of in pipelines)
+        search = Search(memory_for(topology, memory_limit), [first])
+
+    def in_schedule(name: str) -> Tried:
+        token = _TAKEN.set(name)
+        try:
+            return attempt(False)
+        finally:
+            _TAKEN.reset(token)
+
+    # To compute steps again takes longer, but where memory is short so does what else saves it.
+    for is_lean in (False, True):
+        if is_lean and any(each.fits(SHORT * search.limit) for each in search.tried):
+            break
+        for name in names:
+            if SCHEDULES[name][1] == is_lean and name != default:
+                search.weigh(Candidate(f"pipelines {name}", partial(in_schedule, name)))
+    if not search.tried:
+        raise refused
+    best = search.best
+    plan = best.stages.plan
+    plan = plan._replace(forms=(*plan.forms, *search.weighed))
+    return Tried(best.interface, replace(best.stages, plan=plan))
+
+
+def _refusal(asked: _Asked, schedule: str, layers: int) -> ArgumentError | None:
+    """Why a call cannot take a schedule; None if it can."""
+    is_chunked, is_lean = SCHEDULES[schedule]
+    of = asked.as_pipeline(schedule)
+    if asked.chunks and not is_chunked:
+        what = f"chunks={asked.chunks} with schedule={schedule!r}, in which a stage has one"
+        required = "schedule='interleaved', or no chunks"
+    elif layers % of.window:
+        parts = f"{of.stages} stages" + (f" of {of.chunks} chunks" if of.chunks > 1 else "")
+        what = f"{layers} layers are not split evenly over {parts}"
+        required = f"a number of layers that {of.window} divides"
+    elif (is_chunked or is_lean) and of.microbatches % of.stages:
+        groups = f"{of.microbatches} microbatches are not groups of {of.stages} stages"
+        what = f"{groups}, as schedule={schedule!r} takes them"
+        required = f"microbatches= a multiple of {of.stages}; 'gpipe' takes any number"
+    else:
+        return None
+    return ArgumentError(f"pipeline: {what}", source=caller(), required=required)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,12 @@ from spmd.predict.timeline import Timeline
 if TYPE_CHECKING:
     from spmd.explain.facts import Facts
     from spmd.explain.measured import Measured
+
+
+STAGES = (
+    "stablehlo", "program", "propagated", "planned", "local", "optimized", "emitted", "hlo"
+)  # fmt: skip
+"""Stages of a program that `as_text` prints; the last one only of compiled programs."""
 
 
 class Planned:
@@ -131,7 +137,7 @@ class Planned:
         )
 
     def __repr__(self) -> str:
-        from spmd.explain.text.report import brief
+        from spmd.explain.text import brief
 
         return brief(type(self).__name__, self._facts())
 
@@ -152,8 +158,7 @@ class Planned:
         Raises:
           ArgumentError: no value has this name.
         """
-        from spmd.explain.text.report import explain_program
-        from spmd.explain.text.value import explain_value
+        from spmd.explain.text import explain_program, explain_value
 
         if value is not None:
             return explain_value(self.stages, value, self.prices if prices else None)
@@ -161,7 +166,7 @@ class Planned:
 
     def summary(self) -> str:
         """The short form of `explain`, for a terminal."""
-        from spmd.explain.text.report import summarize
+        from spmd.explain.text import summarize
 
         return summarize(self._facts(), self.prices.costly_mark)
 
@@ -197,49 +202,37 @@ class Planned:
         Raises:
           ArgumentError: there is no such stage.
         """
-        if stage not in _TEXTS:
-            close = difflib.get_close_matches(stage, STAGES, n=1)
-            fix = f"write {close[0]!r}" if close else "name a stage"
-            if stage == "hlo":
-                fix = "`hlo` needs the program compiled: use .compile(...) instead of .lower(...)"
-            required = f"one of {', '.join(STAGES)}"
-            raise ArgumentError(f"unknown stage {stage!r}", required=required, fix=fix)
-        return _TEXTS[stage](self)
+        stages, mesh = self.stages, self.mesh
 
+        def sharded(states: Iterable[Sharding | None]) -> str:
+            """The whole program with the sharding of each value beside it."""
+            texts = ["made for each use" if s is None else format_sharding(s, mesh) for s in states]
+            return format_program(stages.program, texts.__getitem__, mesh)
 
-def _sharded(planned: Planned, states: Sequence[Sharding | None]) -> str:
-    """The whole program with the sharding of each value beside it."""
-    mesh = planned.mesh
+        def local(program: Program) -> str:
+            """A local program; beside arguments with an order of their own, that order."""
+            orders = dict(zip(program.body.args, stages.optimized.argument_orders, strict=True))
+            shown = {v: f"in memory: {', '.join(map(str, o))}" for v, o in orders.items() if o}
+            return format_program(program, lambda value: shown.get(value, ""), mesh)
 
-    def describe(value: int) -> str:
-        state = states[value]
-        return "made for each use" if state is None else format_sharding(state, mesh)
-
-    return format_program(planned.stages.program, describe, mesh)
-
-
-def _local(planned: Planned, program: Program) -> str:
-    """A local program; beside arguments with an order of their own in memory, that order."""
-    orders = dict(zip(program.body.args, planned.stages.optimized.argument_orders, strict=True))
-
-    def describe(value: int) -> str:
-        order = orders.get(value)
-        return "" if order is None else f"in memory: {', '.join(map(str, order))}"
-
-    return format_program(program, describe, planned.mesh)
-
-
-_TEXTS: dict[str, Callable[[Planned], str]] = {
-    "stablehlo": lambda planned: str(planned.request.module),
-    "program": lambda planned: format_program(planned.stages.program),
-    "propagated": lambda planned: _sharded(
-        planned, [Sharding(dims) for dims in planned.stages.propagated.proposals]
-    ),
-    "planned": lambda planned: _sharded(planned, planned.stages.plan.states),
-    "local": lambda planned: _local(planned, planned.stages.partitioned.program),
-    "optimized": lambda planned: _local(planned, planned.stages.optimized.program),
-    "emitted": lambda planned: planned.stages.emitted.module,
-}
-
-STAGES = (*_TEXTS, "hlo")
-"""Stages of a program that `as_text` prints; the last one only of compiled programs."""
+        match stage:
+            case "stablehlo":
+                return str(self.request.module)
+            case "program":
+                return format_program(stages.program)
+            case "propagated":
+                return sharded(map(Sharding, stages.propagated.proposals))
+            case "planned":
+                return sharded(stages.plan.states)
+            case "local":
+                return local(stages.partitioned.program)
+            case "optimized":
+                return local(stages.optimized.program)
+            case "emitted":
+                return stages.emitted.module
+        close = difflib.get_close_matches(stage, STAGES, n=1)
+        fix = f"write {close[0]!r}" if close else "name a stage"
+        if stage == "hlo":
+            fix = "`hlo` needs the program compiled: use .compile(...) instead of .lower(...)"
+        required = f"one of {', '.join(STAGES)}"
+        raise ArgumentError(f"unknown stage {stage!r}", required=required, fix=fix)

@@ -23,20 +23,13 @@ Specs = Sequence[Any] | Mapping[str, Any] | None
 """For each argument or result a spec, or None (open); or names (or patterns of them) -> specs."""
 
 
-# ---------------------------------------------------------------------------------------------
-# One spec for each leaf of a pytree.
-
-
 def arg_specs(in_specs: Any, parts: Sequence[Argument], fn: Any, positional: int) -> list[Any]:
     """The spec of each leaf of the arguments, None for open ones.
 
     `in_specs` has one entry for each parameter, static ones counted, or, as `jax.jit` has it, for
     each positional argument that is not static: a spec, a pytree of specs that is a prefix of the
-    argument, or None. A single `PartitionSpec` or `NamedSharding` is for all arguments.
-
-    Raises:
-      SpecError: another number of entries than of arguments, entries of another structure, or one
-        that can be read in two ways.
+    argument, or None. A single `PartitionSpec` or `NamedSharding` is for all arguments. SpecError:
+    another number of entries than of arguments, another structure, or two ways to read one.
     """
     if in_specs is None or isinstance(in_specs, PartitionSpec | NamedSharding):
         return [in_specs for part in parts for _ in jax.tree.leaves(part.struct)]
@@ -49,7 +42,17 @@ def arg_specs(in_specs: Any, parts: Sequence[Argument], fn: Any, positional: int
     elif isinstance(in_specs, tuple | list) and len(in_specs) == len(places):
         entries = dict(zip(places, in_specs, strict=True))
     else:
-        raise _wrong_count(in_specs, parameter_names(fn, least))
+        names = parameter_names(fn, least)
+        fix = "write None for an argument that is open"
+        if len(names) == 1 and _is_spec(in_specs):
+            fix = f"put it into a tuple: in_specs=({described(in_specs)},)"
+        raise SpecError(
+            "in_specs needs one entry for each positional argument",
+            source=caller(),
+            actual=f"in_specs={described(in_specs)}",
+            required=f"{len(names)}, for {some_of(names)}" if names else "none: in_specs=()",
+            fix=fix,
+        )
     return [
         spec
         for part in parts
@@ -63,19 +66,6 @@ def specified(shardings: Any) -> Any:
         lambda entry: None if type(entry).__name__ == "UnspecifiedValue" else entry,
         shardings,
         is_leaf=_is_spec,
-    )
-
-
-def _wrong_count(in_specs: Any, names: Sequence[str]) -> SpecError:
-    fix = "write None for an argument that is open"
-    if len(names) == 1 and _is_spec(in_specs):
-        fix = f"put it into a tuple: in_specs=({described(in_specs)},)"
-    return SpecError(
-        "in_specs needs one entry for each positional argument",
-        source=caller(),
-        actual=f"in_specs={described(in_specs)}",
-        required=f"{len(names)}, for {some_of(names)}" if names else "none: in_specs=()",
-        fix=fix,
     )
 
 
@@ -94,8 +84,20 @@ def _spread(specs: Any, tree: Any, what: str, is_outermost: bool = False) -> lis
         type(tree) in (tuple, list) and type(specs) in (tuple, list) and len(specs) == len(tree)
     )
     if is_each and all(_is_spec(spec) for spec in specs):
-        if not is_outermost and _fits_all(specs, tree):
-            raise _ambiguous(specs, what)
+        # As many names as there are parts may also be one spec of every part's dims.
+        names = [] if is_outermost else [entry for entry in specs if entry is not None]
+        are_names = names and all(isinstance(entry, str | int) for entry in names)
+        if are_names and all(len(specs) <= np.ndim(leaf) for leaf in jax.tree.leaves(tree)):
+            apart = ", ".join("None" if entry is None else f"P({entry!r})" for entry in specs)
+            one = ", ".join(map(repr, specs))
+            raise SpecError(
+                f"the spec of {what} can be read in two ways: it has {len(specs)} parts",
+                source=caller(),
+                actual=repr(specs),
+                required="one spec for all parts, or one for each",
+                fix=f"with jax.sharding.PartitionSpec as P, write P({one}) for all, or ({apart}) "
+                "for each",
+            )
         return [
             s for spec, part in zip(specs, tree, strict=True) for s in _spread(spec, part, what)
         ]
@@ -134,32 +136,18 @@ def _by_path(specs: Any, tree: Any) -> list[Any] | None:
     return [given[path] for path in found] if given.keys() >= set(found) else None
 
 
-def _fits_all(specs: Sequence[Any], tree: Sequence[Any]) -> bool:
-    """Whether as many names as there are parts may also be one spec of every part's dims."""
-    names = [entry for entry in specs if entry is not None]
-    if not names or not all(isinstance(entry, str | int) for entry in names):
-        return False
-    return all(len(specs) <= np.ndim(leaf) for leaf in jax.tree.leaves(tree))
-
-
-def _ambiguous(specs: Sequence[Any], what: str) -> SpecError:
-    each = ", ".join("None" if entry is None else f"P({entry!r})" for entry in specs)
-    one = ", ".join(map(repr, specs))
-    return SpecError(
-        f"the spec of {what} can be read in two ways: it has {len(specs)} parts",
-        source=caller(),
-        actual=repr(specs),
-        required="one spec for all parts, or one for each",
-        fix=f"with jax.sharding.PartitionSpec as P, write P({one}) for all, or ({each}) for each",
-    )
-
-
 def _other_structure(specs: Any, tree: Any, what: str) -> SpecError:
     """The error of specs for leaves that are not there, or of leaves that have none."""
-    given = _paths(specs, is_leaf=_is_spec)
-    there = _paths(tree)
-    unknown = [path for path in given if not any(_is_at(leaf, path) for leaf in there)]
-    without = [leaf for leaf in there if not any(_is_at(leaf, path) for path in given)]
+    flat = jax.tree_util.tree_leaves_with_path
+    given = [path_name(path) for path, _ in flat(specs, is_leaf=_is_spec)]
+    there = [path_name(path) for path, _ in flat(tree)]
+
+    def is_at(leaf: str, path: str) -> bool:
+        """Whether a leaf's path is in the branch of another."""
+        return not path or leaf == path or leaf.startswith(f"{path}/")
+
+    unknown = [path for path in given if not any(is_at(leaf, path) for leaf in there)]
+    without = [leaf for leaf in there if not any(is_at(leaf, path) for path in given)]
     parts = [f"specs for {some_of(unknown)}, which it does not have"] if unknown else []
     parts += [f"no spec for {some_of(without)}"] if without else []
     return SpecError(
@@ -171,16 +159,6 @@ def _other_structure(specs: Any, tree: Any, what: str) -> SpecError:
     )
 
 
-def _paths(tree: Any, is_leaf: Any = None) -> list[str]:
-    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
-    return [path_name(path) for path, _ in found]
-
-
-def _is_at(leaf: str, path: str) -> bool:
-    """Whether a leaf's path is in the branch of another."""
-    return not path or leaf == path or leaf.startswith(f"{path}/")
-
-
 def _is_spec(x: Any) -> bool:
     if x is None or isinstance(x, PartitionSpec | Sharding | str):
         return True
@@ -189,10 +167,6 @@ def _is_spec(x: Any) -> bool:
         or (type(e) in (tuple, list) and all(isinstance(n, str | int) for n in e))
         for e in x
     )  # fmt: skip
-
-
-# ---------------------------------------------------------------------------------------------
-# A spec spelled out, on the mesh of the program.
 
 
 def key_dtype(leaf: Any) -> Any:
@@ -238,20 +212,23 @@ def open_entries(shape: Sequence[int]) -> Entries | None:
 def fitting_entries(spec: Any, shape: Sequence[int], leaf: Any, what: str, mesh: Mesh) -> Entries:
     """The spelled-out spec of an argument or result of this shape.
 
-    Inside, a key array is its data: its spec has one more dim, not split.
-
-    Raises:
-      MeshError: it is a sharding on a mesh whose axes are not made of this mesh's.
-      SpecError: it does not fit.
+    Inside, a key array is its data: its spec has one more dim, not split. MeshError: it is a
+    sharding on a mesh whose axes are not made of this mesh's; SpecError: it does not fit.
     """
     source, own = caller(), mesh
+
+    def axes_here(names: Sequence[str]) -> tuple[str, ...]:
+        """Axes of the spec's own mesh as axes of the program's, or parts of axes."""
+        atoms = tuple(a for name in names for a in part_atoms(mesh, own, name))
+        return tuple(str(ref) for ref in axis_refs(atoms, mesh))
+
     if isinstance(spec, NamedSharding):
         check_memory(spec, what)
         spec, own = spec.spec, mesh_of(spec, mesh)
     entries = spec_entries(spec, len(shape), own, what=what, source=source)
     try:
         if own is not mesh:
-            entries = tuple(_axes_of(mesh, own, entry) for entry in entries)
+            entries = tuple(None if names is None else axes_here(names) for names in entries)
     except MeshError as error:
         fields = {"actual": f"{what} lies on {error.actual}", "required": error.required}
         raise MeshError(error.what, source=source, fix=error.fix, **fields) from None
@@ -268,14 +245,6 @@ def mesh_of(sharding: NamedSharding, mesh: Mesh) -> Mesh:
     return mesh if same == (mesh.axis_names, mesh.sizes, mesh.device_ids) else other
 
 
-def _axes_of(mesh: Mesh, other: Mesh, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """Axes of another mesh as axes of this one, or parts of axes."""
-    if names is None:
-        return None
-    atoms = [a for name in names for a in part_atoms(mesh, other, name)]
-    return tuple(str(ref) for ref in axis_refs(tuple(atoms), mesh))
-
-
 def check_memory(sharding: NamedSharding, what: str) -> None:
     """SpecError for a sharding that is not for the memory of the devices."""
     if sharding.memory_kind not in (None, "device", "unpinned_host"):
@@ -286,18 +255,6 @@ def check_memory(sharding: NamedSharding, what: str) -> None:
             required="arguments and results in the memory of the devices",
             fix="move it with jax.device_put before and after the call",
         )
-
-
-def out_entries(
-    specs: Sequence[Any], leaves: Sequence[Any], names: Sequence[str], mesh: Mesh
-) -> tuple[Entries | None, ...]:
-    """The spelled-out spec of each leaf of the result, None for open ones."""
-    return tuple(
-        open_entries(leaf.shape)
-        if spec is None
-        else fitting_entries(spec, leaf.shape, leaf, f"result {name}", mesh)
-        for leaf, spec, name in zip(leaves, specs, names, strict=True)
-    )
 
 
 def like_parameters(

@@ -12,15 +12,8 @@ from spmd.api.specs import Specs, flat_entries
 from spmd.api.tracing import Interface, axis_types_of, topology_of
 from spmd.compiler import Request, compile_module
 from spmd.errors import ArgumentError
+from spmd.frontend import refine
 from spmd.frontend.importer.module import argument_names, boundary_names, parse_module, signature
-from spmd.frontend.refine import (
-    ArgumentDims,
-    exported_dims,
-    is_dynamic,
-    refine,
-    stated_dims,
-    symbols_of,
-)
 from spmd.frontend.sizes import size_of, symbols_in
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.mesh.spec import as_mesh, platform_of
@@ -94,16 +87,15 @@ def lower_stablehlo(
     options = options or Options()
     module = static_module(module_or_path, symbols, arg_shapes)
     request = module_request(module, mesh, arg_specs, result_specs, options, updates)
-    own, (args, results) = request.mesh, signature(module)
+    args, results = signature(module)
     with progress("module", options.shows_progress):
         stages = compile_module(request, options)
     # As if a function of as many arrays had been traced, which returns a tuple.
     structs = tuple(jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in results)
     in_tree = jax.tree.structure((tuple(range(len(args))), {}))
-    out_tree = jax.tree.structure(structs)
-    axis_types = axis_types_of(own, [mesh])
-    key_dtypes = (None,) * len(args)
-    interface = Interface(request, in_tree, out_tree, structs, axis_types, key_dtypes)
+    trees = in_tree, jax.tree.structure(structs), structs
+    axis_types = axis_types_of(request.mesh, [mesh])
+    interface = Interface(request, *trees, axis_types, key_dtypes=(None,) * len(args))
     return Lowered(interface, stages, options)
 
 
@@ -154,21 +146,16 @@ def _check_updates(
         )
 
 
-# ---------------------------------------------------------------------------------------------
-# Modules with symbolic dims, at the sizes that a user gives.
-
-
 def static_module(source: Any, symbols: Mapping[str, int] | None, shapes: Shapes = None) -> Any:
     """A module in memory (or `jax.export.Exported`), without dynamic shapes, at sizes of symbols.
 
-    Raises:
-      FrontendError: a module that cannot be read, or cannot have these shapes.
-      ArgumentError: a dim whose size is not known, or sizes for what is not there.
+    FrontendError: a module that cannot be read, or cannot have these shapes. ArgumentError: a dim
+    whose size is not known, or sizes for what is not there.
     """
     exported = source if hasattr(source, "mlir_module_serialized") else None
     module = parse_module(source if exported is None else exported.mlir_module_serialized)
     symbols = dict(symbols or {})
-    if not is_dynamic(module):
+    if not refine.is_dynamic(module):
         if symbols or shapes:
             raise ArgumentError(
                 "the module's shapes are static",
@@ -176,21 +163,27 @@ def static_module(source: Any, symbols: Mapping[str, int] | None, shapes: Shapes
                 fix="leave out `symbols` and `arg_shapes`",
             )
         return module
-    dims = stated_dims(module) if exported is None else exported_dims(exported)
-    names = argument_names(module, start=len(symbols_of(module)))
+    dims = refine.stated_dims(module) if exported is None else refine.exported_dims(exported)
+    names = argument_names(module, start=len(refine.symbols_of(module)))
     given = _given(shapes, names)
-    _check_symbols(module, dims, symbols)
+    stated = [dim for argument in dims for dim in argument if dim is not None]
+    known = {*symbols_in(stated), *refine.symbols_of(module)}
+    if unknown := sorted(symbols.keys() - known):
+        raise ArgumentError(
+            f"the module has no symbol {unknown[0]!r}",
+            actual=f"symbols: {', '.join(sorted(known)) or 'none that it names'}",
+            fix="correct `symbols`" if known else "give shapes instead: arg_shapes=[(8, 4), ...]",
+        )
     sizes = [
         tuple(shape) if shape is not None else _sizes(name, argument, symbols)
         for name, argument, shape in zip(names, dims, given, strict=True)
     ]
-    return refine(module, sizes, symbols)
+    return refine.refine(module, sizes, symbols)
 
 
 def _given(shapes: Shapes, names: Sequence[str]) -> list[Shape | None]:
     if isinstance(shapes, Mapping):
-        unknown = sorted(shapes.keys() - set(names))
-        if unknown:
+        if unknown := sorted(shapes.keys() - set(names)):
             raise ArgumentError(
                 f"arg_shapes has {unknown[0]!r}, which is no argument",
                 actual=f"arguments: {', '.join(names)}",
@@ -206,20 +199,7 @@ def _given(shapes: Shapes, names: Sequence[str]) -> list[Shape | None]:
     return list(shapes or [None] * len(names))
 
 
-def _check_symbols(module: Any, dims: Sequence[ArgumentDims], symbols: Mapping[str, int]) -> None:
-    stated = [dim for argument in dims for dim in argument if dim is not None]
-    known = {*symbols_in(stated), *symbols_of(module)}
-    unknown = sorted(symbols.keys() - known)
-    if unknown:
-        raise ArgumentError(
-            f"the module has no symbol {unknown[0]!r}",
-            actual=f"symbols: {', '.join(sorted(known)) or 'none that it names'}",
-            fix="correct `symbols`" if known else "give shapes instead: arg_shapes=[(8, 4), ...]",
-        )
-
-
-def _sizes(name: str, dims: ArgumentDims, symbols: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of an argument, from what the module says of it."""
+def _sizes(name: str, dims: refine.ArgumentDims, symbols: Mapping[str, int]) -> tuple[int, ...]:
     if None in dims:
         shown = "x".join("?" if dim is None else str(dim) for dim in dims)
         example = tuple(8 if dim is None else dim for dim in dims)

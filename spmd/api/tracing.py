@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.api.dispatch import settings
 from spmd.api.marks import caller, path_name
-from spmd.api.mistakes import no_mesh, warning_of_changes
 from spmd.api.parameters import (
     Argument,
     call_parts,
@@ -21,16 +22,18 @@ from spmd.api.parameters import (
     function_name,
     function_place,
     leaf_names,
+    parameter_names,
     positions,
     updates_of,
 )
 from spmd.api.specs import (
     arg_entries,
     arg_specs,
+    fitting_entries,
     key_dtype,
     like_parameters,
     mesh_sharding,
-    out_entries,
+    open_entries,
     result_specs,
 )
 from spmd.compiler import Request
@@ -52,10 +55,7 @@ from spmd.options import Options
 
 @dataclass(frozen=True)
 class Recipe:
-    """A function, and what `jit` was told about it: mesh and specs as they were given.
-
-    `keep_unused` and `inline` matter where the function is traced into another.
-    """
+    """A function, and what `jit` was told about it: mesh and specs as they were given."""
 
     fn: Any
     mesh: Any
@@ -65,7 +65,7 @@ class Recipe:
     static_argnames: tuple[str, ...]
     donate_argnums: tuple[int, ...]
     donate_argnames: tuple[str, ...]
-    keep_unused: bool
+    keep_unused: bool  # this and `inline` matter where the function is traced into another
     inline: bool
     options: Options
 
@@ -151,11 +151,6 @@ class Call(NamedTuple):
         """What decides, besides shardings, whether a compiled program serves the call."""
         return (self.static, self.tree, self.avals, self.settings)
 
-    @property
-    def is_traced(self) -> bool:
-        """Whether a transformation of jax, or another program's trace, makes the call."""
-        return any(isinstance(leaf, jax.core.Tracer) for leaf in self.leaves)
-
 
 class Interface(NamedTuple):
     """A request to the compiler, and what arguments and results are to the caller."""
@@ -185,45 +180,30 @@ def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             leaf, jax.Array | np.ndarray | np.generic
         ):
             leaves[i] = jnp.from_dlpack(leaf)
-    try:
-        avals = tuple(map(aval_of, leaves))
-    except TypeError as error:
-        names = leaf_names(recipe.parts(dynamic, argnums, len(args)))
-        raise _not_an_array(names, leaves) from error
+    avals = []
+    for i, leaf in enumerate(leaves):
+        try:
+            avals.append(aval_of(leaf))
+        except TypeError as error:
+            name = leaf_names(recipe.parts(dynamic, argnums, len(args)))[i]
+            raise ArgumentError(
+                f"argument {name} of type {type(leaf).__name__} is not an array",
+                source=caller(),
+                actual=described(leaf),
+                fix="name it in static_argnums or static_argnames, or pass an array",
+            ) from error
     if any(aval.order for aval in avals):
         # Only what is not donated keeps its order in memory: that of the rest is ours to choose.
-        donated = donated_leaves(recipe.parts(dynamic, argnums, len(args)))
-        orders = (None if i in donated else aval.order for i, aval in enumerate(avals))
-        avals = tuple(a._replace(order=order) for a, order in zip(avals, orders, strict=True))
-    return Call(tuple(static), argnums, tuple(leaves), avals, tree, len(args), settings())
-
-
-def _not_an_array(names: Sequence[str], leaves: Sequence[Any]) -> ArgumentError:
-
-    def is_array(leaf: Any) -> bool:
-        try:
-            aval_of(leaf)
-        except TypeError:
-            return False
-        return True
-
-    name, leaf = next((n, x) for n, x in zip(names, leaves, strict=True) if not is_array(x))
-    return ArgumentError(
-        f"argument {name} of type {type(leaf).__name__} is not an array",
-        source=caller(),
-        actual=described(leaf),
-        fix="name it in static_argnums or static_argnames, or pass an array",
-    )
+        for i in donated_leaves(recipe.parts(dynamic, argnums, len(args))):
+            avals[i] = avals[i]._replace(order=None)
+    return Call(tuple(static), argnums, tuple(leaves), tuple(avals), tree, len(args), settings())
 
 
 def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interface:
     """Traces a function at the arguments of a call; nothing is compiled yet.
 
-    It is for the topology, that of the options, or that of the mesh.
-
-    Raises:
-      MeshError: there is no mesh, or there are two.
-      SpecError: a spec that does not fit its argument or result.
+    It is for the topology, that of the options, or that of the mesh. MeshError: there is no mesh,
+    or there are two; SpecError: a spec that does not fit its argument or result.
     """
     structs = jax.tree.unflatten(call.tree, [aval.struct for aval in call.avals])
     placed = [sharding.mesh for sharding in map(mesh_sharding, call.leaves) if sharding]
@@ -234,7 +214,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
     static, dynamic = dict(call.static), iter(structs[0])
     with seen_meshes(known) as seen:
         traced = trace(
-            warning_of_changes(recipe.fn, structs),
+            _warning_of_changes(recipe.fn, structs),
             [static[i] if i in static else next(dynamic) for i in range(call.positional)],
             structs[1] | {name: value for name, value in call.static if isinstance(name, str)},
             platform=platform,
@@ -245,9 +225,22 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
         )
     given = given or next(iter([*seen, *traced.manual, *traced.meshes]), around)
     if given is None:
-        raise no_mesh(function_name(recipe.fn))
+        raise MeshError(
+            f"spmd.jit of {function_name(recipe.fn)} has no mesh",
+            source=caller(),
+            actual="no mesh= was given, no argument is placed on a mesh, nothing is marked",
+            fix="pass mesh=spmd.make_mesh(data=4, model=2), or call it under jax.set_mesh(mesh)",
+        )
     mesh = as_mesh(given)
-    _check_device_order(traced.manual, mesh)
+    # Collectives of `jax.shard_map` name devices by position: there is one order of devices.
+    for own in (as_mesh(m) for m in traced.manual if isinstance(m, jax.sharding.Mesh)):
+        if own.size == mesh.size and own.device_ids != mesh.device_ids:
+            raise MeshError(
+                "a jax.shard_map has the devices in another order than the program's mesh",
+                actual=f"({own}) with device ids {list(own.device_ids)}",
+                required=f"({mesh}) with device ids {list(mesh.device_ids)}",
+                fix="pass the mesh of shard_map to spmd.jit(mesh=...)",
+            )
     out_tree = traced.out
     parts = recipe.parts(structs, call.argnums, call.positional)
     names = leaf_names(parts)
@@ -261,6 +254,12 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
     result_names = tuple(path_name(path) or "result" for path, _ in out_paths)
     out_structs = tuple(leaf for _, leaf in out_paths)
     out_specs = result_specs(recipe.out_specs, out_tree)
+    out_entries = tuple(
+        open_entries(struct.shape)
+        if spec is None
+        else fitting_entries(spec, struct.shape, struct, f"result {name}", mesh)
+        for struct, spec, name in zip(out_structs, out_specs, result_names, strict=True)
+    )
     # A result's spec as jax would have it: the one given, else that of its type.
     found = (s.sharding if o is None else o for o, s in zip(out_specs, out_structs, strict=True))
     stated = [getattr(spec, "spec", spec) for spec in found]
@@ -271,7 +270,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
         names,
         result_names,
         entries,
-        out_entries(out_specs, out_structs, result_names, mesh),
+        out_entries,
         reasons,
         updates_of(parts, out_tree),
         donated_leaves(parts),
@@ -292,6 +291,49 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
     )
 
 
+def _warning_of_changes(fn: Any, arguments: Any) -> Any:
+    """A function that warns, when it is traced, of objects among its arguments that it changes.
+
+    They are copies: what a traced function does to its arguments and does not return is lost. Where
+    there are no objects among `arguments`, a pytree, it is `fn` itself: then jax finds a trace that
+    it has made before, as by `jax.eval_shape`, and what a result holds beside arrays (an optimizer
+    that `fn` makes) is the same object as there.
+    """
+    if jax.tree_util.all_leaves(jax.tree.leaves(arguments, is_leaf=_is_object)):
+        return fn
+
+    @functools.wraps(fn, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        objects = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_object)
+        before = [jax.tree.leaves(value) for _, value in objects]
+        results = fn(*args, **kwargs)
+        returned = set(map(id, jax.tree.leaves(results)))
+        for (path, value), had in zip(objects, before, strict=True):
+            has = jax.tree.leaves(value)
+            if len(has) < len(had) or {*map(id, has)} - {*map(id, had)} - returned:
+                kind, (where, first, *rest) = type(value).__name__, path
+                if where.idx == 0:  # among the positional ones
+                    head = parameter_names(fn, first.idx + 1)[first.idx]
+                else:
+                    head = str(first.key)
+                told = "/".join(filter(None, (head, path_name(rest))))
+                warnings.warn(
+                    f"{function_name(fn)} changes argument {told}, a {kind}, which is "
+                    "lost when it returns: return it, or, for modules of flax.nnx, use "
+                    "spmd.nnx.jit, which updates them in place",
+                    stacklevel=2,
+                )
+        return results
+
+    call.__name__ = function_name(fn)
+    return call
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a pytree is of a class of its own: people change these, as they do modules."""
+    return type(value) not in (tuple, list, dict, type(None))
+
+
 def axis_types_of(mesh: Mesh, givens: Sequence[Any]) -> tuple[Any, ...] | None:
     """Jax's types of a mesh's axes, as the user's meshes of these axes have them."""
     for given in filter(has_explicit_axes, givens):
@@ -305,18 +347,3 @@ def topology_of(mesh: Mesh) -> Topology:
     if has_devices(mesh):
         return Topology.for_devices(list(jax_mesh(mesh).devices.flat))
     return Topology(f"cpu:{mesh.size}")
-
-
-def _check_device_order(manual_meshes: Sequence[Any], mesh: Mesh) -> None:
-    """Collectives of `jax.shard_map` name devices by position: there is one order of devices."""
-    for other in manual_meshes:
-        if not isinstance(other, jax.sharding.Mesh):
-            continue
-        own = as_mesh(other)
-        if own.size == mesh.size and own.device_ids != mesh.device_ids:
-            raise MeshError(
-                "a jax.shard_map has the devices in another order than the program's mesh",
-                actual=f"({own}) with device ids {list(own.device_ids)}",
-                required=f"({mesh}) with device ids {list(mesh.device_ids)}",
-                fix="pass the mesh of shard_map to spmd.jit(mesh=...)",
-            )

@@ -18,7 +18,6 @@ Exit status: 0, or 2 for flags, files and specs that cannot be used.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -58,36 +57,28 @@ def make_parser() -> Parser:
     return made
 
 
-def lower(given: argparse.Namespace) -> spmd.Lowered:
-    """Our compiler's stages for the file, up to the local program."""
-    module = static_module(given.module, given.symbols)
-    arguments, results = boundary_names(module)
-    topology = spmd.Topology(given.topology) if given.topology else None
-    return spmd.lower_stablehlo(
-        module,
-        spmd.Mesh(None, tuple(given.mesh.values()), tuple(given.mesh)),
-        parse_named_specs("arg_spec", given.arg_spec, arguments),
-        parse_named_specs("result_spec", given.result_spec, results),
-        spmd.Options(planner=given.planner, topology=topology),
-    )
-
-
-def text(lowered: spmd.Lowered, given: argparse.Namespace) -> str:
-    """What is asked for, to print."""
-    if given.stage:
-        return lowered.as_text(given.stage)
-    if given.value:
-        return "\n".join(lowered.explain(name, prices=given.prices) for name in given.value)
-    return lowered.explain(prices=given.prices)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, and turn what a user can mend into one message instead of a traceback."""
     given = make_parser().parse_args(arguments)
     default_to_cpus()
     try:
-        lowered = lower(given)
-        print(text(lowered, given).rstrip())
+        module = static_module(given.module, given.symbols)
+        arguments, results = boundary_names(module)
+        topology = spmd.Topology(given.topology) if given.topology else None
+        lowered = spmd.lower_stablehlo(
+            module,
+            spmd.Mesh(None, tuple(given.mesh.values()), tuple(given.mesh)),
+            parse_named_specs("arg_spec", given.arg_spec, arguments),
+            parse_named_specs("result_spec", given.result_spec, results),
+            spmd.Options(planner=given.planner, topology=topology),
+        )
+        if given.stage:
+            text = lowered.as_text(given.stage)
+        elif given.value:
+            text = "\n".join(lowered.explain(name, prices=given.prices) for name in given.value)
+        else:
+            text = lowered.explain(prices=given.prices)
+        print(text.rstrip())
         if given.report:
             lowered.report(given.report, prices=given.prices)
             print(f"\nreport: {given.report}", file=sys.stderr)

@@ -17,13 +17,9 @@ Add = Callable[..., argparse.Action]  # `add_argument` of a parser or of a group
 
 
 class Parser(argparse.ArgumentParser):
-    """The flags of one program.
+    """The flags of one program; `about` is what `--help` says first: its docstring, with examples.
 
-    Args:
-      prog: how the program is called.
-      about: what `--help` says first; the program's docstring, with examples.
-      settings: whether flags may come from YAML files, by `--settings FILE`, as `spmd.cli.settings`
-        says.
+    With `settings` flags may come from YAML files, too, as `spmd.cli.settings` says.
 
     Example:
       >>> flags = Parser("spmd-explain", "Explains a program.")
@@ -37,20 +33,17 @@ class Parser(argparse.ArgumentParser):
     ) -> None:
         super().__init__(prog, description=about, formatter_class=_Help, allow_abbrev=False, **more)
         if settings:
-            self._add_settings_flags()
-
-    def _add_settings_flags(self) -> None:
-        self.add_argument(
-            "--settings",
-            action="append",
-            default=[],
-            metavar="FILE",
-            help="YAML with flags by name, as in `steps: 100`; a flag beside it overrides it, and "
-            "so does a later file",
-        )
-        self.add_argument(
-            "--print_settings", action=Switch, help="print all flags as such a file, and end"
-        )
+            self.add_argument(
+                "--settings",
+                action="append",
+                default=[],
+                metavar="FILE",
+                help="YAML with flags by name, as in `steps: 100`; a flag beside it overrides it, "
+                "and so does a later file",
+            )
+            self.add_argument(
+                "--print_settings", action=Switch, help="print all flags as such a file, and end"
+            )
 
     def parse_known_args(  # type: ignore[override]  # typeshed has overloads for other namespaces
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -66,13 +59,18 @@ class Parser(argparse.ArgumentParser):
         return given, unknown
 
     def _from_files(self, words: Sequence[str]) -> list[str]:
-        """The flags in the files that `--settings` names; those of the command line come after."""
         if not any(flag.dest == "settings" for flag in self._actions):
             return []
         from spmd.cli import settings  # not at the top: it needs PyYAML
 
+        files = []  # given as `--settings=FILE` or `--settings FILE`
+        for word, after in itertools.pairwise([*words, "--"]):
+            if word.startswith("--settings="):
+                files.append(word.partition("=")[2])
+            elif word == "--settings" and not after.startswith("--"):
+                files.append(after)
         try:
-            read = [settings.read(file, self) for file in _values_of("--settings", words)]
+            read = [settings.read(file, self) for file in files]
         except settings.SettingsError as error:
             self.error(str(error))
         return [word for file in read for flag in file.values() for word in flag]
@@ -122,7 +120,6 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         groups: Iterable[Any],
         prefix: str | None = None,
     ) -> None:
-        """One line: the flags are listed below it."""
         rest = [str(a.metavar or a.dest) for a in actions if not a.option_strings]
         super().add_usage(usage or " ".join(["%(prog)s [flags]", *rest]), actions, groups, prefix)
 
@@ -153,17 +150,6 @@ def positive(text: str) -> int:
 def words(text: str) -> tuple[str, ...]:
     """Words joined by commas; none of an empty text."""
     return tuple(text.split(",")) if text else ()
-
-
-def _values_of(name: str, words: Sequence[str]) -> list[str]:
-    """What a flag is given among the words, as `--name=value` or `--name value`."""
-    found = []
-    for word, after in itertools.pairwise([*words, "--"]):
-        if word.startswith(f"{name}="):
-            found.append(word.partition("=")[2])
-        elif word == name and not after.startswith("--"):
-            found.append(after)
-    return found
 
 
 def _spelled(value: Any) -> str:

@@ -24,7 +24,6 @@ import yaml
 from spmd.errors import SpmdError
 
 TAG = "tag:yaml.org,2002:"
-
 NOT_SETTINGS = ("help", "settings", "print_settings")  # flags that are no settings
 
 
@@ -67,7 +66,10 @@ def write(parser: argparse.ArgumentParser, given: argparse.Namespace) -> str:
         if flags and group.title not in (None, "options"):
             lines.append(f"\n# {group.title}\n")
         for flag in flags:
-            lines.append(f"{_name(flag)}: {_dump(_plain(getattr(given, flag.dest)))}\n")
+            value = [_plain(getattr(given, flag.dest))]
+            how = {"default_flow_style": True, "allow_unicode": True, "sort_keys": False}
+            text = yaml.safe_dump(value, width=float("inf"), **how).strip()[1:-1]
+            lines.append(f"{_name(flag)}: {text}\n")
     return "".join(lines).lstrip("\n")
 
 
@@ -80,9 +82,6 @@ def _name(flag: argparse.Action) -> str:
     return flag.option_strings[0].lstrip("-")
 
 
-# Reading
-
-
 def _root(file: str | Path) -> yaml.Node:
     try:
         with open(file, encoding="utf-8") as stream:
@@ -92,7 +91,13 @@ def _root(file: str | Path) -> yaml.Node:
     except UnicodeDecodeError as error:
         raise SettingsError(f"{file}: is no text in UTF-8") from error
     except yaml.YAMLError as error:
-        raise SettingsError(_syntax_error(file, error)) from error
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        where = f"{file}:{mark.line + 1}" if mark else str(file)
+        if problem and problem.startswith("but"):
+            problem = f"{getattr(error, 'context', '')} {problem}"
+        says = " ".join(str(problem or error).split())
+        hint = "; indent with spaces" if r"'\t'" in says else ""
+        raise SettingsError(f"{where}: this is not YAML: {says}{hint}") from error
     if root is None:
         raise SettingsError(f"{file}: holds no settings; write them as in `steps: 100`")
     if not isinstance(root, yaml.MappingNode):
@@ -103,24 +108,17 @@ def _root(file: str | Path) -> yaml.Node:
     return root
 
 
-def _syntax_error(file: str | Path, error: yaml.YAMLError) -> str:
-    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    where = f"{file}:{mark.line + 1}" if mark else str(file)
-    if problem and problem.startswith("but"):
-        problem = f"{getattr(error, 'context', '')} {problem}"
-    says = " ".join(str(problem or error).split())
-    hint = "; indent with spaces" if r"'\t'" in says else ""
-    return f"{where}: this is not YAML: {says}{hint}"
-
-
 def _words(parser: argparse.ArgumentParser, flag: argparse.Action, node: yaml.Node) -> list[str]:
     """What a command line says; a list or mapping is joined, as flags spell it."""
-    name, truth = f"--{_name(flag)}", _truth(node)
+    name, truth = f"--{_name(flag)}", None
+    if node.tag == f"{TAG}bool":  # `no` and `off` are words
+        truth = {"true": True, "false": False}.get(node.value.lower())
     if node.tag == f"{TAG}null":
         return []
     if flag.nargs == 0:  # a switch
         if truth is None:
-            raise argparse.ArgumentError(flag, f"takes true or false, not {_shown(node)}")
+            shown = repr(node.value) if isinstance(node, yaml.ScalarNode) else "a list or mapping"
+            raise argparse.ArgumentError(flag, f"takes true or false, not {shown}")
         return [name if truth else f"--no{_name(flag)}"]
     if flag.nargs == argparse.OPTIONAL and truth is not None:
         return [name] if truth else []
@@ -132,29 +130,17 @@ def _words(parser: argparse.ArgumentParser, flag: argparse.Action, node: yaml.No
         text = ",".join(f"{_item(flag, k)}={_item(flag, v)}" for k, v in node.value)
     else:
         text = _item(flag, node)
-    _check_kind(flag, node, _value(parser, flag, text))
-    return [f"{name}={text}"]
-
-
-def _value(parser: argparse.ArgumentParser, flag: argparse.Action, text: str) -> Any:
-    """What a flag is with this text; argparse.ArgumentError if it is none of its values."""
     value = parser._get_value(flag, text)
     parser._check_value(flag, value)
-    return value
-
-
-def _check_kind(flag: argparse.Action, node: yaml.Node, value: Any) -> None:
-    """A list was read as so many items, and a mapping as so many: else it was not meant."""
-    for kind, word, types in (
-        (yaml.SequenceNode, "list", (list, tuple)),
-        (yaml.MappingNode, "mapping", (dict,)),
-    ):
-        if not isinstance(node, kind):
-            continue
-        if not isinstance(value, types):
+    # A list has to be read as so many items, and a mapping as so many: else it was not meant.
+    is_list, is_mapping = (isinstance(node, k) for k in (yaml.SequenceNode, yaml.MappingNode))
+    if is_list or is_mapping:
+        word = "list" if is_list else "mapping"
+        if not isinstance(value, (list, tuple) if is_list else dict):
             raise argparse.ArgumentError(flag, f"does not take a {word}")
         if len(value) != len(node.value):
             raise argparse.ArgumentError(flag, f"a comma is within an item of this {word}")
+    return [f"{name}={text}"]
 
 
 def _item(flag: argparse.Action, node: yaml.Node) -> str:
@@ -166,21 +152,8 @@ def _item(flag: argparse.Action, node: yaml.Node) -> str:
     return text.replace(".", "") if is_odd else text
 
 
-def _truth(node: yaml.Node) -> bool | None:
-    if node.tag != f"{TAG}bool":
-        return None
-    return {"true": True, "false": False}.get(node.value.lower())  # `no` and `off` are words
-
-
-def _shown(node: yaml.Node) -> str:
-    return repr(node.value) if isinstance(node, yaml.ScalarNode) else "a list or mapping"
-
-
 def _line(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
-
-
-# Writing
 
 
 def _plain(value: Any) -> Any:
@@ -191,10 +164,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, (bool, int, float)) else str(value)
-
-
-def _dump(value: Any) -> str:
-    text: str = yaml.safe_dump(
-        [value], default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False
-    )
-    return text.strip()[1:-1]

@@ -76,16 +76,8 @@ def parse_named_specs(flag: str, texts: Sequence[str], names: Sequence[str]) -> 
             if int(name) >= len(names):
                 raise UsageError(f"--{flag}: there is no {name} among {len(names)}, from 0")
             name = names[int(name)]
-        specs[name] = parse_spec(spec)
+        # `data+model,None,...` is (("data", "model"), None, ...).
+        known = {"-": None, "None": None, "...": ...}
+        entries = [entry.strip() for entry in spec.split(",") if entry.strip()]
+        specs[name] = tuple(known.get(entry, tuple(entry.split("+"))) for entry in entries)
     return specs
-
-
-def parse_spec(text: str) -> tuple[Any, ...]:
-    """`"data+model,None,..."` -> `(("data", "model"), None, ...)`; `-` is `None`, too."""
-    return tuple(_entry(entry.strip()) for entry in text.split(",") if entry.strip())
-
-
-def _entry(text: str) -> Any:
-    if text in ("-", "None"):
-        return None
-    return ... if text == "..." else tuple(text.split("+"))

@@ -14,7 +14,6 @@ Exit status: 0 if every result agrees, 1 if one differs, 2 if there is nothing t
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -57,31 +56,26 @@ def random_argument(type_: TensorType, rng: np.random.Generator, high: int) -> A
     return numbers.astype(dtype)
 
 
-def verify_file(given: argparse.Namespace) -> bool:
-    """Compiles, runs and compares; prints the report and says whether all results agree."""
-    module = static_module(given.module, given.symbols)
-    arguments, results = boundary_names(module)
-    compiled = spmd.compile_stablehlo(
-        module,
-        spmd.make_mesh(devices=None, **given.mesh),
-        parse_named_specs("arg_spec", given.arg_spec, arguments),
-        parse_named_specs("result_spec", given.result_spec, results),
-        spmd.Options(check=True),
-    )
-    print(compiled.explain() if given.verbose else compiled.summary())
-    rng = np.random.default_rng(given.seed)
-    arrays = [random_argument(type_, rng, given.high) for type_ in signature(module)[0]]
-    found = compiled.verify(*arrays, rtol=given.rtol, atol=given.atol)
-    print(found)
-    return found.ok
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, and turn what a user can mend into one message instead of a traceback."""
     given = make_parser().parse_args(arguments)
     default_to_cpus(math.prod(given.mesh.values()))
     try:
-        return 0 if verify_file(given) else 1
+        module = static_module(given.module, given.symbols)
+        arguments, results = boundary_names(module)
+        compiled = spmd.compile_stablehlo(
+            module,
+            spmd.make_mesh(devices=None, **given.mesh),
+            parse_named_specs("arg_spec", given.arg_spec, arguments),
+            parse_named_specs("result_spec", given.result_spec, results),
+            spmd.Options(check=True),
+        )
+        print(compiled.explain() if given.verbose else compiled.summary())
+        rng = np.random.default_rng(given.seed)
+        arrays = [random_argument(type_, rng, given.high) for type_ in signature(module)[0]]
+        found = compiled.verify(*arrays, rtol=given.rtol, atol=given.atol)
+        print(found)
+        return 0 if found.ok else 1
     except (SpmdError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -24,6 +24,6 @@ def diff(a: Any, b: Any) -> str:
       >>> print(spmd.explain.diff(step.lower(*args), other.lower(*args)))
     """
     # Loaded when asked for: training and serving go without reports.
-    from spmd.explain.text.diff import diff_text
+    from spmd.explain.text import diff_text
 
     return diff_text(a._facts(), b._facts())

@@ -13,8 +13,17 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
-from spmd.explain.document import Cell, Table, count, number, source
-from spmd.explain.words import bytes_text, plural, seconds_text, share_text
+from spmd.explain.words import (
+    Cell,
+    Table,
+    bytes_text,
+    count,
+    number,
+    plural,
+    seconds_text,
+    share_text,
+    source,
+)
 from spmd.ir.control_flow import Index
 from spmd.ir.program import Frame, Op, Region, numberless
 from spmd.lowering.partition import Partitioned
@@ -29,32 +38,19 @@ K = TypeVar("K", bound=Hashable)
 
 MOST = 5  # costs that a report opens with; the largest collective follows where none is among them
 
-# ---------------------------------------------------------------------------------------------
-# Collectives.
-
 
 class Collective(NamedTuple):
-    """One collective of the program.
+    """One collective of the program."""
 
-    Attributes:
-      kind: as in `spmd.reshard.comm.KINDS`.
-      axes: the mesh axes (or sub-axes) along which devices transfer.
-      bytes: bytes that one device sends in one execution, in the way in which the backend runs it.
-      count: executions in one run of the program (loops multiply).
-      source: the user's source line, and its caller's.
-      reason: a sentence: which use wanted what, or that the user wrote it.
-      seconds: predicted time of one execution.
-      layer: the part of the user's model; see `spmd.measure.labels.layer_of`.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    bytes: int
+    kind: str  # as in `spmd.reshard.comm.KINDS`
+    axes: tuple[str, ...]  # the mesh axes (or sub-axes) along which devices transfer
+    bytes: int  # that one device sends in one execution, in the way in which the backend runs it
+    # executions in one run of the program (loops multiply)
     count: int  # type: ignore[assignment]  # hides tuple.count
-    source: str
-    reason: str
-    seconds: float
-    layer: str
+    source: str  # the user's source line, and its caller's
+    reason: str  # a sentence: which use wanted what, or that the user wrote it
+    seconds: float  # predicted time of one execution
+    layer: str  # the part of the user's model; see `spmd.measure.labels.layer_of`
 
 
 def list_collectives(partitioned: Partitioned, topology: Topology) -> tuple[Collective, ...]:
@@ -91,16 +87,13 @@ def sent_bytes(op: Op, mesh: Mesh, topology: Topology) -> int:
 
 
 class Total(NamedTuple):
-    """Collectives that are alike: the first of them, and what all do in one run of the program.
-
-    `bytes` are what one device sends for all of them, `seconds` are predicted.
-    """
+    """Collectives that are alike: the first of them, and what all do in one run of the program."""
 
     like: Collective
     ops: int = 0
     runs: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
+    bytes: int = 0  # that one device sends for all of them
+    seconds: float = 0.0  # predicted
 
 
 def collective_rows(collectives: Iterable[Collective]) -> tuple[Total, ...]:
@@ -162,10 +155,6 @@ def traffic_table(rows: Iterable[Total]) -> Table:
         for row in rows
     ]
     return Table(("kind", "axes", "ops", "runs", "bytes", "time"), cells)
-
-
-# ---------------------------------------------------------------------------------------------
-# What makes a run longer.
 
 
 class Nested(NamedTuple):

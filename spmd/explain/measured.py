@@ -7,11 +7,19 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from spmd.explain.costs import spent
-from spmd.explain.document import Cell, Lines, Table, number, section
-from spmd.explain.words import plural, seconds_text
-from spmd.measure.labels import ATTENTION, COPIES, KINDS, MATRIX, OTHER, Label, Labels, label_of
-from spmd.measure.order import Order
-from spmd.measure.profile import Event, Run, Step, shares
+from spmd.explain.words import Cell, Lines, Table, number, plural, seconds_text, section
+from spmd.measure.labels import (
+    ATTENTION,
+    COPIES,
+    KINDS,
+    MATRIX,
+    OTHER,
+    Label,
+    Labels,
+    Order,
+    label_of,
+)
+from spmd.measure.profile import Event, Run, shares
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 from spmd.predict.timeline import Timeline
@@ -125,8 +133,18 @@ def compare(
         _Row(label_of(part.slot.op, mesh), part.seconds, part.hidden)
         for part in spent(timeline, topology)
     ]
-    order = Order(labels)
-    devices = [device for step in run.steps for device in _devices(step, order)]
+    launched = Order(labels)
+    devices: list[tuple[Worked, ...]] = []  # what each device did in each step; the first one last
+    for step in run.steps:
+        found: dict[int, list[Event]] = {}
+        for event in step.events:
+            found.setdefault(event.device, []).append(event)
+        for _, events in sorted(found.items(), reverse=True):
+            labelled = [(event, labels.of(event)) for event in launched.name(events)]
+            done = [(event, label) for event, label in labelled if label is not None]
+            spans = [(KINDS.index(label.kind), event.start, event.end) for event, label in done]
+            parts = zip(done, shares(spans), strict=True)
+            devices.append(tuple(Worked(*what, *share) for what, share in parts))
     count = len(devices)
     rows += [
         _Row(work.label, measured=work.seconds / count, measured_hidden=work.hidden / count)
@@ -134,6 +152,14 @@ def compare(
         for work in device
     ]
     profiled = sum(step.seconds for step in run.steps) / len(run.steps)
+    # All kinds but the last add up to the whole step.
+    order = (MATRIX, ATTENTION, OTHER, COPIES, EXPOSED, IDLE, HIDDEN)
+    divided = [(IDLE, 0.0, max(0.0, profiled - sum(row.measured for row in rows)))]
+    for row in rows:
+        kind = EXPOSED if row.label.collective else row.label.kind
+        divided.append((kind, row.predicted, row.measured))
+        divided.append((HIDDEN, row.predicted_hidden, row.measured_hidden))
+    kinds = _parts(divided)
     layers = [(row.label.layer or NOWHERE, row) for row in rows]
     return Measured(
         seconds=run.seconds,
@@ -142,7 +168,7 @@ def compare(
         profiled=profiled,
         devices=count // len(run.steps),
         platform=platform,
-        kinds=_kinds(rows, profiled) if count else (),
+        kinds=tuple(sorted(kinds, key=lambda part: order.index(part.name))) if count else (),
         layers=_parts((layer, row.predicted, row.measured) for layer, row in layers),
         collectives=_parts(
             (
@@ -165,33 +191,6 @@ class _Row(NamedTuple):
     predicted_hidden: float = 0.0
     measured: float = 0.0
     measured_hidden: float = 0.0
-
-
-def _devices(step: Step, order: Order) -> list[tuple[Worked, ...]]:
-    """What each device did in a step, and whose time it was; the first device last."""
-    found: dict[int, list[Event]] = {}
-    for event in step.events:
-        found.setdefault(event.device, []).append(event)
-    made = []
-    for _, events in sorted(found.items(), reverse=True):
-        labelled = [(event, order.labels.of(event)) for event in order.name(events)]
-        done = [(event, label) for event, label in labelled if label is not None]
-        spans = [(KINDS.index(label.kind), event.start, event.end) for event, label in done]
-        made.append(tuple(Worked(*d, *share) for d, share in zip(done, shares(spans), strict=True)))
-    return made
-
-
-def _kinds(rows: Sequence[_Row], profiled: float) -> tuple[Part, ...]:
-    """The time by kind of work; all but the last part add up to the whole step."""
-    order = (MATRIX, ATTENTION, OTHER, COPIES, EXPOSED, IDLE, HIDDEN)
-    divided = [
-        (EXPOSED if row.label.collective else row.label.kind, row.predicted, row.measured)
-        for row in rows
-    ]
-    busy = sum(row.measured for row in rows)
-    divided.append((IDLE, 0.0, max(0.0, profiled - busy)))
-    divided += [(HIDDEN, row.predicted_hidden, row.measured_hidden) for row in rows]
-    return tuple(sorted(_parts(divided), key=lambda part: order.index(part.name)))
 
 
 def _parts(rows: Iterable[tuple[str, float, float]]) -> tuple[Part, ...]:

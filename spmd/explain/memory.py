@@ -6,12 +6,20 @@ they are held for, and which values are alive at the peak.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from spmd.explain.document import Cell, Table, count, number, source
-from spmd.explain.words import bytes_text, plural, seconds_text, type_text
+from spmd.explain.words import (
+    Cell,
+    Table,
+    bytes_text,
+    count,
+    number,
+    plural,
+    seconds_text,
+    source,
+    type_text,
+)
 from spmd.ir.description import CONSTANT
 from spmd.ir.program import Program, numberless
 from spmd.lowering.recompute.again import AGAIN
@@ -25,24 +33,15 @@ KINDS = (ARGUMENTS, RESULTS, SAVED, TEMPORARY)
 
 
 class Memory(NamedTuple):
-    """Bytes per device.
-
-    Attributes:
-      arguments, results: what goes in and out.
-      aliased: of the results, what reuses donated arguments.
-      temporary: the largest set of intermediate values alive at once.
-      code: the executable itself.
-      is_predicted: whether this is our prediction, and not XLA's report.
-      constants: those of the program. Of XLA's arguments they are the ones that nobody passes; what
-        is whole on every device, XLA does not report.
-    """
+    """Bytes per device."""
 
     arguments: int
     results: int
-    aliased: int
-    temporary: int
-    code: int
-    is_predicted: bool = False
+    aliased: int  # of the results, what reuses donated arguments
+    temporary: int  # the largest set of intermediate values alive at once
+    code: int  # the executable itself
+    is_predicted: bool = False  # whether this is our prediction, and not XLA's report
+    # Those of the program. XLA counts those that are split among its arguments, the rest nowhere.
     constants: int = 0
 
     @property
@@ -53,12 +52,9 @@ class Memory(NamedTuple):
 
     @staticmethod
     def of(analysis: Any, constants: int = 0, passed: int = 0) -> Memory:
-        """From `Compiled.memory_analysis()`; zeros where a backend reports nothing.
-
-        Of the bytes of constants, XLA takes `passed` for arguments.
-        """
+        """From XLA's `memory_analysis()`, which counts `passed` bytes of constants as arguments."""
         if analysis is None:
-            return Memory(0, 0, 0, 0, 0)
+            return Memory(0, 0, 0, 0, 0)  # the backend reports nothing
         return Memory(
             analysis.argument_size_in_bytes - passed,
             analysis.output_size_in_bytes,
@@ -76,15 +72,11 @@ class Memory(NamedTuple):
 
 
 class Alive(NamedTuple):
-    """Values that are held at the peak and look alike, and the bytes of all of them.
+    """Values that are held at the peak and look alike, and the bytes of all of them."""
 
-    `kind` is one of `KINDS`, `label` the op that makes them or the name of the argument or result,
-    and `type` that of one device's piece.
-    """
-
-    kind: str
-    label: str
-    type: str
+    kind: str  # one of `KINDS`
+    label: str  # the op that makes them, or the name of the argument or result
+    type: str  # of one device's piece
     source: str
     values: int
     bytes: int
@@ -116,12 +108,8 @@ def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
             continue
         changes[buffer.start][KINDS.index(kind)] += buffer.bytes
         changes[min(buffer.end + 1, count)][KINDS.index(kind)] -= buffer.bytes
-    held = accumulate(changes[:-1], lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
-    return MemoryCurve(tuple(map(tuple, held)), use.peak_at, _at_peak(use, program, kinds))
-
-
-def _at_peak(use: MemoryUse, program: Program, kinds: Sequence[str]) -> tuple[Alive, ...]:
-    """What is held at the peak, values that look alike together."""
+    curve = accumulate(changes[:-1], lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
+    # What is held at the peak, values that look alike together.
     types, body = program.types, program.body
     held = [
         (kind, b.label, b.type, b.op.loc.trail, b.bytes)
@@ -144,14 +132,12 @@ def _at_peak(use: MemoryUse, program: Program, kinds: Sequence[str]) -> tuple[Al
         key = (kind, label, type_text(type_), trail)
         old = rows.get(key, Alive(*key, 0, 0))
         rows[key] = old._replace(values=old.values + 1, bytes=old.bytes + size)
-    return tuple(sorted(rows.values(), key=lambda row: -row.bytes))
+    at_peak = tuple(sorted(rows.values(), key=lambda row: -row.bytes))
+    return MemoryCurve(tuple(map(tuple, curve)), use.peak_at, at_peak)
 
 
 def recomputed(plan: Plan, timeline: Timeline) -> tuple[str, Table]:
-    """What a program makes again rather than holds: a title that sums it up, and the values.
-
-    Values of one op at one source line are one row, the largest first.
-    """
+    """What a program makes again rather than holds: a title, and a row for each op at one line."""
     found: dict[tuple[str, str], list[Recomputed]] = {}
     for value in plan.recomputed:
         found.setdefault((value.name, value.loc.trail), []).append(value)

@@ -1,50 +1,66 @@
-"""What a plan decided against, and its prices: asked of the planner when needed, and kept."""
+"""What a plan decided against, and its prices: asked of the planner when needed, and kept.
+
+A decision is a variable of the planner's network. With another choice alone left to it the network
+that the plan was taken from is solved again; what it says is a plan, which is brought down to a
+local program and timed like the plan itself. So a price counts everything that follows, and is in
+seconds of the same kind as all that a report shows. The planner's sum only finds the plan.
+
+    price of a choice  =  time of the best plan that makes it  -  time of the plan
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from spmd.compiler import Stages
-from spmd.explain.alternatives import Alternatives, Price, price_of, taken_axes
+from spmd.compiler import Stages, timed
 from spmd.explain.marks import (
     LEAST_SECONDS,
     LEAST_SHARE,
     OBVIOUS_SHARE,
     MarkPrices,
+    Price,
     Relief,
     costly_mark,
-    mark_groups,
     mark_prices,
-    relief_of,
+    price_of,
     replanned,
 )
 from spmd.explain.words import axes_text, type_text, value_name
-from spmd.ir.program import Value, numberless
-from spmd.mesh.sharding import Sharding, is_legal
+from spmd.ir.program import Op, Value, numberless
+from spmd.mesh.sharding import Axes, Sharding, is_legal
 from spmd.mesh.spec import has_parts
 from spmd.options import Options
+from spmd.planning.decode import decoded
+from spmd.planning.exact import weighed
+from spmd.planning.network import CostNetwork
 from spmd.planning.plan import Plan
+from spmd.planning.solver.network import FORBIDDEN
+from spmd.planning.solver.solve import Reduced
+from spmd.planning.units import CARRY, OP
+from spmd.propagation.projection import Assignment
 from spmd.propagation.propagate import Conflict
+
+T = TypeVar("T")
 
 MOST_TRIES = 5  # marks without which a program is planned again for a report
 
-MOST_CONFLICTS = 24
-"""Kinds of conflicts whose losing claims are priced for a report, the largest values first."""
-
+MOST_CONFLICTS = 24  # kinds of conflicts whose losing claims are priced, the largest values first
 MOST_OTHERS = 5  # other shardings of one argument for which a program is planned again
 
 MOST_OPS = 28_000
 """Ops of the programs that are timed for one part of a report: of large programs, each of which
 takes long to time, fewer decisions are priced."""
 
+# Programs that are timed while one is planned again; and those of a conflict's losing claims.
 TIMED_FOR_MARK, TIMED_FOR_CONFLICT = 6, 2
-"""Programs that are timed while one is planned again; and those of a conflict's losing claims."""
-
 
 NO_AXIS = "no axis"
 
 Losers = tuple[tuple[str, Price | None], ...]
+
+UNPRICED = "no plan that was weighed does so"  # said of a claim that lost, and has no price
 
 
 class Prices:
@@ -53,11 +69,9 @@ class Prices:
     def __init__(self, plan: Plan, options: Options | None = None) -> None:
         self.plan = plan
         self.options = options or Options()
-
-    @cached_property
-    def alternatives(self) -> Alternatives:
-        """Prices of choices."""
-        return Alternatives(self.plan, self.options)
+        self._prices: dict[tuple[int, tuple[int, ...]], Price | None] = {}
+        self._reduced: dict[tuple[int, ...], Reduced] = {}
+        self._timed: dict[object, Plan] = {}
 
     @cached_property
     def marks(self) -> MarkPrices:
@@ -87,12 +101,6 @@ class Prices:
         """The mark that costs the most, if it costs much."""
         return self.obvious_mark or costly_mark(self.plan, self.options, LEAST_SHARE)
 
-    def without_mark(self, value: Value) -> Relief:
-        """What the program would cost without the mark of a value and those that belong to it."""
-        groups = mark_groups(self.plan, every=True)
-        group = next(group for group in groups if value in group.values)
-        return relief_of(self.plan, group, self.options)
-
     def others(self, value: Value) -> tuple[tuple[Sharding, Price], ...]:
         """Other shardings of a value, the cheapest first.
 
@@ -101,7 +109,7 @@ class Prices:
         """
         plan = self.plan
         if value not in plan.program.body.args:
-            return self.alternatives.of_value(value)
+            return self.of_value(value)
         type_ = plan.program.types[value]
         have = plan.arguments[plan.program.body.args.index(value)]
         wanted = [move.wanted.full() for move in plan.moves if move.value == value]
@@ -124,9 +132,129 @@ class Prices:
         ]
         return tuple(sorted(found, key=lambda pair: pair[1].seconds))
 
+    @cached_property
+    def _built(self) -> CostNetwork:
+        """The network that the plan was taken from."""
+        costs = weighed(self.plan.problem)[1]
+        exposed, by_slack = self.plan.exposed, self.plan.by_slack
+        return costs if exposed == costs.exposed else costs.with_exposed(exposed, by_slack)
 
-# ---------------------------------------------------------------------------------------------
-# Claims that lost a conflict.
+    def of_value(self, value: Value) -> tuple[tuple[Sharding, Price], ...]:
+        """Every other state that was weighed for a value, the cheapest first.
+
+        Arguments, and values made anew for every use, have none: the network does not choose
+        theirs.
+        """
+        number, index = self._built.units.of[value]
+        if number < 0 or self._built.units.units[number].role not in (OP, CARRY):
+            return ()
+        left = self._built.domains.left[number][index]
+        return self._priced(number, left, self.plan.states[value], (number,))
+
+    def of_conflicts(
+        self, conflicts: Sequence[Conflict]
+    ) -> tuple[tuple[tuple[Axes, Price], ...], ...]:
+        """For each conflict, every claim that lost (and no axis at all), the cheapest first.
+
+        A claim that no plan can honour (an axis that the factor cannot take) has no price.
+        """
+        places = [self._factor(conflict) for conflict in conflicts]
+        together = tuple(sorted({place[0] for place in places if place is not None}))
+        found: list[tuple[tuple[Axes, Price], ...]] = []
+        for conflict, place in zip(conflicts, places, strict=True):
+            if place is None:
+                found.append(())
+                continue
+            number, given = place
+            claims = {(), *(axes for axes, _, _ in conflict.claims)}
+            wanted = [axes if axes in claims else None for axes in given]
+            found.append(self._priced(number, wanted, taken_axes(self.plan, conflict), together))
+        return tuple(found)
+
+    def of_ring(self, op: Op, factor: int) -> Price | None:
+        """What the other way of a ring factor costs: to gather its pieces, or to let them go."""
+        number = self._built.units.of[op.results[0]][0]
+        if number < 0:
+            return None
+        taken = self.plan.choice(op).assignment
+
+        def rest(assignment: Assignment) -> Assignment:
+            return (*assignment[:factor], *assignment[factor + 1 :])
+
+        choices = [choice.assignment for choice in self._built.domains.choices[number]]
+        labels = [bool(a[factor]) if rest(a) == rest(taken) else None for a in choices]
+        found = self._priced(number, labels, bool(taken[factor]), (number,))
+        return found[0][1] if found else None
+
+    def _factor(self, conflict: Conflict) -> tuple[int, tuple[Axes, ...]] | None:
+        """The class of units that a conflict is about, and the factor's axes for each choice.
+
+        None where the network does not choose: around values made anew for every use.
+        """
+        op, units = conflict.op, self._built.units
+        if op.results:
+            number = units.of[op.results[0]][0]
+            if number < 0:
+                return None
+            options = self._built.domains.choices[number]
+            if options and conflict.factor < len(options[0].assignment):
+                return number, tuple(c.assignment[conflict.factor] for c in options)
+        for _, value, dim in conflict.claims:
+            number, index = units.of[value]
+            if number >= 0 and units.units[number].role == CARRY:
+                return number, tuple(s.dims[dim] for s in self._built.domains.left[number][index])
+        return None
+
+    def _priced(
+        self, number: int, labels: Sequence[T | None], taken: T | None, together: tuple[int, ...]
+    ) -> tuple[tuple[T, Price], ...]:
+        """The price of each label but the one taken, the cheapest first.
+
+        A label is what a choice of the class `number` amounts to, None where nobody asks about it.
+        `together` are the classes that are asked about beside this one.
+        """
+        groups: dict[T, list[int]] = {}
+        for state, (choice, _) in enumerate(self._built.variables[number].rows):
+            label = labels[choice]
+            if label is not None and label != taken:
+                groups.setdefault(label, []).append(state)
+        found = [
+            (label, price)
+            for label, states in groups.items()
+            if (price := self._price(number, tuple(states), together)) is not None
+        ]
+        return tuple(sorted(found, key=lambda pair: pair[1].seconds))
+
+    def _price(
+        self, number: int, states: tuple[int, ...], together: tuple[int, ...]
+    ) -> Price | None:
+        """What the best plan costs more in which a class is in some states; None: forbidden."""
+        if (number, states) in self._prices:
+            return self._prices[number, states]
+        variables = self._built.variables
+        if together not in self._reduced:
+            kept = frozenset(variables[n].number for n in together)
+            self._reduced[together] = Reduced(self._built.network, kept)
+        solution = self._reduced[together].solve({variables[number].number: states})
+        price = None
+        if solution.cost < FORBIDDEN / 2:
+            if solution.states not in self._timed:  # many questions have the same answer
+                other = decoded(self._built, solution)._replace(byte_price=self.plan.byte_price)
+                self._timed[solution.states] = timed(other, self.options)
+            price = price_of(self.plan, self._timed[solution.states])
+        self._prices[number, states] = price
+        return price
+
+
+def taken_axes(plan: Plan, conflict: Conflict) -> Axes:
+    """The axes that the plan gave to the factor; of tied values, to the last claimant's dim."""
+    op = conflict.op
+    choice = plan.choices.get(op.results[0]) if op.results else None
+    if choice is not None and conflict.factor < len(choice.assignment):
+        return choice.assignment[conflict.factor]
+    _, value, dim = conflict.claims[-1]
+    state = plan.states[value]
+    return state.dims[dim] if state is not None else ()
 
 
 class ConflictRow(NamedTuple):
@@ -161,7 +289,7 @@ def conflict_rows(stages: Stages, prices: Prices | None = None) -> tuple[Conflic
     rows = [_conflict_row(plan, alike[0])._replace(ops=len(alike)) for alike in ordered]
     if prices is not None:
         first = [alike[0] for alike in ordered[: prices.most_conflicts]]
-        for i, priced in enumerate(prices.alternatives.of_conflicts(first)):
+        for i, priced in enumerate(prices.of_conflicts(first)):
             # The losing claims, the cheapest first; those without a price last.
             found = {axes_text(axes, plan.mesh) or NO_AXIS: price for axes, price in priced}
             claims = (*(axes for *_, axes in rows[i].claims), NO_AXIS)
@@ -179,11 +307,6 @@ def _conflict_row(plan: Plan, conflict: Conflict) -> ConflictRow:
         claims.append((name, type_text(program.types[value]), dim, axes_text(axes, mesh)))
     taken = axes_text(taken_axes(plan, conflict), mesh) or NO_AXIS
     return ConflictRow(conflict.op.label, conflict.op.loc.trail, tuple(claims), taken, 1)
-
-
-def loser_text(price: Price | None) -> str:
-    """What taking a claim that lost would cost."""
-    return "no plan that was weighed does so" if price is None else price.text
 
 
 def marks_title(found: MarkPrices) -> str:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from spmd.compiler import Stages
-from spmd.explain.alternatives import Price
 from spmd.explain.costs import Nested, Spent, nested, sent_bytes, spent
+from spmd.explain.marks import Price
 from spmd.explain.prices import Prices
 from spmd.explain.words import axes_text, bytes_text, plural, seconds_text, share_text
 from spmd.ir.dialect.composites import arguments_of
@@ -24,19 +24,16 @@ from spmd.predict.ops import ring_pieces, ring_seconds, share_seconds
 from spmd.predict.timeline import Slot
 from spmd.propagation.projection import Assignment, ring_axes
 
+# Pieces that a device has while they go round: its own, one that it reads, and one that comes.
 AT_ONCE = 3
-"""Pieces that a device has while they go round: its own, one that it reads, and one that comes."""
 
 
 class Travel(NamedTuple):
-    """What one device sends to its neighbour in one run: how many times, and how many bytes in all.
+    """What one device sends to its neighbour in one run."""
 
-    `waited` are the seconds by which that makes a run longer; the rest is hidden behind arithmetic.
-    """
-
-    sends: int
-    sent: int
-    waited: float
+    sends: int  # how many times
+    sent: int  # bytes in all
+    waited: float  # seconds by which a run is longer; the rest is hidden behind arithmetic
 
     @property
     def text(self) -> str:
@@ -52,10 +49,6 @@ def _travel(parts: Sequence[Spent], stages: Stages) -> Travel:
         sum(part.slot.trips * sent_bytes(part.slot.op, mesh, topology) for part in parts),
         sum(part.seconds for part in parts),
     )
-
-
-# ---------------------------------------------------------------------------------------------
-# Pipelines.
 
 
 class PipelineRow(NamedTuple):
@@ -103,35 +96,35 @@ class PipelineRow(NamedTuple):
 def pipeline_rows(stages: Stages) -> list[PipelineRow]:
     """The pipelines of a program, in order."""
     found: dict[tuple[Pipeline, str], list[Nested]] = {}
-    for loop in nested(stages.timeline.slots):
+    for loop in nested(stages.timeline.slots):  # the outermost ones
         of = pipeline_of(loop.slot.op.loc.scope) if loop.slot.op.is_loop else None
         if of is not None:
             found.setdefault((of, loop.slot.op.loc.trail), []).append(loop)
-    return [_pipeline(stages, *key, loops) for key, loops in found.items()]
-
-
-def _pipeline(stages: Stages, of: Pipeline, source: str, loops: Sequence[Nested]) -> PipelineRow:
-    """A pipeline's row from its outermost loops."""
-    forward = [loop for loop in loops if "transpose(" not in loop.slot.op.loc.scope]
-    backward = [loop for loop in loops if "transpose(" in loop.slot.op.loc.scope]
-    steps = 0
-    for loop in forward:
-        runs, windows = loop.slot.runs, _loops_in(loop)
-        if of.is_lean and runs == of.busy_steps // of.window and windows:
-            steps += max(slot.trips * (slot.runs or 1) for slot in windows)
-        else:
-            steps += runs or 0
-    inside = {id(slot) for loop in loops for slot in _slots_of(loop)}
-    shifts = [
-        part
-        for part in spent(stages.timeline, stages.plan.topology)
-        if id(part.slot) in inside and part.slot.op.collective and SHIFT in part.slot.op.loc.scope
-    ]
-    held = _passed([loop.slot for loop in forward], [loop.slot for loop in backward])
-    again = (_passed(inner[:-1], inner[1:]) for inner in map(_loops_in, backward))
-    seconds = sum(loop.slot.seconds for loop in loops)
-    travel = _travel(shifts, stages)
-    return PipelineRow(of, source, steps or of.steps, seconds, travel, held + max(again, default=0))
+    rows = []
+    for (of, source), loops in found.items():
+        forward = [loop for loop in loops if "transpose(" not in loop.slot.op.loc.scope]
+        backward = [loop for loop in loops if "transpose(" in loop.slot.op.loc.scope]
+        steps = 0
+        for loop in forward:
+            runs, windows = loop.slot.runs, _loops_in(loop)
+            if of.is_lean and runs == of.busy_steps // of.window and windows:
+                steps += max(slot.trips * (slot.runs or 1) for slot in windows)
+            else:
+                steps += runs or 0
+        inside = {id(slot) for loop in loops for slot in _slots_of(loop)}
+        shifts = [
+            part
+            for part in spent(stages.timeline, stages.plan.topology)
+            if id(part.slot) in inside
+            and part.slot.op.collective
+            and SHIFT in part.slot.op.loc.scope
+        ]
+        held = _passed([loop.slot for loop in forward], [loop.slot for loop in backward])
+        again = (_passed(inner[:-1], inner[1:]) for inner in map(_loops_in, backward))
+        seconds = sum(loop.slot.seconds for loop in loops)
+        figures = steps or of.steps, seconds, _travel(shifts, stages)
+        rows.append(PipelineRow(of, source, *figures, held + max(again, default=0)))
+    return rows
 
 
 def _slots_of(loop: Nested) -> list[Slot]:
@@ -151,10 +144,6 @@ def _passed(makers: Sequence[Slot], readers: Sequence[Slot]) -> int:
         for value, type_ in zip(slot.op.results, slot.op.kind.results, strict=True)
     }
     return sum(size for value, size in made.items() if value in read)
-
-
-# ---------------------------------------------------------------------------------------------
-# Rings.
 
 
 class RingRow(NamedTuple):
@@ -253,7 +242,7 @@ def ring_rows(stages: Stages, prices: Prices | None = None) -> list[RingRow]:
     if prices is not None:
         firsts = [alike[0] for alike in groups.values()][: prices.most_conflicts]
         for i, first in enumerate(firsts):
-            rows[i] = rows[i]._replace(other=prices.alternatives.of_ring(*first))
+            rows[i] = rows[i]._replace(other=prices.of_ring(*first))
     return rows
 
 

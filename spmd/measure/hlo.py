@@ -31,7 +31,7 @@ class Module(NamedTuple):
     entry: str
     computations: Mapping[str, list[Instruction]]
     devices: int
-    frames: Mapping[int, tuple[str, int]]
+    frames: Mapping[int, tuple[str, int]]  # number -> `file:line (function)`, parent (0: none)
 
 
 COLLECTIVES = {
@@ -92,18 +92,12 @@ def _instruction(line: str) -> Instruction | None:
     if match is None:
         return None
     body = match[3]
-    end = _type_end(body)
+    # The type of a tuple holds spaces and layouts.
+    end = items(body)[1] + 1 if body.startswith("(") else body.find(" ")
     opcode = _OPCODE.match(body, end)
     if opcode is None:
         return None
     return Instruction(match[2], body[:end], opcode[1], body[opcode.end() :], bool(match[1]))
-
-
-def _type_end(body: str) -> int:
-    """Where the type at the start of an instruction ends: a tuple's holds spaces and layouts."""
-    if body.startswith("("):
-        return items(body)[1] + 1
-    return body.find(" ") if " " in body else len(body)
 
 
 def items(text: str, start: int = 1) -> tuple[list[str], int]:
@@ -123,7 +117,6 @@ def items(text: str, start: int = 1) -> tuple[list[str], int]:
 
 
 def _frames(tables: Mapping[str, Mapping[int, str]]) -> dict[int, tuple[str, int]]:
-    """Stack frame -> its `file:line (function)` and its parent frame (0: none)."""
     files = {k: v.strip('"') for k, v in tables.get("FileNames", {}).items()}
     functions = {k: v.strip('"') for k, v in tables.get("FunctionNames", {}).items()}
     locations = {}
@@ -204,12 +197,9 @@ def _numbers(text: str) -> list[int]:
 
 def places_of(instruction: Instruction, module: Module) -> list[str]:
     """`file:line` of each frame, the innermost first; none where there are none."""
-    file = re.search(r'source_file="([^"]*)"', instruction.rest)
-    if file is not None:
-        line = integer(r"source_line=(\d+)", instruction.rest)
-        return [f"{file[1]}:{line}"]
-    found = []
-    frame = integer(r"stack_frame_id=(\d+)", instruction.rest)
+    if file := re.search(r'source_file="([^"]*)"', instruction.rest):
+        return [f"{file[1]}:{integer('source_line=([0-9]+)', instruction.rest)}"]
+    found, frame = [], integer(r"stack_frame_id=(\d+)", instruction.rest)
     while frame in module.frames:
         where, parent = module.frames[frame]
         found.append(where.partition(" (")[0])

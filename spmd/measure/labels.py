@@ -9,19 +9,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from spmd.ir.pipelines import without_pipelines
 from spmd.ir.program import Loc, Op, Program
-from spmd.measure.hlo import (
-    Instruction,
-    called,
-    groups_of,
-    kind_of,
-    op_name_of,
-    parse_module_text,
-    places_of,
-)
+from spmd.measure import hlo
 from spmd.measure.profile import Event
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, axis_refs
@@ -33,14 +26,11 @@ KINDS = (MATRIX, ATTENTION, OTHER, COPIES, COLLECTIVES)
 
 
 class Label(NamedTuple):
-    """What some work is: its kind, one of `KINDS`, and its layer in the user's model (`layer_of`).
+    """What some work is."""
 
-    `collective` has a collective's kind and axes, `all_gather over data`; else it is empty.
-    """
-
-    kind: str
-    layer: str
-    collective: str = ""
+    kind: str  # one of `KINDS`
+    layer: str  # in the user's model, see `layer_of`
+    collective: str = ""  # a collective's kind and axes, `all_gather over data`; else empty
 
 
 def label_of(op: Op, mesh: Mesh) -> Label:
@@ -122,7 +112,7 @@ class Labels:
     """Labels of a profile's events, by the optimized module and the program it was made of."""
 
     def __init__(self, text: str, program: Program, mesh: Mesh) -> None:
-        self.module = parse_module_text(text)
+        self.module = hlo.parse_module_text(text)
         self.instructions = {
             instruction.name: instruction
             for computation in self.module.computations.values()
@@ -144,32 +134,30 @@ class Labels:
 
     def of(self, event: Event) -> Label | None:
         """The label of an event; None of one that only spans others."""
-        key = (event.name, event.op)
-        if key not in self._known:
-            self._known[key] = self._find(*key)
-        return self._known[key]
-
-    def _find(self, name: str, op: str) -> Label | None:
+        key = name, op = event.name, event.op
+        if key in self._known:
+            return self._known[key]
         found = self.instructions.get(op)
-        if found is not None and found.opcode in _CONTROL:
-            if name == op:
-                return None
-            found = None
-        found = found or self.instructions.get(self.by_kernel.get(name, ""))
-        kind = kernel_kind(name)
-        label = Label(kind, "") if found is None else self._label(found, kind)
-        if label.kind == COLLECTIVES and not label.collective:
-            return label._replace(collective=kernel_collective(name))
+        is_control = found is not None and found.opcode in _CONTROL
+        label = None
+        if not is_control or name != op:
+            if found is None or is_control:
+                found = self.instructions.get(self.by_kernel.get(name, ""))
+            kind = kernel_kind(name)
+            label = Label(kind, "") if found is None else self._label(found, kind)
+            if label.kind == COLLECTIVES and not label.collective:
+                label = label._replace(collective=kernel_collective(name))
+        self._known[key] = label
         return label
 
-    def _label(self, instruction: Instruction, kernel: str) -> Label:
+    def _label(self, instruction: hlo.Instruction, kernel: str) -> Label:
         scope, places = self._origin(instruction)
         keys = [(scope, places[:known]) for known in (2, 1, 0)]
         ours = next((self.ours[key] for key in keys if key in self.ours), [])
         layer = ours[0].layer if ours else layer_of(Loc(scope))
         if kind := self.collective(instruction):
             like = [label.collective for label in ours if label.collective.startswith(f"{kind} ")]
-            groups = (groups_of(part, self.module) for part in self._parts(instruction))
+            groups = (hlo.groups_of(part, self.module) for part in self._parts(instruction))
             axes = next((self.axes[group] for group in groups if group in self.axes), "")
             name = f"{kind} over {axes}" if axes else (like or [kind])[0]
             return Label(COLLECTIVES, layer, name)
@@ -179,11 +167,10 @@ class Labels:
             return Label(ATTENTION, layer)
         return Label(self.kind(instruction) or kernel, layer)
 
-    def _origin(self, instruction: Instruction) -> tuple[str, tuple[str, ...]]:
-        """The scope and the source lines of ours that an instruction has in its metadata."""
+    def _origin(self, instruction: hlo.Instruction) -> tuple[str, tuple[str, ...]]:
         # What a fusion has no name for, its results do: they stand last.
-        parts = [instruction, *reversed(called(instruction, self.module))]
-        named = [(name, part) for part in parts if (name := op_name_of(part))]
+        parts = [instruction, *reversed(hlo.called(instruction, self.module))]
+        named = [(name, part) for part in parts if (name := hlo.op_name_of(part))]
         named.sort(key=lambda item: "spmd_program/" not in item[0])
         if not named:
             return "", ()
@@ -191,18 +178,18 @@ class Labels:
         scope = name.rpartition("spmd_program/")[2] if "spmd_program/" in name else ""
         # Of ops that XLA made one it joins the names: `a;b`, `f/(a:b)`.
         scope = re.sub(r"/\(([^:]*):.*\)$", r"/\1", scope.partition(";")[0])
-        return scope, tuple(places_of(part, self.module))
+        return scope, tuple(hlo.places_of(part, self.module))
 
-    def _parts(self, instruction: Instruction) -> list[Instruction]:
-        return [instruction, *called(instruction, self.module)]
+    def _parts(self, instruction: hlo.Instruction) -> list[hlo.Instruction]:
+        return [instruction, *hlo.called(instruction, self.module)]
 
-    def collective(self, instruction: Instruction) -> str:
+    def collective(self, instruction: hlo.Instruction) -> str:
         """The kind of a collective that an instruction is or starts; else nothing."""
         if self.kind(instruction):
             return ""
-        return next(filter(None, map(kind_of, self._parts(instruction))), "")
+        return next(filter(None, map(hlo.kind_of, self._parts(instruction))), "")
 
-    def kind(self, instruction: Instruction) -> str:
+    def kind(self, instruction: hlo.Instruction) -> str:
         """What an instruction computes, where that shows; else nothing."""
         for part in self._parts(instruction):
             if part.opcode in ("dot", "convolution"):
@@ -213,3 +200,117 @@ class Labels:
             if target and _MATRIX_CALLS.search(target[1]):
                 return MATRIX
         return ""
+
+
+# ---------------------------------------------------------------------------------------------
+# Kernels for which the profile names no op.
+
+
+class Order:
+    """Which op of the optimized module a kernel belongs to, by the order of what is launched.
+
+    Kernels in CUDA graphs carry the name of their graph, and those of NCCL a name that is not in
+    the module's text. But a GPU's kernels are launched in the order of the module's schedule, and
+    of most it shows what they are; so the first product launched is the first of the schedule:
+
+        schedule   loop_add_fusion.4   gemm.3             all-gather-start.2   gemm.7
+        launched   loop_add_fusion_1   nvjet_tst_256x128  ncclAllGather        nvjet_tst_64x8
+
+    Each sort of work is counted on its own: all products, or all fusions `loop_add_fusion.N`.
+    Where the numbers differ, or a kernel that names its op contradicts, nothing is said.
+    """
+
+    def __init__(self, labels: Labels) -> None:
+        self.labels = labels
+        # Sort of work -> names of its ops in the order of the schedule.
+        self.sorts: dict[str, list[str]] = {}
+        unknown = {""}
+        for instruction, often in _scheduled(labels.module, labels.module.entry):
+            sort = self._sort(instruction)
+            self.sorts.setdefault(sort, []).append(instruction.name)
+            if not often:
+                unknown.add(sort)
+        self.sorts = {sort: ops for sort, ops in self.sorts.items() if sort not in unknown}
+
+    def name(self, events: Sequence[Event]) -> list[Event]:
+        """A device's events in a step, with ops for those without; unchanged if counts differ."""
+        found: dict[str, list[Event]] = {}
+        for event in events:
+            sort, kind = _stem(event.name), kernel_kind(event.name)
+            if sort not in self.sorts:  # XLA's own kernels are named as the fusion
+                sort = kernel_collective(event.name) if kind == COLLECTIVES else kind
+                sort = _EXCHANGES.get(sort, sort)
+            if sort in self.sorts:
+                found.setdefault(sort, []).append(event)
+        ops: dict[Event, str] = {}
+        for sort, like in found.items():
+            # In a loop within a graph kernels of all iterations are launched at once.
+            if len({event.launch for event in like}) == len(like):
+                like.sort(key=lambda event: event.launch)
+                ops |= _align(like, self.sorts[sort])
+        return [event._replace(op=ops.get(event, event.op)) for event in events]
+
+    def _sort(self, instruction: hlo.Instruction) -> str:
+        """The sort of work that an instruction launches; empty where that does not show."""
+        if instruction.opcode.endswith("-done"):
+            return ""
+        if instruction.opcode == "fusion":
+            return _stem(instruction.name)
+        if instruction.opcode == "fusion-start":
+            # XLA's own kernel for a collective, named as the fusion was before it became a start.
+            made = "".join(hlo.names_of(instruction.rest, "calls"))
+            return _stem(made.removeprefix("fused_")) + "_fusion"
+        if kind := self.labels.collective(instruction):
+            return _EXCHANGES.get(kind, kind)
+        return self.labels.kind(instruction)
+
+
+_EXCHANGES = dict.fromkeys(("all_to_all", "collective_permute"), "send_recv")
+"""Kinds of collectives that are sends and receives to NCCL."""
+
+
+def _stem(name: str) -> str:
+    """A name without its numbers, which differ where fusions share a kernel."""
+    return re.sub(r"_(\d+|clone|remat\d*)(?=_|$)", "", re.sub(r"\W", "_", name))
+
+
+def _scheduled(module: hlo.Module, computation: str) -> Iterator[tuple[hlo.Instruction, bool]]:
+    """What a computation runs, loops written out, and whether it is known how often it runs."""
+    for instruction in module.computations.get(computation, ()):
+        rest = instruction.rest
+        if instruction.opcode == "call":
+            for name in hlo.names_of(rest, "to_apply"):
+                yield from _scheduled(module, name)
+        elif instruction.opcode == "while":
+            count = hlo.stated_trips(instruction)
+            for name in hlo.names_of(rest, "body") * (1 if count is None else count):
+                inside = _scheduled(module, name)
+                yield from ((i, often and count is not None) for i, often in inside)
+            for name in hlo.names_of(rest, "condition"):  # not run where the count is known
+                yield from ((i, False) for i, _ in _scheduled(module, name))
+        elif instruction.opcode == "conditional":
+            for key in ("branch_computations", "true_computation", "false_computation"):
+                for name in hlo.names_of(rest, key):
+                    yield from ((i, False) for i, _ in _scheduled(module, name))
+        else:
+            yield instruction, True
+
+
+def _align(events: Sequence[Event], ops: Sequence[str]) -> dict[Event, str]:
+    """The ops of events of one sort, between those that name theirs; none where these disagree."""
+    found: dict[Event, str] = {}
+    at, between = 0, list[Event]()
+    for event in events:
+        if event.op not in ops:
+            between.append(event)
+        elif event.op in ops[at:]:
+            end = ops.index(event.op, at)
+            found |= _pair(between, ops[at:end])
+            at, between = end + 1, []
+        elif event.op != ops[at - 1] or between:  # an op may launch several kernels
+            return {}
+    return found | _pair(between, ops[at:])
+
+
+def _pair(events: Sequence[Event], ops: Sequence[str]) -> dict[Event, str]:
+    return dict(zip(events, ops, strict=True)) if len(events) == len(ops) else {}

@@ -5,7 +5,7 @@ A step is what happens between the two ends of an annotation on the host. Where 
     CPU   threads of the plane `/host:CPU`. An event is one op of the optimized module; it names
           the op, the module and the device.
     GPU   lines `Stream ...` of the planes `/device:GPU:N`. An event is a kernel or a copy, and
-          names the op that launched it, but in a CUDA graph; `order.py` finds those.
+          names the op that launched it, but in a CUDA graph; `labels.Order` finds those.
 """
 
 from __future__ import annotations
@@ -61,17 +61,14 @@ class Run(NamedTuple):
 
 
 class Feed:
-    """Runs a program again and again; the arrays that it was given first stay as they are.
-
-    `donated` are positions of its flat arguments, `links` the (result, argument) that replace them.
-    """
+    """Runs a program again and again; the arrays that it was given first stay as they are."""
 
     def __init__(
         self,
         executable: Any,
         arguments: Sequence[Any],
-        donated: Sequence[int],
-        links: Sequence[tuple[int, int]],
+        donated: Sequence[int],  # positions among the arguments
+        links: Sequence[tuple[int, int]],  # (result, argument) that replace these
     ) -> None:
         self.executable, self.arguments, self.donated = executable, arguments, donated
         self.links = [(result, argument) for result, argument in links if argument in donated]
@@ -144,18 +141,16 @@ def read_steps(profile: Any) -> tuple[Step, ...]:
         # no module. Where warnings are errors, jaxlib ends the process.
         warnings.simplefilter("ignore", DeprecationWarning)
         events = tuple(_device_events(profile))
-    return tuple(_step(span, events) for span in spans)
-
-
-def _step(span: tuple[float, float], events: Sequence[Event]) -> Step:
-    """What began during a step, its times in seconds after the step's start."""
-    begin, end = span
-    inside = [
-        event._replace(start=(event.start - begin) * 1e-9, end=(event.end - begin) * 1e-9)
-        for event in events
-        if begin <= event.start < end
-    ]
-    return Step((end - begin) * 1e-9, tuple(sorted(inside, key=lambda event: event.start)))
+    steps = []
+    for begin, end in spans:
+        inside = [
+            event._replace(start=(event.start - begin) * 1e-9, end=(event.end - begin) * 1e-9)
+            for event in events
+            if begin <= event.start < end
+        ]
+        by_start = sorted(inside, key=lambda event: event.start)
+        steps.append(Step((end - begin) * 1e-9, tuple(by_start)))
+    return tuple(steps)
 
 
 def _device_events(profile: Any) -> Iterator[Event]:
@@ -233,13 +228,10 @@ def _cpu_events(threads: Sequence[_Thread]) -> Iterator[Event]:
 
 
 class Share(NamedTuple):
-    """Seconds of a device's time in which it did this.
+    """Seconds of a device's time in which it did this."""
 
-    `seconds` are those without anything that comes before it, `hidden` those beside such.
-    """
-
-    seconds: float
-    hidden: float
+    seconds: float  # without anything that comes before it
+    hidden: float  # beside such
 
 
 def shares(spans: Sequence[tuple[int, float, float]]) -> list[Share]:
@@ -252,21 +244,15 @@ def shares(spans: Sequence[tuple[int, float, float]]) -> list[Share]:
     equal parts. All `seconds` add up to the time in which anything ran.
     """
     seconds, hidden = [0.0] * len(spans), [0.0] * len(spans)
-    edges = sorted(
-        [(start, True, i) for i, (_, start, end) in enumerate(spans) if end > start]
-        + [(end, False, i) for i, (_, start, end) in enumerate(spans) if end > start]
-    )
+    timed = [(i, start, end) for i, (_, start, end) in enumerate(spans) if end > start]
+    edges = sorted([(t, True, i) for i, t, _ in timed] + [(t, False, i) for i, _, t in timed])
     running: dict[int, set[int]] = {}
     before = 0.0
-    for moment, begins, i in edges:
+    for moment, _, i in edges:
         levels = [running[rank] for rank in sorted(running) if running[rank]]
         for level, totals in zip(levels, (seconds, *[hidden] * len(levels)), strict=False):
             for j in level:
                 totals[j] += (moment - before) / len(level)
-        now = running.setdefault(spans[i][0], set())
-        if begins:
-            now.add(i)
-        else:
-            now.remove(i)
+        running.setdefault(spans[i][0], set()).symmetric_difference_update({i})
         before = moment
     return [Share(*share) for share in zip(seconds, hidden, strict=True)]

@@ -10,9 +10,8 @@ import pytest
 
 import spmd
 from spmd.compiler import timed
-from spmd.explain.alternatives import Alternatives, taken_axes
 from spmd.explain.marks import mark_groups, mark_prices, replanned
-from spmd.explain.prices import Prices
+from spmd.explain.prices import Prices, taken_axes
 from spmd.explain.words import spec_text
 from spmd.ir.program import Op
 from spmd.options import Options
@@ -49,7 +48,7 @@ def ops_of(plan: Any) -> list[Op]:
 
 
 def test_prices_are_times_of_the_best_joint_choices(plan: Any) -> None:
-    alternatives = Alternatives(plan)
+    alternatives = Prices(plan)
     checked = 0
     for op in ops_of(plan):
         number, index = alternatives._built.units.of[op.results[0]]
@@ -93,13 +92,13 @@ def test_all_times_that_are_shown_are_of_one_kind(training: Any) -> None:
     assert plan.run_seconds == pytest.approx(training.cost)
     for relief in Prices(plan).marks.reliefs:
         assert plan.run_seconds + relief.price.seconds >= 0
-    for losers in Alternatives(plan).of_conflicts(plan.propagated.conflicts[:3]):
+    for losers in Prices(plan).of_conflicts(plan.propagated.conflicts[:3]):
         for _, price in losers:
             assert plan.run_seconds + price.seconds >= facts.least_seconds * (1 - 1e-9)
 
 
 def test_the_state_that_was_taken_has_no_price(plan: Any) -> None:
-    alternatives = Alternatives(plan)
+    alternatives = Prices(plan)
     for op in ops_of(plan):
         states = [state for state, _ in alternatives.of_value(op.results[0])]
         assert plan.states[op.results[0]] not in states
@@ -107,7 +106,7 @@ def test_the_state_that_was_taken_has_no_price(plan: Any) -> None:
 
 
 def test_arguments_are_not_the_networks_to_choose(plan: Any) -> None:
-    assert Alternatives(plan).of_value(plan.program.body.args[0]) == ()
+    assert Prices(plan).of_value(plan.program.body.args[0]) == ()
 
 
 @pytest.fixture(
@@ -131,7 +130,7 @@ def test_moves_add_up_to_the_plan(training: Any) -> None:
 
 def test_losing_claims_are_priced_the_cheapest_first(training: Any) -> None:
     plan = training.stages.plan
-    alternatives = Alternatives(plan)
+    alternatives = Prices(plan)
     conflicts = plan.propagated.conflicts[:6]
     for conflict, losers in zip(conflicts, alternatives.of_conflicts(conflicts), strict=True):
         taken = taken_axes(plan, conflict)

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from spmd.explain.alternatives import Price
 from spmd.explain.marks import (
     LEAST_SECONDS,
     LEAST_SHARE,
     MarkGroup,
+    Price,
     _seconds_behind,
     costly_text,
     mark_groups,

@@ -9,7 +9,7 @@ import pytest
 
 import spmd
 from spmd.explain.memory import ARGUMENTS, KINDS, RESULTS, memory_curve
-from spmd.explain.page.charts import Bars, bars_of, merged
+from spmd.explain.page.pictures import Bars, bars_of, merged
 from spmd.predict.timeline import COMPUTE
 from tests.programs import llama
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from spmd.explain.leaves import Leaf, group_leaves, pattern
+from spmd.explain.facts import Leaf, group_leaves, pattern
 from spmd.ir.types import TensorType
 from spmd.mesh.sharding import Sharding
 

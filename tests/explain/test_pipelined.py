@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spmd.explain.page.page import render
-from spmd.explain.page.steps import pipelines, shown_steps
+from spmd.explain.page.pictures import pipelines, shown_steps
 from spmd.explain.steps import pipeline_rows
 from tests.explain.programs import pipelined_step
 

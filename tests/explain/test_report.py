@@ -13,9 +13,8 @@ from spmd.errors import ArgumentError
 from spmd.explain.costs import collective_rows, traffic
 from spmd.explain.facts import proof_text
 from spmd.explain.page.page import render
-from spmd.explain.page.tiles import mesh_picture, tile_picture
-from spmd.explain.text.report import explain_program, summarize
-from spmd.explain.text.value import explain_value
+from spmd.explain.page.pictures import mesh_picture, tile_picture
+from spmd.explain.text import explain_program, explain_value, summarize
 from spmd.explain.words import bytes_text, source_text
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh

@@ -11,7 +11,7 @@ import pytest
 
 import spmd
 from spmd.explain.page.page import render
-from spmd.explain.page.steps import rings
+from spmd.explain.page.pictures import rings
 from spmd.explain.steps import RingRow, Travel, ring_rows
 
 LENGTH, HEADS, KEY_HEADS, WIDTH = 131_072, 32, 4, 128  # heads that eight devices do not divide

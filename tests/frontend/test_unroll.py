@@ -135,7 +135,7 @@ def test_loops_stay_where_that_would_not_pay() -> None:
 
 
 def test_the_report_says_why_loops_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spmd.forms.RUNS", 3)
+    monkeypatch.setattr("spmd.compiler.RUNS", 3)
     lowered = planned.__wrapped__("v5e:2x1", 8192, 8)
     (form,) = lowered.stages.plan.forms
     assert "while" in lowered.as_text("program") and form.seconds is None

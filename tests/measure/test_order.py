@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd.ir.program import Program, Region
-from spmd.measure.labels import Labels
-from spmd.measure.order import Order
+from spmd.measure.labels import Labels, Order
 from spmd.measure.profile import STEP, Event, read_steps
 from spmd.mesh.mesh import Mesh
 from tests.measure.profiles import Made, profile

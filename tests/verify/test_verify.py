@@ -14,8 +14,7 @@ from jax import lax
 import spmd
 from spmd.ir.types import TensorType
 from spmd.lowering.local import table as local
-from spmd.verify.compare import Tolerance, compare, default_rtol
-from spmd.verify.run import Verification
+from spmd.verify import Tolerance, Verification, compare, default_rtol
 
 HERE = __file__
 MESH = spmd.Mesh(None, (4, 2), ("data", "model"))

@@ -9,8 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
-from spmd.explain.document import Cell, Look, Table
-from spmd.explain.words import source_text
+from spmd.explain.words import Cell, Look, Table, source_text
 
 
 class Html(str):
@@ -47,10 +46,6 @@ def joined(*parts: str, by: str = "") -> Html:
     return Html(by.join(p if isinstance(p, Html) else escape(p) for p in parts))
 
 
-# ---------------------------------------------------------------------------------------------
-# Shapes of a drawing; lengths are in its pixels.
-
-
 def drawing(
     look: str, width: float, height: float, shapes: Iterable[Html], label: str, **attributes: object
 ) -> Html:
@@ -78,9 +73,6 @@ def words(x: float, y: float, text: str, look: str = "", **attributes: object) -
     """Text of a class, from (x, y) on unless `text_anchor` says otherwise."""
     return tag(f"text.{look}", text, x=x, y=y, **attributes)
 
-
-# ---------------------------------------------------------------------------------------------
-# Cells, tables, bars, source lines.
 
 _LOOKS: dict[Look, Callable[[str], Html]] = {
     "code": lambda text: tag("code", text),

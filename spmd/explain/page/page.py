@@ -7,24 +7,36 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import NamedTuple
 
-from spmd.explain.costs import (
-    code_lines,
-    collective_rows,
-    collective_table,
-    largest,
-    seconds_by_kind,
-    traffic,
+from spmd.explain import costs
+from spmd.explain.facts import (
+    Facts,
+    largest_table,
+    leaf_table,
+    memory_rows,
+    proof_text,
+    quality_rows,
+    split_text,
 )
-from spmd.explain.document import Cell, Table, code, count, number, source
-from spmd.explain.facts import Facts, memory_rows, proof_text, quality_rows
-from spmd.explain.leaves import largest_table, leaf_table, split_text
 from spmd.explain.measured import part_table
 from spmd.explain.memory import KINDS, memory_curve, recomputed
-from spmd.explain.page import charts, steps, tiles
 from spmd.explain.page import html as h
+from spmd.explain.page import pictures
 from spmd.explain.page.html import Html, joined, tag
-from spmd.explain.prices import ConflictRow, conflict_rows, loser_text, marks_title
-from spmd.explain.words import bytes_text, plural, seconds_text, share_text, source_text, spec_text
+from spmd.explain.prices import UNPRICED, ConflictRow, conflict_rows, marks_title
+from spmd.explain.words import (
+    Cell,
+    Table,
+    bytes_text,
+    code,
+    count,
+    number,
+    plural,
+    seconds_text,
+    share_text,
+    source,
+    source_text,
+    spec_text,
+)
 from spmd.predict.timeline import COMPUTE, Timeline
 
 TOP_VALUES = 15  # rows of the table of what is alive at the peak
@@ -53,14 +65,14 @@ def render(facts: Facts) -> str:
     )
     body = tag(
         "body.spmd",
-        tiles.HATCH,
+        pictures.HATCH,
         tag("header", tag("h1", title), tag("p.lead", lead)),
         tag("ul.notes", *notes) if notes else "",
         _cards(facts),
         _spent(facts),
         _most_costly(facts),
         tag("nav", *(tag("a", s.title, href=f"#{s.anchor}") for s in sections)),
-        tag("main", *map(_folded, sections)),
+        tag("main", *(section.folded() for section in sections)),
         tag("script", _resource("report.js")),
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
@@ -93,11 +105,10 @@ class _Section(NamedTuple):
     body: Html
     is_open: bool = False
 
-
-def _folded(section: _Section) -> Html:
-    head = tag("h2", section.title, tag("small", section.remark), id=section.anchor)
-    part = tag("details.part", tag("summary", head), section.body, open=section.is_open)
-    return tag("section", part)
+    def folded(self) -> Html:
+        head = tag("h2", self.title, tag("small", self.remark), id=self.anchor)
+        part = tag("details.part", tag("summary", head), self.body, open=self.is_open)
+        return tag("section", part)
 
 
 def _sections(facts: Facts) -> list[_Section]:
@@ -114,9 +125,9 @@ def _sections(facts: Facts) -> list[_Section]:
         _Section("measured", "Measured", facts.measured.title if facts.measured else "",
                  _measured(facts), True),
         _Section("pipelines", "Pipelines", "which stage works on what in which step",
-                 steps.pipelines(facts), True),
+                 pictures.pipelines(facts), True),
         _Section("rings", "Rings", "operands that come piece by piece, and those that could",
-                 steps.rings(facts), True),
+                 pictures.rings(facts), True),
         _Section("plan", "The plan", "against the greedy one and the best there can be",
                  h.bars(quality), True),
         _Section("collectives", "Collectives", f"{plural(len(facts.collectives), 'op')}, "
@@ -131,7 +142,7 @@ def _sections(facts: Facts) -> list[_Section]:
         _Section("memory", "Memory over time", "of each device",
                  _memory(facts), True),
         _Section("again", "Made again", again.partition(": ")[2], h.table(made_again)),
-        _Section("mesh", "Mesh and tiles", "who holds what", tiles.tiles(facts)),
+        _Section("mesh", "Mesh and tiles", "who holds what", pictures.tiles(facts)),
         _Section("arguments", "Arguments", split_text(facts.arguments),
                  h.table(leaf_table(facts.arguments, mesh))),
         _Section("results", "Results", split_text(facts.results),
@@ -142,10 +153,6 @@ def _sections(facts: Facts) -> list[_Section]:
                  h.table(largest_table(facts.plan, 20))),
         _Section("stages", "Stage times", "of this compiler, without XLA", h.bars(times)),
     ]  # fmt: skip
-
-
-# ---------------------------------------------------------------------------------------------
-# The first screen: the figures of a run, where its time goes, and the largest costs.
 
 
 def _cards(facts: Facts) -> Html:
@@ -177,8 +184,7 @@ def _cards(facts: Facts) -> Html:
 
 
 def _spent(facts: Facts) -> Html:
-    """The whole run as one bar: compute, and what each kind of collective adds to it."""
-    totals = seconds_by_kind(facts.costs)
+    totals = costs.seconds_by_kind(facts.costs)
     whole = sum(totals.values())
     if not whole:
         return Html()
@@ -194,13 +200,13 @@ def _spent(facts: Facts) -> Html:
 
 def _most_costly(facts: Facts) -> Html:
     whole = facts.timeline.seconds
-    title, most = largest(facts.costs, whole)
+    title, most = costs.largest(facts.costs, whole)
     rows = []
     for cost in most:
         width = f"width:{cost.seconds / most[0].seconds:.1%};background:var(--{cost.kind})"
         lines = [
             joined(tag("span", source_text(place), title=place), tag("code", text))
-            for place, text in code_lines(cost)
+            for place, text in costs.code_lines(cost)
         ]
         figures = tag(
             "div",
@@ -217,12 +223,8 @@ def _most_costly(facts: Facts) -> Html:
     return joined(tag("p.head", tag("b", title.capitalize())), tag("ol.costs", *rows))
 
 
-# ---------------------------------------------------------------------------------------------
-# One run: the plan, the timeline, the collectives, memory.
-
-
 def _timeline(facts: Facts) -> Html:
-    drawn = charts.bars_of(facts.timeline, facts.plan.mesh)
+    drawn = pictures.bars_of(facts.timeline, facts.plan.mesh)
     if not drawn.seconds:
         return Html()
     axes = [name for name, atoms in facts.plan.mesh.axis_atoms.items() if atoms]
@@ -243,19 +245,19 @@ def _timeline(facts: Facts) -> Html:
         intro,
         slower if lost > drawn.seconds / 1000 else "",
         h.legend((kind, f"var(--{kind})") for kind in kinds),
-        charts.timeline_svg(drawn, axes, "timeline of one run"),
+        pictures.timeline_svg(drawn, axes, "timeline of one run"),
         *(_loop(loop, axes) for loop in drawn.loops),
         h.folded("time by source line", _by_line(facts.timeline)),
     )
 
 
-def _loop(loop: charts.Bars, axes: Sequence[str]) -> Html:
+def _loop(loop: pictures.Bars, axes: Sequence[str]) -> Html:
     """One iteration of a loop, to unfold, with the loops inside it."""
     each = f": {seconds_text(loop.once)}"
     return tag(
         "details.iteration",
         tag("summary", f"one iteration of the {loop.title} at ", h.source(loop.place), each),
-        charts.timeline_svg(loop, axes, "timeline of one iteration"),
+        pictures.timeline_svg(loop, axes, "timeline of one iteration"),
         *(_loop(inside, axes) for inside in loop.loops),
     )
 
@@ -282,17 +284,15 @@ def _by_line(timeline: Timeline) -> Html:
 
 
 def _collectives(facts: Facts) -> Html:
-    """Every collective, equal ones together, those that take longest first."""
-    ordered = sorted(collective_rows(facts.collectives), key=lambda row: -row.seconds)
-    made = collective_table(ordered).without("ms")
+    ordered = sorted(costs.collective_rows(facts.collectives), key=lambda row: -row.seconds)
+    made = costs.collective_table(ordered).without("ms")
     made = made._replace(heads=(*made.heads[:-1], "source and reason"))
     return h.table(made) or tag("p", "None: no device ever waits for another.")
 
 
 def _traffic(facts: Facts) -> Html:
-    """What each device sends, by kind and axes."""
     rows = []
-    for total in traffic(facts.collectives):
+    for total in costs.traffic(facts.collectives):
         kind, colour = total.like.kind, f"var(--{total.like.kind})"
         over = tag("span.soft", f" over {', '.join(total.like.axes)}")
         figures = f"{bytes_text(total.bytes)}, {total.runs}x, {seconds_text(total.seconds)}"
@@ -301,7 +301,6 @@ def _traffic(facts: Facts) -> Html:
 
 
 def _measured(facts: Facts) -> Html:
-    """What steps took, by kind, by layer and by collective, beside what was predicted."""
     if facts.measured is None:
         return Html()
     (title, kinds), *others = facts.measured.tables()
@@ -313,7 +312,6 @@ def _measured(facts: Facts) -> Html:
 
 
 def _memory(facts: Facts) -> Html:
-    """Memory over a run as a picture, what is held at its peak, and the totals."""
     if facts.use is None:
         return Html()
     curve = memory_curve(facts.use, facts.stages.optimized.program)
@@ -338,15 +336,11 @@ def _memory(facts: Facts) -> Html:
     )
     return joined(
         intro,
-        h.legend(zip(KINDS, charts.MEMORY_COLOURS, strict=True)),
-        charts.memory_svg(curve, facts.plan.topology.hbm_bytes),
+        h.legend(zip(KINDS, pictures.MEMORY_COLOURS, strict=True)),
+        pictures.memory_svg(curve, facts.plan.topology.hbm_bytes),
         h.folded("the largest at the peak", h.table(Table(heads, rows, sort="bytes"))),
         h.folded("totals", h.table(Table(("what", "bytes"), figures))),
     )
-
-
-# ---------------------------------------------------------------------------------------------
-# What the plan decided against: marks and conflicts.
 
 
 def _marks(facts: Facts) -> Html:
@@ -375,7 +369,10 @@ def _conflicts(conflicts: Sequence[ConflictRow]) -> Html:
         place = joined(row.op, BREAK, h.source(row.source))
         losers, least = tag("span.soft", "not asked"), math.inf
         if row.losers is not None:
-            shown = (joined(tag("b", axes), f": {loser_text(price)}") for axes, price in row.losers)
+            shown = (
+                joined(tag("b", axes), f": {price.text if price else UNPRICED}")
+                for axes, price in row.losers
+            )
             losers = joined(*shown, by=BREAK)
             least = min((price.seconds for _, price in row.losers if price), default=math.inf)
         claims = [

@@ -1,4 +1,4 @@
-"""The first op of a program whose value differs between the partitioned and the whole program.
+"""`verify`: the partitioned program against the whole one, and the first op that differs.
 
 A *cut* behind some ops of a program is compared by the values that are still needed behind it.
 Nothing differs at the cut before the first op, something does at the one behind the last. The
@@ -9,52 +9,216 @@ is searched in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
+from spmd.errors import ArgumentError
 from spmd.ir.dialect.manual import MANUAL
 from spmd.ir.program import Op, Program, Region, Value, free_values
 from spmd.ir.rewrite import rewrite_ops
 from spmd.ir.text import format_op
+from spmd.ir.types import TensorType, numpy_dtype
 from spmd.lowering.emit import emit
 from spmd.lowering.emitted import Emitted
-from spmd.lowering.execute import executable, executable_on, on_own_mesh
+from spmd.lowering.execute import executable, executable_on, on_own_mesh, without_shardings
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, format_sharding
 from spmd.mesh.spec import jax_mesh
 from spmd.planning.choices import making_choice
 from spmd.planning.plan import Plan
 from spmd.planning.problem import whole_axes
-from spmd.verify.compare import Comparison, Tolerance, compare_results
 
 Arrays = list[Any]
 Run = Callable[[Arrays], Arrays]  # a program, from flat host arrays to flat host arrays
 Lower = Callable[[Plan], Emitted]  # the stages from the plan to the emitted program
 
+_READ_WRONGLY = "the module was read wrongly: as imported and not partitioned, it differs as well"
+_NOT_REPRODUCED = "partitioned once more, without XLA's options and donation, the results agree"
+
 
 class Culprit(NamedTuple):
-    """The first op whose value differs.
+    """The first op whose value differs."""
 
-    Attributes:
-      op: the op; None where only the reshard of a result can be at fault.
-      text: the op, its operands' and results' shardings and its source line.
-      inside: the loops and branches around it, outermost first.
-      comparisons: the values that differ behind it.
-    """
-
-    op: Op | None
-    text: str
-    inside: tuple[str, ...]
-    comparisons: tuple[Comparison, ...]
+    op: Op | None  # None where only the reshard of a result can be at fault
+    text: str  # the op, its operands' and results' shardings and its source line
+    inside: tuple[str, ...]  # the loops and branches around it, outermost first
+    comparisons: tuple[Comparison, ...]  # the values that differ behind it
 
     def __str__(self) -> str:
         lines = [self.text]
         lines += [f"  inside: {place}" for place in self.inside]
         lines += [f"  {comparison}" for comparison in self.comparisons]
         return "\n".join(lines)
+
+
+class Verification(NamedTuple):
+    """The outcome of `verify`; it prints as a report, and is true when all results agree."""
+
+    ok: bool
+    comparisons: tuple[Comparison, ...]  # one for each result
+    culprit: Culprit | None = None  # the first op whose value differs, if one was found
+    problem: str = ""  # what is wrong in words, where no op is to blame
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        head = f"{len(self.comparisons)} results agree with"
+        if not self.ok:
+            wrong = sum(not c.ok for c in self.comparisons)
+            head = f"{wrong} of {len(self.comparisons)} results differ from"
+        lines = [f"{head} the unpartitioned program", *(f"  {c}" for c in self.comparisons)]
+        if self.problem:
+            lines.append(self.problem)
+        if self.culprit is not None:
+            lines += ["the first op whose value differs:", str(self.culprit)]
+        return "\n".join(lines)
+
+
+def verify(
+    plan: Plan,
+    module: Any,
+    run: Run,
+    arguments: Sequence[Any],
+    lower: Lower,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> Verification:
+    """Runs both programs, compares every result, and if one differs looks for the wrong op.
+
+    The whole program runs on one device, which has to have room for it. One with manual regions
+    runs on all of the mesh, partitioned by XLA, and every device has to have room for it.
+
+    `run` is the compiled program. Arguments are copied, so donation does not reach them. `rtol` and
+    `atol` are chosen by dtype when left out. ArgumentError: this process does not hold an argument
+    whole.
+    """
+    program = plan.program
+    for argument, name in zip(arguments, program.arg_names, strict=False):  # then come constants
+        if not getattr(argument, "is_fully_addressable", True):
+            raise ArgumentError(
+                f"argument {name} lies on other processes as well: verify runs the whole program "
+                "in one",
+                fix="verify a smaller mesh in one process",
+            )
+    given = host_arrays(arguments)
+    tolerance = Tolerance(default_rtol(program.types) if rtol is None else rtol, atol)
+    want = text_run(without_shardings(module), program, plan.mesh)(given)
+    got = host_arrays(run([a.copy() for a in given]))
+    comparisons = compare_results(program, got, want, tolerance)
+    # The imported program, run whole, lies between the two: if it differs from the module already,
+    # the importer is to blame, and no op of the partitioned program.
+    if all(c.ok for c in comparisons):
+        return Verification(True, comparisons)
+    given += [constant.array() for constant in program.constants]
+    imported = whole_run(program, plan.mesh)(given)
+    if not all(c.ok for c in compare_results(program, imported, want, tolerance)):
+        return Verification(False, comparisons, problem=_READ_WRONGLY)
+    culprit = _Search(plan, given, lower, tolerance).run()
+    return Verification(False, comparisons, culprit, "" if culprit else _NOT_REPRODUCED)
+
+
+_TOLERANCE_BITS = {64: 1e-9, 32: 1e-4, 16: 3e-2, 8: 3e-1, 4: 5e-1}
+"""Relative tolerance by the bits of the narrowest float type that a program computes in."""
+
+
+class Comparison(NamedTuple):
+    """How one result of two programs compares."""
+
+    name: str
+    type: TensorType
+    max_abs: float  # the largest difference
+    max_rel: float  # the same over the expected result's largest magnitude
+    at: tuple[int, ...]  # index of the element that exceeds its tolerance most
+    got: Any  # that element in the first program, and in the second
+    wanted: Any
+    ok: bool  # every element agrees within the tolerance; integers and predicates exactly
+
+    def __str__(self) -> str:
+        sign = "ok" if self.ok else "DIFFERS"
+        text = f"{sign:<8}{self.name}: {self.type}, largest difference {self.max_abs:.3g}"
+        if self.max_abs:
+            text += f" (relative {self.max_rel:.3g})"
+        if not self.ok:
+            text += f", at {list(self.at)} it is {self.got} instead of {self.wanted}"
+        return text
+
+
+class Tolerance(NamedTuple):
+    """Two floats agree when they are not further apart than `atol + rtol * |wanted|`.
+
+    If left out, `atol` is `rtol` times the largest magnitude of the result. The error of a sum in
+    another order depends on its terms, which may be large where the sum itself is nearly 0.
+    """
+
+    rtol: float
+    atol: float | None = None
+
+
+def default_rtol(types: Iterable[TensorType]) -> float:
+    """The tolerance for programs that compute in these types."""
+    bits = [_float_bits(type_.dtype) for type_ in types]
+    return _TOLERANCE_BITS[min((b for b in bits if b), default=32)]
+
+
+def _float_bits(dtype: str) -> int:
+    kind = numpy_dtype(dtype)
+    return int(jnp.finfo(kind).bits) if jnp.issubdtype(kind, jnp.inexact) else 0
+
+
+def compare(
+    name: str, type_: TensorType, got: Any, wanted: Any, tolerance: Tolerance
+) -> Comparison:
+    """Compares two arrays of one type; NaN equals NaN, and infinities only themselves."""
+    if np.shape(got) != np.shape(wanted):
+        text = f"shape {np.shape(got)}", f"shape {np.shape(wanted)}"
+        return Comparison(name, type_, np.inf, np.inf, (), *text, False)
+    x, y = _wide(got), _wide(wanted)
+    with np.errstate(invalid="ignore", over="ignore"):
+        same = (x == y) | ((x != x) & (y != y))
+        off = np.where(same, 0.0, np.abs(x - y).astype(np.float64))
+    off = np.where(np.isnan(off), np.inf, off)
+    if not off.size:
+        return Comparison(name, type_, 0.0, 0.0, (), None, None, True)
+    # `at` is where the tolerance is exceeded most, not where the difference is largest: with `rtol`
+    # large elements may be off by more.
+    size = np.where(np.isfinite(y), np.abs(y), 0.0)
+    allowed = np.zeros(())
+    if _float_bits(type_.dtype):
+        atol = tolerance.rtol * size.max() if tolerance.atol is None else tolerance.atol
+        allowed = atol + tolerance.rtol * size
+    excess = np.where(off > 0, off - allowed, -np.inf)
+    at = np.unravel_index(int(excess.argmax()), off.shape)
+    worst = float(off.max())
+    relative = worst / float(size.max()) if size.max() else worst
+    elements = np.asarray(got)[at], np.asarray(wanted)[at]
+    is_ok = not bool((off > allowed).any())
+    return Comparison(name, type_, worst, relative, tuple(map(int, at)), *elements, is_ok)
+
+
+def compare_results(
+    program: Program, got: Iterable[Any], wanted: Iterable[Any], tolerance: Tolerance
+) -> tuple[Comparison, ...]:
+    """Compares the results of two runs of a program, one by one."""
+    values = program.body.results
+    return tuple(
+        compare(name, program.types[v], a, b, tolerance)
+        for name, v, a, b in zip(program.result_names, values, got, wanted, strict=True)
+    )
+
+
+def _wide(array: Any) -> Any:
+    """Elements in a type in which differences are exact enough."""
+    elements = np.asarray(array)
+    if elements.dtype.kind == "c":
+        return elements.astype(np.complex128)
+    if elements.dtype.kind in "iu" and elements.dtype.itemsize == 8:
+        return elements.astype(np.longdouble)
+    return elements.astype(np.float64)
 
 
 def whole_run(program: Program, mesh: Mesh) -> Run:
@@ -73,11 +237,11 @@ def text_run(text: str, program: Program, mesh: Mesh) -> Run:
 
 
 def host_arrays(arrays: Sequence[Any]) -> Arrays:
-    """Arrays as numpy's."""
+    """Arrays of numpy."""
     return [np.asarray(array) for array in arrays]
 
 
-class Search(NamedTuple):
+class _Search(NamedTuple):
     """The search in one block: the program, or a body taken by itself with a plan of its own."""
 
     plan: Plan
@@ -85,11 +249,6 @@ class Search(NamedTuple):
     lower: Lower  # how a plan becomes a program to run
     tolerance: Tolerance  # the largest difference that still counts as equal
     inside: tuple[str, ...] = ()
-
-    @property
-    def ops(self) -> tuple[Op, ...]:
-        """The ops of the block."""
-        return self.plan.program.body.ops
 
     def run(self) -> Culprit | None:
         """The first op whose value differs, or None when both programs agree after all."""
@@ -100,58 +259,60 @@ class Search(NamedTuple):
         # A value that nobody needs any more is not compared, so a difference may be gone again at a
         # later cut. The search still ends at an op behind which something differs, and in front of
         # which nothing does.
-        equal, differs = 0, len(self.ops) + 1
+        ops = self.plan.program.body.ops
+        equal, differs = 0, len(ops) + 1
         wrong = self.wrong_at(differs)
         if not wrong:
             return None
         while differs - equal > 1:
             middle = (equal + differs) // 2
-            found = self.wrong_at(middle)
-            if found:
+            if found := self.wrong_at(middle):
                 differs, wrong = middle, found
             else:
                 equal = middle
-        if equal == len(self.ops):
+        if equal == len(ops):
             return Culprit(None, "only the reshard of a result differs", self.inside, wrong)
-        op = self.ops[equal]
+        op = ops[equal]
         return self.descend(equal, op, wrong) or self.culprit(op, wrong)
 
     def culprit(self, op: Op, wrong: tuple[Comparison, ...], *inside: str) -> Culprit:
-        """An op of the block, and where it is."""
         return Culprit(op, _describe(self.plan, op), self.inside + inside, wrong)
-
-    # Cuts.
 
     def wrong_at(self, cut: int) -> tuple[Comparison, ...]:
         """The values that differ behind the first `cut` ops; see `run` for the last cut."""
-        plan = _passed(self.plan) if cut > len(self.ops) else _until(self.plan, cut)
+        plan, program = self.plan, self.plan.program
+        if cut > len(program.body.ops):  # constants are passed as other arguments are
+            passed = _with_program(plan, program._replace(constants=()))
+            plan = passed._replace(results=plan.results)
+        else:  # what is needed behind the cut becomes the results
+            args, ops, results = program.body
+            known = {v for op in ops[:cut] for v in op.results}
+            behind = [v for v in free_values(Region((), ops[cut:], results)) if v in known]
+            needed = tuple(v for v in behind if program.types[v].dtype != "token")
+            plan = _with_program(plan, _with_body(program, Region(args, ops[:cut], needed)))
         return self.differing(plan)(self.arguments) if plan.results else ()
 
     def differing(self, plan: Plan) -> Callable[[Arrays], tuple[Comparison, ...]]:
         """A function of a plan's arguments that runs both programs and returns what differs."""
         emitted = self.lower(plan)
-        partitioned = executable(emitted)
-        whole = whole_run(plan.program, plan.mesh)
+        partitioned, whole = executable(emitted), whole_run(plan.program, plan.mesh)
 
         def differing_values(arguments: Arrays) -> tuple[Comparison, ...]:
             with on_own_mesh(emitted.boundary_mesh):
                 got = host_arrays(partitioned(*arguments))
             want = whole(arguments)
             compared = compare_results(plan.program, got, want, self.tolerance)
-            return tuple(comparison for comparison in compared if not comparison.ok)
+            return tuple(each for each in compared if not each.ok)
 
         return differing_values
 
     def values_before(self, index: int, values: Sequence[Value]) -> Arrays:
-        """The values that the whole program has in front of an op."""
         body = self.plan.program.body
         program = _with_body(self.plan.program, Region(body.args, body.ops[:index], tuple(values)))
         return whole_run(program, self.plan.mesh)(self.arguments)
 
-    # Control flow.
-
     def descend(self, index: int, op: Op, wrong: tuple[Comparison, ...]) -> Culprit | None:
-        """The culprit inside of an op; None if nothing in there differs by itself."""
+        """The first wrong op inside of an op; None if nothing in there differs by itself."""
         if op.name == MANUAL:  # what is inside has no value on the whole program's side
             return self.culprit(op, wrong, f"{_place(op)}, taken as one op")
         if op.is_loop:
@@ -194,13 +355,8 @@ class Search(NamedTuple):
         return None
 
     def search(self, plan: Plan, arguments: Arrays, place: str) -> Culprit | None:
-        """Searches a piece of the program as one of its own."""
         inside = (*self.inside, place)
         return self._replace(plan=plan, arguments=arguments, inside=inside).run()
-
-
-# ---------------------------------------------------------------------------------------------
-# Pieces of a program, and their plans.
 
 
 def _with_body(program: Program, body: Region) -> Program:
@@ -215,22 +371,6 @@ def _with_program(plan: Plan, program: Program) -> Plan:
     results = tuple(probe_sharding(plan, v) for v in program.body.results)
     problem = replace(plan.problem, propagated=replace(plan.propagated, program=program))
     return plan._replace(problem=problem, results=results)
-
-
-def _passed(plan: Plan) -> Plan:
-    """The plan of a program to which constants are passed as other arguments are."""
-    passed = _with_program(plan, plan.program._replace(constants=()))
-    return passed._replace(results=plan.results)
-
-
-def _until(plan: Plan, cut: int) -> Plan:
-    """The plan of a program's first ops, with what is needed behind them as results."""
-    program = plan.program
-    body = program.body
-    rest = Region((), body.ops[cut:], body.results)
-    known = {v for op in body.ops[:cut] for v in op.results}
-    needed = [v for v in free_values(rest) if v in known and program.types[v].dtype != "token"]
-    return _with_program(plan, _with_body(program, Region(body.args, body.ops[:cut], (*needed,))))
 
 
 def _region_program(plan: Plan, region: Region) -> Program:
@@ -284,16 +424,11 @@ def _use_of_cheap(plan: Plan, value: Value) -> Sharding:
     return Sharding(((),) * plan.program.types[value].rank)
 
 
-# ---------------------------------------------------------------------------------------------
-# Text.
-
-
 def _place(op: Op) -> str:
     return f"{op.name} at {op.loc.source or 'an unknown place'}"
 
 
 def _describe(plan: Plan, op: Op) -> str:
-    """The op, where it comes from, and how its operands and results lie."""
     lines = [f"{format_op(op, plan.mesh)}", f"  at: {op.loc.source or 'an unknown place'}"]
     choice = plan.choices.get(op.results[0])
     for i, value in enumerate(op.operands):

@@ -1,0 +1,586 @@
+"""Pictures, as SVG: the predicted timeline, memory over time, steps of pipelines and rings, tiles.
+
+Every rectangle has a title, for hovering; a chart can be focused, and then the arrow keys go from
+one segment to the next (see report.js).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from spmd.explain.costs import Nested, nested
+from spmd.explain.facts import Facts, group_leaves
+from spmd.explain.memory import KINDS, MemoryCurve
+from spmd.explain.page.html import Html, breakable, drawing, joined, line, rect, source, tag, words
+from spmd.explain.steps import PipelineRow, RingRow, pipeline_rows, ring_rows
+from spmd.explain.words import (
+    axes_text,
+    bytes_text,
+    seconds_text,
+    source_text,
+    spec_text,
+    type_text,
+)
+from spmd.ir.control_flow import UNKNOWN_TRIPS
+from spmd.ir.pipelines import Pipeline
+from spmd.ir.types import TensorType
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Sharding
+from spmd.predict.ops import Transfer
+from spmd.predict.timeline import COMPUTE, Timeline
+
+LEFT, ACROSS = 92, 1016  # where the drawn part of a chart begins, behind labels; and its width
+_RIGHT = LEFT + ACROSS
+_LANE, _GAP, _TOP = 30, 8, 8
+_FINEST = 1000  # parts of a timeline below which neighbours are drawn as one
+
+_HEIGHT, _STEPS = 240, 700  # of the chart of memory: its height, and at most so many steps
+MEMORY_COLOURS = ("var(--arguments)", "var(--results)", "var(--saved)", "var(--temporary)")
+
+# ---------------------------------------------------------------------------------------------
+# The timeline: a lane for compute, and one for the links of each mesh axis.
+
+
+class Segment(NamedTuple):
+    """Something that takes time, seconds after the run, or the loop's iteration, began."""
+
+    lanes: tuple[str, ...]  # `compute`, or the names of the mesh axes whose links are busy
+    kind: str  # `compute`, or the collective's kind
+    label: str  # what it is: an op, or a collective and what it moves
+    group: str  # the user's source line and its caller's; `in f` for several lines of one function
+    start: float
+    seconds: float
+    ops: int = 1  # how many ops are drawn as this one
+
+    @property
+    def end(self) -> float:
+        """When it is done."""
+        return self.start + self.seconds
+
+
+class Bars(NamedTuple):
+    """What happens in a region, in order: in a program, a branch, or one iteration of a loop."""
+
+    segments: tuple[Segment, ...]  # ops and collectives outside of inner loops
+    loops: tuple[Bars, ...]  # the loops and conditionals, of whose equal iterations one is shown
+    once: float  # seconds of all of it, once
+    start: float  # when it begins first, seconds after what is around it began
+    seconds: float  # all iterations together
+    title: str = ""  # of a loop, how often it runs: `loop ×4`
+    place: str = ""  # of a loop, the user's source line and its caller's
+
+    def lane_seconds(self, lane: str) -> float:
+        """How long a lane is busy in one iteration, inner loops included."""
+        return sum(s.seconds for s in self.flat() if lane in s.lanes)
+
+    def flat(self) -> Iterator[Segment]:
+        """Every segment of one iteration, those of inner loops stretched to all of theirs."""
+        yield from self.segments
+        for loop in self.loops:
+            scale = loop.seconds / loop.once if loop.once else 0.0
+            for s in loop.flat():
+                yield s._replace(start=loop.start + s.start * scale, seconds=s.seconds * scale)
+
+
+def bars_of(timeline: Timeline, mesh: Mesh) -> Bars:
+    """The predicted run of a program on a mesh, as bars."""
+    whole = timeline.scheduled_seconds
+    return Bars(*_region(nested(timeline.slots), mesh, 0.0), whole, 0.0, whole)
+
+
+def _region(
+    slots: Iterable[Nested], mesh: Mesh, begin: float
+) -> tuple[tuple[Segment, ...], tuple[Bars, ...]]:
+    """Ops and loops of a region that begins at some time; a loop's own times are its body's."""
+    segments: list[Segment] = []
+    loops: list[Bars] = []
+    for slot, inside in slots:
+        op, start, trail = slot.op, slot.start - begin, slot.op.loc.trail
+        if op.regions:
+            once = slot.seconds / ((UNKNOWN_TRIPS if slot.runs is None else slot.runs) or 1)
+            trips = "loop, taken as ×16" if slot.runs is None else f"loop ×{slot.runs}"
+            title, place = trips if op.is_loop else "conditional", trail or "an unknown place"
+            body = _region(inside, mesh, slot.start)
+            loops.append(Bars(*body, once, start, slot.seconds, title, place))
+        elif slot.lane == COMPUTE:
+            segments.append(Segment((COMPUTE,), COMPUTE, op.label, trail, start, slot.seconds))
+        else:
+            transfer = Transfer.of(op, mesh)
+            atoms = transfer.axes if transfer else ()
+            axes = dict.fromkeys(mesh.axis_names[mesh.atoms[a].axis] for a in atoms)
+            label = f"{slot.kind} over {slot.lane}"
+            segments.append(Segment(tuple(axes), slot.kind, label, trail, start, slot.seconds))
+    return tuple(segments), tuple(loops)
+
+
+def merged(segments: Sequence[Segment], least: float) -> list[Segment]:
+    """Fewer segments, to draw: neighbours of one kind and function are one, and all that are short.
+
+    Those below `least` seconds are joined to the one before them in their lane, if that is of the
+    same kind and not further away.
+    """
+    last: dict[tuple[str, ...], int] = {}
+    made: list[Segment] = []
+    for s in sorted(segments, key=lambda s: s.start):
+        if s.lanes in last and (joint := _joint(made[last[s.lanes]], s, least)):
+            made[last[s.lanes]] = joint
+        else:
+            last[s.lanes] = len(made)
+            made.append(s)
+    return made
+
+
+def _joint(before: Segment, after: Segment, least: float) -> Segment | None:
+    """Two neighbours of one lane as one segment, if they belong together."""
+    if before.kind != after.kind or after.start - before.end > least / 4:
+        return None
+    group = before.group if before.group == after.group else ""
+    if not group and before.kind == COMPUTE:
+        names = functions_of(after.group)
+        common = next((name for name in functions_of(before.group) if name in names), None)
+        group = f"in ({common})" if common is not None else ""
+    if not group and min(before.seconds, after.seconds) >= least:
+        return None
+    label = before.label if before.label == after.label else ""
+    seconds, ops = after.end - before.start, before.ops + after.ops
+    return before._replace(label=label, group=group, seconds=seconds, ops=ops)
+
+
+def functions_of(group: str) -> tuple[str, ...]:
+    """The functions of a source line and its caller, the caller first, without `<locals>`."""
+    names = re.findall(r"\(([^()]*)\)", group)
+    return tuple(name.rpartition(".")[2] for name in reversed(names))
+
+
+def timeline_svg(timeline: Bars, axes: Sequence[str], what: str) -> Html:
+    """A timeline, loops stretched to their whole time under a bracket."""
+    lanes = (COMPUTE, *axes)
+    total = timeline.once or 1.0
+    scale = ACROSS / total
+    shown = merged(list(timeline.flat()), total / _FINEST)
+    top = _TOP + (24 if timeline.loops else 0)
+    parts = [_bracket(loop, scale, top, len(lanes)) for loop in timeline.loops]
+    for row, lane in enumerate(lanes):
+        y = top + row * (_LANE + _GAP)
+        parts += [
+            words(0, y + 13, lane if len(lane) <= 13 else f"{lane[:12]}…"),
+            words(0, y + 26, f"busy {timeline.lane_seconds(lane) / total:.0%}", "soft"),
+            rect("lane", (LEFT, y, ACROSS, _LANE)),
+            *(_bar(s, scale, y) for s in shown if lane in s.lanes),
+        ]
+    bottom = top + len(lanes) * (_LANE + _GAP)
+    # A tick at each multiple of the next larger 1, 2 or 5 times a power of ten.
+    least = total / 8
+    power = 10.0 ** math.floor(math.log10(least)) if least > 0 else 1.0
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= least * 0.999)
+    for k in range(int(total / step) + 1):
+        x, text = LEFT + k * step * scale, seconds_text(k * step) if k else "0"
+        anchor = "end" if x > _RIGHT - 32 else "middle" if k else "start"
+        parts.append(line("tick", x, bottom - 4, x, bottom))
+        parts.append(words(x, bottom + 14, text, "soft", text_anchor=anchor))
+    return _chart("timeline", bottom + 24, parts, what)
+
+
+def _bar(s: Segment, scale: float, y: int) -> Html:
+    x, width = LEFT + s.start * scale, max(s.seconds * scale, 0.5)
+    width -= 0.6 if width > 3 else 0.0  # tells it from the next one
+    what = s.label or (f"{s.ops} ops" if s.kind == COMPUTE else f"{s.ops} {s.kind}")
+    if s.label and s.ops > 1:
+        what += f" ({s.ops} ops)"
+    place = "at " if s.group and not s.group.startswith("in ") else ""
+    where = f" {place}{source_text(s.group)}" if s.group else ""
+    title = f"{what}{where}: {seconds_text(s.seconds)}, from {seconds_text(s.start)}"
+    drawn = rect("seg", (x, y, width, _LANE), title, fill=f"var(--{s.kind})")
+    # The caller says more than a helper.
+    name = next(iter(functions_of(s.group)), "")
+    if name and s.kind == COMPUTE and width > 7.2 * len(name) + 8:
+        return joined(drawn, words(x + 5, y + 19, name, "in"))
+    return drawn
+
+
+def _bracket(loop: Bars, scale: float, top: int, lanes: int) -> Html:
+    x, width = LEFT + loop.start * scale, loop.seconds * scale
+    height = lanes * (_LANE + _GAP) - _GAP + 8
+    label = f"{loop.title}, {seconds_text(loop.seconds)}"
+    title = f"{loop.title} at {source_text(loop.place)}: {seconds_text(loop.seconds)}"
+    return joined(
+        rect("loop", (x, top - 4, width, height), title),
+        tag("path.bracket", d=f"M{x:.1f} {top - 2}v-6h{width:.1f}v6"),
+        words(x + 4, top - 12, label, "soft") if width > 6.8 * len(label) else "",
+    )
+
+
+def memory_svg(curve: MemoryCurve, limit: int) -> Html:
+    """Memory over the kernels of a run, stacked, with its peak and (if near) the device's limit."""
+    if not curve.steps:
+        return Html()
+    most = max(sum(curve.steps[curve.peak]), 1)
+    is_near = limit and limit < 1.6 * most
+    top = max(most, limit if is_near else 0) * 1.08
+    count = len(curve.steps)
+
+    def y_of(level: float) -> float:
+        return 10 + (_HEIGHT - 10) * (1 - level / top)
+
+    base, peak_y = y_of(0), y_of(most)
+    parts: list[Html] = []
+    for level in (most * quarter / 4 for quarter in range(5)):
+        y = y_of(level)
+        label = words(LEFT - 8, y + 4, bytes_text(level), "soft", text_anchor="end")
+        parts += [line("grid", LEFT, y, _RIGHT, y), label]
+    # Only steps at which bytes change; of long runs, the worst moment of each stretch.
+    width = max(1, math.ceil(count / _STEPS))
+    steps: list[tuple[int, tuple[int, ...]]] = []
+    for first in range(0, count, width):
+        has_peak = first <= curve.peak < first + width
+        stretch = curve.steps[first : first + width]
+        held = curve.steps[curve.peak] if has_peak else max(stretch, key=sum)
+        if not steps or steps[-1][1] != held:
+            steps.append((first, held))
+    for kind in reversed(range(len(KINDS))):
+        outline = "".join(
+            f"H{LEFT + first * ACROSS / count:.1f}V{y_of(sum(held[: kind + 1])):.1f}"
+            for first, held in steps
+        )
+        path = f"M{LEFT} {base:.1f}{outline}H{_RIGHT}V{base:.1f}Z"
+        parts.append(tag("path", tag("title", KINDS[kind]), fill=MEMORY_COLOURS[kind], d=path))
+    x = LEFT + (curve.peak + 0.5) * ACROSS / count
+    shift, anchor = (-10, "end") if x > LEFT + ACROSS / 2 else (10, "start")
+    peak = f"peak {bytes_text(most)}"
+    parts += [
+        line("peak", x, peak_y, x, base),
+        tag("circle.mark", cx=x, cy=peak_y, r=4),
+        words(x + shift, max(peak_y - 6, 12), peak, "strong", text_anchor=anchor),
+    ]
+    if is_near:
+        y, text = y_of(limit), f"the device's {bytes_text(limit)}"
+        parts += [line("limit", LEFT, y, _RIGHT, y), words(_RIGHT, y - 5, text, text_anchor="end")]
+    last = f"last of {count} kernels of the local program"
+    parts.append(words(LEFT, base + 16, "first kernel", "soft"))
+    parts.append(words(_RIGHT, base + 16, last, "soft", text_anchor="end"))
+    return _chart("memory", base + 24, parts, "memory over time")
+
+
+def _chart(look: str, height: float, parts: Sequence[Html], label: str) -> Html:
+    """A chart that can be focused, and a line below it that report.js writes into."""
+    made = drawing(f"chart {look}", _RIGHT + 8, height, parts, label, tabindex=0)
+    return joined(made, tag("output.readout"))
+
+
+# ---------------------------------------------------------------------------------------------
+# Steps of pipelines and rings: a line for each worker, a column for each step.
+
+MOST_WORKERS = 16  # lines of a picture
+MOST_COLUMNS = 34  # columns that are drawn; of more, those in the middle are left out
+
+_WIDE, _HIGH, _NAMES, _ABOVE = 30, 24, 74, 26
+
+
+def pipelines(facts: Facts) -> Html:
+    """Every pipeline: its figures, and which stage works on what in which step."""
+    return joined(*(joined(_head(row), _stages(row.of)) for row in pipeline_rows(facts.stages)))
+
+
+def rings(facts: Facts) -> Html:
+    """Every op whose pieces go round, or could: its figures, and who has which piece when."""
+    made: list[Html] = []
+    drawn: set[tuple[object, ...]] = set()
+    for row in ring_rows(facts.stages, facts.prices):
+        made.append(_head(row))
+        # Forward pass and gradient, and equal layers, look alike.
+        look = row.pieces, row.is_causal, row.is_zigzag
+        if row.goes_round and look not in drawn:
+            drawn.add(look)
+            made.append(_round(row))
+    return joined(*made)
+
+
+def _head(row: PipelineRow | RingRow) -> Html:
+    facts = [joined(tag("dt", what), tag("dd", text)) for what, text in row.parts]
+    title = tag("p.entry", tag("b", row.title), " at ", source(row.source))
+    return joined(title, tag("dl.facts", *facts))
+
+
+def _stages(of: Pipeline) -> Html:
+    stages = range(min(of.stages, MOST_WORKERS))
+    # With fewer microbatches than stages there is no step in which all of them work.
+    full, last = sorted((of.stages - 1, of.busy_steps))
+    between = "all stages work" if of.busy_steps == last else "some work"
+    phases = ((0, full, "fill"), (full, last, between), (last, of.steps, "drain"))
+    more = f" The first {len(stages)} of {of.stages} stages are shown." * (of.stages > len(stages))
+    shades = " A darker square is of a later chunk of the stage's layers." * (of.chunks > 1)
+    again = f", and computes each {of.window} of them again first" * of.is_lean
+    intro = tag(
+        "p",
+        "The forward pass: stages below each other, steps from left to right. A number is the "
+        f"microbatch that a stage works on; crossed out it has nothing to do.{shades} A gradient "
+        f"goes through the same steps from right to left{again}.{more}",
+    )
+    names = [f"{of.axis} {s}"[:9] for s in stages]
+
+    def work(stage: int, step: int) -> Square:
+        found = of.work(stage, step)
+        if found is None:
+            return Square("", f"step {step}: stage {stage} has nothing to do")
+        microbatch, chunk = found
+        layers = f", chunk {chunk} of its layers" if of.chunks > 1 else ""
+        hue = (205 + 300 * microbatch / of.microbatches) % 360
+        light = 80 - (22 * chunk / (of.chunks - 1) if of.chunks > 1 else 8)
+        title = f"step {step}: stage {stage} works on microbatch {microbatch}{layers}"
+        return Square(str(microbatch), title, f"hsl({hue:.0f} 52% {light:.0f}%)")
+
+    return joined(intro, grid(names, of.steps, work, phases, f"steps of {of.stages} stages"))
+
+
+def _round(row: RingRow) -> Html:
+    devices = range(min(row.pieces, MOST_WORKERS))
+    more = f" The first {len(devices)} of {row.pieces} devices are shown."
+    masked = " What is left empty the mask hides: it is handed on, not computed." * row.is_causal
+    intro = tag(
+        "p",
+        "Devices below each other, steps from left to right. A number is the piece that a device "
+        f"computes with, and sends on to the next one.{masked}"
+        f"{more * (row.pieces > len(devices))}",
+    )
+    names = [f"{row.axes} {d}"[-9:] for d in devices]
+
+    def work(device: int, step: int) -> Square:
+        piece, who = (device - step) % row.pieces, f"step {step}: device {device}"
+        share = 1.0
+        if row.is_causal:
+            share = 0.5 if row.is_zigzag or step == 0 else float(piece < device)
+        if not share:
+            return Square("", f"{who} sees nothing of piece {piece}")
+        hue = (205 + 300 * piece / row.pieces) % 360
+        title = f"{who} computes {share:.0%} of its scores with piece {piece}"
+        return Square(str(piece), title, f"hsl({hue:.0f} 52% 70%)", share)
+
+    return joined(intro, grid(names, row.pieces, work, (), f"a ring of {row.pieces} devices"))
+
+
+class Square(NamedTuple):
+    """What one worker does in one step, and how much of it; no colour where nothing is done."""
+
+    text: str
+    title: str
+    colour: str = ""
+    share: float = 1.0
+
+
+def shown_steps(count: int, most: int = MOST_COLUMNS) -> list[int | None]:
+    """The steps that get a column; None stands for those that are left out.
+
+    Example:
+      >>> shown_steps(100, 5)
+      [0, 1, None, 98, 99]
+    """
+    if count <= most:
+        return list(range(count))
+    begin, end = most // 2, (most - 1) // 2
+    return [*range(begin), None, *range(count - end, count)]
+
+
+def grid(
+    names: Sequence[str],
+    count: int,
+    work: Callable[[int, int], Square],
+    phases: Sequence[tuple[int, int, str]],
+    label: str,
+) -> Html:
+    """The picture: a line for each of `names`, a column for each step, but for some in the middle.
+
+    `work` says what a worker does in a step. A phase is (first step, the one behind the last,
+    name), and gets a bracket above it. `label` is what screen readers say.
+    """
+    steps, top = shown_steps(count), _ABOVE if phases else 0
+    bottom = top + len(names) * _HIGH
+    parts: list[Html] = []
+    for first, end, text in phases:
+        inside = [i for i, t in enumerate(steps) if t is not None and first <= t < end]
+        if inside:
+            left, right = _NAMES + inside[0] * _WIDE + 3, _NAMES + (inside[-1] + 1) * _WIDE - 3
+            shown = text if len(inside) > 1 or len(text) < 6 else ""
+            parts += [
+                tag("path.bracket", d=f"M{left} {_ABOVE - 2}v-5H{right}v5"),
+                words((left + right) / 2, _ABOVE - 12, shown, "soft", text_anchor="middle"),
+            ]
+    for row, name in enumerate(names):
+        y = top + row * _HIGH
+        parts.append(words(_NAMES - 10, y + _HIGH / 2 + 4, name, "soft", text_anchor="end"))
+        for i, step in enumerate(steps):
+            parts.append(_square(_NAMES + i * _WIDE, y, None if step is None else work(row, step)))
+    for i, step in enumerate(steps):
+        x, text = _NAMES + (i + 0.5) * _WIDE, "" if step is None else str(step)
+        parts.append(words(x, bottom + 15, text, "soft", text_anchor="middle"))
+    picture = drawing("grid", _NAMES + len(steps) * _WIDE + 2, bottom + 20, parts, label)
+    return tag("div.scroll", picture, tabindex=0, role="group", aria_label=label)
+
+
+def _square(x: float, y: float, square: Square | None) -> Html:
+    middle = x + _WIDE / 2
+    if square is None:
+        return words(middle, y + _HIGH / 2 + 4, "…", "soft", text_anchor="middle")
+    box = (x + 1, y + 1, _WIDE - 2, _HIGH - 2)
+    if not square.colour:
+        corner = line("idle", x + 2, y + _HIGH - 2, x + _WIDE - 2, y + 2)
+        return joined(rect("idle", box, square.title), corner)
+    # What is half done has its text beside the colour, to be read on light and dark pages.
+    is_part = square.share < 1
+    done = (box[0], box[1], box[2] * square.share, box[3])
+    middle = (done[0] + done[2] + x + _WIDE) / 2 if is_part else middle
+    look = "" if is_part else "on"
+    return joined(
+        rect("idle", box, square.title) if is_part else "",
+        rect("", done, square.title, fill=square.colour),
+        words(middle, y + _HIGH / 2 + 4, square.text, look, text_anchor="middle"),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Who holds what: the mesh, and tensors cut into tiles. A device has one colour in all pictures: the
+# hue is its coordinate along the first mesh axis, the lightness that along the others. A tile that
+# several devices hold shows the colours of all of them as bands under a hatch.
+
+PICTURES = 8  # how many arguments are drawn, and the mesh
+MAX_DEVICES = 256  # devices that a mesh's picture shows
+MAX_PIECES = 32  # pieces of one dim that a tensor's picture shows
+
+_MAX_BANDS = 8
+_TILE_WIDTH, _TILE_HEIGHT, _TILE_LEAST = 190, 150, 26
+_TILE_LEFT, _TILE_TOP = 24, 20
+
+HATCH = Html(
+    '<svg width="0" height="0" style="position:absolute"><defs><pattern id="hatch" width="6" '
+    'height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<line class="hatch" x1="0" y1="0" x2="0" y2="6"/></pattern></defs></svg>'
+)
+"""Defines the hatch that the pictures refer to; once on every page that shows one."""
+
+
+def tiles(facts: Facts) -> Html:
+    """The mesh and the largest arguments as pictures: who holds what."""
+    mesh = facts.plan.mesh
+    more = f", the first {MAX_DEVICES} of {mesh.size}" if mesh.size > MAX_DEVICES else ""
+    shown = [(mesh_picture(mesh), "the mesh", f"{mesh}{more}", "device ids")]
+    # The largest argument of every sharding first, then the next largest ones.
+    groups = [g for g in group_leaves(facts.arguments) if g.leaves[0].type.rank]
+    groups.sort(key=lambda group: -group.leaves[0].type.bytes)
+    largest = {group.leaves[0].sharding: group for group in reversed(groups)}
+    groups.sort(key=lambda group: largest[group.leaves[0].sharding] is not group)
+    for group in groups[: PICTURES - 1]:
+        leaf = group.leaves[0]
+        caption = f"{type_text(leaf.type)} {spec_text(leaf.sharding, mesh)}"
+        picture = tile_picture(leaf.type, leaf.sharding, mesh)
+        shown.append((picture, group.pattern, caption, f"{type_text(leaf.local)} on each device"))
+    figures = []
+    for svg, title, *captions in shown:
+        lines = [tag("span", tag("code", text)) for text in captions]
+        title = tag("b", breakable(title))
+        figures.append(tag("figure", svg, tag("figcaption", title, *lines)))
+    intro = tag(
+        "p",
+        "Every device has its colour. A tile shows the devices that hold it; hatched ones are "
+        "held by several. Of a tensor with more than two dims two are drawn, split ones first.",
+    )
+    return joined(intro, tag("div.tiles", *figures))
+
+
+def mesh_picture(mesh: Mesh) -> Html:
+    """Devices as a grid: the last axis across, all others down."""
+    whole = mesh.sizes[-1] if mesh.sizes else 1
+    columns = min(whole, MAX_PIECES)
+    rows = min(max(1, mesh.size // whole), MAX_DEVICES // columns)
+    cell = max(16, min(46, 560 // max(rows, columns)))
+    holders = {(r, c): [r * whole + c] for r in range(rows) for c in range(columns)}
+    across = mesh.axis_names[-1] if mesh.sizes else ""
+    down = " x ".join(mesh.axis_names[:-1])
+    return _tiled(mesh, holders, columns * cell, rows * cell, down, across, f"the mesh {mesh}")
+
+
+def tile_picture(type_: TensorType, sharding: Sharding, mesh: Mesh) -> Html:
+    """A tensor as a rectangle of two of its dims, cut into the pieces that devices hold."""
+    # Split dims first, then the last ones; a tensor of fewer dims is drawn one element high.
+    order = sorted(range(sharding.rank), key=lambda d: (not sharding.dims[d], -d))[:2]
+    shown = [(type_.shape[dim], sharding.dims[dim]) for dim in sorted(order)]
+    (size_down, down), (size_across, across) = [(1, ())] * (2 - len(shown)) + shown
+    holders: dict[tuple[int, int], list[int]] = {}
+    for position in range(mesh.size):
+        tile = mesh.coordinate(position, down), mesh.coordinate(position, across)
+        if max(tile) < MAX_PIECES:
+            holders.setdefault(tile, []).append(position)
+    text_across = _dim_text(size_across, across, mesh) if shown else ""
+    text_down = _dim_text(size_down, down, mesh) if len(shown) == 2 else ""
+    # The dims' ratio, softened so that both can be seen.
+    ratio = math.sqrt(max(size_down, 1) / max(size_across, 1))
+    height = max(_TILE_LEAST, min(_TILE_HEIGHT, round(_TILE_WIDTH * ratio)))
+    width = max(_TILE_LEAST * 2, min(_TILE_WIDTH, round(height / ratio)))
+    return _tiled(mesh, holders, width, height, text_down, text_across, "the tensor's tiles")
+
+
+def _dim_text(size: int, axes: Sequence[int], mesh: Mesh) -> str:
+    pieces = mesh.extent(axes)
+    shown = f" ({MAX_PIECES} of {pieces})" if pieces > MAX_PIECES else ""
+    return f"{size} over {axes_text(tuple(axes), mesh)}{shown}" if axes else str(size)
+
+
+def _tiled(
+    mesh: Mesh,
+    holders: Mapping[tuple[int, int], Sequence[int]],
+    width: int,
+    height: int,
+    down: str,
+    across: str,
+    what: str,
+) -> Html:
+    """Tiles that fill a box, with what its two sides are written beside them.
+
+    `holders` are (row, column) -> positions in the mesh of the devices that hold this tile.
+    """
+    rows, columns = (1 + max(place) for place in zip(*holders, strict=True))
+    wide, high = width / columns, height / rows
+    middle = _TILE_TOP + height / 2
+    turn = f"rotate(-90 14 {middle:.0f})"
+    shapes = [
+        *(
+            _tile(mesh, (_TILE_LEFT + column * wide, _TILE_TOP + row * high, wide, high), held)
+            for (row, column), held in holders.items()
+        ),
+        rect("frame", (_TILE_LEFT, _TILE_TOP, width, height)),
+        words(_TILE_LEFT, 13, across, "soft"),
+        words(14, middle, down, "soft", text_anchor="middle", transform=turn),
+    ]
+    # Labels may be longer than the side that they are written beside.
+    return drawing(
+        "", _TILE_LEFT + max(width, _TILE_WIDTH) + 2, _TILE_TOP + height + 2, shapes, what
+    )
+
+
+def _tile(mesh: Mesh, box: tuple[float, float, float, float], held: Sequence[int]) -> Html:
+    """One tile: bands of its holders' colours, hatched if there are several, and their ids."""
+    x, y, width, height = box
+    drawn = held[:_MAX_BANDS]
+    band = width / len(drawn)
+    first = mesh.sizes[0] if mesh.sizes else 1
+    rest = max(1, mesh.size // first)
+    parts = []
+    for i, place in enumerate(drawn):
+        row, column = divmod(place, rest)
+        hue = (205 + 300 * row / first) % 360
+        light = 62 + (20 * column / (rest - 1) if rest > 1 else 8)
+        colour = f"hsl({hue:.0f} 52% {light:.0f}%)"
+        parts.append(rect("", (x + i * band, y, band, height), fill=colour))
+    if len(drawn) > 1:
+        parts.append(rect("", box, fill="url(#hatch)"))
+    parts.append(rect("edge", box))
+    ids = [str(mesh.device_ids[place]) for place in held]
+    labels = ids if len(held) <= _MAX_BANDS else [f"×{len(held)}"]
+    share = width / len(labels)
+    if max(map(len, labels)) * 6.8 <= share and height >= 12:
+        parts += [
+            words(x + (i + 0.5) * share, y + height / 2 + 4, label, "on", text_anchor="middle")
+            for i, label in enumerate(labels)
+        ]
+    return joined(*parts)

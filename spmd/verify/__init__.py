@@ -1,1 +1,0 @@
-"""Runs the partitioned and the unpartitioned program and finds the first op that differs."""
