@@ -32,11 +32,7 @@ class Tie(NamedTuple):
 
 
 def ties(op: Op) -> tuple[Tie, ...]:
-    """For each result of a region op, the values that it is tied to.
-
-    `while`: the initial value, the arguments of both regions, the body's result and the loop's
-    result. `case` and `if`: every branch's result and the op's result; `spmd.manual` likewise.
-    """
+    """For each result of a region op, the values that it is tied to."""
     # %2 = while %0 { cond(%3): ...; body(%4): ... return %5 } ties %0, %3, %4, %5 and %2: they are
     # one buffer in memory, and a sharding that changed on the way round would cost each iteration.
     # A branch has no arguments: it reads what is around it, where nothing has to be shared.
