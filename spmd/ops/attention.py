@@ -22,6 +22,8 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from spmd.errors import ArgumentError
+from spmd.ir.program import Value
+from spmd.lowering.local.table import LocalOp
 from spmd.lowering.register import register_composite
 from spmd.ops import attention_cudnn, attention_reference, attention_splash
 from spmd.ops import attention_order as order
@@ -324,50 +326,50 @@ def _either(kernel: Kernel, otherwise: Kernel) -> Kernel:
 KERNELS = {"cuda": attention_cudnn, "tpu": attention_splash}
 
 
-def _on_each(name: str, made: Callable[[Kernel], Kernel]) -> dict[str, Kernel]:
-    return {platform: made(getattr(kernels, name)) for platform, kernels in KERNELS.items()}
-
-
-_usual = partial(partial, order.in_usual_order)
-for name, products, decomposition, kernels, lower in (
-    (
-        split.FORWARD,
-        2,
-        attention_reference.forward,
-        _on_each("forward", _usual(dims=(1, 1, 1), results=(1, 2))),
-        split.lower_forward,
-    ),
-    (
-        split.GRADIENT,
-        5,  # the scores again, and two for each of the two products
-        attention_reference.gradient,
-        _on_each("gradient", _usual(dims=(1, 1, 1, 1, 2, 1), results=(1, 1, 1))),
-        split.lower_gradient,
-    ),
-    (
-        split.PIECE,
-        2,
-        partial(piece, attention_reference.forward),
-        _on_each("forward", partial(partial, piece)),
-        None,
-    ),
-    (
-        split.PIECE_GRADIENT,
-        5,
-        partial(piece_gradient, attention_reference.gradient),
-        _on_each("gradient", partial(partial, piece_gradient)),
-        None,
-    ),
-):
+def _register(
+    name: str,
+    kernel: str,
+    decomposition: Kernel,
+    made: Callable[[Kernel], Kernel],
+    lower: Callable[[LocalOp], Sequence[Value]] | None = None,
+) -> None:
+    """A composite; `made` makes its kernels of each platform's `forward` or `gradient`."""
+    # The gradient computes the scores again, and two products for each of the two.
+    products = 2 if kernel == "forward" else 5
     register_composite(
         name,
         split.attention_rule,
         decomposition=decomposition,
-        kernels=kernels,
+        kernels={platform: made(getattr(those, kernel)) for platform, those in KERNELS.items()},
         flops=partial(split.attention_flops, products=products),
         arithmetic=split.ARITHMETIC,
         lower=lower,
     )
+
+
+_usual = partial(partial, order.in_usual_order)
+_forward, _gradient = attention_reference.forward, attention_reference.gradient
+_register(
+    split.FORWARD,
+    "forward",
+    _forward,
+    _usual(dims=(1, 1, 1), results=(1, 2)),
+    split.lower_forward,
+)
+_register(
+    split.GRADIENT,
+    "gradient",
+    _gradient,
+    _usual(dims=(1, 1, 1, 1, 2, 1), results=(1, 1, 1)),
+    split.lower_gradient,
+)
+_register(split.PIECE, "forward", partial(piece, _forward), partial(partial, piece))
+_register(
+    split.PIECE_GRADIENT,
+    "gradient",
+    partial(piece_gradient, _gradient),
+    partial(partial, piece_gradient),
+)
 
 
 def _check(

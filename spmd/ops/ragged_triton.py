@@ -46,19 +46,14 @@ def product(x_RI: Any, weights_EOI: Any, sizes_E: Any, *, interpret: bool = Fals
     anything, be it a gradient. Sums are in float32. `interpret` runs it step by step in jax: for
     tests.
     """
-    if not takes(x_RI, weights_EOI):
+    of_16_bits = x_RI.dtype.itemsize == 2 and jnp.issubdtype(x_RI.dtype, jnp.floating)
+    fits = of_16_bits and x_RI.dtype == weights_EOI.dtype and 0 not in x_RI.shape
+    fits = fits and all(n and n % LEAST == 0 for n in weights_EOI.shape[1:])
+    # Pallas counts elements with 32 bits.
+    fits = fits and max(math.prod(x.shape) for x in (x_RI, weights_EOI)) < 1 << 31
+    if not fits or not weights_EOI.shape[0]:
         return NotImplemented
     return _product(x_RI, weights_EOI, sizes_E, interpret)
-
-
-def takes(x_RI: Any, weights_EOI: Any) -> bool:
-    """Whether the kernel is for these shapes and dtypes."""
-    of_16_bits = x_RI.dtype.itemsize == 2 and jnp.issubdtype(x_RI.dtype, jnp.floating)
-    fits = all(n % LEAST == 0 for n in weights_EOI.shape[1:])
-    # Pallas counts elements with 32 bits.
-    is_counted = max(math.prod(x.shape) for x in (x_RI, weights_EOI)) < 1 << 31
-    is_empty = 0 in (*x_RI.shape, *weights_EOI.shape)
-    return of_16_bits and x_RI.dtype == weights_EOI.dtype and fits and is_counted and not is_empty
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

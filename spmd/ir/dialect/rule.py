@@ -115,8 +115,7 @@ class Rule(NamedTuple):
     @property
     def exchanges(self) -> tuple[tuple[int, Exchange], ...]:
         """The numbers of the factors that others' atoms may split, and what that takes."""
-        pairs = ((i, f.exchange) for i, f in enumerate(self.factors))
-        return tuple((i, exchange) for i, exchange in pairs if exchange is not None)
+        return tuple((i, f.exchange) for i, f in enumerate(self.factors) if f.exchange is not None)
 
     def with_exchange(self, factor: int, exchange: Exchange) -> Rule:
         """The same rule with an exchange for a factor."""

@@ -206,21 +206,12 @@ def note_of(op: LocalOp, number: int, dim: int) -> str:
     return f"{op.op.label} reads its neighbours' pieces of dim {dim} of operand {number}"
 
 
-class _Base(NamedTuple):
-    """A fetched dim, with the padding and dilation that the op itself still has to add."""
-
-    value: Value
-    low: int
-    high: int
-    dilation: int
-
-
 def base_of(
     op: LocalOp, number: int, x: Value, dim: int, axes: Axes, window: Window, fill: Value | None
-) -> _Base:
-    """The base positions that tiles over `axes` read, for an op that pads and dilates them itself.
+) -> tuple[Value, int, int, int]:
+    """A fetched dim, with the padding (low, high) and dilation that the op itself still has to add.
 
-    Where devices start at different phases (see `reads_of`), they are dilated here instead.
+    Where devices start at different phases (see `reads_of`), elements are dilated here instead.
     """
     b = op.b
     reads = reads_of(window, op.dim(number, dim).size, axes, op.mesh)
@@ -228,7 +219,7 @@ def base_of(
     dilation = window.dilation
     if reads.low is not None:
         filled = reads.low + (reads.need.length - 1) * dilation + 1
-        return _Base(x, reads.low, reads.base - filled, dilation)
+        return x, reads.low, reads.base - filled, dilation
     scalar = fill if fill is not None else b.splat(0, b.types[x].with_shape(()))
     x = b.pad_dim(x, dim, 0, 0, scalar, dilation - 1)
-    return _Base(take_dim(b, x, dim, axes, reads.skips, reads.base), 0, 0, 1)
+    return take_dim(b, x, dim, axes, reads.skips, reads.base), 0, 0, 1

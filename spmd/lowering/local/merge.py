@@ -142,23 +142,20 @@ def reduce_merged(op: LocalOp) -> tuple[Value, ...]:
     xs = tuple(
         op.masked(i, partial(b.broadcast, init, shape), split) for i, init in enumerate(inits)
     )
+
+    def reduced(xs: Sequence[Value], dims: Sequence[int]) -> tuple[Value, ...]:
+        kept = tuple(n for d, n in enumerate(b.types[xs[0]].shape) if d not in dims)
+        types = [b.types[x].with_shape(kept) for x in xs]
+        return b.op(op.op.name, (*xs, *inits), types, {**op.attrs, "dimensions": tuple(dims)})
+
     left = tuple(sorted(op.attrs["dimensions"]))
     for d in reversed(split):
-        found = _reduced(op, xs, inits, [r for r in left if r >= d])
+        found = reduced(xs, [r for r in left if r >= d])
         kept = b.types[found[0]].shape
         rows = [b.reshape(x, (*kept[:d], 1, *kept[d:])) for x in found]
         xs = tuple(_gathered(op, row, d) for row in rows)
         left = (*(r for r in left if r < d), d)
-    return _reduced(op, xs, inits, left)
-
-
-def _reduced(
-    op: LocalOp, xs: Sequence[Value], inits: Sequence[Value], dims: Sequence[int]
-) -> tuple[Value, ...]:
-    b = op.b
-    kept = tuple(n for d, n in enumerate(b.types[xs[0]].shape) if d not in dims)
-    types = [b.types[x].with_shape(kept) for x in xs]
-    return b.op(op.op.name, (*xs, *inits), types, {**op.attrs, "dimensions": tuple(dims)})
+    return reduced(xs, left)
 
 
 # ---------------------------------------------------------------------------------------------

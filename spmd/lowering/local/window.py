@@ -45,8 +45,9 @@ def _reduce_window(op: LocalOp) -> tuple[Value, ...]:
             base_of(op, i, x, d, *read, init)
             for i, (x, init) in enumerate(zip(xs, inits, strict=True))
         ]
-        xs = [m.value for m in made]
-        padding[d], base[d] = (made[0].low, made[0].high), made[0].dilation
+        xs = [value for value, *_ in made]
+        _, low, high, base[d] = made[0]
+        padding[d] = low, high
     return op.emit(
         [*xs, *inits],
         padding=tuple(padding),

@@ -66,7 +66,12 @@ def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
 def _places(region: Region, clock: Clock, prefetch: int) -> list[float]:
     """The place of each op in the new order: at 2.5 it stands behind op 2 and in front of op 3."""
     ops, starts = region.ops, clock.starts(region)
-    of_kind = {kind: _traits(kind) for kind in dict.fromkeys(op.kind for op in ops)}
+    of_kind: dict[OpKind, _Traits] = {}
+    for kind in dict.fromkeys(op.kind for op in ops):
+        is_cheap, moves = kind.about.role in (Role.INSIDE, Role.ALIAS), bool(kind.about.collective)
+        grows = moves and kind.results[0].bytes > kind.operands[0].bytes
+        links = frozenset(kind.attrs.get("axes", ()))
+        of_kind[kind] = _Traits(is_cheap, is_cheap or moves, grows, links)
     traits = [of_kind[op.kind] for op in ops]
 
     # `ready`: the last op in front of each op that it must stay behind; -1 if there is none. Cheap
@@ -120,13 +125,6 @@ def _places(region: Region, clock: Clock, prefetch: int) -> list[float]:
             needed[v] = min(place, needed.get(v, _NEVER))
             used[v] = min(use, used.get(v, _NEVER))
     return found
-
-
-def _traits(kind: OpKind) -> _Traits:
-    is_cheap, collective = kind.about.role in (Role.INSIDE, Role.ALIAS), kind.about.collective
-    grows = bool(collective) and kind.results[0].bytes > kind.operands[0].bytes
-    links = frozenset(kind.attrs.get("axes", ()))
-    return _Traits(is_cheap, is_cheap or bool(collective), grows, links)
 
 
 def _earliest(
