@@ -20,15 +20,11 @@ UNKNOWN_TRIPS = 16  # assumed trip count of a loop whose condition doesn't tell 
 
 
 class Tie(NamedTuple):
-    """Values that are one value to data flow, and so share one sharding.
+    """Values that are one value to data flow, and so share one sharding."""
 
-    `source` flows in from outside the op (the initial value of a carry), `inside` are region
-    arguments and results, and `result` is the op's.
-    """
-
-    source: Value | None
-    inside: tuple[Value, ...]
-    result: Value
+    source: Value | None  # from outside the op: the initial value of a carry
+    inside: tuple[Value, ...]  # region arguments and results
+    result: Value  # the op's
 
 
 def ties(op: Op) -> tuple[Tie, ...]:

@@ -43,16 +43,14 @@ _REDUCED = {
 
 
 class Partitioned(NamedTuple):
-    """A local program, whose only communication is explicit collectives, and how its boundary lies.
-
-    `arguments` and `results` are shardings of the global ones; the orders of their dims in memory
-    are empty until chosen.
-    """
+    """A local program, which communicates by explicit collectives, and how its boundary lies."""
 
     program: Program
     mesh: Mesh
+    # arguments, results: shardings of the global ones
     arguments: tuple[Sharding, ...]
     results: tuple[Sharding, ...]
+    # the orders of their dims in memory; empty until chosen
     argument_orders: tuple[Order | None, ...] = ()
     result_orders: tuple[Order | None, ...] = ()
 

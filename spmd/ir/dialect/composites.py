@@ -30,15 +30,11 @@ Function = Callable[..., Any]
 
 
 class Composite(NamedTuple):
-    """One registered composite: its name in modules and what computes it.
-
-    The decomposition does so at any shapes (None: only the module has one), the kernel of a
-    platform may return NotImplemented for shapes that it cannot take.
-    """
+    """One registered composite: its name in modules and what computes it."""
 
     name: str
-    decomposition: Function | None
-    kernels: Mapping[str, Function]
+    decomposition: Function | None  # at any shapes; None if only the module has one
+    kernels: Mapping[str, Function]  # by platform; NotImplemented is for shapes that one lacks
 
 
 _COMPOSITES: dict[str, Composite] = {}

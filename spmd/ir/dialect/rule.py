@@ -43,13 +43,10 @@ class Ring(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """How a factor may be split by atoms that split others, the op exchanging what that takes.
-
-    `bytes` are what all devices have for each other then, if only these others are split.
-    """
+    """How a factor may be split by atoms that split others, the op exchanging what that takes."""
 
     along: tuple[int, ...]
-    bytes: float
+    bytes: float  # that all devices have for each other then, if only these others are split
 
 
 MOST_PIECES = 64  # pieces that go round are written out, one after another: no more than so many
