@@ -172,12 +172,8 @@ def _update_rule(kind: OpKind) -> Rule:
     return parse_rule(text, kind.operands, kind.results, kinds=whole)
 
 
-def _flops(kind: OpKind) -> float:
-    """Two products of every row with all positions that it may see."""
-    return 4.0 * kind.operands[0].size * _reach(kind)
-
-
 def _reach(kind: OpKind) -> int:
+    """How many positions a row may see: its slot's table has so many, or the window."""
     pool, table = kind.operands[1:3]
     reach = table.shape[2] * pool.shape[2]
     return min(reach, int(arguments_of(kind).get("window", reach)))
@@ -265,7 +261,8 @@ register_composite(
     _attention_rule,
     decomposition=paged_reference.attend,
     kernels={"cuda": paged_triton.attend, "tpu": attend_on_tpu},
-    flops=_flops,
+    # Two products of every row with all positions that it may see.
+    flops=lambda kind: 4.0 * kind.operands[0].size * _reach(kind),
     bytes_read=_bytes_read,
     arithmetic=ARITHMETIC,
 )
