@@ -24,7 +24,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from models.llama.sharding import BATCH, PARAMETER_SPECS, WEIGHTS
 from models.placement import present
 from spmd.ops import experts_local as local
-from spmd.ops import experts_tpu
 
 Experts = Callable[..., Any]
 
@@ -111,7 +110,7 @@ def _exchanged(devices: int, room: float, rows: Any, weights: Any) -> Any:
     sizes_E = jnp.sum(expert_R[:, None] == jnp.arange(here), 0, dtype=jnp.int32)
     is_here_R1 = (jnp.arange(size) < jnp.sum(sizes_E))[:, None]
     part = local.Turn(by_expert_R, by_expert_R, is_here_R1, sizes_E)
-    out_RH = local.said(x_RH[by_expert_R], part, weights, experts_tpu.product)
+    out_RH = local.said(x_RH[by_expert_R], part, weights, local.tpu_product)
     out_RH = jnp.zeros_like(out_RH).at[by_expert_R].set(out_RH)
     out_XH = _send(out_RH, chosen_X.shape[0], back)
     out_XH *= gates_BSC.reshape(-1)[order_X][:, None].astype(out_XH.dtype)
@@ -129,7 +128,7 @@ def _mixed(rows: Any, weights: Any, devices: int, me: Any) -> Any:
     return local.forward(
         *_operands(rows, weights, me),
         count=devices * weights[0].shape[0],
-        product=experts_tpu.product,
+        product=local.tpu_product,
     )
 
 
@@ -141,7 +140,7 @@ def _mixed_backward(devices: int, kept: Any, dout: Any) -> Any:
     rows, weights, me = kept
     count = devices * weights[0].shape[0]
     dx, dgates, *dweights = local.gradient(
-        *_operands(rows, weights, me), dout, count=count, product=experts_tpu.product
+        *_operands(rows, weights, me), dout, count=count, product=local.tpu_product
     )
     return (dx, dgates, None), tuple(dweights), None
 

@@ -60,7 +60,6 @@ MLIR_FILES = (
     "spmd/frontend/trace.py",
     "spmd/lowering/emit.py",
     "spmd/lowering/execute.py",
-    "spmd/lowering/host.py",
     "spmd/lowering/local/composite.py",
     "benchmarks/shardy.py",  # runs Shardy's own passes, the peer
     "benchmarks/shardy_bytes.py",  # the same

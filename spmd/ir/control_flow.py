@@ -20,23 +20,15 @@ UNKNOWN_TRIPS = 16  # assumed trip count of a loop whose condition doesn't tell 
 
 
 class Tie(NamedTuple):
-    """Values that are one value to data flow, and so share one sharding.
+    """Values that are one value to data flow, and so share one sharding."""
 
-    `source` flows in from outside the op (the initial value of a carry), `inside` are region
-    arguments and results, and `result` is the op's.
-    """
-
-    source: Value | None
-    inside: tuple[Value, ...]
-    result: Value
+    source: Value | None  # from outside the op: the initial value of a carry
+    inside: tuple[Value, ...]  # region arguments and results
+    result: Value  # the op's
 
 
 def ties(op: Op) -> tuple[Tie, ...]:
-    """For each result of a region op, the values that it is tied to.
-
-    `while`: the initial value, the arguments of both regions, the body's result and the loop's
-    result. `case` and `if`: every branch's result and the op's result; `spmd.manual` likewise.
-    """
+    """For each result of a region op, the values that it is tied to."""
     # %2 = while %0 { cond(%3): ...; body(%4): ... return %5 } ties %0, %3, %4, %5 and %2: they are
     # one buffer in memory, and a sharding that changed on the way round would cost each iteration.
     # A branch has no arguments: it reads what is around it, where nothing has to be shared.

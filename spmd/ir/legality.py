@@ -49,6 +49,9 @@ class View(NamedTuple):
 
 OpCheck = Callable[[View, Op], str | None]
 
+_Types = tuple[TensorType, ...]
+_PREDICATE = TensorType((), "i1")
+
 
 # ---------------------------------------------------------------------------------------------
 # Checks of one op.
@@ -80,7 +83,18 @@ def kind_has_types(view: View, op: Op) -> str | None:
 
 def regions_fit(view: View, op: Op) -> str | None:
     """Control flow has the regions that it needs, and only control flow has regions."""
-    operands, results, regions = _form(op)
+    # Types of operands and results; name, types of arguments and of results of each region.
+    about, operands, results = op.kind.about, op.kind.operands, op.kind.results
+    regions: list[tuple[str, _Types, _Types]] = []
+    if about.region == "loop":  # what it carries goes in, through both regions, and out
+        results = operands
+        regions = [("the condition", operands, (_PREDICATE,)), ("the body", operands, operands)]
+    elif about.region == "branches":
+        selector = TensorType((), about.selector)
+        count = 2 if selector == _PREDICATE else max(1, len(op.regions))
+        operands, regions = (selector,), [(f"branch {i}", (), results) for i in range(count)]
+    elif about.region == "manual":
+        operands, regions = (), [("the body", (), results)]
     for what, have, wanted in (
         ("operands", op.kind.operands, operands),
         ("results", op.kind.results, results),
@@ -97,25 +111,6 @@ def regions_fit(view: View, op: Op) -> str | None:
         if problem:
             return problem
     return None
-
-
-_Types = tuple[TensorType, ...]
-_PREDICATE = TensorType((), "i1")
-
-
-def _form(op: Op) -> tuple[_Types, _Types, list[tuple[str, _Types, _Types]]]:
-    """Types of an op's operands and results; name, arguments and results of each region."""
-    about, operands, results = op.kind.about, op.kind.operands, op.kind.results
-    if about.region == "loop":  # what it carries goes in, through both regions, and out
-        condition, body = (operands, (_PREDICATE,)), (operands, operands)
-        return operands, operands, [("the condition", *condition), ("the body", *body)]
-    if about.region == "branches":
-        selector = TensorType((), about.selector)
-        count = 2 if selector == _PREDICATE else max(1, len(op.regions))
-        return (selector,), results, [(f"branch {i}", (), results) for i in range(count)]
-    if about.region == "manual":
-        return (), results, [("the body", (), results)]
-    return operands, results, []
 
 
 def dialect_known(view: View, op: Op) -> str | None:
@@ -176,9 +171,8 @@ def _same(
     have = [view.types[v] for v in values]
     if have == list(wanted):
         return None
-    return (
-        f"the {what} are ({', '.join(map(str, have))}) instead of ({', '.join(map(str, wanted))})"
-    )
+    said, asked = (", ".join(map(str, types)) for types in (have, wanted))
+    return f"the {what} are ({said}) instead of ({asked})"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -197,8 +191,7 @@ def _same(
 #
 # A loop's own results count as defined only after its regions: a body that reads %1 is refused.
 
-_SSA: tuple[OpCheck, ...] = (defines_once, reads_visible, kind_has_types)
-_ALWAYS: tuple[OpCheck, ...] = (*_SSA, dialect_known)
+_ALWAYS: tuple[OpCheck, ...] = (defines_once, reads_visible, kind_has_types, dialect_known)
 
 STAGES: Mapping[str, tuple[OpCheck, ...]] = {
     "program": (*_ALWAYS, is_global),
@@ -212,12 +205,8 @@ STAGES: Mapping[str, tuple[OpCheck, ...]] = {
 def check_program(program: Program, stage: str = "program") -> None:
     """Holds a program against the table of a stage.
 
-    Args:
-      program: the program.
-      stage: `program` (the whole one), `local`, `optimized` or `expanded` (one device's).
-
-    Raises:
-      LegalityError: a check that does not hold, with the op.
+    That is `program` (the whole one), `local`, `optimized` or `expanded` (one device's).
+    LegalityError names a check that does not hold, with the op.
     """
     for what, values, names in (
         ("argument", program.body.args, program.arg_names),
@@ -225,53 +214,35 @@ def check_program(program: Program, stage: str = "program") -> None:
     ):
         if len(values) != len(names):
             fail(stage, "names", f"{len(values)} {what}s have {len(names)} names")
-    _Walk(stage, program.types).region(program.body, None)
+    _check_region(program.body, None, stage, View(program.types, set(), set(), []), set())
 
 
-class _Walk:
-    def __init__(self, stage: str, types: Sequence[TensorType]) -> None:
-        self.stage = stage
-        self.checks = STAGES[stage]
-        self.view = View(types, set(), set(), [])
-        self.bodies: set[int] = set()
-
-    def region(self, region: Region, owner: Op | None) -> None:
-        """Checks a region; afterwards nothing in it is visible any more."""
-        view = self.view
-        self.hold("arguments_defined_once", _once(view, region.args), owner)
-        view.defined.update(region.args)
-        view.visible.update(region.args)
-        for op in region.ops:
-            self.op(op)
-        self.hold("results_visible", _visible(view, region.results), owner)
-        view.visible.difference_update(region.args)
-        for op in region.ops:
-            view.visible.difference_update(op.results)
-
-    def op(self, op: Op) -> None:
-        hold(self.stage, self.checks, op, self.view, op)
-        for attr in op.kind.attrs.values():
-            if isinstance(attr, Body):
-                self.body(attr, op)
-        self.view.around.append(op.kind.about.region)
-        for region in op.regions:
-            self.region(region, op)
-        self.view.around.pop()
-        hold(self.stage, (regions_fit,), op, self.view, op)
-        self.view.defined.update(op.results)
-        self.view.visible.update(op.results)
-
-    def body(self, body: Body, owner: Op) -> None:
-        """A body is a closed program of its own; equal kinds share one."""
-        # A reduction's body is one object in thousands of ops: checked anew for each of them, the
-        # walk would not be linear in the number of ops.
-        if id(body) in self.bodies:
-            return
-        self.bodies.add(id(body))
-        inner = _Walk(self.stage, body.types)
-        inner.bodies = self.bodies
-        inner.region(body.region, owner)
-
-    def hold(self, check: str, problem: str | None, op: Op | None) -> None:
-        if problem is not None:
-            fail(self.stage, check, problem, op)
+def _check_region(
+    region: Region, owner: Op | None, stage: str, view: View, bodies: set[int]
+) -> None:
+    """Checks a region; afterwards nothing in it is visible any more."""
+    if problem := _once(view, region.args):
+        fail(stage, "arguments_defined_once", problem, owner)
+    view.defined.update(region.args)
+    view.visible.update(region.args)
+    for op in region.ops:
+        hold(stage, STAGES[stage], op, view, op)
+        for body in op.kind.attrs.values():
+            # A body is a closed program of its own, one object in thousands of ops: checked anew
+            # for each of them, the walk would not be linear in the number of ops.
+            if isinstance(body, Body) and id(body) not in bodies:
+                bodies.add(id(body))
+                inside = View(body.types, set(), set(), [])
+                _check_region(body.region, op, stage, inside, bodies)
+        view.around.append(op.kind.about.region)
+        for inner in op.regions:
+            _check_region(inner, op, stage, view, bodies)
+        view.around.pop()
+        hold(stage, (regions_fit,), op, view, op)
+        view.defined.update(op.results)
+        view.visible.update(op.results)
+    if problem := _visible(view, region.results):
+        fail(stage, "results_visible", problem, owner)
+    view.visible.difference_update(region.args)
+    for op in region.ops:
+        view.visible.difference_update(op.results)

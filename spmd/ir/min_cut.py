@@ -22,11 +22,8 @@ class Network:
     def edge(self, start: object, end: object, seconds: float) -> None:
         """What it costs if one is in front of the cut and the other behind it."""
         if seconds:
-            self.edges.append((self.number(start), self.number(end), seconds))
-
-    def number(self, node: object) -> int:
-        """The number of a node."""
-        return self.numbers.setdefault(node, len(self.numbers))
+            a, b = (self.numbers.setdefault(node, len(self.numbers)) for node in (start, end))
+            self.edges.append((a, b, seconds))
 
     def seconds(self, behind: Collection[object]) -> float:
         """What a cut costs, given the nodes behind it."""

@@ -54,10 +54,7 @@ class Frame(NamedTuple):
 
 
 class Loc(NamedTuple):
-    """Where an op comes from: its name scope and the user's stack, innermost frame first.
-
-    `note` says why the compiler added the op, where it did.
-    """
+    """An op's name scope, the user's stack (innermost first), and why the compiler added the op."""
 
     scope: str = ""
     frames: tuple[Frame, ...] = ()
@@ -77,12 +74,12 @@ class Loc(NamedTuple):
     @property
     def user_frames(self) -> tuple[Frame, ...]:
         """The frames of the user's own code, innermost first; all frames if there are none."""
-        own = [f for f in dict.fromkeys(self.frames) if _is_users(f.file)]
+        own = [
+            f
+            for f in dict.fromkeys(self.frames)
+            if "site-packages" not in f.file and not f.file.startswith(("<", _OWN_FILES))
+        ]
         return tuple(own) or self.frames
-
-
-def _is_users(file: str) -> bool:
-    return "site-packages" not in file and not file.startswith(("<", _OWN_FILES))
 
 
 def numberless(name: str) -> str:
@@ -93,17 +90,14 @@ def numberless(name: str) -> str:
 class OpKind:
     """Everything about an op but the values that it reads and makes.
 
-    Kinds are interned: equal ones are one object, and are compared by identity.
-
-    Rules, projections, costs and local lowerings are functions of the kind alone and are cached
-    by it. That is what makes repeated layers cheap.
+    Kinds are interned: equal ones are one object, and are compared by identity. Rules, projections,
+    costs and local lowerings are functions of the kind alone and are cached by it. That is what
+    makes repeated layers cheap.
     """
 
     __slots__ = ("__weakref__", "_cache", "about", "attrs", "name", "operands", "results")
 
-    about: Description
-    """The description of such an op."""
-
+    about: Description  # of such an op
     name: str
     operands: tuple[TensorType, ...]
     results: tuple[TensorType, ...]
@@ -120,8 +114,11 @@ class OpKind:
         attrs: Mapping[str, Attribute],
     ) -> OpKind:
         """The one kind with these fields."""
+        # Python has 1 == True == 1.0, with equal hashes: without the types in the key, the kind of
+        # an op with `is_stable = 1` would be handed out for one with `is_stable = True`.
         items = tuple(sorted(attrs.items()))
-        key = (name, operands, results, items, tuple([_flavour(value) for _, value in items]))
+        flavours = [type(v[0]) if type(v) is tuple and v else type(v) for _, v in items]
+        key = (name, operands, results, items, tuple(flavours))
         kind = cls._interned.get(key)
         if kind is None:
             kind = super().__new__(cls)
@@ -153,29 +150,20 @@ class OpKind:
     @property
     def is_renaming(self) -> bool:
         """Whether it adds or moves dims of one element alone: the same memory."""
-        if self.name not in (TRANSPOSE, BROADCAST):
+        if self.name == BROADCAST and self.adds_dims:
+            dims = list(self.attrs["broadcast_dimensions"])
+            return dims == sorted(dims)
+        if self.name != TRANSPOSE:
             return False
-        if self.name == TRANSPOSE:
-            shape = self.operands[0].shape
-            moved = [dim for dim in self.attrs["permutation"] if shape[dim] != 1]
-            return moved == sorted(moved)
-        if not self.adds_dims:
-            return False
-        dims = self.attrs["broadcast_dimensions"]
-        return list(dims) == sorted(dims)
+        shape = self.operands[0].shape
+        moved = [dim for dim in self.attrs["permutation"] if shape[dim] != 1]
+        return moved == sorted(moved)
 
     def __repr__(self) -> str:
         return f"OpKind({self.name}, {list(map(str, self.operands))})"
 
     def __lt__(self, other: OpKind) -> bool:
         return self.name < other.name
-
-
-def _flavour(value: Any) -> Any:
-    """The type of an attribute, or of a tuple's first element."""
-    # Python has 1 == True == 1.0, with equal hashes: without this in the key, the kind of an op
-    # with `is_stable = 1` would be handed out for one with `is_stable = True`, and printed as it.
-    return type(value[0]) if type(value) is tuple and value else type(value)
 
 
 class Op(NamedTuple):

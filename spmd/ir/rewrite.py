@@ -91,8 +91,11 @@ Edit = Callable[[Builder, Op, Now], "Sequence[Value] | None"]
 Returns the values that replace the op's results, or None to keep the op."""
 
 
-def edit_ops(program: Program, edit: Edit) -> Program:
+def edit_ops(program: Program, edit: Edit, chosen: Container[Value] | None = None) -> Program:
     """Walks a program and lets `edit` replace ops; all other values keep their numbers.
+
+    It is asked about ops whose first result is `chosen`, or about all if left out. A program of
+    which nothing is replaced is returned as it is.
 
     Since numbers stay, an edit may read any value that is visible where it is, not just its op's
     operands. An op with regions comes after the ops inside them.
@@ -102,30 +105,31 @@ def edit_ops(program: Program, edit: Edit) -> Program:
     """
     b = Builder(program.types)
     replaced: dict[Value, Value] = {}
+    changed = False
 
     def now(value: Value) -> Value:
         return replaced.get(value, value)
 
     def region(old: Region, isolated: bool) -> Region:
+        nonlocal changed
         b.begin(isolated)
         for op in old.ops:
-            visit(op)
+            if op.regions:
+                op = op._replace(regions=tuple([region(r, op.is_loop) for r in op.regions]))
+            if not replaced.keys().isdisjoint(op.operands):
+                op = op._replace(operands=tuple([now(v) for v in op.operands]))
+            b.loc = op.loc
+            is_chosen = chosen is None or (op.results and op.results[0] in chosen)
+            results = edit(b, op, now) if is_chosen else None
+            if results is None:
+                b.append(op)
+            else:
+                changed = True
+                replaced.update(zip(op.results, results, strict=True))
         return b.end(old.args, [now(v) for v in old.results])
 
-    def visit(op: Op) -> None:
-        if op.regions:
-            op = op._replace(regions=tuple([region(r, op.is_loop) for r in op.regions]))
-        if not replaced.keys().isdisjoint(op.operands):
-            op = op._replace(operands=tuple([now(v) for v in op.operands]))
-        b.loc = op.loc
-        results = edit(b, op, now)
-        if results is None:
-            b.append(op)
-        else:
-            replaced.update(zip(op.results, results, strict=True))
-
     body = region(program.body, True)
-    return program._replace(types=tuple(b.types), body=body)
+    return program._replace(types=tuple(b.types), body=body) if changed else program
 
 
 def remove_dead(program: Program) -> Program:

@@ -138,9 +138,8 @@ class _Printer:
         if op.operands:
             text += " " + _values(op.operands)
         if kind.attrs:
-            attrs = (
-                f"{_name(n, ATTR_NAME)} = {self.attribute(n, a)}" for n, a in kind.attrs.items()
-            )
+            pairs = kind.attrs.items()
+            attrs = (f"{_name(n, ATTR_NAME)} = {self.attribute(n, a)}" for n, a in pairs)
             text += f" {{{', '.join(attrs)}}}"
         results = _types(kind.results)
         if len(kind.results) == 1:
@@ -148,7 +147,6 @@ class _Printer:
         return f"{text} : {_types(kind.operands)} -> {results}"
 
     def comment(self, values: Sequence[Value], loc: Loc = Loc()) -> str:  # noqa: B008 (frozen)
-        """The comment behind a definition, two spaces and `//` included."""
         parts = [self.annotate(v) for v in values] if self.annotate else []
         text = ", ".join(part for part in parts if part)
         if self.locs and loc.source:
@@ -173,9 +171,8 @@ class _Printer:
         if isinstance(value, Body):
             return self.body(value)
         if type(value) in _STRUCT_NAMES:
-            fields = (
-                f"{n} = {self.attribute(n, v)}" for n, v in value._asdict().items() if v != ()
-            )
+            pairs = value._asdict().items()
+            fields = (f"{n} = {self.attribute(n, v)}" for n, v in pairs if v != ())
             return f"{_STRUCT_NAMES[type(value)]}({', '.join(fields)})"
         if type(value) is tuple:
             return "[" + ", ".join([self.attribute("", v) for v in value]) + "]"
@@ -253,10 +250,11 @@ def dense_text(dense: Dense) -> str:
     """The elements of a constant; whatever would not read back bit by bit is hexadecimal."""
     if len(dense.data) > LARGEST:
         return f"sha256 {hashlib.sha256(dense.data).hexdigest()}"
+    raw = f"{'splat' if dense.splat else 'hex'} {dense.data.hex()}"
     try:
         dtype = numpy_dtype(dense.type.dtype)
     except KeyError:
-        return f"splat {dense.data.hex()}" if dense.splat else f"hex {dense.data.hex()}"
+        return raw
     size = dtype.itemsize
     whole = len(dense.data) == (1 if dense.splat else dense.type.size) * size
     if whole and dense.splat:
@@ -264,7 +262,7 @@ def dense_text(dense: Dense) -> str:
     if whole and dense.type.size <= READABLE_ELEMENTS:
         texts = [_element(dense.data[i : i + size], dtype) for i in range(0, len(dense.data), size)]
         return _nested(texts, dense.type.shape or (1,))
-    return f"splat {dense.data.hex()}" if dense.splat else f"hex {dense.data.hex()}"
+    return raw
 
 
 def _nested(texts: Sequence[str], shape: Sequence[int]) -> str:

@@ -213,14 +213,11 @@ DIM_NUMBERS: Mapping[type, tuple[str, tuple[str, ...]]] = {
 
 
 class ShardingAttr(NamedTuple):
-    """A mark as the module states it, before there is a mesh to check it against.
+    """A mark as the module states it, before there is a mesh to check it against."""
 
-    `dims` has, for each dim, the (axis name, pre, size) entries that split it (size 0: the whole
-    axis), `open` whether the compiler may split it further.
-    """
-
+    # for each dim, the (axis name, pre, size) entries that split it; size 0 is the whole axis
     dims: tuple[tuple[tuple[str, int, int], ...], ...]
-    open: tuple[bool, ...]
+    open: tuple[bool, ...]  # for each dim, whether the compiler may split it further
 
 
 Attribute = Any  # bool | int | float | str | tuple | Dense | Opaque | a NamedTuple above | Body

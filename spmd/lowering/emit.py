@@ -13,7 +13,7 @@ from functools import partial
 from spmd.ir.description import COMPOSITE, CUSTOM_CALL, FROM_MANUAL
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK
 from spmd.ir.dialect.manual import MANUAL, TO_MANUAL
-from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Program, Region, Value
+from spmd.ir.program import Body, Loc, Op, OpKind, Program, Region, Value
 from spmd.ir.types import DIM_NUMBERS, Attribute, ConvDims, Dense, Opaque, TensorType
 from spmd.lowering.local.callbacks import FREE, LINKED
 from spmd.lowering.local.composite import traced_composite
@@ -51,8 +51,7 @@ class _Emitter:
         body, types = self.program.body, self.program.types
         empty = [v for v in body.args if 0 in types[v].shape]
         args = ", ".join(f"{self.define((v,))}: {types[v]}" for v in body.args if v not in empty)
-        outs = [self.program.types[v] for v in body.results]
-        results = ", ".join(map(str, outs))
+        results = ", ".join(str(types[v]) for v in body.results)
         name = "".join(c if c.isalnum() else "_" for c in self.program.name) or "program"
         self.lines.append(f"module @{name} {{")
         if any(op.name == MANUAL for op in self.program.walk()):
@@ -70,11 +69,20 @@ class _Emitter:
         self.lines.append("}")
         self.lines += [text for texts in self.functions.values() for text in texts]
         self.lines.append("}")
-        aliases = [f"{alias} = {_loc_text(loc)}" for loc, alias in self.locs.items()]
-        return "\n".join(self.lines + aliases) + "\n"
+        for loc, alias in self.locs.items():
+            # As jax writes it: XLA keeps a stack only where its frames have functions.
+            text = json.dumps(loc.scope or "spmd")
+            places = [f"{json.dumps(frame.file)}:{frame.line}:0" for frame in loc.frames]
+            calls = [
+                f"{json.dumps(frame.function)}({place})" if frame.function else place
+                for frame, place in zip(loc.frames, places, strict=True)
+            ]
+            if calls:
+                text += f"(callsite({calls[0]} at {calls[1]}))" if calls[1:] else f"({calls[0]})"
+            self.lines.append(f"{alias} = loc({text})")
+        return "\n".join(self.lines) + "\n"
 
     def define(self, values: Sequence[Value]) -> str:
-        """Names for the results of one op."""
         name = f"%{values[0]}"
         if len(values) == 1:
             self.names[values[0]] = name
@@ -116,7 +124,6 @@ class _Emitter:
         self.write(op, attrs, blocks)
 
     def write(self, op: Op, attrs: Sequence[str], blocks: Sequence[Callable[[], None]]) -> None:
-        """The lines of an op with some attributes; each of `blocks` writes a region of it."""
         operands = ", ".join([self.names[v] for v in op.operands])
         target = f"{self.define(op.results)} = " if op.results else ""
         dictionary = f" {{{', '.join(attrs)}}}" if attrs else ""
@@ -131,7 +138,6 @@ class _Emitter:
             self.lines.append("})" + tail)
 
     def manual(self, op: Op) -> None:
-        """A manual region: what crosses its boundary are its operands and results."""
         region = op.regions[0]
         ways_in = [inner for inner in region.ops if inner.name == TO_MANUAL]
         made = {v: inner for inner in region.ops for v in inner.results}
@@ -153,14 +159,14 @@ class _Emitter:
         self.write(op._replace(kind=kind, operands=operands), attrs, [block])
 
     def crossings(self, ops: Sequence[Op]) -> str:
-        """The shardings of what crosses a manual region's boundary."""
+        # How what crosses a manual region's boundary is split.
         dims = [[self.axis_names(axes, open_=True) for axes in op.kind.attrs["dims"]] for op in ops]
         shardings = ", ".join(f"<@{_MESH}, [{', '.join(value)}]>" for value in dims)
         return f"#sdy.sharding_per_value<[{shardings}]>"
 
     def axis_names(self, axes: Axes, open_: bool = False) -> str:
-        names = [json.dumps(ref.name) for ref in axis_refs(axes, self.mesh)]
-        return "{" + ", ".join([*names, *(["?"] if open_ else [])]) + "}"
+        names = [json.dumps(ref.name) for ref in axis_refs(axes, self.mesh)] + ["?"] * open_
+        return "{" + ", ".join(names) + "}"
 
     def block(
         self, region: Region, types: Sequence[TensorType], end: str = "stablehlo.return"
@@ -219,20 +225,6 @@ def _signature(operands: Sequence[TensorType], results: Sequence[TensorType]) ->
     return f"({', '.join(map(str, operands))}) -> ({', '.join(map(str, results))})"
 
 
-def _loc_text(loc: Loc) -> str:
-    """A location as jax writes it: XLA keeps a stack only where its frames have functions."""
-    name = json.dumps(loc.scope or "spmd")
-    if not loc.frames:
-        return f"loc({name})"
-    first, *callers = map(_frame_text, loc.frames)
-    return f"loc({name}(callsite({first} at {callers[0]})))" if callers else f"loc({name}({first}))"
-
-
-def _frame_text(frame: Frame) -> str:
-    place = f"{json.dumps(frame.file)}:{frame.line}:0"
-    return f"{json.dumps(frame.function)}({place})" if frame.function else place
-
-
 def _attribute(attr: Attribute) -> str:
     if isinstance(attr, bool):
         return "true" if attr else "false"
@@ -243,7 +235,13 @@ def _attribute(attr: Attribute) -> str:
     if isinstance(attr, Opaque):
         return attr.text
     if isinstance(attr, Dense):
-        return _dense(attr)
+        if attr.type.size == 0:
+            return f"dense<> : {attr.type}"
+        if attr.type.dtype.lstrip("u") not in ("i1", "i2", "i4"):
+            return f'dense<"0x{attr.data.hex().upper()}"> : {attr.type}'
+        array = attr.array().reshape(-1)[0] if attr.splat else attr.array()
+        plain = array.astype(bool if attr.type.dtype == "i1" else int).tolist()
+        return f"dense<{json.dumps(plain)}> : {attr.type}"
     if isinstance(attr, ConvDims):
         return _conv(attr)
     if type(attr) in DIM_NUMBERS:
@@ -261,24 +259,13 @@ def _attribute(attr: Attribute) -> str:
 
 
 def _conv(dims: ConvDims) -> str:
-    def term(first: tuple[str, int], second: tuple[str, int], spatial: tuple[int, ...]) -> str:
-        names = {first[1]: first[0], second[1]: second[0]}
+    def term(letters: str, places: tuple[int, int], spatial: tuple[int, ...]) -> str:
+        names = dict(zip(places, letters, strict=True))
         names |= {dim: str(i) for i, dim in enumerate(spatial)}
         return "[" + ", ".join(names[d] for d in range(len(names))) + "]"
 
-    source = term(("b", dims.input_batch), ("f", dims.input_feature), dims.input_spatial)
-    kernel = term(
-        ("i", dims.kernel_input_feature), ("o", dims.kernel_output_feature), dims.kernel_spatial
-    )
-    result = term(("b", dims.output_batch), ("f", dims.output_feature), dims.output_spatial)
+    source = term("bf", (dims.input_batch, dims.input_feature), dims.input_spatial)
+    features = dims.kernel_input_feature, dims.kernel_output_feature
+    kernel = term("io", features, dims.kernel_spatial)
+    result = term("bf", (dims.output_batch, dims.output_feature), dims.output_spatial)
     return f"#stablehlo.conv<{source}x{kernel}->{result}>"
-
-
-def _dense(dense: Dense) -> str:
-    if dense.type.size == 0:
-        return f"dense<> : {dense.type}"
-    if dense.type.dtype.lstrip("u") not in ("i1", "i2", "i4"):
-        return f'dense<"0x{dense.data.hex().upper()}"> : {dense.type}'
-    array = dense.array().reshape(-1)[0] if dense.splat else dense.array()
-    plain = array.astype(bool if dense.type.dtype == "i1" else int).tolist()
-    return f"dense<{json.dumps(plain)}> : {dense.type}"

@@ -7,13 +7,18 @@ jax's own. The module is merged into the surrounding one when jax lowers the pri
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax import jit as plain_jit  # users may put spmd.jit in its place
+from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
@@ -21,13 +26,15 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func, stablehlo
 
 from spmd.errors import MeshError, UnsupportedOpError
-from spmd.frontend.importer.attributes import MARKS
+from spmd.frontend.importer.attributes import MARKS, tensor_type
 from spmd.frontend.importer.handlers import LEAVES, SAME
+from spmd.ir.description import CUSTOM_CALL
+from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG
 from spmd.ir.program import Callback
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.launch.agree import check_same_program, digest
 from spmd.lowering.emitted import Emitted, Placement, formats
-from spmd.lowering.host import effects_of, emit_callbacks, silent
+from spmd.lowering.local.callbacks import FREE, LINKED
 from spmd.lowering.local.composite import inline_region
 from spmd.lowering.xla_options import options_within
 from spmd.mesh.mesh import Mesh
@@ -37,7 +44,6 @@ from spmd.mesh.topology import Topology
 
 _program = Primitive("spmd_program")
 _program.multiple_results = True
-
 
 Callbacks = tuple[Callback, ...]
 
@@ -54,25 +60,25 @@ def _abstract(
         jax.core.ShapedArray(t.shape, numpy_dtype(t.dtype), weak_type=is_weak)
         for t, is_weak in zip(out_types, weak, strict=True)
     ]
-    return types, effects_of(callbacks)
+    # `jax.effects_barrier` waits for a program that calls Python. One with an ordered callback also
+    # begins after the one before it that had one.
+    return types, frozenset(_effect(c.is_ordered) for c in callbacks if c.has_effect)
 
 
 def _lower(ctx: Any, *args: Any, module: str, callbacks: Callbacks, **_: Any) -> Any:
     source = ir.Module.parse(module)
     named = {ir.StringAttr(f.attributes["sym_name"]).value: f for f in source.body.operations}
-    main = named["main"]
-    type_ = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
-    results = type_.results
+    type_ = ir.FunctionType(ir.TypeAttr(named["main"].attributes["function_type"]).value)
     if len(type_.inputs) < len(args):  # those without elements are constants there
         args = tuple(arg for arg, aval in zip(args, ctx.avals_in, strict=True) if aval.size)
     name = mlir.merge_mlir_modules(
         ctx.module_context.module, "spmd_main", source, dst_symtab=ctx.module_context.symbol_table
     )
     if callbacks:
-        emit_callbacks(ctx, ctx.module_context.symbol_table[name], callbacks)
+        _emit_callbacks(ctx, ctx.module_context.symbol_table[name], callbacks)
         if ctx.tokens_in is not None:  # ordered within: jax's tokens order programs
             ctx.set_tokens_out(ctx.tokens_in)
-    return func.CallOp(list(results), ir.FlatSymbolRefAttr.get(name), args).results
+    return func.CallOp(list(type_.results), ir.FlatSymbolRefAttr.get(name), args).results
 
 
 mlir.register_lowering(_program, _lower)
@@ -96,13 +102,8 @@ def compile_emitted(
 ) -> Any:
     """Hands an emitted program to XLA, once all processes of the mesh have shown the same one.
 
-    Returns:
-      jax's compiled program: it takes and returns flat global arrays. One `WithConstants` if it
-      has some, which looks the same.
-
-    Raises:
-      LaunchError: another process of the job has another program.
-      RuntimeError: XLA refuses it.
+    Returns jax's compiled program, which takes and returns flat global arrays (or one that looks
+    the same, `WithConstants`). LaunchError if another process of the job has another program.
     """
     outside = outside or Outside(jax_mesh(emitted.mesh))
     if outside.devices is None:
@@ -115,9 +116,7 @@ def compile_emitted(
         ]
         lowered = executable(emitted, outside).lower(*structs)
         compiled = lowered.compile(dict(compiler_options) or None)
-        if not constants:
-            return compiled
-        return WithConstants(compiled, emitted, outside)
+        return WithConstants(compiled, emitted, outside) if constants else compiled
 
 
 class WithConstants:
@@ -204,8 +203,7 @@ def _check_processes(emitted: Emitted, compiler_options: Mapping[str, Any]) -> N
             found.update(value.data)
         more["constants"] = found.hexdigest()[:12]
     more |= {f"compiler option {k}": str(v) for k, v in compiler_options.items()}
-    mesh = emitted.mesh
-    check_same_program(emitted.name, emitted.module, mesh, jax_mesh(mesh), more)
+    check_same_program(emitted.name, emitted.module, emitted.mesh, jax_mesh(emitted.mesh), more)
 
 
 def x64_if(needed: bool) -> contextlib.AbstractContextManager[Any]:
@@ -223,14 +221,14 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
     run = _runner(emitted.module, emitted.result_types, emitted.callbacks, outside.weak)
     count = len(emitted.constants)
 
-    def specs(shardings: Sequence[Sharding]) -> tuple[PartitionSpec, ...]:
-        return tuple(partition_spec(sharding, emitted.boundary_mesh) for sharding in shardings)
+    def spec(sharding: Sharding) -> PartitionSpec:
+        return partition_spec(sharding, emitted.boundary_mesh)
 
     mapped = jax.shard_map(
         (lambda *args: run(*args[count:], *args[:count])) if count else run,
         mesh=boundary,
-        in_specs=(*specs([c.sharding for c in emitted.constants]), *emitted.argument_specs),
-        out_specs=specs(emitted.results),
+        in_specs=(*(spec(c.sharding) for c in emitted.constants), *emitted.argument_specs),
+        out_specs=tuple(map(spec, emitted.results)),
         check_vma=False,
     )
     where = outside.mesh
@@ -274,14 +272,8 @@ def _runner(
     weak: tuple[bool, ...] = (),
 ) -> Callable[..., Any]:
     weak = weak or (False,) * len(out_types)
-
-    def run(*args: Any) -> Any:
-        found = _program.bind(
-            *args, module=module, out_types=out_types, weak=weak, callbacks=callbacks
-        )
-        return tuple(found)
-
-    return run
+    how = {"module": module, "out_types": out_types, "weak": weak, "callbacks": callbacks}
+    return lambda *args: tuple(_program.bind(*args, **how))
 
 
 def without_shardings(module: ir.Module) -> str:
@@ -289,6 +281,22 @@ def without_shardings(module: ir.Module) -> str:
 
     UnsupportedOpError for a manual region as GSPMD's text has it, which only its partitioner runs.
     """
+
+    def without_sharding(op: Any) -> Any:
+        for name in (*MARKS, "arg_attrs", "res_attrs"):
+            if name in op.attributes:
+                del op.attributes[name]
+        if op.name in SAME:
+            _replace(op, op.operands)
+        elif op.name == "sdy.constant":
+            with ir.InsertionPoint(op), op.location:
+                _replace(op, [stablehlo.ConstantOp(op.attributes["value"]).result])
+        elif op.name == "sdy.named_computation":
+            inline_region(op)
+        elif op.name == "sdy.sharding_group":
+            op.erase()
+        return ir.WalkResult.ADVANCE
+
     target = "call_target_name"
     if _holds(module, lambda op: target in op.attributes and op.attributes[target].value == LEAVES):
         raise UnsupportedOpError(
@@ -301,7 +309,7 @@ def without_shardings(module: ir.Module) -> str:
             for item in list(copy.body.operations):
                 if item.operation.name == "sdy.mesh":
                     item.operation.erase()
-        copy.operation.walk(_without_sharding)
+        copy.operation.walk(without_sharding)
         functions = [op for op in copy.body.operations if op.operation.name == "func.func"]
         if len(functions) == 1:
             functions[0].attributes["sym_name"] = ir.StringAttr.get("main")
@@ -320,23 +328,140 @@ def _holds(module: ir.Module, is_wanted: Callable[[Any], bool]) -> bool:
     return found
 
 
-def _without_sharding(op: Any) -> Any:
-    for name in (*MARKS, "arg_attrs", "res_attrs"):
-        if name in op.attributes:
-            del op.attributes[name]
-    if op.name in SAME:
-        _replace(op, op.operands)
-    elif op.name == "sdy.constant":
-        with ir.InsertionPoint(op), op.location:
-            _replace(op, [stablehlo.ConstantOp(op.attributes["value"]).result])
-    elif op.name == "sdy.named_computation":
-        inline_region(op)
-    elif op.name == "sdy.sharding_group":
-        op.erase()
-    return ir.WalkResult.ADVANCE
-
-
 def _replace(op: Any, values: Sequence[Any]) -> None:
     for result, value in zip(op.results, values, strict=True):
         result.replace_all_uses_with(value)
     op.erase()
+
+
+# ---------------------------------------------------------------------------------------------
+# Python functions that a program calls: the calls in its module become jax's own.
+#
+# `mlir.emit_python_callback` writes what a backend needs (a custom call on CPUs and GPUs, send and
+# receive on TPUs) and keeps the function alive with the executable.
+
+_Arrays = Sequence[np.ndarray[Any, Any]]
+
+
+@functools.cache
+def _effect(ordered: bool) -> Any:
+    # It has no public name. Of jax's ordered effects this one may be in a program for several
+    # devices; that of `jax.debug.callback` may not.
+    traced = jax.make_jaxpr(lambda: io_callback(lambda: (), (), ordered=ordered))()
+    (effect,) = traced.effects
+    return effect
+
+
+def silent(callbacks: Callbacks) -> Callbacks:
+    """The same callbacks, of which those that only look do nothing."""
+    return tuple(
+        Callback(lambda *_: (), c.label, c.is_debug, c.has_effect, c.is_ordered)
+        if c.is_debug
+        else c
+        for c in callbacks
+    )
+
+
+def _emit_callbacks(ctx: Any, function: Any, callbacks: Callbacks) -> None:
+    """Replaces the calls, by number, in an MLIR function of a module that jax is lowering."""
+    calls = []
+
+    def visit(op: Any) -> Any:
+        if op.name == CUSTOM_CALL and _target(op) in (CALLBACK, CHECK_CALLBACK):
+            calls.append(op)
+        return ir.WalkResult.ADVANCE
+
+    function.operation.walk(visit)
+    raised = _Raised()
+    for op in calls:
+        _emit(ctx, op, callbacks[op.attributes["number"].value], raised)
+
+
+def _target(op: Any) -> str:
+    return str(op.attributes["call_target_name"].value)
+
+
+class _Raised:
+    """What a callback raised on the device that called it, for the others of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+
+    def keep(self, error: Exception) -> None:
+        with self._lock:
+            self._error = error
+
+    def again(self, label: str) -> Exception:
+        """An error for one device, with the traceback as text: XLA hands on nothing else."""
+        with self._lock:
+            error = self._error
+        if error is None:
+            return RuntimeError(f"{label} raised in another process, which says what")
+        return RuntimeError(f"{label} raised\n{''.join(traceback.format_exception(error))}")
+
+
+def _emit(ctx: Any, op: Any, callback: Callback, raised: _Raised) -> None:
+    operands, results = list(op.operands), list(op.results)
+    run: Callable[..., _Arrays]
+    if _target(op) == CHECK_CALLBACK:
+
+        def run(*_: Any) -> _Arrays:
+            raise raised.again(callback.label)
+
+    else:
+        is_linked = LINKED in op.attributes
+        is_shared = FREE in op.attributes and op.attributes[FREE].value
+        types = [_aval(result.type) for result in results[1 : -1 if is_linked else None]]
+        run = functools.partial(_call, callback, raised if is_shared else None, types, is_linked)
+    with ir.InsertionPoint(op), op.location:
+        avals_in, avals_out = ([_aval(v.type) for v in values] for values in (operands, results))
+        made, _, _ = mlir.emit_python_callback(
+            ctx.replace(primitive=None, avals_in=avals_in, avals_out=avals_out),
+            run,
+            None,
+            operands,
+            avals_in,
+            avals_out,
+            has_side_effect=True,
+            returns_token=False,
+        )
+    _replace(op, made)
+
+
+def _aval(type_: Any) -> Any:
+    tensor = tensor_type(type_)
+    return jax.core.ShapedArray(tensor.shape, numpy_dtype(tensor.dtype))
+
+
+def _call(
+    callback: Callback, raised: _Raised | None, types: Sequence[Any], is_linked: bool, *args: Any
+) -> _Arrays:
+    """The flag, the results, and the number that orders it if it `is_linked`."""
+    args, link = (args[:-1], args[-1:]) if is_linked else (args, ())
+    flag = 0
+    try:
+        results = _on_cpu(callback.function, args)
+        # They are of the types that were promised; Python's own numbers are converted.
+        found = [jax.dtypes.canonicalize_dtype(result.dtype) for result in results]
+        have = ", ".join(f"{d}{list(r.shape)}" for r, d in zip(results, found, strict=True))
+        want = ", ".join(f"{t.dtype}{list(t.shape)}" for t in types)
+        if have != want:
+            raise TypeError(f"the callback returned ({have}) instead of ({want})")
+        results = [np.asarray(result, t.dtype) for result, t in zip(results, types, strict=True)]
+    except Exception as error:
+        if raised is None:
+            raise
+        raised.keep(error)
+        flag, results = 1, [np.zeros(t.shape, t.dtype) for t in types]
+    return (np.asarray(flag, numpy_dtype(FLAG.dtype)), *results, *map(np.asarray, link))
+
+
+def _on_cpu(function: Callable[..., Any], args: Sequence[Any]) -> Sequence[Any]:
+    """Calls a function as jax does: on a CPU, or with numpy's arrays if JAX_PLATFORMS has none."""
+    try:
+        cpu = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return [np.asarray(result) for result in function(*args)]
+    with jax.default_device(cpu):
+        return [np.asarray(result) for result in function(*jax.device_put(list(args), cpu))]

@@ -22,12 +22,12 @@ import numpy as np
 from spmd.ir.control_flow import producers_of
 from spmd.ir.description import BROADCAST, DYNAMIC_SLICE
 from spmd.ir.dialect.builder import AXIS_INDEX, LOCAL_SLICE, Builder
-from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK
+from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG
 from spmd.ir.dialect.collectives import DEVICE_IDS
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import rewrite_ops
 from spmd.ir.types import TensorType, numpy_dtype
-from spmd.lowering.local.callbacks import FREE, in_order, on_first, where_raised
+from spmd.lowering.local.callbacks import FREE, in_order, where
 from spmd.lowering.local.dims import dynamic_take_dim
 from spmd.lowering.rewrites.moves import is_move
 from spmd.mesh.mesh import Mesh
@@ -37,7 +37,16 @@ from spmd.mesh.sharding import Axes
 def expand(program: Program, mesh: Mesh) -> Program:
     """Replaces every `spmd.*` op of a local program."""
     program = in_order(program)
-    sliced = _sliced_again(program)
+    producers, sliced = producers_of(program), set[Value]()
+    # Dynamic slices that another slice is taken from, or that XLA moves there.
+    for op in program.walk():
+        if op.name != LOCAL_SLICE and op.name != DYNAMIC_SLICE:
+            continue
+        source = producers.get(op.operands[0])
+        while source is not None and (is_move(source.kind) or source.name == BROADCAST):
+            source = producers.get(source.operands[0])
+        if source is not None and source.name == DYNAMIC_SLICE:
+            sliced.add(source.results[0])
 
     def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
         if op.name == AXIS_INDEX:
@@ -45,9 +54,12 @@ def expand(program: Program, mesh: Mesh) -> Program:
         if op.name == CALLBACK and op.kind.attrs[FREE]:
             index = _axis_index(b, op.kind.attrs[FREE], mesh)
             is_first = b.compare("EQ", index, b.constant(0, "i32"))
-            return on_first(b, op, operands, is_first)
+            types = op.kind.results
+            return where(b, is_first, op, operands, lambda: [b.splat(0, t) for t in types])
         if op.name == CHECK_CALLBACK:
-            return where_raised(b, op, operands)
+            flag, *values = operands
+            is_set = b.compare("NE", flag, b.splat(0, FLAG))
+            return where(b, is_set, op, operands, lambda: values)
         if op.name == LOCAL_SLICE:
             dim = op.kind.attrs["dim"]
             size = op.kind.results[0].shape[dim]
@@ -69,10 +81,20 @@ def _axis_index(b: Builder, axes: Axes, mesh: Mesh) -> Value:
         (raw,) = b.op(DEVICE_IDS[0], (), (TensorType((), "ui32"),))
         return b.convert(raw, "i32")
 
+    # Neighbours in the flattened mesh are merged to runs of (stride, size). On (data=4, model=2)
+    # the atoms of {data} have strides 4 and 2: together a run of stride 2 and size 4, so that its
+    # index is `position / 2` without remainders. {model, data} has two runs.
     def make() -> Value:
         position = b.once("partition_id", partition_id)
+        runs: list[tuple[int, int]] = []
+        for a in axes:
+            atom = mesh.atoms[a]
+            if runs and runs[-1][0] == atom.stride * atom.size:
+                runs[-1] = (atom.stride, runs[-1][1] * atom.size)
+            else:
+                runs.append((atom.stride, atom.size))
         index: Value | None = None
-        for stride, size in _runs(axes, mesh):
+        for stride, size in runs:
             part = position
             if stride > 1:
                 part = b.binary("divide", part, b.constant(stride, "i32"))
@@ -87,41 +109,11 @@ def _axis_index(b: Builder, axes: Axes, mesh: Mesh) -> Value:
     return b.once(("index", axes), make)
 
 
-def _runs(axes: Axes, mesh: Mesh) -> list[tuple[int, int]]:
-    """Atoms as (stride, size), neighbours in the flattened mesh merged."""
-    # On (data=4, model=2) the atoms of {data} have strides 4 and 2: together a run of stride 2 and
-    # size 4, so that its index is `position / 2` without remainders. {model, data} has two runs.
-    runs: list[tuple[int, int]] = []
-    for a in axes:
-        atom = mesh.atoms[a]
-        if runs and runs[-1][0] == atom.stride * atom.size:
-            runs[-1] = (atom.stride, runs[-1][1] * atom.size)
-        else:
-            runs.append((atom.stride, atom.size))
-    return runs
-
-
-def _sliced_again(program: Program) -> frozenset[Value]:
-    """Results of dynamic slices that another slice is taken from, or that XLA moves there."""
-    producers = producers_of(program)
-    found = set()
-    for op in program.walk():
-        if op.name != LOCAL_SLICE and op.name != DYNAMIC_SLICE:
-            continue
-        source = producers.get(op.operands[0])
-        while source is not None and (is_move(source.kind) or source.name == BROADCAST):
-            source = producers.get(source.operands[0])
-        if source is not None and source.name == DYNAMIC_SLICE:
-            found.add(source.results[0])
-    return frozenset(found)
-
-
 def clamped_index(b: Builder, index: Value, last: int) -> Value:
     """An index scalar of any integer type, between 0 and `last`."""
     dtype = b.types[index].dtype
     last = min(last, int(np.iinfo(numpy_dtype(dtype)).max))
     if last == 0:
         return b.constant(0, dtype)
-    return b.binary(
-        "minimum", b.binary("maximum", index, b.constant(0, dtype)), b.constant(last, dtype)
-    )
+    above = b.binary("maximum", index, b.constant(0, dtype))
+    return b.binary("minimum", above, b.constant(last, dtype))

@@ -75,8 +75,13 @@ def _pinned(program: Program, wishes: _Wishes, links: Sequence[Value]) -> Progra
     classes = {wishes.of((value, dim)) for value, rank in ranks for dim in range(rank)}
 
     def edit(b: Builder, op: Op, now: Now) -> tuple[Value, ...] | None:
-        if op.name != SCATTER and not _joins(op):
-            return None
+        about, count = op.kind.about, len(op.operands)
+        if op.name != SCATTER:  # does it lay several operands side by side?
+            if count < 2 or about.rule is None or about.collective or about.is_elementwise:
+                return None
+            rule = rule_of(op.kind)
+            if not rule.moves or rule.linear != (tuple(range(count)),):
+                return None
         (result,), (type_,) = op.results, op.kind.results
         dims = [wishes.of((result, dim)) for dim in range(type_.rank)]
         if type_.bytes < _PINNED_BYTES or not classes.issuperset(dims):
@@ -92,23 +97,11 @@ def _pinned(program: Program, wishes: _Wishes, links: Sequence[Value]) -> Progra
     return edit_ops(program, edit)
 
 
-def _joins(op: Op) -> bool:
-    """Whether an op lays several operands side by side."""
-    about, count = op.kind.about, len(op.operands)
-    if count < 2 or about.rule is None or about.collective or about.is_elementwise:
-        return False
-    rule = rule_of(op.kind)
-    return bool(rule.moves and rule.linear == (tuple(range(count)),))
-
-
 _Dim = tuple[Value, int]  # a value and the number of one of its dims
 
 
 class _Wishes:
-    """What the collectives of a program wish of the order of dims.
-
-    Dims that go together, through all ops that keep their elements in order, are one class.
-    """
+    """What collectives wish of the order of dims; dims that go together are one class."""
 
     def __init__(self, program: Program) -> None:
         self.types, self.index = program.types, Index(program)
@@ -120,7 +113,6 @@ class _Wishes:
         self.wish(program.body, 1)
 
     def order(self, value: Value) -> Order | None:
-        """The order for a value; None if it is major to minor."""
         dims = [self.of((value, dim)) for dim in range(self.types[value].rank)]
 
         def prefers(dim: int, other: int) -> bool:
@@ -134,7 +126,6 @@ class _Wishes:
         return None if order == sorted(order) else tuple(order)
 
     def of(self, dim: _Dim) -> _Dim:
-        """The dim that stands for the class of a dim."""
         root = dim
         while (above := self.same.get(root, root)) != root:
             root = above
@@ -166,7 +157,17 @@ class _Wishes:
                     for dim in range(self.types[flow.result].rank):
                         for value in (*flow.inside, *outside):
                             self.join((value, dim), (flow.result, dim))
-            elif self.is_blank(op):
+                continue
+            # What fills its result with a scalar, or computes with what was filled so, is blank:
+            # else weights of one shape would go together by the zeros that both are added to.
+            if op.name == BROADCAST:
+                is_blank = not op.kind.operands[0].rank or op.operands[0] in self.blank
+            elif op.name == CONSTANT:
+                is_blank = bool(op.kind.attrs["value"].splat)
+            else:
+                is_elementwise = op.kind.about.is_elementwise
+                is_blank = is_elementwise and all(v in self.blank for v in op.operands)
+            if is_blank:
                 self.blank.update(op.results)
             else:
                 for i, dim, j, to in _kept(op.kind):
@@ -175,16 +176,6 @@ class _Wishes:
 
     def join(self, a: _Dim, b: _Dim) -> None:
         self.same[self.of(b)] = self.of(a)
-
-    def is_blank(self, op: Op) -> bool:
-        """Whether an op fills its result with a scalar, or computes with what was filled so."""
-        # Without this, weights of one shape would go together by the zeros that both are added to.
-        about = op.kind.about
-        if op.name == BROADCAST:
-            return not op.kind.operands[0].rank or op.operands[0] in self.blank
-        if op.name == CONSTANT:
-            return bool(op.kind.attrs["value"].splat)
-        return about.is_elementwise and all(v in self.blank for v in op.operands)
 
 
 @functools.cache

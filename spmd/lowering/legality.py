@@ -11,7 +11,7 @@ from spmd.ir.program import Body, Op, Program
 from spmd.ir.types import TensorType, local_type
 from spmd.lowering.partition import Partitioned
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Sharding, format_sharding
+from spmd.mesh.sharding import format_sharding
 from spmd.reshard.comm import group_size
 
 OpCheck = Callable[[Mesh, Op], str | None]
@@ -26,39 +26,25 @@ def check_local(partitioned: Partitioned, stage: str, whole: Program | None = No
     check_program(partitioned.program, stage)
     for op in partitioned.program.walk():
         hold(stage, OP_CHECKS.get(op.collective or op.name, ()), op, partitioned.mesh, op)
-    _check_boundary(partitioned, stage, whole)
-
-
-def _check_boundary(partitioned: Partitioned, stage: str, whole: Program | None) -> None:
-    body = partitioned.program.body
-    sides = (
+    body, mesh = partitioned.program.body, partitioned.mesh
+    for what, values, shardings, originals in (
         ("argument", body.args, partitioned.arguments, whole.body.args if whole else None),
         ("result", body.results, partitioned.results, whole.body.results if whole else None),
-    )
-    for what, values, shardings, originals in sides:
+    ):
         if len(values) != len(shardings):
             fail(stage, "boundary", f"{len(shardings)} shardings for {len(values)} {what}s")
         for i, (value, sharding) in enumerate(zip(values, shardings, strict=True)):
-            type_ = partitioned.program.types[value]
+            type_, text = partitioned.program.types[value], format_sharding(sharding, mesh)
             original = whole.types[originals[i]] if whole and originals else None
-            problem = boundary_fits(partitioned.mesh, type_, sharding, original)
+            problem = ""
+            if sharding.rank != type_.rank:
+                problem = f"has another rank than {text}"
+            elif sharding.partial:  # the boundary is `jax.shard_map`'s, whose specs know none
+                problem = f"is {text}: partial"
+            elif original and type_ != local_type(original, sharding, mesh):
+                problem = f"is not the piece of {original} in {text}"
             if problem:
                 fail(stage, "boundary_fits", f"{what} {i}: {type_} {problem}")
-
-
-def boundary_fits(
-    mesh: Mesh, local: TensorType, sharding: Sharding, whole: TensorType | None
-) -> str | None:
-    """An argument or result is one device's piece, and nothing of it partial."""
-    # The boundary is `jax.shard_map`'s: its specs know no partial values.
-    text = format_sharding(sharding, mesh)
-    if sharding.rank != local.rank:
-        return f"has another rank than {text}"
-    if sharding.partial:
-        return f"is {text}: partial"
-    if whole and local != local_type(whole, sharding, mesh):
-        return f"is not the piece of {whole} in {text}"
-    return None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -142,15 +128,15 @@ def indexes(mesh: Mesh, op: Op) -> str | None:
 # ---------------------------------------------------------------------------------------------
 # The table.
 
-_OWN_CHECKS: Mapping[str, tuple[OpCheck, ...]] = {
-    **dict.fromkeys(RESIZED, (sizes_follow,)),
-    "all_reduce": (sizes_follow, reduces_pairs),
-    "collective_permute": (sizes_follow, pairs_permute),
-    "reduce_scatter": (sizes_follow, reduces_pairs),
-    LOCAL_SLICE: (sizes_follow,),
-    AXIS_INDEX: (indexes,),
-}
 OP_CHECKS: Mapping[str, tuple[OpCheck, ...]] = {
-    name: (axes_are_valid, groups_are_equal, *checks) for name, checks in _OWN_CHECKS.items()
+    name: (axes_are_valid, groups_are_equal, *checks)
+    for name, checks in {
+        **dict.fromkeys(RESIZED, (sizes_follow,)),
+        "all_reduce": (sizes_follow, reduces_pairs),
+        "collective_permute": (sizes_follow, pairs_permute),
+        "reduce_scatter": (sizes_follow, reduces_pairs),
+        LOCAL_SLICE: (sizes_follow,),
+        AXIS_INDEX: (indexes,),
+    }.items()
 }
 """Kind of a collective, or name of another op that knows of devices -> its checks."""

@@ -42,28 +42,15 @@ _REDUCED = {
 """Kind of a partial value -> what people call its reduction."""
 
 
-def _use(op: Op, index: int) -> str:
-    """The name of an operand in notes."""
-    if op.is_mark:
-        return f"mark_sharding at {op.loc.trail}" if op.loc.frames else "the mark"
-    if op.is_loop:
-        return f"carry {index} of the loop, before its first iteration,"
-    if op.name == CALLBACK:
-        return f"the callback {op.label}"
-    return _USES.get(op.name) or f"operand {index} of {op.label}"
-
-
 class Partitioned(NamedTuple):
-    """A local program, whose only communication is explicit collectives, and how its boundary lies.
-
-    `arguments` and `results` are shardings of the global ones; the orders of their dims in memory
-    are empty until chosen.
-    """
+    """A local program, which communicates by explicit collectives, and how its boundary lies."""
 
     program: Program
     mesh: Mesh
+    # arguments, results: shardings of the global ones
     arguments: tuple[Sharding, ...]
     results: tuple[Sharding, ...]
+    # the orders of their dims in memory; empty until chosen
     argument_orders: tuple[Order | None, ...] = ()
     result_orders: tuple[Order | None, ...] = ()
 
@@ -104,10 +91,7 @@ class _Partitioner:
     def returned(
         self, values: Sequence[Value], shardings: Sequence[Sharding], names: Sequence[str], loc: Loc
     ) -> list[Value]:
-        """What a region or the program returns, which notes call by some names.
-
-        Ops that are made for it come from where the value does, else from `loc`.
-        """
+        """What a region or the program returns; what is made for it comes from where it does."""
         found = []
         for value, sharding, name in zip(values, shardings, names, strict=True):
             maker = self.producers.get(value)
@@ -120,7 +104,6 @@ class _Partitioner:
     # Values.
 
     def bind(self, value: Value, sharding: Sharding) -> Value:
-        """A new local value for a block argument."""
         local = self.b.value(local_type(self.types[value], sharding, self.mesh))
         self.copies[-1][value] = {sharding: local}
         return local
@@ -143,7 +126,6 @@ class _Partitioner:
         return made
 
     def recompute(self, value: Value, wanted: Sharding) -> Value:
-        """A cheap value's own op again, at the wanted sharding."""
         if wanted.partial:
             full = self.get(value, wanted.full())
             mask = Step("mask", wanted.full(), wanted, wanted.partial, ())
@@ -161,11 +143,8 @@ class _Partitioner:
         return made
 
     def lower(self, op: Op, choice: Choice, operands: tuple[Value, ...]) -> tuple[Value, ...]:
-        """The local results of an op.
-
-        Where its local form is one op over just its operands, equal ops with equal choices repeat
-        that op without asking the local lowering again.
-        """
+        # Where its local form is one op over just its operands, equal ops with equal choices repeat
+        # that op without asking the local lowering again.
         key = (id(op.kind), id(choice))
         kind = self.local_kinds.get(key)
         if kind is not None:
@@ -179,7 +158,6 @@ class _Partitioner:
         return results
 
     def convert(self, value: Value, wanted: Sharding) -> Value:
-        """The cheapest reshard from the copies that are visible."""
         copies: dict[Sharding, Value] = {}
         for scope in self.copies:
             copies = {**scope.get(value, {}), **copies}
@@ -203,8 +181,17 @@ class _Partitioner:
         return local
 
     def reason(self, value: Value, have: Sharding, wanted: Sharding, summed: Op | None) -> str:
-        """Why a value is resharded, as a sentence."""
-        use = self.use if isinstance(self.use, str) else _use(*self.use)
+        if isinstance(self.use, str):
+            use = self.use
+        else:
+            op, i = self.use
+            use = _USES.get(op.name) or f"operand {i} of {op.label}"
+            if op.is_mark:
+                use = f"mark_sharding at {op.loc.trail}" if op.loc.frames else "the mark"
+            elif op.is_loop:
+                use = f"carry {i} of the loop, before its first iteration,"
+            elif op.name == CALLBACK:
+                use = f"the callback {op.label}"
         needs = f"{use} needs {format_sharding(wanted, self.mesh)}"
         if summed is None:
             return f"{needs}, {self.described(value)} is {format_sharding(have, self.mesh)}"
@@ -215,7 +202,6 @@ class _Partitioner:
         return f"{_REDUCED.get(have.kind, have.kind)} of {summed.label} over {axes}: {needs}"
 
     def described(self, value: Value) -> str:
-        """The name of a value in notes."""
         if value in self.plan.program.body.args:
             index = self.plan.program.body.args.index(value)
             return f"argument {numberless(self.plan.program.arg_names[index])}"
@@ -278,13 +264,10 @@ class _Partitioner:
                     self.get(value, replicated(0))
 
     def operands(self, op: Op, choice: Choice) -> tuple[Value, ...]:
-        found, here = [], self.copies[-1]
+        found = []
         for i, (value, wanted) in enumerate(zip(op.operands, choice.operands, strict=True)):
-            local = here[value].get(wanted) if value in here else None
-            if local is None:
-                self.use = op, i
-                local = self.get(value, wanted)
-            found.append(local)
+            self.use = op, i
+            found.append(self.get(value, wanted))
         return tuple(found)
 
     def keep(self, op: Op, choice: Choice, results: Sequence[Value]) -> None:
@@ -292,7 +275,6 @@ class _Partitioner:
             self.copies[-1][value] = {sharding: local}
 
     def manual(self, op: Op) -> None:
-        """Puts the ops of a manual region, which are local already, among those around it."""
         (region,) = op.regions
         self.ops(region.ops)
         choice = self.plan.choice(op)
@@ -303,19 +285,18 @@ class _Partitioner:
         choice = self.plan.choice(op)
         self.b.loc = op.loc
         operands = self.operands(op, choice)
-        is_loop = op.is_loop
         regions = []
         for number, region in enumerate(op.regions):
             states = choice.results
-            if is_loop and number == 0:  # the condition
+            if op.is_loop and number == 0:  # the condition
                 states = tuple(replicated(self.types[v].rank) for v in region.results)
             self.copies.append({})
-            carried = choice.results if is_loop else ()
+            carried = choice.results if op.is_loop else ()
             args = [self.bind(v, s) for v, s in zip(region.args, carried, strict=True)]
-            self.b.begin(isolated=is_loop)
+            self.b.begin(isolated=op.is_loop)
             self.ops(region.ops)
             end = ("carry", "the loop, at the end of each iteration,")
-            kind, of = end if is_loop else ("result", f"a branch of {op.label}")
+            kind, of = end if op.is_loop else ("result", f"a branch of {op.label}")
             names = [f"{kind} {i} of {of}" for i in range(len(states))]
             outs = self.returned(region.results, states, names, op.loc)
             self.copies.pop()
@@ -367,21 +348,15 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: 
         x = cut(b, x, step.dims[0], step.axes, mesh)
     # Whether XLA's backends reduce this way across devices; bitwise ones only for predicates.
     bitwise = ("and", "or") if type_.dtype == "i1" else ()
-    if step.before.kind not in ("add", "mul", "max", "min", *bitwise):
-        return _reduce_gathered(b, x, type_, step, mesh)
+    if step.before.kind not in ("add", "mul", "max", "min", *bitwise):  # of the gathered terms
+        terms = gather_dim(b, b.reshape(x, (1, *b.types[x].shape)), 0, step.axes, mesh)
+        reduced = b.reduce(step.before.kind, terms, (0,))
+        is_whole = step.kind == "all_reduce"
+        return reduced if is_whole else b.local_slice(reduced, type_, step.axes, step.dims[0])
     body = reducer_body(step.before.kind, type_.dtype)
     dims = {"scatter_dimension": step.dims[0]} if step.kind == "reduce_scatter" else {}
     assert dims or step.kind == "all_reduce", step.kind
     return b.collective(step.kind, x, type_, step.axes, body=body, **dims)
-
-
-def _reduce_gathered(b: Builder, x: Value, result: TensorType, step: Step, mesh: Mesh) -> Value:
-    """A reduction that no backend offers as a collective: gather the terms, reduce them locally."""
-    terms = gather_dim(b, b.reshape(x, (1, *b.types[x].shape)), 0, step.axes, mesh)
-    reduced = b.reduce(step.before.kind, terms, (0,))
-    if step.kind == "all_reduce":
-        return reduced
-    return b.local_slice(reduced, result, step.axes, step.dims[0])
 
 
 HELD = "spmd.held"
@@ -411,31 +386,24 @@ def without_permutes(program: Program, mesh: Mesh) -> Program:
                 found.add(op.results[0])
 
     visit(program.body, frozenset())
-    if not found:
-        return program
 
     def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
         if not op.results or op.results[0] not in found:
             return None
-        return (_gathered(b, op, operands[0], mesh),)
+        # The table has, for each device of the mesh, the coordinate along `axes` of the one that
+        # sends to it, or -1. For pairs [[0, 1], [1, 2]] of four devices it is -1 0 1 -1. Devices
+        # without a sender have zeros, as behind a permute.
+        (x,), axes, type_ = operands, op.kind.attrs["axes"], op.kind.results[0]
+        gathered = gather_dim(b, b.reshape(x, (1, *type_.shape)), 0, axes, mesh)
+        sender = [-1] * mesh.size
+        for source, to in op.kind.attrs["pairs"]:
+            sender[to] = mesh.coordinate(source, axes)
+        mine = per_device(b, tuple(range(len(mesh.atoms))), sender)
+        zero = b.constant(0, "i32")
+        start = b.binary("maximum", mine, zero)
+        received = b.reshape(dynamic_take_dim(b, gathered, 0, start, 1), type_.shape)
+        if -1 not in sender:
+            return (received,)
+        return (b.select(b.compare("GE", mine, zero), received, b.splat(0, type_)),)
 
-    return rewrite_ops(program, rewrite)
-
-
-def _gathered(b: Builder, op: Op, x: Value, mesh: Mesh) -> Value:
-    # The table has, for each device of the mesh, the coordinate along `axes` of the one that sends
-    # to it, or -1. For pairs [[0, 1], [1, 2]] of four devices it is -1 0 1 -1. Devices without a
-    # sender have zeros, as behind a permute.
-    axes, type_ = op.kind.attrs["axes"], b.types[x]
-    shape = type_.shape
-    gathered = gather_dim(b, b.reshape(x, (1, *shape)), 0, axes, mesh)
-    sender = [-1] * mesh.size
-    for source, to in op.kind.attrs["pairs"]:
-        sender[to] = mesh.coordinate(source, axes)
-    mine = per_device(b, tuple(range(len(mesh.atoms))), sender)
-    zero = b.constant(0, "i32")
-    start = b.binary("maximum", mine, zero)
-    received = b.reshape(dynamic_take_dim(b, gathered, 0, start, 1), shape)
-    if -1 not in sender:
-        return received
-    return b.select(b.compare("GE", mine, zero), received, b.splat(0, type_))
+    return rewrite_ops(program, rewrite) if found else program

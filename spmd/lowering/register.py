@@ -172,7 +172,6 @@ def _rule_function(
 
 
 def _masked(op: LocalOp) -> LocalOp:
-    """The op, fed with the reduction's identity where padding would be reduced."""
     operands = list(op.operands)
     for i, type_ in enumerate(op.op.kind.operands):
         if op.reduced_dims(i):

@@ -56,10 +56,7 @@ def xla_options(platform: str, program: Program, given: Mapping[str, Any]) -> Ma
 def options_within(
     limit: int, around: int, topology: Topology, compiler_options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Compiler options with which XLA, too, aims at a limit of bytes; they matter on GPUs.
-
-    `around` are bytes of arguments and results, those that lie in each other once.
-    """
+    """Options with which XLA for GPUs aims at a limit, `around` for arguments and results."""
     flag = "xla_gpu_memory_limit_slop_factor"  # percent of what arguments and results leave
     if topology.platform != "cuda" or flag in compiler_options:
         return compiler_options

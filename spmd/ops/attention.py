@@ -6,7 +6,7 @@ Shapes are in the names:
     G query heads of one key head (N = K * G)
 
 Under `spmd.jit` its two composites, `spmd.attention` and `spmd.attention_grad`, stay whole: see
-`attention_rules` for how they are split. What computes them on one device is cuDNN's kernel on
+`attention_split` for how they are split. What computes them on one device is cuDNN's kernel on
 NVIDIA GPUs, the splash kernel on TPUs, and `attention_reference` everywhere else, also for shapes
 and dtypes that a kernel does not take. Under plain `jax.jit` composites are their reference.
 """
@@ -22,25 +22,13 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from spmd.errors import ArgumentError
+from spmd.ir.program import Value
+from spmd.lowering.local.table import LocalOp
 from spmd.lowering.register import register_composite
 from spmd.ops import attention_cudnn, attention_reference, attention_splash
 from spmd.ops import attention_order as order
-from spmd.ops.attention_pieces import piece, piece_gradient
+from spmd.ops import attention_split as split
 from spmd.ops.attention_reference import Mask, Spec
-from spmd.ops.attention_rules import (
-    ARITHMETIC,
-    FORWARD,
-    GRADIENT,
-    PIECE,
-    PIECE_GRADIENT,
-    forward_flops,
-    forward_rule,
-    gradient_flops,
-    gradient_rule,
-    piece_gradient_rule,
-    piece_rule,
-)
-from spmd.ops.attention_split import lower_forward, lower_gradient
 
 ANYWHERE = 0  # the `length` of queries that are not at positions 0, 1, ... of a whole sequence
 
@@ -138,14 +126,16 @@ def _attend(spec: Spec, is_whole: bool, tensors: Arrays, masks: Arrays) -> Any:
 
 
 def _attend_forward(spec: Spec, is_whole: bool, tensors: Arrays, masks: Arrays) -> Any:
-    out_BSND, lse_BNS = _run(spec, is_whole, FORWARD, attention_reference.forward, tensors, masks)
+    out_BSND, lse_BNS = _run(
+        spec, is_whole, split.FORWARD, attention_reference.forward, tensors, masks
+    )
     return out_BSND, ((*tensors, out_BSND, lse_BNS), masks)
 
 
 def _attend_backward(spec: Spec, is_whole: bool, kept: Any, dout_BSND: Any) -> Any:
     tensors, masks = kept
     operands = (*tensors, dout_BSND)
-    gradients = _run(spec, is_whole, GRADIENT, attention_reference.gradient, operands, masks)
+    gradients = _run(spec, is_whole, split.GRADIENT, attention_reference.gradient, operands, masks)
     return gradients, None
 
 
@@ -155,7 +145,6 @@ _attend.defvjp(_attend_forward, _attend_backward)
 def _run(
     spec: Spec, is_whole: bool, name: str, reference: Kernel, tensors: Arrays, given: Arrays
 ) -> Any:
-    """One of the two functions, as a composite or as it is."""
     attributes = spec._asdict()
     if spec.zigzag == 1:  # so that modules exported before there was an order read the same
         del attributes["zigzag"]
@@ -191,52 +180,196 @@ def _composite(name: str, reference: Kernel, attributes: Any, positions: int, te
             merged.append(whole.reshape(size * whole.shape[1], *whole.shape[2:]))
         again = _composite(name, reference, attributes, positions, tensors)
         results = again(*merged)
-        split = tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in results)
-        return split, tuple(True for _ in split)
+        parts = tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in results)
+        return parts, tuple(True for _ in parts)
 
     return run
 
 
+# ---------------------------------------------------------------------------------------------
+# One more piece of the keys.
+#
+# Where a sequence is split over P devices, device `own` has the `own`-th part of the queries, and
+# it meets the P pieces of keys that lie like the parts. In their order, and in zigzag order (a part
+# is an early and a late half, see `attention_order`), it sees of the piece of device `other`
+#
+#     other is   usual order   zigzag order
+#     own        as a causal mask of this part alone has it: its positions ascend
+#     before     all           all queries see the first half of the keys
+#     after      nothing       the second half of the queries sees all keys
+#
+# So no kernel needs another mask than a causal one, and nothing is computed that is hidden anyway.
+# What pieces give is joined by the logsumexp of their scores; the gradient takes that of all.
+#
+# In zigzag order late queries see the first half of the keys in any case. What else is seen has the
+# same shape on all devices, so that each picks its operands and none branches: GPUs branch on the
+# host, which would have to wait for the devices. One kernel computes both, as a batch's sequences.
+
+Tensors = Sequence[Any]
+
+
+def piece(kernel: Kernel, *operands: Any, zigzag: int = 1, **spec: Any) -> tuple[Any, Any]:
+    """The outputs and the logsumexp over the pieces so far and over one more.
+
+    Operands are this device's queries, a piece of keys and values, whether that is of a device
+    before this one, the float32 outputs and logsumexp so far, and segments (B, S) and (B, T), if
+    any.
+    """
+    q_BSND, k_BTKD, v_BTKD, is_before, out_BSND, lse_BNS, *segments = operands
+    run = _either(kernel, attention_reference.forward)
+
+    def over(queries: Tensors, keys: Tensors) -> Tensors:
+        (q, *own), (k, v, *theirs) = queries, keys
+        return list(run(q, k, v, *own, *theirs, **{**spec, "causal": False}))
+
+    queries, keys = [q_BSND, *segments[:1]], [k_BTKD, v_BTKD, *segments[1:]]
+    so_far = [out_BSND, lse_BNS]
+    if not spec["causal"]:
+        out, lse = _joined(so_far, over(queries, keys))
+    elif zigzag == 1:
+        out, lse = jax.lax.cond(
+            is_before, lambda: _joined(so_far, over(queries, keys)), lambda: so_far
+        )
+    else:
+        (early, late), (first, second) = _halves(queries), _halves(keys)
+        before, behind = _halves(so_far, lse=1)
+        others = _pick(is_before, [early, first], [late, second])
+        one, another = _apart(over(*map(_together, [late, first], others)))
+        behind = _joined(behind, one)
+        found = _joined(_pick(is_before, before, behind), another)
+        halves = _pick(is_before, [found, behind], [before, found])
+        out, lse = (jnp.concatenate(x, i + 1) for i, x in enumerate(zip(*halves, strict=True)))
+    return out, lse
+
+
+def _joined(so_far: Tensors, more: Tensors) -> Tensors:
+    """Outputs and logsumexp over what two pairs of them are over."""
+    (out, lse), (more_out, more_lse) = so_far, more
+    both = jnp.logaddexp(lse, more_lse)
+    old, new = (jnp.swapaxes(jnp.exp(x - both), 1, 2)[..., None] for x in (lse, more_lse))
+    return [out * old + more_out.astype(jnp.float32) * new, both]
+
+
+def piece_gradient(
+    kernel: Kernel, *operands: Any, zigzag: int = 1, **spec: Any
+) -> tuple[Any, Any, Any]:
+    """The gradient of the queries over one more piece, and those of its keys and values.
+
+    Operands are as for `piece`, with outputs and logsumexp over all pieces and the gradient of the
+    outputs before `is_before`, and the queries' gradient over the pieces so far, in float32, after.
+    """
+    q_BSND, k_BTKD, v_BTKD, out_BSND, lse_BNS, dout_BSND, is_before, dq_BSND, *segments = operands
+    run = _either(kernel, attention_reference.gradient)
+
+    def over(queries: Tensors, keys: Tensors) -> Tensors:
+        (q, lse, out, dout, *own), (k, v, *theirs) = queries, keys
+        found = run(q, k, v, out, lse, dout, *own, *theirs, **{**spec, "causal": False})
+        return [found[0].astype(jnp.float32), *found[1:]]
+
+    queries = [q_BSND, lse_BNS, out_BSND, dout_BSND, *segments[:1]]
+    keys = [k_BTKD, v_BTKD, *segments[1:]]
+    nothing = [jnp.zeros_like(x) for x in (k_BTKD, v_BTKD)]
+
+    def added(dq: Any) -> Tensors:
+        more, *terms = over(queries, keys)
+        return [dq + more, *terms]
+
+    if not spec["causal"]:
+        dq, dk, dv = added(dq_BSND)
+    elif zigzag == 1:
+        dq, dk, dv = jax.lax.cond(is_before, added, lambda dq: [dq, *nothing], dq_BSND)
+    else:
+        (early, late), (first, second) = _halves(queries, lse=1), _halves(keys)
+        others = _pick(is_before, [early, first], [late, second])
+        one, another = _apart(over(*map(_together, [late, first], others)))
+        zeros = [jnp.zeros_like(x) for x in another]
+        here, there = _pick(is_before, [another, zeros], [zeros, another])
+        dq = dq_BSND + jnp.concatenate([here[0], one[0] + there[0]], 1)
+        sums = zip(one[1:], here[1:], there[1:], strict=True)
+        dk, dv = (jnp.concatenate([x + y, z], 1) for x, y, z in sums)
+    return dq, dk, dv
+
+
+def _halves(tensors: Tensors, lse: int = -1) -> tuple[Tensors, Tensors]:
+    """Both halves of the positions of some tensors, of which one may be a logsumexp (B, N, S)."""
+    pairs = [jnp.split(x, 2, 2 if i == lse else 1) for i, x in enumerate(tensors)]
+    return [first for first, _ in pairs], [second for _, second in pairs]
+
+
+def _together(one: Tensors, another: Tensors) -> Tensors:
+    """Two batches as one, so that one kernel computes both."""
+    return [jnp.concatenate(pair) for pair in zip(one, another, strict=True)]
+
+
+def _apart(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    pairs = [jnp.split(x, 2) for x in tensors]
+    return [one for one, _ in pairs], [another for _, another in pairs]
+
+
+def _pick(flag: Any, if_set: Any, otherwise: Any) -> Any:
+    return jax.tree.map(lambda x, y: jnp.where(flag, x, y), if_set, otherwise)
+
+
+def _either(kernel: Kernel, otherwise: Kernel) -> Kernel:
+    """A kernel, with something in its place where it does not take the shapes."""
+
+    def run(*operands: Any, **spec: Any) -> Any:
+        found = kernel(*operands, **spec)
+        return otherwise(*operands, **spec) if found is NotImplemented else found
+
+    return run
+
+
+# ---------------------------------------------------------------------------------------------
+# What computes them on which platform.
+
 KERNELS = {"cuda": attention_cudnn, "tpu": attention_splash}
 
 
-def _on_each(name: str, made: Callable[[Kernel], Kernel]) -> dict[str, Kernel]:
-    """What is made of each platform's kernel, `forward` or `gradient`."""
-    return {platform: made(getattr(kernels, name)) for platform, kernels in KERNELS.items()}
-
-
-register_composite(
-    FORWARD,
-    forward_rule,
-    decomposition=attention_reference.forward,
-    kernels=_on_each("forward", partial(order.in_usual_order, dims=(1, 1, 1), results=(1, 2))),
-    flops=forward_flops,
-    arithmetic=ARITHMETIC,
-    lower=lower_forward,
-)
-register_composite(
-    GRADIENT,
-    gradient_rule,
-    decomposition=attention_reference.gradient,
-    kernels=_on_each(
-        "gradient", partial(order.in_usual_order, dims=(1, 1, 1, 1, 2, 1), results=(1, 1, 1))
-    ),
-    flops=gradient_flops,
-    arithmetic=ARITHMETIC,
-    lower=lower_gradient,
-)
-for name, rule, run, kernel_of, flops in (
-    (PIECE, piece_rule, piece, "forward", forward_flops),
-    (PIECE_GRADIENT, piece_gradient_rule, piece_gradient, "gradient", gradient_flops),
-):
+def _register(
+    name: str,
+    kernel: str,
+    decomposition: Kernel,
+    made: Callable[[Kernel], Kernel],
+    lower: Callable[[LocalOp], Sequence[Value]] | None = None,
+) -> None:
+    """A composite; `made` makes its kernels of each platform's `forward` or `gradient`."""
+    # The gradient computes the scores again, and two products for each of the two.
+    products = 2 if kernel == "forward" else 5
     register_composite(
         name,
-        rule,
-        decomposition=partial(run, getattr(attention_reference, kernel_of)),
-        kernels=_on_each(kernel_of, partial(partial, run)),
-        flops=flops,
-        arithmetic=ARITHMETIC,
+        split.attention_rule,
+        decomposition=decomposition,
+        kernels={platform: made(getattr(those, kernel)) for platform, those in KERNELS.items()},
+        flops=partial(split.attention_flops, products=products),
+        arithmetic=split.ARITHMETIC,
+        lower=lower,
     )
+
+
+_usual = partial(partial, order.in_usual_order)
+_forward, _gradient = attention_reference.forward, attention_reference.gradient
+_register(
+    split.FORWARD,
+    "forward",
+    _forward,
+    _usual(dims=(1, 1, 1), results=(1, 2)),
+    split.lower_forward,
+)
+_register(
+    split.GRADIENT,
+    "gradient",
+    _gradient,
+    _usual(dims=(1, 1, 1, 1, 2, 1), results=(1, 1, 1)),
+    split.lower_gradient,
+)
+_register(split.PIECE, "forward", partial(piece, _forward), partial(partial, piece))
+_register(
+    split.PIECE_GRADIENT,
+    "gradient",
+    partial(piece_gradient, _gradient),
+    partial(partial, piece_gradient),
+)
 
 
 def _check(

@@ -57,22 +57,15 @@ class Mask(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """The static parameters of an attention: the attributes of its composites.
+    """The static parameters of an attention: the attributes of its composites."""
 
-    Attributes:
-      causal, segments: which masks there are: positions (S,), then segments (B, S) and (B, T).
-      length: queries of the whole sequence, of which there may be a part here; 0 for any part.
-      window: of the keys that a causal query sees, how many at most; None is all.
-      zigzag: the number of parts of a sequence in zigzag order; 1 for the usual one.
-    """
-
-    causal: bool
-    segments: bool
+    causal: bool  # whether there are positions (S,)
+    segments: bool  # whether there are segments (B, S) and (B, T)
     scale: float
-    length: int
+    length: int  # queries of the whole sequence, of which a part may be here; 0 for any part
     logits_dtype: str
-    window: int | None = None
-    zigzag: int = 1
+    window: int | None = None  # of the keys that a causal query sees, how many at most
+    zigzag: int = 1  # the number of parts of a sequence in zigzag order; 1 for the usual one
 
     def mask(self, masks: Sequence[Any], keys: int) -> Mask:
         """What the masks say of so many keys."""
@@ -91,8 +84,22 @@ def forward(
     spec = Spec(**attributes)
     mask = spec.mask(masks, k_BTKD.shape[1])
 
-    def block(q_BQND: Any, part: Mask) -> tuple[Any, Any]:
-        return _forward(q_BQND, k_BTKD, v_BTKD, part, spec)
+    def block(q_BQND: Any, mask: Mask) -> tuple[Any, Any]:
+        """Output and logsumexp (B, Q, N) of some queries; zeros where one sees no key."""
+        scores_BKGQT, visible = _scores(q_BQND, k_BTKD, mask, spec)
+        most = jnp.max(scores_BKGQT, -1, keepdims=True)
+        weights_BKGQT = jnp.exp(scores_BKGQT - most)
+        if visible is not None:
+            weights_BKGQT = jnp.where(visible, weights_BKGQT, 0)
+        total = jnp.sum(weights_BKGQT, -1, keepdims=True)
+        total = jnp.where(total == 0, 1, total)
+        weights_BKGQT = (weights_BKGQT / total).astype(v_BTKD.dtype)
+        out = jnp.einsum(
+            "bkgqt,btkd->bqkgd", weights_BKGQT, v_BTKD, preferred_element_type=spec.logits_dtype
+        )
+        lse_BQKG = jnp.moveaxis((most + jnp.log(total))[..., 0], 3, 1)
+        lse_BQN = lse_BQKG.reshape(q_BQND.shape[:3]).astype(jnp.float32)
+        return out.reshape(q_BQND.shape).astype(q_BQND.dtype), lse_BQN
 
     def step(_: None, blocks: tuple[Any, Mask]) -> tuple[None, tuple[Any, Any]]:
         return None, block(*blocks)
@@ -108,17 +115,36 @@ def forward(
 
 
 def gradient(*operands: Any, **attributes: Any) -> tuple[Any, Any, Any]:
-    """Gradients of queries, keys and values, from the forward pass's results and `dout`.
-
-    Gradients of keys and values are sums over the queries that are here.
-    """
+    """Gradients of queries, keys and values, from the forward pass's results and `dout`."""
     q_BSND, k_BTKD, v_BTKD, out_BSND, lse_BNS, dout_BSND, *masks = operands
     spec = Spec(**attributes)
     mask = spec.mask(masks, k_BTKD.shape[1])
     tensors = (q_BSND, out_BSND, jnp.swapaxes(lse_BNS, 1, 2), dout_BSND)
 
-    def block(blocks: Sequence[Any], part: Mask) -> tuple[Any, Any, Any]:
-        return _gradient(blocks, k_BTKD, v_BTKD, part, spec)
+    def block(blocks: Sequence[Any], mask: Mask) -> tuple[Any, Any, Any]:
+        """Gradients by some queries, in the dtype of the scores."""
+        # With weights P = softmax(S), out = P v and dP = dout v:
+        #   dS = P * (dP - rowsum(P * dP)),   and   rowsum(P * dP) = dout . (P v) = dout . out
+        # so `own` needs no sum over keys. P is exp(S - lse), by the forward pass's logsumexp.
+        q_BQND, out_BQND, lse_BQN, dout_BQND = blocks
+        logits_dtype = spec.logits_dtype
+        dot = functools.partial(jnp.einsum, preferred_element_type=logits_dtype)
+        heads = k_BTKD.shape[2]
+        scores_BKGQT, visible = _scores(q_BQND, k_BTKD, mask, spec)
+        lse_BKGQ = jnp.moveaxis(_grouped(lse_BQN, heads), 1, 3).astype(logits_dtype)
+        weights_BKGQT = jnp.exp(scores_BKGQT - lse_BKGQ[..., None])
+        if visible is not None:
+            weights_BKGQT = jnp.where(visible, weights_BKGQT, 0)
+        q, dout = _grouped(q_BQND, heads), _grouped(dout_BQND, heads)
+        dv = dot("bkgqt,bqkgd->btkd", weights_BKGQT.astype(dout.dtype), dout)
+        dweights_BKGQT = dot("bqkgd,btkd->bkgqt", dout, v_BTKD)
+        own_BQN = jnp.sum(out_BQND.astype(logits_dtype) * dout_BQND.astype(logits_dtype), -1)
+        own_BKGQ = jnp.moveaxis(_grouped(own_BQN, heads), 1, 3)
+        dscores_BKGQT = weights_BKGQT * (dweights_BKGQT - own_BKGQ[..., None]) * spec.scale
+        dscores_BKGQT = dscores_BKGQT.astype(q.dtype)
+        dq = dot("bkgqt,btkd->bqkgd", dscores_BKGQT, k_BTKD)
+        dk = dot("bkgqt,bqkgd->btkd", dscores_BKGQT, q)
+        return dq.reshape(q_BQND.shape), dk, dv
 
     def step(sums: tuple[Any, Any], blocks: tuple[Any, Mask]) -> tuple[Any, Any]:
         dq, dk, dv = block(*blocks)
@@ -136,52 +162,6 @@ def gradient(*operands: Any, **attributes: Any) -> tuple[Any, Any, Any]:
 
 
 # One block of queries.
-
-
-def _forward(q_BQND: Any, k_BTKD: Any, v_BTKD: Any, mask: Mask, spec: Spec) -> tuple[Any, Any]:
-    """Output and logsumexp (B, Q, N) of some queries; zeros where one sees no key."""
-    scores_BKGQT, visible = _scores(q_BQND, k_BTKD, mask, spec)
-    most = jnp.max(scores_BKGQT, -1, keepdims=True)
-    weights_BKGQT = jnp.exp(scores_BKGQT - most)
-    if visible is not None:
-        weights_BKGQT = jnp.where(visible, weights_BKGQT, 0)
-    total = jnp.sum(weights_BKGQT, -1, keepdims=True)
-    total = jnp.where(total == 0, 1, total)
-    weights_BKGQT = (weights_BKGQT / total).astype(v_BTKD.dtype)
-    out = jnp.einsum(
-        "bkgqt,btkd->bqkgd", weights_BKGQT, v_BTKD, preferred_element_type=spec.logits_dtype
-    )
-    lse_BQKG = jnp.moveaxis((most + jnp.log(total))[..., 0], 3, 1)
-    lse_BQN = lse_BQKG.reshape(q_BQND.shape[:3]).astype(jnp.float32)
-    return out.reshape(q_BQND.shape).astype(q_BQND.dtype), lse_BQN
-
-
-def _gradient(
-    block: Sequence[Any], k_BTKD: Any, v_BTKD: Any, mask: Mask, spec: Spec
-) -> tuple[Any, Any, Any]:
-    """Gradients by some queries, in the dtype of the scores."""
-    # With weights P = softmax(S), out = P v and dP = dout v:
-    #   dS = P * (dP - rowsum(P * dP)),   and   rowsum(P * dP) = dout . (P v) = dout . out
-    # so `own` needs no sum over keys. P itself is exp(S - lse), by the forward pass's logsumexp.
-    q_BQND, out_BQND, lse_BQN, dout_BQND = block
-    logits_dtype = spec.logits_dtype
-    dot = functools.partial(jnp.einsum, preferred_element_type=logits_dtype)
-    heads = k_BTKD.shape[2]
-    scores_BKGQT, visible = _scores(q_BQND, k_BTKD, mask, spec)
-    lse_BKGQ = jnp.moveaxis(_grouped(lse_BQN, heads), 1, 3).astype(logits_dtype)
-    weights_BKGQT = jnp.exp(scores_BKGQT - lse_BKGQ[..., None])
-    if visible is not None:
-        weights_BKGQT = jnp.where(visible, weights_BKGQT, 0)
-    q, dout = _grouped(q_BQND, heads), _grouped(dout_BQND, heads)
-    dv = dot("bkgqt,bqkgd->btkd", weights_BKGQT.astype(dout.dtype), dout)
-    dweights_BKGQT = dot("bqkgd,btkd->bkgqt", dout, v_BTKD)
-    own_BQN = jnp.sum(out_BQND.astype(logits_dtype) * dout_BQND.astype(logits_dtype), -1)
-    own_BKGQ = jnp.moveaxis(_grouped(own_BQN, heads), 1, 3)
-    dscores_BKGQT = weights_BKGQT * (dweights_BKGQT - own_BKGQ[..., None]) * spec.scale
-    dscores_BKGQT = dscores_BKGQT.astype(q.dtype)
-    dq = dot("bkgqt,btkd->bqkgd", dscores_BKGQT, k_BTKD)
-    dk = dot("bkgqt,bqkgd->btkd", dscores_BKGQT, q)
-    return dq.reshape(q_BQND.shape), dk, dv
 
 
 def _scores(q_BQND: Any, k_BTKD: Any, mask: Mask, spec: Spec) -> tuple[Any, Any]:

@@ -87,20 +87,14 @@ def _kernel(q_BSND: Any, k_BTKD: Any, spec: Any, *, save_residuals: bool) -> Any
         save_residuals=save_residuals,
         interpret=INTERPRET,
         block_sizes=splash.BlockSizes(
-            block_q=rows,
-            block_kv=columns,
-            block_kv_compute=columns,
-            block_q_dkv=rows,
-            block_kv_dkv=columns,
-            block_kv_dkv_compute=columns,
-            block_q_dq=rows,
-            block_kv_dq=columns,
+            **{f"block_q{name}": rows for name in ("", "_dkv", "_dq")},
+            **{f"block_kv{name}": columns for name in ("", "_dkv", "_dq")},
+            **{f"block_kv{name}_compute": columns for name in ("", "_dkv")},
         ),
     )
 
 
 def _splash() -> Any:
-    """The module of jax's kernel, which takes long to import."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
     return splash_attention_kernel

@@ -1,6 +1,13 @@
-"""Attention on one device that has a part of the queries: piece by piece of the keys.
+"""How attention may be split, and what one device does that has a part of the queries.
 
-The pieces are slices of all keys, where those were gathered; or they go round, and each device
+Batches, heads and queries go to different devices; every device has all of each head's width, and
+all keys of its heads, or a part of them like that of the queries, which then goes round. A device
+with a part of the queries knows from their positions where it is. With more devices than key heads,
+several have the same key head for different query heads.
+
+A device with a part of the queries computes piece by piece of the keys. What is done with one piece
+is a composite of its own, in one device's program alone. The pieces are slices of all keys, where
+those were gathered; or they go round, and each device
 hands the one that it has on while it computes with it (Liu, Zaharia, Abbeel 2023, *Ring Attention
 with Blockwise Transformers for Near-Infinite Context*). Four devices, the third one:
 
@@ -20,14 +27,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from spmd.ir.dialect.composites import arguments_of
-from spmd.ir.dialect.rule import MOST_PIECES
-from spmd.ir.program import Value
+from spmd.ir.dialect.composites import PREFIX, arguments_of
+from spmd.ir.dialect.rule import MOST_PIECES, PASS, REDUCE, REPLICATE, Rule, RuleBuilder
+from spmd.ir.program import OpKind, Value
 from spmd.ir.types import TensorType
-from spmd.lowering.local.composite import append_composite, lower_composite, with_own
+from spmd.lowering.local.composite import append_composite, lower_composite
 from spmd.lowering.local.dims import dynamic_take_dim, to_next
 from spmd.lowering.local.table import LocalOp
-from spmd.ops.attention_rules import PIECE, PIECE_GRADIENT
+
+FORWARD = "spmd.attention"
+GRADIENT = "spmd.attention_grad"
+PIECE = "spmd.attention_piece"
+PIECE_GRADIENT = "spmd.attention_piece_grad"
+ARITHMETIC = "attention"  # what their arithmetic is called in `Chip.efficiency`
+
+_TERMS = {
+    FORWARD: ("queries keys keys", "queries lse", PASS),
+    GRADIENT: ("queries keys keys queries lse queries", "queries keys keys", REDUCE),
+    PIECE: ("queries keys keys is_before queries lse", "queries lse", REPLICATE),
+    PIECE_GRADIENT: (
+        "queries keys keys queries lse queries is_before queries",
+        "queries keys keys",
+        REPLICATE,
+    ),
+}
+"""Composite -> what its operands (masks come behind) and its results look like, and the kind of the
+factors of queries and of the query heads of a key head, which gradients of keys are summed over."""
 
 LEAST_PIECE = 512
 """Keys of a piece, at least: to start more kernels than one takes longer than what they leave out.
@@ -35,6 +60,60 @@ LEAST_PIECE = 512
 Pieces that go round may be shorter: the planner weighed that."""
 
 SEQUENCE = 1  # the dim of queries, keys and values that has their positions
+
+
+def attention_rule(kind: OpKind) -> Rule:
+    """`b s (k g) d, b t k d, b t k d, .. -> b s (k g) d, b (k g) s {t: ring along s}`."""
+    operands, results, summed = _TERMS[kind.attrs["name"]]
+    build, said, is_piece = RuleBuilder(), arguments_of(kind), _is_piece(kind)
+    (batch, queries, heads, width), (_, keys, key_heads, _) = (t.shape for t in kind.operands[:2])
+    b, s = build.factor(batch), build.factor(queries, summed)
+    # Keys may go round where a device knows what it sees of a piece.
+    is_own = said["length"] == queries == keys
+    if is_piece or "window" in said or (said["causal"] and not is_own):
+        t = build.factor(keys, REPLICATE)
+    else:
+        order = said.get("zigzag", 1)
+        t = build.ring(keys, s, order if order > 1 else 0)
+    d = build.factor(width, REPLICATE)
+    # 8 query heads of 2 key heads are (k=2, g=4), major to minor as they lie: over 4 devices k is
+    # split first, then g, and two devices share a key head.
+    if heads == key_heads:
+        n = k = build.factor(heads)
+    elif key_heads == 1:  # a dim of one factor need not divide
+        n, k = build.factor(heads, summed), build.factor(1, REPLICATE)
+    else:
+        k = build.factor(key_heads)
+        n = k + build.factor(heads // key_heads, summed)
+    terms = {"queries": [b, s, n, d], "keys": [b, t, k, d], "lse": [b, n, s], "is_before": []}
+    masks = [[s]] if said["causal"] and not is_piece else []
+    if said["segments"]:
+        masks += [[b, s], [b, t]]
+    return build.build(
+        [*(terms[name] for name in operands.split()), *masks],
+        [terms[name] for name in results.split()],
+        reduction="add" if summed == REDUCE else "",
+    )
+
+
+def _is_piece(kind: OpKind) -> bool:
+    return kind.attrs["name"] in (PIECE, PIECE_GRADIENT)
+
+
+def attention_flops(kind: OpKind, products: int) -> float:
+    """Of so many products, without the points that a causal mask or a window hides.
+
+    For a part of the queries those of the last part count, which sees most: all wait for it.
+    """
+    (batch, queries, heads, width), (_, keys, _, _) = (t.shape for t in kind.operands[:2])
+    said, seen = arguments_of(kind), 1.0
+    if said["causal"] and said.get("zigzag", 1) > 1:
+        seen = 0.5
+    elif said["causal"] and not _is_piece(kind) and keys:
+        seen = 1 - min(queries, keys) / (2 * keys)
+    if keys:
+        seen = min(seen, said.get("window", keys) / keys)
+    return 2.0 * products * (batch * heads * queries * keys * width * seen)
 
 
 def lower_forward(op: LocalOp) -> Sequence[Value]:
@@ -88,11 +167,7 @@ def _is_by_pieces(op: LocalOp) -> bool:
 
 
 class _Here:
-    """One attention on one device: whose pieces of keys go round, or are slices of all.
-
-    The first `tensors` operands are no masks; `number` is this device's among those that split
-    queries.
-    """
+    """One attention on one device; its first `tensors` operands are no masks."""
 
     def __init__(self, op: LocalOp, tensors: int) -> None:
         self.op, self.b, self.causal = op, op.b, arguments_of(op.op.kind)["causal"]
@@ -119,7 +194,7 @@ class _Here:
         length = b.types[q].shape[SEQUENCE]
         positions = [b.iota(TensorType((length,), "i32"), 0)] if self.causal else []
         operands = q, k, v, *kept, *positions, *self.queries, *segments
-        attrs = with_own(self.op.attrs, length=length, zigzag=1)
+        attrs = {**self.op.attrs, f"{PREFIX}length": length, f"{PREFIX}zigzag": 1}
         results = append_composite(b, operands, types, attrs)
         self._steps.append(results[0])
         return results
@@ -131,7 +206,6 @@ class _Here:
         keys: Sequence[Value],
         types: Sequence[TensorType],
     ) -> tuple[Value, ...]:
-        """One more piece of the keys; the composite is the same for all of them."""
         attrs = {**self.op.attrs, "name": name}
         operands = *operands, *self.queries, *keys[2:]
         results = append_composite(self.b, operands, types, attrs)
@@ -139,7 +213,6 @@ class _Here:
         return results
 
     def is_before(self, place: int) -> Value:
-        """Whether the device so many places behind this one comes before it in the sequence."""
         return self.b.compare("GE", self.number, self.b.constant(place, "i32"))
 
     def others(self, way: int) -> Iterator[tuple[int, Sequence[Value]]]:
@@ -147,11 +220,10 @@ class _Here:
         keys: Sequence[Value] = self.keys
         for i in range(1, self.count):
             place = i if way > 0 else self.count - i
-            keys = self._next(keys, way) if self.goes_round else self._slices(place)
+            keys = self.passed_on(keys, way) if self.goes_round else self._slices(place)
             yield place, keys
 
-    def _next(self, values: Sequence[Value], way: int) -> Sequence[Value]:
-        """What the device before this one has, or the one behind it."""
+    def passed_on(self, values: Sequence[Value], way: int) -> Sequence[Value]:
         # No piece sets out before there is room: while one is computed with, the next one comes.
         if len(self._steps) > 1:
             values = self.b.barrier((*values, self._steps[-2]))[:-1]
@@ -165,13 +237,10 @@ class _Here:
             )
 
     def _slices(self, place: int) -> Sequence[Value]:
-        """The piece so many devices behind this one."""
-        start = self._start(place)
-        length = self.key_types[0].shape[SEQUENCE]
+        start, length = self._start(place), self.key_types[0].shape[SEQUENCE]
         return [dynamic_take_dim(self.b, x, SEQUENCE, start, length) for x in self.keys]
 
     def _start(self, place: int) -> Value:
-        """Where the piece so many devices behind this one begins."""
         b, length = self.b, self.key_types[0].shape[SEQUENCE]
         number = b.binary("add", self.number, b.constant(self.count - place, "i32"))
         number = b.binary("remainder", number, b.constant(self.count, "i32"))

@@ -38,7 +38,7 @@ from spmd.ir.program import OpKind, Value
 from spmd.lowering.local.composite import lower_composite, lower_exchanging
 from spmd.lowering.local.table import LocalOp
 from spmd.lowering.register import register_composite
-from spmd.ops import experts_exchange, experts_local, experts_tpu, ragged_triton
+from spmd.ops import experts_exchange, experts_local, ragged_triton
 
 FORWARD = "spmd.experts"
 GRADIENT = "spmd.experts_grad"
@@ -137,7 +137,6 @@ _WHOLE = {"h": "replicate", "c": "replicate", "e": "reduce", "m": "reduce"}
 
 
 def _rule(kind: OpKind, results: str, kinds: dict[str, str], trips: int) -> Rule:
-    """The rule of one of the two; rows go to the experts and back in so many trips in all."""
     text = f"{_OPERANDS}{results}"
     rule = parse_rule(text, kind.operands, kind.results, kinds=kinds, reduction="add")
     rows, choices = kind.operands[:2]
@@ -149,15 +148,11 @@ def _rule(kind: OpKind, results: str, kinds: dict[str, str], trips: int) -> Rule
 def _lower(op: LocalOp) -> tuple[Value, ...]:
     """On one device: by an exchange where the same devices split rows and experts."""
     ((e,),) = op.rule.operands[3]
-    return (
-        lower_exchanging(op, e)
-        if op.rule.is_exchanged(e, op.choice.assignment)
-        else lower_composite(op)
-    )
+    exchanges = op.rule.is_exchanged(e, op.choice.assignment)
+    return lower_exchanging(op, e) if exchanges else lower_composite(op)
 
 
 def _kernel(name: str, send: experts_exchange.Send, product: experts_local.Product) -> Any:
-    """`forward` or `gradient` on one device, alone or together with others."""
 
     def run(*operands: Any, count: int, axes: tuple[str, ...] = ()) -> Any:
         how = {"count": count, "product": product}
@@ -175,35 +170,29 @@ def _kernel(name: str, send: experts_exchange.Send, product: experts_local.Produ
 _PLATFORMS: dict[str, tuple[experts_exchange.Send, experts_local.Product]] = {
     "cpu": (experts_exchange.by_gather, experts_local.ragged),
     "cuda": (experts_exchange.by_collective, _on_gpus),
-    "tpu": (experts_exchange.by_collective, experts_tpu.product),
+    "tpu": (experts_exchange.by_collective, experts_local.tpu_product),
 }
 """How rows are exchanged, and what multiplies them by their experts."""
 
 
-def _kernels(name: str) -> dict[str, Any]:
-    """Platform -> what computes one of the two there."""
-    return {platform: _kernel(name, *how) for platform, how in _PLATFORMS.items()}
-
-
-register_composite(
-    FORWARD,
-    functools.partial(_rule, results=" -> b s h", kinds=_WHOLE, trips=2),
-    kernels=_kernels("forward"),
-    flops=functools.partial(_flops, products=3),
-    lower=_lower,
-)
-register_composite(
-    GRADIENT,
-    functools.partial(
-        _rule,
-        results=", b s h -> b s h, b s c, e m h, e m h, e h m",
-        kinds={**_WHOLE, "b": "reduce", "s": "reduce"},
-        trips=3,
+for name, products, trips, results, kinds in (
+    (FORWARD, 3, 2, " -> b s h", _WHOLE),
+    (
+        GRADIENT,
+        9,
+        3,
+        ", b s h -> b s h, b s c, e m h, e m h, e h m",
+        {**_WHOLE, "b": "reduce", "s": "reduce"},
     ),
-    kernels=_kernels("gradient"),
-    flops=functools.partial(_flops, products=9),
-    lower=_lower,
-)
+):
+    function = "forward" if name == FORWARD else "gradient"
+    register_composite(
+        name,
+        functools.partial(_rule, results=results, kinds=kinds, trips=trips),
+        kernels={platform: _kernel(function, *how) for platform, how in _PLATFORMS.items()},
+        flops=functools.partial(_flops, products=products),
+        lower=_lower,
+    )
 
 
 def _check(x: Any, gates: Any, chosen: Any, gate: Any, up: Any, down: Any) -> None:

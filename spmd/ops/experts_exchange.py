@@ -167,7 +167,6 @@ class _Route(NamedTuple):
         )
 
     def sorted(self, x_BSH: Any) -> Any:
-        """The row of each choice."""
         return x_BSH.reshape(-1, x_BSH.shape[-1])[self.order_X // self.choices]
 
     def summed(self, x_XH: Any, weights_TC: Any = None) -> Any:
@@ -191,21 +190,17 @@ class _Route(NamedTuple):
         here_NN = jnp.cumsum(self.sizes_NN, axis=1) - self.sizes_NN + first_NN
         there = Places(here_NN[me], sent_NN[me], there_NN[me], sent_NN[:, me])
         back = Places(there_NN[:, me], sent_NN[:, me], here_NN[:, me], sent_NN[me])
-        return there, back, self._part(start)
-
-    def _part(self, start: Any) -> Turn:
-        """What arrives in the turn from `start` on, sorted by expert."""
-        # From each device come those of the first expert, of the second, ...
+        # What arrives, sorted by expert: from each device come those of the first expert, of the
+        # second, ...
         here = self.counts_NE.shape[1]
         ends = jnp.cumsum(self.counts_NE.reshape(-1))
         row_R = start + jnp.arange(self.size)
         piece_R = jnp.sum(row_R[:, None] >= ends, axis=1)
-        is_here_R = row_R < ends[-1]
-        expert_R = jnp.where(is_here_R, piece_R % here, here)
+        expert_R = jnp.where(row_R < ends[-1], piece_R % here, here)
         at_R = jnp.argsort(expert_R, stable=True)
         sizes_E = jnp.sum(expert_R[:, None] == jnp.arange(here), axis=0, dtype=jnp.int32)
         is_first_R1 = (jnp.arange(self.size) < jnp.sum(sizes_E))[:, None]
-        return Turn(at_R, at_R, is_first_R1, sizes_E)
+        return there, back, Turn(at_R, at_R, is_first_R1, sizes_E)
 
     def turns(self, turn: Callable[[Any, Any], Any], carry: Any) -> Any:
         """As many turns as it takes on the device of the group that has most to do."""
@@ -216,7 +211,6 @@ class _Route(NamedTuple):
 
 
 def _undone(x_RH: Any, part: Turn) -> Any:
-    """Rows in the order in which they came."""
     return x_RH[inverse(part.at_R)]
 
 
@@ -229,7 +223,6 @@ def _with(x_RH: Any, gates_R: Any) -> Any:
 
 
 def _without(x_RW: Any, width: int, dtype: Any) -> Any:
-    """The gates behind rows of a width."""
     wide = jnp.promote_types(dtype, x_RW.dtype)
     parts = wide.itemsize // x_RW.dtype.itemsize
     bits_RK = x_RW[:, width : width + parts]

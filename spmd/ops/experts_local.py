@@ -39,12 +39,8 @@ def forward(
 ) -> Any:
     """What the experts at hand, whose numbers are given, add to the rows at hand.
 
-    Args:
-      x_BSH, gates_BSC: as for `experts`.
-      chosen_BSC, numbers_E: from 1 on; 0 is none.
-      *weights: gate, up and down of the experts at hand.
-      count: how many experts there are in all.
-      product: what multiplies rows with the weights of their experts.
+    Choices and numbers are from 1 on, 0 is none; `weights` are gate, up and down of the experts at
+    hand, of `count` in all.
     """
     choices = _Choices.of(chosen_BSC, numbers_E, count)
     x_TH, gates_X = x_BSH.reshape(-1, x_BSH.shape[-1]), gates_BSC.reshape(-1)
@@ -103,10 +99,7 @@ def inverse(order_X: Any) -> Any:
 
 
 def summed(terms: Iterable[Any]) -> Any:
-    """The sum of arrays in float32, in their dtype.
-
-    They are added one after the other: of one reduction XLA would write all terms first.
-    """
+    """The sum of arrays in float32, in their dtype, one by one: XLA's reduction would write all."""
     first, *others = terms
     total = first.astype(jnp.float32)
     for term in others:
@@ -120,11 +113,7 @@ def turn_size(share: float, most: int) -> int:
 
 
 class _Choices(NamedTuple):
-    """The choices of experts at hand, sorted by these, taken in turns.
-
-    All rows may choose experts at hand, but that is seldom: a turn has as many choices as there are
-    if experts are chosen alike, and a quarter more, and mostly there is one.
-    """
+    """The choices of experts at hand, sorted by these, taken in turns (see `experts_exchange`)."""
 
     order_X: Any  # the choices, sorted; those of experts that are elsewhere are last
     place_TC: Any  # where each row's choices are in that order
@@ -148,7 +137,6 @@ class _Choices(NamedTuple):
         return _Choices(order_X, place_TC, ends_E, choices, size, most)
 
     def turn(self, i: Any) -> Turn:
-        """The choices of turn `i`."""
         start = i * self.size
         padded = jnp.pad(self.order_X, (0, self.size))
         at_R = jax.lax.dynamic_slice_in_dim(padded, start, self.size)
@@ -162,7 +150,6 @@ class _Choices(NamedTuple):
         return summed(self._found(i, c, x_RH) for c in range(self.choices))
 
     def returned(self, i: Any, x_R: Any) -> Any:
-        """(X,) of what turn `i` has found for each choice."""
         return jnp.stack([self._found(i, c, x_R) for c in range(self.choices)], 1).reshape(-1)
 
     def _found(self, i: Any, c: int, x_R: Any) -> Any:
@@ -177,7 +164,6 @@ class _Choices(NamedTuple):
         return jnp.where(is_there_T.reshape(-1, *(1,) * (x_R.ndim - 1)), found, 0)
 
     def turns(self, turn: Callable[[Any, Any], Any], carry: Any) -> Any:
-        """As many turns as it takes."""
         if self.size >= self.most:
             return turn(0, carry)
         needed = (self.ends_E[-1] + self.size - 1) // self.size
@@ -199,3 +185,57 @@ def said(x_RH: Any, part: Turn, weights: Sequence[Any], product: Product) -> Any
     gate_RM, up_RM = (product(x_RH, weight, part.sizes_E) for weight in (gate_EMH, up_EMH))
     out_RH = product(jax.nn.silu(gate_RM) * up_RM, down_EHM, part.sizes_E)
     return jnp.where(part.is_here_R1, out_RH, 0)
+
+
+# ---------------------------------------------------------------------------------------------
+# On TPUs the gradient of the weights is jax's kernel (megablox), which takes each row once. XLA
+# makes a product over all rows for each expert, with the rows of the others hidden: of four
+# experts, four times the arithmetic.
+
+ROWS = (512, 256, 128)  # rows of a tile; the first that divides the rows is taken
+
+WIDTHS = (1024, 512, 256, 128)
+"""Likewise of the widths of rows and experts. Larger tiles do not fit a TPU's fast memory."""
+
+INTERPRET = False  # whether to run the kernel step by step on any platform, for tests
+
+
+@jax.custom_vjp
+def tpu_product(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
+    """As `ragged`."""
+    return ragged(x_RI, weights_EOI, sizes_E)
+
+
+def _tpu_forward(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
+    return tpu_product(x_RI, weights_EOI, sizes_E), (x_RI, weights_EOI, sizes_E)
+
+
+def _tpu_backward(kept: Any, dout_RO: Any) -> Any:
+    x_RI, weights_EOI, sizes_E = kept
+    tiles = _tiles(x_RI.shape, weights_EOI.shape)
+    if tiles is None:
+        _, pull = jax.vjp(lambda x, w: ragged(x, w, sizes_E), x_RI, weights_EOI)
+        return *pull(dout_RO), None
+    _, pull = jax.vjp(lambda x_RI: ragged(x_RI, weights_EOI, sizes_E), x_RI)
+    (dx_RI,) = pull(dout_RO)
+    # (E, O, I): for each expert the sum of its rows' outer products.
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm  # takes long to import
+
+    dtype, columns_OR = weights_EOI.dtype, dout_RO.swapaxes(0, 1)
+    how = {"preferred_element_type": dtype, "tiling": tiles, "interpret": INTERPRET}
+    dweights_EOI = tgmm(columns_OR, x_RI, sizes_E, **how)
+    return dx_RI, dweights_EOI, None
+
+
+tpu_product.defvjp(_tpu_forward, _tpu_backward)
+
+
+def _tiles(rows: tuple[int, ...], weights: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """The kernel's tiles of rows and of both widths; None where it is of no use, or none fit."""
+    count, outer, inner = weights
+    wanted = ((rows[0], ROWS), (outer, WIDTHS), (inner, WIDTHS))
+    found = [next((tile for tile in tiles if not size % tile), None) for size, tiles in wanted]
+    if count == 1 or None in found:
+        return None
+    length, height, width = (tile for tile in found if tile is not None)
+    return length, height, width

@@ -144,12 +144,11 @@ def split(tree: Any) -> tuple[Any, Any]:
 
 def merge(rest: Any, states: Any) -> Any:
     """The tree that `split` took apart."""
-
-    def is_leaf(leaf: Any) -> bool:
-        return leaf is None or _is_state(leaf)
-
     return jax.tree.map(
-        lambda leaf, state: leaf if state is None else state, rest, states, is_leaf=is_leaf
+        lambda leaf, state: leaf if state is None else state,
+        rest,
+        states,
+        is_leaf=lambda leaf: leaf is None or _is_state(leaf),
     )
 
 
@@ -215,7 +214,6 @@ _products.defvjp(_forward, _backward)
 
 
 def _dot(a: _Rounded, b: _Rounded, dims: Any, dtype: Any) -> jax.Array:
-    """The product of two rounded operands, in a dtype."""
     # The sum is of numbers that are not scaled back: too large for float16.
     sums = jnp.float32 if dtype == jnp.float16 else dtype
     product = jax.lax.dot_general(a.values, b.values, dims, preferred_element_type=sums)
@@ -260,7 +258,6 @@ def _maximum(x: Any) -> jax.Array:
 
 
 def _scales(maxima_RH: Any, margin: int) -> jax.Array:
-    """The scale of each row, by the largest of its maxima that is finite."""
     finite_RH = jnp.where(jnp.isfinite(maxima_RH), maxima_RH, 0.0)
     count = maxima_RH.shape[0] // 2
     limits_R = np.array([*[_limit(E4M3)] * (count + 1), *[_limit(E5M2)] * count], np.float32)

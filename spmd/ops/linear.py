@@ -84,7 +84,16 @@ def linears(x_BI: Any, weights: Sequence[Any]) -> tuple[jax.Array, ...]:
     """
     parts = [(w["values"], w["scales"]) if isinstance(w, dict) else (w,) for w in weights]
     for part in parts:
-        _check(x_BI, part)
+        values, *scales = part
+        inner = values.shape[1:] if values.ndim == 2 else (NIBBLES * math.prod(values.shape[1:]),)
+        fits = x_BI.ndim == 2 and values.ndim in (2, 3) and tuple(inner) == x_BI.shape[1:]
+        if not fits or any(s.shape != values.shape[: values.ndim - 1] for s in scales):
+            raise ArgumentError(
+                "linear cannot be computed",
+                actual=f"x {x_BI.shape}, weight {', '.join(str(v.shape) for v in part)}",
+                required="x (B, I) and (O, I); quantized (O, I), (O,) or (O, Q, W), (O, Q)",
+                fix="correct the shapes",
+            )
     outputs = [part[0].shape[0] for part in parts]
     are_alike = all(n % max(1, min(outputs)) == 0 for n in outputs)
     if len({part[0].ndim for part in parts}) > 1 or not are_alike:
@@ -101,21 +110,6 @@ def _composite(x_BI: Any, parts: Sequence[Sequence[Any]]) -> tuple[jax.Array, ..
         x_BI = x_BI.reshape(x_BI.shape[0], groups, NIBBLES, width)
     found = jax.lax.composite(_decomposition, NAME)(x_BI, *(x for part in parts for x in part))
     return tuple(found)
-
-
-def _check(x: Any, operands: tuple[Any, ...]) -> None:
-    values = operands[0]
-    inner = values.shape[1:] if values.ndim == 2 else (NIBBLES * math.prod(values.shape[1:]),)
-    fits = x.ndim == 2 and values.ndim in (2, 3) and tuple(inner) == x.shape[1:]
-    if len(operands) == 2:
-        fits = fits and operands[1].shape == values.shape[: values.ndim - 1]
-    if not fits:
-        raise ArgumentError(
-            "linear cannot be computed",
-            actual=f"x {x.shape}, weight {', '.join(str(v.shape) for v in operands)}",
-            required="x (B, I) and (O, I); quantized (O, I), (O,) or (O, Q, W), (O, Q)",
-            fix="correct the shapes",
-        )
 
 
 def _decomposition(x: Any, *operands: Any) -> tuple[Any, ...]:
@@ -137,9 +131,10 @@ def _parts(operands: Sequence[Any]) -> Iterator[Sequence[Any]]:
 def _product(x: Any, values: Any, scales: Any = None) -> Any:
     if values.ndim == 3:
         x_BQI = x.reshape(*x.shape[:2], -1)
-        sums_BOQ = jnp.einsum(
-            "bqi,oqi->boq", x_BQI, _nibbles(values, x.dtype), preferred_element_type=jnp.float32
-        )
+        # Packed 4-bit values -> (O, Q, 2 W): the bytes 0x9A 0x87 are 2 -1 1 0.
+        both = jnp.concatenate([values & 15, values >> 4], axis=-1)
+        wide_OQI = (both.astype(jnp.int8) - 8).astype(x.dtype)
+        sums_BOQ = jnp.einsum("bqi,oqi->boq", x_BQI, wide_OQI, preferred_element_type=jnp.float32)
         return jnp.sum(sums_BOQ * scales.astype(jnp.float32), axis=-1).astype(x.dtype)
     # Sums are in float32 either way. Asked for them, cuBLAS would write them, for another kernel to
     # round.
@@ -149,7 +144,6 @@ def _product(x: Any, values: Any, scales: Any = None) -> Any:
 
 
 def _kernel(x: Any, *operands: Any) -> Any:
-    """Few rows on a GPU, or many with 8-bit floats; or NotImplemented."""
     parts = list(_parts(operands))
     if x.shape[0] == 1:
         return tuple(_row(x, *part) for part in parts)
@@ -177,7 +171,6 @@ def _eight_bits(x_BI: Any, parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
 
 
 def _row(x: Any, values: Any, scales: Any = None) -> Any:
-    """One row: multiply and sum along the weight's rows."""
     row = x[0].astype(jnp.float32)
     if values.ndim == 3:
         wide = values.astype(jnp.int32)
@@ -191,13 +184,6 @@ def _row(x: Any, values: Any, scales: Any = None) -> Any:
 
 def _scaled(out_BO: Any, scales_O: Any) -> Any:
     return out_BO if scales_O is None else out_BO * scales_O.astype(jnp.float32)
-
-
-def _nibbles(values_OQW: Any, dtype: Any) -> Any:
-    """Packed 4-bit values -> (O, Q, 2 W): the bytes 0x9A 0x87 are 2 -1 1 0."""
-    low, high = values_OQW & 15, values_OQW >> 4
-    both = jnp.concatenate([low, high], axis=-1)
-    return (both.astype(jnp.int8) - 8).astype(dtype)
 
 
 def _rule(kind: OpKind) -> Rule:

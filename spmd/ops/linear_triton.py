@@ -126,7 +126,6 @@ def _kernel(x: Any, *rest: Any, tiles: Tiles, ends: Sequence[int]) -> None:
 
 
 def _block(x: Any, weight: Any, result: Any, tiles: Tiles, split: Any) -> None:
-    """One block of outputs, over one of the parts of the inputs."""
     rows, inputs = x.shape
     # Padding repeats the last row, so that nothing has to be masked where it is read.
     row_R = jnp.arange(tiles.rows)

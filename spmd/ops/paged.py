@@ -30,8 +30,8 @@ from spmd.ir.dialect.composites import arguments_of
 from spmd.ir.dialect.rule import REPLICATE, Rule, parse_rule
 from spmd.ir.program import OpKind
 from spmd.lowering.register import register_composite
-from spmd.ops import paged_reference, paged_tpu, paged_triton
-from spmd.ops.attention_rules import ARITHMETIC
+from spmd.ops import paged_reference, paged_triton
+from spmd.ops.attention_split import ARITHMETIC
 
 ATTENTION = "spmd.paged_attention"
 UPDATE = "spmd.paged_update"
@@ -137,7 +137,6 @@ def paged_update(
 
 
 def _tables_fit(rows_AR: Any, table_ABM: Any, slots_AR: Any, positions_AR: Any) -> bool:
-    """Whether the tables are for these rows."""
     shape = rows_AR.shape[:2]
     fits = table_ABM.ndim == 3 and table_ABM.shape[0] == shape[0]
     fits = fits and slots_AR.shape == positions_AR.shape == shape
@@ -173,11 +172,6 @@ def _update_rule(kind: OpKind) -> Rule:
     return parse_rule(text, kind.operands, kind.results, kinds=whole)
 
 
-def _flops(kind: OpKind) -> float:
-    """Two products of every row with all positions that it may see."""
-    return 4.0 * kind.operands[0].size * _reach(kind)
-
-
 def _reach(kind: OpKind) -> int:
     """How many positions a row may see: its slot's table has so many, or the window."""
     pool, table = kind.operands[1:3]
@@ -198,12 +192,77 @@ def _bytes_read(kind: OpKind) -> list[float]:
     return found
 
 
+# ---------------------------------------------------------------------------------------------
+# On TPUs: jax's kernel for rows of several slots at once. It wants sequences one behind the other,
+# each with rows: slots without rows are left out. A scale of each key it does not know, so int8
+# pools are left to the reference.
+
+LANES = 128  # widths of a head are multiples of this
+HEADS = (1, 2, 4, 8)  # numbers of key heads, beside multiples of the last
+
+POSITIONS = 512
+"""About as many keys and values are held at a time: 4 MiB of eight heads in bf16, twice."""
+
+ROWS = 32  # rows of a block
+
+
+def attend_on_tpu(*operands: Any, window: int | None = None) -> Any:
+    """As `paged_reference.attend`, by jax's ragged paged attention kernel, or NotImplemented."""
+    q_ARKGD, pool_ANPK2D, table_ABM, _, positions_AR, first_AB1, *_ = operands
+    count, pages, size, heads, _, width = pool_ANPK2D.shape
+    fits = q_ARKGD.dtype == pool_ANPK2D.dtype and q_ARKGD.dtype.name in ("bfloat16", "float32")
+    fits = fits and width % LANES == 0 and (heads in HEADS or heads % HEADS[-1] == 0)
+    if not fits or size % 8 or 0 in (*q_ARKGD.shape, *table_ABM.shape):
+        return NotImplemented
+    last_AR = paged_reference.last_positions(positions_AR, first_AB1)
+    # The groups' pages are those of one pool: none of it is cut out.
+    pool = pool_ANPK2D.reshape(count * pages, size, heads * 2, width)
+    before_A11 = jnp.arange(count, dtype=jnp.int32)[:, None, None] * pages
+    table_ABM = jnp.clip(table_ABM, 0, pages - 1) + before_A11
+    groups = [
+        _group(q_ARKGD[a], pool, table_ABM[a], last_AR[a], first_AB1[a], window)
+        for a in range(count)
+    ]
+    # Of rows that no sequence has nothing is written.
+    is_seeing_AR = (last_AR >= 0)[..., None, None, None]
+    return jnp.where(is_seeing_AR, jnp.stack(groups), 0)
+
+
+def _group(
+    q_RKGD: Any, pool: Any, table_BM: Any, last_R: Any, first_B1: Any, window: int | None
+) -> Any:
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
+
+    rows, heads, groups, width = q_RKGD.shape
+    # A slot's keys end where its last row is, and its rows are at the positions up to there.
+    counts_B = first_B1[1:] - first_B1[:-1]
+    lengths_B = jnp.maximum(last_R[jnp.clip(first_B1[1:] - 1, 0, rows - 1)] + 1, 1)
+    with_rows_B = jnp.argsort(counts_B == 0, stable=True)
+    ends_B = jnp.cumsum(counts_B[with_rows_B])
+    # A call without rows still fetches the first sequence's first page.
+    sequences_1 = jnp.maximum(jnp.sum(counts_B > 0, keepdims=True), 1)
+    heads_RND = kernel.ragged_paged_attention(
+        q_RKGD.reshape(rows, heads * groups, width),
+        pool,
+        lengths_B[with_rows_B].astype(jnp.int32),
+        table_BM[with_rows_B],
+        jnp.concatenate([jnp.zeros_like(ends_B[:1]), ends_B]).astype(jnp.int32),
+        sequences_1.astype(jnp.int32),
+        sm_scale=width**-0.5,
+        sliding_window=window,
+        num_kv_pages_per_block=max(1, min(table_BM.shape[1], POSITIONS // pool.shape[1])),
+        num_queries_per_block=min(rows, ROWS),
+    )
+    return heads_RND.reshape(q_RKGD.shape)
+
+
 register_composite(
     ATTENTION,
     _attention_rule,
     decomposition=paged_reference.attend,
-    kernels={"cuda": paged_triton.attend, "tpu": paged_tpu.attend},
-    flops=_flops,
+    kernels={"cuda": paged_triton.attend, "tpu": attend_on_tpu},
+    # Two products of every row with all positions that it may see.
+    flops=lambda kind: 4.0 * kind.operands[0].size * _reach(kind),
     bytes_read=_bytes_read,
     arithmetic=ARITHMETIC,
 )

@@ -32,13 +32,15 @@ def attend(
     reach = table_ABM.shape[2] * size
 
     def one(q_KGD: Any, group: Any, slot: Any, last: Any) -> Any:
-        # Behind the last position pages may be anybody's: what lies there is masked below.
-        taken = (_pages(pool, group, table_ABM[group, slot]) for pool in pools)
+        # Behind the last position pages may be anybody's: what lies there is masked below. N stands
+        # in types alone, and in no number of the module: so a module is for any N, once the types
+        # say another.
+        pages = (pool.at[group, table_ABM[group, slot]] for pool in pools)
+        taken = (x.get(mode="clip", wrap_negative_indices=False) for x in pages)
         kept = (x.reshape(reach, *x.shape[2:]) for x in taken)
         return _attend_row(q_KGD, last, window, *kept)
 
     pools = (pool_ANPK2D, *scales_ANPK2)
-
     group_AR = jnp.broadcast_to(jnp.arange(groups, dtype=jnp.int32)[:, None], (groups, rows))
     slot_AR = jnp.clip(slots_AR, 0, table_ABM.shape[1] - 1)
     operands = (q_ARKGD, group_AR, slot_AR, last_positions(positions_AR, first_AB1))
@@ -53,27 +55,19 @@ def attend(
         return jax.lax.cond(jnp.any(taken[3] >= 0), lambda: jax.vmap(one)(*taken), lambda: nothing)
 
     count = -(-groups * rows // at_once)
-    padded = [_padded(x, count * at_once).reshape(count, at_once, *x.shape[1:]) for x in flat]
-    heads_XKGD = jax.lax.map(some, padded).reshape(-1, *q_ARKGD.shape[2:])
+    pieces = []
+    for x in flat:  # rows -1 behind the others are padding
+        widths = ((0, count * at_once - groups * rows), *((0, 0),) * (x.ndim - 1))
+        padded = jnp.pad(x, widths, constant_values=-1)
+        pieces.append(padded.reshape(count, at_once, *x.shape[1:]))
+    heads_XKGD = jax.lax.map(some, pieces).reshape(-1, *q_ARKGD.shape[2:])
     return heads_XKGD[: groups * rows].reshape(q_ARKGD.shape)
-
-
-def _padded(x: Any, size: int) -> Any:
-    """Rows -1 behind the others, up to `size`."""
-    return jnp.pad(x, ((0, size - x.shape[0]), *((0, 0),) * (x.ndim - 1)), constant_values=-1)
 
 
 def last_positions(positions_AR: Any, first_AB1: Any) -> Any:
     """The last position that each row sees; -1, so none, for rows of padding."""
     rows_R = jnp.arange(positions_AR.shape[1])
     return jnp.where(rows_R < first_AB1[:, -1:], positions_AR, -1)
-
-
-def _pages(pool_ANP: Any, group: Any, pages_M: Any) -> Any:
-    # N stands in types alone, and in no number of the module: so a module is for any N, once the
-    # types say another.
-    pages = pool_ANP.at[group, pages_M]
-    return pages.get(mode="clip", wrap_negative_indices=False)
 
 
 def _attend_row(q_KGD: Any, last: Any, window: int | None, kv_TK2D: Any, *scales_TK2: Any) -> Any:

@@ -53,7 +53,17 @@ def attend(*operands: Any, window: int | None = None, interpret: bool = False) -
         return NotImplemented
     if not takes(groups, width, pool_ANPK2D.shape[2], _item(q_ARKGD, pool_ANPK2D)):
         return NotImplemented
-    _check_size(pool_ANPK2D)
+    # Pallas counts elements with 32 bits where there are no more than 2^32 bytes, and the sign is
+    # one of them: of single bytes it reaches half.
+    size = math.prod(pool_ANPK2D.shape)
+    if pool_ANPK2D.dtype.itemsize == 1 and 1 << 31 < size <= 1 << 32:
+        page = math.prod(pool_ANPK2D.shape[2:]) * pool_ANPK2D.shape[0]
+        raise ArgumentError(
+            f"the kernel of paged_attention cannot read a pool of {size} bytes on one device",
+            actual=f"{pool_ANPK2D.shape[1]} pages of {page} bytes",
+            required=f"at most {(1 << 31) // page} pages, or more than {(1 << 32) // page}",
+            fix="change the number of pages",
+        )
     # Padding is the rows of one more slot, so that its results are written, too.
     rows, slots = q_ARKGD.shape[1], table_ABM.shape[1]
     slot_AR = jnp.where(jnp.arange(rows) < first_AB1[:, -1:], slots_AR, slots)
@@ -81,22 +91,7 @@ def takes(groups: int, width: int, size: int, item: int) -> bool:
 
 
 def _item(q_ARKGD: Any, pool_ANPK2D: Any) -> int:
-    """Bytes of a number: of a query's or of a key's, what is more."""
     return int(max(q_ARKGD.dtype.itemsize, pool_ANPK2D.dtype.itemsize))
-
-
-def _check_size(pool_ANPK2D: Any) -> None:
-    # Pallas counts elements with 32 bits where there are no more than 2^32 bytes, and the sign is
-    # one of them: of single bytes it reaches half.
-    size = math.prod(pool_ANPK2D.shape)
-    if pool_ANPK2D.dtype.itemsize == 1 and 1 << 31 < size <= 1 << 32:
-        page = math.prod(pool_ANPK2D.shape[2:]) * pool_ANPK2D.shape[0]
-        raise ArgumentError(
-            f"the kernel of paged_attention cannot read a pool of {size} bytes on one device",
-            actual=f"{pool_ANPK2D.shape[1]} pages of {page} bytes",
-            required=f"at most {(1 << 31) // page} pages, or more than {(1 << 32) // page}",
-            fix="change the number of pages",
-        )
 
 
 class _Tiles(NamedTuple):
@@ -110,10 +105,7 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(counts_AB: Any, first_AB: Any, slot_AR: Any, size: int, *, most: int = 0) -> _Tiles:
-    """The tiles of `counts_AB` rows of each slot, from `first_AB` on; `most` where that is known.
-
-    Places of the rows of slots without a count mean nothing.
-    """
+    """The tiles of `counts_AB` rows of each slot, from `first_AB` on; `most` if that is known."""
     # E.g. rows 0, 1..5 and 6 of three slots in tiles of four rows: counts [1, 5, 1], needed
     # [1, 2, 1], begin [0, 1, 3]; tile 2 is the second of slot 1, with row 5 alone.
     rows, slots = slot_AR.shape[1], counts_AB.shape[1]
@@ -149,7 +141,6 @@ def _run(operands: Any, tiles: _Tiles, queries: int, *, window: int | None, inte
 
     # The first dim of the grid is tiles of all groups, the second key heads, the third parts.
     def of_pool(kind: int, *rest: int) -> pl.BlockSpec:
-        """A head's keys or values, or their scales."""
         return pl.BlockSpec(
             (None, pages, size, None, None, *rest),
             lambda i, k, c: (i // count, 0, 0, k, kind, *(0 for _ in rest)),
@@ -183,15 +174,7 @@ def _run(operands: Any, tiles: _Tiles, queries: int, *, window: int | None, inte
         numbers = jax.ShapeDtypeStruct((outer, count, parts, heads, queries), jnp.float32)
         out_shape = [jax.ShapeDtypeStruct((*numbers.shape, width), jnp.float32), numbers, numbers]
     found = pl.pallas_call(
-        functools.partial(
-            _kernel,
-            queries=queries,
-            groups=groups,
-            size=size,
-            parts=parts,
-            scaled=bool(scales),
-            window=window,
-        ),
+        functools.partial(_kernel, queries=queries, parts=parts, window=window),
         grid=(outer * count, heads, parts),
         in_specs=in_specs,
         out_specs=out_specs,
@@ -201,20 +184,18 @@ def _run(operands: Any, tiles: _Tiles, queries: int, *, window: int | None, inte
     )(*inputs)
     if parts == 1:
         return found[0]
-    heads_AIKQD = _joined(*found).astype(q_ARKGD.dtype)
+    # Each part has sum(2^(s - m) v) and sum(2^(s - m)) with its own maximum m. Factors 2^(m - M)
+    # for the largest maximum M bring them to one scale. A part that sees no position has sums of 0.
+    heads_AICKQD, largest_AICKQ, sums_AICKQ = found
+    share_AICKQ = jnp.exp2(largest_AICKQ - jnp.max(largest_AICKQ, axis=2, keepdims=True))
+    total_AIKQ = jnp.sum(share_AICKQ * sums_AICKQ, axis=2)
+    total_AIKQ = jnp.where(total_AIKQ == 0, 1, total_AIKQ)
+    heads_AIKQD = jnp.sum(heads_AICKQD * share_AICKQ[..., None], axis=2) / total_AIKQ[..., None]
+    heads_AIKQD = heads_AIKQD.astype(q_ARKGD.dtype)
     shape = (outer, count, heads, tiles.size, groups, width)
     heads_AIKSGD = heads_AIKQD[:, :, :, : tiles.size * groups].reshape(shape)
     group_A1, tile_AR = jnp.arange(outer)[:, None], tiles.place // tiles.size
     return heads_AIKSGD.at[group_A1, tile_AR, :, tiles.place % tiles.size].get(mode="clip")
-
-
-def _joined(heads_AICKQD: Any, largest_AICKQ: Any, sums_AICKQ: Any) -> Any:
-    # Each part has sum(2^(s - m) v) and sum(2^(s - m)) with its own maximum m. Factors 2^(m - M)
-    # for the largest maximum M bring them to one scale. A part that sees no position has sums of 0.
-    share_AICKQ = jnp.exp2(largest_AICKQ - jnp.max(largest_AICKQ, axis=2, keepdims=True))
-    total_AIKQ = jnp.sum(share_AICKQ * sums_AICKQ, axis=2)
-    total_AIKQ = jnp.where(total_AIKQ == 0, 1, total_AIKQ)
-    return jnp.sum(heads_AICKQD * share_AICKQ[..., None], axis=2) / total_AIKQ[..., None]
 
 
 def _kernel(
@@ -226,14 +207,12 @@ def _kernel(
     values: Any,
     *rest: Any,
     queries: int,
-    groups: int,
-    size: int,
     parts: int,
-    scaled: bool,
     window: int | None,
 ) -> None:
-    scales, outputs = (rest[:2], rest[2:]) if scaled else ((), rest)
-    width, dtype = q.shape[-1], q.dtype
+    outputs = rest[-1:] if parts == 1 else rest[-3:]
+    scales, dtype = rest[: -len(outputs)], q.dtype
+    (groups, width), size = q.shape[1:], keys.shape[1]
     slot, start, count = about[0], about[1], about[2]
     is_padding = slot >= table.shape[0]
     slot = jnp.minimum(slot, table.shape[0] - 1)
@@ -260,7 +239,7 @@ def _kernel(
         key_TD = _load_wide(keys, where, there_T).astype(dtype)
         value_TD = _load_wide(values, where, there_T).astype(dtype)
         score_QT = triton().dot(query_QD, key_TD, trans_b=True, precision=precision)
-        if scaled:
+        if scales:
             score_QT *= _load(scales[0], where, there_T, 0)[None]
         # Powers of two are one instruction, powers of e several.
         score_QT = score_QT * np.float32(math.log2(math.e) / math.sqrt(width))
@@ -272,7 +251,7 @@ def _kernel(
         weight_QT = jnp.where(seen_QT, jnp.exp2(score_QT - above_Q[:, None]), 0)
         kept_Q = jnp.exp2(largest_Q - above_Q)
         total_Q = total_Q * kept_Q + jnp.sum(weight_QT, axis=1)
-        if scaled:
+        if scales:
             weight_QT *= _load(scales[1], where, there_T, 0)[None]
         found_QD = triton().dot(weight_QT.astype(dtype), value_TD, precision=precision)
         # The next page is looked up one turn ahead: then its keys can be fetched two turns ahead.

@@ -46,19 +46,14 @@ def product(x_RI: Any, weights_EOI: Any, sizes_E: Any, *, interpret: bool = Fals
     anything, be it a gradient. Sums are in float32. `interpret` runs it step by step in jax: for
     tests.
     """
-    if not takes(x_RI, weights_EOI):
+    of_16_bits = x_RI.dtype.itemsize == 2 and jnp.issubdtype(x_RI.dtype, jnp.floating)
+    fits = of_16_bits and x_RI.dtype == weights_EOI.dtype and 0 not in x_RI.shape
+    fits = fits and all(n and n % LEAST == 0 for n in weights_EOI.shape[1:])
+    # Pallas counts elements with 32 bits.
+    fits = fits and max(math.prod(x.shape) for x in (x_RI, weights_EOI)) < 1 << 31
+    if not fits or not weights_EOI.shape[0]:
         return NotImplemented
     return _product(x_RI, weights_EOI, sizes_E, interpret)
-
-
-def takes(x_RI: Any, weights_EOI: Any) -> bool:
-    """Whether the kernel is for these shapes and dtypes."""
-    of_16_bits = x_RI.dtype.itemsize == 2 and jnp.issubdtype(x_RI.dtype, jnp.floating)
-    fits = all(n % LEAST == 0 for n in weights_EOI.shape[1:])
-    # Pallas counts elements with 32 bits.
-    is_counted = max(math.prod(x.shape) for x in (x_RI, weights_EOI)) < 1 << 31
-    is_empty = 0 in (*x_RI.shape, *weights_EOI.shape)
-    return of_16_bits and x_RI.dtype == weights_EOI.dtype and fits and is_counted and not is_empty
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -85,13 +80,13 @@ def by_rows(
     sizes_E: Any,
     *,
     is_transposed: bool,
-    interpret: bool = False,
-    tiles: Tiles | None = None,
+    interpret: bool,
 ) -> jax.Array:
     """(R, O): rows times weights (E, I, O), or (E, O, I) if these are transposed."""
     rows = x_RI.shape[0]
     columns = weights.shape[1 if is_transposed else 2]
-    tiles = tiles or tiles_by_rows(rows, weights.shape[0], columns)
+    # Tiles are of rows and columns; what is summed over is the inner size.
+    tiles = _tiles(LEAST if rows <= LEAST * weights.shape[0] else 2 * LEAST, columns)
     about_T3 = tile_rows(sizes_E, rows, tiles.rows)
     grid = about_T3.shape[0], columns // tiles.columns
     kernel = functools.partial(_rows_kernel, tiles=tiles, grid=grid, is_transposed=is_transposed)
@@ -101,12 +96,11 @@ def by_rows(
     return found
 
 
-def by_groups(
-    y_RO: Any, x_RI: Any, sizes_E: Any, *, interpret: bool = False, tiles: Tiles | None = None
-) -> jax.Array:
+def by_groups(y_RO: Any, x_RI: Any, sizes_E: Any, *, interpret: bool) -> jax.Array:
     """(E, O, I): the sum of outer products of each group's rows."""
     outputs, inputs, groups = y_RO.shape[1], x_RI.shape[1], sizes_E.shape[0]
-    tiles = tiles or tiles_by_groups(outputs, inputs)
+    # Tiles are of outputs and inputs; so many rows are multiplied at a time.
+    tiles = _tiles(2 * LEAST if outputs % (2 * LEAST) == 0 else LEAST, inputs)
     grid = groups, outputs // tiles.rows, inputs // tiles.columns
     ends_E = jnp.cumsum(sizes_E)
     about_E2 = jnp.stack([ends_E - sizes_E, ends_E], axis=1).astype(jnp.int32)
@@ -115,16 +109,6 @@ def by_groups(
     call = _call(kernel, "groups_gemm", tiles, math.prod(grid), result, interpret)
     found: jax.Array = call(about_E2, y_RO, x_RI)
     return found
-
-
-def tiles_by_rows(rows: int, groups: int, columns: int) -> Tiles:
-    """Tiles of rows and columns; what is summed over is the inner size."""
-    return _tiles(LEAST if rows <= LEAST * groups else 2 * LEAST, columns)
-
-
-def tiles_by_groups(outputs: int, inputs: int) -> Tiles:
-    """Tiles of outputs and inputs; so many rows are multiplied at a time."""
-    return _tiles(2 * LEAST if outputs % (2 * LEAST) == 0 else LEAST, inputs)
 
 
 def _tiles(rows: int, columns: int) -> Tiles:
@@ -163,7 +147,6 @@ def _call(
     result: jax.ShapeDtypeStruct,
     interpret: bool,
 ) -> Any:
-    """A call of a kernel that finds its way in whole arrays; profiles show its name."""
     how = compiled_with(tiles.warps, tiles.stages, interpret)
     return pl.pallas_call(kernel, name=name, grid=(programs,), out_shape=result, **how)
 

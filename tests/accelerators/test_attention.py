@@ -20,12 +20,12 @@ from spmd.ir.dialect.rule import MOST_PIECES
 from spmd.ops import (
     attention,
     attention_cudnn,
-    attention_pieces,
     attention_reference,
     attention_splash,
     from_zigzag,
     zigzag,
 )
+from spmd.ops.attention import piece, piece_gradient
 from tests.accelerators.devices import COUNT, DEVICES, PLATFORM
 
 KERNEL: Any = attention_splash if PLATFORM == "tpu" else attention_cudnn
@@ -133,8 +133,8 @@ def test_a_piece_of_the_keys(order: int, is_before: bool) -> None:
     def both(kernel: Any) -> Any:
         def run(q: Any, k: Any, v: Any, dout: Any, out: Any, lse: Any) -> Any:
             kept = q, k, v, out, lse, dout, is_before, jnp.ones(q.shape, jnp.float32)
-            found = attention_pieces.piece(kernel.forward, q, k, v, is_before, *so_far, **spec)
-            return found, attention_pieces.piece_gradient(kernel.gradient, *kept, **spec)
+            found = piece(kernel.forward, q, k, v, is_before, *so_far, **spec)
+            return found, piece_gradient(kernel.gradient, *kept, **spec)
 
         return jax.jit(run)
 

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from benchmarks import experts, experts_peers
 from benchmarks.hlo.schedule import estimated_cycles
 from spmd.measure.hlo import parse_module_text
-from spmd.ops import experts_exchange, experts_tpu
+from spmd.ops import experts_exchange, experts_local
 from tests.ops.test_attention import close
 from tests.ops.test_experts import loss, operands, plain
 
@@ -38,7 +38,7 @@ def test_layers_by_hand_are_right(
     name: str, mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With room for all tokens they give what a loop over the experts gives."""
-    monkeypatch.setattr(experts_tpu, "INTERPRET", True)
+    monkeypatch.setattr(experts_local, "INTERPRET", True)
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", by_gather)
     args = operands(b=8, count=4)
     close(jax.jit(loss(PEERS[name](mesh)))(*args), jax.jit(loss(plain))(*args))

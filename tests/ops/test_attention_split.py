@@ -13,9 +13,10 @@ import pytest
 import spmd
 from spmd.ir.description import COMPOSITE
 from spmd.ir.dialect import rule
-from spmd.ops import attention, attention_pieces, attention_split, from_zigzag, zigzag
+from spmd.ops import attention, attention_split, from_zigzag, zigzag
 from spmd.ops import attention_reference as reference
 from spmd.ops import attention_splash as splash
+from spmd.ops.attention import piece, piece_gradient
 from tests.ops.test_attention import (
     EVERY_FLOP_COUNTS,
     close,
@@ -335,12 +336,12 @@ def test_a_piece_by_the_splash_kernel(
 
     def both(kernel: Any) -> Any:
         def run(q: Any, k: Any, v: Any, w: Any) -> Any:
-            out, lse = attention_pieces.piece(kernel.forward, q, k, v, is_before, *so_far, **spec)
+            out, lse = piece(kernel.forward, q, k, v, is_before, *so_far, **spec)
             kept = out, lse, w, is_before, jnp.ones_like(q)
             return (
                 out,
                 lse,
-                attention_pieces.piece_gradient(kernel.gradient, q, k, v, *kept, **spec),
+                piece_gradient(kernel.gradient, q, k, v, *kept, **spec),
             )
 
         return jax.jit(run)(q, k, v, w)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.ops import experts, experts_exchange, experts_local, experts_tpu
+from spmd.ops import experts, experts_exchange, experts_local
 from tests.ops.test_attention import EVERY_FLOP_COUNTS, close, locally
 
 EXPERTS, CHOICES = 6, 2
@@ -175,7 +175,7 @@ def test_rows_reach_their_experts_however_many_there_are(
 
 def test_gradient_of_weights_by_the_kernel_for_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sorted rows, the last of which belong to no expert, and an expert that has none."""
-    monkeypatch.setattr(experts_tpu, "INTERPRET", True)
+    monkeypatch.setattr(experts_local, "INTERPRET", True)
     rng = np.random.default_rng(0)
     x, dout, weights = (
         jnp.asarray(rng.standard_normal(shape), jnp.float32)
@@ -187,9 +187,9 @@ def test_gradient_of_weights_by_the_kernel_for_tpus(monkeypatch: pytest.MonkeyPa
         jax.vjp(lambda x, w, f=f: f(jnp.where(is_here, x, 0), w, sizes), x, weights)[1](
             jnp.where(is_here, dout, 0)
         )
-        for f in (experts_tpu.product, experts_local.ragged)
+        for f in (experts_local.tpu_product, experts_local.ragged)
     )
-    assert experts_tpu._tiles(x.shape, weights.shape) == (512, 128, 256)
+    assert experts_local._tiles(x.shape, weights.shape) == (512, 128, 256)
     close(found, want, 1e-4)
 
 

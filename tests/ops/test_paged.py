@@ -14,7 +14,8 @@ import pytest
 
 import spmd
 from spmd.errors import ArgumentError, SpmdError
-from spmd.ops import paged_attention, paged_reference, paged_tpu, paged_triton, paged_update
+from spmd.ops import paged_attention, paged_reference, paged_triton, paged_update
+from spmd.ops.paged import attend_on_tpu
 from tests.compilers import needs_cuda_plugin, needs_libtpu
 
 CHECKED = spmd.Options(check=True)
@@ -462,10 +463,10 @@ def test_tpus_leave_slots_without_rows_out(monkeypatch: pytest.MonkeyPatch) -> N
     for seed in range(4):
         case = ragged(Sizes(a=2, d=128), seed)
         for window in (None, 5):
-            got = paged_tpu.attend(*case.operands, window=window)
+            got = attend_on_tpu(*case.operands, window=window)
             np.testing.assert_allclose(got, attended(case, window), rtol=0, atol=1e-5)
     empty = case._replace(first=np.zeros_like(case.first))
-    np.testing.assert_array_equal(paged_tpu.attend(*empty.operands), 0)
+    np.testing.assert_array_equal(attend_on_tpu(*empty.operands), 0)
 
 
 def test_which_programs_get_jaxs_kernel() -> None:

@@ -5,9 +5,7 @@ from spmd.ir.dialect import (  # noqa: F401
     collectives,
     contract,
     elementwise,
-    index,
     linalg,
     manual,
-    shape,
     window,
 )

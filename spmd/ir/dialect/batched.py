@@ -19,14 +19,11 @@ from spmd.ir.types import Attribute, TensorType
 
 
 class Batched(NamedTuple):
-    """The batched form of an op: the op that does all at once, and which dim of its results is new.
+    """The batched form of an op."""
 
-    Of ops that read a place, `start` is the operand that says where it is along the new dim.
-    """
-
-    kind: OpKind
-    dim: int = 0
-    start: int | None = None
+    kind: OpKind  # the op that does all at once
+    dim: int = 0  # which dim of its results is new
+    start: int | None = None  # the operand that says where a place is along the new dim
 
 
 Form = Callable[[OpKind, int, Sequence[bool]], "Batched | None"]

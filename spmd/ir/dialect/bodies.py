@@ -55,31 +55,27 @@ def separated(body: Body, count: int) -> tuple[Body, ...]:
     `(a, b, c, d): a + c, max(b, d)` is `(a, c): a + c` and `(b, d): max(b, d)`; where results share
     anything there are none.
     """
-    parts = [_part(body, k, (k, count + k)) for k in range(count)]
-    return tuple(part for part in parts if part is not None) if all(parts) else ()
-
-
-def _part(body: Body, result: int, arguments: tuple[int, ...]) -> Body | None:
-    """What makes one result of a body, if it needs no other arguments than these."""
-    region = body.region
-    needed = {region.results[result]}
-    ops: list[Op] = []
-    for op in reversed(region.ops):
-        if not needed.isdisjoint(op.results):
-            needed.update(op.operands)
-            ops.insert(0, op)
-    args = [region.args[i] for i in arguments]
-    if not needed.isdisjoint(set(region.args) - set(args)):
-        return None
-    values = [*args, *(v for op in ops for v in op.results)]
-    number = {value: i for i, value in enumerate(values)}
-    renumbered = tuple(
-        op._replace(
-            operands=tuple(number[v] for v in op.operands),
-            results=tuple(number[v] for v in op.results),
+    region, parts = body.region, []
+    for k in range(count):
+        needed = {region.results[k]}
+        ops: list[Op] = []
+        for op in reversed(region.ops):
+            if not needed.isdisjoint(op.results):
+                needed.update(op.operands)
+                ops.insert(0, op)
+        args = [region.args[k], region.args[count + k]]
+        if not needed.isdisjoint(set(region.args) - set(args)):
+            return ()
+        values = [*args, *(v for op in ops for v in op.results)]
+        number = {value: i for i, value in enumerate(values)}
+        renumbered = tuple(
+            op._replace(
+                operands=tuple(number[v] for v in op.operands),
+                results=tuple(number[v] for v in op.results),
+            )
+            for op in ops
         )
-        for op in ops
-    )
-    outs = (number[region.results[result]],)
-    types = tuple(body.types[v] for v in values)
-    return Body(types, Region(tuple(range(len(args))), renumbered, outs))
+        types = tuple(body.types[v] for v in values)
+        outs = (number[region.results[k]],)
+        parts.append(Body(types, Region((0, 1), renumbered, outs)))
+    return tuple(parts)

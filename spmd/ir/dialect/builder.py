@@ -13,18 +13,16 @@ from spmd.ir.program import Loc, Op, OpKind, Region, Value
 from spmd.ir.types import Attribute, Dense, Opaque, TensorType, numpy_dtype
 from spmd.mesh.sharding import Axes
 
+# one device's coordinate along the atoms `axes`, major to minor: an i32 scalar
 AXIS_INDEX = "spmd.axis_index"
-"""One device's coordinate along the atoms `axes`, major to minor: an i32 scalar."""
-
+# one device's piece of a value that it holds whole: dim `dim` is split over the atoms `axes`
 LOCAL_SLICE = "spmd.local_slice"
-"""One device's piece of a value that it holds whole: dim `dim` is split over the atoms `axes`."""
-
 
 Made = TypeVar("Made", Value, tuple[Value, ...])
 
 
 class Builder:
-    """Collects types and ops. `region()` opens a nested region; `loc` is stamped on new ops."""
+    """Collects types and ops. `begin` opens a nested region; `loc` is stamped on new ops."""
 
     def __init__(self, types: Sequence[TensorType] = ()) -> None:
         self.types = list(types)
@@ -57,9 +55,8 @@ class Builder:
         regions: tuple[Region, ...] = (),
     ) -> tuple[Value, ...]:
         """Appends an op and returns its results."""
-        kind = OpKind(
-            name, tuple(self.types[v] for v in operands), tuple(results), dict(attrs or {})
-        )
+        types = tuple(self.types[v] for v in operands)
+        kind = OpKind(name, types, tuple(results), dict(attrs or {}))
         return self.repeat(kind, tuple(operands), regions)
 
     def repeat(
@@ -164,11 +161,6 @@ class Builder:
             return x
         return self.op("stablehlo.reshape", (x,), (type_.with_shape(tuple(shape)),))[0]
 
-    def reshape_op(self, x: Value, like: Op) -> Op:
-        """A reshape of `x` that takes an op's place: it defines the same result numbers."""
-        kind = OpKind("stablehlo.reshape", (self.types[x],), like.kind.results, {})
-        return Op(kind, (x,), like.results, (), like.loc)
-
     def transpose(self, x: Value, permutation: Sequence[int]) -> Value:
         """`stablehlo.transpose`, nothing for the identity."""
         if list(permutation) == list(range(len(permutation))):
@@ -245,13 +237,13 @@ class Builder:
         attrs = {"dimension": dim}
         return self.op("stablehlo.concatenate", values, (type_.with_dim(dim, size),), attrs)[0]
 
-    def reduce(self, kind: str, x: Value, dims: Sequence[int], **attrs: Attribute) -> Value:
+    def reduce(self, kind: str, x: Value, dims: Sequence[int]) -> Value:
         """`stablehlo.reduce` over some dims: `add`, `max`, ..., from the reduction's identity."""
         type_ = self.types[x]
         shape = tuple(n for d, n in enumerate(type_.shape) if d not in dims)
         init = self.constant(identity_element(kind, type_.dtype), type_.dtype)
-        body = {"body": reducer_body(kind, type_.dtype), "reducer": kind}
-        attrs = {"dimensions": tuple(dims), **body, **attrs}
+        body = reducer_body(kind, type_.dtype)
+        attrs = {"dimensions": tuple(dims), "body": body, "reducer": kind}
         return self.op("stablehlo.reduce", (x, init), (type_.with_shape(shape),), attrs)[0]
 
     # Ops of one device's program.

@@ -20,11 +20,8 @@ raised, and the program ends here with what it raised, on every device."""
 FLAG = TensorType((), "ui32")
 """0, or 1 where the function raised; of the type of a float's bits, to travel with them."""
 
-describe(
-    Description(is_local=True, is_repeatable=False, has_effect=True),
-    "check_callback",
-    dialect="spmd",
-)
+_CHECKS = Description(is_local=True, is_repeatable=False, has_effect=True)
+describe(_CHECKS, "check_callback", dialect="spmd")
 
 
 @op(CALLBACK, is_repeatable=False, has_effect=True)

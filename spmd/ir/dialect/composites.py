@@ -13,41 +13,28 @@ from spmd.errors import SpmdError
 from spmd.ir.program import OpKind
 from spmd.ir.types import Dense, Opaque
 
-PREFIX = "with."  # in front of the names of a composite's own attributes, among those of the op
+# Attributes of a composite. Its own have a prefix in their names, among those of the op.
+PREFIX = "with."
+PLATFORM = "spmd.platform"  # the platform that the program is compiled for
 
-PLATFORM = "spmd.platform"
-"""Attribute of a composite: the platform that the program is compiled for."""
-
-KERNEL = "spmd.kernel"
-"""Attribute of a composite in one device's program: whether a kernel computes it."""
-
-WORKSPACE = "spmd.workspace"
-"""Attribute of a composite in one device's program: bytes that it holds while it runs."""
-
-AXES = "spmd.axes"
-"""Attribute of a composite in one device's program: the atoms along which it exchanges by itself.
-
-Its kernel gets their names as `axes`, for jax's collectives."""
-
-SENT = "spmd.sent"
-"""Attribute of such a composite: bytes that a device has for its group, itself included."""
-
-MESH = "spmd.mesh"  # attribute of such a composite: the sizes of the mesh's atoms
+# Its attributes in one device's program alone.
+KERNEL = "spmd.kernel"  # whether a kernel computes it
+WORKSPACE = "spmd.workspace"  # bytes that it holds while it runs
+# Of one that exchanges by itself: the atoms along which it does, whose names its kernel gets as
+# `axes`, for jax's collectives; bytes that a device has for its group, itself included; and the
+# sizes of the mesh's atoms.
+AXES, SENT, MESH = "spmd.axes", "spmd.sent", "spmd.mesh"
 
 Function = Callable[..., Any]
 """A JAX function of local arrays; a composite's attributes are its keyword arguments."""
 
 
 class Composite(NamedTuple):
-    """One registered composite: its name in modules and what computes it.
-
-    The decomposition does so at any shapes (None: only the module has one), the kernel of a
-    platform may return NotImplemented for shapes that it cannot take.
-    """
+    """One registered composite: its name in modules and what computes it."""
 
     name: str
-    decomposition: Function | None
-    kernels: Mapping[str, Function]
+    decomposition: Function | None  # at any shapes; None if only the module has one
+    kernels: Mapping[str, Function]  # by platform; NotImplemented is for shapes that one lacks
 
 
 _COMPOSITES: dict[str, Composite] = {}

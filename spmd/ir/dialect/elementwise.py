@@ -34,11 +34,7 @@ def widens(narrow: str, wide: str) -> bool:
 
 
 CHEAP = Description(
-    elementwise_rule,
-    batched=elementwise,
-    is_same_locally=True,
-    is_elementwise=True,
-    role=Role.INSIDE,
+    elementwise_rule, elementwise, is_same_locally=True, is_elementwise=True, role=Role.INSIDE
 )
 """Cheap enough for XLA to compute it again in every reader."""
 

@@ -144,15 +144,11 @@ class HaloSend(NamedTuple):
 
 
 class HaloExchange(NamedTuple):
-    """How devices get what they need beyond their own tile.
+    """How devices get what they need beyond their own tile."""
 
-    In each of `rounds` every device sends and receives at most once, `lengths` elements. If the
-    rounds would move as much as a gather of the whole dim, that is done instead (`gather`).
-    """
-
-    rounds: tuple[tuple[HaloSend, ...], ...]
-    lengths: tuple[int, ...]
-    gather: bool
+    rounds: tuple[tuple[HaloSend, ...], ...]  # in each, a device sends and receives at most once
+    lengths: tuple[int, ...]  # how many elements that is in each round
+    gather: bool  # whether the whole dim is gathered instead, as the rounds would move as much
 
 
 @lru_cache(maxsize=4096)

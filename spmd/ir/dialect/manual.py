@@ -25,19 +25,11 @@ split each dim, `axes` all atoms that are manual here."""
 describe(Description(region="manual", is_global=True), "manual", dialect="spmd")
 
 
-@op(TO_MANUAL, is_global=True, is_manual=True, vanishes=True)
-def _to_manual(kind: OpKind) -> Rule:
-    """`(x i) j -> i j`, where `x` is split over just the axes of the dim."""
-    return _boundary(kind, whole=kind.operands[0].shape, inner=kind.results[0].shape)
-
-
-@op(FROM_MANUAL, is_global=True, is_manual=True, vanishes=True)
-def _from_manual(kind: OpKind) -> Rule:
-    """`i j -> (x i) j`, where `x` is split over just the axes of the dim."""
-    return _boundary(kind, whole=kind.results[0].shape, inner=kind.operands[0].shape)
-
-
-def _boundary(kind: OpKind, whole: tuple[int, ...], inner: tuple[int, ...]) -> Rule:
+@op(TO_MANUAL, FROM_MANUAL, is_global=True, is_manual=True, vanishes=True)
+def _boundary(kind: OpKind) -> Rule:
+    """`(x i) j -> i j`, or back, where `x` is split over just the axes of the dim."""
+    enters, ends = kind.name == TO_MANUAL, (kind.operands[0].shape, kind.results[0].shape)
+    whole, inner = ends if enters else reversed(ends)
     build = RuleBuilder()
     outer_dims: list[DimFactors] = []
     inner_dims: list[DimFactors] = []
@@ -46,6 +38,5 @@ def _boundary(kind: OpKind, whole: tuple[int, ...], inner: tuple[int, ...]) -> R
         free = build.factor(piece)
         outer_dims.append(fixed + free)
         inner_dims.append(free)
-    enters = kind.name == TO_MANUAL
-    ends = (outer_dims, inner_dims) if enters else (inner_dims, outer_dims)
-    return build.build([ends[0]], [ends[1]], linear=((0,),), moves=True, held=kind.attrs["axes"])
+    before, after = (outer_dims, inner_dims) if enters else (inner_dims, outer_dims)
+    return build.build([before], [after], linear=((0,),), moves=True, held=kind.attrs["axes"])

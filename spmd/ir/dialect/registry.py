@@ -56,11 +56,10 @@ def registered_ops() -> tuple[str, ...]:
 
 ALONE = "spmd.alone"  # attribute of a custom call: all axes of the mesh are manual where it is
 
+# Keys of the rules for custom calls that have none of their own: of those that have batch dims, and
+# of those that are `ALONE`, so that no axis is left to split them.
 BATCHED_CALL = "custom_call:num_batch_dims"
-"""Key of the rule for custom calls that have batch dims and no rule of their own."""
-
 LONE_CALL = "custom_call:in_manual_region"
-"""Key of the rule for calls that are `ALONE` and have no rule: no axis is left to split them."""
 
 _LIBRARY_CALL = re.compile(
     r"(lapack|(cu|hip)solver|(cu|hip)sparse|(cu|hip)_cholesky_update)_?.*_ffi$"

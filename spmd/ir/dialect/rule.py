@@ -15,13 +15,8 @@ from typing import Any, NamedTuple
 from spmd.ir.dialect.halo import Halo, Merge, Window
 from spmd.ir.types import TensorType
 
-PASS = "pass"
-REDUCE = "reduce"
-REPLICATE = "replicate"
-WINDOW = "window"
-FIXED = "fixed"
-MERGE = "merge"
-RING = "ring"
+PASS, REDUCE, REPLICATE, WINDOW = "pass", "reduce", "replicate", "window"
+FIXED, MERGE, RING = "fixed", "merge", "ring"
 
 UNCLAIMED = (REPLICATE, FIXED, RING)
 """Kinds of factors that are never split because a dim is: what splits them follows from the op."""
@@ -36,10 +31,7 @@ def sides(pairs: Sequence[Pair]) -> tuple[list[DimFactors], list[DimFactors]]:
 
 
 class Ring(NamedTuple):
-    """How a `ring` factor may be split: by the atoms of the factor `along`, into `wanted` pieces.
-
-    If `wanted` is 0 any number will do.
-    """
+    """A `ring` factor may be split as `along` is, into `wanted` pieces; 0 is any number."""
 
     along: int
     wanted: int = 0
@@ -51,78 +43,57 @@ class Ring(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """How a factor may be split by atoms that split others, the op exchanging what that takes.
-
-    `bytes` are what all devices have for each other then, if only these others are split.
-    """
+    """How a factor may be split by atoms that split others, the op exchanging what that takes."""
 
     along: tuple[int, ...]
-    bytes: float
+    bytes: float  # that all devices have for each other then, if only these others are split
 
 
 MOST_PIECES = 64  # pieces that go round are written out, one after another: no more than so many
 
 
 class Factor(NamedTuple):
-    """One index of an op's iteration space.
+    """One index of an op's iteration space, and what splitting it means.
 
-    Attributes:
-      size: its extent.
-      kind: what splitting it means:
-        `pass`: nothing else is needed;
-        `reduce`: the results are partial;
-        `window`: neighbours exchange what they read of each other. Dims that share the factor may
-        differ in size; the factor has the result's;
-        `merge`: devices exchange what each finds in its piece (`Merge`); nothing is left partial;
-        `replicate`: it must not be split;
-        `fixed`: it is split over just its own axes. The dim's other factor, behind it, may then be
-        split unevenly;
-        `ring`: it stays whole, or the very atoms that split another factor split it evenly, too.
-        Then its pieces go round, and each device meets all of them.
-      axes: the atoms of a fixed factor.
-      ring: of a ring factor, how it may be split.
-      exchange: of one that atoms of other factors may split evenly, too, what that takes. A result
-        that these split owes nothing over them.
+    `pass`: nothing else is needed. `reduce`: the results are partial. `window`: neighbours exchange
+    what they read of each other; dims that share the factor may differ in size, and the factor has
+    the result's. `merge`: devices exchange what each finds in its piece (`Merge`); nothing is left
+    partial. `replicate`: it must not be split. `fixed`: it is split over just its own axes; the
+    dim's other factor, behind it, may then be split unevenly. `ring`: it stays whole, or the very
+    atoms that split another factor split it evenly, too; then its pieces go round, and each device
+    meets all of them.
     """
 
     size: int
     kind: str = PASS
-    axes: tuple[int, ...] = ()
-    ring: Ring | None = None
+    axes: tuple[int, ...] = ()  # the atoms of a fixed factor
+    ring: Ring | None = None  # of a ring factor, how it may be split
+    # of one that atoms of other factors may split evenly, too, what that takes; a result that these
+    # split owes nothing over them
     exchange: Exchange | None = None
 
 
 class Rule(NamedTuple):
-    """The sharding rule of one op at given types.
+    """The sharding rule of one op at given types."""
 
-    Attributes:
-      operands: for each operand, for each dim, its factors, major to minor.
-      results: for each result, for each dim, its factors, major to minor.
-      factors: all factors, in the order of their numbers.
-      reduction: how terms combine when a `reduce` factor is split.
-      linear: groups of operands. If exactly one whole group is partial (in the way of `terms`, over
-        the same axes) and every other operand is full, the results are partial over these axes.
-      moves: the op only moves elements, so a partial of any kind may flow through `linear`.
-      reads: dims of operands of which a device reads other elements than those of its own tile.
-      held: atoms that may split fixed factors only, and over which no value may be partial.
-      merges: what devices exchange where a `merge` factor is split.
-      terms: how the terms combine that may flow through `linear`.
-    """
-
-    # `linear` by example, with x = x1 + x2 on two devices:
-    #   add ((0, 1),)          (x1 + y1) + (x2 + y2) is x + y: both have to be partial, for a whole
-    #                          y would be added twice
-    #   multiply ((0,), (1,))  x1 * y + x2 * y is x * y: one is partial, and the other is whole
+    # operands, results: for each of them, for each dim, its factors, major to minor
     operands: tuple[tuple[DimFactors, ...], ...]
     results: tuple[tuple[DimFactors, ...], ...]
     factors: tuple[Factor, ...]
-    reduction: str = ""
+    reduction: str = ""  # how terms combine when a `reduce` factor is split
+    # `linear`: groups of operands. If exactly one whole group is partial (in the way of `terms`,
+    # over the same axes) and every other operand is full, the results are partial over these axes.
+    # With x = x1 + x2 on two devices:
+    #   add ((0, 1),)          (x1 + y1) + (x2 + y2) is x + y: both have to be partial, for a whole
+    #                          y would be added twice
+    #   multiply ((0,), (1,))  x1 * y + x2 * y is x * y: one is partial, and the other is whole
     linear: tuple[tuple[int, ...], ...] = ()
-    moves: bool = False
+    moves: bool = False  # it only moves elements: a partial of any kind may flow through `linear`
+    # dims of operands of which a device reads other elements than those of its own tile
     reads: tuple[Halo, ...] = ()
-    held: tuple[int, ...] = ()
-    merges: tuple[Merge, ...] = ()
-    terms: str = "add"
+    held: tuple[int, ...] = ()  # atoms that split fixed factors only; no value is partial over them
+    merges: tuple[Merge, ...] = ()  # what devices exchange where a `merge` factor is split
+    terms: str = "add"  # how the terms combine that may flow through `linear`
 
     def lets_through(self, kind: str) -> bool:
         """Whether values whose terms combine in that way may flow through `linear` partial."""
@@ -141,8 +112,7 @@ class Rule(NamedTuple):
     @property
     def exchanges(self) -> tuple[tuple[int, Exchange], ...]:
         """The numbers of the factors that others' atoms may split, and what that takes."""
-        pairs = ((i, f.exchange) for i, f in enumerate(self.factors))
-        return tuple((i, exchange) for i, exchange in pairs if exchange is not None)
+        return tuple((i, f.exchange) for i, f in enumerate(self.factors) if f.exchange is not None)
 
     def with_exchange(self, factor: int, exchange: Exchange) -> Rule:
         """The same rule with an exchange for a factor."""
@@ -162,7 +132,30 @@ class Rule(NamedTuple):
         return tuple(h for h in self.reads if self.operands[h.operand][h.dim] == (h.factor,))
 
     def __str__(self) -> str:
-        return format_rule(self)
+        """`b i k, b k j -> b i j {k: reduce add}`."""
+
+        def name(factor: int) -> str:
+            letters = "ijklmnopqrstuvwxyzabcdefgh"
+            return letters[factor] if factor < len(letters) else f"z{factor}"
+
+        def term(value: tuple[DimFactors, ...]) -> str:
+            dims = (" ".join(map(name, dim)) for dim in value)
+            return " ".join(
+                t if len(d) == 1 else f"({t})" for t, d in zip(dims, value, strict=True)
+            )
+
+        kinds = [
+            f"{name(i)}: {f.kind}"
+            + (f" {self.reduction}" if f.kind == REDUCE else "")
+            + (f" along {name(f.ring.along)}" if f.ring else "")
+            for i, f in enumerate(self.factors)
+            if f.kind != PASS
+        ]
+        text = " -> ".join(", ".join(map(term, side)) for side in (self.operands, self.results))
+        return text + (f" {{{', '.join(kinds)}}}" if kinds else "")
+
+
+_DIM = re.compile(r"\(([^()]*)\)|([^\s()]+|\S)")
 
 
 def parse_rule(
@@ -180,49 +173,23 @@ def parse_rule(
     `(i j)` for a dim made of several, major first. `kinds` has those factors that do not `pass`.
     """
     left, arrow, right = text.partition("->")
-    terms = [_parse_term(term) for term in left.split(",")] if left.strip() else []
-    outs = [_parse_term(term) for term in right.split(",")] if right.strip() else []
+    # The factors of each dim: `(i j) k` is `[["i", "j"], ["k"]]`.
+    terms, outs = (
+        [
+            [(group or name).split() for group, name in re.findall(_DIM, term)]
+            for term in (side.split(",") if side.strip() else ())
+        ]
+        for side in (left, right)
+    )
     if not arrow or len(terms) != len(operands) or len(outs) != len(results):
         raise ValueError(f"rule {text!r} needs {len(operands)} operands, {len(results)} results")
-    sizes = _solve_sizes(text, terms + outs, [*operands, *results])
-    names = list(sizes)
-    order = {name: i for i, name in enumerate(names)}
-
-    def number(term: list[list[str]]) -> tuple[DimFactors, ...]:
-        return tuple(tuple(order[name] for name in dim) for dim in term)
-
-    return Rule(
-        tuple(map(number, terms)),
-        tuple(map(number, outs)),
-        tuple(Factor(sizes[name], (kinds or {}).get(name, PASS)) for name in names),
-        reduction,
-        tuple(tuple(group) for group in linear),
-    )
-
-
-def _parse_term(term: str) -> list[list[str]]:
-    """The factors of each dim: `(i j) k` is `[["i", "j"], ["k"]]`."""
-    return [
-        (group or name).split() for group, name in re.findall(r"\(([^()]*)\)|([^\s()]+|\S)", term)
-    ]
-
-
-def _solve_sizes(
-    text: str, terms: Sequence[list[list[str]]], types: Sequence[TensorType]
-) -> dict[str, int]:
-    """The size of each factor.
-
-    A dim of one factor tells it, and a dim with one unknown factor what is left for that one; of
-    several unknown ones all have size 1.
-    """
-    for term, type_ in zip(terms, types, strict=True):
+    dims: list[tuple[list[str], int]] = []
+    for term, type_ in zip(terms + outs, (*operands, *results), strict=True):
         if len(term) != type_.rank:
             raise ValueError(f"rule {text!r}: a term with {len(term)} dims for {type_}")
-    dims = [
-        each
-        for term, type_ in zip(terms, types, strict=True)
-        for each in zip(term, type_.shape, strict=True)
-    ]
+        dims += zip(term, type_.shape, strict=True)
+    # A dim of one factor tells its size, and a dim with one unknown factor what is left for that
+    # one; of several unknown ones all have size 1.
     sizes: dict[str, int] = {}
     for dim, size in sorted(dims, key=lambda each: len(each[0]) != 1):
         if len(dim) == 1 and sizes.setdefault(dim[0], size) != size:
@@ -234,30 +201,13 @@ def _solve_sizes(
         product = math.prod(sizes.setdefault(name, 1) for name in dim)
         if product != size:
             raise ValueError(f"rule {text!r}: ({' '.join(dim)}) has size {product}, not {size}")
-    return sizes
-
-
-def format_rule(rule: Rule) -> str:
-    """The rule as text: `b i k, b j k -> b i j {k: reduce add}`."""
-
-    def name(factor: int) -> str:
-        letters = "ijklmnopqrstuvwxyzabcdefgh"
-        return letters[factor] if factor < len(letters) else f"z{factor}"
-
-    def term(value: tuple[DimFactors, ...]) -> str:
-        return " ".join(
-            name(dim[0]) if len(dim) == 1 else "(" + " ".join(map(name, dim)) + ")" for dim in value
-        )
-
-    kinds = [
-        f"{name(i)}: {f.kind}"
-        + (f" {rule.reduction}" if f.kind == REDUCE else "")
-        + (f" along {name(f.ring.along)}" if f.ring else "")
-        for i, f in enumerate(rule.factors)
-        if f.kind != PASS
-    ]
-    text = ", ".join(map(term, rule.operands)) + " -> " + ", ".join(map(term, rule.results))
-    return text + (f" {{{', '.join(kinds)}}}" if kinds else "")
+    order = {name: i for i, name in enumerate(sizes)}
+    before, after = (
+        tuple(tuple(tuple(order[name] for name in dim) for dim in term) for term in side)
+        for side in (terms, outs)
+    )
+    factors = tuple(Factor(size, (kinds or {}).get(name, PASS)) for name, size in sizes.items())
+    return Rule(before, after, factors, reduction, tuple(map(tuple, linear)))
 
 
 class RuleBuilder:

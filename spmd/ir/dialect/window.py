@@ -1,4 +1,4 @@
-"""Rules of ops whose pieces read elements of their neighbours' pieces.
+"""Rules of ops that make, move, cut or join elements, and of sliding windows.
 
 A `window` factor ties an operand's dim to a result's of another size. Where it is split, the
 rule's halos say what every device reads of the operand.
@@ -6,8 +6,18 @@ rule's halos say what every device reads of the operand.
 
 from __future__ import annotations
 
+import math
+
 from spmd.ir.description import Role
-from spmd.ir.dialect.batched import all_of_it, at_a_place, first, in_front, second_half, shifted
+from spmd.ir.dialect.batched import (
+    all_of_it,
+    at_a_place,
+    behind_first,
+    first,
+    in_front,
+    second_half,
+    shifted,
+)
 from spmd.ir.dialect.bodies import is_elementwise
 from spmd.ir.dialect.halo import Window
 from spmd.ir.dialect.reducers import NEUTRAL
@@ -26,9 +36,118 @@ from spmd.ir.program import OpKind
 from spmd.ir.types import ConvDims
 
 
-def term_kind(dtype: str) -> str:
-    """The reduction that combines terms of which all but one device's are zero."""
-    return "or" if dtype == "i1" else "add"
+@op("stablehlo.constant", "stablehlo.iota", is_source=True, role=Role.INSIDE)
+def _source(kind: OpKind) -> Rule:
+    """`-> i j`: any piece can be made locally."""
+    build = RuleBuilder()
+    return build.build([], [[build.factor(size) for size in kind.results[0].shape]])
+
+
+@op(
+    "stablehlo.broadcast_in_dim",
+    batched=in_front(broadcast_dimensions=behind_first),
+    is_same_locally=True,
+    role=Role.INSIDE,
+)
+def _broadcast_in_dim(kind: OpKind) -> Rule:
+    """`i -> i j`: new and expanded dims belong to the result alone."""
+    build = RuleBuilder()
+    result = [build.factor(size) for size in kind.results[0].shape]
+    operand = [
+        result[to] if size == kind.results[0].shape[to] else build.factor(size)
+        for size, to in zip(kind.operands[0].shape, kind.attrs["broadcast_dimensions"], strict=True)
+    ]
+    return build.build([operand], [result], linear=((0,),), moves=True)
+
+
+@op(
+    "stablehlo.transpose",
+    batched=in_front(permutation=behind_first),
+    is_same_locally=True,
+    role=Role.INSIDE,
+)
+def _transpose(kind: OpKind) -> Rule:
+    """`i j -> j i`."""
+    build = RuleBuilder()
+    operand = [build.factor(size) for size in kind.operands[0].shape]
+    result = [operand[p] for p in kind.attrs["permutation"]]
+    return build.build([operand], [result], linear=((0,),), moves=True)
+
+
+@op("stablehlo.reshape", batched=in_front(), is_same_locally=True, role=Role.ALIAS)
+def _reshape(kind: OpKind) -> Rule:
+    """`(i j) k -> i (j k)`: factors are the common refinement of both shapes, major to minor.
+
+    Where the shapes stop refining each other (6 x 4 to 8 x 3 share a major 2, then 3 x 4 meets
+    4 x 3), dims keep a part that cannot be split, up to where both sides line up again.
+    """
+    build = RuleBuilder()
+    source, target = kind.operands[0].shape, kind.results[0].shape
+    operand: list[DimFactors] = [() for _ in source]
+    result: list[DimFactors] = [() for _ in target]
+    if kind.operands[0].size:
+        # The heads of both lists, [dim, size still without a factor], share gcd(m, n), which
+        # becomes a factor of both dims:
+        #   [8, 3] -> [4, 6]:  8 4 share 4;  left 2 | 3 and 6 share 2, then 3:   (i j) k -> i (j k)
+        # Heads that share nothing more cannot be told apart dim by dim:
+        #   [6, 4] -> [8, 3]:  6 8 share 2;  left 3 | 4 and 4 | 3 share nothing
+        # The major 2 can still be split; the rest of both sides is kept whole until both have
+        # passed the same number of elements, here 3 * 4 == 4 * 3.
+        left = [[d, size] for d, size in enumerate(source) if size > 1]
+        right = [[d, size] for d, size in enumerate(target) if size > 1]
+        while left and right:
+            (i, m), (j, n) = left[0], right[0]
+            shared = math.gcd(m, n)
+            if shared > 1:
+                factor = build.factor(shared)
+                operand[i] += factor
+                result[j] += factor
+                left[0][1] //= shared
+                right[0][1] //= shared
+            if left[0][1] > 1 and right[0][1] > 1:
+                m = n = 1
+                while m == 1 or m != n:
+                    is_left = m <= n
+                    d, size = (left if is_left else right).pop(0)
+                    (operand if is_left else result)[d] += build.factor(size, REPLICATE)
+                    m, n = (m * size, n) if is_left else (m, n * size)
+            for side in (left, right):
+                if side and side[0][1] == 1:
+                    side.pop(0)
+    operand = [dim or build.factor(n, REPLICATE) for dim, n in zip(operand, source, strict=True)]
+    result = [dim or build.factor(n, REPLICATE) for dim, n in zip(result, target, strict=True)]
+    return build.build([operand], [result], linear=((0,),), moves=True)
+
+
+@op("stablehlo.bitcast_convert", batched=in_front(), is_same_locally=True, role=Role.ALIAS)
+def _bitcast_convert(kind: OpKind) -> Rule:
+    """Equal widths are elementwise; otherwise the minor dim that appears or goes stays whole."""
+    build = RuleBuilder()
+    source, target = kind.operands[0].shape, kind.results[0].shape
+    shared = [build.factor(n) for n in source[: min(len(source), len(target))]]
+    operand = shared + [build.factor(n, REPLICATE) for n in source[len(shared) :]]
+    result = shared + [build.factor(n, REPLICATE) for n in target[len(shared) :]]
+    return build.build([operand], [result])
+
+
+@op("stablehlo.optimization_barrier", is_same_locally=True, is_repeatable=False, role=Role.ALIAS)
+@op("spmd.mark", is_mark=True, is_global=True, vanishes=True, role=Role.ALIAS)
+def _passes(kind: OpKind) -> Rule:
+    """`i j -> i j`: in the whole program a barrier has one operand (`spmd.frontend.normalize`).
+
+    A mark passes open dims through; the closed ones are fixed where the program is read.
+    """
+    build = RuleBuilder()
+    dims = [build.factor(size) for size in kind.operands[0].shape]
+    return build.build([dims], [dims], linear=((0,),), moves=True)
+
+
+# ---------------------------------------------------------------------------------------------
+# Ops whose pieces read elements of their neighbours' pieces.
+
+
+def _term_kind(kind: OpKind) -> str:
+    return "or" if kind.operands[0].dtype == "i1" else "add"
 
 
 _SLICED = in_front(start_indices=first(0), limit_indices=all_of_it, strides=first(1))
@@ -55,16 +174,13 @@ def _slice(kind: OpKind) -> Rule:
             start, stride = kind.attrs["start_indices"][d], kind.attrs["strides"][d]
             pairs.append(build.window(0, d, size, Window(out, stride, -start)))
     operand, result = sides(pairs)
-    reduction = term_kind(kind.operands[0].dtype)
-    return build.build([operand], [result], reduction=reduction, linear=((0,),), moves=True)
+    more = {"reduction": _term_kind(kind), "linear": ((0,),), "moves": True}
+    return build.build([operand], [result], **more)
 
 
 @op("stablehlo.reverse", batched=in_front(dimensions=shifted), role=Role.INSIDE)
 def _reverse(kind: OpKind) -> Rule:
-    """A reversed dim's tile comes from the device at the other end.
-
-    StableHLO specification, section reverse: `result[o] = operand[size - 1 - o]`.
-    """
+    """A reversed dim's tile comes from the device at the other end."""
     build = RuleBuilder()
     turned = kind.attrs["dimensions"]
     dims = [
@@ -104,16 +220,12 @@ def _pad(kind: OpKind) -> Rule:
 
 @op("stablehlo.concatenate", batched=in_front(dimension=shifted), role=Role.INSIDE)
 def _concatenate(kind: OpKind) -> Rule:
-    """Each operand is read as if it were padded to the result; the other dims pass.
-
-    StableHLO specification, section concatenate.
-    """
+    """Each operand is read as if it were padded to the result; the other dims pass."""
     build = RuleBuilder()
     along = kind.attrs["dimension"]
     shape = kind.results[0].shape
-    splittable = shape[along] > 1 and len(kind.operands) > 1
     result = [build.factor(size) for size in shape]
-    if splittable:
+    if shape[along] > 1 and len(kind.operands) > 1:
         build.factors[result[along][0]] = build.factors[result[along][0]]._replace(kind=WINDOW)
     operands = []
     start = 0
@@ -138,10 +250,7 @@ def _concatenate(kind: OpKind) -> Rule:
     role=Role.INSIDE,
 )
 def _dynamic_slice(kind: OpKind) -> Rule:
-    """Dims taken whole pass (their start can only be 0).
-
-    Of a dim that is cut, each device takes what lies in its piece: a term of the result.
-    """
+    """Dims taken whole pass; of others, what lies in a device's piece is a term of the result."""
     build = RuleBuilder()
     operand, result = [], []
     for size, out in zip(kind.operands[0].shape, kind.results[0].shape, strict=True):
@@ -149,21 +258,13 @@ def _dynamic_slice(kind: OpKind) -> Rule:
         operand.append(shared or build.factor(size, REDUCE))
         result.append(shared or build.factor(out, REPLICATE))
     starts: list[list[DimFactors]] = [[] for _ in kind.operands[1:]]
-    return build.build(
-        [operand, *starts],
-        [result],
-        reduction=term_kind(kind.operands[0].dtype),
-        linear=((0,),),
-        moves=True,
-    )
+    more = {"reduction": _term_kind(kind), "linear": ((0,),), "moves": True}
+    return build.build([operand, *starts], [result], **more)
 
 
 @op("stablehlo.dynamic_update_slice", batched=at_a_place(2), role=Role.UPDATE)
 def _dynamic_update_slice(kind: OpKind) -> Rule:
-    """Every device updates the part that falls into its piece; what it updates with is whole.
-
-    Dims that the update covers whole pass.
-    """
+    """Every device updates its piece with the whole update; dims covered whole pass."""
     build = RuleBuilder()
     operand, update = [], []
     for size, part in zip(kind.operands[0].shape, kind.operands[1].shape, strict=True):
@@ -239,45 +340,37 @@ def _reduce_window(kind: OpKind) -> Rule:
     build = RuleBuilder()
     sliding = Sliding(kind, kind.operands[0].rank)
     running = running_dim(kind)
+    neutral = bool(kind.attrs.get(NEUTRAL))
     pairs: list[Pair] = []
     for d, size in enumerate(kind.operands[0].shape):
+        width, low, out = (
+            kind.attrs["window_dimensions"][d],
+            sliding.padding[d][0],
+            kind.results[0].shape[d],
+        )
+        # whether one window covers the whole dim, so that the terms of its pieces can be reduced
+        is_undilated = (sliding.base[d], sliding.window[d]) == (1, 1)
+        covers = size > 1 and out == 1 and is_undilated and low >= 0 and width >= low + size
         if d == running:
             factor = build.factor(size, WINDOW)
             pairs.append((factor, factor))
             build.read(0, d, factor, None)
-        elif kind.attrs["window_dimensions"][d] == 1 and sliding.is_plain(d):
+        elif width == 1 and sliding.is_plain(d):
             pairs.append(build.passes(size))
-        elif _covers(kind, sliding, d):
+        elif covers and kind.attrs.get("reducer") and neutral:
             pairs.append(build.apart(size, 1, REDUCE))
         else:
-            span = (kind.attrs["window_dimensions"][d] - 1) * sliding.window[d] + 1
-            low, out = sliding.padding[d][0], kind.results[0].shape[d]
+            span = (width - 1) * sliding.window[d] + 1
             window = Window(out, sliding.strides[d], low, sliding.base[d], span)
             pairs.append(build.window(0, d, size, window))
     operand, result = sides(pairs)
     build.reads = [read._replace(operand=i) for i in range(count) for read in build.reads]
-    neutral = kind.attrs.get("reducer") == "add" and kind.attrs.get(NEUTRAL)
     scalars: list[list[DimFactors]] = [[]] * count
     return build.build(
         [*[operand] * count, *scalars],
         [result] * count,
         reduction=kind.attrs.get("reducer", ""),
-        linear=((0,),) if neutral else (),
-    )
-
-
-def _covers(kind: OpKind, sliding: Sliding, d: int) -> bool:
-    """Whether one window covers a whole dim, so that the terms of its pieces can be reduced."""
-    size, span = kind.operands[0].shape[d], kind.attrs["window_dimensions"][d]
-    low = sliding.padding[d][0]
-    return (
-        size > 1
-        and kind.results[0].shape[d] == 1
-        and (sliding.base[d], sliding.window[d]) == (1, 1)
-        and low >= 0
-        and span >= low + size
-        and bool(kind.attrs.get("reducer"))
-        and bool(kind.attrs.get(NEUTRAL))
+        linear=((0,),) if kind.attrs.get("reducer") == "add" and neutral else (),
     )
 
 
@@ -342,64 +435,47 @@ def _convolution(kind: OpKind) -> Rule:
     lhs: list[DimFactors] = [()] * kind.operands[0].rank
     rhs: list[DimFactors] = [()] * kind.operands[1].rank
     out: list[DimFactors] = [()] * kind.results[0].rank
-    _batch_and_features(kind, build, lhs, rhs, out)
+    kernel, result = kind.operands[1].shape, kind.results[0].shape
+    features = kind.attrs.get("feature_group_count", 1)
+    batches = kind.attrs.get("batch_group_count", 1)
+    groups = features * batches  # one of them is 1
+    g, b = build.factor(groups), build.factor(result[dims.output_batch])
+    depth = kernel[dims.kernel_input_feature]
+    i = build.factor(depth, REDUCE if depth > 1 else REPLICATE)
+    o = build.factor(kernel[dims.kernel_output_feature] // groups)
+
+    def grouped(count: int, inner: DimFactors) -> DimFactors:
+        """Groups, major to what each consists of; a group of one element is that element."""
+        if count == 1:
+            return inner
+        return g if build.factors[inner[0]].size == 1 else g + inner
+
+    lhs[dims.input_batch], lhs[dims.input_feature] = grouped(batches, b), grouped(features, i)
+    rhs[dims.kernel_input_feature], out[dims.output_batch] = i, b
+    rhs[dims.kernel_output_feature] = out[dims.output_feature] = grouped(groups, o)
     sliding = Sliding(kind, len(dims.input_spatial))
     reversal = kind.attrs.get("window_reversal") or (False,) * len(dims.input_spatial)
-    for i, (x, k, y) in enumerate(
+    for at, (x, k, y) in enumerate(
         zip(dims.input_spatial, dims.kernel_spatial, dims.output_spatial, strict=True)
     ):
-        size, kernel = kind.operands[0].shape[x], kind.operands[1].shape[k]
-        result = kind.results[0].shape[y]
-        stride, taps, base = sliding.strides[i], sliding.window[i], sliding.base[i]
-        low = sliding.padding[i][0]
+        size, width, length = kind.operands[0].shape[x], kernel[k], result[y]
+        stride, taps, base = sliding.strides[at], sliding.window[at], sliding.base[at]
+        low = sliding.padding[at][0]
         # A kernel that is larger than the result is contracted. The gradient with respect to a
         # kernel looks like that: the gradient of the images, as large as they are, takes the
         # kernel's place. So its dim is split and the results are partial, instead of the kernel
         # being whole on every device.
-        contracts = kernel > 1 and result < kernel
+        contracts = width > 1 and length < width
         if contracts and size > 1:
-            out[y] = build.factor(result, REPLICATE)
-            lhs[x] = rhs[k] = build.factor(kernel, REDUCE)
-            span = (result - 1) * stride + 1
-            build.read(0, x, rhs[k], Window(kernel, taps, low, base, span, bool(reversal[i])))
-        elif contracts or result < 2:
-            lhs[x], out[y] = build.apart(size, result)
-            rhs[k] = build.factor(kernel, REPLICATE)
+            out[y] = build.factor(length, REPLICATE)
+            lhs[x] = rhs[k] = build.factor(width, REDUCE)
+            span = (length - 1) * stride + 1
+            build.read(0, x, rhs[k], Window(width, taps, low, base, span, bool(reversal[at])))
+        elif contracts or length < 2:
+            lhs[x], out[y] = build.apart(size, length)
+            rhs[k] = build.factor(width, REPLICATE)
         else:
-            span = (kernel - 1) * taps + 1
-            lhs[x], out[y] = build.window(0, x, size, Window(result, stride, low, base, span))
-            rhs[k] = build.factor(kernel, REPLICATE)
+            span = (width - 1) * taps + 1
+            lhs[x], out[y] = build.window(0, x, size, Window(length, stride, low, base, span))
+            rhs[k] = build.factor(width, REPLICATE)
     return build.build([lhs, rhs], [out], reduction="add", linear=((0,), (1,)))
-
-
-def _batch_and_features(
-    kind: OpKind,
-    build: RuleBuilder,
-    lhs: list[DimFactors],
-    rhs: list[DimFactors],
-    out: list[DimFactors],
-) -> None:
-    dims: ConvDims = kind.attrs["dimension_numbers"]
-    features = kind.attrs.get("feature_group_count", 1)
-    batches = kind.attrs.get("batch_group_count", 1)
-    groups = features * batches  # one of them is 1
-    kernel, result = kind.operands[1].shape, kind.results[0].shape
-    g = build.factor(groups)
-    b = build.factor(result[dims.output_batch])
-    depth = kernel[dims.kernel_input_feature]
-    i = build.factor(depth, REDUCE if depth > 1 else REPLICATE)
-    o = build.factor(kernel[dims.kernel_output_feature] // groups)
-    lhs[dims.input_batch] = _grouped(build, g if batches > 1 else (), b)
-    lhs[dims.input_feature] = _grouped(build, g if features > 1 else (), i)
-    rhs[dims.kernel_input_feature] = i
-    rhs[dims.kernel_output_feature] = out[dims.output_feature] = _grouped(
-        build, g if groups > 1 else (), o
-    )
-    out[dims.output_batch] = b
-
-
-def _grouped(build: RuleBuilder, group: DimFactors, inner: DimFactors) -> DimFactors:
-    """Groups, major to what each consists of; a group of one element is that element."""
-    if group and build.factors[inner[0]].size == 1:
-        return group
-    return group + inner

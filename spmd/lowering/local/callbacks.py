@@ -14,7 +14,7 @@ after:  `%3, %4 = if (device is the first) { spmd.callback %0 } else { zeros }; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG
@@ -88,13 +88,11 @@ def in_order(program: Program) -> Program:
 
 
 def _is_ordered(op: Op) -> bool:
-    """Whether an op is an ordered callback, or has one inside."""
     inner = (inner for region in op.regions for inner in region.ops)
     return bool(op.name == CALLBACK and op.kind.attrs["ordered"]) or any(map(_is_ordered, inner))
 
 
 def _linked(b: Builder, region: Region, link: Value) -> tuple[Region, Value]:
-    """A region whose ordered callbacks come one after the other, and the last one's number."""
     ops = []
     for op in region.ops:
         if not _is_ordered(op):
@@ -127,21 +125,16 @@ def _linked(b: Builder, region: Region, link: Value) -> tuple[Region, Value]:
     return region._replace(ops=tuple(ops)), link
 
 
-def on_first(b: Builder, op: Op, operands: tuple[Value, ...], is_first: Value) -> Sequence[Value]:
-    """A callback on the first device; the others have zeros."""
+def where(
+    b: Builder,
+    flag: Value,
+    op: Op,
+    operands: tuple[Value, ...],
+    otherwise: Callable[[], Sequence[Value]],
+) -> Sequence[Value]:
+    """The results of an op that is done where a flag is set; elsewhere they are `otherwise`."""
     b.begin()
-    calls = b.end((), b.repeat(op.kind, operands))
+    done = b.end((), b.repeat(op.kind, operands))
     b.begin()
-    zeros = b.end((), [b.splat(0, type_) for type_ in op.kind.results])
-    return b.op(IF, (is_first,), op.kind.results, {}, (calls, zeros))
-
-
-def where_raised(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value]:
-    """A check, made only where the flag is set."""
-    flag, *values = operands
-    is_set = b.compare("NE", flag, b.splat(0, FLAG))
-    b.begin()
-    checks = b.end((), b.repeat(op.kind, operands))
-    b.begin()
-    passes = b.end((), values)
-    return b.op(IF, (is_set,), op.kind.results, {}, (checks, passes))
+    others = b.end((), otherwise())
+    return b.op(IF, (flag,), op.kind.results, {}, (done, others))

@@ -28,19 +28,9 @@ from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.importer.module import import_module, signature
 from spmd.frontend.trace import trace
 from spmd.ir.description import COMPOSITE, FROM_MANUAL
+from spmd.ir.dialect import composites
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.dialect.composites import (
-    AXES,
-    KERNEL,
-    MESH,
-    PLATFORM,
-    PREFIX,
-    SENT,
-    WORKSPACE,
-    Function,
-    arguments_of,
-    composite_of,
-)
+from spmd.ir.dialect.composites import Function, arguments_of, composite_of
 from spmd.ir.dialect.manual import MANUAL, TO_MANUAL
 from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.ir.rewrite import append_ops
@@ -64,9 +54,9 @@ class _Declined(Exception):
     """Raised where a kernel returns NotImplemented."""
 
 
-def lower_composite(op: LocalOp, **changed: Attribute) -> tuple[Value, ...]:
-    """The composite for one device, some of its own attributes changed."""
-    return append_composite(op.b, op.operands, op.result_types(), with_own(op.attrs, **changed))
+def lower_composite(op: LocalOp) -> tuple[Value, ...]:
+    """The composite for one device."""
+    return append_composite(op.b, op.operands, op.result_types(), op.attrs)
 
 
 def lower_exchanging(op: LocalOp, factor: int) -> tuple[Value, ...]:
@@ -74,13 +64,13 @@ def lower_exchanging(op: LocalOp, factor: int) -> tuple[Value, ...]:
     exchange, axes = op.rule.factors[factor].exchange, op.choice.assignment[factor]
     assert exchange is not None, "no factor that exchanges"
     sent = exchanged_bytes(exchange, op.choice.assignment, op.mesh)
-    attrs = {**op.attrs, AXES: axes, SENT: sent, MESH: op.mesh.atom_sizes}
+    attrs = {
+        **op.attrs,
+        composites.AXES: axes,
+        composites.SENT: sent,
+        composites.MESH: op.mesh.atom_sizes,
+    }
     return append_composite(op.b, op.operands, op.result_types(), attrs)
-
-
-def with_own(attrs: Mapping[str, Attribute], **changed: Attribute) -> dict[str, Attribute]:
-    """A composite's attributes with some of its own changed."""
-    return {**attrs, **{PREFIX + name: value for name, value in changed.items()}}
 
 
 def append_composite(
@@ -90,33 +80,25 @@ def append_composite(
     attrs: Mapping[str, Attribute],
 ) -> tuple[Value, ...]:
     """Appends a composite on one device, by kernel or decomposition; SpmdError without either."""
-    types = tuple(b.types[v] for v in operands)
-    kind = OpKind(COMPOSITE, types, tuple(results), {**attrs, KERNEL: True})
-    platform = attrs.get(PLATFORM, "")
-    if platform in composite_of(kind).kernels:
+    types, platform = tuple(b.types[v] for v in operands), attrs.get(composites.PLATFORM, "")
+    for is_kernel in (True, False):
+        kind = OpKind(COMPOSITE, types, tuple(results), {**attrs, composites.KERNEL: is_kernel})
+        if is_kernel and platform not in composite_of(kind).kernels:
+            continue
         traced = traced_composite(kind)
-        if traced is not None:
-            return _call(b, operands, kind, traced)
-    kind = OpKind(COMPOSITE, types, tuple(results), {**attrs, KERNEL: False})
-    traced = traced_composite(kind)
-    if traced is None:
-        raise SpmdError(
-            f"composite {attrs['name']} has nothing that computes it here",
-            op=", ".join(map(str, kind.operands)),
-            source=b.loc.source,
-            required=f"a kernel for {platform} that takes these shapes, or a decomposition",
-            fix="pass decomposition= to spmd.register_composite",
-        )
-    if traced.program is None:
-        return _call(b, operands, kind, traced)
-    return append_ops(b, traced.program, operands, loc=b.loc)
-
-
-def _call(
-    b: Builder, operands: Sequence[Value], kind: OpKind, traced: TracedComposite
-) -> tuple[Value, ...]:
-    attrs = {**kind.attrs, WORKSPACE: traced.workspace}
-    return b.op(COMPOSITE, operands, kind.results, attrs)
+        if traced is not None and (is_kernel or traced.program is None):
+            return b.op(
+                COMPOSITE, operands, results, {**kind.attrs, composites.WORKSPACE: traced.workspace}
+            )
+        if traced is not None and traced.program is not None:
+            return append_ops(b, traced.program, operands, loc=b.loc)
+    raise SpmdError(
+        f"composite {attrs['name']} has nothing that computes it here",
+        op=", ".join(map(str, types)),
+        source=b.loc.source,
+        required=f"a kernel for {platform} that takes these shapes, or a decomposition",
+        fix="pass decomposition= to spmd.register_composite",
+    )
 
 
 def traced_composite(kind: OpKind) -> TracedComposite | None:
@@ -126,14 +108,14 @@ def traced_composite(kind: OpKind) -> TracedComposite | None:
     function fails, or has other results than the composite.
     """
     composite = composite_of(kind)
-    platform = kind.attrs.get(PLATFORM, "")
-    is_kernel = kind.attrs.get(KERNEL, composite.decomposition is None)
+    platform = kind.attrs.get(composites.PLATFORM, "")
+    is_kernel = kind.attrs.get(composites.KERNEL, composite.decomposition is None)
     function = composite.kernels[platform] if is_kernel else composite.decomposition
     if function is None:
         return None
     # The workspace is known only after tracing, and is added to the op's kind: the kind without it
     # is the key, so that planning, lowering and emission trace a kernel once between them.
-    bare = {name: value for name, value in kind.attrs.items() if name != WORKSPACE}
+    bare = {name: value for name, value in kind.attrs.items() if name != composites.WORKSPACE}
     cache = OpKind(kind.name, kind.operands, kind.results, bare)._cache
     if "composite.traced" not in cache:
         cache["composite.traced"] = _trace(function, kind, platform or "cpu")
@@ -143,7 +125,15 @@ def traced_composite(kind: OpKind) -> TracedComposite | None:
 
 def _trace(function: Function, kind: OpKind, platform: str) -> TracedComposite | None:
     attributes = arguments_of(kind)
-    sizes, axes = kind.attrs.get(MESH, ()), kind.attrs.get(AXES, ())
+    sizes, axes = kind.attrs.get(composites.MESH, ()), kind.attrs.get(composites.AXES, ())
+    # Pallas asks jax for the kind of the default device, whatever platform it lowers for; from jax
+    # 0.11 on for GPUs, too. So where none of the platform is here, one stands in for it.
+    device = _STAND_INS.get(platform)
+    device = None if device and jax.default_backend() == device.platform else device
+    lowers_for: AbstractContextManager[Any] = nullcontext()
+    if device is not None:
+        stand_in = AbstractMesh((), (), abstract_device=device)
+        lowers_for = jax.sharding.use_abstract_mesh(stand_in)
     if axes:
         attributes["axes"] = tuple(map(_atom_name, axes))
 
@@ -154,9 +144,15 @@ def _trace(function: Function, kind: OpKind, platform: str) -> TracedComposite |
         return results
 
     structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in kind.operands]
+    whole: Callable[..., Any] = run
+    if axes:
+        # Explicit axes, as jax 0.11 makes them, ask for a mesh of devices around the trace.
+        names, auto = tuple(map(_atom_name, range(len(sizes)))), (AxisType.Auto,) * len(sizes)
+        mesh = AbstractMesh(tuple(sizes), names, axis_types=auto, abstract_device=device)
+        spec = PartitionSpec()  # every device has its own, which nothing here looks at
+        whole = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     try:
-        with jax.enable_x64(needs_x64((*kind.operands, *kind.results))), _device_of(platform):
-            whole = _among_devices(run, sizes, platform) if axes else run
+        with jax.enable_x64(needs_x64((*kind.operands, *kind.results))), lowers_for:
             module = trace(whole, structs, {}, platform=platform).module
     except _Declined:
         return None
@@ -184,8 +180,19 @@ def _trace(function: Function, kind: OpKind, platform: str) -> TracedComposite |
         _inline_manual(module, sizes)
     # Of a kernel nothing is known but what is around its calls.
     workspace = peak_memory(program, (), platform).temporary if program else 0
-    entry, functions = _functions(module, kind.attrs["name"])
-    return TracedComposite(entry, functions, program, workspace)
+    with module.context:  # no other module has functions of these names
+        digest = hashlib.sha256(str(module).encode()).hexdigest()[:12]
+        entry = "".join(c if c.isalnum() else "_" for c in kind.attrs["name"]) + "_" + digest
+        functions = [item.operation for item in module.body.operations]
+        for made in functions:
+            old = ir.StringAttr(made.attributes["sym_name"]).value
+            new = entry if old == "main" else f"{entry}_{old}"
+            ir.SymbolTable.replace_all_symbol_uses(old, new, module.operation)
+            ir.SymbolTable.set_symbol_name(made, new)
+            made.attributes["sym_visibility"] = ir.StringAttr.get("private")
+        how = {"use_local_scope": True, "enable_debug_info": False}
+        texts = tuple(str(made.get_asm(**how)) for made in functions)
+    return TracedComposite(entry, texts, program, workspace)
 
 
 _STAND_INS = {
@@ -193,42 +200,6 @@ _STAND_INS = {
     "tpu": AbstractDevice("TPU v5e", 1, "tpu"),
 }
 """The device that Pallas lowers kernels of a platform for where none of it is."""
-
-
-def _device_of(platform: str) -> AbstractContextManager[Any]:
-    """A context in which Pallas finds a device of a platform, be there none.
-
-    It asks jax for the kind of the default device, whatever platform it lowers for; from jax 0.11
-    on for GPUs, too.
-    """
-    device = _stand_in(platform)
-    if device is None:
-        return nullcontext()
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
-
-
-def _stand_in(platform: str) -> AbstractDevice | None:
-    """A device to lower for where there is none of a platform."""
-    device = _STAND_INS.get(platform)
-    return None if device and jax.default_backend() == device.platform else device
-
-
-def _functions(module: ir.Module, name: str) -> tuple[str, tuple[str, ...]]:
-    """The symbol to call and the functions' texts, with symbols that no other module has."""
-    with module.context:
-        digest = hashlib.sha256(str(module).encode()).hexdigest()[:12]
-        prefix = "".join(c if c.isalnum() else "_" for c in name) + "_" + digest
-        functions = [item.operation for item in module.body.operations]
-        for function in functions:
-            old = ir.StringAttr(function.attributes["sym_name"]).value
-            new = prefix if old == "main" else f"{prefix}_{old}"
-            ir.SymbolTable.replace_all_symbol_uses(old, new, module.operation)
-            ir.SymbolTable.set_symbol_name(function, new)
-            function.attributes["sym_visibility"] = ir.StringAttr.get("private")
-        texts = tuple(
-            str(f.get_asm(use_local_scope=True, enable_debug_info=False)) for f in functions
-        )
-    return prefix, texts
 
 
 # ---------------------------------------------------------------------------------------------
@@ -239,18 +210,6 @@ def _functions(module: ir.Module, name: str) -> tuple[str, tuple[str, ...]]:
 #
 # before: func @main(%0) { %1 = sdy.manual_computation(%0) (%2) { %3 = all_gather %2 ... } }
 # after:  func @main(%0) { %3 = all_gather %0 ... }
-
-
-def _among_devices(
-    function: Callable[..., Any], sizes: Sequence[int], platform: str
-) -> Callable[..., Any]:
-    """The function of one device's operands in a `shard_map` over atoms of these sizes."""
-    names = tuple(map(_atom_name, range(len(sizes))))
-    # Axes that are Explicit, as jax 0.11 makes them, ask for a mesh of devices around the trace.
-    types, device = (AxisType.Auto,) * len(names), _stand_in(platform)
-    mesh = AbstractMesh(tuple(sizes), names, axis_types=types, abstract_device=device)
-    spec = PartitionSpec()  # every device has its own, which nothing here looks at
-    return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
 def _atom_name(atom: int) -> str:

@@ -126,7 +126,6 @@ def join(b: Builder, x: Value, split: Split) -> Value:
 
 
 def _resize(b: Builder, x: Value, dim: int, size: int) -> Value:
-    """Pads a dim with zeros at its end, or cuts it there."""
     have = b.types[x].shape[dim]
     if size <= have:
         return b.slice_dim(x, dim, 0, size)

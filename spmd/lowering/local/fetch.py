@@ -45,10 +45,7 @@ class Piece(NamedTuple):
 def fetch(
     b: Builder, x: Value, split: Split, need: Need, axes: Axes, fill: Value | None = None
 ) -> Value:
-    """The range that each device needs of a dim, with the scalar `fill` (else zero) outside of it.
-
-    The tiles that want them are split over `axes`.
-    """
+    """What each tile (over `axes`) needs of a dim, with the scalar `fill`, or 0, outside of it."""
     type_ = b.types[x].with_dim(split.dim, need.length)
     return assembled(b, parts_of(b, x, split, need), type_, split.dim, axes, fill)
 
@@ -63,27 +60,35 @@ def parts_of(b: Builder, x: Value, split: Split, need: Need) -> list[Piece]:
     #   from the left tile         0   none 0:1  0:1  0:1
     #   from the right tile        3   3:4  3:4  3:4  none
     dim, size, axes, mesh = split
-    if not axes:
-        return [_whole_part(x, need)]
-    plan = exchange(need, size, axes, mesh)
-    if plan.gather:
-        pieces = gather_dim(b, x, dim, axes, mesh)
-        return [_whole_part(join(b, pieces, split), need)]
-    owned = tiles(size, axes, mesh)
+    plan = exchange(need, size, axes, mesh) if axes else None
+    if plan is None or plan.gather:
+        whole = x if plan is None else join(b, gather_dim(b, x, dim, axes, mesh), split)
+        every = range(len(need.starts))
+        taken = [HaloSend(i, i, need.lows[i], need.highs[i]) for i in every]
+        return [_part(whole, taken, [0 for _ in every], need)]
+    owned, count, piece = tiles(size, axes, mesh), mesh.extent(axes), split.pieces[-1]
     own = [
-        HaloSend(i, i, max(need.lows[i], start), min(need.highs[i], start + count))
-        for i, (start, count) in enumerate(owned)
+        HaloSend(i, i, max(need.lows[i], start), min(need.highs[i], start + held))
+        for i, (start, held) in enumerate(owned)
     ]
     found = [_part(x, own, [start for start, _ in owned], need)]
     for transfers, length in zip(plan.rounds, plan.lengths, strict=True):
-        found.append(_round(b, x, split, need, transfers, length))
+        # One permute: every source sends the `length` elements of its tile that hold the transfer.
+        # Where a shorter transfer ends at the tile's end the slice starts earlier, so that it stays
+        # in the tile; `_part` knows where it starts.
+        sends, firsts = dict[int, int](), [0] * count
+        for source, target, low, _ in transfers:
+            start = owned[source][0]
+            sends[source] = min(low - start, piece - length)
+            firsts[target] = start + sends[source]
+        anything = sends[min(sends)]  # where nobody reads it; so fewer places differ
+        starts = [sends.get(source, anything) for source in range(count)]
+        sent = take_dim(b, x, dim, axes, starts, length)
+        groups = mesh.groups(axes)
+        pairs = sorted((group[t.source], group[t.target]) for group in groups for t in transfers)
+        got = b.collective("collective_permute", sent, b.types[sent], axes, pairs=tuple(pairs))
+        found.append(_part(got, transfers, firsts, need, zeroed=True))
     return found
-
-
-def _whole_part(x: Value, need: Need) -> Piece:
-    every = range(len(need.starts))
-    whole = [HaloSend(i, i, need.lows[i], need.highs[i]) for i in every]
-    return _part(x, whole, [0 for _ in every], need)
 
 
 def _part(
@@ -97,30 +102,6 @@ def _part(
             start = need.starts[i]
             offsets[i], lows[i], highs[i] = firsts[i] - start, low - start, high - start
     return Piece(x, tuple(offsets), tuple(lows), tuple(highs), zeroed)
-
-
-def _round(
-    b: Builder, x: Value, split: Split, need: Need, transfers: Sequence[HaloSend], length: int
-) -> Piece:
-    """One permute: every source sends the `length` elements of its tile that hold the transfer."""
-    # All sources send equally many elements. Where a shorter transfer ends at the tile's end the
-    # slice starts earlier, so that it stays in the tile; `_part` knows where it starts.
-    dim, size, axes, mesh = split
-    count, piece = mesh.extent(axes), split.pieces[-1]
-    sends, firsts = dict[int, int](), [0] * count
-    owned = tiles(size, axes, mesh)
-    for source, target, low, _ in transfers:
-        start = owned[source][0]
-        sends[source] = min(low - start, piece - length)
-        firsts[target] = start + sends[source]
-    anything = sends[min(sends)]  # where nobody reads it; so fewer places differ
-    starts = [sends.get(source, anything) for source in range(count)]
-    sent = take_dim(b, x, dim, axes, starts, length)
-    pairs = tuple(
-        sorted((group[t.source], group[t.target]) for group in mesh.groups(axes) for t in transfers)
-    )
-    got = b.collective("collective_permute", sent, b.types[sent], axes, pairs=pairs)
-    return _part(got, transfers, firsts, need, zeroed=True)
 
 
 def assembled(
@@ -225,21 +206,12 @@ def note_of(op: LocalOp, number: int, dim: int) -> str:
     return f"{op.op.label} reads its neighbours' pieces of dim {dim} of operand {number}"
 
 
-class _Base(NamedTuple):
-    """A fetched dim, with the padding and dilation that the op itself still has to add."""
-
-    value: Value
-    low: int
-    high: int
-    dilation: int
-
-
 def base_of(
     op: LocalOp, number: int, x: Value, dim: int, axes: Axes, window: Window, fill: Value | None
-) -> _Base:
-    """The base positions that tiles over `axes` read, for an op that pads and dilates them itself.
+) -> tuple[Value, int, int, int]:
+    """A fetched dim, with the padding (low, high) and dilation that the op itself still has to add.
 
-    Where devices start at different phases (see `reads_of`), they are dilated here instead.
+    Where devices start at different phases (see `reads_of`), elements are dilated here instead.
     """
     b = op.b
     reads = reads_of(window, op.dim(number, dim).size, axes, op.mesh)
@@ -247,7 +219,7 @@ def base_of(
     dilation = window.dilation
     if reads.low is not None:
         filled = reads.low + (reads.need.length - 1) * dilation + 1
-        return _Base(x, reads.low, reads.base - filled, dilation)
+        return x, reads.low, reads.base - filled, dilation
     scalar = fill if fill is not None else b.splat(0, b.types[x].with_shape(()))
     x = b.pad_dim(x, dim, 0, 0, scalar, dilation - 1)
-    return _Base(take_dim(b, x, dim, axes, reads.skips, reads.base), 0, 0, 1)
+    return take_dim(b, x, dim, axes, reads.skips, reads.base), 0, 0, 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from spmd.ir.dialect.halo import Need, rounds
 from spmd.ir.dialect.reducers import NEUTRAL, REDUCER_OPS, identity_element
 from spmd.ir.dialect.rule import MERGE
 from spmd.ir.program import Body, Value
-from spmd.ir.types import GatherDims, TensorType, numpy_dtype
+from spmd.ir.types import GatherDims, TensorType, is_float, numpy_dtype
 from spmd.lowering.local.dims import Split, gather_dim, own_count, own_piece, per_device, start_of
 from spmd.lowering.local.fetch import fetch
 from spmd.lowering.local.table import LocalOp, local
@@ -77,8 +76,14 @@ def _ragged_dot(op: LocalOp) -> tuple[Value, ...]:
     groups = op.dim(1, dims.group).axes if dims.group is not None else ()
     if not rows.axes and not groups:
         return op.emit([lhs, rhs, sizes])
+    # Where each group ends: the sums of all sizes up to and with its own.
+    square = b.types[sizes].with_shape((*b.types[sizes].shape, b.types[sizes].shape[-1]))
+    rank = square.rank
+    spread = b.broadcast(sizes, square.shape, (*range(rank - 2), rank - 1))
+    counts = [b.iota(TensorType(square.shape, "i32"), d) for d in (rank - 1, rank - 2)]
+    masked = b.select(b.compare("LE", *counts), spread, b.splat(0, square))
+    ends = b.reduce("add", masked, (rank - 1,))
     count = b.types[lhs].shape[dims.ragged]
-    ends = _running_sum(b, sizes)
     type_, last = b.types[ends], b.types[ends].rank - 1
     if rows.axes:  # counted from this device's first row, within its rows
         first = b.broadcast(b.convert(start_of(b, rows), type_.dtype), type_.shape)
@@ -91,33 +96,15 @@ def _ragged_dot(op: LocalOp) -> tuple[Value, ...]:
         return op.emit([lhs, rhs, b.binary("subtract", ends, starts)])
     # Groups of padding get the bounds 0.
     starts, ends = (own_piece(b, bounds, last, groups, op.mesh) for bounds in (starts, ends))
-    own = _own_groups(b, starts, ends, count)
-    # The right operand gets a group of zeros before and after its own.
-    zero = b.splat(0, b.types[rhs].with_shape(()))
-    return op.emit([lhs, b.pad_dim(rhs, dims.group, 1, 1, zero), own])
-
-
-def _running_sum(b: Builder, sizes: Value) -> Value:
-    """Where each group ends: the sums of all sizes up to and with its own."""
-    type_ = b.types[sizes]
-    groups = type_.shape[-1]
-    square = type_.with_shape((*type_.shape, groups))
-    rank = square.rank
-    spread = b.broadcast(sizes, square.shape, (*range(rank - 2), rank - 1))
-    counts = [b.iota(TensorType(square.shape, "i32"), d) for d in (rank - 1, rank - 2)]
-    masked = b.select(b.compare("LE", *counts), spread, b.splat(0, square))
-    return b.reduce("add", masked, (rank - 1,))
-
-
-def _own_groups(b: Builder, starts: Value, ends: Value, count: int) -> Value:
-    """Rows before this device's groups, in each of them, and after them."""
-    last = b.types[starts].rank - 1
-    before = b.slice_dim(starts, last, 0, 1)
-    sizes = b.binary("subtract", ends, starts)
-    total = b.reshape(b.reduce("add", sizes, (last,)), b.types[before].shape)
+    # Rows before this device's groups, in each of them, and after them: the right operand gets a
+    # group of zeros before and after its own.
+    before, own = b.slice_dim(starts, last, 0, 1), b.binary("subtract", ends, starts)
+    total = b.reshape(b.reduce("add", own, (last,)), b.types[before].shape)
     done = b.binary("add", before, total)
     after = b.binary("subtract", b.splat(count, b.types[done]), done)
-    return b.concatenate([before, sizes, after], last)
+    zero = b.splat(0, b.types[rhs].with_shape(()))
+    own = b.concatenate([before, own, after], last)
+    return op.emit([lhs, b.pad_dim(rhs, dims.group, 1, 1, zero), own])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -131,7 +118,6 @@ def merged_dims(op: LocalOp) -> tuple[int, ...]:
 
 
 def _gathered(op: LocalOp, x: Value, dim: int) -> Value:
-    """All-gathers what the pieces of a dim gave, with a note that says so."""
     with op.b.noted(f"what each piece of dim {dim} found, for {op.op.name}"):
         return gather_dim(op.b, x, dim, op.dim(0, dim).axes, op.mesh)
 
@@ -156,23 +142,20 @@ def reduce_merged(op: LocalOp) -> tuple[Value, ...]:
     xs = tuple(
         op.masked(i, partial(b.broadcast, init, shape), split) for i, init in enumerate(inits)
     )
+
+    def reduced(xs: Sequence[Value], dims: Sequence[int]) -> tuple[Value, ...]:
+        kept = tuple(n for d, n in enumerate(b.types[xs[0]].shape) if d not in dims)
+        types = [b.types[x].with_shape(kept) for x in xs]
+        return b.op(op.op.name, (*xs, *inits), types, {**op.attrs, "dimensions": tuple(dims)})
+
     left = tuple(sorted(op.attrs["dimensions"]))
     for d in reversed(split):
-        found = _reduced(op, xs, inits, [r for r in left if r >= d])
+        found = reduced(xs, [r for r in left if r >= d])
         kept = b.types[found[0]].shape
         rows = [b.reshape(x, (*kept[:d], 1, *kept[d:])) for x in found]
         xs = tuple(_gathered(op, row, d) for row in rows)
         left = (*(r for r in left if r < d), d)
-    return _reduced(op, xs, inits, left)
-
-
-def _reduced(
-    op: LocalOp, xs: Sequence[Value], inits: Sequence[Value], dims: Sequence[int]
-) -> tuple[Value, ...]:
-    b = op.b
-    kept = tuple(n for d, n in enumerate(b.types[xs[0]].shape) if d not in dims)
-    types = [b.types[x].with_shape(kept) for x in xs]
-    return b.op(op.op.name, (*xs, *inits), types, {**op.attrs, "dimensions": tuple(dims)})
+    return reduced(xs, left)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -193,14 +176,40 @@ def _top_k(op: LocalOp) -> tuple[Value, ...]:
     if not split:
         return op.emit()
     b, (dim,), k = op.b, split, op.op.kind.results[0].shape[-1]
-    x = op.masked(0, last_element(op.op.kind.operands[0].dtype), split)
-    count = min(k, b.types[x].shape[dim])
+    dtype, count = op.op.kind.operands[0].dtype, min(k, b.types[op.operands[0]].shape[dim])
+    last = identity_element("max", dtype)  # what it puts last: of floats the NaN of all bits set
+    if is_float(dtype):
+        element = numpy_dtype(dtype)
+        last = np.frombuffer(b"\xff" * element.itemsize, element).reshape(())
+    x = op.masked(0, last, split)
     values, places = _top(op, x, count)
     start = b.convert(start_of(b, op.dim(0, dim)), b.types[places].dtype)
     places = b.binary("add", places, b.broadcast(start, b.types[places].shape))
-    found = [_without_padding(op, _gathered(op, v, dim), dim, count) for v in (values, places)]
+    # 5 elements over {2, 2} lie as 0 1 | 2 . | 3 4 | . . With two candidates from each piece, those
+    # [0, 3) and [4, 6) of the gathered eight exist. The others are the least element there is, but
+    # would still win against an equal one behind them.
+    runs: list[tuple[int, int]] = []
+    for i, (_, own) in enumerate(tiles(op.dim(0, dim).size, op.dim(0, dim).axes, op.mesh)):
+        begin, stop = i * count, i * count + min(count, own)
+        if runs and runs[-1][1] == begin:
+            begin = runs.pop()[0]
+        if begin < stop:
+            runs.append((begin, stop))
+    gathered = [_gathered(op, v, dim) for v in (values, places)]
+    found = [b.concatenate([b.slice_dim(x, dim, *run) for run in runs], dim) for x in gathered]
     best, positions = _top(op, found[0], k)
-    return best, _picked(b, found[1], positions)
+    type_, batch = b.types[found[1]], tuple(range(dim))
+    dims = GatherDims(
+        offset_dims=(),
+        collapsed_slice_dims=(dim,),
+        operand_batching_dims=batch,
+        start_indices_batching_dims=batch,
+        start_index_map=(dim,),
+        index_vector_dim=dim + 1,
+    )
+    attrs = {"dimension_numbers": dims, "slice_sizes": (1,) * type_.rank}
+    result = type_.with_shape(b.types[positions].shape)
+    return best, b.op("stablehlo.gather", (found[1], positions), (result,), attrs)[0]
 
 
 def _top(op: LocalOp, x: Value, k: int) -> tuple[Value, Value]:
@@ -210,47 +219,6 @@ def _top(op: LocalOp, x: Value, k: int) -> tuple[Value, Value]:
     attrs = {**op.attrs, "k": k}
     values, places = b.op(op.op.name, (x,), (type_.with_shape(shape), indices), attrs)
     return values, places
-
-
-def last_element(dtype: str) -> Any:
-    """The element that `top_k` puts last in its total order: of floats the NaN of all bits set."""
-    if not dtype.startswith(("f", "bf")):
-        return identity_element("max", dtype)
-    element = numpy_dtype(dtype)
-    return np.frombuffer(b"\xff" * element.itemsize, element).reshape(())
-
-
-def _without_padding(op: LocalOp, x: Value, dim: int, count: int) -> Value:
-    """The candidates, `count` from each piece, without those that are padding."""
-    # 5 elements over {2, 2} lie as 0 1 | 2 . | 3 4 | . . With two candidates from each piece, those
-    # [0, 3) and [4, 6) of the gathered eight exist. The others are the least element there is, but
-    # would still win against an equal one behind them.
-    _, size, axes, _ = op.dim(0, dim)
-    runs: list[tuple[int, int]] = []
-    for i, (_, own) in enumerate(tiles(size, axes, op.mesh)):
-        start, stop = i * count, i * count + min(count, own)
-        if runs and runs[-1][1] == start:
-            start = runs.pop()[0]
-        if start < stop:
-            runs.append((start, stop))
-    return op.b.concatenate([op.b.slice_dim(x, dim, *run) for run in runs], dim)
-
-
-def _picked(b: Builder, x: Value, positions: Value) -> Value:
-    """The elements of the last dim at some positions of it."""
-    type_, result = b.types[x], b.types[positions]
-    last = type_.rank - 1
-    batch = tuple(range(last))
-    dims = GatherDims(
-        offset_dims=(),
-        collapsed_slice_dims=(last,),
-        operand_batching_dims=batch,
-        start_indices_batching_dims=batch,
-        start_index_map=(last,),
-        index_vector_dim=result.rank,
-    )
-    attrs = {"dimension_numbers": dims, "slice_sizes": (1,) * type_.rank}
-    return b.op("stablehlo.gather", (x, positions), (type_.with_shape(result.shape),), attrs)[0]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -273,26 +241,28 @@ def _sort(op: LocalOp) -> tuple[Value, ...]:
     split = merged_dims(op)
     if not split:
         return op.emit()
-    dim = op.dim(0, split[0])
-    xs = _ordered(op, (*op.operands, _positions(op, dim)))
-    with op.b.noted(f"pieces of dim {dim.dim} meet to be merged by {op.op.name}"):
+    # Positions in the whole dim are sorted along; those of padding lie behind all of it. No two are
+    # equal, not even of padding: ties would let a network lose one and double another.
+    b, dim, shape = op.b, op.dim(0, split[0]), op.b.types[op.operands[0]].shape
+    piece, owned = dim.pieces[-1], tiles(dim.size, dim.axes, dim.mesh)
+    count = b.iota(TensorType(shape, "i32"), dim.dim)
+    place = b.binary("add", count, b.broadcast(start_of(b, dim), shape))
+    if not dim.is_even:
+        behind = [dim.size + i * piece for i in range(op.mesh.extent(dim.axes))]
+        padding = b.binary("add", count, b.broadcast(per_device(b, dim.axes, behind), shape))
+        exists = b.broadcast(own_count(b, dim), shape)
+        place = b.select(b.compare("LT", count, exists), place, padding)
+    xs = _ordered(op, (*op.operands, place))
+    with b.noted(f"pieces of dim {dim.dim} meet to be merged by {op.op.name}"):
         for pairs in rounds(op.mesh.extent(dim.axes)):
             xs = _ordered(op, _met(op, xs, dim, pairs))
-        return tuple(_settled(op.b, x, dim) for x in xs[:-1])
-
-
-def _positions(op: LocalOp, dim: Split) -> Value:
-    """Where each element of a piece lies in the whole dim; padding lies behind all of it."""
-    # No two are equal, not even of padding: ties would let a network lose one and double another.
-    b, shape = op.b, op.b.types[op.operands[0]].shape
-    count = b.iota(TensorType(shape, "i32"), dim.dim)
-    own = b.binary("add", count, b.broadcast(start_of(b, dim), shape))
-    if dim.is_even:
-        return own
-    behind = [dim.size + i * dim.pieces[-1] for i in range(op.mesh.extent(dim.axes))]
-    padding = b.binary("add", count, b.broadcast(per_device(b, dim.axes, behind), shape))
-    exists = b.broadcast(own_count(b, dim), shape)
-    return b.select(b.compare("LT", count, exists), own, padding)
+        if all(start == i * piece for i, (start, own) in enumerate(owned) if own):
+            return xs[:-1]
+        # From the network's pieces, all full but the last ones, to the dim's own. 5 elements over
+        # {2, 2}: the network leaves 0 1 | 2 3 | 4 . | . ., the dim has 0 1 | 2 . | 3 4 | . .
+        padded = dim._replace(size=piece * len(owned))
+        need = Need.of(padded.size, piece, [(start, start, start + own) for start, own in owned])
+        return tuple(fetch(b, x, padded, need, dim.axes) for x in xs[:-1])
 
 
 def _ordered(op: LocalOp, xs: Sequence[Value]) -> tuple[Value, ...]:
@@ -303,8 +273,7 @@ def _ordered(op: LocalOp, xs: Sequence[Value]) -> tuple[Value, ...]:
     args = [inner.value(scalar) for scalar in scalars for _ in range(2)]
     inner.begin()
     first = _comes_first(inner, op, args[::2], args[1::2], ())
-    region = inner.end(args, (first,))
-    body = Body(tuple(inner.types), region)
+    body = Body(tuple(inner.types), inner.end(args, (first,)))
     attrs = {**op.attrs, "is_stable": False, "body": body}
     return b.op(op.op.name, xs, [b.types[x] for x in xs], attrs)
 
@@ -312,15 +281,13 @@ def _ordered(op: LocalOp, xs: Sequence[Value]) -> tuple[Value, ...]:
 def _comes_first(
     b: Builder, op: LocalOp, left: Sequence[Value], right: Sequence[Value], shape: tuple[int, ...]
 ) -> Value:
-    """Whether elements come before others: by the comparator, equal ones and padding by position.
-
-    `left` and `right` are an element of each operand, and its position, all of one shape.
-    """
-    body = op.attrs["body"]
+    """Whether elements come before others by the comparator; if equal or padding, by position."""
     *xs, i = left
     *ys, j = right
-    (before,) = inline_elementwise(b, body, _in_turn(xs, ys), shape)
-    (after,) = inline_elementwise(b, body, _in_turn(ys, xs), shape)
+    (before,), (after,) = (  # a comparator's arguments are the left and right of each operand
+        inline_elementwise(b, op.attrs["body"], [v for pair in pairs for v in pair], shape)
+        for pairs in (zip(xs, ys, strict=True), zip(ys, xs, strict=True))
+    )
     earlier = b.compare("LT", i, j)
     tie = b.binary("and", b.unary("not", after), earlier)
     ordered = b.binary("or", before, tie)
@@ -328,11 +295,6 @@ def _comes_first(
     last = b.splat(size, TensorType(shape, "i32"))
     is_padding = b.compare("GE", b.binary("maximum", i, j), last)
     return b.select(is_padding, earlier, ordered)
-
-
-def _in_turn(xs: Sequence[Value], ys: Sequence[Value]) -> list[Value]:
-    """Arguments of a comparator: left and right of each operand."""
-    return [v for pair in zip(xs, ys, strict=True) for v in pair]
 
 
 def _met(
@@ -366,19 +328,5 @@ def _met(
 
 
 def _flag(b: Builder, axes: Axes, flags: Sequence[bool], shape: tuple[int, ...]) -> Value:
-    """This device's flag, repeated over a shape."""
     number = per_device(b, axes, [int(flag) for flag in flags])
     return b.broadcast(b.compare("NE", number, b.constant(0, "i32")), shape)
-
-
-def _settled(b: Builder, x: Value, dim: Split) -> Value:
-    """Moves elements from the network's pieces, all full but the last ones, to the dim's own."""
-    # 5 elements over {2, 2}: the network leaves 0 1 | 2 3 | 4 . | . ., the dim has the pieces
-    # 0 1 | 2 . | 3 4 | . .
-    piece = dim.pieces[-1]
-    owned = tiles(dim.size, dim.axes, dim.mesh)
-    if all(start == i * piece for i, (start, own) in enumerate(owned) if own):
-        return x
-    padded = dim._replace(size=piece * len(owned))
-    need = Need.of(padded.size, piece, [(start, start, start + own) for start, own in owned])
-    return fetch(b, x, padded, need, dim.axes)

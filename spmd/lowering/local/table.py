@@ -124,14 +124,13 @@ LocalFunction = Callable[[LocalOp], tuple[Value, ...]]
 _LOCAL: dict[str, LocalFunction] = {}
 
 
-def local(*names: str) -> Callable[[LocalFunction], LocalFunction]:
-    """Decorator: the function lowers these ops to one device."""
+def local(name: str) -> Callable[[LocalFunction], LocalFunction]:
+    """Decorator: the function lowers an op of this name to one device."""
 
     def register(function: LocalFunction) -> LocalFunction:
-        for name in names:
-            if name in _LOCAL:
-                raise SpmdError(f"op {name} already has a local lowering")
-            _LOCAL[name] = function
+        if name in _LOCAL:
+            raise SpmdError(f"op {name} already has a local lowering")
+        _LOCAL[name] = function
         return function
 
     return register

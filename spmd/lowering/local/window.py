@@ -45,15 +45,16 @@ def _reduce_window(op: LocalOp) -> tuple[Value, ...]:
             base_of(op, i, x, d, *read, init)
             for i, (x, init) in enumerate(zip(xs, inits, strict=True))
         ]
-        xs = [m.value for m in made]
-        padding[d], base[d] = (made[0].low, made[0].high), made[0].dilation
-    attrs: dict[str, Attribute] = {
-        "padding": tuple(padding),
-        "base_dilations": tuple(base),
-        "window_dimensions": tuple(sizes),
-        "window_strides": tuple(strides),
-    }
-    return op.emit([*xs, *inits], **attrs)
+        xs = [value for value, *_ in made]
+        _, low, high, base[d] = made[0]
+        padding[d] = low, high
+    return op.emit(
+        [*xs, *inits],
+        padding=tuple(padding),
+        base_dilations=tuple(base),
+        window_dimensions=tuple(sizes),
+        window_strides=tuple(strides),
+    )
 
 
 def _running(op: LocalOp, dim: int, backwards: bool) -> tuple[Value, ...]:
@@ -95,7 +96,6 @@ def _running(op: LocalOp, dim: int, backwards: bool) -> tuple[Value, ...]:
 def _windows_of(
     op: LocalOp, xs: Sequence[Value], dim: int, size: int, pad: int, backwards: bool
 ) -> tuple[Value, ...]:
-    """The op with windows of `size` along a dim and `pad` elements before (or behind) it."""
     inits = op.operands[len(xs) :]
     b, rank = op.b, op.op.kind.results[0].rank
     padding = (0, pad) if backwards else (pad, 0)
@@ -111,10 +111,7 @@ def _windows_of(
 
 @local("stablehlo.select_and_scatter")
 def _select_and_scatter(op: LocalOp) -> tuple[Value, ...]:
-    """All windows that touch the piece, whole; then the piece is cut out of what they scatter to.
-
-    Windows that do not exist scatter the identity of the reduction.
-    """
+    """All windows that touch the piece, which is cut out of what these scatter to."""
     b, (x, source, init) = op.b, op.operands
     dtype = b.types[source].dtype
     shape = list(op.result_types()[0].shape)
@@ -175,15 +172,7 @@ def _convolution(op: LocalOp) -> tuple[Value, ...]:
         i = numbers.input_spatial.index(d)
         lhs, low, high, dilation[i] = base_of(op, 0, lhs, d, *read, None)
         padding[i] = low, high
-    attrs: dict[str, Attribute] = dict(_groups(op, numbers))
-    if padding:
-        attrs |= {"padding": tuple(padding), "lhs_dilation": tuple(dilation)}
-    return op.emit([lhs, rhs], **attrs)
-
-
-def _groups(op: LocalOp, numbers: ConvDims) -> dict[str, int]:
-    """The groups that are left on one device."""
-    found = {}
+    attrs: dict[str, Attribute] = {}  # of groups those that are left on one device
     for name, d in (
         ("feature_group_count", numbers.input_feature),
         ("batch_group_count", numbers.input_batch),
@@ -191,5 +180,7 @@ def _groups(op: LocalOp, numbers: ConvDims) -> dict[str, int]:
         count = op.attrs.get(name, 1)
         if count > 1:
             axes = op.choice.assignment[op.rule.operands[0][d][0]]
-            found[name] = piece_sizes(count, axes, op.mesh)[-1]
-    return found
+            attrs[name] = piece_sizes(count, axes, op.mesh)[-1]
+    if padding:
+        attrs |= {"padding": tuple(padding), "lhs_dilation": tuple(dilation)}
+    return op.emit([lhs, rhs], **attrs)

@@ -14,10 +14,7 @@ from spmd.reshard.comm import collective_seconds
 
 
 class Clock:
-    """Predicted seconds of a program's ops, whichever order rewrites bring them in.
-
-    Ops that rewrites add afterwards only move a few bytes around: they take none.
-    """
+    """Predicted seconds of a program's ops; ops that rewrites add to it take none."""
 
     def __init__(self, program: Program, mesh: Mesh, topology: Topology) -> None:
         self.program, self.mesh, self.topology = program, mesh, topology

@@ -21,9 +21,9 @@ import math
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
-from spmd.ir.description import Role
+from spmd.ir.description import RESHAPE, Role
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.program import Op, Program, Region, Value, free_values
+from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values
 from spmd.lowering.rewrites.clock import Clock
 from spmd.lowering.rewrites.moves import pieces_of
 
@@ -31,15 +31,13 @@ MEMBERS = 4  # a bucket has room for at least so many collectives; larger ones t
 PATIENCE = 16  # a collective waits, or comes early, for at most so many times its own duration
 FEW_BYTES = 1 << 16  # what an op reads and writes that waits with the reduction that it reads
 
+COMBINED = ("all_gather", "all_reduce", "reduce_scatter")  # kinds that can be combined
 
 _Key = tuple[object, ...]  # what collectives have to share in order to travel together
 
 
 class _Bucket:
-    """Collectives that travel together, in a flat buffer of so many bytes.
-
-    `until` is the time at which enough arithmetic has passed to hide them all.
-    """
+    """Collectives that travel together; at `until` enough arithmetic has passed to hide them."""
 
     def __init__(self, now: float) -> None:
         self.ops: list[Op] = []
@@ -47,14 +45,9 @@ class _Bucket:
         self.until = now
 
     def add(self, op: Op, seconds: float) -> None:
-        """Adds a collective that takes `seconds` alone."""
         self.ops.append(op)
         self.bytes += _bytes(op)
         self.until += PATIENCE * seconds
-
-    def is_over(self, now: float) -> bool:
-        """Whether it has waited long enough."""
-        return now > self.until and self.bytes > FEW_BYTES
 
 
 class _Waiting:
@@ -75,25 +68,17 @@ class _Waiting:
 
     def __init__(self, b: Builder) -> None:
         self._b = b
-        self._buckets: dict[_Key, _Bucket] = {}
-        self._key_of: dict[Value, _Key] = {}
-        self._late: dict[Value, tuple[int, Op]] = {}  # the op, and its place
-
-    def has_any(self, values: Iterable[Value]) -> bool:
-        """Whether some of the values are not made yet."""
-        return any(v in self._key_of or v in self._late for v in values)
-
-    def put_off(self, op: Op, place: int) -> None:
-        """Lets an op wait until its results are read."""
-        self._late.update((result, (place, op)) for result in op.results)
+        self.buckets: dict[_Key, _Bucket] = {}
+        self.key_of: dict[Value, _Key] = {}
+        self.late: dict[Value, tuple[int, Op]] = {}  # the op, and its place
 
     def add(self, op: Op, now: float, seconds: float, most: int) -> None:
         """Lets a reduction that takes `seconds` alone wait, in a buffer of `most` bytes."""
         key = _key(op)
-        if key in self._buckets and self._buckets[key].bytes + _bytes(op) > most:
-            self._flush(key)
-        self._buckets.setdefault(key, _Bucket(now)).add(op, seconds)
-        self._key_of[op.results[0]] = key
+        if key in self.buckets and self.buckets[key].bytes + _bytes(op) > most:
+            self.flush(key)
+        self.buckets.setdefault(key, _Bucket(now)).add(op, seconds)
+        self.key_of[op.results[0]] = key
 
     def make(self, values: Iterable[Value]) -> None:
         """Makes those of the values that wait, and all that they need."""
@@ -102,28 +87,17 @@ class _Waiting:
             value = ask.pop()
             if value not in needed:
                 needed.add(value)
-                ask += self._late[value][1].operands if value in self._late else ()
-        for key in dict.fromkeys(self._key_of[v] for v in sorted(needed) if v in self._key_of):
-            self._flush(key)
-        late = {self._late.pop(v) for v in needed if v in self._late}
+                ask += self.late[value][1].operands if value in self.late else ()
+        for key in dict.fromkeys(self.key_of[v] for v in sorted(needed) if v in self.key_of):
+            self.flush(key)
+        late = {self.late.pop(v) for v in needed if v in self.late}
         for _, op in sorted(late, key=itemgetter(0)):
             self._b.append(op)
 
-    def flush_over(self, now: float) -> None:
-        """Makes the collectives that have waited long enough."""
-        for key in [key for key, bucket in self._buckets.items() if bucket.is_over(now)]:
-            self._flush(key)
-
-    def flush_all(self) -> None:
-        """Makes all that waits."""
-        for key in list(self._buckets):
-            self._flush(key)
-        self.make(list(self._late))
-
-    def _flush(self, key: _Key) -> None:
-        bucket = self._buckets.pop(key)
+    def flush(self, key: _Key) -> None:
+        bucket = self.buckets.pop(key)
         for member in bucket.ops:
-            del self._key_of[member.results[0]]
+            del self.key_of[member.results[0]]
         _combined(self._b, bucket.ops)
 
 
@@ -140,7 +114,6 @@ class _Combiner:
         self.b = Builder(program.types)
 
     def region(self, old: Region) -> Region:
-        """A block with its collectives combined."""
         inside = {id(op): tuple(map(self.region, op.regions)) for op in old.ops if op.regions}
         self.b.begin(isolated=True)
         starts = self.clock.starts(old)
@@ -151,26 +124,32 @@ class _Combiner:
             group = together.get(id(op), [op])
             reads = [v for member in group for v in member.operands]
             reads += [v for r in op.regions for v in free_values(r)]
-            if waiting.has_any(reads):
-                if _can_wait(op):
-                    waiting.put_off(op, place)
+            if any(v in waiting.key_of or v in waiting.late for v in reads):
+                about = op.kind.about
+                moves = about.role in (Role.INSIDE, Role.ALIAS) and not op.collective
+                moved = sum(t.bytes for t in (*op.kind.operands, *op.kind.results))
+                if moves and not about.has_effect and moved <= FEW_BYTES:  # it may as well be late
+                    waiting.late.update((result, (place, op)) for result in op.results)
                     continue
                 waiting.make(reads)
             now = start_of[id(op)]
-            waiting.flush_over(now)
+            for key, bucket in list(waiting.buckets.items()):
+                if now > bucket.until and bucket.bytes > FEW_BYTES:  # it has waited long enough
+                    waiting.flush(key)
             if op.regions:
                 self.b.append(op._replace(regions=inside[id(op)]))
             elif self.is_small(op) and op.collective != "all_gather":
                 waiting.add(op, now, self.clock.exchange(op), self.target)
             elif group:
                 _combined(self.b, group)
-        waiting.flush_all()
+        for key in list(waiting.buckets):
+            waiting.flush(key)
+        waiting.make(list(waiting.late))
         return self.b.end(old.args, old.results)
 
     # What may travel together.
 
     def is_small(self, op: Op) -> bool:
-        """Whether a collective's start costs more than the copies that save it."""
         if op.collective not in COMBINED or len(op.operands) != 1 or "axes" not in op.kind.attrs:
             return False
         if not 0 < _bytes(op) <= self.target // MEMBERS:
@@ -228,17 +207,6 @@ class _Combiner:
         return ordered
 
 
-def _can_wait(op: Op) -> bool:
-    """Whether an op only moves next to nothing, so that it may as well be late."""
-    about = op.kind.about
-    moves = about.role in (Role.INSIDE, Role.ALIAS) and not op.collective
-    return (
-        moves
-        and not about.has_effect
-        and sum(t.bytes for t in (*op.kind.operands, *op.kind.results)) <= FEW_BYTES
-    )
-
-
 def _key(op: Op) -> _Key:
     attrs = op.kind.attrs
     dtype = op.kind.operands[0].dtype
@@ -248,10 +216,6 @@ def _key(op: Op) -> _Key:
 def _bytes(op: Op) -> int:
     """Bytes of a flat buffer that a collective takes up: those of its larger side."""
     return max(op.kind.operands[0].bytes, op.kind.results[0].bytes)
-
-
-COMBINED = ("all_gather", "all_reduce", "reduce_scatter")
-"""Kinds of collectives that can be combined."""
 
 
 def _combined(b: Builder, group: Sequence[Op]) -> None:
@@ -303,16 +267,15 @@ def _rows(b: Builder, op: Op) -> Value:
 
 
 def _turned(b: Builder, x: Value, shape: tuple[int, int, int]) -> Value:
-    """Reshapes a value to three dims and swaps the first two."""
     return x if 1 in shape[:2] else b.transpose(b.reshape(x, shape), (1, 0, 2))
 
 
 def _unpacked(b: Builder, op: Op, part: Value) -> None:
-    """Makes a collective's own results from its columns of the common one."""
     # Gathers join rows, one a device. For f32[2, 3] along dim 1 over 4 devices that is f32[4, 6]:
     # as (4 devices, 2, 3) with the first two swapped, it is the f32[2, 12] that was asked for.
     if op.collective == "all_gather":
         type_, dim = op.kind.operands[0], op.kind.attrs["all_gather_dim"]
         before = math.prod(type_.shape[:dim])
         part = _turned(b, part, (pieces_of(op), before, math.prod(type_.shape[dim:])))
-    b.append(b.reshape_op(part, op))
+    kind = OpKind(RESHAPE, (b.types[part],), op.kind.results, {})
+    b.append(Op(kind, (part,), op.results, (), op.loc))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from spmd.ir.control_flow import Index, users_of
+from spmd.ir.control_flow import producers_of, users_of
 from spmd.ir.description import TRANSPOSE
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Value
@@ -17,8 +17,7 @@ from spmd.ir.rewrite import Now, dedupe, edit_ops, remove_dead
 from spmd.ir.types import Opaque
 from spmd.lowering.rewrites.clock import Clock, Room
 from spmd.lowering.rewrites.combine import combine
-from spmd.lowering.rewrites.gathers import regather, share_gathers
-from spmd.lowering.rewrites.narrow import narrow
+from spmd.lowering.rewrites.moves import narrow, regather, share_gathers
 from spmd.lowering.rewrites.order import order
 from spmd.lowering.rewrites.slices import slice_collectives
 from spmd.lowering.rewrites.two_level import two_level
@@ -41,10 +40,7 @@ def simplify(program: Program, mesh: Mesh, topology: Topology) -> Program:
 def schedule(
     program: Program, mesh: Mesh, topology: Topology, combine_bytes: int, prefetch: int, room: Room
 ) -> Program:
-    """The rewrites that say how and when collectives run, which the others must not undo.
-
-    For `combine_bytes` and `prefetch` see `Options`.
-    """
+    """The rewrites that say how and when collectives run, which the others must not undo."""
     # A flat buffer is split in levels, not each small collective in it. `order` comes last, since
     # every other rewrite changes what there is to be ordered.
     clock = Clock(program, mesh, topology)
@@ -66,10 +62,7 @@ MOST_DIMS = 3  # XLA has no FFT of more
 
 
 class _Fft(NamedTuple):
-    """An FFT of one dim of what is transformed.
-
-    The op transforms the last dim: of a transpose of the operand, if it is of another dim.
-    """
+    """An FFT of one dim of what is transformed: if that is not the last, of its transpose."""
 
     operand: Value
     dim: int
@@ -80,11 +73,18 @@ def join_ffts(program: Program) -> Program:
     """Joins FFTs that nothing but transposes there and back is between."""
     if not any(LENGTHS in op.kind.attrs for op in program.walk()):
         return program
-    users, index = users_of(program), Index(program)
-    made = {v: op for v, op in index.producers.items() if len(users.get(v, ())) == 1}
+    users, producers = users_of(program), producers_of(program)
+    made = {v: op for v, op in producers.items() if len(users.get(v, ())) == 1}
 
     def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
-        parts = _parts(op, made)
+        parts: list[_Fft] = []  # FFTs of different dims that end with this op, the last one first
+        before: Op | None = op
+        while before is not None and len(parts) < MOST_DIMS:
+            part = _part(before, made)
+            if part is None or any(part.dim == other.dim for other in parts):
+                break
+            parts.append(part)
+            before = made.get(part.operand)
         for count in range(len(parts), 1, -1):
             kind = _kind(parts[:count], op.kind.results[0].rank)
             if kind is not None:
@@ -96,18 +96,6 @@ def join_ffts(program: Program) -> Program:
         return None
 
     return remove_dead(edit_ops(program, edit))
-
-
-def _parts(op: Op | None, made: Mapping[Value, Op]) -> list[_Fft]:
-    """The FFTs of different dims that end with an op, the last one first."""
-    found: list[_Fft] = []
-    while op is not None and len(found) < MOST_DIMS:
-        part = _part(op, made)
-        if part is None or any(part.dim == other.dim for other in found):
-            break
-        found.append(part)
-        op = made.get(part.operand)
-    return found
 
 
 def _part(op: Op, made: Mapping[Value, Op]) -> _Fft | None:
@@ -129,7 +117,6 @@ def _part(op: Op, made: Mapping[Value, Op]) -> _Fft | None:
 
 
 def _kind(parts: Sequence[_Fft], rank: int) -> Opaque | None:
-    """The kind of the FFT of all dims; None if there is none."""
     if {part.dim for part in parts} != set(range(rank - len(parts), rank)):
         return None
     kinds: list[Opaque] = [part.op.kind.attrs["fft_type"] for part in parts]

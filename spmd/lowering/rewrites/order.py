@@ -21,30 +21,23 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from spmd.ir.description import Role
-from spmd.ir.program import OpKind, Program, Region, Value, reads
+from spmd.ir.program import Op, OpKind, Program, Region, Value, reads
 from spmd.lowering.rewrites.clock import Clock, Room
 
 _NEVER = float("inf")
 
 
 class _Traits(NamedTuple):
-    """What matters of an op of a kind."""
+    """What matters of an op of a kind: collectives move up, and cheap ops with them."""
 
     is_cheap: bool  # whether it is computed inside its readers, or only another name
-    can_move: bool  # whether it moves up: collectives do, and cheap ops with them
+    can_move: bool
     grows: bool  # whether it is a collective that makes more than it takes
     links: frozenset[int]  # the atoms over which a collective runs
-
-    @staticmethod
-    def of(kind: OpKind) -> _Traits:
-        """The traits of a kind."""
-        is_cheap, collective = kind.about.role in (Role.INSIDE, Role.ALIAS), kind.about.collective
-        grows = bool(collective) and kind.results[0].bytes > kind.operands[0].bytes
-        links = frozenset(kind.attrs.get("axes", ()))
-        return _Traits(is_cheap, is_cheap or bool(collective), grows, links)
 
 
 def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
@@ -61,7 +54,7 @@ def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
             op._replace(regions=tuple(map(region, op.regions))) if op.regions else op
             for op in old.ops
         )
-        places = _Places(old, clock, prefetch).found
+        places = _places(old, clock, prefetch)
         ranked = sorted(range(len(ops)), key=places.__getitem__)  # ties keep the old order
         return old._replace(ops=tuple(ops[i] for i in ranked))
 
@@ -70,11 +63,31 @@ def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
     return ordered if left >= 0 or left >= room.left(program) else program
 
 
-class _Places:
-    """The place of each op of a block in the new order.
+def _places(region: Region, clock: Clock, prefetch: int) -> list[float]:
+    """The place of each op in the new order: at 2.5 it stands behind op 2 and in front of op 3."""
+    ops, starts = region.ops, clock.starts(region)
+    of_kind: dict[OpKind, _Traits] = {}
+    for kind in dict.fromkeys(op.kind for op in ops):
+        is_cheap, moves = kind.about.role in (Role.INSIDE, Role.ALIAS), bool(kind.about.collective)
+        grows = moves and kind.results[0].bytes > kind.operands[0].bytes
+        links = frozenset(kind.attrs.get("axes", ()))
+        of_kind[kind] = _Traits(is_cheap, is_cheap or moves, grows, links)
+    traits = [of_kind[op.kind] for op in ops]
 
-    Places count ops of the old order: an op at 2.5 stands behind op 2 and in front of op 3.
-    """
+    # `ready`: the last op in front of each op that it must stay behind; -1 if there is none. Cheap
+    # ops and collectives that make its operands move along with it, so what makes theirs counts.
+    ready: list[int] = []
+    made: dict[Value, int] = {}
+    for i, (op, its) in enumerate(zip(ops, traits, strict=True)):
+        ready.append(max([made.get(v, -1) for v in op.operands], default=-1))
+        made.update((v, ready[i] if its.can_move else i) for v in op.results)
+    # Whether its result takes memory from when it starts: it is a collective that makes more than
+    # it takes, or of something that is kept in any case.
+    is_gather = [
+        its.grows or (bool(op.collective) and last < 0)
+        for op, its, last in zip(ops, traits, ready, strict=True)
+    ]
+    earliest = _earliest(ops, traits, is_gather, prefetch)
 
     # The walk goes backwards, so that the readers of a value have their places before its maker:
     # an op then stands no later than its first reader, and data flow stays in order. Products of
@@ -86,100 +99,62 @@ class _Places:
     #   4        is used at 127, so it starts at 127 - 40 = 87, while op 2 runs: its place is 1.5
     #   3        is needed by 4, so its place is 1.5 too; ties keep the old order
     #   result   0 1 3 4 2 5, the gather beside op 2
-
-    def __init__(self, region: Region, clock: Clock, prefetch: int) -> None:
-        self.ops = region.ops
-        self.clock = clock
-        of_kind = {kind: _Traits.of(kind) for kind in dict.fromkeys(op.kind for op in self.ops)}
-        self.traits = [of_kind[op.kind] for op in self.ops]
-        self.starts = clock.starts(region)
-        self.ready = self._ready()
-        # whether its result takes memory from when it starts: it is a collective that makes more
-        # than it takes, or of something that is kept in any case
-        self.is_gather = [
-            traits.grows or (bool(op.collective) and ready < 0)
-            for op, traits, ready in zip(self.ops, self.traits, self.ready, strict=True)
-        ]
-        self.earliest = self._earliest(prefetch)
-        self.found = [float(i) for i in range(len(self.ops))]
-        # the first place at which something, or arithmetic behind cheap ops, reads a value; and the
-        # time from which links of some axes are busy with later gathers
-        self.needed: dict[Value, float] = {}
-        self.used: dict[Value, float] = {}
-        self.links_free: dict[frozenset[int], float] = {}
-        for i in reversed(range(len(self.ops))):
-            self._place(i)
-
-    def _ready(self) -> list[int]:
-        """For each op, the last op before it that it must stay behind; -1 if there is none.
-
-        Cheap ops and collectives that make its operands move along with it: what makes theirs
-        counts.
-        """
-        found, made = [], dict[Value, int]()
-        for i, (op, traits) in enumerate(zip(self.ops, self.traits, strict=True)):
-            last = max([made.get(v, -1) for v in op.operands], default=-1)
-            found.append(last)
-            for v in op.results:
-                made[v] = last if traits.can_move else i
-        return found
-
-    def _earliest(self, prefetch: int) -> dict[int, int]:
-        """For each gather, the op in front of which it must not start; -1 if there is none.
-
-        That is the later one of the last loop before it and the use of the gather `prefetch` uses
-        before.
-        """
-        # Gathers over the same links with uses at ops 4, 8 and 12, and prefetch = 2: the third one
-        # waits for op 4. At most two of their results exist at any time.
-        loop, loops = -1, []
-        for i, op in enumerate(self.ops):
-            loop = i if op.regions else loop
-            loops.append(loop)
-        used: dict[Value, int] = {}
-        gathers: dict[frozenset[int], list[tuple[int, int]]] = {}
-        for i in reversed(range(len(self.ops))):
-            op, traits = self.ops[i], self.traits[i]
-            use = i
-            if traits.can_move:
-                use = min([used.get(v, len(self.ops)) for v in op.results], default=i)
-            if self.is_gather[i]:
-                gathers.setdefault(traits.links, []).append((use, i))
-            for v in reads(op):
-                if use < used.get(v, _NEVER):
-                    used[v] = use
-        found = {}
-        for uses in gathers.values():
-            in_order = sorted(uses)
-            for number, (_, i) in enumerate(in_order):
-                before = in_order[number - prefetch][0] if number >= prefetch else -1
-                found[i] = max(loops[i], before)
-        return found
-
-    def _place(self, i: int) -> None:
-        op, traits, needed, used = self.ops[i], self.traits[i], self.needed, self.used
-        place, use = self.found[i], _NEVER
-        for v in op.results:
-            place = min(place, needed.get(v, _NEVER))
-            use = min(use, used.get(v, _NEVER))
-        if op.collective:
-            wanted = self._of_gather(i, use) if self.is_gather[i] else self.ready[i] + 0.5
-            place = min(place, max(wanted, self.ready[i] + 0.5))
-        self.found[i] = place
-        use = use if traits.is_cheap else place
+    found = [float(i) for i in range(len(ops))]
+    # the first place at which something, or arithmetic behind cheap ops, reads a value; and the
+    # time from which links of some axes are busy with later gathers
+    needed: dict[Value, float] = {}
+    used: dict[Value, float] = {}
+    links_free: dict[frozenset[int], float] = {}
+    for i, op in reversed(list(enumerate(ops))):
+        place = min([found[i], *(needed.get(v, _NEVER) for v in op.results)])
+        use = min([used.get(v, _NEVER) for v in op.results], default=_NEVER)
+        if is_gather[i]:
+            # As late as the arithmetic in front of its use still hides it. Later gathers were
+            # placed first, and keep the links busy from `links_free` on: this one has to end by
+            # then. Its place is in front of the op that runs when it has to start.
+            links, reader = traits[i].links, math.ceil(min(use, len(ops) - 1))
+            end = min(starts[max(0, reader)], links_free.get(links, _NEVER))
+            links_free[links] = start = end - clock.exchange(op)
+            wanted = max(bisect_right(starts, start) - 1.5, float(earliest[i]))
+            place = min(place, max(wanted, ready[i] + 0.5))
+        elif op.collective:
+            place = min(place, ready[i] + 0.5)
+        found[i] = place
+        use = use if traits[i].is_cheap else place
         for v in reads(op):
-            if place < needed.get(v, _NEVER):
-                needed[v] = place
-            if use < used.get(v, _NEVER):
-                used[v] = use
+            needed[v] = min(place, needed.get(v, _NEVER))
+            used[v] = min(use, used.get(v, _NEVER))
+    return found
 
-    def _of_gather(self, i: int, used: float) -> float:
-        """As late as the arithmetic in front of its use still hides it."""
-        # Later gathers were placed first, and keep the links busy from `links_free` on: this one
-        # has to end by then. Its place is in front of the op that runs when it has to start.
-        links = self.traits[i].links
-        use = self.starts[max(0, math.ceil(min(used, len(self.ops) - 1)))]
-        start = min(use, self.links_free.get(links, _NEVER)) - self.clock.exchange(self.ops[i])
-        self.links_free[links] = start
-        place = bisect_right(self.starts, start) - 1.5
-        return max(place, float(self.earliest[i]))
+
+def _earliest(
+    ops: Sequence[Op], traits: Sequence[_Traits], is_gather: Sequence[bool], prefetch: int
+) -> dict[int, int]:
+    """For each gather, the op in front of which it must not start; -1 if there is none.
+
+    That is the later one of the last loop before it and the use of the gather `prefetch` uses
+    before.
+    """
+    # Gathers over the same links with uses at ops 4, 8 and 12, and prefetch = 2: the third one
+    # waits for op 4. At most two of their results exist at any time.
+    loop, loops = -1, []
+    for i, op in enumerate(ops):
+        loop = i if op.regions else loop
+        loops.append(loop)
+    used: dict[Value, int] = {}
+    gathers: dict[frozenset[int], list[tuple[int, int]]] = {}
+    for i, op in reversed(list(enumerate(ops))):
+        use = i
+        if traits[i].can_move:
+            use = min([used.get(v, len(ops)) for v in op.results], default=i)
+        if is_gather[i]:
+            gathers.setdefault(traits[i].links, []).append((use, i))
+        for v in reads(op):
+            used[v] = min(use, used.get(v, len(ops)))
+    found = {}
+    for uses in gathers.values():
+        in_order = sorted(uses)
+        for number, (_, i) in enumerate(in_order):
+            before = in_order[number - prefetch][0] if number >= prefetch else -1
+            found[i] = max(loops[i], before)
+    return found

@@ -37,7 +37,7 @@ from spmd.ir.rewrite import Now, edit_ops, remove_dead
 from spmd.ir.types import TensorType
 from spmd.lowering.local.dims import dynamic_take_dim, to_next
 from spmd.lowering.partition import HELD
-from spmd.lowering.rewrites.moves import again, is_elementwise, is_move, operand_dim, pieces_of
+from spmd.lowering.rewrites.moves import again, operand_dim, pieces_of
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 from spmd.mesh.topology import Topology
@@ -88,14 +88,12 @@ def ring(program: Program, mesh: Mesh, topology: Topology) -> Program:
 
     visit(program.body)
 
-    def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
-        sum_ = found.get(op.results[0]) if op.results else None
-        if sum_ is None:
-            return None
+    def edit(b: Builder, op: Op, now: Now) -> Sequence[Value]:
+        sum_ = found[op.results[0]]
         ways = 2 if _is_whole(sum_.axes, mesh, topology) else 1
         return (_in_pieces(b, op, sum_, now, mesh, ways),)
 
-    return remove_dead(edit_ops(program, edit)) if found else program
+    return remove_dead(edit_ops(program, edit, found)) if found else program
 
 
 class _Sum(NamedTuple):
@@ -130,7 +128,8 @@ def _sum(scatters: Sequence[Op], made: Mapping[Value, Op]) -> _Sum | None:
     count, dim = math.prod(map(pieces_of, scatters)), last.kind.attrs["scatter_dimension"]
     term = _term(first.operands[0], dim, count, made)
     is_sum = last.kind.attrs["body"] == reducer_body("add", last.kind.results[0].dtype)
-    return _Sum(tuple(scatters), term) if is_sum and term.has_product else None
+    has_product = any(t.op and t.op.kind.about.flops is not None for t in term.walk())
+    return _Sum(tuple(scatters), term) if is_sum and has_product else None
 
 
 def _seconds_less(program: Program, sum_: _Sum, mesh: Mesh, topology: Topology) -> float:
@@ -142,7 +141,7 @@ def _seconds_less(program: Program, sum_: _Sum, mesh: Mesh, topology: Topology) 
     (*_, scatter), term, axes = *sum_, sum_.axes
     (type_,) = scatter.kind.results
     count = mesh.extent(axes)
-    inputs = tuple(dict.fromkeys(term.leaves()))
+    inputs = tuple(dict.fromkeys(t.value for t in term.walk() if t.op is None))
 
     def seconds(args: Sequence[Value], ops: Sequence[Op], result: Value, b: Builder) -> float:
         body = Region((*inputs, *args), tuple(ops), (result,))
@@ -150,7 +149,8 @@ def _seconds_less(program: Program, sum_: _Sum, mesh: Mesh, topology: Topology) 
         return predict_timeline(alone, mesh, topology).seconds
 
     b = Builder(program.types)
-    whole = seconds((), (*term.ops(), *sum_.scatters), scatter.results[0], b)
+    whole_ops = [t.op for t in term.walk() if t.op is not None]
+    whole = seconds((), (*whole_ops, *sum_.scatters), scatter.results[0], b)
     number, arrived = b.value(TensorType((), "i32")), b.value(type_)
     b.begin()
     total = b.binary("add", arrived, _piece(b, term, number, count, lambda value: value))
@@ -174,25 +174,10 @@ class _Term(NamedTuple):
     op: Op | None = None
     operands: tuple[_Term, ...] = ()
 
-    @property
-    def has_product(self) -> bool:
-        """Whether a product is made in pieces."""
-        is_product = self.op is not None and self.op.kind.about.flops is not None
-        return is_product or any(operand.has_product for operand in self.operands)
-
-    def leaves(self) -> Iterator[Value]:
-        """What pieces are cut out of, or read whole."""
-        if self.op is None:
-            yield self.value
+    def walk(self) -> Iterator[_Term]:
         for operand in self.operands:
-            yield from operand.leaves()
-
-    def ops(self) -> Iterator[Op]:
-        """What makes the whole of them, in order."""
-        for operand in self.operands:
-            yield from operand.ops()
-        if self.op is not None:
-            yield self.op
+            yield from operand.walk()
+        yield self
 
     def form(self, program: Program) -> object:
         """What its time depends on: the ops and types it is made of, not its values' numbers."""
@@ -205,9 +190,17 @@ def _term(value: Value, dim: int, count: int, made: Mapping[Value, Op]) -> _Term
     op = made.get(value)
     if op is None:
         return _Term(value, dim)
-    if cut := _cut(op, dim):
-        return _Term(value, dim, op, tuple(_Term(v, cut.get(i)) for i, v in enumerate(op.operands)))
-    inner = operand_dim(op.kind, dim) if is_elementwise(op.kind) or is_move(op.kind) else None
+    # A product of matrices or images is the same op on a piece; a kernel takes its own shapes.
+    if op.kind.about.reads:
+        rule = rule_of(op.kind)
+        factors = rule.results[0][dim]
+        passes = len(factors) == 1 and rule.factors[factors[0]].kind == PASS
+        if passes and not rule.reads and not rule.merges:
+            cut = [dims.index(factors) if factors in dims else None for dims in rule.operands]
+            operands = tuple(_Term(v, d) for v, d in zip(op.operands, cut, strict=True))
+            if any(d is not None for d in cut):
+                return _Term(value, dim, op, operands)
+    inner = operand_dim(op.kind, dim)
     if inner is None or any(t.shape[inner] % count for t in op.kind.operands if t.rank):
         return _Term(value, dim)
     operands = tuple(
@@ -217,24 +210,11 @@ def _term(value: Value, dim: int, count: int, made: Mapping[Value, Op]) -> _Term
     return _Term(value, dim, op, operands)
 
 
-def _cut(product: Op, dim: int) -> dict[int, int]:
-    """Operand -> its dim that becomes a dim of a product; empty if there is none."""
-    # A product of matrices or images is the same op on a piece; a kernel takes its own shapes.
-    if not product.kind.about.reads:
-        return {}
-    rule = rule_of(product.kind)
-    factors = rule.results[0][dim]
-    if len(factors) != 1 or rule.factors[factors[0]].kind != PASS or rule.reads or rule.merges:
-        return {}
-    return {i: dims.index(factors) for i, dims in enumerate(rule.operands) if factors in dims}
-
-
 def _in_pieces(b: Builder, op: Op, sum_: _Sum, now: Now, mesh: Mesh, ways: int) -> Value:
     axes, term, (type_,) = sum_.axes, sum_.term, op.kind.results
     count, own = mesh.extent(axes), b.axis_index(axes)
 
     def own_term(place: int) -> Value:
-        """This device's term of the piece of the device `place` places behind it."""
         number = b.binary("add", own, b.constant(place % count, "i32"))
         number = b.binary("remainder", number, b.constant(count, "i32"))
         return _piece(b, term, number, count, now)

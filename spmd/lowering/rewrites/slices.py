@@ -26,7 +26,7 @@ after:  `%2 = local_slice %1 {model} dim=1; %3 = all_gather %2 {data} dim=0`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import NamedTuple
 
 from spmd.ir.control_flow import users_of
@@ -57,13 +57,9 @@ def slice_collectives(program: Program, mesh: Mesh) -> Program:
     #
     # Afterwards every sliced value is its own piece, %6 has nothing left to cut, and %1, which is
     # whole, is cut on its way into the multiplication.
-    if not _may_cut(program):
-        return program
     cuts = _cuts(program, mesh)
     permutes = not any(HELD in op.kind.attrs for op in program.walk())
     sliced = _sliced_values(program, cuts, permutes)
-    if not sliced:
-        return program
     # Operands by their old numbers: afterwards a slice and what it was taken of may be one value.
     operands_of = {op.results: op.operands for op in program.walk() if op.results}
 
@@ -97,20 +93,6 @@ def slice_collectives(program: Program, mesh: Mesh) -> Program:
     return edit_ops(program, edit)
 
 
-def _may_cut(program: Program) -> bool:
-    """Whether a slice is made of what is exchanged: a quick look, that takes some for cuts."""
-    sliced: set[Value] = set()
-    for op in reversed(list(program.walk())):
-        if op.name == LOCAL_SLICE:
-            sliced.update(op.operands)
-        elif not sliced.isdisjoint(op.results):
-            if op.collective in ("all_reduce", "all_gather"):
-                return True
-            if is_move(op.kind) or is_elementwise(op.kind):
-                sliced.update(op.operands)
-    return False
-
-
 def _sliced(b: Builder, x: Value, axes: Axes, dim: int, mesh: Mesh) -> Value:
     if not axes:
         return x
@@ -128,7 +110,6 @@ def _operand_dims(op: Op, dim: int) -> list[int | None]:
 
 
 def _scattered(b: Builder, op: Op, axes: Axes, dim: int, mesh: Mesh) -> Value:
-    """This device's slice of an all-reduce."""
     # Atoms of the slice that are summed over become a reduce-scatter, others a slice, in order of
     # their nesting. A sum over {a, c} of which the slice over {a, b} is kept:
     #   reduce_scatter {a}; local_slice {b}; all_reduce {c}
@@ -194,16 +175,12 @@ def _shared(cuts: Sequence[_Kept | None]) -> _Kept | None:
     """The finest slice that holds all of some slices."""
     # A coarser piece holds its finer ones: slices over {a, b} and {a, c} share the slice over {a},
     # from which each takes the rest. Along different dims, or from {b} on, they share nothing.
-    first = cuts[0] if cuts else None
-    if first is None:
+    known = [cut for cut in cuts if cut is not None]
+    if not known or len(known) < len(cuts) or len({cut.dim for cut in known}) > 1:
         return None
-    axes = first.axes
-    for other in cuts[1:]:
-        if other is None or other.dim != first.dim:
-            return None
-        same = [a == b for a, b in zip(axes, other.axes, strict=False)]
-        axes = axes[: same.index(False) if False in same else len(same)]
-    return _Kept(axes, first.dim) if axes else None
+    levels = zip(*(cut.axes for cut in known), strict=False)
+    axes = tuple(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
+    return _Kept(axes, known[0].dim) if axes else None
 
 
 def _sliced_values(
@@ -212,25 +189,18 @@ def _sliced_values(
     """Values that are exchanged and then sliced, and those in between."""
     found: set[Value] = set()
     for op in program.walk():
-        if len(op.results) != 1 or (cut := cuts.get(op.results[0])) is None:
+        cut = cuts.get(op.results[0]) if len(op.results) == 1 else None
+        if cut is None or "groups" in op.kind.attrs:
             continue
-        if "groups" in op.kind.attrs:
-            continue
-        is_source = op.collective == "all_reduce" or (
-            op.collective == "all_gather" and _gains(op, cut, permutes)
-        )
-        if is_source or (_passes(op, cut) and not found.isdisjoint(op.operands)):
+        passes, is_source = _passes(op, cut), op.collective == "all_reduce"
+        if op.collective == "all_gather":  # the slice of its result takes no gather, or a smaller
+            axes, dim = op.kind.attrs["axes"], op.kind.attrs["all_gather_dim"]
+            is_permuted = permutes and set(axes) == set(cut.axes)
+            is_part = cut.dim == dim and (axes[: len(cut.axes)] == cut.axes or is_permuted)
+            is_source = passes or cut.axes[: len(axes)] == axes or is_part
+        if is_source or (passes and not found.isdisjoint(op.operands)):
             found.add(op.results[0])
     return frozenset(found)
-
-
-def _gains(gather: Op, cut: _Kept, permutes: bool) -> bool:
-    """Whether the slice of a gather's result needs no gather, or a smaller one."""
-    axes, dim = gather.kind.attrs["axes"], gather.kind.attrs["all_gather_dim"]
-    if _passes(gather, cut) or cut.axes[: len(axes)] == axes:
-        return True
-    in_order = axes[: len(cut.axes)] == cut.axes
-    return cut.dim == dim and (in_order or (permutes and set(axes) == set(cut.axes)))
 
 
 def _ungathered(b: Builder, op: Op, axes: Axes, dim: int, mesh: Mesh) -> Value:

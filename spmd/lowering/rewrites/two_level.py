@@ -93,10 +93,11 @@ def _chains(program: Program) -> dict[Value, list[Op]]:
     for op in program.walk():
         if op.collective == "all_reduce" and len(op.results) == 1 and "groups" not in op.kind.attrs:
             before = chains.get(op.operands[0], []) if len(users[op.operands[0]]) == 1 else []
-            own, others = op.kind.attrs, [other.kind.attrs for other in before]
+            own = op.kind.attrs
             fits = all(
-                attrs["body"] == own["body"] and set(attrs["axes"]).isdisjoint(own["axes"])
-                for attrs in others
+                other.kind.attrs["body"] == own["body"]
+                and set(other.kind.attrs["axes"]).isdisjoint(own["axes"])
+                for other in before
             )
             chains[op.results[0]] = [*before, op] if fits else [op]
     return chains
@@ -155,27 +156,21 @@ def _joined(op: Op, fast: Axes, slow: Axes, mesh: Mesh) -> _Way:
     way = _Way(before, ((kind, some, first, how), (kind, after, second, how)))
     if axes == fast + slow:
         return way
+    # data=4 made of host (slow, 2) and device (fast, 2). Piece hd belongs to device d of host h:
+    #   in the order of data, which is (host, device):  00 01 10 11
+    #   gathered over host, then over device:           00 10 01 11     (device, host)
+    # The dim is taken apart into (device, host, piece), and the first two change places.
     have, wanted = (fast + slow, axes) if gathers else (axes, fast + slow)
-    copied = max(before.bytes, after.bytes)
 
     def turn(b: Builder, x: Value) -> Value:
-        return _reordered(b, x, dim, have, wanted, mesh)
+        shape = b.types[x].shape
+        counts = [mesh.atom_sizes[a] for a in have]
+        piece = shape[dim] // mesh.extent(have)
+        apart = b.reshape(x, (*shape[:dim], *counts, piece, *shape[dim + 1 :]))
+        order = [dim + have.index(a) for a in wanted]
+        rank = len(shape) + len(have)
+        moved = b.transpose(apart, (*range(dim), *order, *range(dim + len(have), rank)))
+        return b.reshape(moved, shape)
 
     moves = way._replace(after=turn) if gathers else way._replace(before=turn)
-    return moves._replace(copied=copied)
-
-
-def _reordered(b: Builder, x: Value, dim: int, have: Axes, wanted: Axes, mesh: Mesh) -> Value:
-    """Reorders the pieces along a dim from one order of their atoms to another."""
-    # data=4 made of host (slow, 2) and device (fast, 2). Piece hd belongs to device d of host h:
-    #   wanted, data = (host, device):            00 01 10 11
-    #   gathered over host, then over device:     00 10 01 11     (device, host)
-    # The dim is taken apart into (device, host, piece), and the first two change places.
-    shape = b.types[x].shape
-    counts = [mesh.atom_sizes[a] for a in have]
-    piece = shape[dim] // mesh.extent(have)
-    apart = b.reshape(x, (*shape[:dim], *counts, piece, *shape[dim + 1 :]))
-    order = [dim + have.index(a) for a in wanted]
-    rank = len(shape) + len(have)
-    moved = b.transpose(apart, (*range(dim), *order, *range(dim + len(have), rank)))
-    return b.reshape(moved, shape)
+    return moves._replace(copied=max(before.bytes, after.bytes))

@@ -15,9 +15,9 @@ import pytest
 from jax import lax
 
 import spmd
-from spmd.ir.dialect import index as rules_merge
+from spmd.ir.dialect import contract as rules_merge
+from spmd.ir.dialect.contract import GATHERED_SORT_BYTES
 from spmd.ir.dialect.halo import rounds
-from spmd.ir.dialect.index import GATHERED_SORT_BYTES
 from spmd.ir.dialect.rule import Rule
 from spmd.planning import choices
 from spmd.planning.assignments import assignments_around, placements
