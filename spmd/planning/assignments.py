@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from spmd.ir.dialect.rule import FIXED, MERGE, PASS, REPLICATE, RING, UNCLAIMED, WINDOW, Rule
 from spmd.mesh.sharding import Axes, Sharding
+from spmd.planning.problem import laid_out
 from spmd.propagation.projection import (
     Assignment,
     dim_to_factors,
@@ -38,10 +39,7 @@ def assignments_around(
     every state is tried alone. What needs an exchange where it is split is also tried whole, atoms
     of dims that are whole also on other factors, and what may go round, or be exchanged, also is.
 
-    Args:
-      rule: the op's rule.
-      states: what each operand and result may be, the likely first; none if any state will do.
-      sizes: sizes of the mesh's atoms.
+    `states` are what each operand and result may be, the likely first; none if any state will do.
 
     Example:
       The product `b i, i j -> b j` of operands in `[{x}, {}]` and `[{}, {y}]` splits b over x and j
@@ -57,12 +55,22 @@ def assignments_around(
         leads.setdefault(tuple(sorted(lead.items())), lead)
     orders = [[lead, *[c for c in first if c is not lead]] for lead in leads.values()]
     orders += [[lead] for lead in leads.values()]
-    joined = _joined(rule)
+    # Factors that share a dim with others: their pieces have to be equal.
+    joined = frozenset(
+        f
+        for dims in rule.values
+        for dim in dims
+        if len(dim) > 1 and rule.factors[dim[0]].kind != FIXED
+        for f in dim
+    )
     merged = dict.fromkeys([merge(rule, order, sizes, joined) for order in orders or [[]]])
     # Only factors that share a dim can be split in a way that is not legal.
     legal = [a for a in merged if not joined or is_legal_assignment(rule, a, sizes)]
     if rule.halos or rule.merges:
-        legal += [without_exchanges(rule, a) for a in legal]
+        # Where no window and no merge is split, devices exchange nothing, and compute more each.
+        stays = {halo.factor for halo in rule.halos}
+        stays |= {i for i, factor in enumerate(rule.factors) if factor.kind in (WINDOW, MERGE)}
+        legal += [tuple([() if i in stays else own for i, own in enumerate(a)]) for a in legal]
     likely = tuple((dims, options[:1]) for dims, options in zip(rule.values, states, strict=True))
     legal += [m for a in legal[:MOST_MOVED] for m in moved_whole(rule, a, likely, sizes)]
     whole = unsplit(rule)
@@ -79,29 +87,18 @@ def placements(
 ) -> list[Assignment]:
     """Every way to lay runs of atoms on factors of an op that they divide evenly, or nowhere.
 
-    Args:
-      rule: the op's rule.
-      base: atoms that split factors already, none of the runs' among them.
-      runs: whole axes, mostly; none of their atoms is held.
-      sizes: sizes of the mesh's atoms.
+    The runs are whole axes, mostly. No atom of theirs is held, or splits a factor in `base`.
 
     Example:
       Two axes have 16 places on the product `b i, i j -> b j`: each splits `b`, `i`, `j`, or idles.
     """
-    factors = [
-        number
-        for number, factor in enumerate(rule.factors)
-        if factor.kind not in UNCLAIMED and factor.size > 1
-    ]
-    found = [base]
-    for atoms in runs:
-        found += [
-            (*have[:number], have[number] + atoms, *have[number + 1 :])
-            for have in found
-            for number in factors
-            if rule.factors[number].size % math.prod([sizes[a] for a in have[number] + atoms]) == 0
-        ]
-    legal = [a for a in found if is_legal_assignment(rule, a, sizes)]
+
+    def fits(number: int, axes: Axes) -> bool:
+        factor = rule.factors[number]
+        is_open = factor.kind not in UNCLAIMED and factor.size > 1
+        return is_open and factor.size % math.prod([sizes[a] for a in axes]) == 0
+
+    legal = [a for a in laid_out(base, runs, fits) if is_legal_assignment(rule, a, sizes)]
     legal = [each for a in legal for each in (a, *going_round(rule, a, sizes))]
     if not rule.exchanges:
         return legal
@@ -110,10 +107,9 @@ def placements(
 
 
 def going_round(rule: Rule, assignment: Assignment, sizes: Sequence[int]) -> tuple[Assignment, ...]:
-    """An assignment that splits ring factors, too: attention's keys, whose pieces then go round.
+    """The assignment that splits ring factors, too: attention's keys, whose pieces then go round.
 
-    Returns:
-      That assignment alone, or nothing where the rule has no ring factor that can be split.
+    None where the rule has no ring factor that can be split.
     """
     round_ = list(assignment)
     for number, _ in rule.rings:
@@ -124,25 +120,13 @@ def going_round(rule: Rule, assignment: Assignment, sizes: Sequence[int]) -> tup
 def exchanging(
     rule: Rule, assignment: Assignment, wanted: Iterable[Claims], sizes: Sequence[int]
 ) -> tuple[Assignment, ...]:
-    """The same with factors split that may be by atoms of others, as operands and results are."""
+    """Assignments that also split factors over atoms along which they exchange, where wanted."""
     found: dict[Assignment, None] = {}
     for number, _ in rule.exchanges:
         for axes in dict.fromkeys(claims.get(number, ()) for claims in wanted):
             if not assignment[number] and may_exchange(rule, number, axes, assignment, sizes):
                 found[(*assignment[:number], axes, *assignment[number + 1 :])] = None
     return tuple(found)
-
-
-def without_exchanges(rule: Rule, assignment: Assignment) -> Assignment:
-    """An assignment in which no window and no merge is split.
-
-    Devices then exchange no halos and merge nothing, at the price of computing more each.
-    """
-    halos = {halo.factor for halo in rule.halos}
-    return tuple(
-        () if number in halos or factor.kind in (WINDOW, MERGE) else axes
-        for number, (factor, axes) in enumerate(zip(rule.factors, assignment, strict=True))
-    )
 
 
 _STUCK = (REPLICATE, RING, WINDOW, MERGE)
@@ -158,17 +142,12 @@ def moved_whole(
     """Assignments that split other dims, where the op needs those whole that its values have split.
 
     A sort along a dim needs the dim whole. If its operand comes with that dim split over `a`, one
-    can gather it; or split another dim, along which the sort passes, over `a`. That costs an
-    all-to-all there and one back, and no device ever holds all of the operand.
+    can gather it; or split another dim, along which the sort passes, over `a`. That costs an all-
+    to-all there and one back, and no device ever holds all of the operand.
 
-    One assignment for each passing factor that all such values share: it takes as many atoms as fit
-    into it, and the other passing factors take the rest.
-
-    Args:
-      rule: the op's rule.
-      assignment: what is changed.
-      states: for each operand and result its factors, and the state that it is likely in, if any.
-      sizes: sizes of the mesh's atoms.
+    There is one assignment for each passing factor that all such values share: it takes as many
+    atoms as fit into it, and the other passing factors take the rest. `states` has for each operand
+    and result its factors, and the state that it is likely in, if any.
     """
     if all(factor.kind not in _STUCK for factor in rule.factors):
         return
@@ -176,7 +155,14 @@ def moved_whole(
     stuck: dict[int, None] = {}
     targets = [i for i, f in enumerate(rule.factors) if f.kind == PASS]
     for dims, likely in states:
-        idle = [a for s in likely for a in _on_whole_dims(rule, dims, s) if a not in used]
+        idle = [
+            a
+            for sharding in likely
+            for axes, dim in zip(sharding.dims, dims, strict=True)
+            if any(rule.factors[f].kind in _STUCK for f in dim)
+            for a in axes
+            if a not in used
+        ]
         if idle:
             stuck |= dict.fromkeys(idle)
             targets = [f for f in targets if any(f in dim for dim in dims)]
@@ -193,15 +179,6 @@ def moved_whole(
                     break
         if tuple(moved) != assignment:
             yield tuple(moved)
-
-
-def _on_whole_dims(
-    rule: Rule, dims: Sequence[tuple[int, ...]], sharding: Sharding
-) -> Iterable[int]:
-    """Atoms of a value on dims that do not pass."""
-    for axes, dim in zip(sharding.dims, dims, strict=True):
-        if any(rule.factors[f].kind in _STUCK for f in dim):
-            yield from axes
 
 
 def claims_of(
@@ -222,23 +199,12 @@ def claims_of(
     return claims
 
 
-def _joined(rule: Rule) -> frozenset[int]:
-    """Factors that share a dim with others: their pieces have to be equal."""
-    return frozenset(
-        f
-        for dims in rule.values
-        for dim in dims
-        if len(dim) > 1 and rule.factors[dim[0]].kind != FIXED
-        for f in dim
-    )
-
-
 def merge(
     rule: Rule, order: Iterable[Claims], sizes: Sequence[int], joined: frozenset[int]
 ) -> Assignment:
     """Lets each source in turn split factors, or split them further, with atoms still free.
 
-    Factors that are `joined` with others take only what divides them.
+    Factors that share a dim with others are `joined`: they take only atoms that divide them.
     """
     assignment = list(unsplit(rule))
     used = set(rule.held)

@@ -1,19 +1,21 @@
-"""`Choices`: what one op may choose from, for every planner; ops that are alike share the work."""
+"""What one op may choose from, for every planner, and what reshards of its values cost then."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 
+import numpy as np
+
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.dialect.rule import Rule
-from spmd.ir.program import Op, OpKind
+from spmd.ir.program import Op, OpKind, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
 from spmd.planning.assignments import assignments_around, placements
 from spmd.planning.plan import Choice
 from spmd.planning.problem import Problem
-from spmd.planning.ways import Ways
+from spmd.planning.solver import FORBIDDEN, Table
 from spmd.predict.ops import op_seconds
 from spmd.propagation.projection import (
     Assignment,
@@ -36,13 +38,10 @@ Sums = tuple[tuple[tuple[int, ...], str], ...]
 
 
 class Choices:
-    """Makes choices for the ops of one problem.
+    """Makes choices for the ops of one problem; ops that are alike share the work.
 
     A choice follows from an assignment and from what is partial. Planners ask for those that lead
     on from states that are known `around` an op, and for axes `placed` in every way.
-
-    Attributes:
-      ways: what it takes to bring values from one sharding to another.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -58,10 +57,8 @@ class Choices:
     ) -> tuple[Choice, ...]:
         """The choices that states of the op's values lead to, each with and without partials.
 
-        Args:
-          op: the op.
-          operands: the states that each operand may be in; none if it is made to order.
-          wishes: for each result, what it should look like, the best first.
+        An operand without states is made to order. For each result, `wishes` are the states that it
+        should be in, the best first.
         """
         if op.is_mark:
             return self.of_mark(op)
@@ -85,13 +82,8 @@ class Choices:
     ) -> tuple[Choice, ...]:
         """The choices in which some axes have every place that they may have, whoever wished so.
 
-        An axis splits a factor, or is one over which operands flow through partial, or is idle.
-
-        Args:
-          op: the op.
-          axes: atoms of each axis to place; of those that are held nothing is made.
-          base: where all other axes are; nowhere if None.
-          sums: what may flow through it partial.
+        An axis splits a factor, or is one over which operands flow through partial, or is idle; so
+        are axes that are held. All other axes are where they are in `base`, or idle.
         """
         if op.is_mark:
             return self.of_mark(op)
@@ -135,7 +127,6 @@ class Choices:
         return found
 
     def _plain(self, kind: OpKind, rule: Rule, assignment: Assignment) -> Choice:
-        """The choice in which every operand arrives full."""
         choice = self._full.get((kind, assignment))
         if choice is None:
             choice = self._full[kind, assignment] = plain_choice(rule, assignment, self.mesh)
@@ -187,7 +178,7 @@ def plain_choice(rule: Rule, assignment: Assignment, mesh: Mesh) -> Choice:
 def partials_of(rule: Rule, operands: Sequence[States]) -> Iterable[Partial]:
     """What may flow through an op partial: whatever one operand of a linear group may be.
 
-    The others of the group become so, where they are not and that kind allows it.
+    The others of the group are made partial, too, where their kind allows it.
     """
     for group in rule.linear:
         owed = dict.fromkeys((s.partial, s.kind) for i in group for s in operands[i] if s.partial)
@@ -228,12 +219,86 @@ def _flowing(choice: Choice, moved: Collection[int]) -> Partial | None:
 
 
 def _without(assignment: Assignment, partial: Axes) -> Assignment:
-    """An assignment without the atoms over which operands are partial, as these can split nothing.
-
-    Each factor keeps the atoms in front of the first such one: what is behind it would have other
-    pieces without it.
-    """
+    """An assignment in which each factor keeps the atoms in front of the first partial one."""
     return tuple(
         axes[: next((k for k, a in enumerate(axes) if a in partial), len(axes))]
         for axes in assignment
     )
+
+
+class Ways:
+    """What it takes to bring values from one sharding to another, as tables of numbers.
+
+    Values of one type share a table of all shardings that anybody asked about; it grows. So what it
+    costs from any states of a value to any needs is a few rows and columns of that.
+
+    Example:
+      >>> states, needs = ways.numbers(value, (rows, columns)), ways.numbers(value, (whole,))
+      >>> ways.costs(value, states, needs, stores=True)  # seconds, a row for each state
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._alike: dict[object, _Alike] = {}
+        self._of: dict[Value, _Alike] = {}
+
+    def numbers(self, value: Value, shardings: Sequence[Sharding]) -> Table:
+        """The rows, or columns, that stand for shardings in the table of a value."""
+        index = self._table(value).index
+        return np.array([index.setdefault(s, len(index)) for s in shardings], dtype=np.intp)
+
+    def costs(self, value: Value, states: Table, needs: Table, stores: bool) -> Table:
+        """Seconds from each state (rows) to each need (columns); `FORBIDDEN` where no way leads.
+
+        The reader may want the value in memory: it `stores` it.
+        """
+        alike, inside = self._table(value), not self.problem.in_memory[value]
+        found: Table = alike.costs(value, inside, stores)[states[:, None], needs]
+        if np.isnan(found).any():
+            alike.ask(value, states, needs)
+            found = alike.costs(value, inside, stores)[states[:, None], needs]
+        return found
+
+    def _table(self, value: Value) -> _Alike:
+        found = self._of.get(value)
+        if found is None:
+            key = self.problem.program.types[value], self.problem.resharder.held(value)
+            found = self._alike.setdefault(key, _Alike(self.problem))
+            self._of[value] = found
+        return found
+
+
+class _Alike:
+    """The table of the values of one type."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.index: dict[Sharding, int] = {}  # number of each sharding
+        # Of reshards between the first of these; not a number where that has to be asked.
+        self.seconds: Table = np.zeros((0, 0))
+        self._costs: dict[tuple[bool, bool], Table] = {}
+
+    def costs(self, value: Value, inside: bool, stores: bool) -> Table:
+        """Seconds of reshards, and of the memory that they move, between all shardings."""
+        every = tuple(self.index)
+        if len(every) > (known := len(self.seconds)):
+            glance = self.problem.resharder.glance
+            table = np.empty((len(every), len(every)))
+            table[:known, :known] = self.seconds
+            table[known:] = glance(value, every[known:], every)
+            table[:known, known:] = glance(value, every[:known], every[known:])
+            self.seconds = table
+            self._costs.clear()
+        found = self._costs.get((inside, stores))
+        if found is None:
+            more = self.problem.traffic(value, every, every, self.seconds > 0, stores)
+            found = self._costs[inside, stores] = np.minimum(self.seconds + more, FORBIDDEN)
+        return found
+
+    def ask(self, value: Value, states: Table, needs: Table) -> None:
+        """Works out what is not a number, one by one."""
+        every = tuple(self.index)
+        for i, j in zip(*np.nonzero(np.isnan(self.seconds[states[:, None], needs])), strict=True):
+            ends = int(states[i]), int(needs[j])
+            self.seconds[ends] = self.problem.resharder.seconds(value, *(every[e] for e in ends))
+        self._costs.clear()

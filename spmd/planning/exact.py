@@ -13,16 +13,14 @@ from collections.abc import Sequence
 
 from spmd.mesh.sharding import Axes
 from spmd.planning.choices import Choices
-from spmd.planning.decode import decoded
 from spmd.planning.domains import domains_of, taken_by
 from spmd.planning.greedy import plan_greedily
 from spmd.planning.limit import P, TryOut, check_possible, noted, pay_for_memory, skip_detours
-from spmd.planning.network import Copies, CostNetwork
+from spmd.planning.network import Copies, CostNetwork, decoded
 from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem
 from spmd.planning.search import Search
-from spmd.planning.solver.bounds import excesses
-from spmd.planning.solver.solve import Reduced, Solution, solve
+from spmd.planning.solver import Reduced, Solution, excesses, solve
 from spmd.planning.units import units_of
 from spmd.predict.backends import memory_for
 
@@ -72,14 +70,9 @@ def plan_exactly(
     there are open arguments, the cheapest in which they lie as the marks suggest; and the greedy
     plan. Those that may win are timed, and the fastest that fits in memory is taken.
 
-    Args:
-      problem: what is to be planned.
-      try_out: brings a plan down to one device, and predicts what its program takes.
-      memory_limit: bytes that one device may use; the topology's memory if left out, which is then
-        a wish: a plan that misses it is returned with a note.
-      recompute: whether programs may make values again to keep to it.
-      like: a plan of another form of the program: ops choose among what it took and what the marks
-        suggest, where they could choose among all placements.
+    Without a `memory_limit` the topology's memory is a wish: a plan that misses it is returned with
+    a note. With a plan of another form of the program in `like`, ops choose among what it took and
+    what the marks suggest instead of among all placements.
 
     Raises:
       PlanError: no plan was found that keeps to the limit that was given.
@@ -88,16 +81,24 @@ def plan_exactly(
     greedy, costs = weighed(problem, like)
     solutions = [(costs, costs.solution)]
     proposed = [decoded(*solutions[0]), _suggested(costs), greedy]
-    if costs.has_open_arguments:
+    if any(len(states) > 1 for states in problem.arguments):  # one may lie in several ways
         proposed.append(decoded(costs, costs.closed()))
-    for hidden in with_hidden(costs):
+    # Reshards may cost only what arithmetic cannot hide of them: all alike, or by their slack. A
+    # machine that hides so little would gain nothing by such plans.
+    exposed = max(LEAST_EXPOSED, 1 - problem.topology.chip.overlap)
+    for by_slack in (False, True) if exposed < MOST_EXPOSED else ():
+        hidden = costs.with_exposed(exposed, by_slack)
         solutions.append((hidden, hidden.solution))
         proposed.append(decoded(hidden, hidden.solution))
-        if not hidden.by_slack:  # what marks suggest differs little between the two
+        if not by_slack:  # what marks suggest differs little between the two
             proposed.append(_suggested(hidden))
     search = Search[P](memory_for(problem.topology, memory_limit))
     least = min(plan.seconds for plan in proposed)
-    first, *rest = _different(proposed)
+    different: list[Plan] = []
+    for plan in proposed:
+        if not _is_among(plan, different):
+            different.append(plan)
+    first, *rest = different
     for plan in (first, *sorted(rest, key=lambda plan: plan.seconds)):
         if plan.seconds <= max(MOST_HIDDEN * search.seconds, MOST_MERGED * least):
             search.add(try_out(plan))
@@ -149,12 +150,12 @@ def weighed(problem: Problem, like: Plan | None = None) -> tuple[Plan, CostNetwo
 def _try_nearby(
     costs: CostNetwork, cheapest: Solution, search: Search[P], try_out: TryOut[P], seen: list[Plan]
 ) -> None:
-    """Tries plans that are about as cheap as the cheapest, each with one decision pinned otherwise.
+    """Tries plans that are about as cheap as the cheapest, each with one decision changed.
 
     A sum of costs and the time of a program differ where rewrites merge and hide what was summed
     up. So the decisions that cost the least in the sum are tried out, as many as the program's size
-    allows; those that turn out to be faster stay pinned. What is among `seen` is not tried again;
-    what is tried is added to it.
+    allows; those that turn out to be faster stay pinned. Plans that were `seen` are not tried
+    again; what is tried is added to `seen`.
     """
     ops = sum(1 for _ in costs.problem.program.walk())
     best = min(trial.seconds for trial in search.tried)
@@ -184,35 +185,11 @@ def _try_nearby(
             best, pins = search.add(trial).seconds, {**pins, variable: (state,)}
 
 
-def with_hidden(costs: CostNetwork) -> list[CostNetwork]:
-    """The same network with cheaper reshards: each costs only what arithmetic cannot hide of it.
-
-    Returns:
-      One in which arithmetic hides all alike, and one in which it is what is computed between
-      making a value and reading it that does; none for a machine that hides so little that their
-      plans would gain nothing.
-    """
-    exposed = max(LEAST_EXPOSED, 1 - costs.problem.topology.chip.overlap)
-    if exposed >= MOST_EXPOSED:
-        return []
-    return [costs.with_exposed(exposed, by_slack) for by_slack in (False, True)]
-
-
 def _suggested(costs: CostNetwork) -> Plan:
     """The cheapest plan of those that the marks lead to."""
     plan = decoded(costs, costs.suggested)
     return plan._replace(solver="suggested by marks") if plan.gap else plan
 
 
-def _different(plans: list[Plan]) -> list[Plan]:
-    """The plans that decide differently, in their order."""
-    kept: list[Plan] = []
-    for plan in plans:
-        if not _is_among(plan, kept):
-            kept.append(plan)
-    return kept
-
-
 def _is_among(plan: Plan, plans: Sequence[Plan]) -> bool:
-    """Whether one of some plans decides the same."""
     return any((plan.choices, plan.copies) == (p.choices, p.copies) for p in plans)

@@ -176,8 +176,7 @@ def wants_in_memory(user: Op | None, value: Value) -> bool:
     """Whether a reader wants a value in memory, whatever makes it; None is the program's end."""
     if user is None:
         return True
-    role = user.kind.about.role
-    return any(wants_stored(user, role, i) for i, v in enumerate(user.operands) if v == value)
+    return any(wants_stored(user, i) for i, v in enumerate(user.operands) if v == value)
 
 
 def undivided_notes(problem: Problem) -> list[str]:

@@ -35,11 +35,11 @@ def is_untouched(loop: Op, position: int) -> bool:
     return body.results[position] == body.args[position]
 
 
-def wants_stored(op: Op, what: Role, position: int) -> bool:
+def wants_stored(op: Op, position: int) -> bool:
     """Whether an op needs an operand in memory, and cannot compute it inside."""
-    if what == Role.UPDATE:
+    if op.kind.about.role == Role.UPDATE:
         return position < len(op.results) or op.name == SCATTER
-    return what == Role.CALL
+    return op.kind.about.role == Role.CALL
 
 
 def copied_operands(kind: OpKind, backend: Backend) -> Mapping[int, tuple[int, ...]]:
@@ -172,7 +172,7 @@ class Fused:
             elif what <= Role.ONCE and self._is_inside(op, what):
                 self._inside(op)
             elif op.name != CONSTANT:  # constants lie in the executable
-                self._store(op, what)
+                self._store(op)
 
     def _alias(self, op: Op) -> None:
         stops = op.name == BARRIER and not self.backend.drops_barriers
@@ -199,13 +199,13 @@ class Fused:
             readers[value] += count
             self.summed[value] |= self.summed[result]
 
-    def _store(self, op: Op, what: Role) -> None:
+    def _store(self, op: Op) -> None:
         for value in op.results:
             self.stored[value] = True
         copied = copied_operands(op.kind, self.backend)
         is_library = self.backend.library_reduces and is_library_reduce(op.kind)
         for i, value in enumerate(op.operands):
-            self._read(value, 1, i not in copied and wants_stored(op, what, i))
+            self._read(value, 1, i not in copied and wants_stored(op, i))
             if is_library:
                 self.summed[value] = True
 

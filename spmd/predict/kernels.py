@@ -284,7 +284,7 @@ class Kernels:
         for value in op.results:
             self.inputs[value] = (value,)
         over = what <= Role.UPDATE or op.kind.about.is_in_place
-        reads = self._operands(op, what, operands)
+        reads = self._operands(op, operands)
         if not (makes := self._first_made(op)):
             kernels.append(Kernel(op, reads, op.results, over))
             return
@@ -308,12 +308,12 @@ class Kernels:
         is_two = is_two or (self.backend.rewrites_windows and running_dim(op.kind) is not None)
         return tuple(map(self._copy_of, op.results)) if is_two else ()
 
-    def _operands(self, op: Op, what: Role, operands: list[Value]) -> tuple[Value, ...]:
+    def _operands(self, op: Op, operands: list[Value]) -> tuple[Value, ...]:
         """The stored values that a kernel reads for its operands, or their copies."""
         is_library = self.backend.library_reduces and is_library_reduce(op.kind)
         reads: dict[Value, None] = {}
         for i, value in enumerate(operands):
-            direct = is_library or wants_stored(op, what, i)
+            direct = is_library or wants_stored(op, i)
             reads.update(dict.fromkeys((self._read if direct else self._inside)((value,))))
         return tuple(reads)
 

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd.planning.solver.bounds import Passing
-from spmd.planning.solver.network import FORBIDDEN, Network
-from spmd.planning.solver.solve import Solution, solve
+from spmd.planning.solver import FORBIDDEN, Network, Passing, Solution, solve
 
 
 def random_network(seed: int, forbidden: float = 0.1) -> Network:
