@@ -13,7 +13,7 @@ from spmd.lowering.rewrites.clock import Room
 from spmd.lowering.rewrites.optimize import schedule, simplify
 from spmd.lowering.rewrites.ring import ring
 from spmd.options import Options
-from spmd.planning.liveness import bound_of
+from spmd.planning.limit import bound_of
 from spmd.planning.plan import Plan, Recomputed
 from spmd.predict.backends import memory_for
 from spmd.predict.memory import MemoryUse, peak_memory

@@ -24,12 +24,7 @@ CLOSE = 1e-9
 
 
 def plan_greedily(problem: Problem, choices: Choices | None = None) -> Plan:
-    """Plans a whole program.
-
-    Args:
-      problem: what is to be planned; of the shardings that an argument may have, the first counts.
-      choices: what makes the choices of ops, if there is one for the problem already.
-    """
+    """Plans a whole program; of the shardings that an argument may have, the first counts."""
     return _Greedy(problem, choices or Choices(problem)).run()
 
 
@@ -53,16 +48,13 @@ class _Greedy(Walk):
         return replicated(self.types[tie.result].rank)
 
     def choose(self, op: Op) -> tuple[Choice, float]:
-        """The cheapest choice; ops of a kind around which the books look alike share it."""
+        """The cheapest choice; ops of a kind share it where their values are in the same states."""
         copies_of, wishes = self.copies.get, self.wishes
         copies = tuple([copies_of(v, ()) for v in op.operands])  # nothing for cheap values
         wanted = tuple([(wish,) if (wish := wishes[v]) else () for v in op.results])
+        ends = enumerate(zip(op.operands, copies, strict=True))
         partial = tuple(
-            [
-                i
-                for i, found in enumerate(copies)
-                if found and found[0].partial and self.can_stay_partial(op.operands[i])
-            ]
+            [i for i, (v, have) in ends if have and have[0].partial and self.can_stay_partial(v)]
         )
         key = (op.kind, self.resharder.held(op.results[0]), copies, wanted, partial)
         if key not in self.decided:
@@ -76,7 +68,6 @@ class _Greedy(Walk):
         wanted: tuple[States, ...],
         partial: tuple[int, ...],
     ) -> tuple[Choice, float]:
-        """The choice that costs least here, and its own time."""
         options = self.options.around(op, tuple([found[:1] for found in copies]), wanted)
         best: tuple[float, int, Choice, float] | None = None
         for number, choice in enumerate(options):

@@ -7,13 +7,7 @@ from collections.abc import Callable
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.legality import fail, hold
 from spmd.ir.program import Op, Value
-from spmd.mesh.sharding import (
-    Mark,
-    Sharding,
-    format_axes,
-    format_sharding,
-    is_legal,
-)
+from spmd.mesh.sharding import Mark, Sharding, format_axes, format_sharding, is_legal
 from spmd.planning.plan import Choice, Plan
 from spmd.propagation.projection import is_legal_assignment, project, reduced_axes
 from spmd.reshard.paths import can_reshard
@@ -23,23 +17,15 @@ PlanCheck = Callable[[Plan], str | None]
 
 
 def check_plan(plan: Plan) -> None:
-    """Holds a plan against its table.
-
-    Raises:
-      LegalityError: a check that does not hold, with the op.
-    """
+    """Raises a `LegalityError` for the first check that does not hold, with its op."""
     hold("planned", PLAN_CHECKS, None, plan)
     for op in plan.program.walk():
-        _check_op(plan, op)
-
-
-def _check_op(plan: Plan, op: Op) -> None:
-    if op.results and all(v in plan.propagated.cheap for v in op.results):
-        return
-    choice = plan.choices.get(op.results[0]) if op.results else None
-    if choice is None:
-        fail("planned", "has_choice", "an op that is not cheap has no choice", op)
-    hold("planned", REGION_OP_CHECKS if op.regions else OP_CHECKS, op, plan, op, choice)
+        if op.results and plan.propagated.cheap.issuperset(op.results):
+            continue
+        choice = plan.choices.get(op.results[0]) if op.results else None
+        if choice is None:
+            fail("planned", "has_choice", "an op that is not cheap has no choice", op)
+        hold("planned", REGION_OP_CHECKS if op.regions else OP_CHECKS, op, plan, op, choice)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -47,7 +33,7 @@ def _check_op(plan: Plan, op: Op) -> None:
 
 
 def states_are_legal(plan: Plan) -> str | None:
-    """Every state fits its value's type; only cheap and unused values have none."""
+    """Every state fits its value's type; only cheap and unused values have no state."""
     types = plan.program.types
     if len(plan.states) != len(types):
         return f"{len(plan.states)} states for {len(types)} values"

@@ -85,6 +85,10 @@ class Problem:
                 known[state] = local_type(type_, state, self.mesh).bytes
         return [known[state] for state in states]
 
+    def size(self, value: Value, state: Sharding) -> int:
+        """Bytes that one device holds of a value in one state."""
+        return self.bytes(value, (state,))[0]
+
     @cached_property
     def _bytes(self) -> dict[TensorType, dict[Sharding, int]]:
         return {}

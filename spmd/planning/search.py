@@ -39,24 +39,18 @@ T = TypeVar("T", bound=Judged)
 
 
 class Candidate(NamedTuple, Generic[T]):
-    """A program with decisions pinned, to be made if it can win.
+    """A program with decisions pinned, to be made if it can win."""
 
-    Attributes:
-      name: what is pinned, for people.
-      make: makes it, or raises `PlanError`; None where it is known that there is no memory for it.
-      price: seconds of a run that it has to win, for what predictions leave out: time to compile
-        it, more kernels.
-      hope: the most seconds that it can win.
-    """
-
-    name: str
-    make: Callable[[], T] | None
+    name: str  # what is pinned, for people
+    make: Callable[[], T] | None  # may raise `PlanError`; None: there is no memory for it
+    # Seconds of a run that it has to win, for what predictions leave out: time to compile it, more
+    # kernels.
     price: float = 0.0
-    hope: float = math.inf
+    hope: float = math.inf  # the most seconds that it can win
 
 
 class _Entry(NamedTuple, Generic[T]):
-    """What became of a candidate; without a name, of what was added as it is."""
+    """A program that was made, and the candidate that it was; without a name, it was none."""
 
     trial: T | None
     price: float = 0.0
@@ -66,15 +60,10 @@ class _Entry(NamedTuple, Generic[T]):
 
 
 class Search(Generic[T]):
-    """What was tried, and the best of it: the fastest that fits, or else what misses the least.
-
-    Args:
-      limit: bytes that one device may use.
-      tried: what is known already.
-    """
+    """What was tried, and the best of it: the fastest that fits, or else what misses the least."""
 
     def __init__(self, limit: float, tried: Iterable[T] = ()) -> None:
-        self.limit = limit
+        self.limit = limit  # bytes that one device may use
         self._entries = [_Entry(trial) for trial in tried]
 
     @property
@@ -127,13 +116,13 @@ class Search(Generic[T]):
         best = self._best()
         return tuple(
             Weighed(
-                entry.name,
-                None if entry.trial is None else entry.trial.seconds,
-                entry.before,
-                self._refusal(entry, best),
+                e.name,
+                None if e.trial is None else e.trial.seconds,
+                e.before,
+                self._refusal(e, best),
             )
-            for entry in self._entries
-            if entry.name
+            for e in self._entries
+            if e.name
         )
 
     def _refusal(self, entry: _Entry[T], best: T | None) -> str:
@@ -141,8 +130,7 @@ class Search(Generic[T]):
             return entry.refusal
         if not self.fits(entry.trial):
             return TOO_LARGE
-        is_faster = entry.trial.seconds < entry.before
-        if is_faster and entry.before - entry.trial.seconds < entry.price:
+        if 0 < entry.before - entry.trial.seconds < entry.price:
             return _too_slow(entry.price)
         return "another one is faster"
 

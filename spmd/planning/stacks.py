@@ -34,23 +34,17 @@ TENTH = 0.1
 
 
 class Stacks(NamedTuple):
-    """What could be done at once.
-
-    Attributes:
-      stacks: of the body of the plan's program.
-      seconds: the most that this can win.
-    """
+    """What could be done at once in the body of a program."""
 
     stacks: tuple[Stack, ...]
-    seconds: float
+    seconds: float  # the most that this can win
 
 
 def stacks_of(plan: Plan, price: float) -> Stacks:
     """The equal work in a program that devices could share.
 
-    Args:
-      plan: a plan of the program as it is, with the predicted time of one run.
-      price: seconds that have to be won.
+    The plan is of the program as it is, with the predicted time of one run; `price` are the seconds
+    that have to be won.
 
     Example:
       `x @ x.T` for 16 matrices that are split by rows: eight devices all-gather each of them, and
@@ -138,7 +132,7 @@ class _Costs:
         self._shares: dict[object, float] = {}
 
     def own(self, place: int, count: int) -> float:
-        """Seconds that an op takes beyond its share, if so many are spread over the devices."""
+        """Seconds that an op takes beyond its share, if so many are done on all devices."""
         return self._own(self.block.ops[place], min(count, self.plan.mesh.size))
 
     def _own(self, op: Op, share: int) -> float:
@@ -159,7 +153,7 @@ class _Costs:
         return self._shares[key]
 
     def most(self, row: Row) -> float:
-        """The most that ops that do the same can win."""
+        """The most seconds that can be won by stacking ops that do the same."""
         return sum(self.own(place, len(row)) + self.moved(place) for place in row)
 
     def moved(self, place: int) -> float:

@@ -13,9 +13,10 @@ result is made: other values lie there before.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from types import MappingProxyType
 from typing import NamedTuple
 
 from spmd.ir.description import CONSTANT, Role
@@ -118,18 +119,34 @@ def alive_bytes(program: Program) -> int:
     def region(block: Region) -> int:
         last = {v: i for i, op in enumerate(block.ops) for v in reads(op)}
         last |= dict.fromkeys(block.results, len(block.ops))
-        freed: dict[int, int] = {}
-        now = most = 0
-        for i, op in enumerate(block.ops):
-            for v in op.results:
-                now += sizes[v]
-                end = last.get(v, i)
-                freed[end] = freed.get(end, 0) + sizes[v]
-            most = max(most, now + max(map(region, op.regions), default=0))
-            now -= freed.pop(i, 0)
-        return most
+        spans = [
+            (i, last.get(v, i), sizes[v]) for i, op in enumerate(block.ops) for v in op.results
+        ]
+        inside = {i: max(map(region, op.regions)) for i, op in enumerate(block.ops) if op.regions}
+        return fullest(spans, inside)[0]
 
     return sum(sizes[v] for v in program.body.args) + region(program.body)
+
+
+def fullest(
+    spans: Iterable[tuple[int, int, int]], inside: Mapping[int, int] = MappingProxyType({})
+) -> tuple[int, int]:
+    """The most bytes that are held at once, and the first moment at which they are.
+
+    Each span is the first moment and the last one at which so many bytes are held; `inside` are
+    more bytes that are held at a moment only.
+    """
+    change = Counter[int]()
+    for start, end, size in spans:
+        change[start] += size
+        change[end + 1] -= size
+    now = most = at = 0
+    for moment in sorted(change.keys() | inside):
+        now += change[moment]
+        total = now + inside.get(moment, 0)
+        if total > most:
+            most, at = total, moment
+    return most, at
 
 
 def constant_bytes(program: Program) -> int:
@@ -231,18 +248,6 @@ def _in_places(
     return found
 
 
-def _most_held(buffers: Sequence[Buffer], length: int) -> tuple[int, int]:
-    """The most bytes that are held at once, and the number of the kernel at which they are."""
-    change = [0] * (length + 2)
-    for buffer in buffers:
-        if not buffer.in_result:
-            change[buffer.start] += buffer.bytes
-            change[buffer.end + 1] -= buffer.bytes
-    held = list(accumulate(change))
-    most = max(held)
-    return most, held.index(most)
-
-
 class _Simulation:
     """Runs over the kernels in order: allocates, frees, and remembers what was held until when.
 
@@ -291,7 +296,8 @@ class _Simulation:
         sizes = [types[v].bytes for v in body.results]
         places = list(self.places.values()) if self.backend.fills_results else ()
         buffers = _in_places(self.buffers, self.whole, places)
-        most, most_at = _most_held(buffers, self.uses.length)
+        spans = [(b.start, b.end, b.bytes) for b in buffers if not b.in_result]
+        most, most_at = fullest(spans)
         return MemoryUse(
             sum(types[v].bytes for v in body.args[: len(body.args) - len(self.program.constants)]),
             sum(sizes),
