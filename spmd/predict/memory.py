@@ -28,24 +28,15 @@ from spmd.predict.kernels import Kernel, Kernels
 
 
 class Buffer(NamedTuple):
-    """Memory that one value takes.
-
-    Attributes:
-      type: the value's.
-      op: the op that makes it; for a transposed copy, the op that it is made for.
-      bytes: on one device.
-      start, end: numbers of the first kernel and of the last one during which it is held.
-      is_copy: whether it is a transposed copy of the value.
-      in_result: whether it lies in the place of a result that is made later, and takes no memory.
-    """
+    """Memory that one value takes on one device."""
 
     type: TensorType
-    op: Op
+    op: Op  # that makes the value, or that a transposed copy is made for
     bytes: int
-    start: int
+    start: int  # numbers of the first kernel and of the last one during which it is held
     end: int
-    is_copy: bool = False
-    in_result: bool = False
+    is_copy: bool = False  # of the value, transposed
+    in_result: bool = False  # lies in the place of a result that is made later
 
     @property
     def label(self) -> str:
@@ -59,29 +50,17 @@ class Buffer(NamedTuple):
 
 
 class MemoryUse(NamedTuple):
-    """The memory of one device while a program runs.
+    """The memory of one device while a program runs, in bytes."""
 
-    Attributes:
-      arguments: bytes of its arguments, held throughout.
-      results: bytes of its results.
-      aliased: bytes of the results that lie in donated arguments.
-      reused: positions of these results.
-      temporary: the most bytes that all other values take at once.
-      peak_at: number of the kernel at which that is.
-      buffers: memory of all other values, in order of `start`.
-      order: the op of each kernel, as they run.
-      constants: bytes of its constants, in pieces or whole, held throughout.
-    """
-
-    arguments: int
+    arguments: int  # held throughout
     results: int
-    aliased: int
-    reused: frozenset[int]
-    temporary: int
-    peak_at: int
-    buffers: tuple[Buffer, ...]
-    order: tuple[Op, ...]
-    constants: int = 0
+    aliased: int  # of the results, what lies in donated arguments
+    reused: frozenset[int]  # positions of these results
+    temporary: int  # the most that all other values take at once
+    peak_at: int  # number of the kernel at which that is
+    buffers: tuple[Buffer, ...]  # of all other values, in order of `start`
+    order: tuple[Op, ...]  # the op of each kernel, as they run
+    constants: int = 0  # in pieces or whole, held throughout
 
     @property
     def peak(self) -> int:
@@ -98,12 +77,10 @@ class MemoryUse(NamedTuple):
 def peak_memory(
     program: Program, donated: Sequence[int] = (), platform: str | None = None
 ) -> MemoryUse:
-    """Predicts what one device holds.
+    """Predicts what one device holds for a local program.
 
-    Args:
-      program: a local program.
-      donated: positions of the arguments whose memory may be overwritten.
-      platform: `cpu`, `cuda` or `tpu`, whose backends order kernels differently; None for any.
+    The arguments at the positions `donated` may be overwritten. The platform is `cpu`, `cuda` or
+    `tpu`, whose backends order kernels differently; None for any.
     """
     return predict(program, donated, backend_of(platform))
 
@@ -111,8 +88,8 @@ def peak_memory(
 def alive_bytes(program: Program) -> int:
     """Bytes at the fullest moment if every value is held from its op to the last one that reads it.
 
-    A quick look: what is computed inside its readers is counted, and what has to wait for them is
-    not. `peak_memory` takes ten times as long.
+    An estimate: values that are computed inside their readers are counted, and what has to wait for
+    these readers is not. `peak_memory` takes ten times as long.
     """
     sizes = [type_.bytes for type_ in program.types]
 
@@ -176,17 +153,12 @@ def predict(program: Program, donated: Sequence[int], backend: Backend) -> Memor
 
 
 class _Uses:
-    """When each value is read last, in numbers of kernels.
-
-    Attributes:
-      last: value -> the number of the last kernel that reads it.
-      length: how many kernels there are.
-    """
+    """When each value is read last, in numbers of kernels."""
 
     def __init__(self, program: Program, kernels: Kernels) -> None:
         self.kernels = kernels
-        self.last = [-1] * len(kernels.types)
-        self.length = 0
+        self.last = [-1] * len(kernels.types)  # number of the last kernel that reads a value
+        self.length = 0  # how many kernels there are
         self.region(kernels.body)
         self.read(program.body.results)
 
@@ -200,7 +172,6 @@ class _Uses:
             self.length += 1
 
     def read(self, values: Sequence[Value]) -> None:
-        """Somebody reads values now."""
         for value in values:
             self.last[self.home(value)] = self.length
 
@@ -214,13 +185,10 @@ class _Uses:
 
 @dataclass(eq=False)
 class _Place:
-    """The memory of a result, in which other values can lie before the result is made.
-
-    `taken` are the kernels in whose time something lies there, a bit each.
-    """
+    """The memory of a result, in which other values can lie before the result is made."""
 
     bytes: int
-    taken: int = 0
+    taken: int = 0  # the kernels in whose time a value lies there, a bit each
 
 
 def _span(start: int, end: int) -> int:
@@ -233,8 +201,8 @@ def _in_places(
 ) -> list[Buffer]:
     """Marks those of some buffers that lie in results' places.
 
-    The largest is put first, in the smallest place that fits, which is the order that XLA's buffer
-    assignment takes (`BufferAssigner::AssignSingleHloBuffer`).
+    The largest is put first, in the smallest place that fits, as in XLA's buffer assignment
+    (`BufferAssigner::AssignSingleHloBuffer`).
     """
     found, places = list(buffers), sorted(places, key=lambda place: place.bytes)
     sizes = [place.bytes for place in places]
@@ -249,19 +217,7 @@ def _in_places(
 
 
 class _Simulation:
-    """Runs over the kernels in order: allocates, frees, and remembers what was held until when.
-
-    Attributes:
-      now: the number of the kernel that runs.
-      homes: for a value that ends up in a given place (a donated argument's, a result's, or a
-        carry's): the last kernel that reads what lies there before, and the last that needs the
-        value.
-      at_home: values that lie in an argument's or in a carry's memory.
-      places: of the results: the home of each one -> its place.
-      whole: numbers of the buffers that are one piece of memory each.
-      dying: number of a kernel -> the buffers that are freed behind it.
-      sent: an all-to-all -> the buffer of the pieces that it sends, if a temporary value is cut.
-    """
+    """Runs over the kernels in order: allocates, frees, and remembers what was held until when."""
 
     def __init__(
         self, program: Program, kernels: Kernels, aliases: dict[int, int], backend: Backend
@@ -270,15 +226,19 @@ class _Simulation:
         self.uses = _Uses(program, kernels)
         self.program, self.kernels, self.aliases = program, kernels, aliases
         self.backend = backend
-        self.now = 0
-        self.places: dict[Value, _Place] = {}
-        self.whole: list[int] = []
+        self.now = 0  # the number of the kernel that runs
+        self.places: dict[Value, _Place] = {}  # of the results: the home of each one -> its place
+        self.whole: list[int] = []  # numbers of the buffers that are one piece of memory each
         self.order: list[Op] = []
         self.buffers: list[Buffer] = []
-        self.dying: dict[int, list[int]] = {}
+        self.dying: dict[int, list[int]] = {}  # kernel -> the buffers that are freed behind it
+        # For a value that ends up in a given place (a donated argument's, a result's, or a
+        # carry's): the last kernel that reads what lies there before, and the last that needs the
+        # value.
         self.homes: dict[Value, tuple[int, int]] = {}
-        self.at_home: set[Value] = set()
+        self.at_home: set[Value] = set()  # values in an argument's or in a carry's memory
         self.arguments = frozenset(program.body.args)
+        # An all-to-all -> the buffer of the pieces that it sends, if a temporary value is cut.
         self.sent: dict[Op, int] = {}
 
     def run(self) -> MemoryUse:
@@ -312,17 +272,22 @@ class _Simulation:
 
     def region(self, kernels: Sequence[Kernel]) -> None:
         for kernel in kernels:
-            if (
-                kernel.op.kind.about.role == Role.UPDATE
-                and not kernel.is_copy
-                and self.is_at_home(kernel)
-            ):
+            is_update = kernel.op.kind.about.role == Role.UPDATE and not kernel.is_copy
+            if is_update and self.is_at_home(kernel):
                 self.at_home.update(kernel.makes)
             else:
                 for value in kernel.makes:
                     self.make(kernel, value)
                 self.hold_workspace(kernel)
-            self.control_flow(kernel)
+            if kernel.regions and kernel.op.is_loop:
+                body, end = kernel.op.regions[1], self.end_of(kernel)
+                for argument, value in zip(body.args, body.results, strict=True):
+                    if value != argument:
+                        free_from = self.uses.last[argument]
+                        self.homes.setdefault(self.uses.home(value), (free_from, end))
+                        self.at_home.add(argument)
+            for inner in kernel.regions:
+                self.region(inner)
             self.dying.pop(self.now, None)
             self.order.append(kernel.op)
             self.now += 1
@@ -354,7 +319,8 @@ class _Simulation:
         type_ = self.kernels.types[value]
         if kernel.op.collective == "all_to_all":
             self.keep_pieces(kernel, value)
-        self.hold(Buffer(type_, kernel.op, self.bytes(value), now, end, kernel.is_copy))
+        size = type_.bytes * (2 if type_.dtype in self.widened else 1)
+        self.hold(Buffer(type_, kernel.op, size, now, end, kernel.is_copy))
 
     def keep_pieces(self, kernel: Kernel, value: Value) -> None:
         """Holds the pieces that an all-to-all sent until what it received is joined.
@@ -388,11 +354,6 @@ class _Simulation:
         self.dying.setdefault(buffer.end, []).append(len(self.buffers))
         self.buffers.append(buffer)
 
-    def bytes(self, value: Value) -> int:
-        """Bytes of a value that is neither an argument nor a result."""
-        type_ = self.kernels.types[value]
-        return type_.bytes * (2 if type_.dtype in self.widened else 1)
-
     def take_over(self, type_: TensorType) -> None:
         """Frees one buffer of this type that is read for the last time now.
 
@@ -407,24 +368,8 @@ class _Simulation:
 
     def end_of(self, kernel: Kernel) -> int:
         """The number of a loop's or conditional's last kernel; for any other kernel, its own."""
-        if not kernel.regions:
-            return self.now
-        return self.now + sum(_count(region) for region in kernel.regions)
 
-    def control_flow(self, kernel: Kernel) -> None:
-        if not kernel.regions:
-            return
-        if kernel.op.is_loop:
-            body, end = kernel.op.regions[1], self.end_of(kernel)
-            for argument, value in zip(body.args, body.results, strict=True):
-                if value != argument:
-                    free_from = self.uses.last[argument]
-                    self.homes.setdefault(self.uses.home(value), (free_from, end))
-                    self.at_home.add(argument)
-        for region in kernel.regions:
-            self.region(region)
+        def count(kernels: Sequence[Kernel]) -> int:
+            return sum(1 + sum(map(count, kernel.regions)) for kernel in kernels)
 
-
-def _count(kernels: Sequence[Kernel]) -> int:
-    """Number of kernels of a region, those of inner regions included."""
-    return sum(1 + sum(_count(region) for region in kernel.regions) for kernel in kernels)
+        return self.now + sum(map(count, kernel.regions))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from spmd.ir.description import COMPOSITE, SCATTER, Role
 from spmd.ir.dialect.composites import AXES, SENT
-from spmd.ir.dialect.halo import Halo, exchange, reads_of, rounds
+from spmd.ir.dialect.halo import exchange, reads_of, rounds
 from spmd.ir.dialect.rule import Exchange, Rule
 from spmd.ir.program import Op, OpKind
 from spmd.ir.types import TensorType, dtype_bits, local_type
@@ -36,9 +36,7 @@ def arithmetic_seconds(kind: OpKind, topology: Topology) -> float:
 def bytes_read(kind: OpKind, sizes: Sequence[float]) -> Sequence[float]:
     """Bytes that an op reads of each operand, if all of them are in memory.
 
-    Args:
-      kind: the op.
-      sizes: bytes of one device's piece of each operand, then of each result.
+    The sizes are bytes of one device's piece of each operand, then of each result.
     """
     about, count = kind.about, len(kind.operands)
     if about.role == Role.ALIAS or kind.is_renaming:
@@ -78,15 +76,10 @@ def op_seconds(
     topology: Topology,
     stored: Sequence[bool] = (),
 ) -> float:
-    """Time of one device's share of an op under an assignment.
+    """Time of one device's share of an op under an assignment of its rule.
 
-    Args:
-      kind: the op.
-      rule: its rule.
-      assignment: what splits its factors.
-      mesh, topology: the machine.
-      stored: for each operand and result whether it is in memory; all are if left out. What is not
-        is computed inside what reads it, and costs what is read for it there.
+    For each operand and result, `stored` says whether it is in memory; all are if left out. What is
+    not is computed inside what reads it, and costs what is read for it there.
     """
     compute = share_seconds(kind, rule, assignment, mesh, topology)
     exchanges = 0.0
@@ -193,21 +186,17 @@ def halo_seconds(
             ]
             shape = local_shape(type_.shape, Sharding(tuple(dims)), mesh)
             row = type_.with_shape((*shape[: halo.dim], 1, *shape[halo.dim + 1 :])).bytes
-            for name, sent, got in halo_moves(halo, type_.shape[halo.dim], axes, mesh):
+            size, devices = type_.shape[halo.dim], mesh.extent(axes)
+            moves = [("all_gather", 1, devices)]  # kind, elements along the dim before, and after
+            if halo.window is not None:
+                plan = exchange(reads_of(halo.window, size, axes, mesh).need, size, axes, mesh)
+                piece = piece_sizes(size, axes, mesh)[-1]
+                moves = [("collective_permute", length, length) for length in plan.lengths]
+                if plan.gather:
+                    moves = [("all_gather", piece, devices * piece)]
+            for name, sent, got in moves:
                 seconds += collective_seconds(name, axes, sent * row, got * row, mesh, topology)
     return seconds
-
-
-def halo_moves(halo: Halo, size: int, axes: Axes, mesh: Mesh) -> tuple[tuple[str, int, int], ...]:
-    """The collectives of a halo: (kind, elements along the dim before, and after)."""
-    devices = mesh.extent(axes)
-    if halo.window is None:
-        return (("all_gather", 1, devices),)
-    plan = exchange(reads_of(halo.window, size, axes, mesh).need, size, axes, mesh)
-    if plan.gather:
-        piece = piece_sizes(size, axes, mesh)[-1]
-        return (("all_gather", piece, devices * piece),)
-    return tuple(("collective_permute", length, length) for length in plan.lengths)
 
 
 def merge_seconds(
@@ -243,24 +232,17 @@ RAGGED = "ragged_all_to_all"
 
 
 class Transfer(NamedTuple):
-    """What an op brings from device to device.
+    """What an op brings from device to device."""
 
-    Attributes:
-      kind: as in `spmd.reshard.comm.KINDS`.
-      axes: the atoms along which devices exchange.
-      put, got: bytes that a device puts in, and that it gets.
-      group: how many devices exchange with one another.
-    """
-
-    kind: str
-    axes: Axes
-    put: int
-    got: int
-    group: int
+    kind: str  # as in `spmd.reshard.comm.KINDS`
+    axes: Axes  # the atoms along which devices exchange
+    put: int  # bytes that a device puts in
+    got: int  # bytes that it gets
+    group: int  # how many devices exchange with one another
 
     @staticmethod
     def of(op: Op, mesh: Mesh) -> Transfer | None:
-        """That of an op along axes of the mesh; None if it is none."""
+        """What an op brings along axes of the mesh; None if it brings nothing."""
         attrs = op.kind.attrs
         if AXES in attrs:
             axes, sent = attrs[AXES], attrs[SENT]

@@ -43,24 +43,15 @@ COMPUTE = "compute"
 
 
 class Slot(NamedTuple):
-    """The time that one op, or one loop, takes.
-
-    Attributes:
-      op: the op.
-      lane: `compute`, or the mesh axes whose links it uses, as `data` or `data, model`.
-      start, end: seconds from the start of the run; inside a loop, of its first iteration.
-      trips: how often it runs, as the loops around it say; 1 outside of loops.
-      depth: how many loops it is inside of.
-      runs: for a loop, its trip count; None where that is not known (16 are counted).
-    """
+    """The time that one op, or one loop, takes."""
 
     op: Op
-    lane: str
-    start: float
+    lane: str  # `compute`, or the mesh axes whose links it uses, as `data` or `data, model`
+    start: float  # seconds from the start of the run; inside a loop, of its first iteration
     end: float
-    trips: int = 1
-    depth: int = 0
-    runs: int | None = 1
+    trips: int = 1  # how often it runs, as the loops around it say; 1 outside of loops
+    depth: int = 0  # how many loops it is inside of
+    runs: int | None = 1  # for a loop, its trip count; None if unknown (16 are counted)
 
     @property
     def seconds(self) -> float:
@@ -74,21 +65,14 @@ class Slot(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The schedule of one run.
+    """The schedule of one run."""
 
-    Attributes:
-      slots: in program order, a loop before what is inside it; as if `Chip.overlap` were 1.
-      seconds: when everything is done.
-      compute_seconds: arithmetic alone.
-      comm_seconds: collectives alone, one after another.
-      exposed_seconds: how long arithmetic waits for communication.
-    """
-
+    # In program order, a loop before what is inside it; as if `Chip.overlap` were 1.
     slots: tuple[Slot, ...]
-    seconds: float
-    compute_seconds: float
-    comm_seconds: float
-    exposed_seconds: float
+    seconds: float  # when everything is done
+    compute_seconds: float  # arithmetic alone
+    comm_seconds: float  # collectives alone, one after another
+    exposed_seconds: float  # how long arithmetic waits for communication
 
     @property
     def scheduled_seconds(self) -> float:
@@ -97,13 +81,7 @@ class Timeline(NamedTuple):
 
 
 def predict_timeline(program: Program, mesh: Mesh, topology: Topology) -> Timeline:
-    """Schedules a local program.
-
-    Args:
-      program: a local program.
-      mesh: its mesh.
-      topology: the machine.
-    """
+    """Schedules a local program."""
     run = _Schedule(program, mesh, topology)
     end = run.region(program.body, 0.0, 1, 0)
     parts = [slot for slot in run.slots if not slot.op.regions]
@@ -117,13 +95,7 @@ def predict_timeline(program: Program, mesh: Mesh, topology: Topology) -> Timeli
 
 
 def least_seconds(index: Index, mesh: Mesh, topology: Topology) -> float:
-    """What no partition of a program undercuts: its arithmetic, split evenly over all devices.
-
-    Args:
-      index: lookups of the whole program.
-      mesh: the mesh.
-      topology: the machine.
-    """
+    """What no partition of a program undercuts: its arithmetic, split evenly over all devices."""
 
     def region(ops: Iterable[Op]) -> float:
         total = 0.0
@@ -201,8 +173,7 @@ class _Schedule:
 
     def costs(self, op: Op) -> Iterator[tuple[Op, str, float]]:
         """The op with each of its lanes and its seconds there; a composite may exchange first."""
-        transfer = Transfer.of(op, self.mesh)
-        if transfer is not None:
+        if (transfer := Transfer.of(op, self.mesh)) is not None:
             lane = ", ".join(sorted(str(ref) for ref in axis_refs(transfer.axes, self.mesh)))
             yield op, lane, transfer.seconds(self.mesh, self.topology)
         if not op.collective or transfer is None:
@@ -247,21 +218,13 @@ class _Schedule:
 class LocalTimes:
     """Seconds of a local program's ops on one device: the longer of arithmetic and memory traffic.
 
-    What is computed inside its readers takes no time of its own. An op that reads nothing of that
-    kind takes as long as any other one of its kind.
-
-    Args:
-      program: a local program.
-      topology: the machine.
-      index: lookups over the program.
-
-    Attributes:
-      stored: values that lie in memory.
+    What is computed inside its readers takes no time of its own. An op that reads no such value
+    takes as long as any other one of its kind.
     """
 
     def __init__(self, program: Program, topology: Topology, index: Index) -> None:
         self.topology = topology
-        self.stored = stored = stored_values(program)
+        self.stored = stored = stored_values(program)  # the values that lie in memory
         self._known: dict[OpKind, float] = {}
         self._copied: set[Value] = set()
         # What is computed inside its readers -> the bytes that are read for it, by stored value.
@@ -328,13 +291,12 @@ class LocalTimes:
         return found
 
 
-Moves = tuple[list[tuple[float, int]], float]
-"""Of each operand the bytes that are read and all that it has; and the bytes that are written."""
+def _moves(kind: OpKind) -> tuple[list[tuple[float, int]], float]:
+    """Of each operand the bytes that are read and all that it has; and the bytes that are written.
 
-
-def _moves(kind: OpKind) -> Moves:
-    """What an op reads of its operands, and what it writes; of an alias all that it stands for."""
-    moves: Moves | None = kind._cache.get("moves")
+    An alias is taken to read all that it stands for.
+    """
+    moves: tuple[list[tuple[float, int]], float] | None = kind._cache.get("moves")
     if moves is None:
         sizes = [type_.bytes for type_ in (*kind.operands, *kind.results)]
         read = sizes if kind.about.role == Role.ALIAS else bytes_read(kind, sizes)
