@@ -103,12 +103,11 @@ class _Sink:
         return Op(kind, operands, results, tuple(regions), op.loc)
 
     def value(self, type_: TensorType) -> Value:
-        """A new value."""
         self.types.append(type_)
         return len(self.types) - 1
 
     def find(self, value: Value, makers: dict[Value, Op], scalars: dict[Value, None]) -> None:
-        """Adds the ops that make a value, in order, and the scalars from elsewhere they read."""
+        """Adds the ops that make a value, in order, and the scalars that they read."""
         op = self.producers.get(value)
         if value in makers or value in scalars:
             return
