@@ -12,11 +12,12 @@ every use gets a copy in the sharding that it wants, so they constrain no plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from spmd.ir.control_flow import producers_of
 from spmd.ir.description import BROADCAST, CONSTANT
-from spmd.ir.program import Op, OpKind, Program, Region, Value
+from spmd.ir.program import Op, Program, Region, Value
+from spmd.ir.rewrite import Carry, recarried
 from spmd.ir.types import TensorType
 
 LONGEST_CHAIN = 12
@@ -73,7 +74,7 @@ class _Sink:
 
     def loop(self, op: Op) -> Op:
         """The loop without the carries that can be made inside, but with the scalars they need."""
-        cond, body = op.regions
+        body = op.regions[1]
         sunk: set[int] = set()
         makers: dict[Value, Op] = {}
         scalars: dict[Value, None] = {}
@@ -85,22 +86,18 @@ class _Sink:
         if not sunk:
             return op
 
-        def kept(values: Sequence[Value], more: Iterable[Value]) -> tuple[Value, ...]:
-            return (*(v for i, v in enumerate(values) if i not in sunk), *more)
-
-        regions = []
+        regions, carried = [], []
         for region in op.regions:
             inside = {v: self.value(self.types[v]) for v in scalars}
             copies, made = self.copied(makers, inside)
             self.instead.update((region.args[i], made[op.operands[i]]) for i in sunk)
-            args = kept(region.args, inside.values())
-            results = kept(body.results, inside.values()) if region is body else cond.results
-            regions.append(Region(args, (*copies, *region.ops), results))
-        operands = kept(op.operands, scalars)
-        results = kept(op.results, [self.value(self.types[v]) for v in scalars])
-        types = tuple(self.types[v] for v in operands)
-        kind = OpKind(op.name, types, types, op.kind.attrs)
-        return Op(kind, operands, results, tuple(regions), op.loc)
+            regions.append(region._replace(ops=(*copies, *region.ops)))
+            carried.append(inside)
+        more = [
+            Carry(v, carried[0][v], carried[1][v], carried[1][v], self.value(self.types[v]))
+            for v in scalars
+        ]
+        return recarried(op._replace(regions=tuple(regions)), self.types, sunk, more)
 
     def value(self, type_: TensorType) -> Value:
         self.types.append(type_)

@@ -41,8 +41,7 @@ def wire_bytes(kind: str, group_size: int, local_in_bytes: int, local_out_bytes:
     Args:
       kind: one of `KINDS`.
       group_size: devices that exchange with one another.
-      local_in_bytes: bytes of one device's piece before.
-      local_out_bytes: bytes of one device's piece after.
+      local_in_bytes, local_out_bytes: bytes of one device's piece before, and after.
     """
     if kind == "slice" or group_size == 1:
         return 0
@@ -80,28 +79,17 @@ def run_as(kind: str, atoms: Sequence[int], mesh: Mesh, topology: Topology) -> s
     torus dims at once, where its reduce-scatters have those of one dim. Seen with libtpu 0.0.42 on
     v4, v5e, v5p and v6e.
     """
-    whole = kind == "reduce_scatter" and mesh.extent(atoms) == topology.count > _RING_CHIPS
+    whole = kind == "reduce_scatter" and mesh.extent(atoms) == topology.count > 8
     return "all_reduce" if whole and topology.platform == "tpu" else kind
 
 
-_RING_CHIPS = 8
-"""Slices of so many chips are one ring to the TPU compiler."""
-
-
 class Terms(NamedTuple):
-    """What decides the cost of a collective over some atoms, beside the size of the value.
+    """What decides the cost of a collective over some atoms, beside the size of the value."""
 
-    Attributes:
-      kind: one of `KINDS`, as the backend runs it.
-      group: devices that exchange with one another.
-      latency: seconds of one that moves nothing.
-      pace: seconds for each byte on the wire.
-    """
-
-    kind: str
-    group: int
-    latency: float
-    pace: float
+    kind: str  # one of `KINDS`, as the backend runs it
+    group: int  # devices that exchange with one another
+    latency: float  # seconds of one that moves nothing
+    pace: float  # seconds for each byte on the wire
 
     def cost(self, local_in_bytes: int, local_out_bytes: int) -> tuple[float, int]:
         """Seconds, and bytes that each device sends, given those of its pieces."""
@@ -140,14 +128,5 @@ def collective_seconds(
     mesh: Mesh,
     topology: Topology,
 ) -> float:
-    """Predicted seconds of one collective over some atoms of the mesh.
-
-    Args:
-      kind: one of `KINDS`.
-      atoms: atoms along which devices exchange.
-      local_in_bytes: bytes of one device's piece before.
-      local_out_bytes: bytes of one device's piece after.
-      mesh: the mesh that the atoms belong to.
-      topology: the links; the slowest one among the atoms sets the pace.
-    """
+    """Predicted seconds of one collective of a kind of `KINDS` over some atoms of the mesh."""
     return terms_of(kind, tuple(atoms), mesh, topology).cost(local_in_bytes, local_out_bytes)[0]

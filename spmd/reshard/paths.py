@@ -39,32 +39,24 @@ Table = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Step(NamedTuple):
-    """One collective, or one slice.
+    """One collective, or one slice."""
 
-    Attributes:
-      kind: one of `comm.KINDS`, or `mask`.
-      before: sharding that it starts from.
-      after: sharding that it leads to.
-      axes: atoms along which devices exchange (or that a slice cuts by, or over which a mask leaves
-        one device the value), in group order, major to minor.
-      dims: slice, all_gather, reduce_scatter: `(dim,)`; all_to_all: `(dim that the axes leave and
-        that is concatenated, dim that they go to and that is split)`; otherwise `()`.
-    """
-
-    kind: str
+    kind: str  # one of `comm.KINDS`, or `mask`
     before: Sharding
     after: Sharding
+    # Atoms along which devices exchange (or that a slice cuts by, or over which a mask leaves one
+    # device the value), in group order, major to minor.
     axes: Axes
+    # slice, all_gather, reduce_scatter: `(dim,)`; all_to_all: `(dim that the axes leave and that is
+    # concatenated, dim that they go to and that is split)`; otherwise `()`.
     dims: tuple[int, ...]
 
 
 class Path:
     """Steps in order, with their predicted seconds and the bytes that each device sends.
 
-    Of most paths only the seconds are looked at: their steps may be given as what makes them.
+    Steps may be given as a function that makes them: of most paths they are never asked for.
     """
-
-    __slots__ = ("_steps", "bytes", "seconds")
 
     def __init__(
         self, steps: tuple[Step, ...] | Callable[[], tuple[Step, ...]], seconds: float, bytes: int
@@ -78,18 +70,8 @@ class Path:
             self._steps = self._steps()
         return self._steps
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Path) and self._fields == other._fields
-
-    def __hash__(self) -> int:
-        return hash(self._fields)
-
     def __repr__(self) -> str:
         return f"Path(steps={self.steps}, seconds={self.seconds}, bytes={self.bytes})"
-
-    @property
-    def _fields(self) -> tuple[tuple[Step, ...], float, int]:
-        return self.steps, self.seconds, self.bytes
 
 
 @lru_cache(maxsize=1 << 16)
@@ -110,12 +92,8 @@ def reshard(
         if their maximum is taken (`WHOLE_TERMS`).
       type_: global type. A dim that does not divide is searched as if it were padded until it did
         (its figures are those of the padded pieces).
-      mesh: the mesh of both shardings.
-      topology: the links.
+      mesh, topology: the mesh of both shardings, and its links.
       held: atoms that no step may use: along them the value differs (see `ir.control_flow`).
-
-    Returns:
-      A `Path`, empty when `src == dst`.
 
     Raises:
       LegalityError: a sharding that is not legal, or a value that is to become partial in a way
@@ -265,8 +243,7 @@ def can_reshard(src: Sharding, dst: Sharding) -> bool:
 
 def mask_seconds(sharding: Sharding, type_: TensorType, mesh: Mesh, topology: Topology) -> float:
     """Time to read one device's piece and to write it, or zeros."""
-    local = local_type(type_, sharding, mesh)
-    return 2 * local.bytes / topology.hbm_bandwidth
+    return 2 * local_type(type_, sharding, mesh).bytes / topology.hbm_bandwidth
 
 
 def torn_dims(step: Step, shape: Sequence[int], mesh: Mesh) -> list[int]:
@@ -313,14 +290,11 @@ def permute_pairs(before: Sharding, after: Sharding, mesh: Mesh) -> tuple[tuple[
 # From the answer to a question back to steps, with the cost model's own figures.
 
 
-_Leg = tuple[Terms, int, int]
-"""What decides the cost of a step, and the pieces that the value is in before and after it."""
-
-
 class _Route(NamedTuple):
     """An answer in the words of two shardings: what it costs, and what its steps are made of."""
 
-    legs: tuple[_Leg, ...]
+    # What decides the cost of each step, and the pieces that the value is in before and after it.
+    legs: tuple[tuple[Terms, int, int], ...]
     answer: Answer
     names: Names
     src: Sharding
@@ -350,7 +324,7 @@ def _cheapest(
     mesh: Mesh,
     topology: Topology,
 ) -> Path:
-    """The cheapest path among those of whole axes, else of those that are best for some size."""
+    """The cheapest path over whole axes; if there is none, of those that are best for any size."""
     room = tuple([math.gcd(size, mesh.size) for size in shape])
     bits = math.prod(shape) * dtype_bits(dtype)
     known = distances(room, bits, held, mesh, topology)
@@ -360,7 +334,13 @@ def _cheapest(
         if found is not None:
             answer, seconds, sent = found
             return Path(_Route((), answer, known.names, src, dst).steps, seconds, sent)
-    ways = [(route, *_cost(route, bits)) for route in routes(src, dst, room, held, mesh, topology)]
+    ways = []
+    for route in routes(src, dst, room, held, mesh, topology):
+        seconds, sent = 0.0, 0
+        for terms, before, after in route.legs:
+            took, more = terms.cost(-(-bits // (8 * before)), -(-bits // (8 * after)))
+            seconds, sent = seconds + took, sent + more
+        ways.append((route, seconds, sent))
     if not ways:
         raise LegalityError(
             f"no path of collectives was found for {TensorType(shape, dtype)}",
@@ -369,15 +349,6 @@ def _cheapest(
         )
     route, seconds, sent = min(ways, key=lambda way: (way[1], way[2], len(way[0].legs)))
     return Path(route.steps, seconds, sent)
-
-
-def _cost(route: _Route, bits: int) -> tuple[float, int]:
-    """Seconds, and bytes that each device sends, for a value of so many bits."""
-    seconds, sent = 0.0, 0
-    for terms, before, after in route.legs:
-        took, more = terms.cost(-(-bits // (8 * before)), -(-bits // (8 * after)))
-        seconds, sent = seconds + took, sent + more
-    return seconds, sent
 
 
 WHOLE_TERMS = frozenset({"max", "min", "and", "or"})

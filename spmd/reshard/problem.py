@@ -20,82 +20,51 @@ TICKS = 1e24
 
 
 class Line(NamedTuple):
-    """What something costs, depending on the size of the value.
+    """What something costs, depending on the size of the value."""
 
-    Attributes:
-      fixed: ticks for a value of any size.
-      growing: ticks for each unit of size.
-      sent: bytes that each device sends, for each unit of size.
-      steps: collectives and slices.
-    """
-
-    fixed: int
-    growing: int
-    sent: int
-    steps: int
+    fixed: int  # ticks for a value of any size
+    growing: int  # ticks for each unit of size
+    sent: int  # bytes that each device sends, for each unit of size
+    steps: int  # collectives and slices
 
 
 class _Facts(NamedTuple):
-    """One dim against its goal.
+    """One dim against its goal."""
 
-    Attributes:
-      extent: into how many pieces it is split.
-      common: the larger of its extent and the goal's: where neither is `apart`, one is a prefix of
-        the other, so these are the pieces of what a device holds and wants.
-      apart: whether the two differ before either ends.
-      losing: whether it has to lose digits, because its extent does not divide the goal's.
-      crossings: for each class of slow links, what has to cross them.
-    """
-
-    extent: int
+    extent: int  # into how many pieces it is split
+    # The larger of its extent and the goal's: where neither is `apart`, one is a prefix of the
+    # other, so these are the pieces of what a device holds and wants.
     common: int
-    apart: bool
-    losing: bool
-    crossings: tuple[_Crossing, ...]
+    apart: bool  # whether the two differ before either ends
+    losing: bool  # has to lose digits: its extent does not divide the goal's
+    crossings: tuple[_Crossing, ...]  # for each class of slow links, what has to cross them
 
 
 class _Crossing(NamedTuple):
-    """Digits of one dim over slow links that do not stay where they are.
-
-    Attributes:
-      extent: their extent.
-      kept: extent of those that the goal uses elsewhere.
-      luck: the largest of those whose two places are independent digits.
-    """
+    """Digits of one dim over slow links that do not stay where they are."""
 
     extent: int
-    kept: int
-    luck: int
+    kept: int  # extent of those that the goal uses elsewhere
+    luck: int  # the largest of those whose two places are independent digits
 
 
 class Problem:
-    """A question, with its costs and its lower bounds.
-
-    Attributes:
-      src, dst: digits of each dim, at first and in the end.
-      partial: digits that are to be reduced.
-      room: for each dim, what its size has in common with the number of devices.
-      digits: the numbers of all digits.
-      sizes, paces: of each digit, its size and the ticks that a byte takes over its link.
-      slow: for each pace above the best one, from fast to slow: it, the least latency at it or a
-        slower one, and the digits of these links.
-      goal_digits, goal_extents, goal_pieces: the digits that `dst` uses, the extent of each of its
-        dims, and into how many pieces it splits the value.
-      fewest_pieces: into how many pieces the value must at least be split: the memory limit.
-      unit: bytes of a value of size 1: so many that every collective sends whole bytes.
-    """
+    """A question, with its costs and its lower bounds."""
 
     def __init__(self, question: Question) -> None:
         self.src, self.dst, self.partial = question.src, question.dst, question.partial
         self.room = question.room
         self._letters = question.digits
         self.digits = tuple(range(len(self._letters)))
+        # Of each digit, its size, and the ticks that a byte takes over its link.
         self.sizes = tuple(math.prod(letter.sizes) for letter in self._letters)
         self.paces = [round(TICKS / letter.bandwidth) for letter in self._letters]
         self._latencies = [round(letter.latency * TICKS) for letter in self._letters]
         self._best_pace = min(self.paces, default=0)
         self._best_latency = min(self._latencies, default=0)
         self._flat = any(letter.flat for letter in self._letters)
+        # For each pace above the best one, from fast to slow: it, the least latency at it or a
+        # slower one, and the digits of these links.
         self.slow: list[tuple[int, int, frozenset[int]]] = []
         for pace in sorted(set(self.paces) - {self._best_pace}):
             slow = frozenset(a for a in self.digits if self.paces[a] >= pace)
@@ -108,8 +77,10 @@ class Problem:
         self.goal_digits = frozenset(self._goal_places)
         self.goal_extents = tuple(self.extent(axes) for axes in self.dst)
         self.goal_pieces = math.prod(self.goal_extents)
+        # Into how many pieces the value must at least be split: the memory limit.
         self.fewest_pieces = min(self.goal_pieces, self.pieces(self.src))
         self._devices = self.extent(self.digits)
+        # Bytes of a value of size 1: so many that every collective sends whole bytes.
         self.unit = self._devices**2
         # What a device holds if the value is reduced straight into the smallest tiles.
         tiles = min(math.prod(self.room) * self.extent(self.partial), self._devices)
@@ -127,7 +98,7 @@ class Problem:
         return math.prod([self.extent(axes) for axes in dims])
 
     def divides(self, dim: int, axes: Axes) -> bool:
-        """Whether a dim divides by some digits."""
+        """Whether some digits divide a dim."""
         return self.room[dim] % self.extent(axes) == 0
 
     def dividing(self, size: int, axes: Axes, pool: Iterable[int]) -> Axes:
@@ -158,8 +129,6 @@ class Problem:
 
     def bounds(self, dims: Dims, partial: Axes) -> list[Line]:
         """Lower bounds of what it costs to come from here to `dst`; none if it may cost nothing.
-
-        Each is a line in the value's size. A search leaves out what such a bound rules out.
 
         Bytes: a device must receive what its final tile has beyond its present one; what is partial
         must be reduced, at best into the smallest tiles. Collectives: every dim that has to lose

@@ -44,54 +44,33 @@ Dims = tuple[Axes, ...]
 
 
 class Digit(NamedTuple):
-    """An atom, or several that move together.
+    """An atom, or several that move together."""
 
-    Attributes:
-      sizes: of its atoms.
-      latency: seconds of one message over its link.
-      bandwidth: bytes/s of its link.
-      flat: whether a collective takes two latencies, however many devices take part.
-    """
-
-    sizes: tuple[int, ...]
-    latency: float
-    bandwidth: float
-    flat: bool = False
+    sizes: tuple[int, ...]  # of its atoms
+    latency: float  # seconds of one message over its link
+    bandwidth: float  # bytes/s of its link
+    flat: bool = False  # a collective takes two latencies, however many devices take part
 
 
 class Question(NamedTuple):
-    """From which sharding to which; everything partial is to be reduced.
+    """From which sharding to which; everything partial is to be reduced."""
 
-    Attributes:
-      digits: what shardings are made of; the other fields name them by their indices.
-      src: digits of each dim.
-      dst: digits of each dim.
-      partial: digits that are partial at first, ascending.
-      room: for each dim, what its size has in common with the number of devices.
-    """
-
-    digits: tuple[Digit, ...]
+    digits: tuple[Digit, ...]  # the other fields name them by their indices
     src: Dims
     dst: Dims
-    partial: Axes
-    room: tuple[int, ...]
+    partial: Axes  # digits that are partial at first, ascending
+    room: tuple[int, ...]  # what each dim's size has in common with the number of devices
 
 
 class Names(NamedTuple):
-    """What the digits and dims of a question stand for.
+    """What the digits and dims of a question stand for."""
 
-    Attributes:
-      digits: for each digit, its atoms.
-      dims: for each dim, which one of the value's it is.
-      kept: for each dim of the value, the atoms that it keeps throughout.
-    """
-
-    digits: tuple[Axes, ...]
-    dims: tuple[int, ...]
-    kept: Dims
+    digits: tuple[Axes, ...]  # for each digit, its atoms
+    dims: tuple[int, ...]  # for each dim, which one of the value's it is
+    kept: Dims  # for each dim of the value, the atoms that it keeps throughout
 
     def atoms(self, digits: Axes) -> Axes:
-        """Digits spelled out."""
+        """The atoms of some digits, in order."""
         if len(digits) == 1:
             return self.digits[digits[0]]
         return tuple(a for digit in digits for a in self.digits[digit])
@@ -116,15 +95,8 @@ def questions(
 ) -> Iterator[tuple[Question, Names]]:
     """What a pair of shardings comes down to: with atoms joined, then with each for itself.
 
-    Where some dim has room for a part of a joined digit only, the first may have no path.
-
-    Args:
-      src: sharding at first.
-      dst: sharding wanted; what it is partial over, `src` is too.
-      shape: sizes of the dims, each divisible at both ends.
-      held: atoms that no step may use.
-      mesh: the mesh.
-      topology: the links.
+    Where some dim has room for a part of a joined digit only, the first may have no path. The sizes
+    in `shape` are divisible at both ends, and `src` is partial over all that `dst` is.
     """
     letters = atom_digits(mesh, topology)
     many, alike = len(letters) > EXACT_ATOMS, len(set(letters)) == 1
@@ -156,7 +128,9 @@ def questions(
     for runs in (joined, apart):
         digit_of = {run[0]: i for i, run in enumerate(runs)}
         question = Question(
-            tuple([_digit(letters[run[0]], len(run)) for run in runs]),
+            tuple(
+                [letters[run[0]]._replace(sizes=letters[run[0]].sizes * len(run)) for run in runs]
+            ),
             tuple([_digits(dim.src, digit_of) for dim in dims]),
             tuple([_digits(dim.dst, digit_of) for dim in dims]),
             tuple(sorted(_digits(partial, digit_of))),
@@ -254,12 +228,6 @@ def _refined(runs: list[Axes], rooms: Sequence[int], mesh: Mesh) -> list[Axes]:
         run = runs[number]
         runs = [*runs[:number], run[:-keep], run[-keep:], *runs[number + 1 :]]
     return runs
-
-
-@lru_cache(maxsize=1 << 10)
-def _digit(letter: Digit, count: int) -> Digit:
-    """So many equal atoms as one digit."""
-    return letter._replace(sizes=letter.sizes * count)
 
 
 def _digits(atoms: Iterable[int], digit_of: Mapping[int, int]) -> Axes:

@@ -93,9 +93,8 @@ class _Builder:
     def append_all(self, shape: bool = False, finer: bool = False) -> None:
         """Slices by what is idle, then reduce-scatters what is partial.
 
-        Args:
-          shape: whether digits may stand in for others of the same size.
-          finer: whether dims are split further wherever they divide.
+        With `shape` digits may stand in for others of the same size; with `finer` dims are split
+        further wherever they divide.
         """
         for kind in ("slice", "reduce_scatter"):
             self._park(kind)
@@ -188,11 +187,9 @@ class _Builder:
                 self._add(gather(self.dims, self.partial, dim, keep))
 
 
-PHASES = ((2, 20), (1.2, 20))
-"""The directed search's phases: weight of the lower bound, and shardings to expand at most."""
-
-LAST_GREED = 5
-"""Weight of the lower bound when no path is known at all: then any path will do."""
+PHASES, LAST_GREED = ((2, 20), (1.2, 20)), 5
+"""The directed search's phases: weight of the lower bound, and shardings to expand at most; and the
+weight when no path is known at all: then any path will do."""
 
 Cost = tuple[float, int, int]
 """Time, bytes, steps, at one size."""
@@ -294,19 +291,14 @@ class _Node:
 
 
 class Search:
-    """Searches for one question at several sizes.
-
-    Attributes:
-      direct: paths that are written down without a search.
-      exact: whether every legal step is tried, atom by atom.
-    """
+    """Searches for one question at several sizes."""
 
     def __init__(self, question: Question) -> None:
         problem = self._problem = Problem(question)
         directed = DirectedMoves(problem)
         self.direct = [tuple(moves) for moves in direct_paths(problem, directed)]
         self._tries_all = is_small(question)
-        self.exact = self._tries_all and not is_joined(question)
+        self.exact = self._tries_all and not is_joined(question)  # every step, atom by atom
         self._moves = Moves(problem) if self._tries_all else directed
         self._nodes: dict[tuple[Dims, Axes], _Node] = {}
         self._start = self._node(problem.src, problem.partial, problem.pieces(problem.src))
@@ -315,9 +307,7 @@ class Search:
     def best(self, size: Size, found: Sequence[Answer]) -> Answer | None:
         """The best direct path where that is provably best; else the best that a search finds.
 
-        Args:
-          size: how large the value is.
-          found: paths that are to be undercut.
+        Paths that were found already are to be undercut.
         """
         paths = [*found, *self.direct]
         known = min(paths, key=lambda path: size.cost(self.line(path)), default=None)
@@ -371,11 +361,8 @@ class Search:
     ) -> Answer | None:
         """A* from the start to the goal: the best path, or None where none undercuts the limit.
 
-        Args:
-          size: how large the value is.
-          limit: a cost that is to be undercut.
-          budget: shardings to expand at most.
-          greed: weight of the lower bound; above 1 it is faster, and no longer optimal.
+        At most `budget` shardings are expanded. With more `greed`, the weight of the lower bound,
+        than 1 the search is faster, and no longer optimal.
         """
         # A sharding's estimate is what the way to it cost, plus what no way on from it undercuts.
         # The cheapest estimate is expanded first, so when that is the goal no other way is cheaper

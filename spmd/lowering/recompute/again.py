@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from spmd.ir.description import BARRIER
@@ -18,17 +18,13 @@ SPREAD = 0.25  # how much dearer a byte of the last value is than one of the fir
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """Costs of the ops and values of one local program, in seconds.
-
-    `price` is that of a byte that is held at the fullest moment; with `exchanges`, collectives may
-    be done again.
-    """
+    """Costs of the ops and values of one local program, in seconds."""
 
     program: Program
     mesh: Mesh
     topology: Topology
-    price: float
-    exchanges: bool = True
+    price: float  # of a byte that is held at the fullest moment
+    exchanges: bool = True  # whether collectives may be done again
 
     @cached_property
     def clock(self) -> Clock:
@@ -47,10 +43,6 @@ class Costs:
             may = self.exchanges and "axes" in op.kind.attrs
             return self.clock.exchange(op) if may else math.inf
         return self.clock.arithmetic(op)
-
-    def of(self, program: Program) -> Costs:
-        """The same for another program."""
-        return replace(self, program=program)
 
     def runs(self, op: Op) -> int:
         """How often the regions of an op run; at least once, so that infinite stays infinite."""
@@ -74,15 +66,6 @@ AGAIN = "again, rather than held"  # note of ops that are done again
 def again(loc: Loc) -> Loc:
     """The source line of an op, with the note that it is computed a second time there."""
     return loc._replace(note=f"{loc.note} ({AGAIN})" if loc.note else AGAIN)
-
-
-def reads_inside(op: Op) -> Iterable[Value]:
-    """All that an op and the ops inside it read, or hand on."""
-    yield from op.operands
-    for region in op.regions:
-        yield from region.results
-        for inner in region.ops:
-            yield from reads_inside(inner)
 
 
 def late(made: Sequence[Op], ops: Sequence[Op]) -> tuple[Op, ...]:

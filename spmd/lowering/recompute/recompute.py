@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, OpKind, Program, Region, Value, reads
 from spmd.ir.rewrite import dedupe, remove_dead, repeat_op
-from spmd.lowering.recompute.again import Costs, again, reads_inside, with_operands
+from spmd.lowering.recompute.again import Costs, again, with_operands
 from spmd.lowering.recompute.cut import CutPrices, cheapest_cut
 from spmd.lowering.recompute.loops import recompute_in_loops
 from spmd.mesh.mesh import Mesh
@@ -53,7 +54,7 @@ def recompute(
         path = _path(program.body, memory.order[memory.peak_at]) if memory.order else []
         if memory.peak <= limit or not path:
             break
-        relieved, more = recompute_in_block(program, costs.of(program), path)
+        relieved, more = recompute_in_block(program, replace(costs, program=program), path)
         relieved = remove_dead(relieved)
         after = peak_memory(relieved, donated, topology.platform)
         if after.peak >= memory.peak:
@@ -115,29 +116,24 @@ def recompute_in_block(
 
 
 class _Block:
-    """A block of ops, and the moment at which one of them runs.
-
-    Attributes:
-      crossing: values from before that moment -> the first op from then on that reads them.
-      again: values that are made again behind the moment -> the ops that make them.
-      needed_at: when values from before would have to be made again; see `_needed_at`.
-      layer: how many ops behind the moment belong to one layer, on the average.
-    """
+    """A block of ops, and the moment at which one of them runs."""
 
     def __init__(self, region: Region, full: int, costs: Costs, runs: int, b: Builder) -> None:
         self.region, self.costs, self.b = region, costs, b
         self.before, self.after = region.ops[:full], region.ops[full:]
         self.makers = {value: op for op in self.before for value in op.results}
+        # Values from before that moment -> the first op from then on that reads them.
         self.crossing: dict[Value, int] = {}
         for i, op in enumerate(self.after):
             for value in reads(op):
                 if value in self.makers:
                     self.crossing.setdefault(value, i)
         self.returned = set(region.results)
-        self.layer = len(self.after) / self._layers()
+        self.layer = len(self.after) / self._layers()  # ops of a layer, on the average
         self.needed_at = self._needed_at()
         prices = CutPrices(self.keep, lambda op: runs * costs.again(op), self.early)
         cut = cheapest_cut(self.before, self.crossing, prices)
+        # Values that are made again behind the moment -> the ops that make them.
         self.again = {value: op for op in cut.again for value in op.results}
 
     def keep(self, value: Value) -> float:
@@ -243,7 +239,7 @@ class _Again:
             self.collect(value, missing)
         if missing:
             self.repeat(op, missing)
-        return with_operands(op, {v: self.made[v] for v in reads_inside(op) if v in self.made})
+        return with_operands(op, self.made)
 
     def collect(self, value: Value, missing: dict[Value, Op]) -> None:
         """Adds the ops that make a value again, in order."""
@@ -274,7 +270,7 @@ class _Again:
                 v for op in ops.values() for v in reads(op) if v not in fresh and v not in self.made
             )
             self.wait(inputs, lead, reader)
-            env = {v: self.now(v) for op in ops.values() for v in reads_inside(op)}
+            env = {v: self.now(v) for op in ops.values() for v in reads(op)}
             for op in ops.values():
                 repeat_op(self.b, op, env, loc=again(op.loc))
                 self.made.update((v, env[v]) for v in op.results)
