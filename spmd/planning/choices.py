@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -95,12 +95,19 @@ class Choices:
             moved = set(itertools.chain(*runs))
             start = base.assignment if base else unsplit(rule)
             start = tuple([tuple([a for a in own if a not in moved]) for own in start])
-            flowing = _flowing(base, moved) if base else None
             assignments = placements(rule, start, runs, self.mesh.atom_sizes)
+            sets = axis_sets(runs)
+            partials = [(group, over, how) for (group, how) in sums for over in sets]
             found: list[Choice | None] = []
-            if flowing is None:
+            # What flows through the base partial over other axes goes on to do so.
+            group = tuple([i for i, s in enumerate(base.operands) if s.partial]) if base else ()
+            state = base.operands[group[0]] if base and group else None
+            if state and (kept := tuple([a for a in state.partial if a not in moved])):
+                over = [kept, *(tuple(sorted((*kept, *more))) for more in sets)]
+                partials = [(group, axes, state.kind) for axes in over]
+            else:
                 found += [self._plain(op.kind, rule, a) for a in assignments]
-            for partial in _partials(sums, runs, flowing):
+            for partial in partials:
                 owed = set(partial[1])
                 found += [
                     self._carried(op.kind, rule, a, partial)
@@ -135,7 +142,7 @@ class Choices:
     def _carried(
         self, kind: OpKind, rule: Rule, assignment: Assignment, flowing: Partial
     ) -> Choice | None:
-        """The choice in which a group of operands flows through partial, if the op allows that."""
+        # The choice in which a group of operands flows through partial, if the op allows that.
         group, partial, how = flowing
         if not rule.lets_through(how):
             return None
@@ -195,27 +202,6 @@ def axis_sets(runs: Sequence[Axes]) -> list[Axes]:
         for count in range(1, len(runs) + 1)
         for chosen in itertools.combinations(runs, count)
     ]
-
-
-def _partials(sums: Sums, runs: Sequence[Axes], flowing: Partial | None) -> Iterable[Partial]:
-    """What flows through an op partial over any of some axes, beside what does already."""
-    sets = axis_sets(runs)
-    if flowing is None:
-        yield from ((group, over, how) for (group, how), over in itertools.product(sums, sets))
-        return
-    group, already, how = flowing
-    yield flowing
-    yield from ((group, tuple(sorted((*already, *more))), how) for more in sets)
-
-
-def _flowing(choice: Choice, moved: Collection[int]) -> Partial | None:
-    """What flows through a choice partial, but for some atoms."""
-    group = tuple([i for i, state in enumerate(choice.operands) if state.partial])
-    if not group:
-        return None
-    state = choice.operands[group[0]]
-    over = tuple([a for a in state.partial if a not in moved])
-    return (group, over, state.kind) if over else None
 
 
 def _without(assignment: Assignment, partial: Axes) -> Assignment:
@@ -296,7 +282,7 @@ class _Alike:
         return found
 
     def ask(self, value: Value, states: Table, needs: Table) -> None:
-        """Works out what is not a number, one by one."""
+        """Asks for the ways that are not a number yet."""
         every = tuple(self.index)
         for i, j in zip(*np.nonzero(np.isnan(self.seconds[states[:, None], needs])), strict=True):
             ends = int(states[i]), int(needs[j])

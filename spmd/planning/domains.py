@@ -160,17 +160,17 @@ def _states(
     held = problem.index.held.get(value, ())
     runs = [atoms for atoms in axes if set(held).isdisjoint(atoms)]
     # Some axes are on every dim, or among what it is partial over, or nowhere.
-    base_state, moved = suggested[0], set(itertools.chain(*runs))
-    dims = tuple([tuple([a for a in own if a not in moved]) for own in base_state.dims])
-    owed = tuple([a for a in base_state.partial if a not in moved])
+    first, moved = suggested[0], set(itertools.chain(*runs))
+    dims = tuple([tuple([a for a in own if a not in moved]) for own in first.dims])
+    owed = tuple([a for a in first.partial if a not in moved])
     full = laid(type_, dims, runs, choices.mesh)
     partial = [
         state.with_partial(tuple(sorted((*owed, *more))), kind)
-        for kind in ((base_state.kind,) if owed else sums)
+        for kind in ((first.kind,) if owed else sums)
         for more in axis_sets(runs)
         for state in full
         if state.used.isdisjoint(more)
     ]
     if owed:
-        full = tuple(state.with_partial(owed, base_state.kind) for state in full)
+        full = tuple(state.with_partial(owed, first.kind) for state in full)
     return tuple(dict.fromkeys((*suggested, *full, *partial)))

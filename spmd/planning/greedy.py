@@ -75,7 +75,17 @@ class _Greedy(Walk):
             if any(i not in partial for i in carried):
                 continue
             own = self.options.own_seconds(op, choice.assignment)
-            total = own + self.around_seconds(op, choice, wanted)
+            # Time to bring the operands here, and later the results to where they are wanted.
+            before = sum(
+                self.resharder.cheapest(value, self.copies[value], state)[1].seconds
+                for value, state in zip(op.operands, choice.operands, strict=True)
+                if value not in self.cheap and state not in self.copies[value]
+            )
+            after = sum(
+                self.resharder.seconds(value, state, wish[0] if wish else state.full())
+                for value, state, wish in zip(op.results, choice.results, wanted, strict=True)
+            )
+            total = own + (before + after)
             # On a tie the one that keeps partials waits: it may still be summed with others.
             rank = number - (len(options) if carried else 0)
             if (
@@ -86,18 +96,6 @@ class _Greedy(Walk):
                 best = (total, rank, choice, own)
         assert best is not None
         return best[2], best[3]
-
-    def around_seconds(self, op: Op, choice: Choice, wanted: tuple[States, ...]) -> float:
-        """Time to bring the operands here, and later the results to where they are wanted."""
-        before = sum(
-            self.resharder.cheapest(value, self.copies[value], state)[1].seconds
-            for value, state in zip(op.operands, choice.operands, strict=True)
-            if value not in self.cheap and state not in self.copies[value]
-        )
-        return before + sum(
-            self.resharder.seconds(value, state, wish[0] if wish else state.full())
-            for value, state, wish in zip(op.results, choice.results, wanted, strict=True)
-        )
 
     def can_stay_partial(self, value: Value) -> bool:
         """Whether every use of a value is an op that is linear in it."""

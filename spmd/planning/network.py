@@ -111,25 +111,21 @@ class CostNetwork:
             if needs is not None
         }
         self._owned = [self._own(number) for number in range(len(units.units))]
-        self._close, self._known = ROUGHLY, () if base is None else self._rows_of(base)
+        self._close, self._known = ROUGHLY, list[tuple[int, Sharding | None]]()
+        if base is not None:
+            for number, unit in enumerate(units.units):
+                choice = 0  # the one that it took, without a copy
+                if unit.role == OP and unit.op is not None:
+                    choice = domains.choices[number].index(base.choice(unit.op))
+                elif unit.role in (ARGUMENT, CARRY):
+                    state = base.states[self._values[number, 0]]
+                    choice = left[number][0].index(state) if state else 0
+                self._known.append((choice, None))
         if known is None:
             self._build({}, shares=True)
             known = self.agreed()
         self._close = CLOSE
         self._build(known)
-
-    def _rows_of(self, plan: Plan) -> tuple[tuple[int, Sharding | None], ...]:
-        # For each variable the choice that a plan took, without a copy.
-        rows = []
-        for number, unit in enumerate(self.units.units):
-            choice = 0
-            if unit.role == OP and unit.op is not None:
-                choice = self.domains.choices[number].index(plan.choice(unit.op))
-            elif unit.role in (ARGUMENT, CARRY):
-                state = plan.states[self._values[number, 0]]
-                choice = self.domains.left[number][0].index(state) if state else 0
-            rows.append((choice, None))
-        return tuple(rows)
 
     def settled(self) -> CostNetwork:
         """The network with the copies that its cheapest joint state asks for."""
@@ -144,7 +140,7 @@ class CostNetwork:
         """
         if "solution" in self.__dict__:
             states = self.solution.states
-            self._known = tuple([v.row(states[v.number]) for v in self.variables])
+            self._known = [v.row(states[v.number]) for v in self.variables]
         for name in ("network", "solution", "suggested"):
             self.__dict__.pop(name, None)
         self.copies = copies
@@ -226,7 +222,7 @@ class CostNetwork:
         return {(source, index): shared for source, (_, index, shared) in found.items()}
 
     def _runs(self, source: int, index: int) -> int:
-        """How often a value is made in one run of the program."""
+        # How often a value is made in one run of the program.
         is_inside = self.units.units[source].role == CARRY and index
         return self.units.inner[source] if is_inside else self.units.trips[source]
 
@@ -281,7 +277,6 @@ class CostNetwork:
         return Variable(self._reshards.variable(made), choices, again, copied, states)
 
     def _own(self, number: int) -> Table:
-        """What each choice of a class costs by itself."""
         unit, left = self.units.units[number], self.domains.left[number]
         if unit.role == OP:
             assert unit.op is not None
@@ -393,7 +388,7 @@ class _Clock:
         self.slack[key] = total + seconds, count + 1
 
     def region(self, region: Region) -> tuple[float, dict[Value, float]]:
-        """Seconds of one run of a region, and when in it values are made."""
+        # Seconds of one run of a region, and when in it values are made.
         problem, of = self.choices.problem, self.units.of
         now, made = 0.0, dict[Value, float]()
         for op in region.ops:

@@ -112,8 +112,6 @@ def independent_groups(block: Block, places: Sequence[int]) -> Iterator[Row]:
 
 
 class _Costs:
-    """What ops of a plan take."""
-
     def __init__(self, plan: Plan) -> None:
         self.plan, self.block = plan, Block(plan.program)
         self.atoms = tuple(range(len(plan.mesh.atom_sizes)))
@@ -132,7 +130,7 @@ class _Costs:
         self._shares: dict[object, float] = {}
 
     def own(self, place: int, count: int) -> float:
-        """Seconds that an op takes beyond its share, if so many are done on all devices."""
+        # Seconds that an op takes beyond its share, if so many are done on all devices.
         return self._own(self.block.ops[place], min(count, self.plan.mesh.size))
 
     def _own(self, op: Op, share: int) -> float:
