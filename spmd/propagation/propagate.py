@@ -251,10 +251,15 @@ class _State:
         node = self.nodes[index]
         proposals = self.proposals
         around = tuple([proposals[v] for v in node.values])
-        flow = self.flow_through(node.shape, around, guess)
-        if flow.conflicts or flow.undivided or flow.disputed:
-            self.note(index, node, flow)
-        changes = flow.changes
+        changes, conflicts, undivided, disputed = self.flow_through(node.shape, around, guess)
+        for position, atom, dims in disputed:
+            self.blocked.add(index)
+            self.dispute(node.values[position], atom, dims)
+        for factor, claims in conflicts:
+            named = [(axes, node.values[position], dim) for axes, position, dim in claims]
+            self.conflicts[index, factor] = Conflict(node.op, factor, tuple(dict.fromkeys(named)))
+        for position, dim, axes in undivided:
+            self.undivided[node.values[position], dim] = axes
         if changes and self.any_pending and not guess:
             changes = self.undisputed(index, node, changes)
         if changes:
@@ -318,25 +323,19 @@ class _State:
         found = tuple(mask | (1 << atom if d in dims else 0) for d, mask in enumerate(have))
         if found == have:
             return
-        self.pending[value], self.any_pending = found, True
+        pending, self.any_pending = self.pending, True
+        pending[value] = found
         waiting = deque(self.touching[value])
         while waiting:
-            for changed in self.spread(self.nodes[waiting.popleft()]):
-                waiting.extend(self.touching[changed])
-
-    def spread(self, node: _Node) -> list[Value]:
-        """Spreads what may come to values of a node to its others; returns those that changed."""
-        pending = self.pending
-        around = tuple([pending[v] for v in node.values])
-        new = []
-        for value, wanted in zip(node.values, self.spread_through(node.shape, around), strict=True):
-            taken = union(as_mask(axes) for axes in self.proposals[value])
-            have = pending[value]
-            found = tuple([h | (w & ~taken) for h, w in zip(have, wanted, strict=True)])
-            if found != have:
-                pending[value] = found
-                new.append(value)
-        return new
+            node = self.nodes[waiting.popleft()]
+            spread = self.spread_through(node.shape, tuple([pending[v] for v in node.values]))
+            for v, wanted in zip(node.values, spread, strict=True):
+                taken = union(as_mask(axes) for axes in self.proposals[v])
+                have = pending[v]
+                found = tuple([h | (w & ~taken) for h, w in zip(have, wanted, strict=True)])
+                if found != have:
+                    pending[v] = found
+                    waiting.extend(self.touching[v])
 
     def undisputed(self, index: int, node: _Node, changes: Iterable[Change]) -> tuple[Change, ...]:
         """Changes up to the first atom that another dim may get yet, unless that is settled."""
@@ -419,17 +418,25 @@ def flow_through(
     #   wanted    the result's dims want {x} and {y}; nothing new for the operands
     #   changes   the result gets {x}, from the first operand, and {y}, from the second
     # Were the second operand [{}, {x}] both dims of the result would claim x: a dispute.
-    rule = shape.rule
-    claims = _claims(shape, around, sizes)
+    rule, factors = shape.rule, shape.rule.factors
+    claims: dict[int, list[_Claim]] = {
+        i: [(factor.axes, RULE, 0)] for i, factor in enumerate(factors) if factor.kind == FIXED
+    }
+    for position, (flags, have) in enumerate(zip(shape.flags, around, strict=True)):
+        for d, axes in enumerate(have if flags is not None else ()):
+            dealt = dim_to_factors(axes, rule.values[position][d], factors, sizes) if axes else ()
+            for f, part in dealt:
+                if part := fitting(part, rule, factors[f], sizes):
+                    claims.setdefault(f, []).append((part, position, d))
     if not claims:
         return Flow()
-    merged = {factor: _merged(found) for factor, found in claims.items()}
+    merged = {f: _merged(found) for f, found in claims.items()}
     conflicts = [
-        (factor, found)
-        for factor, found in claims.items()
-        if len(merged[factor][0]) < max(len(axes) for axes, _, _ in found)
+        (f, found)
+        for f, found in claims.items()
+        if len(merged[f][0]) < max(len(axes) for axes, _, _ in found)
     ]
-    assignment = [merged[f][0] if f in merged else () for f in range(len(rule.factors))]
+    assignment = [merged[f][0] if f in merged else () for f in range(len(factors))]
     changes: list[Change] = []
     undivided: list[tuple[int, int, Axes]] = []
     disputed: list[tuple[int, int, tuple[int, int]]] = []
@@ -447,8 +454,14 @@ def flow_through(
             wanted.append(kept)
         longer, stuck = _extensions(have, wanted, guess)
         disputed += [(position, atom, dims) for atom, dims in stuck]
-        for d, axes in longer:
-            changes += _changes(rule, position, d, len(have[d]), axes, merged)
+        for d, axes in longer:  # first what the rule fixes of them, then what its factors want
+            dim = rule.values[position][d]
+            fixed = factors[dim[0]].axes
+            if len(have[d]) < len(fixed):
+                changes.append(Change(position, d, axes[: len(fixed)], RULE, 0))
+            if len(axes) > len(fixed):
+                _, *source = next(merged[f] for f in reversed(dim) if f in merged)
+                changes.append(Change(position, d, axes, *source))
     return Flow(changes, conflicts, undivided, disputed)
 
 
@@ -459,27 +472,6 @@ def _merged(claims: Sequence[_Claim]) -> _Claim:
         if axes[: len(other)] != other:
             axes = common_prefix(axes, other)
     return axes, position, dim
-
-
-def _claims(
-    shape: Shape, around: tuple[Proposal, ...], sizes: Sequence[int]
-) -> dict[int, list[_Claim]]:
-    """Factor -> the (axes, position, dim) that want it split."""
-    factors = shape.rule.factors
-    found: dict[int, list[_Claim]] = {
-        i: [(factor.axes, RULE, 0)] for i, factor in enumerate(factors) if factor.kind == FIXED
-    }
-    for position, dims in enumerate(shape.rule.values):
-        if shape.flags[position] is None:
-            continue
-        for d, axes in enumerate(around[position]):
-            if not axes:
-                continue
-            for factor, part in dim_to_factors(axes, dims[d], factors, sizes):
-                part = fitting(part, shape.rule, factors[factor], sizes)
-                if part:
-                    found.setdefault(factor, []).append((part, position, d))
-    return found
 
 
 def _wanted(
@@ -499,19 +491,6 @@ def _wanted(
     if len(dim) > 1 and len(set(axes)) < len(axes):  # two of its factors are split alike
         return have
     return axes
-
-
-def _changes(
-    rule: Rule, position: int, dim: int, held: int, axes: Axes, claims: Mapping[int, _Claim]
-) -> Iterator[Change]:
-    """A dim's longer axes: first what the rule fixes of them, then what its factors want."""
-    factors = rule.values[position][dim]
-    fixed = rule.factors[factors[0]].axes
-    if held < len(fixed):
-        yield Change(position, dim, axes[: len(fixed)], RULE, 0)
-    if len(axes) > len(fixed):
-        _, source, source_dim = next(claims[f] for f in reversed(factors) if f in claims)
-        yield Change(position, dim, axes, source, source_dim)
 
 
 def _extensions(

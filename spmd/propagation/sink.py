@@ -108,7 +108,12 @@ class _Sink:
         op = self.producers.get(value)
         if value in makers or value in scalars:
             return
-        if op is None or not (value in self.cheap or _makes_scalar(op)):
+        if op is not None and value not in self.cheap:
+            # Scalars made of nothing but scalars are made inside as well.
+            scalar = all(t.rank == 0 for t in (*op.kind.operands, *op.kind.results))
+            is_made = op.name == CONSTANT or op.kind.about.is_elementwise
+            op = op if scalar and is_made and len(op.results) == 1 else None
+        if op is None:
             scalars[value] = None
             return
         op = op._replace(operands=self.values(op.operands))
@@ -130,10 +135,3 @@ class _Sink:
             if old in self.cheap:
                 self.cheap.add(new)
         return copies, made
-
-
-def _makes_scalar(op: Op) -> bool:
-    """Whether an op makes a scalar of nothing but scalars."""
-    about = op.kind.about
-    is_scalar = all(t.rank == 0 for t in (*op.kind.operands, *op.kind.results))
-    return is_scalar and len(op.results) == 1 and (op.name == CONSTANT or about.is_elementwise)
