@@ -112,7 +112,6 @@ class _Rewrite:
         }
 
     def stacked(self, value: Value) -> TensorType:
-        """The type of all pieces of a value."""
         type_ = self.b.types[value]
         return type_.with_shape((self.pair.trips, *type_.shape))
 
@@ -173,7 +172,9 @@ class _Rewrite:
             else:
                 stack = self.stacks.get(value)
                 source = body.args[stack.read] if stack else carried(self.added[value])
-                env[value] = self.piece(source, value)
+                shape = b.types[value].shape
+                places = self.places(self.pair.read_at, value)
+                env[value] = b.reshape(b.dynamic_slice(source, places, (1, *shape)), shape)
         for op in self.cut.again:
             repeat_op(b, op, env, loc=again(op.loc))
         instead: dict[Value, Value] = {}
@@ -190,14 +191,7 @@ class _Rewrite:
         loop = loop._replace(regions=(loop.regions[0], Region(body.args, ops, results)))
         return recarried(loop, b.types, {s.read for s in self.gone}, carries)
 
-    def piece(self, stack: Value, value: Value) -> Value:
-        # One piece of a stack in the backward loop.
-        shape = self.b.types[value].shape
-        places = self.places(self.pair.read_at, value)
-        return self.b.reshape(self.b.dynamic_slice(stack, places, (1, *shape)), shape)
-
     def places(self, first: Value, value: Value) -> list[Value]:
-        """Where a piece of a value begins in its stack."""
         index = self.b.types[first]
         return [first, *(self.b.splat(0, index) for _ in self.b.types[value].shape)]
 

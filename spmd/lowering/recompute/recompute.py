@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.program import Op, OpKind, Program, Region, Value, reads
+from spmd.ir.program import Op, OpKind, Program, Region, Value, reads, walk_region
 from spmd.ir.rewrite import dedupe, remove_dead, repeat_op
 from spmd.lowering.recompute.again import Costs, again, with_operands
 from spmd.lowering.recompute.cut import CutPrices, cheapest_cut
@@ -39,22 +39,19 @@ def recompute(
 ) -> tuple[Program, tuple[Recomputed, ...]]:
     """Makes values again rather than holding them, where that costs less than their price.
 
-    `price` is in seconds for each byte held at the fullest moment; below `limit` bytes no further
+    The price is in seconds for each byte held at the fullest moment; below `limit` bytes no further
     moment is relieved. Donated arguments may be overwritten. With `exchanges`, collectives may be
-    done again.
-
-    Returns:
-      The program, and what it no longer holds.
+    done again. Returns the program, and what it no longer holds.
     """
     costs = Costs(program, mesh, topology, price, exchanges)
     program, dropped = recompute_in_loops(program, costs)
     program = dedupe(program)
     memory = peak_memory(program, donated, topology.platform)
     for _ in range(ROUNDS):
-        path = _path(program.body, memory.order[memory.peak_at]) if memory.order else []
-        if memory.peak <= limit or not path:
+        if memory.peak <= limit or not memory.order:
             break
-        relieved, more = recompute_in_block(program, replace(costs, program=program), path)
+        moment = memory.order[memory.peak_at]
+        relieved, more = recompute_in_block(program, replace(costs, program=program), moment)
         relieved = remove_dead(relieved)
         after = peak_memory(relieved, donated, topology.platform)
         if after.peak >= memory.peak:
@@ -62,17 +59,6 @@ def recompute(
         program, memory = relieved, after
         dropped += more
     return program, tuple(dropped)
-
-
-def _path(region: Region, wanted: Op) -> list[Op]:
-    """The ops around an op, outermost first, and the op itself."""
-    for op in region.ops:
-        if op is wanted:
-            return [op]
-        for inner in op.regions:
-            if path := _path(inner, wanted):
-                return [op, *path]
-    return []
 
 
 # ---------------------------------------------------------------------------------------------
@@ -87,31 +73,29 @@ def _path(region: Region, wanted: Op) -> list[Op]:
 
 
 def recompute_in_block(
-    program: Program, costs: Costs, path: Sequence[Op]
+    program: Program, costs: Costs, moment: Op
 ) -> tuple[Program, list[Recomputed]]:
-    """Holds less across one moment, in every block around it.
-
-    Its `path` is the op that runs then, and the ops around it, outermost first.
-    """
+    """Holds less while one op runs, in every block around it."""
     b = Builder(program.types)
     dropped: list[Recomputed] = []
 
-    def region(old: Region, depth: int, runs: int) -> Region:
-        full = next((i for i, op in enumerate(old.ops) if op is path[depth]), None)
+    def holds(op: Op) -> bool:
+        return op is moment or any(
+            inner is moment for region in op.regions for inner in walk_region(region)
+        )
+
+    def region(old: Region, runs: int) -> Region:
+        full = next((i for i, op in enumerate(old.ops) if holds(op)), None)
         if full is None:
             return old
-        op = path[depth]
-        if depth + 1 < len(path):
-            inside = runs * costs.runs(op)
-            regions = tuple(region(inner, depth + 1, inside) for inner in op.regions)
-            old = old._replace(
-                ops=(*old.ops[:full], op._replace(regions=regions), *old.ops[full + 1 :])
-            )
-        block = _Block(old, full, costs, runs, b)
+        op = old.ops[full]
+        regions = tuple(region(inner, runs * costs.runs(op)) for inner in op.regions)
+        ops = (*old.ops[:full], op._replace(regions=regions), *old.ops[full + 1 :])
+        block = _Block(old._replace(ops=ops), full, costs, runs, b)
         dropped.extend(block.dropped())
         return block.rewritten()
 
-    body = region(program.body, 0, 1)
+    body = region(program.body, 1)
     return program._replace(types=tuple(b.types), body=body), dropped
 
 
@@ -145,9 +129,9 @@ class _Block:
         return self.costs.held(value) if is_stored else math.inf
 
     def early(self, value: Value, op: Op) -> float:
-        """Price of making a value for an op that is done again, earlier than anybody else reads it.
+        """Price of making a value for an op that is done again, before the first op that reads it.
 
-        It then lies in memory from there on: as long as that is a layer's time it is as dear as
+        It then lies in memory from there on. For a layer's time or longer, that costs as much as
         holding it.
         """
         # A layer's values, made again together, take the memory of one layer: little beside what
@@ -174,8 +158,7 @@ class _Block:
     def _needed_at(self) -> dict[Value, int]:
         """When values would have to be made again, in numbers of ops behind the fullest moment.
 
-        That is when they are read themselves; of values that nobody reads, when what could be made
-        of them would have to be.
+        That is when they are read; of values that no op reads, when what is made of them is needed.
         """
         found: dict[Value, int] = {}
         could: dict[Value, int] = {}
@@ -188,7 +171,6 @@ class _Block:
         return found
 
     def dropped(self) -> list[Recomputed]:
-        """What is not held across the moment any more."""
         types, stored = self.costs.program.types, self.costs.clock.stored
         gone = [(v, self.makers[v]) for v in self.crossing if v in self.again and v in stored]
         return [Recomputed(op.loc, op.label, types[v].bytes) for v, op in gone]
@@ -227,33 +209,28 @@ class _Again:
         return self.made.get(value, value)
 
     def ran(self, op: Op) -> None:
-        """An op behind the moment was appended."""
+        """Counts the time of an op that was appended, and what it stores."""
         self.clock += self.costs.clock.arithmetic(op)
         stored = self.costs.clock.stored
         self.past += [(self.clock, value) for value in op.results if value in stored]
 
     def with_values_for(self, op: Op) -> Op:
         """An op with what it reads, which is made again first where it has not been yet."""
-        missing: dict[Value, Op] = {}
-        for value in reads(op):
-            self.collect(value, missing)
+        missing: dict[Value, Op] = {}  # the ops that make values again, in order
+        waiting = [(value, False) for value in reversed(reads(op))]
+        while waiting:
+            value, ready = waiting.pop()
+            maker = self.again.get(value)
+            if maker is None or value in self.made or maker.results[0] in missing:
+                continue
+            if ready:
+                missing[maker.results[0]] = maker
+            else:
+                waiting.append((value, True))
+                waiting += [(v, False) for v in reads(maker)]
         if missing:
             self.repeat(op, missing)
         return with_operands(op, self.made)
-
-    def collect(self, value: Value, missing: dict[Value, Op]) -> None:
-        """Adds the ops that make a value again, in order."""
-        waiting = [(value, False)]
-        while waiting:
-            wanted, ready = waiting.pop()
-            op = self.again.get(wanted)
-            if op is None or wanted in self.made or op.results[0] in missing:
-                continue
-            if ready:
-                missing[op.results[0]] = op
-            else:
-                waiting.append((wanted, True))
-                waiting += [(v, False) for v in reads(op)]
 
     def repeat(self, reader: Op, missing: dict[Value, Op]) -> None:
         """Does ops again just before the op that reads what they make."""
