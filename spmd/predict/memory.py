@@ -272,31 +272,34 @@ class _Simulation:
 
     def region(self, kernels: Sequence[Kernel]) -> None:
         for kernel in kernels:
-            is_update = kernel.op.kind.about.role == Role.UPDATE and not kernel.is_copy
-            if is_update and self.is_at_home(kernel):
+            op, about, last = kernel.op, kernel.op.kind.about, self.uses.last
+            is_at_home = about.role == Role.UPDATE and not kernel.is_copy
+            if is_at_home:  # it writes over an argument's or a carry's memory that is free by now
+                roots = [self.uses.home(value) for value in op.operands[: len(op.results)]]
+                is_at_home = all(v in self.at_home and last[v] <= self.now for v in roots)
+            if is_at_home:
                 self.at_home.update(kernel.makes)
             else:
                 for value in kernel.makes:
                     self.make(kernel, value)
-                self.hold_workspace(kernel)
-            if kernel.regions and kernel.op.is_loop:
-                body, end = kernel.op.regions[1], self.end_of(kernel)
+                # What a composite holds while it runs, beside its operands and results.
+                size = op.kind.attrs.get(WORKSPACE, 0)
+                if self.backend.finds_indices and about.workspace is not None:
+                    size = about.workspace(op.kind)
+                if size and not kernel.is_copy:
+                    type_ = self.kernels.types[kernel.makes[0]]
+                    self.hold(Buffer(type_, op, size, self.now, self.now))
+            if kernel.regions and op.is_loop:
+                body, end = op.regions[1], self.end_of(kernel)
                 for argument, value in zip(body.args, body.results, strict=True):
                     if value != argument:
-                        free_from = self.uses.last[argument]
-                        self.homes.setdefault(self.uses.home(value), (free_from, end))
+                        self.homes.setdefault(self.uses.home(value), (last[argument], end))
                         self.at_home.add(argument)
             for inner in kernel.regions:
                 self.region(inner)
             self.dying.pop(self.now, None)
-            self.order.append(kernel.op)
+            self.order.append(op)
             self.now += 1
-
-    def is_at_home(self, kernel: Kernel) -> bool:
-        """Whether an update writes over an argument's or a carry's memory that is free by now."""
-        last, op = self.uses.last, kernel.op
-        roots = [self.uses.home(value) for value in op.operands[: len(op.results)]]
-        return all(root in self.at_home and last[root] <= self.now for root in roots)
 
     def make(self, kernel: Kernel, value: Value) -> None:
         """Allocates a value, in the place of one that dies here if the kernel may write over it."""
@@ -304,10 +307,16 @@ class _Simulation:
         # %0 donated: `%2 = dot %0, %1; %3 = abs %2` stores %2, and puts %3 in %0's place, since
         # nothing reads %0 behind the dot. In `%2 = abs %0` %0 is read by the very kernel that makes
         # %2; an elementwise kernel may write over it as it goes, a dot may not.
-        now, last = self.now, self.uses.last
-        free_from, end = self.homes.get(value, (None, last[value]))
-        if kernel.writes_over:
-            self.take_over(self.kernels.types[value])
+        now, type_ = self.now, self.kernels.types[value]
+        free_from, end = self.homes.get(value, (None, self.uses.last[value]))
+        # It takes over one buffer that is read for the last time now. XLA asks for equal shapes,
+        # elements included (`CanShareOperandBufferWithUser`).
+        for number in self.dying.get(now, ()) if kernel.writes_over else ():
+            buffer = self.buffers[number]
+            if buffer.type == type_ and buffer.start < now:
+                self.dying[now].remove(number)
+                self.buffers[number] = buffer._replace(end=now - 1)
+                break
         if free_from is not None and (free_from < now or (free_from == now and kernel.writes_over)):
             if value in self.places:
                 self.places[value].taken |= _span(now, self.uses.length)
@@ -316,7 +325,6 @@ class _Simulation:
         of = self.kernels.copied.get(value, value)
         if kernel.op.collective != "all_to_all" or of == value:  # else one buffer for each device
             self.whole.append(len(self.buffers))
-        type_ = self.kernels.types[value]
         if kernel.op.collective == "all_to_all":
             self.keep_pieces(kernel, value)
         size = type_.bytes * (2 if type_.dtype in self.widened else 1)
@@ -340,31 +348,9 @@ class _Simulation:
         elif kernel.is_copy and self.arguments.isdisjoint(map(self.uses.home, kernel.reads)):
             self.sent[kernel.op] = len(self.buffers)
 
-    def hold_workspace(self, kernel: Kernel) -> None:
-        """Allocates what a composite holds while it runs, beside its operands and results."""
-        kind = kernel.op.kind
-        size = kind.attrs.get(WORKSPACE, 0)
-        if self.backend.finds_indices and kind.about.workspace is not None:
-            size = kind.about.workspace(kind)
-        if size and not kernel.is_copy:
-            type_ = self.kernels.types[kernel.makes[0]]
-            self.hold(Buffer(type_, kernel.op, size, self.now, self.now))
-
     def hold(self, buffer: Buffer) -> None:
         self.dying.setdefault(buffer.end, []).append(len(self.buffers))
         self.buffers.append(buffer)
-
-    def take_over(self, type_: TensorType) -> None:
-        """Frees one buffer of this type that is read for the last time now.
-
-        XLA asks for equal shapes, elements included (`CanShareOperandBufferWithUser`).
-        """
-        for i, number in enumerate(self.dying.get(self.now, ())):
-            buffer = self.buffers[number]
-            if buffer.type == type_ and buffer.start < self.now:
-                del self.dying[self.now][i]
-                self.buffers[number] = buffer._replace(end=self.now - 1)
-                return
 
     def end_of(self, kernel: Kernel) -> int:
         """The number of a loop's or conditional's last kernel; for any other kernel, its own."""

@@ -17,7 +17,7 @@ where they are stored (`spmd.predict.fusion`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from spmd.ir.control_flow import Index
@@ -139,7 +139,13 @@ class _Schedule:
     def op(self, op: Op, start: float, trips: int, depth: int) -> float:
         known = self.ready
         ready = max([known.get(v, start) for v in op.operands], default=start)
-        for part, lane, seconds in (*self.local.copies(op), *self.costs(op)):
+        costs, transfer = self.local.copies(op), Transfer.of(op, self.mesh)
+        if transfer is not None:
+            lane = ", ".join(sorted(str(ref) for ref in axis_refs(transfer.axes, self.mesh)))
+            costs.append((op, lane, transfer.seconds(self.mesh, self.topology)))
+        if not op.collective or transfer is None:  # a composite may exchange first
+            costs.append((op, COMPUTE, self.local.seconds(op)))
+        for part, lane, seconds in costs:
             if seconds:
                 if lane != COMPUTE and part.collective in self.waits_for:
                     ready = max(ready, self.free.get(lane, start))
@@ -171,14 +177,6 @@ class _Schedule:
         self.free[lane] = begin + seconds
         return begin
 
-    def costs(self, op: Op) -> Iterator[tuple[Op, str, float]]:
-        """The op with each of its lanes and its seconds there; a composite may exchange first."""
-        if (transfer := Transfer.of(op, self.mesh)) is not None:
-            lane = ", ".join(sorted(str(ref) for ref in axis_refs(transfer.axes, self.mesh)))
-            yield op, lane, transfer.seconds(self.mesh, self.topology)
-        if not op.collective or transfer is None:
-            yield op, COMPUTE, self.local.seconds(op)
-
     def control_flow(self, op: Op, start: float, trips: int, depth: int) -> float:
         """A loop takes one iteration's time as often as it runs; a case its longest branch's.
 
@@ -195,24 +193,19 @@ class _Schedule:
                 end = self.region(region, end, trips * inner, depth + 1)
             seconds = inner * (end - begin)
         else:
-            seconds = self.longest_branch(op, begin, trips, depth)
+            seconds, mark = 0.0, place
+            for region in op.regions:  # only the slots of the branch that takes longest stay
+                took = self.region(region, begin, trips, depth + 1) - begin
+                if took > seconds:
+                    del self.slots[place:mark]
+                    seconds = took
+                else:
+                    del self.slots[mark:]
+                mark = len(self.slots)
         self.slots.insert(place, Slot(op, COMPUTE, begin, begin + seconds, trips, depth, runs))
         self.free = dict.fromkeys([*self.free, COMPUTE], begin + seconds)
         self.ready.update(dict.fromkeys(op.results, begin + seconds))
         return begin + seconds
-
-    def longest_branch(self, op: Op, begin: float, trips: int, depth: int) -> float:
-        """Seconds of the branch that takes longest; only its slots stay."""
-        place, longest = len(self.slots), 0.0
-        for region in op.regions:
-            mark = len(self.slots)
-            seconds = self.region(region, begin, trips, depth + 1) - begin
-            if seconds > longest:
-                del self.slots[place:mark]
-                longest = seconds
-            else:
-                del self.slots[mark:]
-        return longest
 
 
 class LocalTimes:
