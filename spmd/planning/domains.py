@@ -20,7 +20,7 @@ from spmd.planning.choices import Choices, Sums, axis_sets
 from spmd.planning.plan import Choice, Plan
 from spmd.planning.problem import Problem, laid
 from spmd.planning.units import ARGUMENT, CARRY, Unit, Units
-from spmd.reshard.resharder import States
+from spmd.reshard.paths import States
 
 Taken = Mapping[tuple[OpKind, Axes], tuple[Choice, ...]]
 """A kind of op, and the axes that are held around it -> choices that a plan took."""

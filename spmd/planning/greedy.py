@@ -17,7 +17,7 @@ from spmd.planning.choices import Choices
 from spmd.planning.plan import Choice, Plan
 from spmd.planning.problem import Problem
 from spmd.planning.walk import Walk
-from spmd.reshard.resharder import States
+from spmd.reshard.paths import States
 
 CLOSE = 1e-9
 """Relative difference of times that are a tie."""

@@ -29,7 +29,7 @@ from spmd.planning.units import ARGUMENT, CARRY, OP, WHOLE, Units, Use
 from spmd.planning.walk import Walk
 from spmd.predict.fusion import wants_stored
 from spmd.propagation.projection import unsplit
-from spmd.reshard.resharder import States
+from spmd.reshard.paths import States
 
 MOST_COPIES, MOST_ROWS = 4, 64
 """States in which one value may be copied: those that uses agreed on; and others that some use may

@@ -19,8 +19,7 @@ from spmd.predict.backends import Backend
 from spmd.predict.fusion import Fused
 from spmd.propagation.propagate import Propagated, propagate
 from spmd.propagation.sink import cheap_values
-from spmd.reshard.paths import Table
-from spmd.reshard.resharder import Resharder, States
+from spmd.reshard.paths import Resharder, States, Table
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,8 +7,7 @@ from itertools import combinations, groupby, permutations
 from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes, common_prefix
-from spmd.reshard.problem import Problem, moved
-from spmd.reshard.question import Dims
+from spmd.reshard.question import Dims, Problem, moved
 
 
 class Move(NamedTuple):

@@ -29,8 +29,7 @@ from spmd.reshard.moves import (
     unused,
     without,
 )
-from spmd.reshard.problem import Line, Problem
-from spmd.reshard.question import EXACT_ATOMS, EXACT_DIGITS, Dims, Question
+from spmd.reshard.question import EXACT_ATOMS, EXACT_DIGITS, Dims, Line, Problem, Question
 
 
 def direct_paths(problem: Problem, directed: DirectedMoves) -> Iterator[list[Move]]:
