@@ -30,8 +30,7 @@ from spmd.propagation.projection import (
 )
 from spmd.reshard.paths import SPLITTABLE, States
 
-MOST_CARRIED = 12
-"""Choices with partial operands among those that are made from what lies around an op."""
+MOST_CARRIED = 12  # choices with partial operands that are made from what lies around an op
 
 Partial = tuple[tuple[int, ...], Axes, str]
 """A group of operands that flow through an op partial: (their positions, over what, how)."""
@@ -296,14 +295,10 @@ class _Alike:
 # ---------------------------------------------------------------------------------------------
 # Assignments of one op: which atoms split its factors, from what lies around it or at large.
 
-Claims = Mapping[int, Axes]
-"""Factor -> atoms that one operand or result has on it."""
+Claims = Mapping[int, Axes]  # factor -> atoms that one operand or result has on it
+MOST_ASSIGNMENTS = 12  # assignments that are made from what lies around an op
 
-MOST_ASSIGNMENTS = 12
-"""Assignments that are made from what lies around an op."""
-
-MOST_MOVED = 4
-"""Assignments of which those are tried as well that split other factors instead of whole dims."""
+MOST_MOVED = 4  # of these, also tried with other factors split instead of whole dims
 
 
 def assignments_around(
@@ -405,8 +400,7 @@ def exchanging(
     return tuple(found)
 
 
-_STUCK = (REPLICATE, RING, WINDOW, MERGE)
-"""Kinds of factors that split dims do not simply pass along."""
+_STUCK = (REPLICATE, RING, WINDOW, MERGE)  # kinds of factors along which dims do not just pass
 
 
 def moved_whole(

@@ -24,36 +24,23 @@ from spmd.planning.solver import Reduced, Solution, excesses, solve
 from spmd.planning.units import units_of
 from spmd.predict.backends import memory_for
 
-LEAST_EXPOSED = 0.1
-"""Share of its time that a reshard costs at least, where the machine could hide all of it."""
-
-TOGETHER = 2
-"""Axes that are placed together."""
-
-ROUNDS = 3
-"""How often each pair is placed, at most."""
-
-CLOSE = 1e-3
-"""Relative difference of times for which no pair is placed again, and no nearby plan is taken."""
-
-RUNS = 3_000
-"""How often a program is taken to run, where time to compile is weighed against time to run."""
+LEAST_EXPOSED = 0.1  # share of its time that a reshard costs, whatever the machine could hide
+MOST_EXPOSED = 0.5  # where less can be hidden, no plans of hidden communication are proposed
+TOGETHER = 2  # axes that are placed together
+ROUNDS = 3  # how often each pair is placed, at most
+CLOSE = 1e-3  # relative gain in time below which no further pair or nearby plan is taken
+NEAR = 1.1  # a nearby plan's sum of costs is at most so many times the best one's
+RUNS = 3_000  # of a program, where time to compile is weighed against time to run
 
 HOPED, SECONDS_AN_OP, MOST_TRIES, MOST_OPS = 0.1, 2.5e-4, 24, 800
 """Nearby plans are tried out for as long as a run that becomes so much shorter would save, each op
 of each taking so many seconds; and so many plans, of so many ops altogether, at most."""
-
-NEAR = 1.1
-"""Plans whose sum of costs is larger than the best one's by more than that are not nearby."""
 
 MOST_HIDDEN, MOST_MERGED = 2.0, 1.25
 """Arithmetic and communication that hide one another take half of their sum at least. So a plan is
 not brought down to a program if its sum is over twice what the best program takes: of sums 3 and 5
 ms and a best program of 2 ms the second is left out. Merged collectives take less than the sum of
 them, for all plans alike: so a plan whose sum is at most 1.25 times the least is always tried."""
-
-MOST_EXPOSED = 0.5
-"""Where a machine hides less than the rest, plans of hidden communication are not proposed."""
 
 
 def plan_exactly(

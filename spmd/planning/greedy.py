@@ -19,8 +19,7 @@ from spmd.planning.problem import Problem
 from spmd.planning.walk import Walk
 from spmd.reshard.paths import States
 
-CLOSE = 1e-9
-"""Relative difference of times that are a tie."""
+CLOSE = 1e-9  # relative difference of times that are a tie
 
 
 def plan_greedily(problem: Problem, choices: Choices | None = None) -> Plan:

@@ -23,8 +23,7 @@ from spmd.planning.search import Judged, Search
 from spmd.predict.fusion import is_untouched
 from spmd.predict.memory import constant_bytes, fullest
 
-Prices = Mapping[Value, float]
-"""Seconds for each byte that one device holds of a value."""
+Prices = Mapping[Value, float]  # seconds for each byte that one device holds of a value
 
 FIRST, STEP, ROUNDS, PATIENCE = 1 / 64, 8.0, 8, 3
 """First price in seconds of the whole plan for the whole limit, its growth until a plan fits, plans
@@ -201,8 +200,7 @@ def _rising(search: Search[P], trial: P, at: Callable[[float, P], P], close: flo
 # planner can price. It sees what the plan decides (states of values, copies for their uses, carries
 # of loops) and leaves out what a backend does with it later.
 
-Held = tuple[Value, Sharding]
-"""A value in one of the states in which it exists."""
+Held = tuple[Value, Sharding]  # a value in one of the states in which it exists
 
 
 class Peak(NamedTuple):

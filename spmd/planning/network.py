@@ -35,14 +35,10 @@ MOST_COPIES, MOST_ROWS = 4, 64
 """States in which one value may be copied: those that uses agreed on; and others that some use may
 need, as long as the value's variable stays as small as that."""
 
-ROUGHLY = 1e-3
-"""Relative gap at which a joint state that is only a proposal is good enough."""
+ROUGHLY = 1e-3  # relative gap at which a joint state that is only a proposal is good enough
 
-LATER = 1e-12
-"""What a partial result costs on top, in seconds: of equals, the plan that reduces early."""
-
-SMALLER = 1e-15
-"""Seconds for each byte of arguments and results: of equals, the plan in which they are smaller."""
+LATER = 1e-12  # seconds that a partial result costs on top: of equals, plans reduce early
+SMALLER = 1e-15  # seconds for each byte of arguments and results: of equals, these are small
 
 
 class Variable(NamedTuple):

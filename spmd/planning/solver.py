@@ -23,8 +23,7 @@ import numpy as np
 
 Table = np.ndarray
 
-FORBIDDEN = 1e9
-"""A cost that no solution has; finite, so that differences of costs stay numbers."""
+FORBIDDEN = 1e9  # a cost that no solution has; finite, so that differences of costs stay numbers
 
 
 class Network:
@@ -75,19 +74,12 @@ class Network:
 # Eckstein 2002). What is found is exact as far as it goes.
 
 
-class _Factor(NamedTuple):
-    """Costs of the joint states of some variables, in ascending order of variables."""
-
-    variables: tuple[int, ...]
-    table: Table
-
-
 class _Gone(NamedTuple):
     """A variable that was eliminated: its costs, and the factors that it had with others."""
 
     variable: int
     unary: Table
-    factors: list[_Factor]
+    factors: list[tuple[tuple[int, ...], Table]]
 
     def response(self, states: Sequence[int]) -> int:
         """The variable's best state, given those of all others."""
@@ -105,14 +97,14 @@ class Elimination:
         self.constant = 0.0  # of variables that are gone with all of their neighbours
         self.unary = list(network.unary)
         self.sizes = [len(costs) for costs in self.unary]
-        self.factors: dict[int, _Factor] = {}
-        self.touching: list[set[int]] = [set() for _ in self.unary]
+        # Variables, ascending -> costs of their joint states; and where each variable is in.
+        self.factors: dict[tuple[int, ...], Table] = {}
+        self.touching: list[dict[tuple[int, ...], None]] = [{} for _ in self.unary]
         self.done: list[_Gone] = []
-        self.next = 0
         self._left = set(range(len(self.unary)))
         for (u, v), table in network.pairs.items():
             if table.any():
-                self._add(_Factor((u, v), table))
+                self._add((u, v), table)
 
     @property
     def left(self) -> list[int]:
@@ -166,9 +158,8 @@ class Elimination:
         """The network that is left, if no variable with more than two neighbours is gone."""
         core = Network()
         number = {v: core.variable(self.unary[v]) for v in self.left}
-        for factor in self.factors.values():
-            u, v = factor.variables
-            core.pair(number[u], number[v], factor.table)
+        for (u, v), table in self.factors.items():
+            core.pair(number[u], number[v], table)
         return core
 
     def unwound(self, known: Mapping[int, int]) -> list[int]:
@@ -180,20 +171,20 @@ class Elimination:
             states[step.variable] = step.response(states)
         return states
 
-    def _add(self, factor: _Factor) -> None:
-        number, self.next = self.next, self.next + 1
-        self.factors[number] = factor
-        for v in factor.variables:
-            self.touching[v].add(number)
+    def _add(self, variables: tuple[int, ...], table: Table) -> None:
+        if variables in self.factors:
+            table = table + self._pop(variables)
+        self.factors[variables] = table
+        for v in variables:
+            self.touching[v][variables] = None
 
-    def _remove(self, number: int) -> _Factor:
-        factor = self.factors.pop(number)
-        for v in factor.variables:
-            self.touching[v].discard(number)
-        return factor
+    def _pop(self, variables: tuple[int, ...]) -> Table:
+        for v in variables:
+            del self.touching[v][variables]
+        return self.factors.pop(variables)
 
     def _near(self, v: int) -> set[int]:
-        return {u for number in self.touching[v] for u in self.factors[number].variables if u != v}
+        return {u for variables in self.touching[v] for u in variables if u != v}
 
     def _width(self, v: int) -> int:
         """The entries of the table that eliminating a variable builds."""
@@ -202,7 +193,7 @@ class Elimination:
     def _eliminate(self, v: int) -> tuple[int, ...]:
         """Replaces all that touches a variable by its best response; returns its neighbours."""
         near = tuple(sorted(self._near(v)))
-        factors = [self._remove(number) for number in sorted(self.touching[v])]
+        factors = [(variables, self._pop(variables)) for variables in tuple(self.touching[v])]
         self.done.append(_Gone(v, self.unary[v], factors))
         self._left.discard(v)
         # One dim for each neighbour, in ascending order, behind that of the variable.
@@ -218,16 +209,8 @@ class Elimination:
         elif len(near) == 1:
             self.unary[near[0]] = self.unary[near[0]] + np.minimum(costs, FORBIDDEN)
         elif costs.any():
-            self._merge(near, np.minimum(costs, FORBIDDEN))
+            self._add(near, np.minimum(costs, FORBIDDEN))
         return near
-
-    def _merge(self, variables: tuple[int, ...], table: Table) -> None:
-        """Adds a factor, to the one over the same variables if there is one."""
-        for number in sorted(self.touching[variables[0]]):
-            if self.factors[number].variables == variables:
-                table = table + self._remove(number).table
-                break
-        self._add(_Factor(variables, table))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -396,14 +379,12 @@ class Passing:
 # ---------------------------------------------------------------------------------------------
 # The solver.
 
-TABLE_LIMIT = 1 << 18
-"""Entries of the largest table that elimination may build."""
+TABLE_LIMIT = 1 << 18  # entries of the largest table that elimination may build
 
 ROUNDS, SWEEPS = 12, 6
 """Rounds of message passing, and sweeps in each; after each round states are dropped."""
 
-CLOSE = 1e-9
-"""Relative gap at which the two bounds are the same number."""
+CLOSE = 1e-9  # relative gap at which the two bounds are the same number
 
 
 class Solution(NamedTuple):

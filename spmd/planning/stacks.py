@@ -29,8 +29,7 @@ from spmd.predict.ops import op_seconds
 from spmd.predict.timeline import least_seconds
 from spmd.reshard.comm import collective_seconds
 
-TENTH = 0.1
-"""Of what all stacks have to win, the share that each of them has to."""
+TENTH = 0.1  # of what all stacks have to win, the share that each of them has to
 
 
 class Stacks(NamedTuple):

@@ -23,8 +23,7 @@ from spmd.planning.problem import Problem
 from spmd.predict.ops import op_seconds
 from spmd.propagation.projection import unsplit
 
-RADIUS = 2
-"""Steps around a unit that tell it from others."""
+RADIUS = 2  # steps around a unit that tell it from others
 
 ARGUMENT, OP, CARRY, RESULT, WHOLE = "argument", "op", "carry", "result", "whole"
 

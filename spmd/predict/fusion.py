@@ -58,8 +58,7 @@ def copied_operands(kind: OpKind, backend: Backend) -> Mapping[int, tuple[int, .
     return found
 
 
-MANY = 16
-"""Tensors that are told apart; a kernel that reads more reads many."""
+MANY = 16  # tensors that are told apart; a kernel that reads more reads many
 
 
 def wide_values(program: Program) -> frozenset[Value]:

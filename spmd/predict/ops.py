@@ -227,8 +227,7 @@ def merge_seconds(
     return seconds
 
 
-RAGGED = "ragged_all_to_all"
-"""The kind of what composites exchange."""
+RAGGED = "ragged_all_to_all"  # the kind of what composites exchange
 
 
 class Transfer(NamedTuple):

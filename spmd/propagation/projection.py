@@ -17,8 +17,7 @@ from spmd.ir.dialect.rule import (
 )
 from spmd.mesh.sharding import Axes, Sharding
 
-Assignment = tuple[Axes, ...]
-"""For one op: which atoms split each factor."""
+Assignment = tuple[Axes, ...]  # for one op: which atoms split each factor
 
 
 def dim_to_factors(

@@ -32,17 +32,10 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Mark, common_prefix
 from spmd.propagation.projection import dim_to_factors, factors_to_dim, fitting
 
-OPEN, CLOSED = -1, -2
-"""Flags of a dim: it may be split further, or it is as a mark says."""
-
-RULE = -1
-"""The source of axes that the rule itself fixes."""
-
-Masks = tuple[int, ...]
-"""For each dim of a value a set of atoms, a bit each."""
-
-Proposal = tuple[Axes, ...]
-"""The axes of each dim of a value."""
+OPEN, CLOSED = -1, -2  # flags of a dim: it may be split further, or it is as a mark says
+RULE = -1  # the source of axes that the rule itself fixes
+Masks = tuple[int, ...]  # for each dim of a value a set of atoms, a bit each
+Proposal = tuple[Axes, ...]  # the axes of each dim of a value
 
 _Claim = tuple[Axes, int, int]
 """Axes, and the position and dim of the value that wants a factor split over them."""

@@ -38,8 +38,7 @@ from spmd.reshard.search import Answer, answers, direct_answers, is_small
 
 Table = np.ndarray[Any, np.dtype[np.float64]]
 
-States = tuple[Sharding, ...]
-"""Shardings that one value may be in."""
+States = tuple[Sharding, ...]  # shardings that one value may be in
 
 
 class Step(NamedTuple):
@@ -394,8 +393,7 @@ def _axes_of(move: Move, names: Names) -> Axes:
     return axes
 
 
-NO_WAY = Path((), math.inf, 0)
-"""The path between shardings that no collectives connect."""
+NO_WAY = Path((), math.inf, 0)  # the path between shardings that no collectives connect
 
 
 class Resharder:

@@ -38,8 +38,7 @@ from spmd.reshard.comm import latency_steps, wire_bytes
 EXACT_ATOMS = 4
 """Atoms are joined only where there are more: with fewer the path is exactly optimal."""
 
-EXACT_DIGITS = 3
-"""Of so many digits, joined ones among them, every legal step is tried as well."""
+EXACT_DIGITS = 3  # of so many digits, joined ones among them, every legal step is tried as well
 
 Dims = tuple[Axes, ...]
 

@@ -190,11 +190,8 @@ PHASES, LAST_GREED = ((2, 20), (1.2, 20)), 5
 """The directed search's phases: weight of the lower bound, and shardings to expand at most; and the
 weight when no path is known at all: then any path will do."""
 
-Cost = tuple[float, int, int]
-"""Time, bytes, steps, at one size."""
-
-Answer = tuple[Move, ...]
-"""Moves from first to last."""
+Cost = tuple[float, int, int]  # time, bytes, steps, at one size
+Answer = tuple[Move, ...]  # moves from first to last
 
 
 class Size(NamedTuple):
