@@ -257,8 +257,6 @@ class Ways:
 
 
 class _Alike:
-    """The table of the values of one type."""
-
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.index: dict[Sharding, int] = {}  # number of each sharding

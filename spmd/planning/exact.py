@@ -173,7 +173,6 @@ def _try_nearby(
 
 
 def _suggested(costs: CostNetwork) -> Plan:
-    """The cheapest plan of those that the marks lead to."""
     plan = decoded(costs, costs.suggested)
     return plan._replace(solver="suggested by marks") if plan.gap else plan
 

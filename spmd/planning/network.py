@@ -285,7 +285,6 @@ class CostNetwork:
         return np.zeros(1)
 
     def _connect(self, source: int, index: int, uses: Sequence[Use], share: float) -> None:
-        """Adds a share of the reshards between a value and its uses."""
         variable, left = self.variables[source], self._left[source, index]
         value, costs_of = self._values[source, index], self.choices.ways.costs
         for use in uses:

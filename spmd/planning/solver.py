@@ -82,7 +82,6 @@ class _Gone(NamedTuple):
     factors: list[tuple[tuple[int, ...], Table]]
 
     def response(self, states: Sequence[int]) -> int:
-        """The variable's best state, given those of all others."""
         total = self.unary
         for variables, table in self.factors:
             row = [slice(None) if u == self.variable else states[u] for u in variables]
@@ -187,7 +186,6 @@ class Elimination:
         return {u for variables in self.touching[v] for u in variables if u != v}
 
     def _width(self, v: int) -> int:
-        """The entries of the table that eliminating a variable builds."""
         return math.prod([self.sizes[u] for u in self._near(v)], start=self.sizes[v])
 
     def _eliminate(self, v: int) -> tuple[int, ...]:

@@ -154,7 +154,6 @@ class _Costs:
         return sum(self.own(place, len(row)) + self.moved(place) for place in row)
 
     def moved(self, place: int) -> float:
-        """Seconds of the reshards of what an op reads and makes."""
         op, block = self.block.ops[place], self.block
         into = [(v, place) for v in block.reads[place]]
         out = [(v, user) for v in op.results for user, _ in block.users.get(v, ())]

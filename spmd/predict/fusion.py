@@ -177,7 +177,6 @@ class Fused:
                     self.summed[value] |= is_library
 
     def _is_inside(self, op: Op, what: Role) -> bool:
-        """Whether an op is computed inside its readers."""
         result = op.results[0]
         if self.needed[result]:
             return False

@@ -228,7 +228,6 @@ class Kernels:
             self._kernel(op, what, kernels)
 
     def _read(self, values: Sequence[Value]) -> tuple[Value, ...]:
-        """The stored values that a reader of some values reads."""
         inputs = self.inputs
         if len(values) == 1:
             return inputs[values[0]]

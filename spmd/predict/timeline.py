@@ -124,7 +124,6 @@ class _Schedule:
         self.slots: list[Slot] = []
 
     def region(self, region: Region, start: float, trips: int, depth: int) -> float:
-        """Schedules a region from a moment on; returns when all of it is done."""
         # A region has lanes of its own: control flow starts when those around it are through, and
         # nothing runs beside it.
         end = start

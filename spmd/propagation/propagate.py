@@ -149,8 +149,6 @@ def propagate(
 
 
 class _State:
-    """A propagation under way."""
-
     def __init__(
         self, program: Program, mesh: Mesh, marks: Mapping[Value, Mark], cheap: frozenset[Value]
     ) -> None:

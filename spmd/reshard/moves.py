@@ -260,7 +260,6 @@ class DirectedMoves(Moves):
 
 
 def _put(dims: Dims, dim: int, axes: Axes) -> Dims:
-    """`dims` with the digits of one dim replaced."""
     return (*dims[:dim], axes, *dims[dim + 1 :])
 
 

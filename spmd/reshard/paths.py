@@ -304,7 +304,6 @@ class _Route(NamedTuple):
     dst: Sharding
 
     def steps(self) -> tuple[Step, ...]:
-        """The steps of this value over this mesh."""
         found, here, names = [], self.src, self.names
         for move in self.answer:
             tiling = list(names.kept)
@@ -386,7 +385,6 @@ def routes(
 
 
 def _axes_of(move: Move, names: Names) -> Axes:
-    """The atoms of a move."""
     axes = names.atoms(move.axes)
     if move.kind in ("collective_permute", "all_reduce"):  # their groups have no order
         return tuple(sorted(axes))

@@ -231,7 +231,6 @@ def _refined(runs: list[Axes], rooms: Sequence[int], mesh: Mesh) -> list[Axes]:
 
 
 def _digits(atoms: Iterable[int], digit_of: Mapping[int, int]) -> Axes:
-    """Atoms in digits, each of which has the number of its first atom."""
     return tuple([digit_of[a] for a in atoms if a in digit_of])
 
 

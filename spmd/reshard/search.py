@@ -119,7 +119,6 @@ class _Builder:
             self._append(kind, dim, run)
 
     def _park(self, kind: str) -> None:
-        """Appends helpers to dims that neither end splits."""
         problem = self.problem
         for dim, (axes, goal) in enumerate(zip(problem.src, problem.dst, strict=True)):
             for alike in self._runs_in_turn(self.helpers) if not (axes or goal) else ():
@@ -143,7 +142,6 @@ class _Builder:
         return [tuple(part) for _, part in groupby(run, lambda a: self.problem.paces[a])]
 
     def reduce_rest(self) -> None:
-        """All-reduces what is still partial."""
         owed = tuple(sorted(self.partial, key=lambda a: self.problem.paces[a]))
         for run in self._runs_in_turn(owed) if owed else ():
             self._add(reduce(self.dims, self.partial, run))
@@ -333,7 +331,6 @@ class Search:
         return node
 
     def _edges(self, node: _Node) -> list[tuple[Line, Move, _Node]]:
-        """The moves out of a sharding, what each costs and where it leads."""
         if node.edges is None:
             node.edges = []
             for move in self._moves.out_of(node.dims, node.partial, node.pieces):

@@ -95,8 +95,6 @@ def _cheapest(pair: Pair, costs: Costs, index: Index, runs: int) -> Cut:
 
 
 class _Rewrite:
-    """A pair of loops, rewritten to collect what a cut keeps."""
-
     def __init__(self, pair: Pair, cut: Cut, index: Index, b: Builder) -> None:
         self.pair, self.cut, self.index, self.b = pair, cut, index, b
         self.around = _around(pair.forward, index)
@@ -197,7 +195,6 @@ class _Rewrite:
 
 
 def _core(piece: Value, index: Index) -> Value:
-    """The value that is collected, without the dim of size 1 in front."""
     op = index.producers.get(piece)
     if op is None or op.name not in (RESHAPE, BROADCAST):
         return piece
@@ -397,7 +394,6 @@ def _counter(trip: int, loop: Op, number: int, index: Index) -> int | None:
 
 
 def _sign(op: Op) -> int:
-    """1 for a sum, -1 for a difference, 0 for anything else."""
     about = op.kind.about
     is_sum = about.reducer == "add" and about.is_elementwise
     return 1 if is_sum else -1 if op.name == SUBTRACT else 0

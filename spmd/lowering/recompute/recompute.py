@@ -176,7 +176,6 @@ class _Block:
         return [Recomputed(op.loc, op.label, types[v].bytes) for v, op in gone]
 
     def rewritten(self) -> Region:
-        """The block, with ops done again in front of the first op that needs them."""
         if not self.dropped():
             return self.region
         b = self.b
@@ -209,7 +208,6 @@ class _Again:
         return self.made.get(value, value)
 
     def ran(self, op: Op) -> None:
-        """Counts the time of an op that was appended, and what it stores."""
         self.clock += self.costs.clock.arithmetic(op)
         stored = self.costs.clock.stored
         self.past += [(self.clock, value) for value in op.results if value in stored]
@@ -233,7 +231,6 @@ class _Again:
         return with_operands(op, self.made)
 
     def repeat(self, reader: Op, missing: dict[Value, Op]) -> None:
-        """Does ops again just before the op that reads what they make."""
         fresh = {v for op in missing.values() for v in op.results}
         gathers = [op for op in missing.values() if op.collective]
         first = set[Value]()
