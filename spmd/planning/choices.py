@@ -68,9 +68,18 @@ class Choices:
         if key not in self._made:
             rule = rule_of(op.kind, op.loc)
             assignments = assignments_around(rule, (*operands, *wishes), self.mesh.atom_sizes)
+            partials: list[Partial] = []
+            for group in rule.linear:
+                # Whatever one operand of a linear group may be. The others of the group are made
+                # partial, too, where their kind allows it.
+                some = [s for i in group for s in operands[i] if s.partial]
+                for partial, kind in dict.fromkeys((s.partial, s.kind) for s in some):
+                    alike = all(any(s.kind == kind for s in operands[i]) for i in group)
+                    if rule.lets_through(kind) and (alike or kind in SPLITTABLE):
+                        partials.append((group, partial, kind))
             carried = dict.fromkeys(
                 (_without(assignment, partial[1]), partial)
-                for partial in partials_of(rule, operands)
+                for partial in partials
                 for assignment in assignments
             )
             found = [self._carried(op.kind, rule, *each) for each in carried]
@@ -182,19 +191,6 @@ def plain_choice(rule: Rule, assignment: Assignment, mesh: Mesh) -> Choice:
         for dims in rule.results
     ]
     return Choice(assignment, tuple(operands), tuple(results))
-
-
-def partials_of(rule: Rule, operands: Sequence[States]) -> Iterable[Partial]:
-    """What may flow through an op partial: whatever one operand of a linear group may be.
-
-    The others of the group are made partial, too, where their kind allows it.
-    """
-    for group in rule.linear:
-        owed = dict.fromkeys((s.partial, s.kind) for i in group for s in operands[i] if s.partial)
-        for partial, kind in owed:
-            alike = all(any(s.kind == kind for s in operands[i]) for i in group)
-            if rule.lets_through(kind) and (alike or kind in SPLITTABLE):
-                yield group, partial, kind
 
 
 def axis_sets(runs: Sequence[Axes]) -> list[Axes]:

@@ -293,8 +293,14 @@ class CostNetwork:
             # Whether the reader needs the value in memory, whatever makes it.
             stores = op is None or wants_stored(op, use.position)
             if needs is None:
-                costs = self._seen(self._as_it_is(use), source, index, use)
-                costs = costs[variable.choices] * use.trips
+                # A result for which the user gave no sharding may stay as it is, but for what jax
+                # cannot name: parts of axes, and terms of a sum.
+                states = self.domains.left[source][index]
+                lies = tuple([self.problem.left(value, state) for state in states])
+                ways = zip(states, lies, strict=True)
+                seconds = [self.problem.resharder.seconds(value, *ends) for ends in ways]
+                own = np.array(seconds) + SMALLER * np.array(self.problem.bytes(value, lies))
+                costs = self._seen(own, source, index, use)[variable.choices] * use.trips
                 self._reshards.unary[variable.number] += costs
                 continue
             rows = costs_of(value, left, needs, stores)[variable.choices]
@@ -329,17 +335,6 @@ class CostNetwork:
             return (replicated(self._type(use.source, use.result).rank),)
         wanted = self.problem.results[unit.number]
         return (wanted,) if wanted is not None else None
-
-    def _as_it_is(self, use: Use) -> Table:
-        """Costs of a result for which the user gave no sharding, in each state that its op leaves.
-
-        It may stay as it is, but for what jax cannot name: parts of axes, and terms of a sum.
-        """
-        value = self._values[use.source, use.result]
-        resharder, states = self.problem.resharder, self.domains.left[use.source][use.result]
-        lies = tuple([self.problem.left(value, state) for state in states])
-        seconds = [resharder.seconds(value, *ends) for ends in zip(states, lies, strict=True)]
-        return np.array(seconds) + SMALLER * np.array(self.problem.bytes(value, lies))
 
     def _type(self, source: int, index: int) -> TensorType:
         return self.problem.program.types[self._values[source, index]]

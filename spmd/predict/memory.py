@@ -196,26 +196,6 @@ def _span(start: int, end: int) -> int:
     return (1 << (end + 1)) - (1 << max(start, 0))
 
 
-def _in_places(
-    buffers: Sequence[Buffer], numbers: Sequence[int], places: Sequence[_Place]
-) -> list[Buffer]:
-    """Marks those of some buffers that lie in results' places.
-
-    The largest is put first, in the smallest place that fits, as in XLA's buffer assignment
-    (`BufferAssigner::AssignSingleHloBuffer`).
-    """
-    found, places = list(buffers), sorted(places, key=lambda place: place.bytes)
-    sizes = [place.bytes for place in places]
-    for i in sorted(numbers, key=lambda i: (-found[i].bytes, found[i].start)):
-        held = _span(found[i].start, found[i].end)
-        for place in places[bisect_left(sizes, found[i].bytes) :]:
-            if not place.taken & held:
-                place.taken |= held
-                found[i] = found[i]._replace(in_result=True)
-                break
-    return found
-
-
 class _Simulation:
     """Runs over the kernels in order: allocates, frees, and remembers what was held until when."""
 
@@ -254,8 +234,18 @@ class _Simulation:
                 self.at_home.add(body.args[argument])
         self.region(self.kernels.body)
         sizes = [types[v].bytes for v in body.results]
-        places = list(self.places.values()) if self.backend.fills_results else ()
-        buffers = _in_places(self.buffers, self.whole, places)
+        places = list(self.places.values()) if self.backend.fills_results else []
+        # Some buffers lie in results' places. The largest is put first, in the smallest place that
+        # fits, as in XLA's buffer assignment (`BufferAssigner::AssignSingleHloBuffer`).
+        buffers, places = list(self.buffers), sorted(places, key=lambda place: place.bytes)
+        room = [place.bytes for place in places]
+        for i in sorted(self.whole, key=lambda i: (-buffers[i].bytes, buffers[i].start)):
+            held = _span(buffers[i].start, buffers[i].end)
+            for place in places[bisect_left(room, buffers[i].bytes) :]:
+                if not place.taken & held:
+                    place.taken |= held
+                    buffers[i] = buffers[i]._replace(in_result=True)
+                    break
         spans = [(b.start, b.end, b.bytes) for b in buffers if not b.in_result]
         most, most_at = fullest(spans)
         return MemoryUse(
@@ -325,28 +315,23 @@ class _Simulation:
         of = self.kernels.copied.get(value, value)
         if kernel.op.collective != "all_to_all" or of == value:  # else one buffer for each device
             self.whole.append(len(self.buffers))
-        if kernel.op.collective == "all_to_all":
-            self.keep_pieces(kernel, value)
+        if kernel.op.collective == "all_to_all" and kernel.is_copy:
+            # The pieces that an all-to-all sent are held until what it received is joined. XLA
+            # places the largest first: what the pieces are cut from and what they are joined to lie
+            # in one place, if both are temporary, and pieces find room beside it only. Cut at 4,
+            # sent at 5, joined at 6, each of 2 MiB:
+            #   cut from   .. 4          offset 0
+            #   sent          4 5        offset 2, where the one before and the joined one are not
+            #   received        5 6      offset 4
+            #   joined            6 ..   offset 0
+            if value in kernel.op.results:
+                if kernel.op in self.sent and value not in self.homes:
+                    number = self.sent[kernel.op]
+                    self.buffers[number] = self.buffers[number]._replace(end=now)
+            elif self.arguments.isdisjoint(map(self.uses.home, kernel.reads)):
+                self.sent[kernel.op] = len(self.buffers)
         size = type_.bytes * (2 if type_.dtype in self.widened else 1)
         self.hold(Buffer(type_, kernel.op, size, now, end, kernel.is_copy))
-
-    def keep_pieces(self, kernel: Kernel, value: Value) -> None:
-        """Holds the pieces that an all-to-all sent until what it received is joined.
-
-        XLA places the largest first: what the pieces are cut from and what they are joined to lie
-        in one place, if both are temporary, and pieces find room beside it only.
-        """
-        # Cut at 4, sent at 5, joined at 6, each of 2 MiB:
-        #   cut from   .. 4          offset 0
-        #   sent          4 5        offset 2, where the one before and the joined one are not
-        #   received        5 6      offset 4
-        #   joined            6 ..   offset 0
-        if kernel.is_copy and value in kernel.op.results:
-            if kernel.op in self.sent and value not in self.homes:
-                number = self.sent[kernel.op]
-                self.buffers[number] = self.buffers[number]._replace(end=self.now)
-        elif kernel.is_copy and self.arguments.isdisjoint(map(self.uses.home, kernel.reads)):
-            self.sent[kernel.op] = len(self.buffers)
 
     def hold(self, buffer: Buffer) -> None:
         self.dying.setdefault(buffer.end, []).append(len(self.buffers))

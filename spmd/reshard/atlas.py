@@ -24,15 +24,7 @@ from spmd.mesh.sharding import Axes, Sharding
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import KINDS, terms_of, wire_bytes
 from spmd.reshard.moves import Move, Moves
-from spmd.reshard.question import (
-    EXACT_ATOMS,
-    Digit,
-    Dims,
-    Names,
-    Problem,
-    Question,
-    atom_digits,
-)
+from spmd.reshard.question import EXACT_ATOMS, Digit, Dims, Names, Problem, Question, atom_digits
 
 MOST_NODES, MOST_EXACT = 4500, 1000
 """Larger graphs are not made; nor larger ones of single atoms, whose paths can be searched for."""

@@ -88,15 +88,10 @@ def reshard(
     (`atlas`); between others atoms that play the same part are taken together, and where more than
     `EXACT_DIGITS` parts are left, only steps that lead towards `dst` are tried.
 
-    Args:
-      src: sharding that the value has.
-      dst: sharding that is wanted. It may stay partial over some of `src`'s partial atoms, and
-        become partial over others: that is done last, by a mask if terms are added, and by nothing
-        if their maximum is taken (`WHOLE_TERMS`).
-      type_: global type. A dim that does not divide is searched as if it were padded until it did
-        (its figures are those of the padded pieces).
-      mesh, topology: the mesh of both shardings, and its links.
-      held: atoms that no step may use: along them the value differs (see `ir.control_flow`).
+    What is wanted may stay partial over some of the partial atoms, and become partial over others:
+    that is done last, by a mask if terms are added, and by nothing if their maximum is taken. A dim
+    that does not divide is searched as if it were padded until it did. No step may use `held`
+    atoms: along them the value differs (see `ir.control_flow`).
 
     Raises:
       LegalityError: a sharding that is not legal, or a value that is to become partial in a way
@@ -137,7 +132,23 @@ def reshard(
     if shape == type_.shape:
         return path
     torn = {d for step in path.steps for d in torn_dims(step, type_.shape, mesh)}
-    return _untorn(src, dst, type_, mesh, topology, held, torn) if torn else path
+    if not torn:
+        return path
+    # A path that gathers these dims before any permute, and cuts them afterwards.
+    bare, last = (
+        Sharding(
+            tuple(() if d in torn else axes for d, axes in enumerate(s.dims)), s.partial, s.kind
+        )
+        for s in (src, dst)
+    )
+    if bare != src:
+        first = _one_by_one(src, bare, type_, mesh, topology)
+        second = reshard(bare, dst, type_, mesh, topology, held)
+    else:
+        first = reshard(src, last, type_, mesh, topology, held)
+        second = _one_by_one(last, dst, type_, mesh, topology)
+    seconds, sent = first.seconds + second.seconds, first.bytes + second.bytes
+    return Path(first.steps + second.steps, seconds, sent)
 
 
 def reshard_seconds(
@@ -190,32 +201,6 @@ def _alike(
         if node is not None:
             found.setdefault((sharding.partial, sharding.kind), []).append((i, node))
     return found
-
-
-def _untorn(
-    src: Sharding,
-    dst: Sharding,
-    type_: TensorType,
-    mesh: Mesh,
-    topology: Topology,
-    held: Axes,
-    torn: set[int],
-) -> Path:
-    """A path that gathers some dims before any permute, and cuts them afterwards."""
-    bare, last = (
-        Sharding(
-            tuple(() if d in torn else axes for d, axes in enumerate(s.dims)), s.partial, s.kind
-        )
-        for s in (src, dst)
-    )
-    if bare != src:
-        first = _one_by_one(src, bare, type_, mesh, topology)
-        second = reshard(bare, dst, type_, mesh, topology, held)
-    else:
-        first = reshard(src, last, type_, mesh, topology, held)
-        second = _one_by_one(last, dst, type_, mesh, topology)
-    sent = first.bytes + second.bytes
-    return Path(first.steps + second.steps, first.seconds + second.seconds, sent)
 
 
 def _one_by_one(

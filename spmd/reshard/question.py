@@ -111,10 +111,17 @@ def questions(
     atoms = [a for a in range(len(letters)) if a not in aside]
     partial = [a for a in src.partial if a not in aside]
     spares = 1 if many or (alike and not partial) else 2
-    devices = mesh.extent(atoms)
+    # Kept are dims that can be split, and of those that neither end splits only the roomiest.
     placed = {a for dim in dims for a in dim.src + dim.dst}
-    parked = mesh.extent([a for a in atoms if a not in placed]) if many else devices
-    dims = _useful(dims, devices, parked, spares)
+    parked = mesh.extent([a for a in atoms if a not in placed or not many])
+    used = [d._replace(room=math.gcd(d.room, mesh.extent(atoms))) for d in dims if d.src or d.dst]
+    spare = [d._replace(room=math.gcd(d.room, parked)) for d in dims if not (d.src or d.dst)]
+    spare = sorted([d for d in spare if d.room > 1], key=lambda d: -d.room)
+    dims = used + [
+        dim
+        for i, dim in enumerate(spare)
+        if sum(other.room % dim.room == 0 for other in spare[:i]) < spares
+    ]
     # What a dim or an atom looks like, not its number, says where it comes in a question.
     look = letters.__getitem__
     dims.sort(key=lambda d: (list(map(look, d.src)), list(map(look, d.dst)), d.room))
@@ -158,25 +165,6 @@ def atom_digits(mesh: Mesh, topology: Topology) -> tuple[Digit, ...]:
         else Digit((size,), link.latency, link.bandwidth)
         for size, link in zip(mesh.atom_sizes, topology.atom_links(mesh), strict=True)
     )
-
-
-def _useful(dims: Iterable[_Dim], devices: int, parked: int, spares: int) -> list[_Dim]:
-    """Dims that can be split, and of those that neither end splits only the `spares` roomiest.
-
-    `devices` is the extent of all atoms, `parked` of those that neither end puts on a dim.
-    """
-    rooms = [
-        dim._replace(room=math.gcd(dim.room, devices if dim.src or dim.dst else parked))
-        for dim in dims
-    ]
-    used = [dim for dim in rooms if dim.src or dim.dst]
-    spare = [dim for dim in rooms if dim.room > 1 and not (dim.src or dim.dst)]
-    spare.sort(key=lambda dim: -dim.room)
-    return used + [
-        dim
-        for i, dim in enumerate(spare)
-        if sum(other.room % dim.room == 0 for other in spare[:i]) < spares
-    ]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -389,15 +377,10 @@ class Problem:
             rounds += max(exponent - (mantissa == 0.5), 0)
         fixed = self._best_latency * (launches + max(launches, rounds))
         line = Line(fixed, self._best_pace * sent, sent, launches)
-        return self._with_slow_links(line, facts, partial) if self.slow else [line]
-
-    def _with_slow_links(self, line: Line, facts: Sequence[_Facts], partial: Axes) -> list[Line]:
-        """The bound with what slow links add, at least, to the time over the fastest ones.
-
-        The devices with equal coordinates along the digits that cross hold some of the elements
-        that they need; the others have to come in over slow links, in equal shares.
-        """
-        tile, lines = self._devices, []
+        # What slow links add, at least, to the time over the fastest ones: the devices with equal
+        # coordinates along the digits that cross hold some of the elements that they need; the
+        # others have to come in over slow links, in equal shares.
+        tile, lines = self._devices, list[Line]()
         for number, (pace, latency, slow) in enumerate(self.slow):
             crossings = [fact.crossings[number] for fact in facts]
             extent = math.prod([crossing.extent for crossing in crossings])

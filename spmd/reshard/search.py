@@ -96,7 +96,12 @@ class _Builder:
         further wherever they divide.
         """
         for kind in ("slice", "reduce_scatter"):
-            self._park(kind)
+            # Helpers go to dims that neither end splits.
+            for dim, ends in enumerate(zip(self.problem.src, self.problem.dst, strict=True)):
+                for alike in self._runs_in_turn(self.helpers) if not any(ends) else ():
+                    pool, room = self._pool(kind), self.problem.room[dim]
+                    pool = tuple([a for a in pool if a in alike])
+                    self._append(kind, dim, self.problem.dividing(room, self.dims[dim], pool))
             for dim, goal in enumerate(self.problem.dst):
                 self._append(kind, dim, continuation(self.dims[dim], goal, self._pool(kind)))
             if shape:
@@ -117,13 +122,6 @@ class _Builder:
                     lacking[sizes[a]] -= 1
                     run = (*run, a)
             self._append(kind, dim, run)
-
-    def _park(self, kind: str) -> None:
-        problem = self.problem
-        for dim, (axes, goal) in enumerate(zip(problem.src, problem.dst, strict=True)):
-            for alike in self._runs_in_turn(self.helpers) if not (axes or goal) else ():
-                pool = [a for a in self._pool(kind) if a in alike]
-                self._append(kind, dim, problem.dividing(problem.room[dim], self.dims[dim], pool))
 
     def _append(self, kind: str, dim: int, run: Axes) -> None:
         if run:
