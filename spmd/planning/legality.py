@@ -12,9 +12,6 @@ from spmd.planning.plan import Choice, Plan
 from spmd.propagation.projection import is_legal_assignment, project, reduced_axes
 from spmd.reshard.paths import can_reshard
 
-OpCheck = Callable[[Plan, Op, Choice], str | None]
-PlanCheck = Callable[[Plan], str | None]
-
 
 def check_plan(plan: Plan) -> None:
     """Raises a `LegalityError` for the first check that does not hold, with its op."""
@@ -26,10 +23,6 @@ def check_plan(plan: Plan) -> None:
         if choice is None:
             fail("planned", "has_choice", "an op that is not cheap has no choice", op)
         hold("planned", REGION_OP_CHECKS if op.regions else OP_CHECKS, op, plan, op, choice)
-
-
-# ---------------------------------------------------------------------------------------------
-# Checks of the whole plan.
 
 
 def states_are_legal(plan: Plan) -> str | None:
@@ -114,10 +107,6 @@ def _boundary(
         if sharding.partial:
             return f"{what} {i}, {text}, is partial"
     return None
-
-
-# ---------------------------------------------------------------------------------------------
-# Checks of one op's choice.
 
 
 def choice_has_arity(plan: Plan, op: Op, choice: Choice) -> str | None:
@@ -219,17 +208,14 @@ def carries_agree(plan: Plan, op: Op, choice: Choice) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------
-# The tables.
-
-PLAN_CHECKS: tuple[PlanCheck, ...] = (
+PLAN_CHECKS: tuple[Callable[[Plan], str | None], ...] = (
     states_are_legal,
     held_atoms_are_left_alone,
     arguments_fit,
     results_fit,
     marks_hold,
 )
-_EVERY_OP: tuple[OpCheck, ...] = (
+_EVERY_OP: tuple[Callable[[Plan, Op, Choice], str | None], ...] = (
     choice_has_arity,
     shardings_fit_types,
     results_are_states,

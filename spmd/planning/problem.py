@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +32,7 @@ class Problem:
     arguments: tuple[States, ...]
     results: tuple[Sharding | None, ...]  # what the user asked for, or None
     links: Mapping[int, int]  # result -> argument: updates of donated arguments, sharded alike
+    _bytes: dict[TensorType, dict[Sharding, int]] = field(default_factory=dict, init=False)
 
     @property
     def program(self) -> Program:
@@ -87,10 +88,6 @@ class Problem:
     def size(self, value: Value, state: Sharding) -> int:
         """Bytes that one device holds of a value in one state."""
         return self.bytes(value, (state,))[0]
-
-    @cached_property
-    def _bytes(self) -> dict[TensorType, dict[Sharding, int]]:
-        return {}
 
     def traffic(
         self, value: Value, states: States, needs: States, sends: Any, stores: bool

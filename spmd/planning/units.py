@@ -69,9 +69,7 @@ class Units(NamedTuple):
 
 def units_of(problem: Problem, radius: int = RADIUS) -> Units:
     """Takes a program apart. So many steps around a unit tell it from others."""
-    found = _Collector(problem)
-    found.collect()
-    return found.classes(radius)
+    return _Collector(problem).classes(radius)
 
 
 class _Collector:
@@ -88,9 +86,7 @@ class _Collector:
         self.looks: dict[OpKind, tuple[Hashable, Sequence[int]]] = {}
         self.of: list[tuple[int, int]] = [(-1, 0)] * len(self.program.types)
         self.uses: list[tuple[Value, int, int, int]] = []  # value, unit, position, trips
-
-    def collect(self) -> None:
-        body, problem = self.program.body, self.problem
+        body = self.program.body
         for i, (value, states) in enumerate(zip(body.args, problem.arguments, strict=True)):
             self.add(Unit(ARGUMENT, number=i), (self.program.types[value], states), (value,))
         self.whole = self.add(Unit(WHOLE), WHOLE, ())

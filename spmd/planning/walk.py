@@ -6,6 +6,8 @@ which of them the next one is made. What to choose is left to its subclasses, th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from spmd.ir.control_flow import Tie, ties
 from spmd.ir.program import Op, Region, Value
 from spmd.mesh.sharding import Sharding, format_axes, replicated
@@ -18,6 +20,11 @@ class Walk:
     """Books of one pass: states and copies of values, choices of ops, seconds."""
 
     solver: str
+    # What a planner decides: the choice for an op, with the op's own time, without reshards; the
+    # one state of everything that a result of a region op is tied to; and that of an argument.
+    choose: Callable[[Op], tuple[Choice, float]]
+    carry: Callable[[Tie], Sharding]
+    argument: Callable[[int], Sharding]
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -35,20 +42,8 @@ class Walk:
         self.moves: list[Move] = []
         self.seconds = 0.0
 
-    def choose(self, op: Op) -> tuple[Choice, float]:
-        """The choice for an op, and the op's own time, without reshards."""
-        raise NotImplementedError
-
-    def carry(self, tie: Tie) -> Sharding:
-        """The one state of everything that a result of a region op is tied to."""
-        raise NotImplementedError
-
-    def argument(self, number: int) -> Sharding:
-        """The sharding of an argument of the program."""
-        raise NotImplementedError
-
     def run(self) -> Plan:
-        """Settles everything."""
+        """Settles every op, and returns the plan."""
         problem, body = self.problem, self.program.body
         arguments = tuple(self.argument(number) for number in range(len(body.args)))
         for value, state in zip(body.args, arguments, strict=True):
@@ -79,7 +74,7 @@ class Walk:
         )
 
     def define(self, value: Value, state: Sharding) -> None:
-        """A value's producer leaves it in a state."""
+        """Notes the state in which a value's producer leaves it."""
         self.states[value] = state
         self.copies[value] = (state,)
 

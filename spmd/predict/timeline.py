@@ -230,11 +230,14 @@ class LocalTimes:
         if self.stored.isdisjoint(op.results):
             return 0.0
         is_plain = len(op.operands) == len(set(op.operands))
-        if not is_plain or not self._reads.keys().isdisjoint(op.operands):
-            return self._seconds(op)
-        found = self._known.get(op.kind)
-        if found is None:
-            found = self._known[op.kind] = self._seconds(op)
+        is_plain &= self._reads.keys().isdisjoint(op.operands)
+        if is_plain and op.kind in self._known:
+            return self._known[op.kind]
+        moved = sum(self._bytes_read(op).values()) + _moves(op.kind)[1]
+        memory = memory_seconds(op.kind, moved, self.topology)
+        found = max(arithmetic_seconds(op.kind, self.topology), memory)
+        if is_plain:
+            self._known[op.kind] = found
         return found
 
     def copies(self, op: Op) -> list[tuple[Op, str, float]]:
@@ -258,12 +261,6 @@ class LocalTimes:
                 copy = b.last._replace(operands=(value,), loc=op.loc)
                 made.append((copy, COMPUTE, 2 * type_.bytes / rate))
         return made
-
-    def _seconds(self, op: Op) -> float:
-        kind = op.kind
-        moved = sum(self._bytes_read(op).values()) + _moves(kind)[1]
-        memory = memory_seconds(kind, moved, self.topology)
-        return max(arithmetic_seconds(kind, self.topology), memory)
 
     def _bytes_read(self, op: Op) -> dict[Value, float]:
         """The bytes that an op reads from memory, with all that is computed inside it, by value."""
