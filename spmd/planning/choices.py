@@ -77,11 +77,15 @@ class Choices:
                     alike = all(any(s.kind == kind for s in operands[i]) for i in group)
                     if rule.lets_through(kind) and (alike or kind in SPLITTABLE):
                         partials.append((group, partial, kind))
-            carried = dict.fromkeys(
-                (_without(assignment, partial[1]), partial)
-                for partial in partials
-                for assignment in assignments
-            )
+            carried: dict[tuple[Assignment, Partial], None] = {}
+            for flowing in partials:
+                for assignment in assignments:
+                    # Factors keep the atoms in front of the first one that operands are partial
+                    # over: that one can split nothing, and what is behind it has other pieces.
+                    ends = [[k for k, a in enumerate(own) if a in flowing[1]] for own in assignment]
+                    pairs = zip(assignment, ends, strict=True)
+                    kept = tuple([own[: min(end, default=len(own))] for own, end in pairs])
+                    carried[kept, flowing] = None
             found = [self._carried(op.kind, rule, *each) for each in carried]
             more = [choice for choice in found if choice is not None][:MOST_CARRIED]
             options = [*(self._plain(op.kind, rule, a) for a in assignments), *more]
@@ -200,14 +204,6 @@ def axis_sets(runs: Sequence[Axes]) -> list[Axes]:
         for count in range(1, len(runs) + 1)
         for chosen in itertools.combinations(runs, count)
     ]
-
-
-def _without(assignment: Assignment, partial: Axes) -> Assignment:
-    """An assignment in which each factor keeps the atoms in front of the first partial one."""
-    return tuple(
-        axes[: next((k for k, a in enumerate(axes) if a in partial), len(axes))]
-        for axes in assignment
-    )
 
 
 class Ways:

@@ -128,15 +128,12 @@ class _Costs:
             self.moves[key] = self.moves.get(key, 0.0) + move.seconds
         self._shares: dict[object, float] = {}
 
-    def own(self, place: int, count: int) -> float:
-        # Seconds that an op takes beyond its share, if so many are done on all devices.
-        return self._own(self.block.ops[place], min(count, self.plan.mesh.size))
-
-    def _own(self, op: Op, share: int) -> float:
-        plan, index = self.plan, self.plan.problem.index
+    def own(self, op: Op, count: int) -> float:
+        """Seconds that an op takes beyond its share, if so many are done on all devices."""
+        plan, share = self.plan, min(count, self.plan.mesh.size)
         if op.regions:
-            inside = (self._own(o, share) for region in op.regions for o in region.ops)
-            return index.runs(op) * sum(inside)
+            inside = (self.own(o, count) for region in op.regions for o in region.ops)
+            return plan.problem.index.runs(op) * sum(inside)
         choice = plan.choices.get(op.results[0]) if op.results else None
         if choice is None or not choice.assignment:
             return 0.0
@@ -151,7 +148,8 @@ class _Costs:
 
     def most(self, row: Row) -> float:
         """The most seconds that can be won by stacking ops that do the same."""
-        return sum(self.own(place, len(row)) + self.moved(place) for place in row)
+        ops = self.block.ops
+        return sum(self.own(ops[place], len(row)) + self.moved(place) for place in row)
 
     def moved(self, place: int) -> float:
         op, block = self.block.ops[place], self.block
@@ -189,7 +187,7 @@ class _Costs:
         makers = {values: row for row in rows for values in block.results(row)}
         row_at = {place: row for row in rows for place in row}
         for row in rows:
-            gain = sum(self.own(place, len(row)) for place in row)
+            gain = sum(self.own(block.ops[place], len(row)) for place in row)
             for values in dict.fromkeys(block.operands(row)):
                 gain += self._read(network, row, values, makers.get(values))
             for values in block.results(row):

@@ -208,7 +208,18 @@ class Kernels:
     def _op(self, op: Op, kernels: list[Kernel]) -> None:
         what = op.kind.about.role
         if what == Role.REGION:
-            kernels.append(self._control_flow(op))
+            is_loop = op.is_loop
+            free = [value for region in op.regions for value in free_values(region)]
+            kept = [v for i, v in enumerate(op.operands) if is_loop and is_untouched(op, i)]
+            handed = [v for v in op.operands if v not in kept]
+            regions = tuple(self._region(region) for region in op.regions)
+            for i, value in enumerate(op.results):
+                untouched = is_loop and is_untouched(op, i)
+                self.inputs[value] = self.inputs[op.operands[i]] if untouched else (value,)
+            makes = tuple(value for value in op.results if self.fused.stored[value])
+            reads = self._read((*free, *kept))
+            begins = tuple(root for value in handed for root in self.inputs[value])
+            kernels.append(Kernel(op, reads, makes, is_loop, False, begins, regions))
         elif what == Role.ALIAS:
             for value, alias in zip(op.operands, op.results, strict=True):
                 self.inputs[alias] = self.inputs[value]
@@ -293,17 +304,3 @@ class Kernels:
             reads = self._inside((value,), self.types[value].rank > 2)
             kernels.append(Kernel(op, reads, (found,), is_copy=True))
         return found
-
-    def _control_flow(self, op: Op) -> Kernel:
-        is_loop = op.is_loop
-        free = [value for region in op.regions for value in free_values(region)]
-        kept = [v for i, v in enumerate(op.operands) if is_loop and is_untouched(op, i)]
-        handed = [v for v in op.operands if v not in kept]
-        regions = tuple(self._region(region) for region in op.regions)
-        for i, value in enumerate(op.results):
-            untouched = is_loop and is_untouched(op, i)
-            self.inputs[value] = self.inputs[op.operands[i]] if untouched else (value,)
-        makes = tuple(value for value in op.results if self.fused.stored[value])
-        reads = self._read((*free, *kept))
-        begins = tuple(root for value in handed for root in self.inputs[value])
-        return Kernel(op, reads, makes, is_loop, False, begins, regions)

@@ -33,33 +33,24 @@ def arithmetic_seconds(kind: OpKind, topology: Topology) -> float:
     return topology.arithmetic_seconds(about.flops(kind), dtype, about.arithmetic)
 
 
-def bytes_read(kind: OpKind, sizes: Sequence[float]) -> Sequence[float]:
-    """Bytes that an op reads of each operand, if all of them are in memory.
+def bytes_moved(kind: OpKind, sizes: Sequence[float]) -> Sequence[float]:
+    """Bytes that an op reads of each operand and writes of each result, if all are in memory.
 
     The sizes are bytes of one device's piece of each operand, then of each result.
     """
-    about, count = kind.about, len(kind.operands)
+    about, count, made = kind.about, len(kind.operands), len(kind.results)
     if about.role == Role.ALIAS or kind.is_renaming:
-        return (0.0,) * count
+        return [0.0] * len(sizes)
     if about.role == Role.UPDATE:
-        return (*(0.0,) * len(kind.results), *sizes[len(kind.results) : count])
+        first = count - made if kind.name == SCATTER else made
+        return [*[0.0] * made, *sizes[made:count], *sizes[first : first + made]]
+    read = sizes[:count]
     if about.reads_pieces:
-        return [min(size, sizes[count]) for size in sizes[:count]]
-    if about.bytes_read is None:
-        return sizes[:count]
-    shares = zip(about.bytes_read(kind), kind.operands, sizes, strict=False)
-    return [read * size / type_.bytes if type_.bytes else 0.0 for read, type_, size in shares]
-
-
-def bytes_written(kind: OpKind, sizes: Sequence[float]) -> Sequence[float]:
-    """Bytes that an op writes of each result, if all of them are in memory."""
-    count = len(kind.operands)
-    if kind.about.role == Role.ALIAS or kind.is_renaming:
-        return (0.0,) * len(kind.results)
-    if kind.about.role == Role.UPDATE:
-        first = count - len(kind.results) if kind.name == SCATTER else len(kind.results)
-        return sizes[first : first + len(kind.results)]
-    return sizes[count:]
+        read = [min(size, sizes[count]) for size in read]
+    elif about.bytes_read is not None:
+        shares = zip(about.bytes_read(kind), kind.operands, sizes, strict=False)
+        read = [share * size / type_.bytes if type_.bytes else 0.0 for share, type_, size in shares]
+    return [*read, *sizes[count:]]
 
 
 def memory_seconds(kind: OpKind, moved: float, topology: Topology) -> float:
@@ -95,7 +86,7 @@ def op_seconds(
         type_.size * dtype_bits(type_.dtype) / 8 / math.prod([extents[f] for d in dims for f in d])
         for type_, dims in zip((*kind.operands, *kind.results), rule.values, strict=True)
     ]
-    moves = (*bytes_read(kind, sizes), *bytes_written(kind, sizes))
+    moves = bytes_moved(kind, sizes)
     if stored:
         moves = tuple(itertools.compress(moves, stored))
     share = local_kind(kind, rule, assignment, mesh) if kind.about.passes else kind

@@ -30,14 +30,7 @@ from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
 from spmd.predict.backends import backend_of
 from spmd.predict.fusion import stored_values
-from spmd.predict.ops import (
-    RAGGED,
-    Transfer,
-    arithmetic_seconds,
-    bytes_read,
-    bytes_written,
-    memory_seconds,
-)
+from spmd.predict.ops import RAGGED, Transfer, arithmetic_seconds, bytes_moved, memory_seconds
 
 COMPUTE = "compute"
 
@@ -288,9 +281,8 @@ def _moves(kind: OpKind) -> tuple[list[tuple[float, int]], float]:
     moves: tuple[list[tuple[float, int]], float] | None = kind._cache.get("moves")
     if moves is None:
         sizes = [type_.bytes for type_ in (*kind.operands, *kind.results)]
-        read = sizes if kind.about.role == Role.ALIAS else bytes_read(kind, sizes)
-        written = sum(bytes_written(kind, sizes))
-        count = len(kind.operands)
-        moves = list(zip(read[:count], sizes[:count], strict=True)), written
+        moved, count = bytes_moved(kind, sizes), len(kind.operands)
+        read = sizes if kind.about.role == Role.ALIAS else moved
+        moves = list(zip(read[:count], sizes[:count], strict=True)), sum(moved[count:])
         kind._cache["moves"] = moves
     return moves

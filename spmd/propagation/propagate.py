@@ -132,7 +132,11 @@ def propagate(
     """
     state = _State(program, mesh, marks, cheap)
     for op in program.walk():
-        state.add_op(op)
+        for tie in ties(op) if op.regions else ():
+            source = () if tie.source is None else (tie.source,)
+            state.add_tie((*source, *tie.inside, tie.result), op.loc, op.kind.name)
+        if not (op.regions or (cheap and cheap.issuperset(op.results))):
+            state.add(rule_of(op.kind, op.loc), op)
     for a, b in links:
         state.add_tie((a, b), Loc(), "the donated argument and its update")
     state.run()
@@ -186,15 +190,6 @@ class _State:
             for dim, axes in enumerate(mark.dims):
                 if axes:
                     self.origins[value, dim] = [Origin(axes, None, dim, mark.reason)]
-
-    def add_op(self, op: Op) -> None:
-        if op.regions:
-            for tie in ties(op):
-                source = () if tie.source is None else (tie.source,)
-                self.add_tie((*source, *tie.inside, tie.result), op.loc, op.kind.name)
-            return
-        if not (self.cheap and self.cheap.issuperset(op.results)):
-            self.add(rule_of(op.kind, op.loc), op)
 
     def add_tie(self, values: tuple[Value, ...], loc: Loc, label: str) -> None:
         rule = _tie_rule(len(values), self.program.types[values[-1]].shape)

@@ -201,9 +201,6 @@ class Size(NamedTuple):
         return self.fixed * line.fixed + self.growing * line.growing, line.sent, line.steps
 
 
-SMALLEST = Size(1, 0)
-LARGEST = Size(1, 1 << 60)
-
 NO_LIMIT: Cost = (math.inf, 0, 0)
 
 
@@ -238,8 +235,8 @@ def answers(question: Question) -> tuple[Answer, ...]:
     # (7 < 11), so both halves are looked at again: 1 + 10 s meets 3 + 4 s at 1/3, where nothing
     # undercuts them, and 3 + 4 s meets 8 + 3 s at 5, where nothing does either. All three are kept.
     search = Search(question)
-    last = search.best(LARGEST, ())
-    first = search.best(SMALLEST, () if last is None else (last,))
+    last = search.best(Size(1, 1 << 60), ())
+    first = search.best(Size(1, 0), () if last is None else (last,))
     if first is None or last is None:
         return ()
     return tuple(dict.fromkeys((*_between(search, first, last), last)))

@@ -70,34 +70,26 @@ def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: CutPrices) 
                         waiting.append(read)
     for value in needed:
         network.edge(("value", value), SINK, math.inf)
+    # A value that ops read which may be done again has to be there by then. The earlier that is, the
+    # longer it lies in memory, and the more it costs (`prices.early`); of several ops only the
+    # earliest counts. So prices are a staircase: each step costs what its op asks for beyond the
+    # step before. With early prices 1, 3 and 3: steps of 1, 2 and 0, each with the one before it.
     for value, ops_again in readers.items():
-        _read(network, value, ops_again, prices)
+        last, before = 0.0, None
+        waits = [(prices.early(value, op), op) for op in ops_again]
+        for early, op in sorted(waits, key=lambda pair: pair[0]):
+            node = ("op", op.results[0])
+            network.edge(("value", value), node, math.inf)
+            if early > last:
+                step = ("early", value, early)
+                network.edge(SOURCE, step, early - last)
+                if before is not None:
+                    network.edge(before, step, math.inf)
+                last, before = early, step
+            if before is not None:
+                network.edge(before, node, math.inf)
     behind = network.behind_cut()
     again = tuple(op for op in ops if op.results and ("op", op.results[0]) in behind)
     made = {value for op in again for value in op.results}
     asked = dict.fromkeys((*needed, *(value for op in again for value in reads(op))))
     return Cut(frozenset(value for value in asked if value not in made), again)
-
-
-def _read(network: Network, value: Value, ops: Sequence[Op], prices: CutPrices) -> None:
-    """Adds the edges of a value that ops read which may be done again.
-
-    If one of them is, the value has to be there by then. The earlier that is, the longer it lies in
-    memory, and the more it costs (`prices.early`). Of several only the earliest one counts. So the
-    prices are a staircase: each step costs what its op asks for beyond the step before.
-    """
-    # With early prices 1, 3 and 3 of three ops: steps of 1, 2 and 0, each with the one before it.
-    last, before = 0.0, None
-    for early, op in sorted(
-        ((prices.early(value, op), op) for op in ops), key=lambda pair: pair[0]
-    ):
-        node = ("op", op.results[0])
-        network.edge(("value", value), node, math.inf)
-        if early > last:
-            step = ("early", value, early)
-            network.edge(SOURCE, step, early - last)
-            if before is not None:
-                network.edge(before, step, math.inf)
-            last, before = early, step
-        if before is not None:
-            network.edge(before, node, math.inf)
