@@ -2,10 +2,6 @@
 
 Whatever the compiler weighs is judged here, by the predicted seconds of one run within the bytes of
 one device: plans, prices of memory, forms of a program, schedules of pipelines, meshes.
-
-    plan a          172 ms   60 GiB    the best: it fits in 80 GiB
-    plan b          160 ms   90 GiB    faster, but too large
-    written out     171 ms   61 GiB    does not win the 3 ms that it takes to compile
 """
 
 from __future__ import annotations

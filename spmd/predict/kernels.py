@@ -17,15 +17,8 @@ from spmd.ir.description import Role
 from spmd.ir.dialect.window import running_dim
 from spmd.ir.program import Op, Program, Region, Value, free_values
 from spmd.ir.types import TensorType
+from spmd.predict import fusion
 from spmd.predict.backends import Backend
-from spmd.predict.fusion import (
-    Fused,
-    copied_operands,
-    is_library_reduce,
-    is_untouched,
-    transposed_results,
-    wants_stored,
-)
 
 
 class Kernel(NamedTuple):
@@ -148,7 +141,7 @@ class Kernels:
 
     def __init__(self, program: Program, backend: Backend) -> None:
         self.backend = backend
-        self.fused = Fused(program, backend)
+        self.fused = fusion.Fused(program, backend)
         self.types = list(program.types)  # transposed copies are behind the program's values
         # Value -> the stored values that a reader of it reads instead.
         self.inputs: dict[Value, tuple[Value, ...]] = {}
@@ -210,11 +203,11 @@ class Kernels:
         if what == Role.REGION:
             is_loop = op.is_loop
             free = [value for region in op.regions for value in free_values(region)]
-            kept = [v for i, v in enumerate(op.operands) if is_loop and is_untouched(op, i)]
+            kept = [v for i, v in enumerate(op.operands) if is_loop and fusion.is_untouched(op, i)]
             handed = [v for v in op.operands if v not in kept]
             regions = tuple(self._region(region) for region in op.regions)
             for i, value in enumerate(op.results):
-                untouched = is_loop and is_untouched(op, i)
+                untouched = is_loop and fusion.is_untouched(op, i)
                 self.inputs[value] = self.inputs[op.operands[i]] if untouched else (value,)
             makes = tuple(value for value in op.results if self.fused.stored[value])
             reads = self._read((*free, *kept))
@@ -266,21 +259,21 @@ class Kernels:
             ends, size = zip(operands, op.kind.operands, strict=True), op.kind.results[0].size
             if sum(type_.size >= size and bool(self.inputs[v]) for v, type_ in ends) <= 1:
                 self.again.add(op.results[0])
-        for position, order in copied_operands(op.kind, self.backend).items():
+        for position, order in fusion.copied_operands(op.kind, self.backend).items():
             operands[position] = self._copy(op, operands[position], order, kernels)
         for value in op.results:
             self.inputs[value] = (value,)
         over = what <= Role.UPDATE or op.kind.about.is_in_place
-        is_library = self.backend.library_reduces and is_library_reduce(op.kind)
+        is_library = self.backend.library_reduces and fusion.is_library_reduce(op.kind)
         found: dict[Value, None] = {}
         for i, value in enumerate(operands):
-            direct = is_library or wants_stored(op, i)
+            direct = is_library or fusion.wants_stored(op, i)
             found.update(dict.fromkeys((self._read if direct else self._inside)((value,))))
         reads, collective = tuple(found), op.kind.about.collective
         # A second kernel transposes what an all-gather along an inner dim makes, joins an
         # all-to-all's pieces, and makes running totals of totals of tiles.
         is_two = self.backend.transposes and (
-            collective == "all_to_all" or bool(transposed_results(op.kind))
+            collective == "all_to_all" or bool(fusion.transposed_results(op.kind))
         )
         is_two |= self.backend.rewrites_windows and running_dim(op.kind) is not None
         if not is_two:

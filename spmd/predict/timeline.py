@@ -1,7 +1,7 @@
 """Predicted time of one run: a list-schedule of the local program.
 
 Arithmetic runs on one lane, collectives on one lane for each class of links: a collective starts
-when its operands are there and its links are free, and whoever reads its result waits for it. While
+when its operands are there and its links are free, and ops that read its result wait for it. While
 arithmetic waits, a later op whose operands are there goes first, as in XLA's own schedulers. So
 communication that independent arithmetic can hide costs nothing but the rest of it. Collectives
 that a backend waits for (`Backend.waits_for`) take the lane of arithmetic, too.

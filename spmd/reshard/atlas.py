@@ -160,9 +160,9 @@ class Distances:
             self._add_rows(np.array(new[start : start + 128]))
 
     def _add_rows(self, sources: Array) -> None:
-        """Ticks from some nodes to all others, in no larger pieces than the larger end's."""
-        # Sizes of pieces are let in one by one, the smallest pieces first. When the larger of two
-        # ends has just been let in, and all ways are followed, their distance is known.
+        # Ticks from some nodes to all others, in no larger pieces than the larger end's. Sizes of
+        # pieces are let in one by one, the smallest pieces first. When the larger of two ends has
+        # just been let in, and all ways are followed, their distance is known.
         pieces, moves = self._atlas.pieces, self._to
         source, target = self._atlas.source[moves], self._atlas.target[moves]
         ticks = self._ticks[moves]

@@ -16,19 +16,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes
-from spmd.reshard.moves import (
-    DirectedMoves,
-    Move,
-    Moves,
-    append,
-    continuation,
-    exchange,
-    gather,
-    permute,
-    reduce,
-    unused,
-    without,
-)
+from spmd.reshard import moves
+from spmd.reshard.moves import DirectedMoves, Move, Moves
 from spmd.reshard.question import EXACT_ATOMS, EXACT_DIGITS, Dims, Line, Problem, Question
 
 
@@ -42,7 +31,7 @@ def direct_paths(problem: Problem, directed: DirectedMoves) -> Iterator[list[Mov
     """
     extents = tuple(problem.extent(axes) for axes in problem.src)
     if not problem.partial and extents == problem.goal_extents:
-        yield [permute(problem, problem.src, (), problem.dst)]
+        yield [moves.permute(problem, problem.src, (), problem.dst)]
     for style in _styles(problem):
         plain = _Builder(problem, *style)
         plain.append_all()
@@ -71,8 +60,8 @@ def _styles(problem: Problem) -> Iterator[tuple[bool, Axes]]:
         return
     yield True, ()
     if any(not (a or b) for a, b in zip(problem.src, problem.dst, strict=True)):
-        idle = unused(problem.digits, problem.src + problem.dst, ())
-        fast = without(idle, problem.slow[0][2])
+        idle = moves.unused(problem.digits, problem.src + problem.dst, ())
+        fast = moves.without(idle, problem.slow[0][2])
         both = (*fast, *(a for a in problem.partial if a in idle and a not in fast))
         yield from ((True, parked) for parked in dict.fromkeys((fast, both)) if parked)
 
@@ -103,7 +92,7 @@ class _Builder:
                     pool = tuple([a for a in pool if a in alike])
                     self._append(kind, dim, self.problem.dividing(room, self.dims[dim], pool))
             for dim, goal in enumerate(self.problem.dst):
-                self._append(kind, dim, continuation(self.dims[dim], goal, self._pool(kind)))
+                self._append(kind, dim, moves.continuation(self.dims[dim], goal, self._pool(kind)))
             if shape:
                 self.append_shape(kind)
             for dim, room in enumerate(self.problem.room) if finer else ():
@@ -125,12 +114,12 @@ class _Builder:
 
     def _append(self, kind: str, dim: int, run: Axes) -> None:
         if run:
-            self._add(append(kind, self.dims, self.partial, dim, run))
+            self._add(moves.append(kind, self.dims, self.partial, dim, run))
 
     def _pool(self, kind: str) -> Axes:
         """The digits that a slice or a reduce-scatter can append."""
         if kind == "slice":
-            return unused(self.problem.digits, self.dims, self.partial)
+            return moves.unused(self.problem.digits, self.dims, self.partial)
         return self.partial
 
     def _runs_in_turn(self, run: Axes) -> list[Axes]:
@@ -142,7 +131,7 @@ class _Builder:
     def reduce_rest(self) -> None:
         owed = tuple(sorted(self.partial, key=lambda a: self.problem.paces[a]))
         for run in self._runs_in_turn(owed) if owed else ():
-            self._add(reduce(self.dims, self.partial, run))
+            self._add(moves.reduce(self.dims, self.partial, run))
 
     def finished(self, after: Dims) -> list[Move] | None:
         """These moves, a permute to `after`, exchanges, gathers; None if that misses the goal."""
@@ -150,7 +139,7 @@ class _Builder:
         whole.moves = list(self.moves)
         whole.reduce_rest()
         if after != whole.dims:
-            whole._add(permute(self.problem, whole.dims, whole.partial, after))
+            whole._add(moves.permute(self.problem, whole.dims, whole.partial, after))
         while found := whole._next_exchange():
             whole._add(found)
         whole._gather()
@@ -163,8 +152,8 @@ class _Builder:
             for keep in range(len(goal[dim]), len(dims[dim])):
                 run = dims[dim][keep:]
                 for other, wanted in enumerate(goal):
-                    if other != dim and continuation(dims[other], wanted, run) == run:
-                        return exchange(dims, self.partial, dim, keep, other)
+                    if other != dim and moves.continuation(dims[other], wanted, run) == run:
+                        return moves.exchange(dims, self.partial, dim, keep, other)
         return None
 
     def _straying(self) -> list[int]:
@@ -179,7 +168,7 @@ class _Builder:
         for dim in sorted(beyond, key=lambda dim: -max(paces[a] for a in beyond[dim])):
             for run in reversed(self._runs_in_turn(beyond[dim])):
                 keep = len(self.dims[dim]) - len(run)
-                self._add(gather(self.dims, self.partial, dim, keep))
+                self._add(moves.gather(self.dims, self.partial, dim, keep))
 
 
 PHASES, LAST_GREED = ((2, 20), (1.2, 20)), 5
@@ -285,7 +274,7 @@ class Search:
     def __init__(self, question: Question) -> None:
         problem = self._problem = Problem(question)
         directed = DirectedMoves(problem)
-        self.direct = [tuple(moves) for moves in direct_paths(problem, directed)]
+        self.direct = [tuple(path) for path in direct_paths(problem, directed)]
         self._tries_all = is_small(question)
         self.exact = self._tries_all and not is_joined(question)  # every step, atom by atom
         self._moves = Moves(problem) if self._tries_all else directed
@@ -372,11 +361,11 @@ class Search:
         while heap and (budget is None or expanded < budget):
             _, _, spent, here = heapq.heappop(heap)
             if here is self._goal:
-                moves: list[Move] = []
+                path: list[Move] = []
                 while here in came:
                     here, move = came[here]
-                    moves.append(move)
-                return tuple(moves[::-1])
+                    path.append(move)
+                return tuple(path[::-1])
             if best[here] < spent:
                 continue
             expanded += 1

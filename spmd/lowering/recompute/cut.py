@@ -70,10 +70,10 @@ def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: CutPrices) 
                         waiting.append(read)
     for value in needed:
         network.edge(("value", value), SINK, math.inf)
-    # A value that ops read which may be done again has to be there by then. The earlier that is, the
-    # longer it lies in memory, and the more it costs (`prices.early`); of several ops only the
-    # earliest counts. So prices are a staircase: each step costs what its op asks for beyond the
-    # step before. With early prices 1, 3 and 3: steps of 1, 2 and 0, each with the one before it.
+    # A value that is read by ops which may be done again has to be there by then. The earlier that
+    # is, the longer it lies in memory, and the more it costs (`prices.early`); of several ops only
+    # the earliest counts. So prices are a staircase: each step costs what its op asks for beyond
+    # the step before. With early prices 1, 3 and 3: steps of 1, 2 and 0.
     for value, ops_again in readers.items():
         last, before = 0.0, None
         waits = [(prices.early(value, op), op) for op in ops_again]
