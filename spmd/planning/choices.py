@@ -211,10 +211,6 @@ class Ways:
 
     Values of one type share a table of all shardings that anybody asked about; it grows. So what it
     costs from any states of a value to any needs is a few rows and columns of that.
-
-    Example:
-      >>> states, needs = ways.numbers(value, (rows, columns)), ways.numbers(value, (whole,))
-      >>> ways.costs(value, states, needs, stores=True)  # seconds, a row for each state
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -274,7 +270,7 @@ class _Alike:
         return found
 
     def ask(self, value: Value, states: Table, needs: Table) -> None:
-        """Asks for the ways that are not a number yet."""
+        """Asks for the seconds that are not a number yet."""
         every = tuple(self.index)
         for i, j in zip(*np.nonzero(np.isnan(self.seconds[states[:, None], needs])), strict=True):
             ends = int(states[i]), int(needs[j])

@@ -21,7 +21,7 @@ from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem
 from spmd.planning.search import Search
 from spmd.planning.solver import Reduced, Solution, excesses, solve
-from spmd.planning.units import units_of
+from spmd.planning.units import ARGUMENT, OP, units_of
 from spmd.predict.backends import memory_for
 
 LEAST_EXPOSED = 0.1  # share of its time that a reshard costs, whatever the machine could hide
@@ -68,8 +68,8 @@ def plan_exactly(
     greedy, costs = weighed(problem, like)
     solutions = [(costs, costs.solution)]
     proposed = [decoded(*solutions[0]), _suggested(costs), greedy]
-    if any(len(states) > 1 for states in problem.arguments):  # one may lie in several ways
-        proposed.append(decoded(costs, costs.closed()))
+    if any(len(states) > 1 for states in problem.arguments):  # all as the marks suggest
+        proposed.append(decoded(costs, costs.among(ARGUMENT, [1] * len(costs.variables))))
     # Reshards may cost only what arithmetic cannot hide of them: all alike, or by their slack. A
     # machine that hides so little would gain nothing by such plans.
     exposed = max(LEAST_EXPOSED, 1 - problem.topology.chip.overlap)
@@ -173,7 +173,7 @@ def _try_nearby(
 
 
 def _suggested(costs: CostNetwork) -> Plan:
-    plan = decoded(costs, costs.suggested)
+    plan = decoded(costs, costs.among(OP, costs.domains.suggested))
     return plan._replace(solver="suggested by marks") if plan.gap else plan
 
 

@@ -84,10 +84,8 @@ def pay_for_memory(
 def noted(search: Search[P], memory_limit: int | None, recompute: bool) -> P:
     """The best of a search in which memory was short, with a note that says so.
 
-    Without a `memory_limit` of the user's, the limit of the search was a wish.
-
-    Raises:
-      PlanError: none keeps to the limit that was given.
+    Without a `memory_limit` of the user's, the limit of the search was a wish; with one, a
+    `PlanError` says that no plan keeps to it.
     """
     best, limit = search.best, bytes_text(int(search.limit))
     need = bytes_text(best.bytes)
@@ -111,11 +109,7 @@ def noted(search: Search[P], memory_limit: int | None, recompute: bool) -> P:
 
 
 def check_possible(problem: Problem, memory_limit: int | None) -> None:
-    """Refuses a limit that no plan can keep to, before any is made.
-
-    Raises:
-      PlanError: arguments and results alone take more.
-    """
+    """Raises a `PlanError` for a limit that no plan can keep to, before any is made."""
     if memory_limit is None:
         return
     held = least_held(problem)

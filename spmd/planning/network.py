@@ -137,7 +137,7 @@ class CostNetwork:
         if "solution" in self.__dict__:
             states = self.solution.states
             self._known = [v.row(states[v.number]) for v in self.variables]
-        for name in ("network", "solution", "suggested"):
+        for name in ("network", "solution"):
             self.__dict__.pop(name, None)
         self.copies = copies
         self._reshards = Network()
@@ -164,12 +164,7 @@ class CostNetwork:
         known = [v.state(*row) for v, row in zip(self.variables, self._known, strict=False)]
         return solve(self.network, known=known or None, close=self._close)
 
-    @cached_property
-    def suggested(self) -> Solution:
-        """The cheapest joint state of those that the marks lead to."""
-        return self._among(OP, self.domains.suggested)
-
-    def _among(self, role: str, counts: Sequence[int]) -> Solution:
+    def among(self, role: str, counts: Sequence[int]) -> Solution:
         """The cheapest joint state in which classes of a role make one of their first choices."""
         allowed = [
             np.flatnonzero(v.choices < count) if unit.role == role else np.arange(len(v.choices))
@@ -226,10 +221,6 @@ class CostNetwork:
     def by_slack(self) -> bool:
         """Whether reshards hide only behind what is computed in their slack."""
         return self._slack is not None
-
-    def closed(self) -> Solution:
-        """The cheapest joint state in which every argument lies as the marks suggest."""
-        return self._among(ARGUMENT, [1] * len(self.variables))
 
     def priced(self, prices: Mapping[Value, float]) -> Network:
         """The network in which values that are alive at the peak cost so many seconds a byte."""

@@ -164,10 +164,7 @@ def problem_of(
     results: Sequence[Sharding | None] = (),
     links: Sequence[tuple[int, int]] = (),
 ) -> Problem:
-    """The problem in which every argument is as marked, else as proposed.
-
-    See `posed` for `results` and `links`.
-    """
+    """The problem in which every argument is as marked, else as proposed (see `posed`)."""
     body = propagated.program.body
     wanted = tuple(results) or (None,) * len(body.results)
     problem = Problem(propagated, topology, (), wanted, dict(links))

@@ -219,15 +219,6 @@ class Elimination:
 # A state whose own excess over it is more than some known solution has left to lose can be dropped.
 
 
-class Bounds(NamedTuple):
-    """What message passing found."""
-
-    upper: float  # what `states` costs
-    states: tuple[int, ...]  # a joint state
-    lower: float  # no joint state costs less
-    excess: list[Table]  # of each variable and state: how much more than `lower` it takes at least
-
-
 class _Pair(NamedTuple):
     """A pair of variables, first < second, with the messages between them."""
 
@@ -239,13 +230,13 @@ class _Pair(NamedTuple):
     to_first: Table
 
 
-def excesses(network: Network, sweeps: int = 6) -> list[tuple[float, int, int]]:
+def excesses(network: Network) -> list[tuple[float, int, int]]:
     """What it costs at least to have a variable in a state, beyond the least cost of all.
 
     Returns (excess, variable, state) for variables with several states, the least excess first.
     """
     passing = Passing(network)
-    passing.run(sweeps)
+    passing.run()
     _, excess = passing.bound()
     return sorted(
         (float(more), v, state)
@@ -274,12 +265,10 @@ class Passing:
         self.share = [1.0 / max(len(a), len(b), 1) for a, b in ends]
         self.sent = [[*(p.to_second for p in a), *(p.to_first for p in b)] for a, b in ends]
 
-    def run(self, sweeps: int) -> Bounds:
-        """Passes messages there and back so often, and bounds the least cost from both sides."""
-        for _ in range(sweeps):
+    def run(self) -> None:
+        """Passes messages there and back, a few times."""
+        for _ in range(SWEEPS):
             self.sweep()
-        states = self.rounded()
-        return Bounds(self.network.cost(states), states, *self.bound())
 
     def restricted(self, alive: Sequence[Table]) -> Passing:
         """The same over some of each variable's states, with what was passed so far."""
@@ -355,7 +344,7 @@ class Passing:
         return tuple(states)
 
     def bound(self) -> tuple[float, list[Table]]:
-        """The lower bound after a forward sweep, and every state's own excess over it."""
+        """The lower bound after a forward sweep, and each state's excess: what it takes beyond."""
         lower, excess = 0.0, []
         kept = []
         for v in range(len(self.unary)):
@@ -414,13 +403,10 @@ def solve(
 ) -> Solution:
     """The cheapest joint state, or the best that was found.
 
-    Args:
-      network: the network.
-      allowed: for each variable the states that it may be in; all of them if left out.
-      known: a joint state: the cheaper it is, the sooner others are seen to be no better.
-      close: solutions that are cheaper by less than this share are not looked for.
-      limit: entries of the largest table that may be built.
-      rounds: rounds of message passing at most.
+    For each variable, `allowed` are the states that it may be in; all of them if left out. The
+    cheaper a `known` joint state is, the sooner others are seen to be no better; those that are
+    cheaper by less than the share `close` are not looked for. No table gets more entries than the
+    limit, and there are so many rounds of message passing at most.
     """
     upper = math.inf if known is None else network.cost(known)
     found = Reduced(network, (), allowed, limit).solve(None, upper, close, rounds)
@@ -467,15 +453,9 @@ class Reduced:
     ) -> Solution:
         """The cheapest joint state in which some of the variables `kept` are in given states.
 
-        Args:
-          pins: variable -> the states that it may be in.
-          upper: solutions that cost no less are not looked for.
-          close: nor are those that are cheaper by less than this share of `scale`.
-          rounds: rounds of message passing at most.
-          scale: the cost of the solution if left out.
-
-        Returns:
-          The solution; without states if every one costs as much as `upper`.
+        Solutions that cost no less than `upper` are not looked for, nor those that are cheaper by
+        less than the share `close` of `scale`, or of the cost. If there is no other, the solution
+        has no states.
         """
         pins, left = pins or {}, self._gone.left
         known, above = {}, 0.0
@@ -510,15 +490,16 @@ def _cheaper(
     # over the lower bound is more than the gap between the two is in no better joint state: with
     # bounds 10 and 12, one with an excess of 3 makes everything cost 13 at least. Without such
     # states some variables have a single one, others fewer neighbours.
-    bounds = passing.run(SWEEPS)
-    best = Solution((), upper, bounds.lower)
-    if bounds.upper < upper:
-        best = Solution(bounds.states, bounds.upper, min(bounds.lower, bounds.upper))
+    passing.run()
+    states, (lower, excess) = passing.rounded(), passing.bound()
+    best, cost = Solution((), upper, lower), passing.network.cost(states)
+    if cost < upper:
+        best = Solution(states, cost, min(lower, cost))
     scale = scale or abs(best.cost)
     if best.cost - best.lower <= close * scale or rounds == 1:
         return best
-    slack = best.cost - bounds.lower + CLOSE * scale
-    kept = [np.flatnonzero(more <= slack) for more in bounds.excess]
+    slack = best.cost - lower + CLOSE * scale
+    kept = [np.flatnonzero(more <= slack) for more in excess]
     if not all(map(len, kept)):  # nothing is cheaper
         return best._replace(lower=best.cost)
     smaller = Reduced(passing.shifted().restricted(kept), limit=limit)
@@ -526,5 +507,5 @@ def _cheaper(
     best = best._replace(lower=max(best.lower, min(best.cost, found.lower)))
     if found.cost >= best.cost:
         return best
-    states = [int(k[s]) for k, s in zip(kept, found.states, strict=True)]
-    return Solution(tuple(states), found.cost, found.lower)
+    states = tuple(int(k[s]) for k, s in zip(kept, found.states, strict=True))
+    return Solution(states, found.cost, found.lower)

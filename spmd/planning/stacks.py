@@ -40,14 +40,11 @@ class Stacks(NamedTuple):
 
 
 def stacks_of(plan: Plan, price: float) -> Stacks:
-    """The equal work in a program that devices could share.
+    """The equal work in a program that devices could share, where that wins the `price` in seconds.
 
-    The plan is of the program as it is, with the predicted time of one run; `price` are the seconds
-    that have to be won.
-
-    Example:
-      `x @ x.T` for 16 matrices that are split by rows: eight devices all-gather each of them, and
-      could do two each.
+    The plan is of the program as it is, with the predicted time of one run. Example: `x @ x.T` for
+    16 matrices that are split by rows; eight devices all-gather each of them, and could do two
+    each.
     """
     most = plan.run_seconds - least_seconds(plan.problem.index, plan.mesh, plan.topology)
     none = Stacks((), 0.0)

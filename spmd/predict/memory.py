@@ -152,37 +152,6 @@ def predict(program: Program, donated: Sequence[int], backend: Backend) -> Memor
     return _Simulation(program, Kernels(program, backend), aliases, backend).run()
 
 
-class _Uses:
-    """When each value is read last, in numbers of kernels."""
-
-    def __init__(self, program: Program, kernels: Kernels) -> None:
-        self.kernels = kernels
-        self.last = [-1] * len(kernels.types)  # number of the last kernel that reads a value
-        self.length = 0  # how many kernels there are
-        self.region(kernels.body)
-        self.read(program.body.results)
-
-    def region(self, kernels: Sequence[Kernel]) -> None:
-        for kernel in kernels:
-            self.read(kernel.handed)
-            for region, inner in zip(kernel.op.regions, kernel.regions, strict=False):
-                self.region(inner)
-                self.read(region.results)
-            self.read(kernel.reads)
-            self.length += 1
-
-    def read(self, values: Sequence[Value]) -> None:
-        for value in values:
-            self.last[self.home(value)] = self.length
-
-    def home(self, value: Value) -> Value:
-        """The value in whose memory this one lies."""
-        root = self.kernels.fused.root
-        while value < len(root) and root[value] != value:
-            value = root[value]
-        return value
-
-
 @dataclass(eq=False)
 class _Place:
     """The memory of a result, in which other values can lie before the result is made."""
@@ -203,9 +172,12 @@ class _Simulation:
         self, program: Program, kernels: Kernels, aliases: dict[int, int], backend: Backend
     ) -> None:
         self.widened = ("bf16", "f16") if backend.widens_halves else ()
-        self.uses = _Uses(program, kernels)
         self.program, self.kernels, self.aliases = program, kernels, aliases
         self.backend = backend
+        self.last = [-1] * len(kernels.types)  # number of the last kernel that reads each value
+        self.length = 0  # how many kernels there are
+        self.find_last(kernels.body)
+        self.read(program.body.results)
         self.now = 0  # the number of the kernel that runs
         self.places: dict[Value, _Place] = {}  # of the results: the home of each one -> its place
         self.whole: list[int] = []  # numbers of the buffers that are one piece of memory each
@@ -221,13 +193,33 @@ class _Simulation:
         # An all-to-all -> the buffer of the pieces that it sends, if a temporary value is cut.
         self.sent: dict[Op, int] = {}
 
+    def find_last(self, kernels: Sequence[Kernel]) -> None:
+        for kernel in kernels:
+            self.read(kernel.handed)
+            for region, inner in zip(kernel.op.regions, kernel.regions, strict=False):
+                self.find_last(inner)
+                self.read(region.results)
+            self.read(kernel.reads)
+            self.length += 1
+
+    def read(self, values: Sequence[Value]) -> None:
+        for value in values:
+            self.last[self.home(value)] = self.length
+
+    def home(self, value: Value) -> Value:
+        """The value in whose memory this one lies."""
+        root = self.kernels.fused.root
+        while value < len(root) and root[value] != value:
+            value = root[value]
+        return value
+
     def run(self) -> MemoryUse:
-        types, last, body = self.program.types, self.uses.last, self.program.body
+        types, last, body = self.program.types, self.last, self.program.body
         for position, value in enumerate(body.results):
             argument = self.aliases.get(position)
             free_from = -1 if argument is None else last[body.args[argument]]
-            home = self.uses.home(value)
-            self.homes.setdefault(home, (free_from, self.uses.length))
+            home = self.home(value)
+            self.homes.setdefault(home, (free_from, self.length))
             self.places.setdefault(home, place := _Place(types[value].bytes))
             place.taken |= _span(-1, free_from)
             if argument is not None:
@@ -262,10 +254,10 @@ class _Simulation:
 
     def region(self, kernels: Sequence[Kernel]) -> None:
         for kernel in kernels:
-            op, about, last = kernel.op, kernel.op.kind.about, self.uses.last
+            op, about, last = kernel.op, kernel.op.kind.about, self.last
             is_at_home = about.role == Role.UPDATE and not kernel.is_copy
             if is_at_home:  # it writes over an argument's or a carry's memory that is free by now
-                roots = [self.uses.home(value) for value in op.operands[: len(op.results)]]
+                roots = [self.home(value) for value in op.operands[: len(op.results)]]
                 is_at_home = all(v in self.at_home and last[v] <= self.now for v in roots)
             if is_at_home:
                 self.at_home.update(kernel.makes)
@@ -283,7 +275,7 @@ class _Simulation:
                 body, end = op.regions[1], self.end_of(kernel)
                 for argument, value in zip(body.args, body.results, strict=True):
                     if value != argument:
-                        self.homes.setdefault(self.uses.home(value), (last[argument], end))
+                        self.homes.setdefault(self.home(value), (last[argument], end))
                         self.at_home.add(argument)
             for inner in kernel.regions:
                 self.region(inner)
@@ -298,7 +290,7 @@ class _Simulation:
         # nothing reads %0 behind the dot. In `%2 = abs %0` %0 is read by the very kernel that makes
         # %2; an elementwise kernel may write over it as it goes, a dot may not.
         now, type_ = self.now, self.kernels.types[value]
-        free_from, end = self.homes.get(value, (None, self.uses.last[value]))
+        free_from, end = self.homes.get(value, (None, self.last[value]))
         # It takes over one buffer that is read for the last time now. XLA asks for equal shapes,
         # elements included (`CanShareOperandBufferWithUser`).
         for number in self.dying.get(now, ()) if kernel.writes_over else ():
@@ -309,7 +301,7 @@ class _Simulation:
                 break
         if free_from is not None and (free_from < now or (free_from == now and kernel.writes_over)):
             if value in self.places:
-                self.places[value].taken |= _span(now, self.uses.length)
+                self.places[value].taken |= _span(now, self.length)
             return
         end = max(end, self.end_of(kernel))
         of = self.kernels.copied.get(value, value)
@@ -328,7 +320,7 @@ class _Simulation:
                 if kernel.op in self.sent and value not in self.homes:
                     number = self.sent[kernel.op]
                     self.buffers[number] = self.buffers[number]._replace(end=now)
-            elif self.arguments.isdisjoint(map(self.uses.home, kernel.reads)):
+            elif self.arguments.isdisjoint(map(self.home, kernel.reads)):
                 self.sent[kernel.op] = len(self.buffers)
         size = type_.bytes * (2 if type_.dtype in self.widened else 1)
         self.hold(Buffer(type_, kernel.op, size, now, end, kernel.is_copy))

@@ -36,12 +36,10 @@ def group_size(attrs: Mapping[str, Any], mesh: Mesh) -> int:
 
 
 def wire_bytes(kind: str, group_size: int, local_in_bytes: int, local_out_bytes: int) -> int:
-    """Bytes that each device sends, for the bandwidth-optimal (ring) algorithm.
+    """Bytes that each device of a group sends, for the bandwidth-optimal (ring) algorithm.
 
-    Args:
-      kind: one of `KINDS`.
-      group_size: devices that exchange with one another.
-      local_in_bytes, local_out_bytes: bytes of one device's piece before, and after.
+    They follow from the bytes of one device's piece before and after a collective of a kind of
+    `KINDS`.
     """
     if kind == "slice" or group_size == 1:
         return 0

@@ -384,11 +384,6 @@ class Resharder:
 
     The planner, the partitioner and reports ask here what a way costs: it may not use the atoms
     along which a value differs unseen, inside a manual region, and so may be longer.
-
-    Example:
-      >>> resharder = Resharder(Index(program), mesh, topology)
-      >>> resharder.seconds(value, have, wanted)  # 0.0 if they are equal, inf without a way
-      3.2e-05
     """
 
     def __init__(self, index: Index, mesh: Mesh, topology: Topology) -> None:

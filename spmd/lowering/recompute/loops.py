@@ -35,42 +35,37 @@ def recompute_in_loops(program: Program, costs: Costs) -> tuple[Program, list[Re
     """Lets every pair of loops of a local program collect what is worth its price."""
     dropped: list[Recomputed] = []
     for _ in range(ROUNDS):
-        run = _Loops(program, costs)
-        body = run.region(program.body, 1)
-        if not run.dropped:
+        b, more = Builder(program.types), list[Recomputed]()
+        body = _collecting_less(program.body, 1, costs, b, more)
+        if not more:
             break
         # An inner loop that is run again now lies beside the loop that reads what it collects.
-        dropped += run.dropped
-        program = remove_dead(program._replace(types=tuple(run.b.types), body=body))
+        dropped += more
+        program = remove_dead(program._replace(types=tuple(b.types), body=body))
         costs = replace(costs, program=program)
     return program, dropped
 
 
-class _Loops:
-    def __init__(self, program: Program, costs: Costs) -> None:
-        self.costs = costs
-        self.index = costs.clock.index
-        self.b = Builder(program.types)
-        self.dropped: list[Recomputed] = []
-
-    def region(self, region: Region, runs: int) -> Region:
-        """A region that runs so often, whose loops and those inside them collect less."""
-        changed: dict[Value, Sequence[Op]] = {}
-        for pair in pairs_of(region, self.index):
-            cut = _cheapest(pair, self.costs, self.index, runs)
-            rewrite = _Rewrite(pair, cut, self.index, self.b)
-            if rewrite.gone:
-                self.dropped += rewrite.dropped()
-                changed[pair.forward.results[0]] = rewrite.forward()
-                changed[pair.backward.results[0]] = (rewrite.backward(),)
-        ops: list[Op] = []
-        for op in region.ops:
-            if op.results and op.results[0] in changed:
-                ops += changed[op.results[0]]
-            else:
-                inside = runs * self.costs.runs(op)
-                ops.append(op._replace(regions=tuple(self.region(r, inside) for r in op.regions)))
-        return region._replace(ops=tuple(ops))
+def _collecting_less(
+    region: Region, runs: int, costs: Costs, b: Builder, dropped: list[Recomputed]
+) -> Region:
+    """A region that runs so often, whose loops and those inside them collect less."""
+    index, changed = costs.clock.index, dict[Value, Sequence[Op]]()
+    for pair in pairs_of(region, index):
+        rewrite = _Rewrite(pair, _cheapest(pair, costs, index, runs), index, b)
+        if rewrite.gone:
+            dropped += rewrite.dropped()
+            changed[pair.forward.results[0]] = rewrite.forward()
+            changed[pair.backward.results[0]] = (rewrite.backward(),)
+    ops: list[Op] = []
+    for op in region.ops:
+        if op.results and op.results[0] in changed:
+            ops += changed[op.results[0]]
+        else:
+            inside = runs * costs.runs(op), costs, b, dropped
+            regions = tuple(_collecting_less(inner, *inside) for inner in op.regions)
+            ops.append(op._replace(regions=regions))
+    return region._replace(ops=tuple(ops))
 
 
 def _cheapest(pair: Pair, costs: Costs, index: Index, runs: int) -> Cut:
