@@ -57,6 +57,36 @@ def domains_of(
     Some axes are placed in every way. All others are where a `base` plan has them, whose choices
     are among those suggested. `taken` is what a plan of another form of the program took.
     """
+
+    def states_of(unit: Unit, sums: Sequence[str]) -> States:
+        """The states of an argument, of a carry where such sums may arrive, or of nothing."""
+        if unit.role == ARGUMENT:
+            return problem.arguments[unit.number]
+        if unit.role != CARRY:
+            return ()
+        assert unit.tie is not None
+        value = unit.tie.result
+        type_ = problem.program.types[value]
+        known = base.states[value] if base else None
+        suggested = [s for s in (known, problem.wishes[value], replicated(type_.rank)) if s]
+        held = problem.index.held.get(value, ())
+        runs = [atoms for atoms in axes if set(held).isdisjoint(atoms)]
+        # Some axes are on every dim, or among what it is partial over, or nowhere.
+        first, moved = suggested[0], set(itertools.chain(*runs))
+        dims = tuple([tuple([a for a in own if a not in moved]) for own in first.dims])
+        owed = tuple([a for a in first.partial if a not in moved])
+        full = laid(type_, dims, runs, choices.mesh)
+        partial = [
+            state.with_partial(tuple(sorted((*owed, *more))), kind)
+            for kind in ((first.kind,) if owed else sums)
+            for more in axis_sets(runs)
+            for state in full
+            if state.used.isdisjoint(more)
+        ]
+        if owed:
+            full = tuple(state.with_partial(owed, first.kind) for state in full)
+        return tuple(dict.fromkeys((*suggested, *full, *partial)))
+
     left: list[tuple[States, ...]] = []
     made: list[tuple[Choice, ...]] = []
     suggested: list[int] = []
@@ -82,7 +112,7 @@ def domains_of(
             suggested.append(len(first))
         else:
             sums = [how for _, how in arriving[number]]
-            states = (_states(problem, choices, unit, axes, base, sums),) * len(wishes)
+            states = (states_of(unit, sums),) * len(wishes)
             suggested.append(1)
         left.append(states)
         made.append(options)
@@ -137,40 +167,3 @@ def _sums_arriving(problem: Problem, units: Units) -> list[Sums]:
             leaves[number] = hows
             todo |= len(hows) > before
     return found
-
-
-def _states(
-    problem: Problem,
-    choices: Choices,
-    unit: Unit,
-    axes: Sequence[Axes],
-    base: Plan | None,
-    sums: Sequence[str],
-) -> States:
-    """The states of an argument, of a carry where such sums may arrive, or of nothing."""
-    if unit.role == ARGUMENT:
-        return problem.arguments[unit.number]
-    if unit.role != CARRY:
-        return ()
-    assert unit.tie is not None
-    value = unit.tie.result
-    type_ = problem.program.types[value]
-    known = base.states[value] if base else None
-    suggested = [s for s in (known, problem.wishes[value], replicated(type_.rank)) if s]
-    held = problem.index.held.get(value, ())
-    runs = [atoms for atoms in axes if set(held).isdisjoint(atoms)]
-    # Some axes are on every dim, or among what it is partial over, or nowhere.
-    first, moved = suggested[0], set(itertools.chain(*runs))
-    dims = tuple([tuple([a for a in own if a not in moved]) for own in first.dims])
-    owed = tuple([a for a in first.partial if a not in moved])
-    full = laid(type_, dims, runs, choices.mesh)
-    partial = [
-        state.with_partial(tuple(sorted((*owed, *more))), kind)
-        for kind in ((first.kind,) if owed else sums)
-        for more in axis_sets(runs)
-        for state in full
-        if state.used.isdisjoint(more)
-    ]
-    if owed:
-        full = tuple(state.with_partial(owed, first.kind) for state in full)
-    return tuple(dict.fromkeys((*suggested, *full, *partial)))

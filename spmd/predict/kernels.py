@@ -33,40 +33,6 @@ class Kernel(NamedTuple):
     regions: tuple[tuple[Kernel, ...], ...] = ()  # for control flow, each region's kernels
 
 
-class Dependence:
-    """Which kernels of a region wait for which."""
-
-    def __init__(self, kernels: Sequence[Kernel]) -> None:
-        self.kernels = list(kernels)
-        self.makers: dict[Value, int] = {}  # value -> number of the kernel that makes it
-        self.readers: dict[Value, list[int]] = {}
-        for i, kernel in enumerate(kernels):
-            self.makers.update(dict.fromkeys(kernel.makes, i))
-            for value in dict.fromkeys((*kernel.reads, *kernel.handed)):
-                self.readers.setdefault(value, []).append(i)
-
-    def is_last(self, number: int, value: Value) -> bool:
-        """Whether a kernel waits for all others that read a value, and so may write over it."""
-        # Not by the order of the program: a backend that runs kernels breadth first may still have
-        # another reader ahead of it. So the search follows what the kernel waits for, backwards,
-        # until it has met all other readers.
-        missing = set(self.readers[value]) - {number}
-        if value in self.kernels[number].handed and value in self.kernels[number].reads:
-            return False
-        if not missing or max(missing) > number:
-            return not missing
-        first, waiting, seen = min(missing), [number], {number}
-        while waiting and missing:
-            kernel = self.kernels[waiting.pop()]
-            for read in (*kernel.reads, *kernel.handed):
-                maker = self.makers.get(read, -1)
-                if maker >= first and maker not in seen:
-                    seen.add(maker)
-                    missing.discard(maker)
-                    waiting.append(maker)
-        return not missing
-
-
 def combined(kernels: Sequence[Kernel]) -> list[Kernel]:
     """All-reduces over the same axes that do not wait for each other, as one kernel."""
     # Their depth, the number of all-reduces on the way to them, tells which those are:
@@ -172,7 +138,34 @@ class Kernels:
 
         A copy is made as soon as its value is there, and not only when it is written over.
         """
-        order = Dependence(kernels)
+        makers: dict[Value, int] = {}  # value -> number of the kernel that makes it
+        readers: dict[Value, list[int]] = {}
+        for i, kernel in enumerate(kernels):
+            makers.update(dict.fromkeys(kernel.makes, i))
+            for value in dict.fromkeys((*kernel.reads, *kernel.handed)):
+                readers.setdefault(value, []).append(i)
+
+        def is_last(number: int, value: Value) -> bool:
+            """Whether a kernel waits for all others that read a value, and may write over it."""
+            # Not by the order of the program: a backend that runs kernels breadth first may still
+            # have another reader ahead of it. So the search follows what the kernel waits for,
+            # backwards, until it has met all other readers.
+            missing = set(readers[value]) - {number}
+            if value in kernels[number].handed and value in kernels[number].reads:
+                return False
+            if not missing or max(missing) > number:
+                return not missing
+            first, waiting, seen = min(missing), [number], {number}
+            while waiting and missing:
+                kernel = kernels[waiting.pop()]
+                for read in (*kernel.reads, *kernel.handed):
+                    maker = makers.get(read, -1)
+                    if maker >= first and maker not in seen:
+                        seen.add(maker)
+                        missing.discard(maker)
+                        waiting.append(maker)
+            return not missing
+
         found: list[Kernel] = []
         for i, kernel in enumerate(kernels):
             taken: set[Value] = set()
@@ -180,7 +173,7 @@ class Kernels:
             if kernel.op.kind.about.role == Role.UPDATE and not kernel.is_copy:
                 written_over = self._read(kernel.op.operands[: len(kernel.op.results)])
             for k, value in enumerate(written_over):
-                if value in order.makers and (value in taken or not order.is_last(i, value)):
+                if value in makers and (value in taken or not is_last(i, value)):
                     copy = self._copy_of(value)
                     found.append(Kernel(kernel.op, (value,), (copy,), is_copy=True))
                     if kernel.handed:

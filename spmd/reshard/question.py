@@ -250,15 +250,9 @@ class _Facts(NamedTuple):
     common: int
     apart: bool  # whether the two differ before either ends
     losing: bool  # has to lose digits: its extent does not divide the goal's
-    crossings: tuple[_Crossing, ...]  # for each class of slow links, what has to cross them
-
-
-class _Crossing(NamedTuple):
-    """Digits of one dim over slow links that do not stay where they are."""
-
-    extent: int
-    kept: int  # extent of those that the goal uses elsewhere
-    luck: int  # the largest of those whose two places are independent digits
+    # For each class of slow links, the extent of digits over them that do not stay where they are,
+    # of those that the goal uses elsewhere, and the largest whose two places are independent.
+    crossings: tuple[tuple[int, int, int], ...]
 
 
 class Problem:
@@ -353,9 +347,8 @@ class Problem:
         pieces = common = 1
         losing = 0
         clash = apart = False
-        facts = [
-            self._facts[dim].get(axes) or self._compare(dim, axes) for dim, axes in enumerate(dims)
-        ]
+        ends = enumerate(dims)
+        facts = [self._facts[dim].get(axes) or self._compare(dim, axes) for dim, axes in ends]
         for fact in facts:
             pieces *= fact.extent
             common *= fact.common
@@ -383,12 +376,12 @@ class Problem:
         tile, lines = self._devices, list[Line]()
         for number, (pace, latency, slow) in enumerate(self.slow):
             crossings = [fact.crossings[number] for fact in facts]
-            extent = math.prod([crossing.extent for crossing in crossings])
+            extent = math.prod([crossing[0] for crossing in crossings])
             terms = self.extent(tuple([a for a in partial if a in slow]))
             if extent == terms == 1:
                 continue
-            kept = math.prod([crossing.kept for crossing in crossings])
-            luck = max([crossing.luck for crossing in crossings], default=1)  # a scalar has none
+            kept = math.prod([crossing[1] for crossing in crossings])
+            luck = max([crossing[2] for crossing in crossings], default=1)  # a scalar has none
             sent = max(tile * (extent * luck - kept) // (kept * luck), tile * (terms - 1), 0)
             fixed = line.fixed + 2 * (latency - self._best_latency)
             growing = line.growing + (pace - self._best_pace) * sent
@@ -405,7 +398,7 @@ class Problem:
         self._facts[dim][axes] = facts
         return facts
 
-    def _crossing(self, dim: int, axes: Axes, slow: frozenset[int]) -> _Crossing:
+    def _crossing(self, dim: int, axes: Axes, slow: frozenset[int]) -> tuple[int, int, int]:
         extent = kept = luck = 1
         for a, (_, above) in places((axes,), self.sizes).items():
             goal, size = self._goal_places.get(a), self.sizes[a]
@@ -417,7 +410,7 @@ class Problem:
                 minor, major = max(above, goal[1]), min(above, goal[1])
                 if goal[0] != dim or minor % (major * size) == 0:
                     luck = max(luck, size)
-        return _Crossing(extent, kept, luck)
+        return extent, kept, luck
 
 
 def pieces_after(kind: str, group: int, pieces: int) -> int:

@@ -32,7 +32,17 @@ def direct_paths(problem: Problem, directed: DirectedMoves) -> Iterator[list[Mov
     extents = tuple(problem.extent(axes) for axes in problem.src)
     if not problem.partial and extents == problem.goal_extents:
         yield [moves.permute(problem, problem.src, (), problem.dst)]
-    for style in _styles(problem):
+    # Reductions and gathers may go over all links at once; or link by link; then digits over fast
+    # links may be parked, or these and all that is partial.
+    styles: list[tuple[bool, Axes]] = [(False, ())]
+    if problem.slow:
+        styles.append((True, ()))
+        if any(not (a or b) for a, b in zip(problem.src, problem.dst, strict=True)):
+            idle = moves.unused(problem.digits, problem.src + problem.dst, ())
+            fast = moves.without(idle, problem.slow[0][2])
+            both = (*fast, *(a for a in problem.partial if a in idle and a not in fast))
+            styles += [(True, parked) for parked in dict.fromkeys((fast, both)) if parked]
+    for style in styles:
         plain = _Builder(problem, *style)
         plain.append_all()
         paths = [plain.finished(plain.dims)]
@@ -48,22 +58,6 @@ def direct_paths(problem: Problem, directed: DirectedMoves) -> Iterator[list[Mov
         for path in paths:
             if path and all(problem.pieces(move.dims) >= problem.fewest_pieces for move in path):
                 yield path
-
-
-def _styles(problem: Problem) -> Iterator[tuple[bool, Axes]]:
-    """Whether reductions and gathers go link by link, and the digits to park.
-
-    All links at once; in turn; with what is fast parked; and all that is partial as well.
-    """
-    yield False, ()
-    if not problem.slow:
-        return
-    yield True, ()
-    if any(not (a or b) for a, b in zip(problem.src, problem.dst, strict=True)):
-        idle = moves.unused(problem.digits, problem.src + problem.dst, ())
-        fast = moves.without(idle, problem.slow[0][2])
-        both = (*fast, *(a for a in problem.partial if a in idle and a not in fast))
-        yield from ((True, parked) for parked in dict.fromkeys((fast, both)) if parked)
 
 
 class _Builder:

@@ -113,8 +113,27 @@ class _Block:
                 if value in self.makers:
                     self.crossing.setdefault(value, i)
         self.returned = set(region.results)
-        self.layer = len(self.after) / self._layers()  # ops of a layer, on the average
-        self.needed_at = self._needed_at()
+        # How often the ops are repeated that take most of the time: the weighted median.
+        seconds: dict[OpKind, list[float]] = {}
+        for op in self.before:
+            seconds.setdefault(op.kind, []).append(costs.clock.arithmetic(op))
+        counts = sorted((len(times), sum(times)) for times in seconds.values())
+        half, layers = sum(total for _, total in counts) / 2, 1
+        for count, total in counts:
+            layers, half = count, half - total
+            if half <= 0:
+                break
+        self.layer = len(self.after) / layers  # ops of a layer, on the average
+        # When values would have to be made again, in numbers of ops behind the fullest moment: when
+        # they are read; of values that no op reads, when what is made of them is needed.
+        self.needed_at: dict[Value, int] = {}
+        could: dict[Value, int] = {}
+        for op in reversed(self.before):
+            own = [self.crossing[v] for v in op.results if v in self.crossing]
+            when = min(own or [could[v] for v in op.results if v in could], default=len(self.after))
+            self.needed_at.update(dict.fromkeys(op.results, when))
+            for value in reads(op):
+                could[value] = min(could.get(value, when), when)
         prices = CutPrices(self.keep, lambda op: runs * costs.again(op), self.early)
         cut = cheapest_cut(self.before, self.crossing, prices)
         # Values that are made again behind the moment -> the ops that make them.
@@ -141,34 +160,6 @@ class _Block:
             return 0.0
         wait = self.crossing[value] - self.needed_at[op.results[0]]
         return self.costs.held(value) * min(1.0, max(0, wait) / self.layer)
-
-    def _layers(self) -> int:
-        """How often the ops are repeated that take most of the time: the weighted median."""
-        seconds: dict[OpKind, list[float]] = {}
-        for op in self.before:
-            seconds.setdefault(op.kind, []).append(self.costs.clock.arithmetic(op))
-        counts = sorted((len(times), sum(times)) for times in seconds.values())
-        half = sum(total for _, total in counts) / 2
-        for count, total in counts:
-            half -= total
-            if half <= 0:
-                return count
-        return 1
-
-    def _needed_at(self) -> dict[Value, int]:
-        """When values would have to be made again, in numbers of ops behind the fullest moment.
-
-        That is when they are read; of values that no op reads, when what is made of them is needed.
-        """
-        found: dict[Value, int] = {}
-        could: dict[Value, int] = {}
-        for op in reversed(self.before):
-            own = [self.crossing[v] for v in op.results if v in self.crossing]
-            when = min(own or [could[v] for v in op.results if v in could], default=len(self.after))
-            found.update(dict.fromkeys(op.results, when))
-            for value in reads(op):
-                could[value] = min(could.get(value, when), when)
-        return found
 
     def dropped(self) -> list[Recomputed]:
         types, stored = self.costs.program.types, self.costs.clock.stored
