@@ -128,7 +128,31 @@ def reshard(
     pairs = zip(src.dims, dst.dims, strict=True)
     units = [math.lcm(mesh.extent(a), mesh.extent(b)) for a, b in pairs]
     shape = tuple(-(-size // unit) * unit for size, unit in zip(type_.shape, units, strict=True))
-    path = _cheapest(src, dst, shape, type_.dtype, held, mesh, topology)
+    # The cheapest path over whole axes; if there is none, of those that are best for any size.
+    room = tuple([math.gcd(size, mesh.size) for size in shape])
+    bits, found = math.prod(shape) * dtype_bits(type_.dtype), None
+    if (known := distances(room, bits, held, mesh, topology)) is not None:
+        start, goal = known.node(src), known.node(dst)
+        found = None if start is None or goal is None else known.path(start, goal)
+    if known is not None and found is not None:
+        answer, seconds, sent = found
+        path = Path(_Route((), answer, known.names, src, dst).steps, seconds, sent)
+    else:
+        ways = []
+        for route in routes(src, dst, room, held, mesh, topology):
+            seconds, sent = 0.0, 0
+            for terms, before, after in route.legs:
+                took, more = terms.cost(-(-bits // (8 * before)), -(-bits // (8 * after)))
+                seconds, sent = seconds + took, sent + more
+            ways.append((route, seconds, sent))
+        if not ways:
+            raise LegalityError(
+                f"no path of collectives was found for {TensorType(shape, type_.dtype)}",
+                actual=format_sharding(src, mesh),
+                required=format_sharding(dst, mesh),
+            )
+        route, seconds, sent = min(ways, key=lambda way: (way[1], way[2], len(way[0].legs)))
+        path = Path(route.steps, seconds, sent)
     if shape == type_.shape:
         return path
     torn = {d for step in path.steps for d in torn_dims(step, type_.shape, mesh)}
@@ -300,42 +324,6 @@ class _Route(NamedTuple):
             found.append(Step(move.kind, here, there, _axes_of(move, names), dims))
             here = there
         return tuple(found)
-
-
-def _cheapest(
-    src: Sharding,
-    dst: Sharding,
-    shape: tuple[int, ...],
-    dtype: str,
-    held: Axes,
-    mesh: Mesh,
-    topology: Topology,
-) -> Path:
-    """The cheapest path over whole axes; if there is none, of those that are best for any size."""
-    room = tuple([math.gcd(size, mesh.size) for size in shape])
-    bits = math.prod(shape) * dtype_bits(dtype)
-    known = distances(room, bits, held, mesh, topology)
-    if known is not None:
-        start, goal = known.node(src), known.node(dst)
-        found = None if start is None or goal is None else known.path(start, goal)
-        if found is not None:
-            answer, seconds, sent = found
-            return Path(_Route((), answer, known.names, src, dst).steps, seconds, sent)
-    ways = []
-    for route in routes(src, dst, room, held, mesh, topology):
-        seconds, sent = 0.0, 0
-        for terms, before, after in route.legs:
-            took, more = terms.cost(-(-bits // (8 * before)), -(-bits // (8 * after)))
-            seconds, sent = seconds + took, sent + more
-        ways.append((route, seconds, sent))
-    if not ways:
-        raise LegalityError(
-            f"no path of collectives was found for {TensorType(shape, dtype)}",
-            actual=format_sharding(src, mesh),
-            required=format_sharding(dst, mesh),
-        )
-    route, seconds, sent = min(ways, key=lambda way: (way[1], way[2], len(way[0].legs)))
-    return Path(route.steps, seconds, sent)
 
 
 WHOLE_TERMS = frozenset({"max", "min", "and", "or"})

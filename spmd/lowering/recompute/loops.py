@@ -23,8 +23,15 @@ from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import Carry, recarried, remove_dead, repeat_op
 from spmd.ir.types import TensorType, numpy_dtype
-from spmd.lowering.recompute.again import Costs, again, late, with_operands
-from spmd.lowering.recompute.cut import Cut, CutPrices, cheapest_cut
+from spmd.lowering.recompute.again import (
+    Costs,
+    Cut,
+    CutPrices,
+    again,
+    cheapest_cut,
+    late,
+    with_operands,
+)
 from spmd.planning.plan import Recomputed
 from spmd.predict.fusion import is_untouched
 

@@ -17,8 +17,7 @@ from dataclasses import replace
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, OpKind, Program, Region, Value, reads, walk_region
 from spmd.ir.rewrite import dedupe, remove_dead, repeat_op
-from spmd.lowering.recompute.again import Costs, again, with_operands
-from spmd.lowering.recompute.cut import CutPrices, cheapest_cut
+from spmd.lowering.recompute.again import Costs, CutPrices, again, cheapest_cut, with_operands
 from spmd.lowering.recompute.loops import recompute_in_loops
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
