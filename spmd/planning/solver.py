@@ -126,7 +126,26 @@ class Elimination:
                 break
             if len(self._near(v)) > neighbours or v in keep:
                 continue
-            for u in self._eliminate(v):
+            # All that touches the variable is replaced by its best response.
+            near = tuple(sorted(self._near(v)))
+            factors = [(variables, self._pop(variables)) for variables in tuple(self.touching[v])]
+            self.done.append(_Gone(v, self.unary[v], factors))
+            self._left.discard(v)
+            # One dim for each neighbour, in ascending order, behind that of the variable.
+            total = self.unary[v].reshape(-1, *[1] * len(near))
+            for variables, table in factors:
+                at = variables.index(v)
+                front = table.transpose(at, *[i for i in range(table.ndim) if i != at])
+                index = [slice(None), *[slice(None) if u in variables else None for u in near]]
+                total = total + front[tuple(index)]
+            costs = np.minimum.reduce(total)
+            if not near:
+                self.constant += float(costs)
+            elif len(near) == 1:
+                self.unary[near[0]] = self.unary[near[0]] + np.minimum(costs, FORBIDDEN)
+            elif costs.any():
+                self._add(near, np.minimum(costs, FORBIDDEN))
+            for u in near:
                 heapq.heappush(heap, (self._width(u), u))
         return not self._left
 
@@ -187,28 +206,6 @@ class Elimination:
 
     def _width(self, v: int) -> int:
         return math.prod([self.sizes[u] for u in self._near(v)], start=self.sizes[v])
-
-    def _eliminate(self, v: int) -> tuple[int, ...]:
-        """Replaces all that touches a variable by its best response; returns its neighbours."""
-        near = tuple(sorted(self._near(v)))
-        factors = [(variables, self._pop(variables)) for variables in tuple(self.touching[v])]
-        self.done.append(_Gone(v, self.unary[v], factors))
-        self._left.discard(v)
-        # One dim for each neighbour, in ascending order, behind that of the variable.
-        total = self.unary[v].reshape(-1, *[1] * len(near))
-        for variables, table in factors:
-            at = variables.index(v)
-            front = table.transpose(at, *[i for i in range(table.ndim) if i != at])
-            index = [slice(None), *[slice(None) if u in variables else None for u in near]]
-            total = total + front[tuple(index)]
-        costs = np.minimum.reduce(total)
-        if not near:
-            self.constant += float(costs)
-        elif len(near) == 1:
-            self.unary[near[0]] = self.unary[near[0]] + np.minimum(costs, FORBIDDEN)
-        elif costs.any():
-            self._add(near, np.minimum(costs, FORBIDDEN))
-        return near
 
 
 # ---------------------------------------------------------------------------------------------

@@ -149,7 +149,24 @@ class Fused:
         for op in reversed(region.ops):
             what = op.kind.about.role
             if what == Role.REGION:
-                self._control_flow(op)
+                is_loop = op.is_loop
+                for i, value in enumerate(op.operands):
+                    if is_loop and is_untouched(op, i):
+                        self.root[op.results[i]] = value
+                        self._read(value, 2, True)
+                    else:
+                        self.stored[op.results[i]] = is_loop
+                        self._read(value, 1, True)
+                if not is_loop:
+                    for value in op.results:
+                        self.stored[value] = self.readers[value] > 0
+                for region in op.regions:
+                    for value in free_values(region):
+                        self._read(value, 2, True)
+                for region in reversed(op.regions):
+                    for value in region.results:
+                        self._read(value, 1, True)
+                    self._region(region)
             elif not op.results:
                 for value in op.operands:
                     self._read(value, 1, True)
@@ -184,26 +201,6 @@ class Fused:
             about = op.kind.about
             return (about.in_library or op.name == BROADCAST) and self.readers[result] == 1
         return what == Role.INSIDE or self.readers[result] == 1
-
-    def _control_flow(self, op: Op) -> None:
-        is_loop = op.is_loop
-        for i, value in enumerate(op.operands):
-            if is_loop and is_untouched(op, i):
-                self.root[op.results[i]] = value
-                self._read(value, 2, True)
-            else:
-                self.stored[op.results[i]] = is_loop
-                self._read(value, 1, True)
-        if not is_loop:
-            for value in op.results:
-                self.stored[value] = self.readers[value] > 0
-        for region in op.regions:
-            for value in free_values(region):
-                self._read(value, 2, True)
-        for region in reversed(op.regions):
-            for value in region.results:
-                self._read(value, 1, True)
-            self._region(region)
 
 
 # The order of dims in which XLA's CPU kernels read operands; any other order is copied first.

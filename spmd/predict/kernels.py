@@ -125,7 +125,39 @@ class Kernels:
         self.copies, self.made_of, self.again = {}, {}, set()
         kernels: list[Kernel] = []
         for op in region.ops:
-            self._op(op, kernels)
+            what = op.kind.about.role
+            if what == Role.REGION:
+                is_loop = op.is_loop
+                free = [value for region in op.regions for value in free_values(region)]
+                kept = [
+                    v for i, v in enumerate(op.operands) if is_loop and fusion.is_untouched(op, i)
+                ]
+                handed = [v for v in op.operands if v not in kept]
+                regions = tuple(self._region(region) for region in op.regions)
+                for i, value in enumerate(op.results):
+                    untouched = is_loop and fusion.is_untouched(op, i)
+                    self.inputs[value] = self.inputs[op.operands[i]] if untouched else (value,)
+                makes = tuple(value for value in op.results if self.fused.stored[value])
+                reads = self._read((*free, *kept))
+                begins = tuple(root for value in handed for root in self.inputs[value])
+                kernels.append(Kernel(op, reads, makes, is_loop, False, begins, regions))
+            elif what == Role.ALIAS:
+                for value, alias in zip(op.operands, op.results, strict=True):
+                    self.inputs[alias] = self.inputs[value]
+            elif op.results and not any(map(self.fused.stored.__getitem__, op.results)):
+                summed = self.fused.summed[op.results[0]]
+                read = (self._read if summed else self._inside)(op.operands)
+                if self.backend.breadth_first and op.kind.about.tells_devices:
+                    # The device's number in this region is a kernel: what needs it alone waits.
+                    key = ("device",)
+                    if key not in self.copies:
+                        self.types.append(TensorType((), "ui32"))
+                        self.copies[key] = len(self.types) - 1
+                        kernels.append(Kernel(op, (), (self.copies[key],), is_copy=True))
+                    read = (*read, self.copies[key])
+                self.inputs.update(dict.fromkeys(op.results, read))
+            else:
+                self._kernel(op, what, kernels)
         self.copies, self.made_of, self.again = outer
         if not self.backend.breadth_first:
             return tuple(kernels)
@@ -190,39 +222,6 @@ class Kernels:
         self.types.append(self.types[value])
         self.copied[len(self.types) - 1] = value
         return len(self.types) - 1
-
-    def _op(self, op: Op, kernels: list[Kernel]) -> None:
-        what = op.kind.about.role
-        if what == Role.REGION:
-            is_loop = op.is_loop
-            free = [value for region in op.regions for value in free_values(region)]
-            kept = [v for i, v in enumerate(op.operands) if is_loop and fusion.is_untouched(op, i)]
-            handed = [v for v in op.operands if v not in kept]
-            regions = tuple(self._region(region) for region in op.regions)
-            for i, value in enumerate(op.results):
-                untouched = is_loop and fusion.is_untouched(op, i)
-                self.inputs[value] = self.inputs[op.operands[i]] if untouched else (value,)
-            makes = tuple(value for value in op.results if self.fused.stored[value])
-            reads = self._read((*free, *kept))
-            begins = tuple(root for value in handed for root in self.inputs[value])
-            kernels.append(Kernel(op, reads, makes, is_loop, False, begins, regions))
-        elif what == Role.ALIAS:
-            for value, alias in zip(op.operands, op.results, strict=True):
-                self.inputs[alias] = self.inputs[value]
-        elif op.results and not any(map(self.fused.stored.__getitem__, op.results)):
-            summed = self.fused.summed[op.results[0]]
-            read = (self._read if summed else self._inside)(op.operands)
-            if self.backend.breadth_first and op.kind.about.tells_devices:
-                # The device's number in this region is a kernel: what needs it alone waits.
-                key = ("device",)
-                if key not in self.copies:
-                    self.types.append(TensorType((), "ui32"))
-                    self.copies[key] = len(self.types) - 1
-                    kernels.append(Kernel(op, (), (self.copies[key],), is_copy=True))
-                read = (*read, self.copies[key])
-            self.inputs.update(dict.fromkeys(op.results, read))
-        else:
-            self._kernel(op, what, kernels)
 
     def _read(self, values: Sequence[Value]) -> tuple[Value, ...]:
         inputs = self.inputs

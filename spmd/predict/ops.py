@@ -78,8 +78,49 @@ def op_seconds(
         piece = local_kind(kind, rule, assignment, mesh)
         sent, got = piece.operands[0].bytes, piece.results[0].bytes
         exchanges += collective_seconds(name, kind.attrs["axes"], sent, got, mesh, topology)
-    exchanges += halo_seconds(kind, rule, assignment, mesh, topology)
-    exchanges += merge_seconds(kind, rule, assignment, mesh, topology)
+    # Halos: what devices read of their neighbours' pieces.
+    halos = merges = 0.0
+    for halo in rule.halos:
+        axes = assignment[halo.factor]
+        if axes:
+            type_ = kind.operands[halo.operand]
+            dims = [
+                () if d == halo.dim else tuple(a for f in dim for a in assignment[f])
+                for d, dim in enumerate(rule.operands[halo.operand])
+            ]
+            shape = local_shape(type_.shape, Sharding(tuple(dims)), mesh)
+            row = type_.with_shape((*shape[: halo.dim], 1, *shape[halo.dim + 1 :])).bytes
+            size, devices = type_.shape[halo.dim], mesh.extent(axes)
+            steps = [("all_gather", 1, devices)]  # kind, elements along the dim before, and after
+            if halo.window is not None:
+                plan = exchange(reads_of(halo.window, size, axes, mesh).need, size, axes, mesh)
+                steps = [("collective_permute", length, length) for length in plan.lengths]
+                if plan.gather:
+                    longest = piece_sizes(size, axes, mesh)[-1]
+                    steps = [("all_gather", longest, devices * longest)]
+            for name, sent, got in steps:
+                halos += collective_seconds(name, axes, sent * row, got * row, mesh, topology)
+    # Merges: putting together what devices find in their pieces, memory traffic included. Pieces
+    # that meet in a network are exchanged, compared, and sorted again in every round.
+    for merge in rule.merges:
+        axes = assignment[merge.factor]
+        if not axes:
+            continue
+        own = sum(
+            type_.bytes // mesh.extent(a for dim in dims for f in dim for a in assignment[f])
+            for type_, dims in merge.tensors
+        )
+        devices = mesh.extent(axes)
+        if merge.network:
+            wire = collective_seconds("collective_permute", axes, own, own, mesh, topology)
+            local = 3 * own / topology.hbm_bandwidth + memory_seconds(kind, 2 * own, topology)
+            merges += len(rounds(devices)) * (wire + local)
+        else:
+            after = own * devices
+            wire = collective_seconds("all_gather", axes, own, after, mesh, topology)
+            merges += wire + (own + after) / topology.hbm_bandwidth
+    exchanges += halos
+    exchanges += merges
     exchanges += exchange_seconds(rule, assignment, mesh, topology)
     extents = [mesh.extent(axes) for axes in assignment]
     sizes = [
@@ -160,62 +201,6 @@ def exchanged_bytes(trips: Exchange, assignment: Assignment, mesh: Mesh) -> int:
     """Bytes that a device has for the others of its group, and itself, in an exchange."""
     split = mesh.extent({a for f in trips.along for a in assignment[f]})
     return math.ceil(trips.bytes / split)
-
-
-def halo_seconds(
-    kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology
-) -> float:
-    """Time of the exchanges that bring what devices read of their neighbours' pieces."""
-    seconds = 0.0
-    for halo in rule.halos:
-        axes = assignment[halo.factor]
-        if axes:
-            type_ = kind.operands[halo.operand]
-            dims = [
-                () if d == halo.dim else tuple(a for f in dim for a in assignment[f])
-                for d, dim in enumerate(rule.operands[halo.operand])
-            ]
-            shape = local_shape(type_.shape, Sharding(tuple(dims)), mesh)
-            row = type_.with_shape((*shape[: halo.dim], 1, *shape[halo.dim + 1 :])).bytes
-            size, devices = type_.shape[halo.dim], mesh.extent(axes)
-            moves = [("all_gather", 1, devices)]  # kind, elements along the dim before, and after
-            if halo.window is not None:
-                plan = exchange(reads_of(halo.window, size, axes, mesh).need, size, axes, mesh)
-                piece = piece_sizes(size, axes, mesh)[-1]
-                moves = [("collective_permute", length, length) for length in plan.lengths]
-                if plan.gather:
-                    moves = [("all_gather", piece, devices * piece)]
-            for name, sent, got in moves:
-                seconds += collective_seconds(name, axes, sent * row, got * row, mesh, topology)
-    return seconds
-
-
-def merge_seconds(
-    kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology
-) -> float:
-    """Time of putting together what devices find in their pieces, memory traffic included.
-
-    Pieces that meet in a network are exchanged, compared, and sorted again in every round.
-    """
-    seconds = 0.0
-    for merge in rule.merges:
-        axes = assignment[merge.factor]
-        if not axes:
-            continue
-        own = sum(
-            type_.bytes // mesh.extent(a for dim in dims for f in dim for a in assignment[f])
-            for type_, dims in merge.tensors
-        )
-        devices = mesh.extent(axes)
-        if merge.network:
-            wire = collective_seconds("collective_permute", axes, own, own, mesh, topology)
-            local = 3 * own / topology.hbm_bandwidth + memory_seconds(kind, 2 * own, topology)
-            seconds += len(rounds(devices)) * (wire + local)
-        else:
-            after = own * devices
-            wire = collective_seconds("all_gather", axes, own, after, mesh, topology)
-            seconds += wire + (own + after) / topology.hbm_bandwidth
-    return seconds
 
 
 RAGGED = "ragged_all_to_all"  # the kind of what composites exchange

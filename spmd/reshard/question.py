@@ -347,9 +347,17 @@ class Problem:
         pieces = common = 1
         losing = 0
         clash = apart = False
-        ends = enumerate(dims)
-        facts = [self._facts[dim].get(axes) or self._compare(dim, axes) for dim, axes in ends]
-        for fact in facts:
+        facts = []
+        for dim, axes in enumerate(dims):
+            fact = self._facts[dim].get(axes)
+            if fact is None:
+                goal, wanted, extent = self.dst[dim], self.goal_extents[dim], self.extent(axes)
+                shorter = min(len(axes), len(goal))
+                differs = axes[:shorter] != goal[:shorter]
+                cross = tuple(self._crossing(dim, axes, digits) for *_, digits in self.slow)
+                fact = _Facts(extent, max(extent, wanted), differs, wanted % extent != 0, cross)
+                self._facts[dim][axes] = fact
+            facts.append(fact)
             pieces *= fact.extent
             common *= fact.common
             apart |= fact.apart
@@ -387,16 +395,6 @@ class Problem:
             growing = line.growing + (pace - self._best_pace) * sent
             lines.append(line._replace(fixed=fixed, growing=growing))
         return lines or [line]
-
-    def _compare(self, dim: int, axes: Axes) -> _Facts:
-        goal, wanted = self.dst[dim], self.goal_extents[dim]
-        extent = self.extent(axes)
-        shorter = min(len(axes), len(goal))
-        apart = axes[:shorter] != goal[:shorter]
-        crossings = tuple(self._crossing(dim, axes, slow) for *_, slow in self.slow)
-        facts = _Facts(extent, max(extent, wanted), apart, wanted % extent != 0, crossings)
-        self._facts[dim][axes] = facts
-        return facts
 
     def _crossing(self, dim: int, axes: Axes, slow: frozenset[int]) -> tuple[int, int, int]:
         extent = kept = luck = 1
