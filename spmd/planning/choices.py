@@ -32,11 +32,9 @@ from spmd.reshard.paths import SPLITTABLE, States
 
 MOST_CARRIED = 12  # choices with partial operands that are made from what lies around an op
 
-Partial = tuple[tuple[int, ...], Axes, str]
-"""A group of operands that flow through an op partial: (their positions, over what, how)."""
+Partial = tuple[tuple[int, ...], Axes, str]  # which operands are partial, over what, and how
 
-Sums = tuple[tuple[tuple[int, ...], str], ...]
-"""What may flow through an op partial: (positions of a group of operands, how)."""
+Sums = tuple[tuple[tuple[int, ...], str], ...]  # which operands may be partial, and how
 
 
 class Choices:

@@ -22,8 +22,7 @@ from spmd.planning.problem import Problem, laid
 from spmd.planning.units import ARGUMENT, CARRY, Unit, Units
 from spmd.reshard.paths import States
 
-Taken = Mapping[tuple[OpKind, Axes], tuple[Choice, ...]]
-"""A kind of op, and the axes that are held around it -> choices that a plan took."""
+Taken = Mapping[tuple[OpKind, Axes], tuple[Choice, ...]]  # by kind of op and axes held there
 
 
 def taken_by(plan: Plan) -> Taken:

@@ -50,8 +50,7 @@ class TriedPlan(Judged, Protocol):
 
 P = TypeVar("P", bound=TriedPlan)
 
-TryOut = Callable[[Plan], P]
-"""Brings a plan down to one device, as the stages behind the planner will."""
+TryOut = Callable[[Plan], P]  # brings a plan down to one device, as the later stages will
 
 
 def skip_detours(search: Search[P], try_out: TryOut[P]) -> None:
@@ -75,8 +74,16 @@ def pay_for_memory(
     fastest, plain = min(search.tried, key=lambda trial: trial.seconds), search.tried
     if recompute:
         _make_again(search, plain, try_out)
-    unsplit = len(search.tried)
-    _split_further(search, fastest, priced, try_out)
+    unsplit, alive = len(search.tried), dict[Value, None]()
+
+    def at(price: float, last: P) -> P:
+        """The plan at a price of what was alive at the peak of those before."""
+        if not search.fits(last):
+            alive.update(dict.fromkeys(value for value, _ in peak_of(last.plan).alive))
+        plan = priced(dict.fromkeys(alive, price))
+        return last if plan.choices == last.plan.choices else try_out(plan)
+
+    _rising(search, fastest, at, CLOSE)
     if recompute:
         _make_again(search, search.tried[unsplit:], try_out)
 
@@ -129,21 +136,6 @@ def _refusal(what: str, limit: int, least: int, actual: str, recompute: bool = T
     )
     error.least_bytes = least
     return error
-
-
-def _split_further(
-    search: Search[P], fastest: P, priced: Callable[[Prices], Plan], try_out: TryOut[P]
-) -> None:
-    """Tries plans at prices of what was alive at the peak of those before."""
-    alive: dict[Value, None] = {}
-
-    def at(price: float, last: P) -> P:
-        if not search.fits(last):
-            alive.update(dict.fromkeys(value for value, _ in peak_of(last.plan).alive))
-        plan = priced(dict.fromkeys(alive, price))
-        return last if plan.choices == last.plan.choices else try_out(plan)
-
-    _rising(search, fastest, at, CLOSE)
 
 
 def _make_again(search: Search[P], trials: Sequence[P], try_out: TryOut[P]) -> None:

@@ -67,8 +67,7 @@ class Variable(NamedTuple):
         return int(found[0]) if len(found) else choice
 
 
-Copies = Mapping[tuple[int, int], States]
-"""Class and result -> states in which a copy of that value may be made as well."""
+Copies = Mapping[tuple[int, int], States]  # class and result -> states of possible copies
 
 
 class CostNetwork:
@@ -341,8 +340,7 @@ class CostNetwork:
 #     %1 = dot %x, %w0     %w1 is there from the start: its slack is the first product
 #     %2 = dot %1, %w1     %1 is read at once: it has none
 
-Slack = Mapping[tuple[int, int, int], float]
-"""(source, result, target) of a use between classes -> seconds."""
+Slack = Mapping[tuple[int, int, int], float]  # source, result, target of a use -> seconds
 
 
 def slack_of(choices: Choices, units: Units) -> Slack:

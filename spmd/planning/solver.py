@@ -100,15 +100,10 @@ class Elimination:
         self.factors: dict[tuple[int, ...], Table] = {}
         self.touching: list[dict[tuple[int, ...], None]] = [{} for _ in self.unary]
         self.done: list[_Gone] = []
-        self._left = set(range(len(self.unary)))
+        self.left = set(range(len(self.unary)))
         for (u, v), table in network.pairs.items():
             if table.any():
                 self._add((u, v), table)
-
-    @property
-    def left(self) -> list[int]:
-        """The variables that are left, ascending."""
-        return sorted(self._left)
 
     def run(self, limit: int, neighbours: int = 1 << 30, keep: Collection[int] = ()) -> bool:
         """Eliminates variables as long as no table gets more entries than `limit`.
@@ -116,11 +111,11 @@ class Elimination:
         Variables with more than `neighbours` neighbours stay, and so do those to `keep`. Returns
         whether nothing is left.
         """
-        heap = [(self._width(v), v) for v in self._left]
+        heap = [(self._width(v), v) for v in self.left]
         heapq.heapify(heap)
         while heap:
             width, v = heapq.heappop(heap)
-            if v not in self._left or width != self._width(v):
+            if v not in self.left or width != self._width(v):
                 continue
             if width > limit:
                 break
@@ -130,7 +125,7 @@ class Elimination:
             near = tuple(sorted(self._near(v)))
             factors = [(variables, self._pop(variables)) for variables in tuple(self.touching[v])]
             self.done.append(_Gone(v, self.unary[v], factors))
-            self._left.discard(v)
+            self.left.discard(v)
             # One dim for each neighbour, in ascending order, behind that of the variable.
             total = self.unary[v].reshape(-1, *[1] * len(near))
             for variables, table in factors:
@@ -147,7 +142,7 @@ class Elimination:
                 self._add(near, np.minimum(costs, FORBIDDEN))
             for u in near:
                 heapq.heappush(heap, (self._width(u), u))
-        return not self._left
+        return not self.left
 
     def fits(self, limit: int) -> bool:
         """Whether everything could be eliminated without a table that is too large."""
@@ -156,7 +151,7 @@ class Elimination:
         def width(v: int) -> int:
             return math.prod([self.sizes[u] for u in near[v]], start=self.sizes[v])
 
-        left = set(self._left)
+        left = set(self.left)
         heap = [(width(v), v) for v in left]
         heapq.heapify(heap)
         while heap:
@@ -175,7 +170,7 @@ class Elimination:
     def core(self) -> Network:
         """The network that is left, if no variable with more than two neighbours is gone."""
         core = Network()
-        number = {v: core.variable(self.unary[v]) for v in self.left}
+        number = {v: core.variable(self.unary[v]) for v in sorted(self.left)}
         for (u, v), table in self.factors.items():
             core.pair(number[u], number[v], table)
         return core
@@ -454,7 +449,7 @@ class Reduced:
         less than the share `close` of `scale`, or of the cost. If there is no other, the solution
         has no states.
         """
-        pins, left = pins or {}, self._gone.left
+        pins, left = pins or {}, sorted(self._gone.left)
         known, above = {}, 0.0
         if left:
             allowed = [

@@ -37,8 +37,7 @@ RULE = -1  # the source of axes that the rule itself fixes
 Masks = tuple[int, ...]  # for each dim of a value a set of atoms, a bit each
 Proposal = tuple[Axes, ...]  # the axes of each dim of a value
 
-_Claim = tuple[Axes, int, int]
-"""Axes, and the position and dim of the value that wants a factor split over them."""
+_Claim = tuple[Axes, int, int]  # axes, and position and dim of the value that wants them
 
 
 class Origin(NamedTuple):

@@ -35,8 +35,7 @@ from spmd.mesh.sharding import Axes, Sharding, common_prefix
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import latency_steps, wire_bytes
 
-EXACT_ATOMS = 4
-"""Atoms are joined only where there are more: with fewer the path is exactly optimal."""
+EXACT_ATOMS = 4  # atoms are joined where there are more; with fewer the path is optimal
 
 EXACT_DIGITS = 3  # of so many digits, joined ones among them, every legal step is tried as well
 
@@ -228,8 +227,7 @@ def _digits(atoms: Iterable[int], digit_of: Mapping[int, int]) -> Axes:
 # Costs are lines: a time that does not depend on the value's size, and one for each unit of it. All
 # are whole numbers, so that the order of a sum cannot matter, and equal costs are recognised.
 
-TICKS = 1e24
-"""Ticks of the clock in a second: what a byte takes is a whole number of them, but for 1e-11."""
+TICKS = 1e24  # of the clock in a second: a byte takes a whole number of them, but for 1e-11
 
 
 class Line(NamedTuple):
