@@ -49,8 +49,7 @@ def held_atoms_are_left_alone(plan: Plan) -> str | None:
 def arguments_fit(plan: Plan) -> str | None:
     """Arguments fit and are not partial, and their values start from just these."""
     args = plan.program.body.args
-    problem = _boundary(plan, "argument", args, plan.arguments)
-    if problem:
+    if problem := _boundary(plan, "argument", args, plan.arguments):
         return problem
     for value, sharding in zip(args, plan.arguments, strict=True):
         if plan.states[value] != sharding:

@@ -52,8 +52,7 @@ class Backend(NamedTuple):
     waits_for: tuple[str, ...] = ()  # kinds of collectives beside which nothing is computed
 
 
-_KEEPS_HALVES = (0, 11)
-"""The version of jaxlib from which on XLA's CPU backend computes with 16-bit floats as they are."""
+_KEEPS_HALVES = (0, 11)  # jaxlib from which on XLA computes with 16-bit floats on CPUs
 
 _CPU = Backend(
     widens_halves=tuple(map(int, version("jaxlib").split(".")[:2])) < _KEEPS_HALVES,

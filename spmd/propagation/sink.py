@@ -20,8 +20,7 @@ from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import Carry, recarried
 from spmd.ir.types import TensorType
 
-LONGEST_CHAIN = 12
-"""Elementwise ops on top of each other beyond which recomputing stops being cheap."""
+LONGEST_CHAIN = 12  # elementwise ops on top of each other that are cheap to recompute
 
 
 def cheap_values(program: Program) -> frozenset[Value]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import groupby, permutations, product
 from typing import Any
@@ -40,7 +40,11 @@ class Atlas:
         digits = tuple([Digit(tuple([mesh.atom_sizes[a] for a in u]), 0.0, 1.0) for u in units])
         whole: Dims = ((),) * rank
         problem = Problem(Question(digits, whole, whole, (), (mesh.size,) * rank))
-        states = list(_states(problem.digits, rank))
+        # Every order of some digits on every dim, and some of the others partial.
+        states: list[tuple[Dims, Axes]] = []
+        for places in product(range(rank + 2), repeat=len(units)):
+            there = [tuple([a for a in problem.digits if places[a] == p]) for p in range(rank + 2)]
+            states += [(dims, there[rank]) for dims in product(*map(permutations, there[:rank]))]
         number = {state: i for i, state in enumerate(states)}
         # Dims in atoms, and partial atoms -> number of the node.
         self.nodes = {
@@ -79,14 +83,6 @@ class Atlas:
         pieces = self.pieces[[self.source, self.target]]
         sends = np.concatenate([columns[:2].astype(np.int64), pieces])
         self.sends, self.send = np.unique(sends.T, axis=0, return_inverse=True)
-
-
-def _states(digits: Axes, rank: int) -> Iterator[tuple[Dims, Axes]]:
-    """Every order of some digits on every dim, and some of the others partial."""
-    for places in product(range(rank + 2), repeat=len(digits)):
-        there = [tuple([a for a in digits if places[a] == p]) for p in range(rank + 2)]
-        for dims in product(*map(permutations, there[:rank])):
-            yield dims, there[rank]
 
 
 @lru_cache(maxsize=64)

@@ -17,15 +17,9 @@ from spmd.mesh.sharding import Axes
 from spmd.mesh.topology import Topology
 
 KINDS = (
-    "slice",
-    "all_gather",
-    "all_to_all",
-    "collective_permute",
-    "reduce_scatter",
-    "all_reduce",
-    "collective_broadcast",
-    "ragged_all_to_all",
-)
+    "slice", "all_gather", "all_to_all", "collective_permute", "reduce_scatter", "all_reduce",
+    "collective_broadcast", "ragged_all_to_all",
+)  # fmt: skip
 """Every kind of step; `slice` moves nothing, a broadcast is only ever the user's own. The ragged
 all-to-all is inside of composites, and its bytes are those that are expected."""
 

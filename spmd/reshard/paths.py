@@ -326,11 +326,8 @@ class _Route(NamedTuple):
         return tuple(found)
 
 
-WHOLE_TERMS = frozenset({"max", "min", "and", "or"})
-"""Reductions in which a whole value may stand for every term: the maximum of x and x is x."""
-
-SPLITTABLE = WHOLE_TERMS | {"add"}
-"""Reductions of which a whole value can be made terms: those of a sum are zero but for one."""
+WHOLE_TERMS = frozenset({"max", "min", "and", "or"})  # a whole value is each term: max(x, x) is x
+SPLITTABLE = WHOLE_TERMS | {"add"}  # a whole value can be made terms: of a sum all but one are 0
 
 
 @lru_cache(maxsize=1 << 16)

@@ -75,20 +75,13 @@ def late(made: Sequence[Op], ops: Sequence[Op]) -> tuple[Op, ...]:
     first: dict[Value, int] = {}
     for i, op in reversed(list(enumerate(ops))):
         first.update(dict.fromkeys(reads(op), i))
-    places: list[int] = []
+    before: list[list[Op]] = [[] for _ in range(len(ops) + 1)]  # what goes in front of each op
     for op in reversed(made):
         place = min((first.get(v, len(ops)) for v in op.results), default=0)
-        places.append(place)
+        before[place].insert(0, op)
         for value in reads(op):
             first[value] = min(first.get(value, place), place)
-    waiting = list(zip(reversed(places), made, strict=True))
-    waiting.sort(key=lambda item: item[0])
-    found: list[Op] = []
-    for i, op in enumerate(ops):
-        while waiting and waiting[0][0] <= i:
-            found.append(waiting.pop(0)[1])
-        found.append(op)
-    return *found, *(op for _, op in waiting)
+    return tuple(op for i, own in enumerate(before) for op in (*own, *ops[i : i + 1]))
 
 
 def with_operands(op: Op, instead: Mapping[Value, Value]) -> Op:
