@@ -157,13 +157,9 @@ class Choices:
     ) -> Choice | None:
         # The choice in which a group of operands flows through partial, if the op allows that.
         group, partial, how = flowing
-        if not rule.lets_through(how):
-            return None
-        if reduced_axes(rule, assignment) and rule.reduction != how:
-            return None
-        if not is_legal_assignment(rule, assignment, self.mesh.atom_sizes):
-            return None
-        if not set(partial).isdisjoint(rule.held):
+        may = rule.lets_through(how) and set(partial).isdisjoint(rule.held)
+        may = may and not (reduced_axes(rule, assignment) and rule.reduction != how)
+        if not may or not is_legal_assignment(rule, assignment, self.mesh.atom_sizes):
             return None
         plain = self._plain(kind, rule, assignment)
         operands = [

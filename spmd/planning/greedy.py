@@ -98,9 +98,9 @@ class _Greedy(Walk):
 
     def can_stay_partial(self, value: Value) -> bool:
         """Whether every use of a value is an op that is linear in it."""
-        for op, index in self.problem.index.users.get(value, ()):
-            if op is None or op.regions or op.is_mark:
-                return False
-            if not any(index in group for group in rule_of(op.kind).linear):
-                return False
-        return True
+        return all(
+            op is not None
+            and not (op.regions or op.is_mark)
+            and any(index in group for group in rule_of(op.kind).linear)
+            for op, index in self.problem.index.users.get(value, ())
+        )

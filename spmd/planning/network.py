@@ -18,7 +18,6 @@ import numpy as np
 from spmd.ir.control_flow import Tie, ties
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.program import Op, Region, Value
-from spmd.ir.types import TensorType
 from spmd.mesh.sharding import Sharding, replicated
 from spmd.planning.choices import Choices
 from spmd.planning.domains import Domains
@@ -203,7 +202,7 @@ class CostNetwork:
             reads = sum(use.trips for use in uses) > runs
             shared = tuple([need for need in times if reads and need != left])
             shared = tuple(dict.fromkeys((*self.copies.get((source, index), ()), *shared)))
-            size = self._type(source, index).bytes
+            size = self.problem.program.types[self._values[source, index]].bytes
             if shared and size > found.get(source, (0.0,))[0]:
                 most = max(MOST_COPIES, MOST_ROWS // len(self.domains.left[source][index]))
                 others = [need for use in uses for need in self._needs[use] or ()]
@@ -322,12 +321,11 @@ class CostNetwork:
         if unit.role in (ARGUMENT, CARRY):
             return self.domains.left[use.target][0]
         if unit.role == WHOLE:
-            return (replicated(self._type(use.source, use.result).rank),)
+            return (
+                replicated(self.problem.program.types[self._values[use.source, use.result]].rank),
+            )
         wanted = self.problem.results[unit.number]
         return (wanted,) if wanted is not None else None
-
-    def _type(self, source: int, index: int) -> TensorType:
-        return self.problem.program.types[self._values[source, index]]
 
 
 # ---------------------------------------------------------------------------------------------

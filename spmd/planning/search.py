@@ -109,26 +109,19 @@ class Search(Generic[T]):
     @property
     def weighed(self) -> tuple[Weighed, ...]:
         """What became of the candidates, for people."""
-        best = self._best()
-        return tuple(
-            Weighed(
-                e.name,
-                None if e.trial is None else e.trial.seconds,
-                e.before,
-                self._refusal(e, best),
-            )
-            for e in self._entries
-            if e.name
-        )
-
-    def _refusal(self, entry: _Entry[T], best: T | None) -> str:
-        if entry.trial is None or entry.trial is best:
-            return entry.refusal
-        if not self.fits(entry.trial):
-            return TOO_LARGE
-        if 0 < entry.before - entry.trial.seconds < entry.price:
-            return _too_slow(entry.price)
-        return "another one is faster"
+        best, found = self._best(), []
+        for trial, price, name, before, refusal in self._entries:
+            if not name:
+                continue
+            if trial is not None and trial is not best:
+                refusal = "another one is faster"
+                if not self.fits(trial):
+                    refusal = TOO_LARGE
+                elif 0 < before - trial.seconds < price:
+                    refusal = _too_slow(price)
+            seconds = None if trial is None else trial.seconds
+            found.append(Weighed(name, seconds, before, refusal))
+        return tuple(found)
 
     def _best(self) -> T | None:
         made = [(e.trial.seconds + e.price, e.trial) for e in self._entries if e.trial is not None]

@@ -81,13 +81,6 @@ class _Gone(NamedTuple):
     unary: Table
     factors: list[tuple[tuple[int, ...], Table]]
 
-    def response(self, states: Sequence[int]) -> int:
-        total = self.unary
-        for variables, table in self.factors:
-            row = [slice(None) if u == self.variable else states[u] for u in variables]
-            total = total + table[tuple(row)]
-        return int(total.argmin())
-
 
 class Elimination:
     """A network of which some variables have been eliminated."""
@@ -180,8 +173,11 @@ class Elimination:
         states = [0] * len(self.sizes)
         for v, state in known.items():
             states[v] = state
-        for step in reversed(self.done):
-            states[step.variable] = step.response(states)
+        for variable, total, factors in reversed(self.done):
+            for variables, table in factors:
+                row = [slice(None) if u == variable else states[u] for u in variables]
+                total = total + table[tuple(row)]
+            states[variable] = int(total.argmin())
         return states
 
     def _add(self, variables: tuple[int, ...], table: Table) -> None:

@@ -415,7 +415,14 @@ def flow_through(
                     claims.setdefault(f, []).append((part, position, d))
     if not claims:
         return Flow()
-    merged = {f: _merged(found) for f, found in claims.items()}
+    merged: dict[int, _Claim] = {}
+    for f, found in claims.items():
+        # The longest claim on a factor, up to where another one disagrees with it.
+        longest, position, d = max(found, key=lambda claim: len(claim[0]))
+        for other, _, _ in found:
+            if longest[: len(other)] != other:
+                longest = common_prefix(longest, other)
+        merged[f] = longest, position, d
     conflicts = [
         (f, found)
         for f, found in claims.items()
@@ -448,15 +455,6 @@ def flow_through(
                 _, *source = next(merged[f] for f in reversed(dim) if f in merged)
                 changes.append(Change(position, d, axes, *source))
     return Flow(changes, conflicts, undivided, disputed)
-
-
-def _merged(claims: Sequence[_Claim]) -> _Claim:
-    """The longest claim on a factor, up to where another one disagrees with it."""
-    axes, position, dim = max(claims, key=lambda claim: len(claim[0]))
-    for other, _, _ in claims:
-        if axes[: len(other)] != other:
-            axes = common_prefix(axes, other)
-    return axes, position, dim
 
 
 def _wanted(

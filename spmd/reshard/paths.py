@@ -96,13 +96,6 @@ def reshard(
     Raises:
       LegalityError: a sharding that is not legal, or a value that is to become partial in a way
         in which no mask can make it.
-
-    Example:
-      >>> mesh = Mesh(None, (4, 2), ("data", "model"))
-      >>> data = mesh.axis_atoms["data"]
-      >>> src, dst = Sharding((data, ())), Sharding(((), data))
-      >>> [step.kind for step in reshard(src, dst, type_, mesh, Topology("h200:8")).steps]
-      ['all_to_all']
     """
     if src == dst:
         return Path((), 0.0, 0)

@@ -207,19 +207,16 @@ def _core(piece: Value, index: Index) -> Value:
 
 def _around(loop: Op, index: Index) -> dict[Value, Value]:
     """What a loop hands on as it is: the argument of its body -> the value in front of the loop."""
-    args = loop.regions[1].args
-    return {
-        args[i]: _source(loop.operands[i], index) for i in range(len(args)) if is_untouched(loop, i)
-    }
-
-
-def _source(value: Value, index: Index) -> Value:
-    """The value that loops hand on under another name."""
-    op = index.producers.get(value)
-    while op is not None and op.is_loop and is_untouched(op, op.results.index(value)):
-        value = op.operands[op.results.index(value)]
-        op = index.producers.get(value)
-    return value
+    found: dict[Value, Value] = {}
+    for i, (argument, value) in enumerate(zip(loop.regions[1].args, loop.operands, strict=True)):
+        if is_untouched(loop, i):
+            op = index.producers.get(value)
+            # Other loops may hand it on, too, under another name.
+            while op is not None and op.is_loop and is_untouched(op, op.results.index(value)):
+                value = op.operands[op.results.index(value)]
+                op = index.producers.get(value)
+            found[argument] = value
+    return found
 
 
 # ---------------------------------------------------------------------------------------------
