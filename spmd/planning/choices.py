@@ -31,9 +31,7 @@ from spmd.propagation.projection import (
 from spmd.reshard.paths import SPLITTABLE, States
 
 MOST_CARRIED = 12  # choices with partial operands that are made from what lies around an op
-
 Partial = tuple[tuple[int, ...], Axes, str]  # which operands are partial, over what, and how
-
 Sums = tuple[tuple[tuple[int, ...], str], ...]  # which operands may be partial, and how
 
 
@@ -277,7 +275,6 @@ class _Alike:
 
 Claims = Mapping[int, Axes]  # factor -> atoms that one operand or result has on it
 MOST_ASSIGNMENTS = 12  # assignments that are made from what lies around an op
-
 MOST_MOVED = 4  # of these, also tried with other factors split instead of whole dims
 
 

@@ -29,9 +29,8 @@ FIRST, STEP, ROUNDS, PATIENCE = 1 / 64, 8.0, 8, 3
 """First price in seconds of the whole plan for the whole limit, its growth until a plan fits, plans
 to try until then, and how many of them in a row may bring no progress."""
 
+# The ratio of two prices between which no third is tried: of splitting values, and of making again.
 CLOSE, CLOSER = 1.5, 1.02
-"""The ratio of two prices between which no third is tried: of splitting values, and of making them
-again."""
 
 
 class TriedPlan(Judged, Protocol):

@@ -30,12 +30,10 @@ from spmd.predict.fusion import wants_stored
 from spmd.propagation.projection import unsplit
 from spmd.reshard.paths import States
 
+# States in which one value may be copied: those that uses agreed on; and others that some use may
+# need, as long as the value's variable stays as small as that.
 MOST_COPIES, MOST_ROWS = 4, 64
-"""States in which one value may be copied: those that uses agreed on; and others that some use may
-need, as long as the value's variable stays as small as that."""
-
 ROUGHLY = 1e-3  # relative gap at which a joint state that is only a proposal is good enough
-
 LATER = 1e-12  # seconds that a partial result costs on top: of equals, plans reduce early
 SMALLER = 1e-15  # seconds for each byte of arguments and results: of equals, these are small
 
@@ -321,9 +319,8 @@ class CostNetwork:
         if unit.role in (ARGUMENT, CARRY):
             return self.domains.left[use.target][0]
         if unit.role == WHOLE:
-            return (
-                replicated(self.problem.program.types[self._values[use.source, use.result]].rank),
-            )
+            value = self._values[use.source, use.result]
+            return (replicated(self.problem.program.types[value].rank),)
         wanted = self.problem.results[unit.number]
         return (wanted,) if wanted is not None else None
 

@@ -355,9 +355,7 @@ class Passing:
 # The solver.
 
 TABLE_LIMIT = 1 << 18  # entries of the largest table that elimination may build
-
 ROUNDS, SWEEPS = 12, 6  # of message passing: states are dropped after each round of sweeps
-
 CLOSE = 1e-9  # relative gap at which the two bounds are the same number
 
 

@@ -10,8 +10,6 @@ that a backend waits for (`Backend.waits_for`) take the lane of arithmetic, too.
     after:  compute | dot ..... | dot ... |
             data    | all_gather ..|           (hidden but for what is longer than the first dot)
 
-What is computed inside its readers takes no time of its own; fused ops read and write memory only
-where they are stored (`spmd.predict.fusion`).
 """
 
 from __future__ import annotations

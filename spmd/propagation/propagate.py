@@ -36,7 +36,6 @@ OPEN, CLOSED = -1, -2  # flags of a dim: it may be split further, or it is as a 
 RULE = -1  # the source of axes that the rule itself fixes
 Masks = tuple[int, ...]  # for each dim of a value a set of atoms, a bit each
 Proposal = tuple[Axes, ...]  # the axes of each dim of a value
-
 _Claim = tuple[Axes, int, int]  # axes, and position and dim of the value that wants them
 
 

@@ -26,8 +26,8 @@ from spmd.reshard.comm import KINDS, terms_of, wire_bytes
 from spmd.reshard.moves import Move, Moves
 from spmd.reshard.question import EXACT_ATOMS, Digit, Dims, Names, Problem, Question, atom_digits
 
+# Larger graphs are not made; nor larger ones of single atoms, whose paths can be searched for.
 MOST_NODES, MOST_EXACT = 4500, 1000
-"""Larger graphs are not made; nor larger ones of single atoms, whose paths can be searched for."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

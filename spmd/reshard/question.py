@@ -10,10 +10,9 @@ part at both ends. What no cheapest path touches is left out of it:
 - the atoms with which a dim begins at both ends, where all atoms are alike: they stay where they
   are. Where atoms differ they may have to make way for one of another size, or of a faster link.
 
-Dims and digits come in an order that does not depend on their names. `tests/reshard/test_pairs.py`
-compares with brute force for every pair on small meshes. On larger meshes, where the search is not
-exact anyway, common beginnings are always left out, and one spare dim stays, with room for the
-atoms that neither end puts on a dim.
+Dims and digits come in an order that does not depend on their names. On larger meshes, where the
+search is not exact anyway, common beginnings are always left out, and one spare dim stays, with
+room for the atoms that neither end puts on a dim.
 
 Example, on the mesh `data=4, model=2`, whose atoms are 0 and 1 (`data`) and 2 (`model`):
   from `[{data, model}, {}]` to `[{data}, {model}]`
@@ -36,7 +35,6 @@ from spmd.mesh.topology import Topology
 from spmd.reshard.comm import latency_steps, wire_bytes
 
 EXACT_ATOMS = 4  # atoms are joined where there are more; with fewer the path is optimal
-
 EXACT_DIGITS = 3  # of so many digits, joined ones among them, every legal step is tried as well
 
 Dims = tuple[Axes, ...]

@@ -165,10 +165,9 @@ class _Builder:
                 self._add(moves.gather(self.dims, self.partial, dim, keep))
 
 
-PHASES, LAST_GREED = ((2, 20), (1.2, 20)), 5
-"""The directed search's phases: weight of the lower bound, and shardings to expand at most; and the
-weight when no path is known at all: then any path will do."""
-
+# The directed search's phases: weight of the lower bound, and shardings to expand at most.
+PHASES = ((2, 20), (1.2, 20))
+LAST_GREED = 5  # the weight when no path is known at all: then any path will do
 Cost = tuple[float, int, int]  # time, bytes, steps, at one size
 Answer = tuple[Move, ...]  # moves from first to last
 
