@@ -91,7 +91,7 @@ class Choices:
     def placed(
         self, op: Op, axes: Sequence[Axes], base: Choice | None, sums: Sums
     ) -> tuple[Choice, ...]:
-        """The choices in which some axes have every place that they may have, whoever wished so.
+        """The choices in which some axes have every place that they may have, wished for or not.
 
         An axis splits a factor, or is one over which operands flow through partial, or is idle; so
         are axes that are held. All other axes are where they are in `base`, or idle.
@@ -201,7 +201,7 @@ def axis_sets(runs: Sequence[Axes]) -> list[Axes]:
 class Ways:
     """What it takes to bring values from one sharding to another, as tables of numbers.
 
-    Values of one type share a table of all shardings that anybody asked about; it grows. So what it
+    Values of one type share a table of all shardings that were asked about; it grows. So what it
     costs from any states of a value to any needs is a few rows and columns of that.
     """
 

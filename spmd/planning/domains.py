@@ -3,7 +3,7 @@
 Three sources, the likely first. *Suggested* is what the marks lead to: choices that follow from
 what propagation proposed for an op's values. *Taken* is what a plan took for ops of one kind.
 *Placed* is every way to lay some axes of the mesh on the factors of an op, on the dims of a carry,
-or among its terms, whoever wished for it. Terms of a sum are among these only where a sum arrives.
+or among its terms, wished for or not. Terms of a sum are among these only where a sum arrives.
 """
 
 from __future__ import annotations

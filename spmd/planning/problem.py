@@ -121,7 +121,7 @@ class Problem:
         return Sharding(whole_axes(proposal, shape, self.mesh, mark.dims if mark else ()))
 
     def left(self, value: Value, state: Sharding) -> Sharding:
-        """How a result lies in memory for which nobody gave a sharding: as its producer leaves it.
+        """How a result without a given sharding lies in memory: as its producer leaves it.
 
         A partial one is added up in the sharding to which that takes the least time. Parts of axes,
         which jax cannot name, are gathered. A result that is marked inside of the program, some

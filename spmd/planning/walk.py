@@ -53,7 +53,7 @@ class Walk:
         for result, argument in problem.links.items():
             wanted[result] = wanted[result] or arguments[argument]
         results = tuple(
-            # One that nobody asks for lies as its producer leaves it.
+            # One without a wanted sharding lies as its producer leaves it.
             want or problem.left(v, self.states[v] or replicated(self.types[v].rank))
             for v, want in zip(body.results, wanted, strict=True)
         )

@@ -5,7 +5,7 @@
 
 Time is the number of a kernel in the order in which they run (`spmd.predict.kernels`), a loop's
 kernels before the loop itself. Rules: an elementwise kernel writes over an operand of the same size
-that nobody reads again, a loop's carries lie in one place as long as the loop runs, and donated
+that no later kernel reads, a loop's carries lie in one place as long as the loop runs, and donated
 arguments are overwritten by the results of the same type. The place of a result is free until the
 result is made: other values lie there before.
 """

@@ -1,7 +1,7 @@
 """What an op takes on one device: its arithmetic or its memory traffic, whichever is longer.
 
-Whoever weighs an op asks here: the planner, of its share under an assignment; the timeline and
-recomputation, of the op of a local program, and of what it sends to other devices.
+The planner asks here for an op's share under an assignment; the timeline and recomputation for the
+op of a local program, and for what it sends to other devices.
 """
 
 from __future__ import annotations

@@ -306,7 +306,7 @@ def _written(loop: Op, number: int, index: Index) -> tuple[Op, Value] | None:
         return None
     if update.operands[0] != carry or index.users.get(loop.regions[0].args[number]):
         return None
-    # Nobody may look at the stack while it is filled.
+    # Nothing else may read the stack while it is filled.
     if any(len(index.users[value]) != 1 for value in (carry, update.results[0])):
         return None
     shape, piece = (t.shape for t in update.kind.operands[:2])
