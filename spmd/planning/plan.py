@@ -131,11 +131,10 @@ class Plan(NamedTuple):
 # ---------------------------------------------------------------------------------------------
 # A plan as plain data, and back: what was decided, without the problem that it was decided for.
 
-_AS_THEY_ARE = (
+_AS_THEY_ARE = (  # fields that are numbers or text
     "seconds", "solver", "run_seconds", "byte_price", "exposed", "by_slack",
     "like_loops", "gap"
 )  # fmt: skip
-"""Fields that are numbers or text."""
 
 
 def recorded(plan: Plan) -> dict[str, Any]:
