@@ -50,7 +50,7 @@ from models.llama.config import LlamaConfig
 from models.llama.named import named_config
 from spmd.cli.flags import Parser, Switch, words
 from spmd.measure.hlo import Instruction
-from spmd.planning import assignments
+from spmd.planning import choices
 
 
 class Row(NamedTuple):
@@ -121,7 +121,7 @@ def layer_of(name: str, case: Case) -> Iterator[None]:
         yield
         return
     if name in OURS:
-        with mock.patch.object(assignments, "exchanging", return_value=()):
+        with mock.patch.object(choices, "exchanging", return_value=()):
             yield
         return
     mesh = mesh_ahead(case.mesh, case.topology)

@@ -50,9 +50,8 @@ from spmd.options import Options
 from spmd.planning.exact import RUNS, plan_exactly
 from spmd.planning.greedy import plan_greedily
 from spmd.planning.legality import check_plan
-from spmd.planning.plan import Plan
+from spmd.planning.plan import Plan, recorded, replayed
 from spmd.planning.problem import Problem, posed
-from spmd.planning.record import recorded, replayed
 from spmd.planning.search import Candidate, Search
 from spmd.planning.stacks import stacks_of
 from spmd.predict.backends import backend_of, memory_for

@@ -7,13 +7,13 @@ from functools import cached_property
 
 from spmd.ir.program import Program
 from spmd.lowering.partition import Partitioned, partition
+from spmd.lowering.recompute.loops import has_pairs
 from spmd.lowering.recompute.recompute import recompute
-from spmd.lowering.recompute.stacks import has_pairs
 from spmd.lowering.rewrites.clock import Room
 from spmd.lowering.rewrites.optimize import schedule, simplify
 from spmd.lowering.rewrites.ring import ring
 from spmd.options import Options
-from spmd.planning.liveness import bound_of
+from spmd.planning.limit import bound_of
 from spmd.planning.plan import Plan
 from spmd.predict.backends import memory_for
 from spmd.predict.memory import MemoryUse, peak_memory

@@ -209,7 +209,7 @@ def test_a_circle_is_found_wherever_it_is_closed(inside: str):
         ("spmd/ir/program.py", "from .. import planning"),
         ("spmd/ir/program.py", "def f():\n    from spmd.lowering.emit import emit"),
         ("spmd/ir/program.py", "import importlib\nimportlib.import_module('spmd.lowering')"),
-        ("spmd/frontend/trace.py", "from spmd.propagation.flow import flow"),
+        ("spmd/frontend/trace.py", "from spmd.propagation.sink import sink_invariants"),
         ("spmd/errors.py", "from spmd.mesh import Mesh"),
         ("spmd/compiler.py", "import spmd"),
         ("spmd/compiler.py", "from spmd import mark_sharding"),

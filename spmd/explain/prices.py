@@ -32,12 +32,10 @@ from spmd.ir.program import Op, Value, numberless
 from spmd.mesh.sharding import Axes, Sharding, is_legal
 from spmd.mesh.spec import has_parts
 from spmd.options import Options
-from spmd.planning.decode import decoded
 from spmd.planning.exact import weighed
-from spmd.planning.network import CostNetwork
+from spmd.planning.network import CostNetwork, decoded
 from spmd.planning.plan import Plan
-from spmd.planning.solver.network import FORBIDDEN
-from spmd.planning.solver.solve import Reduced
+from spmd.planning.solver import FORBIDDEN, Reduced
 from spmd.planning.units import CARRY, OP
 from spmd.propagation.projection import Assignment
 from spmd.propagation.propagate import Conflict

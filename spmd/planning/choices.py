@@ -1,48 +1,45 @@
-"""`Choices`: what one op may choose from, for every planner; ops that are alike share the work."""
+"""What one op may choose from, for every planner, and what reshards of its values cost then."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
 
 from spmd.ir.dialect.registry import rule_of
-from spmd.ir.dialect.rule import Rule
-from spmd.ir.program import Op, OpKind
+from spmd.ir.dialect.rule import FIXED, MERGE, PASS, REPLICATE, RING, UNCLAIMED, WINDOW, Rule
+from spmd.ir.program import Op, OpKind, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
-from spmd.planning.assignments import assignments_around, placements
 from spmd.planning.plan import Choice
-from spmd.planning.problem import Problem
-from spmd.planning.ways import Ways
+from spmd.planning.problem import Problem, laid_out
+from spmd.planning.solver import FORBIDDEN, Table
 from spmd.predict.ops import op_seconds
 from spmd.propagation.projection import (
     Assignment,
+    dim_to_factors,
+    fitting,
     is_legal_assignment,
+    may_exchange,
     project,
     reduced_axes,
+    ring_axes,
     unsplit,
 )
-from spmd.reshard.paths import SPLITTABLE
-from spmd.reshard.resharder import States
+from spmd.reshard.paths import SPLITTABLE, States
 
-MOST_CARRIED = 12
-"""Choices with partial operands among those that are made from what lies around an op."""
-
-Partial = tuple[tuple[int, ...], Axes, str]
-"""A group of operands that flow through an op partial: (their positions, over what, how)."""
-
-Sums = tuple[tuple[tuple[int, ...], str], ...]
-"""What may flow through an op partial: (positions of a group of operands, how)."""
+MOST_CARRIED = 12  # choices with partial operands that are made from what lies around an op
+Partial = tuple[tuple[int, ...], Axes, str]  # which operands are partial, over what, and how
+Sums = tuple[tuple[tuple[int, ...], str], ...]  # which operands may be partial, and how
 
 
 class Choices:
-    """Makes choices for the ops of one problem.
+    """Makes choices for the ops of one problem; ops that are alike share the work.
 
     A choice follows from an assignment and from what is partial. Planners ask for those that lead
     on from states that are known `around` an op, and for axes `placed` in every way.
-
-    Attributes:
-      ways: what it takes to bring values from one sharding to another.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -58,10 +55,8 @@ class Choices:
     ) -> tuple[Choice, ...]:
         """The choices that states of the op's values lead to, each with and without partials.
 
-        Args:
-          op: the op.
-          operands: the states that each operand may be in; none if it is made to order.
-          wishes: for each result, what it should look like, the best first.
+        An operand without states is made to order. For each result, `wishes` are the states that it
+        should be in, the best first.
         """
         if op.is_mark:
             return self.of_mark(op)
@@ -69,11 +64,24 @@ class Choices:
         if key not in self._made:
             rule = rule_of(op.kind, op.loc)
             assignments = assignments_around(rule, (*operands, *wishes), self.mesh.atom_sizes)
-            carried = dict.fromkeys(
-                (_without(assignment, partial[1]), partial)
-                for partial in partials_of(rule, operands)
-                for assignment in assignments
-            )
+            partials: list[Partial] = []
+            for group in rule.linear:
+                # Whatever one operand of a linear group may be. The others of the group are made
+                # partial, too, where their kind allows it.
+                some = [s for i in group for s in operands[i] if s.partial]
+                for partial, kind in dict.fromkeys((s.partial, s.kind) for s in some):
+                    alike = all(any(s.kind == kind for s in operands[i]) for i in group)
+                    if rule.lets_through(kind) and (alike or kind in SPLITTABLE):
+                        partials.append((group, partial, kind))
+            carried: dict[tuple[Assignment, Partial], None] = {}
+            for flowing in partials:
+                for assignment in assignments:
+                    # Factors keep the atoms in front of the first one that operands are partial
+                    # over: that one can split nothing, and what is behind it has other pieces.
+                    ends = [[k for k, a in enumerate(own) if a in flowing[1]] for own in assignment]
+                    pairs = zip(assignment, ends, strict=True)
+                    kept = tuple([own[: min(end, default=len(own))] for own, end in pairs])
+                    carried[kept, flowing] = None
             found = [self._carried(op.kind, rule, *each) for each in carried]
             more = [choice for choice in found if choice is not None][:MOST_CARRIED]
             options = [*(self._plain(op.kind, rule, a) for a in assignments), *more]
@@ -83,15 +91,10 @@ class Choices:
     def placed(
         self, op: Op, axes: Sequence[Axes], base: Choice | None, sums: Sums
     ) -> tuple[Choice, ...]:
-        """The choices in which some axes have every place that they may have, whoever wished so.
+        """The choices in which some axes have every place that they may have, wished for or not.
 
-        An axis splits a factor, or is one over which operands flow through partial, or is idle.
-
-        Args:
-          op: the op.
-          axes: atoms of each axis to place; of those that are held nothing is made.
-          base: where all other axes are; nowhere if None.
-          sums: what may flow through it partial.
+        An axis splits a factor, or is one over which operands flow through partial, or is idle; so
+        are axes that are held. All other axes are where they are in `base`, or idle.
         """
         if op.is_mark:
             return self.of_mark(op)
@@ -103,12 +106,19 @@ class Choices:
             moved = set(itertools.chain(*runs))
             start = base.assignment if base else unsplit(rule)
             start = tuple([tuple([a for a in own if a not in moved]) for own in start])
-            flowing = _flowing(base, moved) if base else None
             assignments = placements(rule, start, runs, self.mesh.atom_sizes)
+            sets = axis_sets(runs)
+            partials = [(group, over, how) for (group, how) in sums for over in sets]
             found: list[Choice | None] = []
-            if flowing is None:
+            # What flows through the base partial over other axes goes on to do so.
+            group = tuple([i for i, s in enumerate(base.operands) if s.partial]) if base else ()
+            state = base.operands[group[0]] if base and group else None
+            if state and (kept := tuple([a for a in state.partial if a not in moved])):
+                over = [kept, *(tuple(sorted((*kept, *more))) for more in sets)]
+                partials = [(group, axes, state.kind) for axes in over]
+            else:
                 found += [self._plain(op.kind, rule, a) for a in assignments]
-            for partial in _partials(sums, runs, flowing):
+            for partial in partials:
                 owed = set(partial[1])
                 found += [
                     self._carried(op.kind, rule, a, partial)
@@ -135,7 +145,6 @@ class Choices:
         return found
 
     def _plain(self, kind: OpKind, rule: Rule, assignment: Assignment) -> Choice:
-        """The choice in which every operand arrives full."""
         choice = self._full.get((kind, assignment))
         if choice is None:
             choice = self._full[kind, assignment] = plain_choice(rule, assignment, self.mesh)
@@ -144,15 +153,11 @@ class Choices:
     def _carried(
         self, kind: OpKind, rule: Rule, assignment: Assignment, flowing: Partial
     ) -> Choice | None:
-        """The choice in which a group of operands flows through partial, if the op allows that."""
+        # The choice in which a group of operands flows through partial, if the op allows that.
         group, partial, how = flowing
-        if not rule.lets_through(how):
-            return None
-        if reduced_axes(rule, assignment) and rule.reduction != how:
-            return None
-        if not is_legal_assignment(rule, assignment, self.mesh.atom_sizes):
-            return None
-        if not set(partial).isdisjoint(rule.held):
+        may = rule.lets_through(how) and set(partial).isdisjoint(rule.held)
+        may = may and not (reduced_axes(rule, assignment) and rule.reduction != how)
+        if not may or not is_legal_assignment(rule, assignment, self.mesh.atom_sizes):
             return None
         plain = self._plain(kind, rule, assignment)
         operands = [
@@ -184,19 +189,6 @@ def plain_choice(rule: Rule, assignment: Assignment, mesh: Mesh) -> Choice:
     return Choice(assignment, tuple(operands), tuple(results))
 
 
-def partials_of(rule: Rule, operands: Sequence[States]) -> Iterable[Partial]:
-    """What may flow through an op partial: whatever one operand of a linear group may be.
-
-    The others of the group become so, where they are not and that kind allows it.
-    """
-    for group in rule.linear:
-        owed = dict.fromkeys((s.partial, s.kind) for i in group for s in operands[i] if s.partial)
-        for partial, kind in owed:
-            alike = all(any(s.kind == kind for s in operands[i]) for i in group)
-            if rule.lets_through(kind) and (alike or kind in SPLITTABLE):
-                yield group, partial, kind
-
-
 def axis_sets(runs: Sequence[Axes]) -> list[Axes]:
     """Every set of some axes but the empty one, as ascending atoms."""
     return [
@@ -206,34 +198,278 @@ def axis_sets(runs: Sequence[Axes]) -> list[Axes]:
     ]
 
 
-def _partials(sums: Sums, runs: Sequence[Axes], flowing: Partial | None) -> Iterable[Partial]:
-    """What flows through an op partial over any of some axes, beside what does already."""
-    sets = axis_sets(runs)
-    if flowing is None:
-        yield from ((group, over, how) for (group, how), over in itertools.product(sums, sets))
-        return
-    group, already, how = flowing
-    yield flowing
-    yield from ((group, tuple(sorted((*already, *more))), how) for more in sets)
+class Ways:
+    """What it takes to bring values from one sharding to another, as tables of numbers.
 
-
-def _flowing(choice: Choice, moved: Collection[int]) -> Partial | None:
-    """What flows through a choice partial, but for some atoms."""
-    group = tuple([i for i, state in enumerate(choice.operands) if state.partial])
-    if not group:
-        return None
-    state = choice.operands[group[0]]
-    over = tuple([a for a in state.partial if a not in moved])
-    return (group, over, state.kind) if over else None
-
-
-def _without(assignment: Assignment, partial: Axes) -> Assignment:
-    """An assignment without the atoms over which operands are partial, as these can split nothing.
-
-    Each factor keeps the atoms in front of the first such one: what is behind it would have other
-    pieces without it.
+    Values of one type share a table of all shardings that were asked about; it grows. So what it
+    costs from any states of a value to any needs is a few rows and columns of that.
     """
-    return tuple(
-        axes[: next((k for k, a in enumerate(axes) if a in partial), len(axes))]
-        for axes in assignment
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._alike: dict[object, _Alike] = {}
+        self._of: dict[Value, _Alike] = {}
+
+    def numbers(self, value: Value, shardings: Sequence[Sharding]) -> Table:
+        """The rows, or columns, that stand for shardings in the table of a value."""
+        index = self._table(value).index
+        return np.array([index.setdefault(s, len(index)) for s in shardings], dtype=np.intp)
+
+    def costs(self, value: Value, states: Table, needs: Table, stores: bool) -> Table:
+        """Seconds from each state (rows) to each need (columns); `FORBIDDEN` where no way leads.
+
+        The reader may want the value in memory: it `stores` it.
+        """
+        alike, inside = self._table(value), not self.problem.in_memory[value]
+        found: Table = alike.costs(value, inside, stores)[states[:, None], needs]
+        if np.isnan(found).any():
+            alike.ask(value, states, needs)
+            found = alike.costs(value, inside, stores)[states[:, None], needs]
+        return found
+
+    def _table(self, value: Value) -> _Alike:
+        found = self._of.get(value)
+        if found is None:
+            key = self.problem.program.types[value], self.problem.resharder.held(value)
+            found = self._alike.setdefault(key, _Alike(self.problem))
+            self._of[value] = found
+        return found
+
+
+class _Alike:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.index: dict[Sharding, int] = {}  # number of each sharding
+        # Of reshards between the first of these; not a number where that has to be asked.
+        self.seconds: Table = np.zeros((0, 0))
+        self._costs: dict[tuple[bool, bool], Table] = {}
+
+    def costs(self, value: Value, inside: bool, stores: bool) -> Table:
+        """Seconds of reshards, and of the memory that they move, between all shardings."""
+        every = tuple(self.index)
+        if len(every) > (known := len(self.seconds)):
+            glance = self.problem.resharder.glance
+            table = np.empty((len(every), len(every)))
+            table[:known, :known] = self.seconds
+            table[known:] = glance(value, every[known:], every)
+            table[:known, known:] = glance(value, every[:known], every[known:])
+            self.seconds = table
+            self._costs.clear()
+        found = self._costs.get((inside, stores))
+        if found is None:
+            more = self.problem.traffic(value, every, every, self.seconds > 0, stores)
+            found = self._costs[inside, stores] = np.minimum(self.seconds + more, FORBIDDEN)
+        return found
+
+    def ask(self, value: Value, states: Table, needs: Table) -> None:
+        """Asks for the seconds that are not a number yet."""
+        every = tuple(self.index)
+        for i, j in zip(*np.nonzero(np.isnan(self.seconds[states[:, None], needs])), strict=True):
+            ends = int(states[i]), int(needs[j])
+            self.seconds[ends] = self.problem.resharder.seconds(value, *(every[e] for e in ends))
+        self._costs.clear()
+
+
+# ---------------------------------------------------------------------------------------------
+# Assignments of one op: which atoms split its factors, from what lies around it or at large.
+
+Claims = Mapping[int, Axes]  # factor -> atoms that one operand or result has on it
+MOST_ASSIGNMENTS = 12  # assignments that are made from what lies around an op
+MOST_MOVED = 4  # of these, also tried with other factors split instead of whole dims
+
+
+def assignments_around(
+    rule: Rule, states: Sequence[States], sizes: Sequence[int]
+) -> tuple[Assignment, ...]:
+    """What the states of an op's values lead to, and the assignment that splits nothing.
+
+    Every state leads once, and the first states of the other values split what it leaves free; then
+    every state is tried alone. What needs an exchange where it is split is also tried whole, atoms
+    of dims that are whole also on other factors, and what may go round, or be exchanged, also is.
+
+    `states` are what each operand and result may be, the likely first; none if any state will do.
+
+    Example:
+      The product `b i, i j -> b j` of operands in `[{x}, {}]` and `[{}, {y}]` splits b over x and j
+      over y, whichever leads; alone they split just b, or just j.
+    """
+    claims = [
+        [c for state in options if (c := claims_of(rule, dims, state, sizes))]
+        for options, dims in zip(states, rule.values, strict=True)
+    ]
+    first = [options[0] for options in claims if options]
+    leads: dict[tuple[tuple[int, Axes], ...], Claims] = {}
+    for lead in itertools.chain(first, *claims):
+        leads.setdefault(tuple(sorted(lead.items())), lead)
+    orders = [[lead, *[c for c in first if c is not lead]] for lead in leads.values()]
+    orders += [[lead] for lead in leads.values()]
+    # Factors that share a dim with others: their pieces have to be equal.
+    joined = frozenset(
+        f
+        for dims in rule.values
+        for dim in dims
+        if len(dim) > 1 and rule.factors[dim[0]].kind != FIXED
+        for f in dim
     )
+    merged = dict.fromkeys([merge(rule, order, sizes, joined) for order in orders or [[]]])
+    # Only factors that share a dim can be split in a way that is not legal.
+    legal = [a for a in merged if not joined or is_legal_assignment(rule, a, sizes)]
+    if rule.halos or rule.merges:
+        # Where no window and no merge is split, devices exchange nothing, and compute more each.
+        stays = {halo.factor for halo in rule.halos}
+        stays |= {i for i, factor in enumerate(rule.factors) if factor.kind in (WINDOW, MERGE)}
+        legal += [tuple([() if i in stays else own for i, own in enumerate(a)]) for a in legal]
+    likely = tuple((dims, options[:1]) for dims, options in zip(rule.values, states, strict=True))
+    legal += [m for a in legal[:MOST_MOVED] for m in moved_whole(rule, a, likely, sizes)]
+    whole = unsplit(rule)
+    legal = [each for a in legal for each in (a, *going_round(rule, a, sizes))]
+    if rule.exchanges:
+        wanted = [c for options in claims for c in options]
+        legal = [each for a in legal for each in (a, *exchanging(rule, a, wanted, sizes))]
+    kept = tuple(dict.fromkeys(legal))[: MOST_ASSIGNMENTS - 1]
+    return kept if whole in kept else (*kept, whole)
+
+
+def placements(
+    rule: Rule, base: Assignment, runs: Sequence[Axes], sizes: Sequence[int]
+) -> list[Assignment]:
+    """Every way to lay runs of atoms on factors of an op that they divide evenly, or nowhere.
+
+    The runs are whole axes, mostly. No atom of theirs is held, or splits a factor in `base`.
+
+    Example:
+      Two axes have 16 places on the product `b i, i j -> b j`: each splits `b`, `i`, `j`, or idles.
+    """
+
+    def fits(number: int, axes: Axes) -> bool:
+        factor = rule.factors[number]
+        is_open = factor.kind not in UNCLAIMED and factor.size > 1
+        return is_open and factor.size % math.prod([sizes[a] for a in axes]) == 0
+
+    legal = [a for a in laid_out(base, runs, fits) if is_legal_assignment(rule, a, sizes)]
+    legal = [each for a in legal for each in (a, *going_round(rule, a, sizes))]
+    if not rule.exchanges:
+        return legal
+    wanted = [{number: own} for number, _ in rule.exchanges for own in runs]
+    return [each for a in legal for each in (a, *exchanging(rule, a, wanted, sizes))]
+
+
+def going_round(rule: Rule, assignment: Assignment, sizes: Sequence[int]) -> tuple[Assignment, ...]:
+    """The assignment that splits ring factors, too: attention's keys, whose pieces then go round.
+
+    None where the rule has no ring factor that can be split.
+    """
+    round_ = list(assignment)
+    for number, _ in rule.rings:
+        round_[number] = ring_axes(rule, number, assignment, sizes)
+    return (tuple(round_),) if tuple(round_) != assignment else ()
+
+
+def exchanging(
+    rule: Rule, assignment: Assignment, wanted: Iterable[Claims], sizes: Sequence[int]
+) -> tuple[Assignment, ...]:
+    """Assignments that also split factors over atoms along which they exchange, where wanted."""
+    found: dict[Assignment, None] = {}
+    for number, _ in rule.exchanges:
+        for axes in dict.fromkeys(claims.get(number, ()) for claims in wanted):
+            if not assignment[number] and may_exchange(rule, number, axes, assignment, sizes):
+                found[(*assignment[:number], axes, *assignment[number + 1 :])] = None
+    return tuple(found)
+
+
+_STUCK = (REPLICATE, RING, WINDOW, MERGE)  # kinds of factors along which dims do not just pass
+
+
+def moved_whole(
+    rule: Rule,
+    assignment: Assignment,
+    states: Sequence[tuple[Sequence[tuple[int, ...]], States]],
+    sizes: Sequence[int],
+) -> Iterable[Assignment]:
+    """Assignments that split other dims, where the op needs those whole that its values have split.
+
+    A sort along a dim needs the dim whole. If its operand comes with that dim split over `a`, one
+    can gather it; or split another dim, along which the sort passes, over `a`. That costs an all-
+    to-all there and one back, and no device ever holds all of the operand.
+
+    There is one assignment for each passing factor that all such values share: it takes as many
+    atoms as fit into it, and the other passing factors take the rest. `states` has for each operand
+    and result its factors, and the state that it is likely in, if any.
+    """
+    if all(factor.kind not in _STUCK for factor in rule.factors):
+        return
+    used = {a for axes in assignment for a in axes}
+    stuck: dict[int, None] = {}
+    targets = [i for i, f in enumerate(rule.factors) if f.kind == PASS]
+    for dims, likely in states:
+        idle = [
+            a
+            for sharding in likely
+            for axes, dim in zip(sharding.dims, dims, strict=True)
+            if any(rule.factors[f].kind in _STUCK for f in dim)
+            for a in axes
+            if a not in used
+        ]
+        if idle:
+            stuck |= dict.fromkeys(idle)
+            targets = [f for f in targets if any(f in dim for dim in dims)]
+    if not stuck:
+        return
+    for lead in targets:
+        moved = list(assignment)
+        for atom in stuck:
+            for factor in (lead, *(f for f in targets if f != lead)):
+                longer = (*moved[:factor], (*moved[factor], atom), *moved[factor + 1 :])
+                extent = math.prod(sizes[a] for a in longer[factor])
+                if extent <= rule.factors[factor].size and is_legal_assignment(rule, longer, sizes):
+                    moved = list(longer)
+                    break
+        if tuple(moved) != assignment:
+            yield tuple(moved)
+
+
+def claims_of(
+    rule: Rule, dims: Sequence[tuple[int, ...]], sharding: Sharding, sizes: Sequence[int]
+) -> dict[int, Axes]:
+    """The atoms that a value's sharding has on each factor of an op."""
+    claims: dict[int, Axes] = {}
+    for axes, dim in zip(sharding.dims, dims, strict=True):
+        if not axes:
+            continue
+        if len(dim) == 1 and rule.factors[dim[0]].kind == PASS and not rule.held:
+            claims[dim[0]] = axes
+        else:
+            for factor, part in dim_to_factors(axes, dim, rule.factors, sizes):
+                part = fitting(part, rule, rule.factors[factor], sizes)
+                if part:
+                    claims[factor] = part
+    return claims
+
+
+def merge(
+    rule: Rule, order: Iterable[Claims], sizes: Sequence[int], joined: frozenset[int]
+) -> Assignment:
+    """Lets each source in turn split factors, or split them further, with atoms still free.
+
+    Factors that share a dim with others are `joined`: they take only atoms that divide them.
+    """
+    assignment = list(unsplit(rule))
+    used = set(rule.held)
+    for claims in order:
+        for factor, axes in claims.items():
+            have = assignment[factor]
+            if axes[: len(have)] != have:
+                continue
+            taken = len(have)
+            extent = math.prod([sizes[a] for a in have]) if factor in joined else 1
+            for atom in axes[taken:]:
+                if atom in used:
+                    break
+                if factor in joined:
+                    extent *= sizes[atom]
+                    if rule.factors[factor].size % extent:
+                        break
+                used.add(atom)
+                taken += 1
+            assignment[factor] = axes[:taken]
+    return tuple(assignment)

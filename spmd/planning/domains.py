@@ -3,7 +3,7 @@
 Three sources, the likely first. *Suggested* is what the marks lead to: choices that follow from
 what propagation proposed for an op's values. *Taken* is what a plan took for ops of one kind.
 *Placed* is every way to lay some axes of the mesh on the factors of an op, on the dims of a carry,
-or among its terms, whoever wished for it. Terms of a sum are among these only where a sum arrives.
+or among its terms, wished for or not. Terms of a sum are among these only where a sum arrives.
 """
 
 from __future__ import annotations
@@ -15,17 +15,14 @@ from typing import NamedTuple
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.dialect.rule import REDUCE
 from spmd.ir.program import OpKind
-from spmd.ir.types import TensorType
-from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, replicated
+from spmd.mesh.sharding import Axes, replicated
 from spmd.planning.choices import Choices, Sums, axis_sets
 from spmd.planning.plan import Choice, Plan
 from spmd.planning.problem import Problem, laid
 from spmd.planning.units import ARGUMENT, CARRY, Unit, Units
-from spmd.reshard.resharder import States
+from spmd.reshard.paths import States
 
-Taken = Mapping[tuple[OpKind, Axes], tuple[Choice, ...]]
-"""A kind of op, and the axes that are held around it -> choices that a plan took."""
+Taken = Mapping[tuple[OpKind, Axes], tuple[Choice, ...]]  # by kind of op and axes held there
 
 
 def taken_by(plan: Plan) -> Taken:
@@ -39,17 +36,11 @@ def taken_by(plan: Plan) -> Taken:
 
 
 class Domains(NamedTuple):
-    """What there is to choose from.
+    """What each class of units can choose from."""
 
-    Attributes:
-      left: for each class and each of its results, the state for each of its choices.
-      choices: for each class of ops its choices; none for others.
-      suggested: for each class, how many of these, at the front, the marks lead to.
-    """
-
-    left: tuple[tuple[States, ...], ...]
-    choices: tuple[tuple[Choice, ...], ...]
-    suggested: tuple[int, ...]
+    left: tuple[tuple[States, ...], ...]  # of each result, the state for each choice
+    choices: tuple[tuple[Choice, ...], ...]  # of ops; none for other classes
+    suggested: tuple[int, ...]  # how many of these, at the front, the marks lead to
 
 
 def domains_of(
@@ -62,14 +53,39 @@ def domains_of(
 ) -> Domains:
     """States and choices to cost, for a whole program.
 
-    Args:
-      problem: what is to be planned.
-      units: the program taken apart.
-      choices: makes the choices of ops.
-      axes: atoms of the axes that are placed in every way.
-      base: a plan that says where all other axes are; its choices are among those suggested.
-      taken: what a plan of another form of the program took.
+    Some axes are placed in every way. All others are where a `base` plan has them, whose choices
+    are among those suggested. `taken` is what a plan of another form of the program took.
     """
+
+    def states_of(unit: Unit, sums: Sequence[str]) -> States:
+        """The states of an argument, of a carry where such sums may arrive, or of nothing."""
+        if unit.role == ARGUMENT:
+            return problem.arguments[unit.number]
+        if unit.role != CARRY:
+            return ()
+        assert unit.tie is not None
+        value = unit.tie.result
+        type_ = problem.program.types[value]
+        known = base.states[value] if base else None
+        suggested = [s for s in (known, problem.wishes[value], replicated(type_.rank)) if s]
+        held = problem.index.held.get(value, ())
+        runs = [atoms for atoms in axes if set(held).isdisjoint(atoms)]
+        # Some axes are on every dim, or among what it is partial over, or nowhere.
+        first, moved = suggested[0], set(itertools.chain(*runs))
+        dims = tuple([tuple([a for a in own if a not in moved]) for own in first.dims])
+        owed = tuple([a for a in first.partial if a not in moved])
+        full = laid(type_, dims, runs, choices.mesh)
+        partial = [
+            state.with_partial(tuple(sorted((*owed, *more))), kind)
+            for kind in ((first.kind,) if owed else sums)
+            for more in axis_sets(runs)
+            for state in full
+            if state.used.isdisjoint(more)
+        ]
+        if owed:
+            full = tuple(state.with_partial(owed, first.kind) for state in full)
+        return tuple(dict.fromkeys((*suggested, *full, *partial)))
+
     left: list[tuple[States, ...]] = []
     made: list[tuple[Choice, ...]] = []
     suggested: list[int] = []
@@ -77,8 +93,15 @@ def domains_of(
     for number, (unit, wishes) in enumerate(zip(units.units, units.wishes, strict=True)):
         options: tuple[Choice, ...] = ()
         if unit.op is not None and unit.tie is None:
-            first = _suggested(problem, choices, unit, base)
+            # The choices that follow from what is proposed for its values, and the known one.
+            operands, results = (
+                tuple([(wish,) if (wish := problem.wishes[v]) is not None else () for v in values])
+                for values in (unit.op.operands, unit.op.results)
+            )
+            first = choices.around(unit.op, operands, results)
             known = base.choice(unit.op) if base else None
+            if known is not None:
+                first = tuple(dict.fromkeys((known, *first)))
             held = choices.resharder.held(unit.op.results[0])
             more = (taken or {}).get((unit.op.kind, held)) or choices.placed(
                 unit.op, axes, known, arriving[number]
@@ -88,7 +111,7 @@ def domains_of(
             suggested.append(len(first))
         else:
             sums = [how for _, how in arriving[number]]
-            states = (_states(problem, choices, unit, axes, base, sums),) * len(wishes)
+            states = (states_of(unit, sums),) * len(wishes)
             suggested.append(1)
         left.append(states)
         made.append(options)
@@ -96,7 +119,7 @@ def domains_of(
 
 
 def _sums_arriving(problem: Problem, units: Units) -> list[Sums]:
-    """For each class, what may arrive partial: a sum that nothing has put together on the way.
+    """For each class, what may arrive partial: a sum that no op has put together on the way.
 
     To take a whole value apart into terms only costs. So operands flow through an op partial only
     where one of them comes from a product over a split dim, say, through linear ops.
@@ -143,61 +166,3 @@ def _sums_arriving(problem: Problem, units: Units) -> list[Sums]:
             leaves[number] = hows
             todo |= len(hows) > before
     return found
-
-
-def _suggested(
-    problem: Problem, choices: Choices, unit: Unit, base: Plan | None
-) -> tuple[Choice, ...]:
-    """The choices of an op that follow from what is proposed for its values, and the known one."""
-    assert unit.op is not None
-    wishes = problem.wishes
-    operands, results = (
-        tuple([(wish,) if (wish := wishes[v]) is not None else () for v in values])
-        for values in (unit.op.operands, unit.op.results)
-    )
-    found = choices.around(unit.op, operands, results)
-    known = (base.choice(unit.op),) if base else ()
-    return tuple(dict.fromkeys((*known, *found)))
-
-
-def _states(
-    problem: Problem,
-    choices: Choices,
-    unit: Unit,
-    axes: Sequence[Axes],
-    base: Plan | None,
-    sums: Sequence[str],
-) -> States:
-    """The states of an argument, of a carry where such sums may arrive, or of nothing."""
-    if unit.role == ARGUMENT:
-        return problem.arguments[unit.number]
-    if unit.role != CARRY:
-        return ()
-    assert unit.tie is not None
-    value = unit.tie.result
-    type_ = problem.program.types[value]
-    known = base.states[value] if base else None
-    suggested = [s for s in (known, problem.wishes[value], replicated(type_.rank)) if s]
-    held = problem.index.held.get(value, ())
-    runs = [atoms for atoms in axes if set(held).isdisjoint(atoms)]
-    placed = _placed(type_, runs, suggested[0], sums, choices.mesh)
-    return tuple(dict.fromkeys((*suggested, *placed)))
-
-
-def _placed(
-    type_: TensorType, runs: Sequence[Axes], base: Sharding, sums: Sequence[str], mesh: Mesh
-) -> States:
-    """A value with some axes on every dim, or among what it is partial over, or nowhere."""
-    moved = set(itertools.chain(*runs))
-    dims = tuple([tuple([a for a in own if a not in moved]) for own in base.dims])
-    owed = tuple([a for a in base.partial if a not in moved])
-    full = laid(type_, dims, runs, mesh)
-    kinds = (base.kind,) if owed else sums
-    partial = [
-        state.with_partial(tuple(sorted((*owed, *more))), kind)
-        for kind in kinds
-        for more in axis_sets(runs)
-        for state in full
-        if state.used.isdisjoint(more)
-    ]
-    return (*(s.with_partial(owed, base.kind) if owed else s for s in full), *partial)

@@ -13,49 +13,34 @@ from collections.abc import Sequence
 
 from spmd.mesh.sharding import Axes
 from spmd.planning.choices import Choices
-from spmd.planning.decode import decoded
 from spmd.planning.domains import domains_of, taken_by
 from spmd.planning.greedy import plan_greedily
 from spmd.planning.limit import P, TryOut, check_possible, noted, pay_for_memory, skip_detours
-from spmd.planning.network import Copies, CostNetwork
+from spmd.planning.network import Copies, CostNetwork, decoded
 from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem
 from spmd.planning.search import Search
-from spmd.planning.solver.bounds import excesses
-from spmd.planning.solver.solve import Reduced, Solution, solve
-from spmd.planning.units import units_of
+from spmd.planning.solver import Reduced, Solution, excesses, solve
+from spmd.planning.units import ARGUMENT, OP, units_of
 from spmd.predict.backends import memory_for
 
-LEAST_EXPOSED = 0.1
-"""Share of its time that a reshard costs at least, where the machine could hide all of it."""
-
-TOGETHER = 2
-"""Axes that are placed together."""
-
-ROUNDS = 3
-"""How often each pair is placed, at most."""
-
-CLOSE = 1e-3
-"""Relative difference of times for which no pair is placed again, and no nearby plan is taken."""
-
-RUNS = 3_000
-"""How often a program is taken to run, where time to compile is weighed against time to run."""
+LEAST_EXPOSED = 0.1  # share of its time that a reshard costs, whatever the machine could hide
+MOST_EXPOSED = 0.5  # where less can be hidden, no plans of hidden communication are proposed
+TOGETHER = 2  # axes that are placed together
+ROUNDS = 3  # how often each pair is placed, at most
+CLOSE = 1e-3  # relative gain in time below which no further pair or nearby plan is taken
+NEAR = 1.1  # a nearby plan's sum of costs is at most so many times the best one's
+RUNS = 3_000  # of a program, where time to compile is weighed against time to run
 
 HOPED, SECONDS_AN_OP, MOST_TRIES, MOST_OPS = 0.1, 2.5e-4, 24, 800
 """Nearby plans are tried out for as long as a run that becomes so much shorter would save, each op
 of each taking so many seconds; and so many plans, of so many ops altogether, at most."""
-
-NEAR = 1.1
-"""Plans whose sum of costs is larger than the best one's by more than that are not nearby."""
 
 MOST_HIDDEN, MOST_MERGED = 2.0, 1.25
 """Arithmetic and communication that hide one another take half of their sum at least. So a plan is
 not brought down to a program if its sum is over twice what the best program takes: of sums 3 and 5
 ms and a best program of 2 ms the second is left out. Merged collectives take less than the sum of
 them, for all plans alike: so a plan whose sum is at most 1.25 times the least is always tried."""
-
-MOST_EXPOSED = 0.5
-"""Where a machine hides less than the rest, plans of hidden communication are not proposed."""
 
 
 def plan_exactly(
@@ -72,14 +57,9 @@ def plan_exactly(
     there are open arguments, the cheapest in which they lie as the marks suggest; and the greedy
     plan. Those that may win are timed, and the fastest that fits in memory is taken.
 
-    Args:
-      problem: what is to be planned.
-      try_out: brings a plan down to one device, and predicts what its program takes.
-      memory_limit: bytes that one device may use; the topology's memory if left out, which is then
-        a wish: a plan that misses it is returned with a note.
-      recompute: whether programs may make values again to keep to it.
-      like: a plan of another form of the program: ops choose among what it took and what the marks
-        suggest, where they could choose among all placements.
+    Without a `memory_limit` the topology's memory is a wish: a plan that misses it is returned with
+    a note. With a plan of another form of the program in `like`, ops choose among what it took and
+    what the marks suggest instead of among all placements.
 
     Raises:
       PlanError: no plan was found that keeps to the limit that was given.
@@ -88,16 +68,24 @@ def plan_exactly(
     greedy, costs = weighed(problem, like)
     solutions = [(costs, costs.solution)]
     proposed = [decoded(*solutions[0]), _suggested(costs), greedy]
-    if costs.has_open_arguments:
-        proposed.append(decoded(costs, costs.closed()))
-    for hidden in with_hidden(costs):
+    if any(len(states) > 1 for states in problem.arguments):  # all as the marks suggest
+        proposed.append(decoded(costs, costs.among(ARGUMENT, [1] * len(costs.variables))))
+    # Reshards may cost only what arithmetic cannot hide of them: all alike, or by their slack. A
+    # machine that hides so little would gain nothing by such plans.
+    exposed = max(LEAST_EXPOSED, 1 - problem.topology.chip.overlap)
+    for by_slack in (False, True) if exposed < MOST_EXPOSED else ():
+        hidden = costs.with_exposed(exposed, by_slack)
         solutions.append((hidden, hidden.solution))
         proposed.append(decoded(hidden, hidden.solution))
-        if not hidden.by_slack:  # what marks suggest differs little between the two
+        if not by_slack:  # what marks suggest differs little between the two
             proposed.append(_suggested(hidden))
     search = Search[P](memory_for(problem.topology, memory_limit))
     least = min(plan.seconds for plan in proposed)
-    first, *rest = _different(proposed)
+    different: list[Plan] = []
+    for plan in proposed:
+        if not _is_among(plan, different):
+            different.append(plan)
+    first, *rest = different
     for plan in (first, *sorted(rest, key=lambda plan: plan.seconds)):
         if plan.seconds <= max(MOST_HIDDEN * search.seconds, MOST_MERGED * least):
             search.add(try_out(plan))
@@ -149,12 +137,12 @@ def weighed(problem: Problem, like: Plan | None = None) -> tuple[Plan, CostNetwo
 def _try_nearby(
     costs: CostNetwork, cheapest: Solution, search: Search[P], try_out: TryOut[P], seen: list[Plan]
 ) -> None:
-    """Tries plans that are about as cheap as the cheapest, each with one decision pinned otherwise.
+    """Tries plans that are about as cheap as the cheapest, each with one decision changed.
 
     A sum of costs and the time of a program differ where rewrites merge and hide what was summed
     up. So the decisions that cost the least in the sum are tried out, as many as the program's size
-    allows; those that turn out to be faster stay pinned. What is among `seen` is not tried again;
-    what is tried is added to it.
+    allows; those that turn out to be faster stay pinned. Plans that were `seen` are not tried
+    again; what is tried is added to `seen`.
     """
     ops = sum(1 for _ in costs.problem.program.walk())
     best = min(trial.seconds for trial in search.tried)
@@ -184,35 +172,10 @@ def _try_nearby(
             best, pins = search.add(trial).seconds, {**pins, variable: (state,)}
 
 
-def with_hidden(costs: CostNetwork) -> list[CostNetwork]:
-    """The same network with cheaper reshards: each costs only what arithmetic cannot hide of it.
-
-    Returns:
-      One in which arithmetic hides all alike, and one in which it is what is computed between
-      making a value and reading it that does; none for a machine that hides so little that their
-      plans would gain nothing.
-    """
-    exposed = max(LEAST_EXPOSED, 1 - costs.problem.topology.chip.overlap)
-    if exposed >= MOST_EXPOSED:
-        return []
-    return [costs.with_exposed(exposed, by_slack) for by_slack in (False, True)]
-
-
 def _suggested(costs: CostNetwork) -> Plan:
-    """The cheapest plan of those that the marks lead to."""
-    plan = decoded(costs, costs.suggested)
+    plan = decoded(costs, costs.among(OP, costs.domains.suggested))
     return plan._replace(solver="suggested by marks") if plan.gap else plan
 
 
-def _different(plans: list[Plan]) -> list[Plan]:
-    """The plans that decide differently, in their order."""
-    kept: list[Plan] = []
-    for plan in plans:
-        if not _is_among(plan, kept):
-            kept.append(plan)
-    return kept
-
-
 def _is_among(plan: Plan, plans: Sequence[Plan]) -> bool:
-    """Whether one of some plans decides the same."""
     return any((plan.choices, plan.copies) == (p.choices, p.copies) for p in plans)

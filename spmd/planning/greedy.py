@@ -17,19 +17,13 @@ from spmd.planning.choices import Choices
 from spmd.planning.plan import Choice, Plan
 from spmd.planning.problem import Problem
 from spmd.planning.walk import Walk
-from spmd.reshard.resharder import States
+from spmd.reshard.paths import States
 
-CLOSE = 1e-9
-"""Relative difference of times that are a tie."""
+CLOSE = 1e-9  # relative difference of times that are a tie
 
 
 def plan_greedily(problem: Problem, choices: Choices | None = None) -> Plan:
-    """Plans a whole program.
-
-    Args:
-      problem: what is to be planned; of the shardings that an argument may have, the first counts.
-      choices: what makes the choices of ops, if there is one for the problem already.
-    """
+    """Plans a whole program; of the shardings that an argument may have, the first counts."""
     return _Greedy(problem, choices or Choices(problem)).run()
 
 
@@ -53,16 +47,13 @@ class _Greedy(Walk):
         return replicated(self.types[tie.result].rank)
 
     def choose(self, op: Op) -> tuple[Choice, float]:
-        """The cheapest choice; ops of a kind around which the books look alike share it."""
+        """The cheapest choice; ops of a kind share it where their values are in the same states."""
         copies_of, wishes = self.copies.get, self.wishes
         copies = tuple([copies_of(v, ()) for v in op.operands])  # nothing for cheap values
         wanted = tuple([(wish,) if (wish := wishes[v]) else () for v in op.results])
+        ends = enumerate(zip(op.operands, copies, strict=True))
         partial = tuple(
-            [
-                i
-                for i, found in enumerate(copies)
-                if found and found[0].partial and self.can_stay_partial(op.operands[i])
-            ]
+            [i for i, (v, have) in ends if have and have[0].partial and self.can_stay_partial(v)]
         )
         key = (op.kind, self.resharder.held(op.results[0]), copies, wanted, partial)
         if key not in self.decided:
@@ -76,7 +67,6 @@ class _Greedy(Walk):
         wanted: tuple[States, ...],
         partial: tuple[int, ...],
     ) -> tuple[Choice, float]:
-        """The choice that costs least here, and its own time."""
         options = self.options.around(op, tuple([found[:1] for found in copies]), wanted)
         best: tuple[float, int, Choice, float] | None = None
         for number, choice in enumerate(options):
@@ -84,7 +74,17 @@ class _Greedy(Walk):
             if any(i not in partial for i in carried):
                 continue
             own = self.options.own_seconds(op, choice.assignment)
-            total = own + self.around_seconds(op, choice, wanted)
+            # Time to bring the operands here, and later the results to where they are wanted.
+            before = sum(
+                self.resharder.cheapest(value, self.copies[value], state)[1].seconds
+                for value, state in zip(op.operands, choice.operands, strict=True)
+                if value not in self.cheap and state not in self.copies[value]
+            )
+            after = sum(
+                self.resharder.seconds(value, state, wish[0] if wish else state.full())
+                for value, state, wish in zip(op.results, choice.results, wanted, strict=True)
+            )
+            total = own + (before + after)
             # On a tie the one that keeps partials waits: it may still be summed with others.
             rank = number - (len(options) if carried else 0)
             if (
@@ -96,23 +96,11 @@ class _Greedy(Walk):
         assert best is not None
         return best[2], best[3]
 
-    def around_seconds(self, op: Op, choice: Choice, wanted: tuple[States, ...]) -> float:
-        """Time to bring the operands here, and later the results to where they are wanted."""
-        before = sum(
-            self.resharder.cheapest(value, self.copies[value], state)[1].seconds
-            for value, state in zip(op.operands, choice.operands, strict=True)
-            if value not in self.cheap and state not in self.copies[value]
-        )
-        return before + sum(
-            self.resharder.seconds(value, state, wish[0] if wish else state.full())
-            for value, state, wish in zip(op.results, choice.results, wanted, strict=True)
-        )
-
     def can_stay_partial(self, value: Value) -> bool:
         """Whether every use of a value is an op that is linear in it."""
-        for op, index in self.problem.index.users.get(value, ()):
-            if op is None or op.regions or op.is_mark:
-                return False
-            if not any(index in group for group in rule_of(op.kind).linear):
-                return False
-        return True
+        return all(
+            op is not None
+            and not (op.regions or op.is_mark)
+            and any(index in group for group in rule_of(op.kind).linear)
+            for op, index in self.problem.index.users.get(value, ())
+        )

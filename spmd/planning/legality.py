@@ -7,47 +7,26 @@ from collections.abc import Callable
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.legality import fail, hold
 from spmd.ir.program import Op, Value
-from spmd.mesh.sharding import (
-    Mark,
-    Sharding,
-    format_axes,
-    format_sharding,
-    is_legal,
-)
+from spmd.mesh.sharding import Mark, Sharding, format_axes, format_sharding, is_legal
 from spmd.planning.plan import Choice, Plan
 from spmd.propagation.projection import is_legal_assignment, project, reduced_axes
 from spmd.reshard.paths import can_reshard
 
-OpCheck = Callable[[Plan, Op, Choice], str | None]
-PlanCheck = Callable[[Plan], str | None]
-
 
 def check_plan(plan: Plan) -> None:
-    """Holds a plan against its table.
-
-    Raises:
-      LegalityError: a check that does not hold, with the op.
-    """
+    """Raises a `LegalityError` for the first check that does not hold, with its op."""
     hold("planned", PLAN_CHECKS, None, plan)
     for op in plan.program.walk():
-        _check_op(plan, op)
-
-
-def _check_op(plan: Plan, op: Op) -> None:
-    if op.results and all(v in plan.propagated.cheap for v in op.results):
-        return
-    choice = plan.choices.get(op.results[0]) if op.results else None
-    if choice is None:
-        fail("planned", "has_choice", "an op that is not cheap has no choice", op)
-    hold("planned", REGION_OP_CHECKS if op.regions else OP_CHECKS, op, plan, op, choice)
-
-
-# ---------------------------------------------------------------------------------------------
-# Checks of the whole plan.
+        if op.results and plan.propagated.cheap.issuperset(op.results):
+            continue
+        choice = plan.choices.get(op.results[0]) if op.results else None
+        if choice is None:
+            fail("planned", "has_choice", "an op that is not cheap has no choice", op)
+        hold("planned", REGION_OP_CHECKS if op.regions else OP_CHECKS, op, plan, op, choice)
 
 
 def states_are_legal(plan: Plan) -> str | None:
-    """Every state fits its value's type; only cheap and unused values have none."""
+    """Every state fits its value's type; only cheap and unused values have no state."""
     types = plan.program.types
     if len(plan.states) != len(types):
         return f"{len(plan.states)} states for {len(types)} values"
@@ -70,8 +49,7 @@ def held_atoms_are_left_alone(plan: Plan) -> str | None:
 def arguments_fit(plan: Plan) -> str | None:
     """Arguments fit and are not partial, and their values start from just these."""
     args = plan.program.body.args
-    problem = _boundary(plan, "argument", args, plan.arguments)
-    if problem:
+    if problem := _boundary(plan, "argument", args, plan.arguments):
         return problem
     for value, sharding in zip(args, plan.arguments, strict=True):
         if plan.states[value] != sharding:
@@ -128,10 +106,6 @@ def _boundary(
         if sharding.partial:
             return f"{what} {i}, {text}, is partial"
     return None
-
-
-# ---------------------------------------------------------------------------------------------
-# Checks of one op's choice.
 
 
 def choice_has_arity(plan: Plan, op: Op, choice: Choice) -> str | None:
@@ -233,17 +207,14 @@ def carries_agree(plan: Plan, op: Op, choice: Choice) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------
-# The tables.
-
-PLAN_CHECKS: tuple[PlanCheck, ...] = (
+PLAN_CHECKS: tuple[Callable[[Plan], str | None], ...] = (
     states_are_legal,
     held_atoms_are_left_alone,
     arguments_fit,
     results_fit,
     marks_hold,
 )
-_EVERY_OP: tuple[OpCheck, ...] = (
+_EVERY_OP: tuple[Callable[[Plan, Op, Choice], str | None], ...] = (
     choice_has_arity,
     shardings_fit_types,
     results_are_states,

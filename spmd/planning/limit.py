@@ -9,26 +9,28 @@ by making them again rather than holding them (`spmd.lowering.recompute`). Both 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from spmd.errors import PlanError, bytes_text
-from spmd.ir.program import Value
-from spmd.planning.liveness import least_held, peak_of
+from spmd.ir.description import Role
+from spmd.ir.program import Region, Value
+from spmd.mesh.sharding import Sharding
 from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem
 from spmd.planning.search import Judged, Search
+from spmd.predict.fusion import is_untouched
+from spmd.predict.memory import constant_bytes, fullest
 
-Prices = Mapping[Value, float]
-"""Seconds for each byte that one device holds of a value."""
+Prices = Mapping[Value, float]  # seconds for each byte that one device holds of a value
 
 FIRST, STEP, ROUNDS, PATIENCE = 1 / 64, 8.0, 8, 3
 """First price in seconds of the whole plan for the whole limit, its growth until a plan fits, plans
 to try until then, and how many of them in a row may bring no progress."""
 
+# The ratio of two prices between which no third is tried: of splitting values, and of making again.
 CLOSE, CLOSER = 1.5, 1.02
-"""The ratio of two prices between which no third is tried: of splitting values, and of making them
-again."""
 
 
 class TriedPlan(Judged, Protocol):
@@ -47,8 +49,7 @@ class TriedPlan(Judged, Protocol):
 
 P = TypeVar("P", bound=TriedPlan)
 
-TryOut = Callable[[Plan], P]
-"""Brings a plan down to one device, as the stages behind the planner will."""
+TryOut = Callable[[Plan], P]  # brings a plan down to one device, as the later stages will
 
 
 def skip_detours(search: Search[P], try_out: TryOut[P]) -> None:
@@ -68,19 +69,20 @@ def skip_detours(search: Search[P], try_out: TryOut[P]) -> None:
 def pay_for_memory(
     search: Search[P], priced: Callable[[Prices], Plan], try_out: TryOut[P], recompute: bool
 ) -> None:
-    """Adds plans at prices of memory to a search, of which all so far are too large.
-
-    Args:
-      search: plans made without prices.
-      priced: makes a plan at given prices.
-      try_out: predicts what it takes.
-      recompute: whether programs may make values again rather than hold them.
-    """
+    """Adds plans at prices of memory to a search, of which all so far are too large."""
     fastest, plain = min(search.tried, key=lambda trial: trial.seconds), search.tried
     if recompute:
         _make_again(search, plain, try_out)
-    unsplit = len(search.tried)
-    _split_further(search, fastest, priced, try_out)
+    unsplit, alive = len(search.tried), dict[Value, None]()
+
+    def at(price: float, last: P) -> P:
+        """The plan at a price of what was alive at the peak of those before."""
+        if not search.fits(last):
+            alive.update(dict.fromkeys(value for value, _ in peak_of(last.plan).alive))
+        plan = priced(dict.fromkeys(alive, price))
+        return last if plan.choices == last.plan.choices else try_out(plan)
+
+    _rising(search, fastest, at, CLOSE)
     if recompute:
         _make_again(search, search.tried[unsplit:], try_out)
 
@@ -88,22 +90,19 @@ def pay_for_memory(
 def noted(search: Search[P], memory_limit: int | None, recompute: bool) -> P:
     """The best of a search in which memory was short, with a note that says so.
 
-    Args:
-      search: all that was tried.
-      memory_limit: bytes that one device may use; if left out, what there is room for was a wish.
-      recompute: whether programs may make values again.
-
-    Raises:
-      PlanError: none keeps to the limit that was given.
+    Without a `memory_limit` of the user's, the limit of the search was a wish; with one, a
+    `PlanError` says that no plan keeps to it.
     """
     best, limit = search.best, bytes_text(int(search.limit))
     need = bytes_text(best.bytes)
     if search.fits(best):
         fastest = min(search.tried, key=lambda trial: trial.seconds)
+        made = bytes_text(sum(value.bytes for value in best.plan.recomputed))
+        again = f", and makes values of {made} again rather than hold them"
         note = (
             f"the fastest plan needs {bytes_text(fastest.bytes)} on a device, and there is room "
             f"for {limit}: this one takes {best.seconds / fastest.seconds:.2f} times as "
-            f"long{_again(best.plan)}"
+            f"long{again if best.plan.recomputed else ''}"
         )
     elif memory_limit is None:
         note = f"it is predicted to need {need} on a device; there is room for {limit}"
@@ -116,11 +115,7 @@ def noted(search: Search[P], memory_limit: int | None, recompute: bool) -> P:
 
 
 def check_possible(problem: Problem, memory_limit: int | None) -> None:
-    """Refuses a limit that no plan can keep to, before any is made.
-
-    Raises:
-      PlanError: arguments and results alone take more.
-    """
+    """Raises a `PlanError` for a limit that no plan can keep to, before any is made."""
     if memory_limit is None:
         return
     held = least_held(problem)
@@ -142,29 +137,8 @@ def _refusal(what: str, limit: int, least: int, actual: str, recompute: bool = T
     return error
 
 
-def _split_further(
-    search: Search[P], fastest: P, priced: Callable[[Prices], Plan], try_out: TryOut[P]
-) -> None:
-    """Tries plans at prices of what was alive at the peak of those before."""
-    alive: dict[Value, None] = {}
-
-    def at(price: float, last: P) -> P:
-        if not search.fits(last):
-            alive.update(dict.fromkeys(value for value, _ in peak_of(last.plan).alive))
-        plan = priced(dict.fromkeys(alive, price))
-        return last if plan.choices == last.plan.choices else try_out(plan)
-
-    _rising(search, fastest, at, CLOSE)
-
-
 def _make_again(search: Search[P], trials: Sequence[P], try_out: TryOut[P]) -> None:
-    """Tries plans whose programs make values again.
-
-    Args:
-      search: what was tried so far.
-      trials: the same plans without.
-      try_out: brings a plan down to one device.
-    """
+    """Tries the plans of some trials with programs that make values again."""
     for trial in sorted(trials, key=lambda trial: trial.seconds):
 
         def at(price: float, _: P, plan: Plan = trial.plan) -> P:
@@ -185,11 +159,8 @@ def _make_again(search: Search[P], trials: Sequence[P], try_out: TryOut[P]) -> N
 def _rising(search: Search[P], trial: P, at: Callable[[float, P], P], close: float) -> None:
     """Tries prices that rise until a program fits, then closes in on the lowest price that does.
 
-    Args:
-      search: what was tried so far, and gets all that is tried now.
-      trial: one without a price.
-      at: the trial at a price, after another.
-      close: the ratio of two prices between which no third is tried.
+    It begins with a trial without a price; `at` makes the trial at a price, after another. Between
+    two prices of the ratio `close` no third is tried.
     """
     low, high = trial.seconds / search.limit * FIRST, 0.0
     price, first, slowest = low, trial.bytes, search.seconds
@@ -209,8 +180,121 @@ def _rising(search: Search[P], trial: P, at: Callable[[float, P], P], close: flo
         price = math.sqrt(low * high) if high else price * STEP
 
 
-def _again(plan: Plan) -> str:
-    """What a plan's program makes again, for people."""
-    again = plan.recomputed
-    held = bytes_text(sum(value.bytes for value in again))
-    return f", and makes values of {held} again rather than hold them" if again else ""
+# ---------------------------------------------------------------------------------------------
+# How much memory a plan needs: an estimate on the global program, made in one pass, that the
+# planner can price. It sees what the plan decides (states of values, copies for their uses, carries
+# of loops) and leaves out what a backend does with it later.
+
+Held = tuple[Value, Sharding]  # a value in one of the states in which it exists
+
+
+class Peak(NamedTuple):
+    """The moment at which most memory of one device is in use."""
+
+    bytes: int  # arguments, results in memory of their own, and what is alive between
+    alive: dict[Held, int]  # what is alive then, with its bytes, arguments included
+
+
+def peak_of(plan: Plan) -> Peak:
+    """The fullest moment of a plan. Updates of donated arguments are written over these."""
+    body, size = plan.program.body, plan.problem.size
+    arguments = {held: size(*held) for held in zip(body.args, plan.arguments, strict=True)}
+    returned = list(zip(body.results, plan.results, strict=True))
+    own = [held for i, held in enumerate(returned) if i not in plan.problem.links]
+    inside = _peak_inside(plan, body, dict(returned))
+    late = sum(size(*held) for held in own) - sum(inside.alive.get(held, 0) for held in own)
+    fixed = sum(arguments.values())
+    return Peak(fixed + max(0, late) + inside.bytes, arguments | inside.alive)
+
+
+def _peak_inside(plan: Plan, region: Region, returned: Mapping[Value, Sharding]) -> Peak:
+    """What is alive at the worst moment, besides the region's own arguments."""
+    cheap, in_memory, args = plan.propagated.cheap, plan.problem.in_memory, set(region.args)
+    first: dict[Held, int] = {}
+    last: dict[Held, int] = {}
+    uses = Counter[Value]()
+    made: dict[Value, bool] = {}  # in this region -> whether it is in memory of its own
+    inner: dict[int, Peak] = {}
+    same: set[Held] = set()  # carries that their loop does not change
+    begins: dict[Held, Held] = {}  # other carries, and what they begin as
+    for i, op in enumerate(region.ops):
+        choice = plan.choices.get(op.results[0]) if op.results else None
+        if choice is None:
+            continue
+        for held in zip(op.operands, choice.operands, strict=True):
+            uses[held[0]] += 1
+            if held[0] not in cheap:
+                first.setdefault(held, i)
+                last[held] = i
+        for number, inside in enumerate(op.regions):
+            is_condition = number == 0 and op.is_loop
+            results = () if is_condition else zip(inside.results, choice.results, strict=True)
+            peak = _peak_inside(plan, inside, dict(results))
+            inner[i] = max(inner.get(i, peak), peak, key=lambda peak: peak.bytes)
+        for k, held in enumerate(zip(op.results, choice.results, strict=True)):
+            made[held[0]] = op.kind.about.role != Role.ALIAS and in_memory[held[0]]
+            first.setdefault(held, i)
+            last.setdefault(held, i)
+            if op.is_loop and is_untouched(op, k):
+                same.add(held)
+            elif op.is_loop:
+                begins[held] = op.operands[k], choice.operands[k]
+    for held in returned.items():
+        if held[0] not in cheap:
+            first.setdefault(held, len(region.ops))
+            last[held] = len(region.ops)
+    spans: list[tuple[int, int, Held]] = []
+    for held, start in first.items():
+        value, state = held
+        # Elementwise results with one use are taken to be fused into it.
+        is_fused = not made.get(value, True) and uses[value] <= 1
+        is_here = plan.states[value] == state
+        if held in same or (is_here and (value in args or is_fused)):
+            continue
+        begin = begins.get(held)
+        if begin is not None and begin[0] not in args and last.get(begin) == start:
+            start += 1  # the loop goes on in the memory of what it begins with
+        spans.append((start, max(start, last[held]), held))
+    sizes = [(start, end, plan.problem.size(*held)) for start, end, held in spans]
+    most, at = fullest(sizes, {i: peak.bytes for i, peak in inner.items()})
+    spans.sort(key=lambda span: span[0])
+    alive = {held: plan.problem.size(*held) for start, end, held in spans if start <= at <= end}
+    return Peak(most, alive | inner[at].alive if at in inner else alive)
+
+
+def bound_of(plan: Plan) -> int:
+    """Bytes that `peak_of` cannot exceed: those of all values together, as if none were ever freed.
+
+    It takes one pass over the program. A plan for which this fits needs no closer look.
+    """
+    states, size = plan.states, plan.problem.size
+    held = [(value, state) for value, state in enumerate(states) if state is not None]
+    held += plan.copies.items()
+    for op in plan.program.walk():
+        if op.results and (choice := plan.choices.get(op.results[0])) is not None:
+            needs = zip(op.operands, choice.operands, strict=True)
+            held += [(v, s) for v, s in needs if states[v] != s]
+    # Constants are whole, however they are split.
+    return constant_bytes(plan.program) + sum(size(*each) for each in held)
+
+
+def least_held(problem: Problem) -> dict[str, int]:
+    """Bytes that one device holds in every plan, known without any.
+
+    Arguments, constants among them, and results that are not written over donated ones, where they
+    take the least: as marked, or split over all devices.
+    """
+    program, body = problem.program, problem.program.body
+    arguments = zip(body.args, problem.arguments, strict=True)
+    held = [min(problem.bytes(value, states)) for value, states in arguments]
+    given, results = len(held) - len(program.constants), 0
+    own = {
+        value: wanted
+        for i, (value, wanted) in enumerate(zip(body.results, problem.results, strict=True))
+        if i not in problem.links and value not in body.args
+    }
+    for value, wanted in own.items():
+        whole = program.types[value].bytes // problem.mesh.size
+        results += whole if wanted is None else problem.size(value, wanted)
+    parts = {"arguments": sum(held[:given]), "results": results, "constants": sum(held[given:])}
+    return {name: size for name, size in parts.items() if size}

@@ -1,4 +1,4 @@
-"""The cost network of a plan: every op's choice and every carry's state, and what each pair costs.
+"""The cost network of a plan: choices of ops and states of carries, and what each pair costs.
 
 A variable of the network is an op's choice, a carry's state, or, for a value with several uses,
 these together with one more copy of the value that the uses may share. Costs are the ops' own
@@ -15,49 +15,36 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd.ir.program import Op, Value
-from spmd.ir.types import TensorType
+from spmd.ir.control_flow import Tie, ties
+from spmd.ir.dialect.registry import rule_of
+from spmd.ir.program import Op, Region, Value
 from spmd.mesh.sharding import Sharding, replicated
 from spmd.planning.choices import Choices
 from spmd.planning.domains import Domains
 from spmd.planning.plan import Choice, Plan
 from spmd.planning.problem import Problem
-from spmd.planning.slack import Slack, slack_of
-from spmd.planning.solver.network import FORBIDDEN, Network, Table
-from spmd.planning.solver.solve import CLOSE, Solution, solve
+from spmd.planning.solver import CLOSE, FORBIDDEN, Network, Solution, Table, solve
 from spmd.planning.units import ARGUMENT, CARRY, OP, WHOLE, Units, Use
+from spmd.planning.walk import Walk
 from spmd.predict.fusion import wants_stored
-from spmd.reshard.resharder import States
+from spmd.propagation.projection import unsplit
+from spmd.reshard.paths import States
 
+# States in which one value may be copied: those that uses agreed on; and others that some use may
+# need, as long as the value's variable stays as small as that.
 MOST_COPIES, MOST_ROWS = 4, 64
-"""States in which one value may be copied: those that uses agreed on; and others that some use may
-need, as long as the value's variable stays as small as that."""
-
-ROUGHLY = 1e-3
-"""Relative gap at which a joint state that is only a proposal is good enough."""
-
-LATER = 1e-12
-"""What a partial result costs on top, in seconds: of equals, the plan that reduces early."""
-
-SMALLER = 1e-15
-"""Seconds for each byte of arguments and results: of equals, the plan in which they are smaller."""
+ROUGHLY = 1e-3  # relative gap at which a joint state that is only a proposal is good enough
+LATER = 1e-12  # seconds that a partial result costs on top: of equals, plans reduce early
+SMALLER = 1e-15  # seconds for each byte of arguments and results: of equals, these are small
 
 
 class Variable(NamedTuple):
-    """A variable of the network that stands for a class.
-
-    Attributes:
-      number: the variable.
-      choices: for each of its states, the choice of the class.
-      again: for each of its states, which copy of its value is made as well, or -1.
-      copied: the result of the class that may be copied, or -1.
-      copies: the copies that there may be.
-    """
+    """A variable of the network that stands for a class of units."""
 
     number: int
-    choices: Table
-    again: Table
-    copied: int = -1
+    choices: Table  # for each of its states, the choice of the class
+    again: Table  # for each of its states, which copy of its value is made as well, or -1
+    copied: int = -1  # the result of the class that may be copied, or -1
     copies: States = ()
 
     @property
@@ -77,22 +64,14 @@ class Variable(NamedTuple):
         return int(found[0]) if len(found) else choice
 
 
-Copies = Mapping[tuple[int, int], States]
-"""Class and result -> states in which a copy of that value may be made as well."""
+Copies = Mapping[tuple[int, int], States]  # class and result -> states of possible copies
 
 
 class CostNetwork:
     """The network of a program, and how its variables stand for classes of units.
 
-    Args:
-      problem, units, choices, domains: the program, and what there is to choose from.
-      known: copies that paid in a network of the same units; looked for if left out.
-      base: a plan whose choices and states are among the domains: where to start.
-
-    Attributes:
-      variables: for each class of units, its variable.
-      copies: what may be copied.
-      exposed: the share of a reshard's time that counts at least; the rest hides behind arithmetic.
+    Copies that paid in a network of the same units are `known`; they are looked for if left out.
+    The choices and states of a `base` plan are among the domains: the solver starts from them.
     """
 
     def __init__(
@@ -105,9 +84,9 @@ class CostNetwork:
         base: Plan | None = None,
     ) -> None:
         self.problem, self.units, self.choices, self.domains = problem, units, choices, domains
-        self.exposed = 1.0
+        self.exposed = 1.0  # share of a reshard's time that arithmetic does not hide, at least
         self._slack: Slack | None = None
-        self.variables: list[Variable] = []
+        self.variables: list[Variable] = []  # of each class of units
         self._values: dict[tuple[int, int], Value] = {}  # the first value of each class and result
         for value, place in enumerate(units.of):
             self._values.setdefault(place, value)
@@ -124,25 +103,21 @@ class CostNetwork:
             if needs is not None
         }
         self._owned = [self._own(number) for number in range(len(units.units))]
-        self._close, self._known = ROUGHLY, () if base is None else self._rows_of(base)
+        self._close, self._known = ROUGHLY, list[tuple[int, Sharding | None]]()
+        if base is not None:
+            for number, unit in enumerate(units.units):
+                choice = 0  # the one that it took, without a copy
+                if unit.role == OP and unit.op is not None:
+                    choice = domains.choices[number].index(base.choice(unit.op))
+                elif unit.role in (ARGUMENT, CARRY):
+                    state = base.states[self._values[number, 0]]
+                    choice = left[number][0].index(state) if state else 0
+                self._known.append((choice, None))
         if known is None:
             self._build({}, shares=True)
             known = self.agreed()
         self._close = CLOSE
         self._build(known)
-
-    def _rows_of(self, plan: Plan) -> tuple[tuple[int, Sharding | None], ...]:
-        """For each variable the choice that a plan took, without a copy."""
-        rows = []
-        for number, unit in enumerate(self.units.units):
-            choice = 0
-            if unit.role == OP and unit.op is not None:
-                choice = self.domains.choices[number].index(plan.choice(unit.op))
-            elif unit.role in (ARGUMENT, CARRY):
-                state = plan.states[self._values[number, 0]]
-                choice = self.domains.left[number][0].index(state) if state else 0
-            rows.append((choice, None))
-        return tuple(rows)
 
     def settled(self) -> CostNetwork:
         """The network with the copies that its cheapest joint state asks for."""
@@ -151,16 +126,15 @@ class CostNetwork:
         return self
 
     def _build(self, copies: Copies, shares: bool = False) -> None:
-        """Makes the variables, and what reshards cost; what was the cheapest is where to start.
+        """Makes the variables, and what reshards cost; the solver starts from the last solution.
 
-        Args:
-          copies: class and result -> states in which a copy of that value may be made as well.
-          shares: whether each use bears its share only of a reshard that all could read.
+        With `shares` each use pays only its share of a reshard whose result all of them could read.
         """
         if "solution" in self.__dict__:
             states = self.solution.states
-            self._known = tuple([v.row(states[v.number]) for v in self.variables])
-        self._forget()
+            self._known = [v.row(states[v.number]) for v in self.variables]
+        for name in ("network", "solution"):
+            self.__dict__.pop(name, None)
         self.copies = copies
         self._reshards = Network()
         self.variables = [self._variable(i, copies) for i in range(len(self.units.units))]
@@ -186,12 +160,7 @@ class CostNetwork:
         known = [v.state(*row) for v, row in zip(self.variables, self._known, strict=False)]
         return solve(self.network, known=known or None, close=self._close)
 
-    @cached_property
-    def suggested(self) -> Solution:
-        """The cheapest joint state of those that the marks lead to."""
-        return self._among(OP, self.domains.suggested)
-
-    def _among(self, role: str, counts: Sequence[int]) -> Solution:
+    def among(self, role: str, counts: Sequence[int]) -> Solution:
         """The cheapest joint state in which classes of a role make one of their first choices."""
         allowed = [
             np.flatnonzero(v.choices < count) if unit.role == role else np.arange(len(v.choices))
@@ -199,17 +168,10 @@ class CostNetwork:
         ]
         return solve(self.network, allowed)._replace(lower=self.solution.lower)
 
-    def _forget(self) -> None:
-        for name in ("network", "solution", "suggested"):
-            self.__dict__.pop(name, None)
-
     def with_exposed(self, exposed: float, by_slack: bool) -> CostNetwork:
-        """The same network, in which another share of a reshard's time counts.
+        """The same network, in which at least another share of each reshard's time counts.
 
-        Args:
-          exposed: the share, at least.
-          by_slack: whether all of it counts that takes longer than what a device computes between
-            making the value and reading it (`spmd.planning.slack`).
+        With `by_slack`, all of it counts that exceeds the reshard's slack.
         """
         other = copy.copy(self)
         other._close, other.exposed = ROUGHLY, exposed
@@ -218,9 +180,9 @@ class CostNetwork:
         return other
 
     def agreed(self) -> Copies:
-        """Of each class the result, and its states, that several uses need and it is not left in.
+        """Of each class the result that several uses need in states that its op does not leave.
 
-        Looked for where the joint state is the cheapest; what may be copied already stays.
+        The cheapest joint state shows them; copies that were possible before stay so.
         """
         states = self.solution.states
         found: dict[int, tuple[float, int, States]] = {}
@@ -238,7 +200,7 @@ class CostNetwork:
             reads = sum(use.trips for use in uses) > runs
             shared = tuple([need for need in times if reads and need != left])
             shared = tuple(dict.fromkeys((*self.copies.get((source, index), ()), *shared)))
-            size = self._type(source, index).bytes
+            size = self.problem.program.types[self._values[source, index]].bytes
             if shared and size > found.get(source, (0.0,))[0]:
                 most = max(MOST_COPIES, MOST_ROWS // len(self.domains.left[source][index]))
                 others = [need for use in uses for need in self._needs[use] or ()]
@@ -247,33 +209,20 @@ class CostNetwork:
         return {(source, index): shared for source, (_, index, shared) in found.items()}
 
     def _runs(self, source: int, index: int) -> int:
-        """How often a value is made in one run of the program."""
+        # How often a value is made in one run of the program.
         is_inside = self.units.units[source].role == CARRY and index
         return self.units.inner[source] if is_inside else self.units.trips[source]
 
     @property
     def by_slack(self) -> bool:
-        """Whether they hide only behind what is computed between making a value and reading it."""
+        """Whether reshards hide only behind what is computed in their slack."""
         return self._slack is not None
-
-    @property
-    def has_open_arguments(self) -> bool:
-        """Whether any argument may lie in several ways."""
-        return any(len(states) > 1 for states in self.problem.arguments)
-
-    def closed(self) -> Solution:
-        """The cheapest joint state in which every argument lies as the marks suggest."""
-        return self._among(ARGUMENT, [1] * len(self.variables))
-
-    def _copy(self) -> Network:
-        network = Network()
-        network.unary = [costs.copy() for costs in self.network.unary]
-        network.pairs = self.network.pairs
-        return network
 
     def priced(self, prices: Mapping[Value, float]) -> Network:
         """The network in which values that are alive at the peak cost so many seconds a byte."""
-        network = self._copy()
+        network = Network()
+        network.unary = [costs.copy() for costs in self.network.unary]
+        network.pairs = self.network.pairs
         for value, price in prices.items():
             number, index = self.units.of[value]
             if number < 0:
@@ -291,8 +240,6 @@ class CostNetwork:
         """What a choice costs by itself."""
         later = LATER * any([s.partial for s in choice.results])
         return self.choices.own_seconds(op, choice.assignment) + later
-
-    # Variables.
 
     def _variable(self, number: int, copies: Copies) -> Variable:
         count = len(self._owned[number])
@@ -313,7 +260,6 @@ class CostNetwork:
         return Variable(self._reshards.variable(made), choices, again, copied, states)
 
     def _own(self, number: int) -> Table:
-        """What each choice of a class costs by itself."""
         unit, left = self.units.units[number], self.domains.left[number]
         if unit.role == OP:
             assert unit.op is not None
@@ -325,17 +271,23 @@ class CostNetwork:
             return np.array([LATER * bool(s.partial) for s in left[0]])
         return np.zeros(1)
 
-    # Edges.
-
     def _connect(self, source: int, index: int, uses: Sequence[Use], share: float) -> None:
-        """Adds a share of the reshards between a value and its uses."""
         variable, left = self.variables[source], self._left[source, index]
         value, costs_of = self._values[source, index], self.choices.ways.costs
         for use in uses:
-            needs, stores = self._wanted.get(use), self._stores(use)
+            needs, reader = self._wanted.get(use), self.units.units[use.target]
+            op = reader.op if reader.role == OP else None
+            # Whether the reader needs the value in memory, whatever makes it.
+            stores = op is None or wants_stored(op, use.position)
             if needs is None:
-                costs = self._seen(self._as_it_is(use), source, index, use)
-                costs = costs[variable.choices] * use.trips
+                # A result for which the user gave no sharding may stay as it is, but for what jax
+                # cannot name: parts of axes, and terms of a sum.
+                states = self.domains.left[source][index]
+                lies = tuple([self.problem.left(value, state) for state in states])
+                ways = zip(states, lies, strict=True)
+                seconds = [self.problem.resharder.seconds(value, *ends) for ends in ways]
+                own = np.array(seconds) + SMALLER * np.array(self.problem.bytes(value, lies))
+                costs = self._seen(own, source, index, use)[variable.choices] * use.trips
                 self._reshards.unary[variable.number] += costs
                 continue
             rows = costs_of(value, left, needs, stores)[variable.choices]
@@ -367,27 +319,107 @@ class CostNetwork:
         if unit.role in (ARGUMENT, CARRY):
             return self.domains.left[use.target][0]
         if unit.role == WHOLE:
-            return (replicated(self._type(use.source, use.result).rank),)
+            value = self._values[use.source, use.result]
+            return (replicated(self.problem.program.types[value].rank),)
         wanted = self.problem.results[unit.number]
         return (wanted,) if wanted is not None else None
 
-    def _as_it_is(self, use: Use) -> Table:
-        """Costs of a result for which the user gave no sharding, in each state that its op leaves.
 
-        It may stay as it is, but for what jax cannot name: parts of axes, and terms of a sum.
-        """
-        value = self._values[use.source, use.result]
-        resharder, states = self.problem.resharder, self.domains.left[use.source][use.result]
-        lies = tuple([self.problem.left(value, state) for state in states])
-        seconds = [resharder.seconds(value, *ends) for ends in zip(states, lies, strict=True)]
-        return np.array(seconds) + SMALLER * np.array(self.problem.bytes(value, lies))
+# ---------------------------------------------------------------------------------------------
+# Slack: how long a device computes between making a value and reading it.
+#
+# A machine that communicates beside its arithmetic hides a reshard there. Gathers of weights and
+# sums of gradients have much slack, as the device computes layers in between; what one product of a
+# layer leaves for the next has none.
+#
+#     %1 = dot %x, %w0     %w1 is there from the start: its slack is the first product
+#     %2 = dot %1, %w1     %1 is read at once: it has none
 
-    def _stores(self, use: Use) -> bool:
-        """Whether what a class reads has to be in memory, whatever makes it."""
-        op = self.units.units[use.target].op
-        if op is None or self.units.units[use.target].role != OP:
-            return True
-        return wants_stored(op, op.kind.about.role, use.position)
+Slack = Mapping[tuple[int, int, int], float]  # source, result, target of a use -> seconds
 
-    def _type(self, source: int, index: int) -> TensorType:
-        return self.problem.program.types[self._values[source, index]]
+
+def slack_of(choices: Choices, units: Units) -> Slack:
+    """The slack of every use, if arithmetic is split evenly over all devices.
+
+    Ops run in the order of the program. No op overlaps with the trip before, so what a trip gets is
+    there when it begins. Results of the program have no slack. Uses that are one to the planner
+    have the mean of theirs.
+    """
+    found = _Clock(choices, units)
+    found.region(choices.problem.program.body)
+    return {key: seconds / count for key, (seconds, count) in found.slack.items()}
+
+
+class _Clock:
+    def __init__(self, choices: Choices, units: Units) -> None:
+        self.choices, self.units = choices, units
+        self.devices = choices.mesh.size
+        self.slack: dict[tuple[int, int, int], tuple[float, int]] = {}
+
+    def use(self, value: Value, target: int, seconds: float) -> None:
+        key = (*self.units.of[value], target)
+        total, count = self.slack.get(key, (0.0, 0))
+        self.slack[key] = total + seconds, count + 1
+
+    def region(self, region: Region) -> tuple[float, dict[Value, float]]:
+        # Seconds of one run of a region, and when in it values are made.
+        problem, of = self.choices.problem, self.units.of
+        now, made = 0.0, dict[Value, float]()
+        for op in region.ops:
+            if op.regions:
+                bound = ties(op)
+                for tie in bound:
+                    if tie.source is not None:
+                        self.use(tie.source, of[tie.result][0], now - made.get(tie.source, 0.0))
+                for inner in op.regions[op.is_loop :]:
+                    end, inside = self.region(inner)
+                    for tie, value in zip(bound, inner.results, strict=True):
+                        self.use(value, of[tie.result][0], end - inside.get(value, 0.0))
+                    now += end * problem.index.runs(op)
+            else:
+                for value in op.operands:
+                    self.use(value, of[op.results[0]][0], now - made.get(value, 0.0))
+                whole = unsplit(rule_of(op.kind, op.loc))
+                now += self.choices.own_seconds(op, whole) / self.devices
+            made |= dict.fromkeys(op.results, now)
+        return now, made
+
+
+# ---------------------------------------------------------------------------------------------
+# Decoding: the plan that a solution of the network stands for.
+
+
+def decoded(costs: CostNetwork, solution: Solution) -> Plan:
+    """The plan in which every unit is in the state that its class got, its costs summed anew."""
+    plan = _Decoded(costs, solution).run()
+    return plan._replace(exposed=costs.exposed, by_slack=costs.by_slack, gap=solution.gap)
+
+
+class _Decoded(Walk):
+    def __init__(self, costs: CostNetwork, solution: Solution) -> None:
+        super().__init__(costs.problem)
+        self.solver = "exact" if solution.exact else "local search"
+        self.costs, self.domains = costs, costs.domains
+        self.of = costs.units.of
+        states = [solution.states[v.number] for v in costs.variables]
+        self.chosen = [int(v.choices[s]) for v, s in zip(costs.variables, states, strict=True)]
+        again = [int(v.again[s]) for v, s in zip(costs.variables, states, strict=True)]
+        for value, (number, index) in enumerate(self.of):
+            variable = costs.variables[number]
+            if number >= 0 and index == variable.copied and again[number] >= 0:
+                self.shared[value] = variable.copies[again[number]]
+
+    def choose(self, op: Op) -> tuple[Choice, float]:
+        number, _ = self.of[op.results[0]]
+        choice = self.domains.choices[number][self.chosen[number]]
+        return choice, self.costs.own_cost(op, choice)
+
+    def carry(self, tie: Tie) -> Sharding:
+        return self.state(tie.result)
+
+    def argument(self, number: int) -> Sharding:
+        return self.state(self.program.body.args[number])
+
+    def state(self, value: Value) -> Sharding:
+        number, _ = self.of[value]  # the class of an argument or a carry
+        return self.domains.left[number][0][self.chosen[number]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from spmd.ir.program import Loc, Op, Program, Value
 from spmd.mesh.mesh import Mesh
@@ -15,65 +15,39 @@ from spmd.propagation.propagate import Propagated
 
 
 class Choice(NamedTuple):
-    """For one op: the assignment, and what follows from it.
-
-    Attributes:
-      assignment: atoms of each factor.
-      operands: the sharding that each operand must have (partial where the op is linear).
-      results: the sharding that each result will have.
-    """
+    """For one op: the assignment, and the shardings of operands and results that follow from it."""
 
     assignment: Assignment
-    operands: tuple[Sharding, ...]
+    operands: tuple[Sharding, ...]  # partial where the op is linear
     results: tuple[Sharding, ...]
 
 
 class Move(NamedTuple):
-    """One reshard that a plan makes.
-
-    Attributes:
-      value: what is resharded.
-      have, wanted: from where to where.
-      user: the op that asked for it; None for carries and results.
-      seconds, bytes: predicted time, and what each device sends, in one run (loops multiply).
-    """
+    """One reshard that a plan makes."""
 
     value: Value
     have: Sharding
     wanted: Sharding
-    user: Op | None
-    seconds: float
-    bytes: int
+    user: Op | None  # the op that asked for it; None for carries and results
+    seconds: float  # predicted, of one run of the program: loops multiply
+    bytes: int  # that each device sends in one run
 
 
 class Recomputed(NamedTuple):
-    """A value that is not held, but made again where it is read.
-
-    Attributes:
-      loc: where it comes from.
-      name: the op that makes it.
-      bytes: what one device would hold.
-    """
+    """A value that is not held, but made again where it is read."""
 
     loc: Loc
-    name: str
-    bytes: int
+    name: str  # of the op that makes it
+    bytes: int  # that one device would hold
 
 
 class Weighed(NamedTuple):
-    """Another form of a program, and whether it was taken (`spmd.planning.search`).
+    """Another form of a program, and whether it was taken (`spmd.planning.search`)."""
 
-    Attributes:
-      name: what is done to the program, for people.
-      seconds: predicted time of one run of it; None if it was not made.
-      before: that of the program that it was weighed with.
-      refusal: why it was not taken; empty if it was.
-    """
-
-    name: str
-    seconds: float | None
-    before: float
-    refusal: str
+    name: str  # what is done to the program, for people
+    seconds: float | None  # predicted for one run; None if the form was not made
+    before: float  # seconds of the program that it was weighed with
+    refusal: str  # why it was not taken; empty if it was
 
     @property
     def text(self) -> str:
@@ -86,53 +60,39 @@ class Weighed(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One choice for each op, one state for each value.
-
-    Attributes:
-      problem: what was asked.
-      choices: an op's first result -> its choice. Region ops have one too: their carries' states.
-      states: for each value, the sharding that its producer leaves it in; None for cheap values,
-        which are made anew for every use.
-      copies: values of which a second copy is made before the first use that needs another state
-        than the value's: uses share it.
-      arguments, results: boundary shardings: nothing partial; parts of axes only where marked.
-      trips: a loop's first result -> how often it runs, None where that is not known.
-      moves: every reshard that takes time, in program order.
-      seconds: compute and reshard times of one run added up, as if nothing ran side by side.
-      solver: which solver made it.
-      notes: what people should know (fallbacks taken), in program order.
-      run_seconds: predicted time of one run of its program; 0 if that was not tried.
-      byte_price: seconds for each byte that its program holds at the fullest moment: what is worth
-        less than its price is made again instead (`spmd.lowering.recompute`); 0: nothing is.
-      recomputed: what its program makes again; empty if that was not tried.
-      exposed: the share of a reshard's time that counted in the network that it was taken from.
-      by_slack: whether all of it counted that took longer than what is computed in the meantime.
-      like_loops: whether ops chose among what the marks suggest and what the plan of the loops that
-        were written out took for them; else among all placements.
-      gap: how far its sum of seconds is above the least of all that was weighed at most, as a share
-        of it; 0: there is none that is smaller.
-      forms: other forms of its program that were weighed, those that were taken among them.
-    """
+    """One choice for each op, one state for each value."""
 
     problem: Problem
+    # An op's first result -> its choice. Region ops have one too: their carries' states.
     choices: Mapping[Value, Choice]
+    # Of each value, as its producer leaves it; None for cheap values, made anew for every use.
     states: tuple[Sharding | None, ...]
+    # Values of which a second copy is made before the first use that needs another state than the
+    # value's: uses share it.
     copies: Mapping[Value, Sharding]
+    # Shardings at the boundary: nothing partial; parts of axes only where marked.
     arguments: tuple[Sharding, ...]
     results: tuple[Sharding, ...]
-    trips: Mapping[Value, int | None]
-    moves: tuple[Move, ...]
-    seconds: float
+    trips: Mapping[Value, int | None]  # a loop's first result -> how often it runs, if known
+    moves: tuple[Move, ...]  # every reshard that takes time, in program order
+    seconds: float  # all computation and reshards of one run, as if nothing ran side by side
     solver: str
-    notes: tuple[str, ...]
-    run_seconds: float = 0.0
+    notes: tuple[str, ...]  # what people should know (fallbacks taken), in program order
+    run_seconds: float = 0.0  # predicted time of one run; 0 if that was not tried
+    # Seconds for each byte that is held at the fullest moment: what is worth less than its price is
+    # made again instead (`spmd.lowering.recompute`); 0: nothing is.
     byte_price: float = 0.0
-    recomputed: tuple[Recomputed, ...] = ()
+    recomputed: tuple[Recomputed, ...] = ()  # empty if that was not tried
+    # Share of a reshard's time that counted in the cost network, and whether all of it counted that
+    # exceeded its slack.
     exposed: float = 1.0
     by_slack: bool = False
+    # Whether ops chose among what the marks suggest and what the plan of the loops that were
+    # written out took for them; else they chose among all placements.
     like_loops: bool = False
+    # How far `seconds` is above the least of all that was weighed at most, as a share of it.
     gap: float = 0.0
-    forms: tuple[Weighed, ...] = ()
+    forms: tuple[Weighed, ...] = ()  # that were weighed, those that were taken among them
 
     @property
     def propagated(self) -> Propagated:
@@ -166,3 +126,71 @@ class Plan(NamedTuple):
     def choice(self, op: Op) -> Choice:
         """The choice for an op."""
         return self.choices[op.results[0]]
+
+
+# ---------------------------------------------------------------------------------------------
+# A plan as plain data, and back: what was decided, without the problem that it was decided for.
+
+_AS_THEY_ARE = (  # fields that are numbers or text
+    "seconds", "solver", "run_seconds", "byte_price", "exposed", "by_slack",
+    "like_loops", "gap"
+)  # fmt: skip
+
+
+def recorded(plan: Plan) -> dict[str, Any]:
+    """All of a plan that JSON can keep; what is made again is left to those who make it again."""
+    shardings: dict[Sharding, int] = {}
+    choices: dict[Choice, int] = {}
+
+    def of(*found: Sharding) -> list[int]:
+        return [shardings.setdefault(sharding, len(shardings)) for sharding in found]
+
+    record: dict[str, Any] = {name: getattr(plan, name) for name in _AS_THEY_ARE}
+    record |= {
+        "notes": plan.notes,
+        "forms": plan.forms,
+        "arguments": of(*plan.arguments),
+        "results": of(*plan.results),
+        "states": [None if state is None else of(state)[0] for state in plan.states],
+        "copies": [(value, *of(state)) for value, state in plan.copies.items()],
+        "moves": [
+            (m.value, *of(m.have, m.wanted), m.user and m.user.results[0], m.seconds, m.bytes)
+            for m in plan.moves
+        ],
+        "chosen": [(v, choices.setdefault(c, len(choices))) for v, c in plan.choices.items()],
+        "choices": [(c.assignment, of(*c.operands), of(*c.results)) for c in choices],
+    }
+    return {**record, "shardings": [(s.dims, s.partial, s.kind) for s in shardings]}
+
+
+def replayed(record: Mapping[str, Any], problem: Problem) -> Plan:
+    """The plan of a record that `recorded` gave, read from JSON, for the same problem."""
+    shardings = [Sharding(*_frozen(fields)) for fields in record["shardings"]]
+    producers = problem.index.producers
+
+    def at(numbers: list[int]) -> tuple[Sharding, ...]:
+        return tuple([shardings[number] for number in numbers])
+
+    def move(value: int, have: int, wanted: int, user: int | None, *cost: Any) -> Move:
+        reader = None if user is None else producers[user]
+        return Move(value, shardings[have], shardings[wanted], reader, *cost)
+
+    choices = [Choice(_frozen(a), at(given), at(made)) for a, given, made in record["choices"]]
+    return Plan(
+        problem,
+        {value: choices[number] for value, number in record["chosen"]},
+        tuple([None if number is None else shardings[number] for number in record["states"]]),
+        {value: shardings[number] for value, number in record["copies"]},
+        at(record["arguments"]),
+        at(record["results"]),
+        problem.index.trips,
+        tuple([move(*fields) for fields in record["moves"]]),
+        notes=tuple(record["notes"]),
+        forms=tuple([Weighed(*form) for form in record["forms"]]),
+        **{name: record[name] for name in _AS_THEY_ARE},
+    )
+
+
+def _frozen(plain: Any) -> Any:
+    # Lists in lists as tuples in tuples.
+    return tuple(map(_frozen, plain)) if isinstance(plain, list) else plain

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,30 +16,23 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Mark, Sharding, is_even
 from spmd.mesh.topology import Topology
 from spmd.predict.backends import Backend
-from spmd.predict.fusion import fuse
+from spmd.predict.fusion import Fused
 from spmd.propagation.propagate import Propagated, propagate
 from spmd.propagation.sink import cheap_values
-from spmd.reshard.paths import Table
-from spmd.reshard.resharder import Resharder, States
+from spmd.reshard.paths import Resharder, States, Table
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What is to be planned.
-
-    Attributes:
-      propagated: the program with its proposals.
-      topology: the machine to cost on.
-      arguments: for each argument the shardings that it may have, first what the marks suggest.
-      results: for each result, the sharding that the user asked for, or None.
-      links: result -> argument of donated arguments and their updates, which look alike.
-    """
+    """What is to be planned."""
 
     propagated: Propagated
     topology: Topology
+    # For each argument the shardings that it may have, first what the marks suggest.
     arguments: tuple[States, ...]
-    results: tuple[Sharding | None, ...]
-    links: Mapping[int, int]
+    results: tuple[Sharding | None, ...]  # what the user asked for, or None
+    links: Mapping[int, int]  # result -> argument: updates of donated arguments, sharded alike
+    _bytes: dict[TensorType, dict[Sharding, int]] = field(default_factory=dict, init=False)
 
     @property
     def program(self) -> Program:
@@ -71,7 +64,7 @@ class Problem:
     @cached_property
     def in_memory(self) -> tuple[bool, ...]:
         """Whether each value is in memory, under whichever name, if nothing is resharded."""
-        fused, producers = fuse(self.program, Backend()), self.index.producers
+        fused, producers = Fused(self.program, Backend()), self.index.producers
         found = []
         for root in fused.root:
             while fused.root[root] != root:
@@ -92,23 +85,18 @@ class Problem:
                 known[state] = local_type(type_, state, self.mesh).bytes
         return [known[state] for state in states]
 
-    @cached_property
-    def _bytes(self) -> dict[TensorType, dict[Sharding, int]]:
-        return {}
+    def size(self, value: Value, state: Sharding) -> int:
+        """Bytes that one device holds of a value in one state."""
+        return self.bytes(value, (state,))[0]
 
     def traffic(
         self, value: Value, states: States, needs: States, sends: Any, stores: bool
     ) -> Table:
-        """Seconds in which reshards move memory, beside what their collectives take.
+        """Seconds in which reshards from some states (rows) to some needs (columns) move memory.
 
-        What a collective sends of a value that is computed inside its readers is written for it,
-        and read behind it; and so is a piece that is cut out for a reader that wants it stored.
-
-        Args:
-          value: what is resharded.
-          states, needs: from where (rows) to where (columns).
-          sends: for each way, whether there are collectives in it.
-          stores: whether the reader wants it in memory.
+        Their collectives' time is counted elsewhere. What a collective `sends` of a value that is
+        computed inside its readers is written for it, and read behind it; and so is a piece that is
+        cut out for a reader that `stores` it, that is, wants it in memory.
         """
         bandwidth = self.topology.hbm_bandwidth
         got = np.array(self.bytes(value, needs)) / bandwidth
@@ -124,8 +112,8 @@ class Problem:
     def suggested(self, value: Value) -> Sharding:
         """How an argument lies in memory between calls if it lies as the marks suggest.
 
-        It is split over whole axes, and over the parts of axes that it is marked with: jax knows no
-        others.
+        It is split over whole axes, and over the parts of axes that it is marked with: jax cannot
+        name other parts.
         """
         mark = self.propagated.marks.get(value)
         shape = self.program.types[value].shape
@@ -133,10 +121,10 @@ class Problem:
         return Sharding(whole_axes(proposal, shape, self.mesh, mark.dims if mark else ()))
 
     def left(self, value: Value, state: Sharding) -> Sharding:
-        """How a result lies in memory for which nobody gave a sharding: as its producer leaves it.
+        """How a result without a given sharding lies in memory: as its producer leaves it.
 
-        Terms of a sum are added up to whichever pieces that takes the least time for. Parts of
-        axes, which jax cannot name, are gathered. One that is marked inside of the program, some
+        A partial one is added up in the sharding to which that takes the least time. Parts of axes,
+        which jax cannot name, are gathered. A result that is marked inside of the program, some
         dims open, lies as is proposed.
         """
         if value in self.propagated.marks:
@@ -159,13 +147,9 @@ def posed(
 ) -> Problem:
     """What is to be planned: a program in which axes flow from the marks to all other values.
 
-    Args:
-      program: the program.
-      mesh: its mesh.
-      marks: value -> its mark. An argument without one may be split in any way.
-      topology: the machine to cost on.
-      results: for each result, the sharding that the user asked for, or None.
-      links: (result, argument) of donated arguments and their updates.
+    An argument without a mark may be split in any way. For each result, `results` has the sharding
+    that the user asked for, or None; `links` are (result, argument) of updates of donated
+    arguments.
     """
     args, made = program.body.args, program.body.results
     pairs = [(made[result], args[argument]) for result, argument in links]
@@ -177,32 +161,21 @@ def posed(
 def problem_of(
     propagated: Propagated,
     topology: Topology,
-    result_marks: Sequence[Sharding | None] = (),
+    results: Sequence[Sharding | None] = (),
     links: Sequence[tuple[int, int]] = (),
 ) -> Problem:
-    """The problem in which every argument is as marked, else as proposed.
-
-    Args:
-      propagated: the program with its proposals.
-      topology: the machine to cost on.
-      result_marks: for each result, the sharding that the user asked for, or None.
-      links: (result, argument) of donated arguments and their updates.
-    """
+    """The problem in which every argument is as marked, else as proposed (see `posed`)."""
     body = propagated.program.body
-    marks = tuple(result_marks) or (None,) * len(body.results)
-    problem = Problem(propagated, topology, (), marks, dict(links))
+    wanted = tuple(results) or (None,) * len(body.results)
+    problem = Problem(propagated, topology, (), wanted, dict(links))
     arguments = tuple((problem.suggested(v),) for v in body.args)
     return replace(problem, arguments=arguments)
 
 
 def opened(problem: Problem, free: Sequence[bool]) -> Problem:
-    """The same problem, but the arguments that are free may lie in every way that divides them.
+    """The same problem, but the arguments that are `free` may lie in every way that divides them.
 
     Donated ones, which live on from call to call, lie in no larger pieces than the marks suggest.
-
-    Args:
-      problem: the problem.
-      free: for each argument, whether nobody said how it lies.
     """
     types, values = problem.program.types, problem.program.body.args
     arguments = list(problem.arguments)
@@ -225,15 +198,23 @@ def every_state(type_: TensorType, mesh: Mesh) -> States:
 
 def laid(type_: TensorType, dims: Sequence[Axes], runs: Sequence[Axes], mesh: Mesh) -> States:
     """Every way to lay runs of atoms on dims that they divide, behind what is there, or nowhere."""
-    found = [tuple(dims)]
+    found = laid_out(dims, runs, lambda d, axes: is_even(type_.shape[d], axes, mesh))
+    return tuple([Sharding(each) for each in found])
+
+
+def laid_out(
+    start: Sequence[Axes], runs: Sequence[Axes], fits: Callable[[int, Axes], bool]
+) -> list[tuple[Axes, ...]]:
+    """Every way to append each of some runs to one of some places that it fits, or to none."""
+    found = [tuple(start)]
     for atoms in runs:
         found += [
-            (*have[:d], have[d] + atoms, *have[d + 1 :])
+            (*have[:place], have[place] + atoms, *have[place + 1 :])
             for have in found
-            for d, size in enumerate(type_.shape)
-            if is_even(size, have[d] + atoms, mesh)
+            for place in range(len(have))
+            if fits(place, have[place] + atoms)
         ]
-    return tuple([Sharding(each) for each in found])
+    return found
 
 
 def whole_axes(
@@ -241,11 +222,7 @@ def whole_axes(
 ) -> tuple[Axes, ...]:
     """The longest part of each dim's atoms that is whole axes and divides it, as boundaries ask.
 
-    Args:
-      dims: atoms of each dim.
-      shape: sizes of the dims.
-      mesh: the mesh.
-      promised: for each dim the atoms of a mark, which are kept where they divide it.
+    Atoms that a mark has `promised` for a dim are kept where they divide it.
     """
     kept = []
     for axes, size, begins in zip(dims, shape, promised or ((),) * len(dims), strict=True):

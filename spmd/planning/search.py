@@ -2,10 +2,6 @@
 
 Whatever the compiler weighs is judged here, by the predicted seconds of one run within the bytes of
 one device: plans, prices of memory, forms of a program, schedules of pipelines, meshes.
-
-    plan a          172 ms   60 GiB    the best: it fits in 80 GiB
-    plan b          160 ms   90 GiB    faster, but too large
-    written out     171 ms   61 GiB    does not win the 3 ms that it takes to compile
 """
 
 from __future__ import annotations
@@ -39,24 +35,18 @@ T = TypeVar("T", bound=Judged)
 
 
 class Candidate(NamedTuple, Generic[T]):
-    """A program with decisions pinned, to be made if it can win.
+    """A program with decisions pinned, to be made if it can win."""
 
-    Attributes:
-      name: what is pinned, for people.
-      make: makes it, or raises `PlanError`; None where it is known that there is no memory for it.
-      price: seconds of a run that it has to win, for what predictions leave out: time to compile
-        it, more kernels.
-      hope: the most seconds that it can win.
-    """
-
-    name: str
-    make: Callable[[], T] | None
+    name: str  # what is pinned, for people
+    make: Callable[[], T] | None  # may raise `PlanError`; None: there is no memory for it
+    # Seconds of a run that it has to win, for what predictions leave out: time to compile it, more
+    # kernels.
     price: float = 0.0
-    hope: float = math.inf
+    hope: float = math.inf  # the most seconds that it can win
 
 
 class _Entry(NamedTuple, Generic[T]):
-    """What became of a candidate; without a name, of what was added as it is."""
+    """A program that was made, and the candidate that it was; without a name, it was none."""
 
     trial: T | None
     price: float = 0.0
@@ -66,15 +56,10 @@ class _Entry(NamedTuple, Generic[T]):
 
 
 class Search(Generic[T]):
-    """What was tried, and the best of it: the fastest that fits, or else what misses the least.
-
-    Args:
-      limit: bytes that one device may use.
-      tried: what is known already.
-    """
+    """What was tried, and the best of it: the fastest that fits, or else what misses the least."""
 
     def __init__(self, limit: float, tried: Iterable[T] = ()) -> None:
-        self.limit = limit
+        self.limit = limit  # bytes that one device may use
         self._entries = [_Entry(trial) for trial in tried]
 
     @property
@@ -124,27 +109,19 @@ class Search(Generic[T]):
     @property
     def weighed(self) -> tuple[Weighed, ...]:
         """What became of the candidates, for people."""
-        best = self._best()
-        return tuple(
-            Weighed(
-                entry.name,
-                None if entry.trial is None else entry.trial.seconds,
-                entry.before,
-                self._refusal(entry, best),
-            )
-            for entry in self._entries
-            if entry.name
-        )
-
-    def _refusal(self, entry: _Entry[T], best: T | None) -> str:
-        if entry.trial is None or entry.trial is best:
-            return entry.refusal
-        if not self.fits(entry.trial):
-            return TOO_LARGE
-        is_faster = entry.trial.seconds < entry.before
-        if is_faster and entry.before - entry.trial.seconds < entry.price:
-            return _too_slow(entry.price)
-        return "another one is faster"
+        best, found = self._best(), []
+        for trial, price, name, before, refusal in self._entries:
+            if not name:
+                continue
+            if trial is not None and trial is not best:
+                refusal = "another one is faster"
+                if not self.fits(trial):
+                    refusal = TOO_LARGE
+                elif 0 < before - trial.seconds < price:
+                    refusal = _too_slow(price)
+            seconds = None if trial is None else trial.seconds
+            found.append(Weighed(name, seconds, before, refusal))
+        return tuple(found)
 
     def _best(self) -> T | None:
         made = [(e.trial.seconds + e.price, e.trial) for e in self._entries if e.trial is not None]

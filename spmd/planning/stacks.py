@@ -29,32 +29,22 @@ from spmd.predict.ops import op_seconds
 from spmd.predict.timeline import least_seconds
 from spmd.reshard.comm import collective_seconds
 
-TENTH = 0.1
-"""Of what all stacks have to win, the share that each of them has to."""
+TENTH = 0.1  # of what all stacks have to win, the share that each of them has to
 
 
 class Stacks(NamedTuple):
-    """What could be done at once.
-
-    Attributes:
-      stacks: of the body of the plan's program.
-      seconds: the most that this can win.
-    """
+    """What could be done at once in the body of a program."""
 
     stacks: tuple[Stack, ...]
-    seconds: float
+    seconds: float  # the most that this can win
 
 
 def stacks_of(plan: Plan, price: float) -> Stacks:
-    """The equal work in a program that devices could share.
+    """The equal work in a program that devices could share, where that wins the `price` in seconds.
 
-    Args:
-      plan: a plan of the program as it is, with the predicted time of one run.
-      price: seconds that have to be won.
-
-    Example:
-      `x @ x.T` for 16 matrices that are split by rows: eight devices all-gather each of them, and
-      could do two each.
+    The plan is of the program as it is, with the predicted time of one run. Example: `x @ x.T` for
+    16 matrices that are split by rows; eight devices all-gather each of them, and could do two
+    each.
     """
     most = plan.run_seconds - least_seconds(plan.problem.index, plan.mesh, plan.topology)
     none = Stacks((), 0.0)
@@ -118,8 +108,6 @@ def independent_groups(block: Block, places: Sequence[int]) -> Iterator[Row]:
 
 
 class _Costs:
-    """What ops of a plan take."""
-
     def __init__(self, plan: Plan) -> None:
         self.plan, self.block = plan, Block(plan.program)
         self.atoms = tuple(range(len(plan.mesh.atom_sizes)))
@@ -137,15 +125,12 @@ class _Costs:
             self.moves[key] = self.moves.get(key, 0.0) + move.seconds
         self._shares: dict[object, float] = {}
 
-    def own(self, place: int, count: int) -> float:
-        """Seconds that an op takes beyond its share, if so many are spread over the devices."""
-        return self._own(self.block.ops[place], min(count, self.plan.mesh.size))
-
-    def _own(self, op: Op, share: int) -> float:
-        plan, index = self.plan, self.plan.problem.index
+    def own(self, op: Op, count: int) -> float:
+        """Seconds that an op takes beyond its share, if so many are done on all devices."""
+        plan, share = self.plan, min(count, self.plan.mesh.size)
         if op.regions:
-            inside = (self._own(o, share) for region in op.regions for o in region.ops)
-            return index.runs(op) * sum(inside)
+            inside = (self.own(o, count) for region in op.regions for o in region.ops)
+            return plan.problem.index.runs(op) * sum(inside)
         choice = plan.choices.get(op.results[0]) if op.results else None
         if choice is None or not choice.assignment:
             return 0.0
@@ -159,11 +144,11 @@ class _Costs:
         return self._shares[key]
 
     def most(self, row: Row) -> float:
-        """The most that ops that do the same can win."""
-        return sum(self.own(place, len(row)) + self.moved(place) for place in row)
+        """The most seconds that can be won by stacking ops that do the same."""
+        ops = self.block.ops
+        return sum(self.own(ops[place], len(row)) + self.moved(place) for place in row)
 
     def moved(self, place: int) -> float:
-        """Seconds of the reshards of what an op reads and makes."""
         op, block = self.block.ops[place], self.block
         into = [(v, place) for v in block.reads[place]]
         out = [(v, user) for v in op.results for user, _ in block.users.get(v, ())]
@@ -199,7 +184,7 @@ class _Costs:
         makers = {values: row for row in rows for values in block.results(row)}
         row_at = {place: row for row in rows for place in row}
         for row in rows:
-            gain = sum(self.own(place, len(row)) for place in row)
+            gain = sum(self.own(block.ops[place], len(row)) for place in row)
             for values in dict.fromkeys(block.operands(row)):
                 gain += self._read(network, row, values, makers.get(values))
             for values in block.results(row):

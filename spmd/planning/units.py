@@ -23,31 +23,22 @@ from spmd.planning.problem import Problem
 from spmd.predict.ops import op_seconds
 from spmd.propagation.projection import unsplit
 
-RADIUS = 2
-"""Steps around a unit that tell it from others."""
+RADIUS = 2  # steps around a unit that tell it from others
 
 ARGUMENT, OP, CARRY, RESULT, WHOLE = "argument", "op", "carry", "result", "whole"
 
 
 class Unit(NamedTuple):
-    """One decision.
+    """One decision."""
 
-    Attributes:
-      role: `argument`, `op`, `carry`, `result`, or `whole` for uses that need all of a value. A
-        result that looks like an argument is a use of that one: its value has to get there.
-      op: the op, or the region op that a carry belongs to.
-      tie: the values that share a carry's state: they are one value to the data flow.
-      number: the position of an argument or a result.
-      trips: how often the unit runs in one run of the program.
-      inner: how often the body of a loop that a carry belongs to runs.
-    """
-
+    # One of the roles above; `whole` is for uses that need all of a value. A result that looks like
+    # an argument is a use of that one: its value has to get there.
     role: str
-    op: Op | None = None
-    tie: Tie | None = None
-    number: int = 0
-    trips: int = 1
-    inner: int = 0
+    op: Op | None = None  # the op, or the region op that a carry belongs to
+    tie: Tie | None = None  # the values that share a carry's state
+    number: int = 0  # the position of an argument or a result
+    trips: int = 1  # how often the unit runs in one run of the program
+    inner: int = 0  # how often the body of a carry's loop does
 
 
 class Use(NamedTuple):
@@ -64,36 +55,21 @@ class Use(NamedTuple):
 
 
 class Units(NamedTuple):
-    """A program's classes of units.
+    """A program's classes of units."""
 
-    Attributes:
-      units: one unit for each class, the first of it, in program order.
-      trips: for each class, how often all of its units together run in one run of the program.
-      inner: the same for the bodies of loops that carries belong to.
-      of: for each value its class (-1 for cheap values) and which of its results it is. A carry has
-        two: 0 is what the loop returns, 1 is the body's argument.
-      wishes: for each class, what propagation proposed for its results.
-      uses: what reads what, cheap values left out.
-    """
-
-    units: tuple[Unit, ...]
-    trips: tuple[int, ...]
-    inner: tuple[int, ...]
+    units: tuple[Unit, ...]  # the first of each class, in program order
+    trips: tuple[int, ...]  # how often all units of each class together run in one run
+    inner: tuple[int, ...]  # the same for the bodies of loops that carries belong to
+    # Of each value its class (-1 for cheap values) and which of its results it is. A carry has two:
+    # 0 is what the loop returns, 1 is the body's argument.
     of: tuple[tuple[int, int], ...]
-    wishes: tuple[tuple[Sharding | None, ...], ...]
-    uses: tuple[Use, ...]
+    wishes: tuple[tuple[Sharding | None, ...], ...]  # proposals for the results of each class
+    uses: tuple[Use, ...]  # what reads what, cheap values left out
 
 
 def units_of(problem: Problem, radius: int = RADIUS) -> Units:
-    """Takes a program apart.
-
-    Args:
-      problem: what is to be planned.
-      radius: steps around a unit that tell it from others.
-    """
-    found = _Collector(problem)
-    found.collect()
-    return found.classes(radius)
+    """Takes a program apart. So many steps around a unit tell it from others."""
+    return _Collector(problem).classes(radius)
 
 
 class _Collector:
@@ -110,10 +86,7 @@ class _Collector:
         self.looks: dict[OpKind, tuple[Hashable, Sequence[int]]] = {}
         self.of: list[tuple[int, int]] = [(-1, 0)] * len(self.program.types)
         self.uses: list[tuple[Value, int, int, int]] = []  # value, unit, position, trips
-
-    def collect(self) -> None:
-        """Finds every unit and every use."""
-        body, problem = self.program.body, self.problem
+        body = self.program.body
         for i, (value, states) in enumerate(zip(body.args, problem.arguments, strict=True)):
             self.add(Unit(ARGUMENT, number=i), (self.program.types[value], states), (value,))
         self.whole = self.add(Unit(WHOLE), WHOLE, ())
@@ -200,7 +173,6 @@ class _Collector:
             self.uses += [(value, self.whole, 0, inner) for value in op.regions[0].results]
 
     def classes(self, radius: int) -> Units:
-        """Units by colour."""
         uses = [u for u in self.uses if self.of[u[0]][0] >= 0]
         edges = np.array(
             [(*self.of[value], unit, position) for value, unit, position, _ in uses], dtype=np.int64
@@ -233,7 +205,7 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mixed(x: Colours) -> Colours:
-    """Scrambles 64-bit numbers (the finaliser of SplitMix64)."""
+    # Scrambles 64-bit numbers (the finaliser of SplitMix64).
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -252,10 +224,7 @@ def _refined(colours: Colours, edges: np.ndarray, radius: int) -> Colours:
       round 2  x b d a e c r    their neighbours have learned that
     Of thirty ops the 26 in the middle stay one class: they choose once, for all of them.
 
-    Args:
-      colours: one for each unit.
-      edges: rows (source unit, result index, target unit, operand position).
-      radius: number of rounds.
+    Rows of `edges` are (source unit, result index, target unit, operand position).
     """
     colours = _mixed(colours.astype(np.uint64) + np.uint64(1))
     source, target = edges[:, 0], edges[:, 2]

@@ -6,6 +6,8 @@ which of them the next one is made. What to choose is left to its subclasses, th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from spmd.ir.control_flow import Tie, ties
 from spmd.ir.program import Op, Region, Value
 from spmd.mesh.sharding import Sharding, format_axes, replicated
@@ -17,7 +19,12 @@ from spmd.predict.fusion import wants_stored
 class Walk:
     """Books of one pass: states and copies of values, choices of ops, seconds."""
 
-    solver = ""
+    solver: str
+    # What a planner decides: the choice for an op, with the op's own time, without reshards; the
+    # one state of everything that a result of a region op is tied to; and that of an argument.
+    choose: Callable[[Op], tuple[Choice, float]]
+    carry: Callable[[Tie], Sharding]
+    argument: Callable[[int], Sharding]
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -27,26 +34,16 @@ class Walk:
         self.resharder = problem.resharder
         self.states: list[Sharding | None] = [None] * len(self.types)
         self.copies: dict[Value, tuple[Sharding, ...]] = {}
+        # The copies that values had before the regions that are entered now: copies made inside of
+        # a region are not seen behind it.
         self.undo: list[list[tuple[Value, tuple[Sharding, ...]]]] = [[]]
         self.shared: dict[Value, Sharding] = {}
         self.choices: dict[Value, Choice] = {}
         self.moves: list[Move] = []
         self.seconds = 0.0
 
-    def choose(self, op: Op) -> tuple[Choice, float]:
-        """The choice for an op, and the op's own time, without reshards."""
-        raise NotImplementedError
-
-    def carry(self, tie: Tie) -> Sharding:
-        """The one state of everything that a result of a region op is tied to."""
-        raise NotImplementedError
-
-    def argument(self, number: int) -> Sharding:
-        """The sharding of an argument of the program."""
-        raise NotImplementedError
-
     def run(self) -> Plan:
-        """Settles everything."""
+        """Settles every op, and returns the plan."""
         problem, body = self.problem, self.program.body
         arguments = tuple(self.argument(number) for number in range(len(body.args)))
         for value, state in zip(body.args, arguments, strict=True):
@@ -55,7 +52,11 @@ class Walk:
         wanted = list(problem.results)
         for result, argument in problem.links.items():
             wanted[result] = wanted[result] or arguments[argument]
-        results = tuple(w or self.as_it_is(v) for v, w in zip(body.results, wanted, strict=True))
+        results = tuple(
+            # One without a wanted sharding lies as its producer leaves it.
+            want or problem.left(v, self.states[v] or replicated(self.types[v].rank))
+            for v, want in zip(body.results, wanted, strict=True)
+        )
         for value, state in zip(body.results, results, strict=True):
             self.seconds += self.demand(value, state, 1)
         return Plan(
@@ -72,35 +73,16 @@ class Walk:
             tuple(undivided_notes(problem)),
         )
 
-    def as_it_is(self, value: Value) -> Sharding:
-        """The sharding of a result that nothing asks for."""
-        state = self.states[value]
-        return self.problem.left(value, state or replicated(self.types[value].rank))
-
-    # Values.
-
     def define(self, value: Value, state: Sharding) -> None:
-        """A value's producer leaves it in a state."""
+        """Notes the state in which a value's producer leaves it."""
         self.states[value] = state
         self.copies[value] = (state,)
 
-    def enter(self) -> None:
-        """Copies made from here on are seen only until `leave`."""
-        self.undo.append([])
-
-    def leave(self) -> None:
-        """Forgets the copies made since `enter`."""
-        for value, before in reversed(self.undo.pop()):
-            self.copies[value] = before
-
     def demand(self, value: Value, wanted: Sharding, times: int, user: Op | None = None) -> float:
-        """Makes the copy that a use wants, if it does not exist; returns the seconds for it.
+        """Makes the copy that a use wants so many times in one run, and returns the seconds for it.
 
-        Args:
-          value: what is used; a cheap value is made to order, which costs nothing.
-          wanted: the sharding that the use wants.
-          times: how often in one run of the program.
-          user: the op that asks; None for carries and results.
+        It costs nothing if the copy exists, or is of a cheap value, which is made to order. The
+        `user` is the op that asks; None for carries and results.
         """
         if value in self.cheap:
             return 0.0
@@ -118,10 +100,10 @@ class Walk:
             self.moves.append(Move(value, have, wanted, user, *cost))
         self.undo[-1].append((value, copies))
         self.copies[value] = (*copies, wanted)
-        ways = (have,), (wanted,), path.seconds > 0, wants_in_memory(user, value)
+        reads = enumerate(user.operands) if user is not None else ()
+        stores = user is None or any(v == value and wants_stored(user, i) for i, v in reads)
+        ways = (have,), (wanted,), path.seconds > 0, stores
         return seconds + path.seconds + float(self.problem.traffic(value, *ways)[0, 0])
-
-    # Ops.
 
     def region(self, region: Region, times: int) -> None:
         """Settles the ops of a region that runs so often."""
@@ -152,7 +134,7 @@ class Walk:
         for value, state in zip(op.operands, operands, strict=True):
             self.seconds += times * self.demand(value, state, times)
         for number, region in enumerate(op.regions):
-            self.enter()
+            self.undo.append([])
             for value, state in zip(region.args, carries, strict=False):
                 self.define(value, state)
             self.region(region, inner)
@@ -161,7 +143,8 @@ class Walk:
                 wanted = tuple(replicated(self.types[v].rank) for v in region.results)
             for value, state in zip(region.results, wanted, strict=True):
                 self.seconds += inner * self.demand(value, state, inner)
-            self.leave()
+            for value, before in reversed(self.undo.pop()):
+                self.copies[value] = before
         for value, state in zip(op.results, carries, strict=True):
             self.define(value, state)
         self.choices[op.results[0]] = Choice((), operands, carries)
@@ -172,16 +155,8 @@ class Walk:
         return state.full() if state else replicated(self.types[value].rank)
 
 
-def wants_in_memory(user: Op | None, value: Value) -> bool:
-    """Whether a reader wants a value in memory, whatever makes it; None is the program's end."""
-    if user is None:
-        return True
-    role = user.kind.about.role
-    return any(wants_stored(user, role, i) for i, v in enumerate(user.operands) if v == value)
-
-
 def undivided_notes(problem: Problem) -> list[str]:
-    """Arguments and results keep the part of the wanted axes that divides them: says so."""
+    """Which arguments and results are split over a part of the wanted axes, which divides them."""
     program, mesh, propagated = problem.program, problem.mesh, problem.propagated
     results = zip(program.body.results, program.result_names, strict=True)
     arguments = zip(program.body.args, program.arg_names, strict=True)

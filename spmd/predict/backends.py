@@ -13,57 +13,46 @@ from spmd.mesh.topology import Topology
 
 
 class Backend(NamedTuple):
-    """How one backend of XLA differs from the others in its use of memory.
+    """How one backend of XLA differs from the others in its use of memory and of time."""
 
-    Attributes:
-      widens_halves: 16-bit floats are held as 32-bit ones, arguments and results excepted.
-      breadth_first: kernels run in the order in which their operands get ready, so that independent
-        ones can run at the same time; else in the order of the program.
-      transposes: contractions, convolutions and collectives want dims in one order; other
-        operands are transposed copies.
-      library_reduces: sums and maxima of float32 are library calls. Of the ops that lead to their
-        operand they compute those inside that the library has, and that nothing else reads.
-      recomputes: elementwise ops of one operand are computed again inside every reader that can do
-        so, even where a library call wants them stored as well.
-      drops_barriers: barriers are gone before anything is fused; else nothing is computed across
-        one.
-      repeats: elementwise ops are computed inside every reader, whatever these then read; else not
-        where storing the value costs less (`wide_values`).
-      combines: all-reduces that do not wait for each other become one.
-      joins_outermost: gathers and reduce-scatters join and cut pieces along the outermost dim in
-        memory; a tensor in which another dim lies there is transposed.
-      rewrites_windows: running totals (cumsum) are totals of tiles and what lies before each tile
-        (`ReduceWindowRewriter`).
-      finds_indices: select_and_scatter is a scatter to indices that are found first.
-      fills_results: values that are dead by then lie in a result's memory before it is made.
-      fills: the share of a device's memory that a prediction may fill; the rest is headroom, for
-        what the compiler takes beyond it.
-      compile_seconds: what one more op of a program takes to compile, seconds.
-      waits_at_loops: one trip of a loop begins when the one before has ended, its collectives too,
-        which could run beside the next trip's arithmetic otherwise.
-      waits_for: kinds of collectives that nothing is computed beside.
-    """
-
+    # 16-bit floats are held as 32-bit ones, arguments and results excepted.
     widens_halves: bool = False
+    # Kernels run in the order in which their operands get ready, so that independent ones can run
+    # at the same time; else in the order of the program.
     breadth_first: bool = False
+    # Contractions, convolutions and collectives want dims in one order; other operands are
+    # transposed copies.
     transposes: bool = False
+    # Sums and maxima of float32 are library calls. Of the ops that lead to their operand they
+    # compute those inside that the library has, and whose results are read by nothing else.
     library_reduces: bool = False
+    # Elementwise ops of one operand are computed again inside every reader that can do so, even
+    # where a library call wants them stored as well.
     recomputes: bool = False
+    # Barriers are gone before anything is fused; else nothing is computed across one.
     drops_barriers: bool = False
+    # Elementwise ops are computed inside every reader, whatever these then read; else not where
+    # storing the value costs less (`wide_values`).
     repeats: bool = False
-    combines: bool = False
+    combines: bool = False  # all-reduces that do not wait for each other become one
+    # Gathers and reduce-scatters join and cut pieces along the outermost dim in memory; a tensor in
+    # which another dim lies there is transposed.
     joins_outermost: bool = False
+    # Running totals (cumsum) are totals of tiles and what lies before each tile
+    # (`ReduceWindowRewriter`).
     rewrites_windows: bool = False
-    finds_indices: bool = False
-    fills_results: bool = False
+    finds_indices: bool = False  # select_and_scatter is a scatter to indices that are found first
+    fills_results: bool = False  # values that are dead by then lie in a result's memory before it
+    # The share of a device's memory that a prediction may fill; the compiler may take the rest.
     fills: float = 1.0
-    compile_seconds: float = 0.0
+    compile_seconds: float = 0.0  # of one more op of a program
+    # One trip of a loop begins when the one before has ended, its collectives too, which could run
+    # beside the next trip's arithmetic otherwise.
     waits_at_loops: bool = False
-    waits_for: tuple[str, ...] = ()
+    waits_for: tuple[str, ...] = ()  # kinds of collectives beside which nothing is computed
 
 
-_KEEPS_HALVES = (0, 11)
-"""The version of jaxlib from which on XLA's CPU backend computes with 16-bit floats as they are."""
+_KEEPS_HALVES = (0, 11)  # jaxlib from which on XLA computes with 16-bit floats on CPUs
 
 _CPU = Backend(
     widens_halves=tuple(map(int, version("jaxlib").split(".")[:2])) < _KEEPS_HALVES,
@@ -109,14 +98,13 @@ def backend_of(platform: str | None) -> Backend:
 def memory_for(topology: Topology, limit: int | None) -> int:
     """Bytes that a program may be predicted to take on one device.
 
-    Args:
-      topology: the devices.
-      limit: the user's, which is one of the predicted figure and taken as it is; if left out, it is
-        the devices' memory less the backend's headroom.
+    They are the user's limit; if there is none, the device's memory less the backend's headroom.
     """
-    if limit is not None:
-        return limit
-    return int(backend_of(topology.platform).fills * topology.hbm_bytes)
+    return (
+        limit
+        if limit is not None
+        else int(backend_of(topology.platform).fills * topology.hbm_bytes)
+    )
 
 
 def room_for(peak: int, topology: Topology) -> Literal["fits", "tight", "does not fit"]:

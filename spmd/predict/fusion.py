@@ -18,14 +18,9 @@ from spmd.ir.types import ConvDims, DotDims, Order, TensorType
 from spmd.predict.backends import Backend
 
 
-def fuse(program: Program, backend: Backend) -> Fused:
-    """Which values of a local program a backend stores, and where the others lie."""
-    return Fused(program, backend)
-
-
 def stored_values(program: Program) -> frozenset[Value]:
     """Values that get memory of their own; the others are computed where they are read."""
-    stored = fuse(program, Backend()).stored
+    stored = Fused(program, Backend()).stored
     return frozenset(value for value, is_stored in enumerate(stored) if is_stored)
 
 
@@ -35,11 +30,11 @@ def is_untouched(loop: Op, position: int) -> bool:
     return body.results[position] == body.args[position]
 
 
-def wants_stored(op: Op, what: Role, position: int) -> bool:
+def wants_stored(op: Op, position: int) -> bool:
     """Whether an op needs an operand in memory, and cannot compute it inside."""
-    if what == Role.UPDATE:
+    if op.kind.about.role == Role.UPDATE:
         return position < len(op.results) or op.name == SCATTER
-    return what == Role.CALL
+    return op.kind.about.role == Role.CALL
 
 
 def copied_operands(kind: OpKind, backend: Backend) -> Mapping[int, tuple[int, ...]]:
@@ -55,11 +50,15 @@ def copied_operands(kind: OpKind, backend: Backend) -> Mapping[int, tuple[int, .
         return {}
     if kind.about.collective == "all_to_all":
         return {i: tuple(range(type_.rank)) for i, type_ in enumerate(kind.operands)}
-    return transposed_operands(kind)
+    found: dict[int, Order] | None = kind._cache.get("operands.transposed")
+    if found is None:
+        orders = enumerate(_orders_read(kind))
+        found = {i: order for i, order in orders if not _is_same(order, kind.operands[i])}
+        kind._cache["operands.transposed"] = found
+    return found
 
 
-MANY = 16
-"""Tensors that are told apart; a kernel that reads more reads many."""
+MANY = 16  # tensors that are told apart; a kernel that reads more reads many
 
 
 def wide_values(program: Program) -> frozenset[Value]:
@@ -81,7 +80,7 @@ def wide_values(program: Program) -> frozenset[Value]:
     inputs: dict[Value, frozenset[Value]] = {}
     found = set()
     for op in ops:
-        if op.kind.about.role not in _INSIDE or op.kind.name == CONSTANT:
+        if op.kind.about.role not in (Role.INSIDE, Role.ONCE) or op.kind.name == CONSTANT:
             continue
         result, operands = op.results[0], _as_large(op)
         if len(operands) == 1:  # most are: the set of what is in front of it is shared
@@ -96,11 +95,8 @@ def wide_values(program: Program) -> frozenset[Value]:
     return frozenset(found)
 
 
-_INSIDE = frozenset({Role.INSIDE, Role.ONCE})
-
-
 def _as_large(op: Op) -> Sequence[Value]:
-    """The operands that have at least as many elements as the result, each once."""
+    # The operands that have at least as many elements as the result, each once.
     cache, operands = op.kind._cache, op.operands
     places: tuple[int, ...] | None = cache.get("as_large")
     if places is None:
@@ -115,15 +111,7 @@ def _as_large(op: Op) -> Sequence[Value]:
 
 
 class Fused:
-    """What becomes of each value of a program, found by walking it backwards.
-
-    Attributes:
-      stored: whether it has memory of its own.
-      root: the value in whose memory it lies.
-      readers: how many kernels read it; 2 stands for more.
-      needed: whether one of them needs it in memory.
-      summed: whether a library's reduction reads it, perhaps under another name.
-    """
+    """Which values of a program a backend stores, and where the others lie."""
 
     # Backwards, because whether a value is stored depends on its readers:
     #
@@ -140,11 +128,11 @@ class Fused:
         count = len(program.types)
         self.backend = backend
         self.types = program.types
-        self.stored = [False] * count
-        self.root = list(range(count))
-        self.readers = [0] * count
-        self.needed = [False] * count
-        self.summed = [False] * count
+        self.stored = [False] * count  # whether it has memory of its own
+        self.root = list(range(count))  # the value in whose memory it lies
+        self.readers = [0] * count  # how many kernels read it; 2 stands for more
+        self.needed = [False] * count  # whether one of them needs it in memory
+        self.summed = [False] * count  # whether a library's reduction reads it under any name
         for value in program.body.results:
             self._read(value, 1, True)
         if not backend.repeats:
@@ -161,29 +149,51 @@ class Fused:
         for op in reversed(region.ops):
             what = op.kind.about.role
             if what == Role.REGION:
-                self._control_flow(op)
+                is_loop = op.is_loop
+                for i, value in enumerate(op.operands):
+                    if is_loop and is_untouched(op, i):
+                        self.root[op.results[i]] = value
+                        self._read(value, 2, True)
+                    else:
+                        self.stored[op.results[i]] = is_loop
+                        self._read(value, 1, True)
+                if not is_loop:
+                    for value in op.results:
+                        self.stored[value] = self.readers[value] > 0
+                for region in op.regions:
+                    for value in free_values(region):
+                        self._read(value, 2, True)
+                for region in reversed(op.regions):
+                    for value in region.results:
+                        self._read(value, 1, True)
+                    self._region(region)
             elif not op.results:
                 for value in op.operands:
                     self._read(value, 1, True)
             elif not any(map(self.readers.__getitem__, op.results)):
                 continue
             elif what == Role.ALIAS or op.kind.is_renaming:
-                self._alias(op)
+                stops = op.name == BARRIER and not self.backend.drops_barriers
+                for value, alias in zip(op.operands, op.results, strict=True):
+                    if self.readers[alias]:
+                        self.root[alias] = value
+                        self._read(value, self.readers[alias], self.needed[alias] or stops)
+                        self.summed[value] |= self.summed[alias]
             elif what <= Role.ONCE and self._is_inside(op, what):
-                self._inside(op)
+                result = op.results[0]
+                for value in dict.fromkeys(op.operands):
+                    self.readers[value] += min(self.readers[result], 2)
+                    self.summed[value] |= self.summed[result]
             elif op.name != CONSTANT:  # constants lie in the executable
-                self._store(op, what)
-
-    def _alias(self, op: Op) -> None:
-        stops = op.name == BARRIER and not self.backend.drops_barriers
-        for value, alias in zip(op.operands, op.results, strict=True):
-            if self.readers[alias]:
-                self.root[alias] = value
-                self._read(value, self.readers[alias], self.needed[alias] or stops)
-                self.summed[value] |= self.summed[alias]
+                for value in op.results:
+                    self.stored[value] = True
+                copied = copied_operands(op.kind, self.backend)
+                is_library = self.backend.library_reduces and is_library_reduce(op.kind)
+                for i, value in enumerate(op.operands):
+                    self._read(value, 1, i not in copied and wants_stored(op, i))
+                    self.summed[value] |= is_library
 
     def _is_inside(self, op: Op, what: Role) -> bool:
-        """Whether an op is computed inside its readers."""
         result = op.results[0]
         if self.needed[result]:
             return False
@@ -192,43 +202,6 @@ class Fused:
             return (about.in_library or op.name == BROADCAST) and self.readers[result] == 1
         return what == Role.INSIDE or self.readers[result] == 1
 
-    def _inside(self, op: Op) -> None:
-        result, readers = op.results[0], self.readers
-        count = min(readers[result], 2)
-        for value in dict.fromkeys(op.operands):
-            readers[value] += count
-            self.summed[value] |= self.summed[result]
-
-    def _store(self, op: Op, what: Role) -> None:
-        for value in op.results:
-            self.stored[value] = True
-        copied = copied_operands(op.kind, self.backend)
-        is_library = self.backend.library_reduces and is_library_reduce(op.kind)
-        for i, value in enumerate(op.operands):
-            self._read(value, 1, i not in copied and wants_stored(op, what, i))
-            if is_library:
-                self.summed[value] = True
-
-    def _control_flow(self, op: Op) -> None:
-        is_loop = op.is_loop
-        for i, value in enumerate(op.operands):
-            if is_loop and is_untouched(op, i):
-                self.root[op.results[i]] = value
-                self._read(value, 2, True)
-            else:
-                self.stored[op.results[i]] = is_loop
-                self._read(value, 1, True)
-        if not is_loop:
-            for value in op.results:
-                self.stored[value] = self.readers[value] > 0
-        for region in op.regions:
-            for value in free_values(region):
-                self._read(value, 2, True)
-        for region in reversed(op.regions):
-            for value in region.results:
-                self._read(value, 1, True)
-            self._region(region)
-
 
 # The order of dims in which XLA's CPU kernels read operands; any other order is copied first.
 # Products of matrices read (batch, rows, contracted) and (batch, contracted, columns), or either
@@ -236,30 +209,33 @@ class Fused:
 # (batch, spatial, features) and (spatial, in, out). Collectives work along the first dim.
 
 
-def transposed_operands(kind: OpKind) -> Mapping[int, Order]:
-    """Positions of the operands that are copied first, and the order of their copies' dims."""
-    found: dict[int, Order] | None = kind._cache.get("operands.transposed")
-    if found is not None:
-        return found
-    wanted: dict[int, Order] = {}
+def _orders_read(kind: OpKind) -> list[Order]:
+    """The order of dims in which an op wants its first operands."""
     if kind.about.reads == "matrices":
-        wanted = _dot(kind)
-    elif kind.about.reads == "images":
+        # A weight gradient `b s i, b s o -> i o` contracts b and s: its left operand is read as
+        # i, b, s and is copied first, its right one as b, s, o, which is how it lies.
+        dims: DotDims = kind.attrs["dot_dimension_numbers"]
+        lhs, rhs = kind.operands
+        rows = _others(lhs.rank, dims.lhs_batch, dims.lhs_contract)
+        columns = _others(rhs.rank, dims.rhs_batch, dims.rhs_contract)
+        return [
+            _operand(dims.lhs_batch, rows, dims.lhs_contract, lhs),
+            _operand(dims.rhs_batch, dims.rhs_contract, columns, rhs),
+        ]
+    if kind.about.reads == "images":
         conv: ConvDims = kind.attrs["dimension_numbers"]
         features = conv.kernel_input_feature, conv.kernel_output_feature
-        wanted[0] = (conv.input_batch, *conv.input_spatial, conv.input_feature)
-        wanted[1] = (*conv.kernel_spatial, *features)
-    elif kind.about.collective and kind.about.along:
-        wanted = _along(kind.operands, kind.attrs[kind.about.along])
-    found = {i: order for i, order in wanted.items() if not _is_same(order, kind.operands[i])}
-    kind._cache["operands.transposed"] = found
-    return found
+        first = (conv.input_batch, *conv.input_spatial, conv.input_feature)
+        return [first, (*conv.kernel_spatial, *features)]
+    if kind.about.collective and kind.about.along:
+        return [_along(type_, kind.attrs[kind.about.along]) for type_ in kind.operands]
+    return []
 
 
 def transposed_results(kind: OpKind) -> Order:
     """The order of dims in which results have to be copied; empty if no copy is needed."""
     if kind.about.collective == "all_gather":
-        order = _along(kind.results, kind.attrs["all_gather_dim"])[0]
+        order = _along(kind.results[0], kind.attrs["all_gather_dim"])
         return () if _is_same(order, kind.results[0]) else tuple(range(kind.results[0].rank))
     return ()
 
@@ -271,19 +247,6 @@ def is_library_reduce(kind: OpKind) -> bool:
     body = kind.attrs.get("body")
     known = isinstance(body, Body) and body_reducer(body) in ("add", "max", "min")
     return known and kind.operands[0].dtype == "f32"
-
-
-def _dot(kind: OpKind) -> dict[int, Order]:
-    # A weight gradient `b s i, b s o -> i o` contracts b and s: its left operand is read as i, b, s
-    # and is copied first, its right one as b, s, o, which is how it lies.
-    dims: DotDims = kind.attrs["dot_dimension_numbers"]
-    lhs, rhs = kind.operands
-    rows = _others(lhs.rank, dims.lhs_batch, dims.lhs_contract)
-    columns = _others(rhs.rank, dims.rhs_batch, dims.rhs_contract)
-    return {
-        0: _operand(dims.lhs_batch, rows, dims.lhs_contract, lhs),
-        1: _operand(dims.rhs_batch, dims.rhs_contract, columns, rhs),
-    }
 
 
 def _operand(batch: Order, first: Order, second: Order, type_: TensorType) -> Order:
@@ -303,8 +266,8 @@ def _others(rank: int, *used: Order) -> Order:
     return tuple(d for d in range(rank) if d not in taken)
 
 
-def _along(types: tuple[TensorType, ...], dim: int) -> dict[int, Order]:
-    return {i: (dim, *_others(t.rank, (dim,))) for i, t in enumerate(types)}
+def _along(type_: TensorType, dim: int) -> Order:
+    return (dim, *_others(type_.rank, (dim,)))
 
 
 def _is_same(order: Order, type_: TensorType) -> bool:

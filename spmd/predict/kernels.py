@@ -17,75 +17,20 @@ from spmd.ir.description import Role
 from spmd.ir.dialect.window import running_dim
 from spmd.ir.program import Op, Program, Region, Value, free_values
 from spmd.ir.types import TensorType
+from spmd.predict import fusion
 from spmd.predict.backends import Backend
-from spmd.predict.fusion import (
-    copied_operands,
-    fuse,
-    is_library_reduce,
-    is_untouched,
-    transposed_results,
-    wants_stored,
-)
 
 
 class Kernel(NamedTuple):
-    """A unit that a backend launches: one op, or several that are fused into it.
+    """A unit that a backend launches: one op, or several that are fused into it."""
 
-    Attributes:
-      op: the op whose results it makes; for a copy, the op that the copy is for.
-      reads: the stored values that it reads, directly or through what is computed inside.
-      makes: the values that it stores.
-      writes_over: whether it may write over an operand of the same size that nobody reads again.
-      is_copy: whether it makes a transposed copy.
-      handed: for a loop, the operands in whose memory its carries lie.
-      regions: for control flow, each region's kernels.
-    """
-
-    op: Op
-    reads: tuple[Value, ...]
-    makes: tuple[Value, ...]
-    writes_over: bool = False
-    is_copy: bool = False
-    handed: tuple[Value, ...] = ()
-    regions: tuple[tuple[Kernel, ...], ...] = ()
-
-
-class Dependence:
-    """Which kernels of a region wait for which.
-
-    Attributes:
-      makers: value -> the number of the kernel that makes it.
-    """
-
-    def __init__(self, kernels: Sequence[Kernel]) -> None:
-        self.kernels = list(kernels)
-        self.makers: dict[Value, int] = {}
-        self.readers: dict[Value, list[int]] = {}
-        for i, kernel in enumerate(kernels):
-            self.makers.update(dict.fromkeys(kernel.makes, i))
-            for value in dict.fromkeys((*kernel.reads, *kernel.handed)):
-                self.readers.setdefault(value, []).append(i)
-
-    def is_last(self, number: int, value: Value) -> bool:
-        """Whether a kernel waits for all others that read a value, and so may write over it."""
-        # Not by the order of the program: a backend that runs kernels breadth first may still have
-        # another reader ahead of it. So the search follows what the kernel waits for, backwards,
-        # until it has met all other readers.
-        missing = set(self.readers[value]) - {number}
-        if value in self.kernels[number].handed and value in self.kernels[number].reads:
-            return False
-        if not missing or max(missing) > number:
-            return not missing
-        first, waiting, seen = min(missing), [number], {number}
-        while waiting and missing:
-            kernel = self.kernels[waiting.pop()]
-            for read in (*kernel.reads, *kernel.handed):
-                maker = self.makers.get(read, -1)
-                if maker >= first and maker not in seen:
-                    seen.add(maker)
-                    missing.discard(maker)
-                    waiting.append(maker)
-        return not missing
+    op: Op  # whose results it makes, or that the copy is for
+    reads: tuple[Value, ...]  # stored values, read directly or through what is computed inside
+    makes: tuple[Value, ...]  # the values that it stores
+    writes_over: bool = False  # an operand of the same size that no op reads again
+    is_copy: bool = False  # of a value, transposed
+    handed: tuple[Value, ...] = ()  # for a loop, the operands in whose memory its carries lie
+    regions: tuple[tuple[Kernel, ...], ...] = ()  # for control flow, each region's kernels
 
 
 def combined(kernels: Sequence[Kernel]) -> list[Kernel]:
@@ -154,18 +99,7 @@ def breadth_first(kernels: Sequence[Kernel], arguments: Sequence[Value]) -> tupl
 
 
 class Kernels:
-    """The kernels that a backend runs for a local program, found by walking it forwards.
-
-    Attributes:
-      body: in the order in which they run.
-      fused: what becomes of each value.
-      types: of each value; transposed copies are numbered behind the program's values.
-      copied: number of a copy -> the value that it is a copy of.
-      inputs: value -> the stored values that a reader of it reads instead.
-      made_of: stored value of this region -> what is read to compute it again.
-      again: those of `made_of` that every reader computes again if it can.
-      copies: (value, shape, order of dims) -> its transposed copy in this region.
-    """
+    """The kernels that a backend runs for a local program, found by walking it forwards."""
 
     # `inputs` carries reads through what is computed inside: with
     #   %2 = dot %0, %1; %3 = exp %2; %4 = abs %3; %5 = dot %4, %1
@@ -173,14 +107,17 @@ class Kernels:
 
     def __init__(self, program: Program, backend: Backend) -> None:
         self.backend = backend
-        self.fused = fuse(program, backend)
-        self.types = list(program.types)
+        self.fused = fusion.Fused(program, backend)
+        self.types = list(program.types)  # transposed copies are behind the program's values
+        # Value -> the stored values that a reader of it reads instead.
         self.inputs: dict[Value, tuple[Value, ...]] = {}
+        # Stored value of this region -> what is read to compute it again.
         self.made_of: dict[Value, tuple[Value, ...]] = {}
-        self.again: set[Value] = set()
-        self.copied: dict[Value, Value] = {}
+        self.again: set[Value] = set()  # those that every reader computes again if it can
+        self.copied: dict[Value, Value] = {}  # number of a copy -> the value that it is a copy of
+        # (value, shape, order of dims) -> its transposed copy in this region
         self.copies: dict[tuple[object, ...], Value] = {}
-        self.body = self._region(program.body)
+        self.body = self._region(program.body)  # in the order in which they run
 
     def _region(self, region: Region) -> tuple[Kernel, ...]:
         self.inputs.update((value, (value,)) for value in region.args)
@@ -188,7 +125,39 @@ class Kernels:
         self.copies, self.made_of, self.again = {}, {}, set()
         kernels: list[Kernel] = []
         for op in region.ops:
-            self._op(op, kernels)
+            what = op.kind.about.role
+            if what == Role.REGION:
+                is_loop = op.is_loop
+                free = [value for region in op.regions for value in free_values(region)]
+                kept = [
+                    v for i, v in enumerate(op.operands) if is_loop and fusion.is_untouched(op, i)
+                ]
+                handed = [v for v in op.operands if v not in kept]
+                regions = tuple(self._region(region) for region in op.regions)
+                for i, value in enumerate(op.results):
+                    untouched = is_loop and fusion.is_untouched(op, i)
+                    self.inputs[value] = self.inputs[op.operands[i]] if untouched else (value,)
+                makes = tuple(value for value in op.results if self.fused.stored[value])
+                reads = self._read((*free, *kept))
+                begins = tuple(root for value in handed for root in self.inputs[value])
+                kernels.append(Kernel(op, reads, makes, is_loop, False, begins, regions))
+            elif what == Role.ALIAS:
+                for value, alias in zip(op.operands, op.results, strict=True):
+                    self.inputs[alias] = self.inputs[value]
+            elif op.results and not any(map(self.fused.stored.__getitem__, op.results)):
+                summed = self.fused.summed[op.results[0]]
+                read = (self._read if summed else self._inside)(op.operands)
+                if self.backend.breadth_first and op.kind.about.tells_devices:
+                    # The device's number in this region is a kernel: what needs it alone waits.
+                    key = ("device",)
+                    if key not in self.copies:
+                        self.types.append(TensorType((), "ui32"))
+                        self.copies[key] = len(self.types) - 1
+                        kernels.append(Kernel(op, (), (self.copies[key],), is_copy=True))
+                    read = (*read, self.copies[key])
+                self.inputs.update(dict.fromkeys(op.results, read))
+            else:
+                self._kernel(op, what, kernels)
         self.copies, self.made_of, self.again = outer
         if not self.backend.breadth_first:
             return tuple(kernels)
@@ -201,12 +170,42 @@ class Kernels:
 
         A copy is made as soon as its value is there, and not only when it is written over.
         """
-        order = Dependence(kernels)
+        makers: dict[Value, int] = {}  # value -> number of the kernel that makes it
+        readers: dict[Value, list[int]] = {}
+        for i, kernel in enumerate(kernels):
+            makers.update(dict.fromkeys(kernel.makes, i))
+            for value in dict.fromkeys((*kernel.reads, *kernel.handed)):
+                readers.setdefault(value, []).append(i)
+
+        def is_last(number: int, value: Value) -> bool:
+            """Whether a kernel waits for all others that read a value, and may write over it."""
+            # Not by the order of the program: a backend that runs kernels breadth first may still
+            # have another reader ahead of it. So the search follows what the kernel waits for,
+            # backwards, until it has met all other readers.
+            missing = set(readers[value]) - {number}
+            if value in kernels[number].handed and value in kernels[number].reads:
+                return False
+            if not missing or max(missing) > number:
+                return not missing
+            first, waiting, seen = min(missing), [number], {number}
+            while waiting and missing:
+                kernel = kernels[waiting.pop()]
+                for read in (*kernel.reads, *kernel.handed):
+                    maker = makers.get(read, -1)
+                    if maker >= first and maker not in seen:
+                        seen.add(maker)
+                        missing.discard(maker)
+                        waiting.append(maker)
+            return not missing
+
         found: list[Kernel] = []
         for i, kernel in enumerate(kernels):
             taken: set[Value] = set()
-            for k, value in enumerate(self._written_over(kernel)):
-                if value in order.makers and (value in taken or not order.is_last(i, value)):
+            written_over = kernel.handed if kernel.op.is_loop else ()
+            if kernel.op.kind.about.role == Role.UPDATE and not kernel.is_copy:
+                written_over = self._read(kernel.op.operands[: len(kernel.op.results)])
+            for k, value in enumerate(written_over):
+                if value in makers and (value in taken or not is_last(i, value)):
                     copy = self._copy_of(value)
                     found.append(Kernel(kernel.op, (value,), (copy,), is_copy=True))
                     if kernel.handed:
@@ -219,39 +218,12 @@ class Kernels:
             found.append(kernel)
         return found
 
-    def _written_over(self, kernel: Kernel) -> tuple[Value, ...]:
-        """The values whose memory a kernel's results take over."""
-        op = kernel.op
-        if kernel.is_copy:
-            return ()
-        if op.kind.about.role == Role.UPDATE:
-            return self._read(op.operands[: len(op.results)])
-        return kernel.handed if op.is_loop else ()
-
     def _copy_of(self, value: Value) -> Value:
-        """A new value number, for a copy of a value."""
         self.types.append(self.types[value])
         self.copied[len(self.types) - 1] = value
         return len(self.types) - 1
 
-    def _op(self, op: Op, kernels: list[Kernel]) -> None:
-        what = op.kind.about.role
-        if what == Role.REGION:
-            kernels.append(self._control_flow(op))
-        elif what == Role.ALIAS:
-            for value, alias in zip(op.operands, op.results, strict=True):
-                self.inputs[alias] = self.inputs[value]
-        elif op.results and not any(map(self.fused.stored.__getitem__, op.results)):
-            summed = self.fused.summed[op.results[0]]
-            read = (self._read if summed else self._inside)(op.operands)
-            if self.backend.breadth_first and op.kind.about.tells_devices:
-                read = (*read, self._device(op, kernels))
-            self.inputs.update(dict.fromkeys(op.results, read))
-        else:
-            self._kernel(op, what, kernels)
-
     def _read(self, values: Sequence[Value]) -> tuple[Value, ...]:
-        """The stored values that a reader of some values reads."""
         inputs = self.inputs
         if len(values) == 1:
             return inputs[values[0]]
@@ -260,9 +232,7 @@ class Kernels:
     def _inside(self, values: Sequence[Value], any_op: bool = False) -> tuple[Value, ...]:
         """The stored values that a kernel reads which computes some values again inside.
 
-        Args:
-          values: what it computes.
-          any_op: whether to compute also those again that are made of several values of their size.
+        With `any_op` it computes also those again that are made of several values of their size.
         """
         roots = self._read(values)
         if not any_op and self.again.isdisjoint(roots):
@@ -277,51 +247,37 @@ class Kernels:
         operands = list(op.operands)
         if what <= Role.INSIDE and self.backend.recomputes:
             self.made_of[op.results[0]] = self._inside(operands)
-            if self._is_unary(op):
+            # One that reads one value of its size is computed again: to read that costs no more.
+            ends, size = zip(operands, op.kind.operands, strict=True), op.kind.results[0].size
+            if sum(type_.size >= size and bool(self.inputs[v]) for v, type_ in ends) <= 1:
                 self.again.add(op.results[0])
-        for position, order in copied_operands(op.kind, self.backend).items():
+        for position, order in fusion.copied_operands(op.kind, self.backend).items():
             operands[position] = self._copy(op, operands[position], order, kernels)
         for value in op.results:
             self.inputs[value] = (value,)
         over = what <= Role.UPDATE or op.kind.about.is_in_place
-        reads = self._operands(op, what, operands)
-        if not (makes := self._first_made(op)):
+        is_library = self.backend.library_reduces and fusion.is_library_reduce(op.kind)
+        found: dict[Value, None] = {}
+        for i, value in enumerate(operands):
+            direct = is_library or fusion.wants_stored(op, i)
+            found.update(dict.fromkeys((self._read if direct else self._inside)((value,))))
+        reads, collective = tuple(found), op.kind.about.collective
+        # A second kernel transposes what an all-gather along an inner dim makes, joins an
+        # all-to-all's pieces, and makes running totals of totals of tiles.
+        is_two = self.backend.transposes and (
+            collective == "all_to_all" or bool(fusion.transposed_results(op.kind))
+        )
+        is_two |= self.backend.rewrites_windows and running_dim(op.kind) is not None
+        if not is_two:
             kernels.append(Kernel(op, reads, op.results, over))
             return
+        makes = tuple(map(self._copy_of, op.results))
         kernels.append(Kernel(op, reads, makes))
         for value, first in zip(op.results, makes, strict=True):
-            if op.kind.about.collective or self.fused.needed[value]:
+            if collective or self.fused.needed[value]:
                 kernels.append(Kernel(op, (first,), (value,), is_copy=True))
             else:  # what its readers add to it is small
                 self.inputs[value] = (first,)
-
-    def _first_made(self, op: Op) -> tuple[Value, ...]:
-        """New values, from which a second kernel makes an op's results; empty if there is none.
-
-        All-gathers along an inner dim are transposed, an all-to-all's pieces are joined, and
-        running totals are totals of tiles at first.
-        """
-        collective = op.kind.about.collective
-        is_two = self.backend.transposes and (
-            collective == "all_to_all" or bool(transposed_results(op.kind))
-        )
-        is_two = is_two or (self.backend.rewrites_windows and running_dim(op.kind) is not None)
-        return tuple(map(self._copy_of, op.results)) if is_two else ()
-
-    def _operands(self, op: Op, what: Role, operands: list[Value]) -> tuple[Value, ...]:
-        """The stored values that a kernel reads for its operands, or their copies."""
-        is_library = self.backend.library_reduces and is_library_reduce(op.kind)
-        reads: dict[Value, None] = {}
-        for i, value in enumerate(operands):
-            direct = is_library or wants_stored(op, what, i)
-            reads.update(dict.fromkeys((self._read if direct else self._inside)((value,))))
-        return tuple(reads)
-
-    def _is_unary(self, op: Op) -> bool:
-        """Whether an op reads one value of its size: reading that instead costs nothing."""
-        size = op.kind.results[0].size
-        pairs = zip(op.operands, op.kind.operands, strict=True)
-        return sum(type_.size >= size and bool(self.inputs[v]) for v, type_ in pairs) <= 1
 
     def _copy(self, op: Op, value: Value, order: tuple[int, ...], kernels: list[Kernel]) -> Value:
         """A transposed copy of a value, made once for all that read it in this order."""
@@ -333,26 +289,3 @@ class Kernels:
             reads = self._inside((value,), self.types[value].rank > 2)
             kernels.append(Kernel(op, reads, (found,), is_copy=True))
         return found
-
-    def _device(self, op: Op, kernels: list[Kernel]) -> Value:
-        """The device's number in this region, which is a kernel: what needs it alone waits."""
-        key = ("device",)
-        if key not in self.copies:
-            self.types.append(TensorType((), "ui32"))
-            self.copies[key] = len(self.types) - 1
-            kernels.append(Kernel(op, (), (self.copies[key],), is_copy=True))
-        return self.copies[key]
-
-    def _control_flow(self, op: Op) -> Kernel:
-        is_loop = op.is_loop
-        free = [value for region in op.regions for value in free_values(region)]
-        kept = [v for i, v in enumerate(op.operands) if is_loop and is_untouched(op, i)]
-        handed = [v for v in op.operands if v not in kept]
-        regions = tuple(self._region(region) for region in op.regions)
-        for i, value in enumerate(op.results):
-            untouched = is_loop and is_untouched(op, i)
-            self.inputs[value] = self.inputs[op.operands[i]] if untouched else (value,)
-        makes = tuple(value for value in op.results if self.fused.stored[value])
-        reads = self._read((*free, *kept))
-        begins = tuple(root for value in handed for root in self.inputs[value])
-        return Kernel(op, reads, makes, is_loop, False, begins, regions)

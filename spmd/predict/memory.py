@@ -5,7 +5,7 @@
 
 Time is the number of a kernel in the order in which they run (`spmd.predict.kernels`), a loop's
 kernels before the loop itself. Rules: an elementwise kernel writes over an operand of the same size
-that nobody reads again, a loop's carries lie in one place as long as the loop runs, and donated
+that no later kernel reads, a loop's carries lie in one place as long as the loop runs, and donated
 arguments are overwritten by the results of the same type. The place of a result is free until the
 result is made: other values lie there before.
 """
@@ -13,9 +13,10 @@ result is made: other values lie there before.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from types import MappingProxyType
 from typing import NamedTuple
 
 from spmd.ir.description import CONSTANT, Role
@@ -27,24 +28,15 @@ from spmd.predict.kernels import Kernel, Kernels
 
 
 class Buffer(NamedTuple):
-    """Memory that one value takes.
-
-    Attributes:
-      type: the value's.
-      op: the op that makes it; for a transposed copy, the op that it is made for.
-      bytes: on one device.
-      start, end: numbers of the first kernel and of the last one during which it is held.
-      is_copy: whether it is a transposed copy of the value.
-      in_result: whether it lies in the place of a result that is made later, and takes no memory.
-    """
+    """Memory that one value takes on one device."""
 
     type: TensorType
-    op: Op
+    op: Op  # that makes the value, or that a transposed copy is made for
     bytes: int
-    start: int
+    start: int  # numbers of the first kernel and of the last one during which it is held
     end: int
-    is_copy: bool = False
-    in_result: bool = False
+    is_copy: bool = False  # of the value, transposed
+    in_result: bool = False  # lies in the place of a result that is made later
 
     @property
     def label(self) -> str:
@@ -58,29 +50,17 @@ class Buffer(NamedTuple):
 
 
 class MemoryUse(NamedTuple):
-    """The memory of one device while a program runs.
+    """The memory of one device while a program runs, in bytes."""
 
-    Attributes:
-      arguments: bytes of its arguments, held throughout.
-      results: bytes of its results.
-      aliased: bytes of the results that lie in donated arguments.
-      reused: positions of these results.
-      temporary: the most bytes that all other values take at once.
-      peak_at: number of the kernel at which that is.
-      buffers: memory of all other values, in order of `start`.
-      order: the op of each kernel, as they run.
-      constants: bytes of its constants, in pieces or whole, held throughout.
-    """
-
-    arguments: int
+    arguments: int  # held throughout
     results: int
-    aliased: int
-    reused: frozenset[int]
-    temporary: int
-    peak_at: int
-    buffers: tuple[Buffer, ...]
-    order: tuple[Op, ...]
-    constants: int = 0
+    aliased: int  # of the results, what lies in donated arguments
+    reused: frozenset[int]  # positions of these results
+    temporary: int  # the most that all other values take at once
+    peak_at: int  # number of the kernel at which that is
+    buffers: tuple[Buffer, ...]  # of all other values, in order of `start`
+    order: tuple[Op, ...]  # the op of each kernel, as they run
+    constants: int = 0  # in pieces or whole, held throughout
 
     @property
     def peak(self) -> int:
@@ -97,12 +77,10 @@ class MemoryUse(NamedTuple):
 def peak_memory(
     program: Program, donated: Sequence[int] = (), platform: str | None = None
 ) -> MemoryUse:
-    """Predicts what one device holds.
+    """Predicts what one device holds for a local program.
 
-    Args:
-      program: a local program.
-      donated: positions of the arguments whose memory may be overwritten.
-      platform: `cpu`, `cuda` or `tpu`, whose backends order kernels differently; None for any.
+    The arguments at the positions `donated` may be overwritten. The platform is `cpu`, `cuda` or
+    `tpu`, whose backends order kernels differently; None for any.
     """
     return predict(program, donated, backend_of(platform))
 
@@ -110,26 +88,42 @@ def peak_memory(
 def alive_bytes(program: Program) -> int:
     """Bytes at the fullest moment if every value is held from its op to the last one that reads it.
 
-    A quick look: what is computed inside its readers is counted, and what has to wait for them is
-    not. `peak_memory` takes ten times as long.
+    An estimate: values that are computed inside their readers are counted, and what has to wait for
+    these readers is not. `peak_memory` takes ten times as long.
     """
     sizes = [type_.bytes for type_ in program.types]
 
     def region(block: Region) -> int:
         last = {v: i for i, op in enumerate(block.ops) for v in reads(op)}
         last |= dict.fromkeys(block.results, len(block.ops))
-        freed: dict[int, int] = {}
-        now = most = 0
-        for i, op in enumerate(block.ops):
-            for v in op.results:
-                now += sizes[v]
-                end = last.get(v, i)
-                freed[end] = freed.get(end, 0) + sizes[v]
-            most = max(most, now + max(map(region, op.regions), default=0))
-            now -= freed.pop(i, 0)
-        return most
+        spans = [
+            (i, last.get(v, i), sizes[v]) for i, op in enumerate(block.ops) for v in op.results
+        ]
+        inside = {i: max(map(region, op.regions)) for i, op in enumerate(block.ops) if op.regions}
+        return fullest(spans, inside)[0]
 
     return sum(sizes[v] for v in program.body.args) + region(program.body)
+
+
+def fullest(
+    spans: Iterable[tuple[int, int, int]], inside: Mapping[int, int] = MappingProxyType({})
+) -> tuple[int, int]:
+    """The most bytes that are held at once, and the first moment at which they are.
+
+    Each span is the first moment and the last one at which so many bytes are held; `inside` are
+    more bytes that are held at a moment only.
+    """
+    change = Counter[int]()
+    for start, end, size in spans:
+        change[start] += size
+        change[end + 1] -= size
+    now = most = at = 0
+    for moment in sorted(change.keys() | inside):
+        now += change[moment]
+        total = now + inside.get(moment, 0)
+        if total > most:
+            most, at = total, moment
+    return most, at
 
 
 def constant_bytes(program: Program) -> int:
@@ -158,32 +152,57 @@ def predict(program: Program, donated: Sequence[int], backend: Backend) -> Memor
     return _Simulation(program, Kernels(program, backend), aliases, backend).run()
 
 
-class _Uses:
-    """When each value is read last, in numbers of kernels.
+@dataclass(eq=False)
+class _Place:
+    """The memory of a result, in which other values can lie before the result is made."""
 
-    Attributes:
-      last: value -> the number of the last kernel that reads it.
-      length: how many kernels there are.
-    """
+    bytes: int
+    taken: int = 0  # the kernels in whose time a value lies there, a bit each
 
-    def __init__(self, program: Program, kernels: Kernels) -> None:
-        self.kernels = kernels
-        self.last = [-1] * len(kernels.types)
-        self.length = 0
-        self.region(kernels.body)
+
+def _span(start: int, end: int) -> int:
+    """The bits of kernels from a first to a last one; -1 is before all of them."""
+    return (1 << (end + 1)) - (1 << max(start, 0))
+
+
+class _Simulation:
+    """Runs over the kernels in order: allocates, frees, and remembers what was held until when."""
+
+    def __init__(
+        self, program: Program, kernels: Kernels, aliases: dict[int, int], backend: Backend
+    ) -> None:
+        self.widened = ("bf16", "f16") if backend.widens_halves else ()
+        self.program, self.kernels, self.aliases = program, kernels, aliases
+        self.backend = backend
+        self.last = [-1] * len(kernels.types)  # number of the last kernel that reads each value
+        self.length = 0  # how many kernels there are
+        self.find_last(kernels.body)
         self.read(program.body.results)
+        self.now = 0  # the number of the kernel that runs
+        self.places: dict[Value, _Place] = {}  # of the results: the home of each one -> its place
+        self.whole: list[int] = []  # numbers of the buffers that are one piece of memory each
+        self.order: list[Op] = []
+        self.buffers: list[Buffer] = []
+        self.dying: dict[int, list[int]] = {}  # kernel -> the buffers that are freed behind it
+        # For a value that ends up in a given place (a donated argument's, a result's, or a
+        # carry's): the last kernel that reads what lies there before, and the last that needs the
+        # value.
+        self.homes: dict[Value, tuple[int, int]] = {}
+        self.at_home: set[Value] = set()  # values in an argument's or in a carry's memory
+        self.arguments = frozenset(program.body.args)
+        # An all-to-all -> the buffer of the pieces that it sends, if a temporary value is cut.
+        self.sent: dict[Op, int] = {}
 
-    def region(self, kernels: Sequence[Kernel]) -> None:
+    def find_last(self, kernels: Sequence[Kernel]) -> None:
         for kernel in kernels:
             self.read(kernel.handed)
             for region, inner in zip(kernel.op.regions, kernel.regions, strict=False):
-                self.region(inner)
+                self.find_last(inner)
                 self.read(region.results)
             self.read(kernel.reads)
             self.length += 1
 
     def read(self, values: Sequence[Value]) -> None:
-        """Somebody reads values now."""
         for value in values:
             self.last[self.home(value)] = self.length
 
@@ -194,104 +213,33 @@ class _Uses:
             value = root[value]
         return value
 
-
-@dataclass(eq=False)
-class _Place:
-    """The memory of a result, in which other values can lie before the result is made.
-
-    `taken` are the kernels in whose time something lies there, a bit each.
-    """
-
-    bytes: int
-    taken: int = 0
-
-
-def _span(start: int, end: int) -> int:
-    """The bits of kernels from a first to a last one; -1 is before all of them."""
-    return (1 << (end + 1)) - (1 << max(start, 0))
-
-
-def _in_places(
-    buffers: Sequence[Buffer], numbers: Sequence[int], places: Sequence[_Place]
-) -> list[Buffer]:
-    """Marks those of some buffers that lie in results' places.
-
-    The largest is put first, in the smallest place that fits, which is the order that XLA's buffer
-    assignment takes (`BufferAssigner::AssignSingleHloBuffer`).
-    """
-    found, places = list(buffers), sorted(places, key=lambda place: place.bytes)
-    sizes = [place.bytes for place in places]
-    for i in sorted(numbers, key=lambda i: (-found[i].bytes, found[i].start)):
-        held = _span(found[i].start, found[i].end)
-        for place in places[bisect_left(sizes, found[i].bytes) :]:
-            if not place.taken & held:
-                place.taken |= held
-                found[i] = found[i]._replace(in_result=True)
-                break
-    return found
-
-
-def _most_held(buffers: Sequence[Buffer], length: int) -> tuple[int, int]:
-    """The most bytes that are held at once, and the number of the kernel at which they are."""
-    change = [0] * (length + 2)
-    for buffer in buffers:
-        if not buffer.in_result:
-            change[buffer.start] += buffer.bytes
-            change[buffer.end + 1] -= buffer.bytes
-    held = list(accumulate(change))
-    most = max(held)
-    return most, held.index(most)
-
-
-class _Simulation:
-    """Runs over the kernels in order: allocates, frees, and remembers what was held until when.
-
-    Attributes:
-      now: the number of the kernel that runs.
-      homes: for a value that ends up in a given place (a donated argument's, a result's, or a
-        carry's): the last kernel that reads what lies there before, and the last that needs the
-        value.
-      at_home: values that lie in an argument's or in a carry's memory.
-      places: of the results: the home of each one -> its place.
-      whole: numbers of the buffers that are one piece of memory each.
-      dying: number of a kernel -> the buffers that are freed behind it.
-      sent: an all-to-all -> the buffer of the pieces that it sends, if a temporary value is cut.
-    """
-
-    def __init__(
-        self, program: Program, kernels: Kernels, aliases: dict[int, int], backend: Backend
-    ) -> None:
-        self.widened = ("bf16", "f16") if backend.widens_halves else ()
-        self.uses = _Uses(program, kernels)
-        self.program, self.kernels, self.aliases = program, kernels, aliases
-        self.backend = backend
-        self.now = 0
-        self.places: dict[Value, _Place] = {}
-        self.whole: list[int] = []
-        self.order: list[Op] = []
-        self.buffers: list[Buffer] = []
-        self.dying: dict[int, list[int]] = {}
-        self.homes: dict[Value, tuple[int, int]] = {}
-        self.at_home: set[Value] = set()
-        self.arguments = frozenset(program.body.args)
-        self.sent: dict[Op, int] = {}
-
     def run(self) -> MemoryUse:
-        types, last, body = self.program.types, self.uses.last, self.program.body
+        types, last, body = self.program.types, self.last, self.program.body
         for position, value in enumerate(body.results):
             argument = self.aliases.get(position)
             free_from = -1 if argument is None else last[body.args[argument]]
-            home = self.uses.home(value)
-            self.homes.setdefault(home, (free_from, self.uses.length))
+            home = self.home(value)
+            self.homes.setdefault(home, (free_from, self.length))
             self.places.setdefault(home, place := _Place(types[value].bytes))
             place.taken |= _span(-1, free_from)
             if argument is not None:
                 self.at_home.add(body.args[argument])
         self.region(self.kernels.body)
         sizes = [types[v].bytes for v in body.results]
-        places = list(self.places.values()) if self.backend.fills_results else ()
-        buffers = _in_places(self.buffers, self.whole, places)
-        most, most_at = _most_held(buffers, self.uses.length)
+        places = list(self.places.values()) if self.backend.fills_results else []
+        # Some buffers lie in results' places. The largest is put first, in the smallest place that
+        # fits, as in XLA's buffer assignment (`BufferAssigner::AssignSingleHloBuffer`).
+        buffers, places = list(self.buffers), sorted(places, key=lambda place: place.bytes)
+        room = [place.bytes for place in places]
+        for i in sorted(self.whole, key=lambda i: (-buffers[i].bytes, buffers[i].start)):
+            held = _span(buffers[i].start, buffers[i].end)
+            for place in places[bisect_left(room, buffers[i].bytes) :]:
+                if not place.taken & held:
+                    place.taken |= held
+                    buffers[i] = buffers[i]._replace(in_result=True)
+                    break
+        spans = [(b.start, b.end, b.bytes) for b in buffers if not b.in_result]
+        most, most_at = fullest(spans)
         return MemoryUse(
             sum(types[v].bytes for v in body.args[: len(body.args) - len(self.program.constants)]),
             sum(sizes),
@@ -306,26 +254,34 @@ class _Simulation:
 
     def region(self, kernels: Sequence[Kernel]) -> None:
         for kernel in kernels:
-            if (
-                kernel.op.kind.about.role == Role.UPDATE
-                and not kernel.is_copy
-                and self.is_at_home(kernel)
-            ):
+            op, about, last = kernel.op, kernel.op.kind.about, self.last
+            is_at_home = about.role == Role.UPDATE and not kernel.is_copy
+            if is_at_home:  # it writes over an argument's or a carry's memory that is free by now
+                roots = [self.home(value) for value in op.operands[: len(op.results)]]
+                is_at_home = all(v in self.at_home and last[v] <= self.now for v in roots)
+            if is_at_home:
                 self.at_home.update(kernel.makes)
             else:
                 for value in kernel.makes:
                     self.make(kernel, value)
-                self.hold_workspace(kernel)
-            self.control_flow(kernel)
+                # What a composite holds while it runs, beside its operands and results.
+                size = op.kind.attrs.get(WORKSPACE, 0)
+                if self.backend.finds_indices and about.workspace is not None:
+                    size = about.workspace(op.kind)
+                if size and not kernel.is_copy:
+                    type_ = self.kernels.types[kernel.makes[0]]
+                    self.hold(Buffer(type_, op, size, self.now, self.now))
+            if kernel.regions and op.is_loop:
+                body, end = op.regions[1], self.end_of(kernel)
+                for argument, value in zip(body.args, body.results, strict=True):
+                    if value != argument:
+                        self.homes.setdefault(self.home(value), (last[argument], end))
+                        self.at_home.add(argument)
+            for inner in kernel.regions:
+                self.region(inner)
             self.dying.pop(self.now, None)
-            self.order.append(kernel.op)
+            self.order.append(op)
             self.now += 1
-
-    def is_at_home(self, kernel: Kernel) -> bool:
-        """Whether an update writes over an argument's or a carry's memory that is free by now."""
-        last, op = self.uses.last, kernel.op
-        roots = [self.uses.home(value) for value in op.operands[: len(op.results)]]
-        return all(root in self.at_home and last[root] <= self.now for root in roots)
 
     def make(self, kernel: Kernel, value: Value) -> None:
         """Allocates a value, in the place of one that dies here if the kernel may write over it."""
@@ -333,92 +289,50 @@ class _Simulation:
         # %0 donated: `%2 = dot %0, %1; %3 = abs %2` stores %2, and puts %3 in %0's place, since
         # nothing reads %0 behind the dot. In `%2 = abs %0` %0 is read by the very kernel that makes
         # %2; an elementwise kernel may write over it as it goes, a dot may not.
-        now, last = self.now, self.uses.last
-        free_from, end = self.homes.get(value, (None, last[value]))
-        if kernel.writes_over:
-            self.take_over(self.kernels.types[value])
+        now, type_ = self.now, self.kernels.types[value]
+        free_from, end = self.homes.get(value, (None, self.last[value]))
+        # It takes over one buffer that is read for the last time now. XLA asks for equal shapes,
+        # elements included (`CanShareOperandBufferWithUser`).
+        for number in self.dying.get(now, ()) if kernel.writes_over else ():
+            buffer = self.buffers[number]
+            if buffer.type == type_ and buffer.start < now:
+                self.dying[now].remove(number)
+                self.buffers[number] = buffer._replace(end=now - 1)
+                break
         if free_from is not None and (free_from < now or (free_from == now and kernel.writes_over)):
             if value in self.places:
-                self.places[value].taken |= _span(now, self.uses.length)
+                self.places[value].taken |= _span(now, self.length)
             return
         end = max(end, self.end_of(kernel))
         of = self.kernels.copied.get(value, value)
         if kernel.op.collective != "all_to_all" or of == value:  # else one buffer for each device
             self.whole.append(len(self.buffers))
-        type_ = self.kernels.types[value]
-        if kernel.op.collective == "all_to_all":
-            self.keep_pieces(kernel, value)
-        self.hold(Buffer(type_, kernel.op, self.bytes(value), now, end, kernel.is_copy))
-
-    def keep_pieces(self, kernel: Kernel, value: Value) -> None:
-        """Holds the pieces that an all-to-all sent until what it received is joined.
-
-        XLA places the largest first: what the pieces are cut from and what they are joined to lie
-        in one place, if both are temporary, and pieces find room beside it only.
-        """
-        # Cut at 4, sent at 5, joined at 6, each of 2 MiB:
-        #   cut from   .. 4          offset 0
-        #   sent          4 5        offset 2, where the one before and the joined one are not
-        #   received        5 6      offset 4
-        #   joined            6 ..   offset 0
-        if kernel.is_copy and value in kernel.op.results:
-            if kernel.op in self.sent and value not in self.homes:
-                number = self.sent[kernel.op]
-                self.buffers[number] = self.buffers[number]._replace(end=self.now)
-        elif kernel.is_copy and self.arguments.isdisjoint(map(self.uses.home, kernel.reads)):
-            self.sent[kernel.op] = len(self.buffers)
-
-    def hold_workspace(self, kernel: Kernel) -> None:
-        """Allocates what a composite holds while it runs, beside its operands and results."""
-        kind = kernel.op.kind
-        size = kind.attrs.get(WORKSPACE, 0)
-        if self.backend.finds_indices and kind.about.workspace is not None:
-            size = kind.about.workspace(kind)
-        if size and not kernel.is_copy:
-            type_ = self.kernels.types[kernel.makes[0]]
-            self.hold(Buffer(type_, kernel.op, size, self.now, self.now))
+        if kernel.op.collective == "all_to_all" and kernel.is_copy:
+            # The pieces that an all-to-all sent are held until what it received is joined. XLA
+            # places the largest first: what the pieces are cut from and what they are joined to lie
+            # in one place, if both are temporary, and pieces find room beside it only. Cut at 4,
+            # sent at 5, joined at 6, each of 2 MiB:
+            #   cut from   .. 4          offset 0
+            #   sent          4 5        offset 2, where the one before and the joined one are not
+            #   received        5 6      offset 4
+            #   joined            6 ..   offset 0
+            if value in kernel.op.results:
+                if kernel.op in self.sent and value not in self.homes:
+                    number = self.sent[kernel.op]
+                    self.buffers[number] = self.buffers[number]._replace(end=now)
+            elif self.arguments.isdisjoint(map(self.home, kernel.reads)):
+                self.sent[kernel.op] = len(self.buffers)
+        size = type_.bytes * (2 if type_.dtype in self.widened else 1)
+        self.hold(Buffer(type_, kernel.op, size, now, end, kernel.is_copy))
 
     def hold(self, buffer: Buffer) -> None:
         self.dying.setdefault(buffer.end, []).append(len(self.buffers))
         self.buffers.append(buffer)
 
-    def bytes(self, value: Value) -> int:
-        """Bytes of a value that is neither an argument nor a result."""
-        type_ = self.kernels.types[value]
-        return type_.bytes * (2 if type_.dtype in self.widened else 1)
-
-    def take_over(self, type_: TensorType) -> None:
-        """Frees one buffer of this type that is read for the last time now.
-
-        XLA asks for equal shapes, elements included (`CanShareOperandBufferWithUser`).
-        """
-        for i, number in enumerate(self.dying.get(self.now, ())):
-            buffer = self.buffers[number]
-            if buffer.type == type_ and buffer.start < self.now:
-                del self.dying[self.now][i]
-                self.buffers[number] = buffer._replace(end=self.now - 1)
-                return
-
     def end_of(self, kernel: Kernel) -> int:
         """The number of a loop's or conditional's last kernel; for any other kernel, its own."""
-        if not kernel.regions:
-            return self.now
-        return self.now + sum(_count(region) for region in kernel.regions)
 
-    def control_flow(self, kernel: Kernel) -> None:
-        if not kernel.regions:
-            return
-        if kernel.op.is_loop:
-            body, end = kernel.op.regions[1], self.end_of(kernel)
-            for argument, value in zip(body.args, body.results, strict=True):
-                if value != argument:
-                    free_from = self.uses.last[argument]
-                    self.homes.setdefault(self.uses.home(value), (free_from, end))
-                    self.at_home.add(argument)
-        for region in kernel.regions:
-            self.region(region)
+        def count(kernels: Sequence[Kernel]) -> int:
+            return sum(1 + sum(map(count, kernel.regions)) for kernel in kernels)
 
-
-def _count(kernels: Sequence[Kernel]) -> int:
-    """Number of kernels of a region, those of inner regions included."""
-    return sum(1 + sum(_count(region) for region in kernel.regions) for kernel in kernels)
+        return self.now + sum(map(count, kernel.regions))

@@ -1,7 +1,7 @@
 """What an op takes on one device: its arithmetic or its memory traffic, whichever is longer.
 
-Whoever weighs an op asks here: the planner, of its share under an assignment; the timeline and
-recomputation, of the op of a local program, and of what it sends to other devices.
+The planner asks here for an op's share under an assignment; the timeline and recomputation for the
+op of a local program, and for what it sends to other devices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from spmd.ir.description import COMPOSITE, SCATTER, Role
 from spmd.ir.dialect.composites import AXES, SENT
-from spmd.ir.dialect.halo import Halo, exchange, reads_of, rounds
+from spmd.ir.dialect.halo import exchange, reads_of, rounds
 from spmd.ir.dialect.rule import Exchange, Rule
 from spmd.ir.program import Op, OpKind
 from spmd.ir.types import TensorType, dtype_bits, local_type
@@ -33,35 +33,24 @@ def arithmetic_seconds(kind: OpKind, topology: Topology) -> float:
     return topology.arithmetic_seconds(about.flops(kind), dtype, about.arithmetic)
 
 
-def bytes_read(kind: OpKind, sizes: Sequence[float]) -> Sequence[float]:
-    """Bytes that an op reads of each operand, if all of them are in memory.
+def bytes_moved(kind: OpKind, sizes: Sequence[float]) -> Sequence[float]:
+    """Bytes that an op reads of each operand and writes of each result, if all are in memory.
 
-    Args:
-      kind: the op.
-      sizes: bytes of one device's piece of each operand, then of each result.
+    The sizes are bytes of one device's piece of each operand, then of each result.
     """
-    about, count = kind.about, len(kind.operands)
+    about, count, made = kind.about, len(kind.operands), len(kind.results)
     if about.role == Role.ALIAS or kind.is_renaming:
-        return (0.0,) * count
+        return [0.0] * len(sizes)
     if about.role == Role.UPDATE:
-        return (*(0.0,) * len(kind.results), *sizes[len(kind.results) : count])
+        first = count - made if kind.name == SCATTER else made
+        return [*[0.0] * made, *sizes[made:count], *sizes[first : first + made]]
+    read = sizes[:count]
     if about.reads_pieces:
-        return [min(size, sizes[count]) for size in sizes[:count]]
-    if about.bytes_read is None:
-        return sizes[:count]
-    shares = zip(about.bytes_read(kind), kind.operands, sizes, strict=False)
-    return [read * size / type_.bytes if type_.bytes else 0.0 for read, type_, size in shares]
-
-
-def bytes_written(kind: OpKind, sizes: Sequence[float]) -> Sequence[float]:
-    """Bytes that an op writes of each result, if all of them are in memory."""
-    count = len(kind.operands)
-    if kind.about.role == Role.ALIAS or kind.is_renaming:
-        return (0.0,) * len(kind.results)
-    if kind.about.role == Role.UPDATE:
-        first = count - len(kind.results) if kind.name == SCATTER else len(kind.results)
-        return sizes[first : first + len(kind.results)]
-    return sizes[count:]
+        read = [min(size, sizes[count]) for size in read]
+    elif about.bytes_read is not None:
+        shares = zip(about.bytes_read(kind), kind.operands, sizes, strict=False)
+        read = [share * size / type_.bytes if type_.bytes else 0.0 for share, type_, size in shares]
+    return [*read, *sizes[count:]]
 
 
 def memory_seconds(kind: OpKind, moved: float, topology: Topology) -> float:
@@ -78,15 +67,10 @@ def op_seconds(
     topology: Topology,
     stored: Sequence[bool] = (),
 ) -> float:
-    """Time of one device's share of an op under an assignment.
+    """Time of one device's share of an op under an assignment of its rule.
 
-    Args:
-      kind: the op.
-      rule: its rule.
-      assignment: what splits its factors.
-      mesh, topology: the machine.
-      stored: for each operand and result whether it is in memory; all are if left out. What is not
-        is computed inside what reads it, and costs what is read for it there.
+    For each operand and result, `stored` says whether it is in memory; all are if left out. What is
+    not is computed inside what reads it, and costs what is read for it there.
     """
     compute = share_seconds(kind, rule, assignment, mesh, topology)
     exchanges = 0.0
@@ -94,15 +78,56 @@ def op_seconds(
         piece = local_kind(kind, rule, assignment, mesh)
         sent, got = piece.operands[0].bytes, piece.results[0].bytes
         exchanges += collective_seconds(name, kind.attrs["axes"], sent, got, mesh, topology)
-    exchanges += halo_seconds(kind, rule, assignment, mesh, topology)
-    exchanges += merge_seconds(kind, rule, assignment, mesh, topology)
+    # Halos: what devices read of their neighbours' pieces.
+    halos = merges = 0.0
+    for halo in rule.halos:
+        axes = assignment[halo.factor]
+        if axes:
+            type_ = kind.operands[halo.operand]
+            dims = [
+                () if d == halo.dim else tuple(a for f in dim for a in assignment[f])
+                for d, dim in enumerate(rule.operands[halo.operand])
+            ]
+            shape = local_shape(type_.shape, Sharding(tuple(dims)), mesh)
+            row = type_.with_shape((*shape[: halo.dim], 1, *shape[halo.dim + 1 :])).bytes
+            size, devices = type_.shape[halo.dim], mesh.extent(axes)
+            steps = [("all_gather", 1, devices)]  # kind, elements along the dim before, and after
+            if halo.window is not None:
+                plan = exchange(reads_of(halo.window, size, axes, mesh).need, size, axes, mesh)
+                steps = [("collective_permute", length, length) for length in plan.lengths]
+                if plan.gather:
+                    longest = piece_sizes(size, axes, mesh)[-1]
+                    steps = [("all_gather", longest, devices * longest)]
+            for name, sent, got in steps:
+                halos += collective_seconds(name, axes, sent * row, got * row, mesh, topology)
+    # Merges: putting together what devices find in their pieces, memory traffic included. Pieces
+    # that meet in a network are exchanged, compared, and sorted again in every round.
+    for merge in rule.merges:
+        axes = assignment[merge.factor]
+        if not axes:
+            continue
+        own = sum(
+            type_.bytes // mesh.extent(a for dim in dims for f in dim for a in assignment[f])
+            for type_, dims in merge.tensors
+        )
+        devices = mesh.extent(axes)
+        if merge.network:
+            wire = collective_seconds("collective_permute", axes, own, own, mesh, topology)
+            local = 3 * own / topology.hbm_bandwidth + memory_seconds(kind, 2 * own, topology)
+            merges += len(rounds(devices)) * (wire + local)
+        else:
+            after = own * devices
+            wire = collective_seconds("all_gather", axes, own, after, mesh, topology)
+            merges += wire + (own + after) / topology.hbm_bandwidth
+    exchanges += halos
+    exchanges += merges
     exchanges += exchange_seconds(rule, assignment, mesh, topology)
     extents = [mesh.extent(axes) for axes in assignment]
     sizes = [
         type_.size * dtype_bits(type_.dtype) / 8 / math.prod([extents[f] for d in dims for f in d])
         for type_, dims in zip((*kind.operands, *kind.results), rule.values, strict=True)
     ]
-    moves = (*bytes_read(kind, sizes), *bytes_written(kind, sizes))
+    moves = bytes_moved(kind, sizes)
     if stored:
         moves = tuple(itertools.compress(moves, stored))
     share = local_kind(kind, rule, assignment, mesh) if kind.about.passes else kind
@@ -178,89 +203,21 @@ def exchanged_bytes(trips: Exchange, assignment: Assignment, mesh: Mesh) -> int:
     return math.ceil(trips.bytes / split)
 
 
-def halo_seconds(
-    kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology
-) -> float:
-    """Time of the exchanges that bring what devices read of their neighbours' pieces."""
-    seconds = 0.0
-    for halo in rule.halos:
-        axes = assignment[halo.factor]
-        if axes:
-            type_ = kind.operands[halo.operand]
-            dims = [
-                () if d == halo.dim else tuple(a for f in dim for a in assignment[f])
-                for d, dim in enumerate(rule.operands[halo.operand])
-            ]
-            shape = local_shape(type_.shape, Sharding(tuple(dims)), mesh)
-            row = type_.with_shape((*shape[: halo.dim], 1, *shape[halo.dim + 1 :])).bytes
-            for name, sent, got in halo_moves(halo, type_.shape[halo.dim], axes, mesh):
-                seconds += collective_seconds(name, axes, sent * row, got * row, mesh, topology)
-    return seconds
-
-
-def halo_moves(halo: Halo, size: int, axes: Axes, mesh: Mesh) -> tuple[tuple[str, int, int], ...]:
-    """The collectives of a halo: (kind, elements along the dim before, and after)."""
-    devices = mesh.extent(axes)
-    if halo.window is None:
-        return (("all_gather", 1, devices),)
-    plan = exchange(reads_of(halo.window, size, axes, mesh).need, size, axes, mesh)
-    if plan.gather:
-        piece = piece_sizes(size, axes, mesh)[-1]
-        return (("all_gather", piece, devices * piece),)
-    return tuple(("collective_permute", length, length) for length in plan.lengths)
-
-
-def merge_seconds(
-    kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology
-) -> float:
-    """Time of putting together what devices find in their pieces, memory traffic included.
-
-    Pieces that meet in a network are exchanged, compared, and sorted again in every round.
-    """
-    seconds = 0.0
-    for merge in rule.merges:
-        axes = assignment[merge.factor]
-        if not axes:
-            continue
-        own = sum(
-            type_.bytes // mesh.extent(a for dim in dims for f in dim for a in assignment[f])
-            for type_, dims in merge.tensors
-        )
-        devices = mesh.extent(axes)
-        if merge.network:
-            wire = collective_seconds("collective_permute", axes, own, own, mesh, topology)
-            local = 3 * own / topology.hbm_bandwidth + memory_seconds(kind, 2 * own, topology)
-            seconds += len(rounds(devices)) * (wire + local)
-        else:
-            after = own * devices
-            wire = collective_seconds("all_gather", axes, own, after, mesh, topology)
-            seconds += wire + (own + after) / topology.hbm_bandwidth
-    return seconds
-
-
-RAGGED = "ragged_all_to_all"
-"""The kind of what composites exchange."""
+RAGGED = "ragged_all_to_all"  # the kind of what composites exchange
 
 
 class Transfer(NamedTuple):
-    """What an op brings from device to device.
+    """What an op brings from device to device."""
 
-    Attributes:
-      kind: as in `spmd.reshard.comm.KINDS`.
-      axes: the atoms along which devices exchange.
-      put, got: bytes that a device puts in, and that it gets.
-      group: how many devices exchange with one another.
-    """
-
-    kind: str
-    axes: Axes
-    put: int
-    got: int
-    group: int
+    kind: str  # as in `spmd.reshard.comm.KINDS`
+    axes: Axes  # the atoms along which devices exchange
+    put: int  # bytes that a device puts in
+    got: int  # bytes that it gets
+    group: int  # how many devices exchange with one another
 
     @staticmethod
     def of(op: Op, mesh: Mesh) -> Transfer | None:
-        """That of an op along axes of the mesh; None if it is none."""
+        """What an op brings along axes of the mesh; None if it brings nothing."""
         attrs = op.kind.attrs
         if AXES in attrs:
             axes, sent = attrs[AXES], attrs[SENT]

@@ -1,7 +1,7 @@
 """Predicted time of one run: a list-schedule of the local program.
 
 Arithmetic runs on one lane, collectives on one lane for each class of links: a collective starts
-when its operands are there and its links are free, and whoever reads its result waits for it. While
+when its operands are there and its links are free, and ops that read its result wait for it. While
 arithmetic waits, a later op whose operands are there goes first, as in XLA's own schedulers. So
 communication that independent arithmetic can hide costs nothing but the rest of it. Collectives
 that a backend waits for (`Backend.waits_for`) take the lane of arithmetic, too.
@@ -10,14 +10,12 @@ that a backend waits for (`Backend.waits_for`) take the lane of arithmetic, too.
     after:  compute | dot ..... | dot ... |
             data    | all_gather ..|           (hidden but for what is longer than the first dot)
 
-What is computed inside its readers takes no time of its own; fused ops read and write memory only
-where they are stored (`spmd.predict.fusion`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from spmd.ir.control_flow import Index
@@ -30,37 +28,21 @@ from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
 from spmd.predict.backends import backend_of
 from spmd.predict.fusion import stored_values
-from spmd.predict.ops import (
-    RAGGED,
-    Transfer,
-    arithmetic_seconds,
-    bytes_read,
-    bytes_written,
-    memory_seconds,
-)
+from spmd.predict.ops import RAGGED, Transfer, arithmetic_seconds, bytes_moved, memory_seconds
 
 COMPUTE = "compute"
 
 
 class Slot(NamedTuple):
-    """The time that one op, or one loop, takes.
-
-    Attributes:
-      op: the op.
-      lane: `compute`, or the mesh axes whose links it uses, as `data` or `data, model`.
-      start, end: seconds from the start of the run; inside a loop, of its first iteration.
-      trips: how often it runs, as the loops around it say; 1 outside of loops.
-      depth: how many loops it is inside of.
-      runs: for a loop, its trip count; None where that is not known (16 are counted).
-    """
+    """The time that one op, or one loop, takes."""
 
     op: Op
-    lane: str
-    start: float
+    lane: str  # `compute`, or the mesh axes whose links it uses, as `data` or `data, model`
+    start: float  # seconds from the start of the run; inside a loop, of its first iteration
     end: float
-    trips: int = 1
-    depth: int = 0
-    runs: int | None = 1
+    trips: int = 1  # how often it runs, as the loops around it say; 1 outside of loops
+    depth: int = 0  # how many loops it is inside of
+    runs: int | None = 1  # for a loop, its trip count; None if unknown (16 are counted)
 
     @property
     def seconds(self) -> float:
@@ -74,21 +56,14 @@ class Slot(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The schedule of one run.
+    """The schedule of one run."""
 
-    Attributes:
-      slots: in program order, a loop before what is inside it; as if `Chip.overlap` were 1.
-      seconds: when everything is done.
-      compute_seconds: arithmetic alone.
-      comm_seconds: collectives alone, one after another.
-      exposed_seconds: how long arithmetic waits for communication.
-    """
-
+    # In program order, a loop before what is inside it; as if `Chip.overlap` were 1.
     slots: tuple[Slot, ...]
-    seconds: float
-    compute_seconds: float
-    comm_seconds: float
-    exposed_seconds: float
+    seconds: float  # when everything is done
+    compute_seconds: float  # arithmetic alone
+    comm_seconds: float  # collectives alone, one after another
+    exposed_seconds: float  # how long arithmetic waits for communication
 
     @property
     def scheduled_seconds(self) -> float:
@@ -97,13 +72,7 @@ class Timeline(NamedTuple):
 
 
 def predict_timeline(program: Program, mesh: Mesh, topology: Topology) -> Timeline:
-    """Schedules a local program.
-
-    Args:
-      program: a local program.
-      mesh: its mesh.
-      topology: the machine.
-    """
+    """Schedules a local program."""
     run = _Schedule(program, mesh, topology)
     end = run.region(program.body, 0.0, 1, 0)
     parts = [slot for slot in run.slots if not slot.op.regions]
@@ -117,13 +86,7 @@ def predict_timeline(program: Program, mesh: Mesh, topology: Topology) -> Timeli
 
 
 def least_seconds(index: Index, mesh: Mesh, topology: Topology) -> float:
-    """What no partition of a program undercuts: its arithmetic, split evenly over all devices.
-
-    Args:
-      index: lookups of the whole program.
-      mesh: the mesh.
-      topology: the machine.
-    """
+    """What no partition of a program undercuts: its arithmetic, split evenly over all devices."""
 
     def region(ops: Iterable[Op]) -> float:
         total = 0.0
@@ -152,7 +115,6 @@ class _Schedule:
         self.slots: list[Slot] = []
 
     def region(self, region: Region, start: float, trips: int, depth: int) -> float:
-        """Schedules a region from a moment on; returns when all of it is done."""
         # A region has lanes of its own: control flow starts when those around it are through, and
         # nothing runs beside it.
         end = start
@@ -167,7 +129,13 @@ class _Schedule:
     def op(self, op: Op, start: float, trips: int, depth: int) -> float:
         known = self.ready
         ready = max([known.get(v, start) for v in op.operands], default=start)
-        for part, lane, seconds in (*self.local.copies(op), *self.costs(op)):
+        costs, transfer = self.local.copies(op), Transfer.of(op, self.mesh)
+        if transfer is not None:
+            lane = ", ".join(sorted(str(ref) for ref in axis_refs(transfer.axes, self.mesh)))
+            costs.append((op, lane, transfer.seconds(self.mesh, self.topology)))
+        if not op.collective or transfer is None:  # a composite may exchange first
+            costs.append((op, COMPUTE, self.local.seconds(op)))
+        for part, lane, seconds in costs:
             if seconds:
                 if lane != COMPUTE and part.collective in self.waits_for:
                     ready = max(ready, self.free.get(lane, start))
@@ -199,15 +167,6 @@ class _Schedule:
         self.free[lane] = begin + seconds
         return begin
 
-    def costs(self, op: Op) -> Iterator[tuple[Op, str, float]]:
-        """The op with each of its lanes and its seconds there; a composite may exchange first."""
-        transfer = Transfer.of(op, self.mesh)
-        if transfer is not None:
-            lane = ", ".join(sorted(str(ref) for ref in axis_refs(transfer.axes, self.mesh)))
-            yield op, lane, transfer.seconds(self.mesh, self.topology)
-        if not op.collective or transfer is None:
-            yield op, COMPUTE, self.local.seconds(op)
-
     def control_flow(self, op: Op, start: float, trips: int, depth: int) -> float:
         """A loop takes one iteration's time as often as it runs; a case its longest branch's.
 
@@ -224,44 +183,31 @@ class _Schedule:
                 end = self.region(region, end, trips * inner, depth + 1)
             seconds = inner * (end - begin)
         else:
-            seconds = self.longest_branch(op, begin, trips, depth)
+            seconds, mark = 0.0, place
+            for region in op.regions:  # only the slots of the branch that takes longest stay
+                took = self.region(region, begin, trips, depth + 1) - begin
+                if took > seconds:
+                    del self.slots[place:mark]
+                    seconds = took
+                else:
+                    del self.slots[mark:]
+                mark = len(self.slots)
         self.slots.insert(place, Slot(op, COMPUTE, begin, begin + seconds, trips, depth, runs))
         self.free = dict.fromkeys([*self.free, COMPUTE], begin + seconds)
         self.ready.update(dict.fromkeys(op.results, begin + seconds))
         return begin + seconds
 
-    def longest_branch(self, op: Op, begin: float, trips: int, depth: int) -> float:
-        """Seconds of the branch that takes longest; only its slots stay."""
-        place, longest = len(self.slots), 0.0
-        for region in op.regions:
-            mark = len(self.slots)
-            seconds = self.region(region, begin, trips, depth + 1) - begin
-            if seconds > longest:
-                del self.slots[place:mark]
-                longest = seconds
-            else:
-                del self.slots[mark:]
-        return longest
-
 
 class LocalTimes:
     """Seconds of a local program's ops on one device: the longer of arithmetic and memory traffic.
 
-    What is computed inside its readers takes no time of its own. An op that reads nothing of that
-    kind takes as long as any other one of its kind.
-
-    Args:
-      program: a local program.
-      topology: the machine.
-      index: lookups over the program.
-
-    Attributes:
-      stored: values that lie in memory.
+    What is computed inside its readers takes no time of its own. An op that reads no such value
+    takes as long as any other one of its kind.
     """
 
     def __init__(self, program: Program, topology: Topology, index: Index) -> None:
         self.topology = topology
-        self.stored = stored = stored_values(program)
+        self.stored = stored = stored_values(program)  # the values that lie in memory
         self._known: dict[OpKind, float] = {}
         self._copied: set[Value] = set()
         # What is computed inside its readers -> the bytes that are read for it, by stored value.
@@ -275,11 +221,14 @@ class LocalTimes:
         if self.stored.isdisjoint(op.results):
             return 0.0
         is_plain = len(op.operands) == len(set(op.operands))
-        if not is_plain or not self._reads.keys().isdisjoint(op.operands):
-            return self._seconds(op)
-        found = self._known.get(op.kind)
-        if found is None:
-            found = self._known[op.kind] = self._seconds(op)
+        is_plain &= self._reads.keys().isdisjoint(op.operands)
+        if is_plain and op.kind in self._known:
+            return self._known[op.kind]
+        moved = sum(self._bytes_read(op).values()) + _moves(op.kind)[1]
+        memory = memory_seconds(op.kind, moved, self.topology)
+        found = max(arithmetic_seconds(op.kind, self.topology), memory)
+        if is_plain:
+            self._known[op.kind] = found
         return found
 
     def copies(self, op: Op) -> list[tuple[Op, str, float]]:
@@ -304,12 +253,6 @@ class LocalTimes:
                 made.append((copy, COMPUTE, 2 * type_.bytes / rate))
         return made
 
-    def _seconds(self, op: Op) -> float:
-        kind = op.kind
-        moved = sum(self._bytes_read(op).values()) + _moves(kind)[1]
-        memory = memory_seconds(kind, moved, self.topology)
-        return max(arithmetic_seconds(kind, self.topology), memory)
-
     def _bytes_read(self, op: Op) -> dict[Value, float]:
         """The bytes that an op reads from memory, with all that is computed inside it, by value."""
         # Each stored value is read once, at the largest size that anything inside wants.
@@ -328,18 +271,16 @@ class LocalTimes:
         return found
 
 
-Moves = tuple[list[tuple[float, int]], float]
-"""Of each operand the bytes that are read and all that it has; and the bytes that are written."""
+def _moves(kind: OpKind) -> tuple[list[tuple[float, int]], float]:
+    """Of each operand the bytes that are read and all that it has; and the bytes that are written.
 
-
-def _moves(kind: OpKind) -> Moves:
-    """What an op reads of its operands, and what it writes; of an alias all that it stands for."""
-    moves: Moves | None = kind._cache.get("moves")
+    An alias is taken to read all that it stands for.
+    """
+    moves: tuple[list[tuple[float, int]], float] | None = kind._cache.get("moves")
     if moves is None:
         sizes = [type_.bytes for type_ in (*kind.operands, *kind.results)]
-        read = sizes if kind.about.role == Role.ALIAS else bytes_read(kind, sizes)
-        written = sum(bytes_written(kind, sizes))
-        count = len(kind.operands)
-        moves = list(zip(read[:count], sizes[:count], strict=True)), written
+        moved, count = bytes_moved(kind, sizes), len(kind.operands)
+        read = sizes if kind.about.role == Role.ALIAS else moved
+        moves = list(zip(read[:count], sizes[:count], strict=True)), sum(moved[count:])
         kind._cache["moves"] = moves
     return moves

@@ -17,8 +17,7 @@ from spmd.ir.dialect.rule import (
 )
 from spmd.mesh.sharding import Axes, Sharding
 
-Assignment = tuple[Axes, ...]
-"""For one op: which atoms split each factor."""
+Assignment = tuple[Axes, ...]  # for one op: which atoms split each factor
 
 
 def dim_to_factors(
@@ -50,11 +49,8 @@ def dim_to_factors(
 def fitting(axes: Axes, rule: Rule, factor: Factor, sizes: Sequence[int]) -> Axes:
     """The leading part of some atoms that a factor may be split over.
 
-    A factor that no dim splits takes nothing. Any other takes the atoms up to the
-    first one that the rule holds, and a window factor no more pieces than it has elements.
-
-    Example, of a window factor of size 3 and atoms of size 2:
-      `(0, 1)` would make four pieces, one of them empty: it takes `(0,)`.
+    That is up to the first atom that the rule holds; and a window factor has no more pieces than
+    elements: of size 3, it takes `(0,)` of two atoms `(0, 1)` of size 2.
     """
     if factor.kind in UNCLAIMED:
         return ()
@@ -161,13 +157,9 @@ def project(
 def reduced_axes(rule: Rule, assignment: Assignment, result: Sequence[DimFactors] = ()) -> Axes:
     """Atoms over which a result becomes partial: those of the split `reduce` factors.
 
-    A result that these atoms split has a part of its own on each device, and owes nothing:
+    A result that these atoms split has a part of its own on each device, and is not partial:
     `b s, b t -> b s, b t` with `s` reduced sums just the second result, unless `t` goes round.
-
-    Args:
-      rule: the rule.
-      assignment: what splits its factors.
-      result: the factors of the result's dims; of any result that has none of these if left out.
+    Without the factors of a result's dims, it is one that has none of these.
     """
     own = {a for dim in result for f in dim for a in assignment[f]}
     split = zip(rule.factors, assignment, strict=True)

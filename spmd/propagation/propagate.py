@@ -15,49 +15,38 @@ recorded for the planner.
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, partial
 from typing import NamedTuple
 
 from spmd.ir.control_flow import Index, ties
 from spmd.ir.dialect.registry import rule_of
-from spmd.ir.dialect.rule import Factor, Rule
+from spmd.ir.dialect.rule import FIXED, MERGE, REDUCE, UNCLAIMED, WINDOW, Factor, Rule
 from spmd.ir.program import Loc, Op, OpKind, Program, Value
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Mark
-from spmd.propagation.flow import (
-    CLOSED,
-    OPEN,
-    RULE,
-    Change,
-    Flow,
-    Masks,
-    Proposal,
-    Shape,
-    as_mask,
-    flow_through,
-    spread_through,
-    union,
-)
+from spmd.mesh.sharding import Axes, Mark, common_prefix
+from spmd.propagation.projection import dim_to_factors, factors_to_dim, fitting
+
+OPEN, CLOSED = -1, -2  # flags of a dim: it may be split further, or it is as a mark says
+RULE = -1  # the source of axes that the rule itself fixes
+Masks = tuple[int, ...]  # for each dim of a value a set of atoms, a bit each
+Proposal = tuple[Axes, ...]  # the axes of each dim of a value
+_Claim = tuple[Axes, int, int]  # axes, and position and dim of the value that wants them
 
 
 class Origin(NamedTuple):
-    """Why a dim has some of its atoms: from a neighbouring value's dim, or from a mark.
-
-    Attributes:
-      atoms: the atoms.
-      value, dim: where they came from; no value: a mark.
-      label: the op that they came through, or the mark's reason.
-      loc: where that op is.
-    """
+    """Why a dim has some of its atoms: from a neighbouring value's dim, or from a mark."""
 
     atoms: Axes
-    value: Value | None
+    value: Value | None  # where they came from, and its dim; None: a mark
     dim: int
-    label: str
-    loc: Loc = Loc()
+    label: str  # the op that they came through, or the mark's reason
+    loc: Loc = Loc()  # of that op
 
     @property
     def reason(self) -> str:
@@ -79,27 +68,16 @@ class Conflict(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Propagated:
-    """The program with a proposal for every value.
-
-    Attributes:
-      program: unchanged.
-      mesh: the mesh that atoms refer to.
-      proposals: for each value, the atoms of each dim.
-      marks: value -> its mark.
-      cheap: values without a sharding of their own.
-      origins: (value, dim) -> where its atoms came from, oldest first.
-      conflicts: disagreements left to the planner.
-      undivided: (value, dim) -> axes that were wanted there and don't divide the dim.
-    """
+    """The program with a proposal for every value."""
 
     program: Program
     mesh: Mesh
-    proposals: tuple[tuple[Axes, ...], ...]
+    proposals: tuple[Proposal, ...]
     marks: Mapping[Value, Mark]
-    cheap: frozenset[Value]
-    origins: Mapping[tuple[Value, int], tuple[Origin, ...]]
-    conflicts: tuple[Conflict, ...]
-    undivided: Mapping[tuple[Value, int], Axes]
+    cheap: frozenset[Value]  # values without a sharding of their own
+    origins: Mapping[tuple[Value, int], tuple[Origin, ...]]  # of a dim's atoms, oldest first
+    conflicts: tuple[Conflict, ...]  # left to the planner
+    undivided: Mapping[tuple[Value, int], Axes]  # what was wanted and does not divide the dim
 
     @cached_property
     def index(self) -> Index:
@@ -143,19 +121,20 @@ def propagate(
 ) -> Propagated:
     """Proposes axes for every dim of every value.
 
-    Args:
-      program: the program.
-      mesh: the mesh.
-      marks: promises: arguments, results and mark ops' results.
-      cheap: values that constrain nothing (`cheap_values`).
-      links: pairs of values that should be alike (a donated argument and its updated result).
+    The marks of arguments, results and mark ops' results are kept. Cheap values (`cheap_values`)
+    constrain nothing. Links are pairs of values that should be sharded alike: a donated argument
+    and its updated result.
 
     Raises:
       UnsupportedOpError: an op without a rule.
     """
     state = _State(program, mesh, marks, cheap)
     for op in program.walk():
-        state.add_op(op)
+        for tie in ties(op) if op.regions else ():
+            source = () if tie.source is None else (tie.source,)
+            state.add_tie((*source, *tie.inside, tie.result), op.loc, op.kind.name)
+        if not (op.regions or (cheap and cheap.issuperset(op.results))):
+            state.add(rule_of(op.kind, op.loc), op)
     for a, b in links:
         state.add_tie((a, b), Loc(), "the donated argument and its update")
     state.run()
@@ -172,24 +151,12 @@ def propagate(
 
 
 class _State:
-    """A propagation under way.
-
-    Attributes:
-      proposals: for each value, the axes of each dim so far.
-      flags: for each value, the flags of its dims, as in `Shape`.
-      nodes: every op and tie, in program order.
-      touching: for each value, the nodes that have it, as indices.
-      queues: nodes to be visited: those that only pass dims through, and those that reduce.
-      blocked: nodes that would do more if a dispute were settled.
-      pending: for each value, the atoms that may yet come to each dim (see `dispute`).
-      settled: for each value, the atoms that were pending there and have come to one of its dims.
-    """
-
     def __init__(
         self, program: Program, mesh: Mesh, marks: Mapping[Value, Mark], cheap: frozenset[Value]
     ) -> None:
         self.program, self.mesh, self.cheap = program, mesh, cheap
         self.proposals: list[Proposal] = [((),) * t.rank for t in program.types]
+        # For each value, the flags of its dims, as in `Shape`.
         self.flags: list[tuple[int, ...] | None] = [(OPEN,) * t.rank for t in program.types]
         for value in (*program.body.args, *program.body.results):
             self.flags[value] = program.types[value].shape
@@ -198,13 +165,16 @@ class _State:
             self.flags[value] = tuple(flag if is_open else CLOSED for flag, is_open in pairs)
         for value in cheap:
             self.flags[value] = None
-        self.nodes: list[_Node] = []
+        self.nodes: list[_Node] = []  # every op and tie, in program order
         self.shapes: dict[tuple[int, tuple[tuple[int, ...] | None, ...]], Shape] = {}
-        self.touching: list[list[int]] = [[] for _ in program.types]
+        self.touching: list[list[int]] = [[] for _ in program.types]  # numbers of a value's nodes
+        # Nodes to be visited: those that only pass dims through, and those that reduce.
         self.queues: tuple[deque[int], deque[int]] = (deque(), deque())
         self.queued: set[int] = set()
-        self.blocked: set[int] = set()
+        self.blocked: set[int] = set()  # nodes that would do more if a dispute were settled
         self.any_pending = False
+        # For each value, the atoms that may yet come to each dim (see `dispute`), and those that
+        # were pending there and have come to one of its dims.
         self.pending: list[Masks] = [(0,) * t.rank for t in program.types]
         self.settled = [0] * len(program.types)
         self.origins: dict[tuple[Value, int], list[Origin]] = {}
@@ -218,19 +188,6 @@ class _State:
             for dim, axes in enumerate(mark.dims):
                 if axes:
                     self.origins[value, dim] = [Origin(axes, None, dim, mark.reason)]
-
-    # Building the graph.
-
-    def add_op(self, op: Op) -> None:
-        if op.regions:
-            for tie in ties(op):
-                source = () if tie.source is None else (tie.source,)
-                self.add_tie((*source, *tie.inside, tie.result), op.loc, op.kind.name)
-            return
-        cheap = self.cheap
-        if cheap and all([v in cheap for v in op.results]):
-            return
-        self.add(rule_of(op.kind, op.loc), op)
 
     def add_tie(self, values: tuple[Value, ...], loc: Loc, label: str) -> None:
         rule = _tie_rule(len(values), self.program.types[values[-1]].shape)
@@ -255,8 +212,6 @@ class _State:
             self.queued.add(index)
             self.queues[self.nodes[index].shape.reduces].append(index)
 
-    # The fixed point.
-
     def run(self) -> None:
         self.drain()
         progress = True
@@ -280,10 +235,15 @@ class _State:
         node = self.nodes[index]
         proposals = self.proposals
         around = tuple([proposals[v] for v in node.values])
-        flow = self.flow_through(node.shape, around, guess)
-        if flow.conflicts or flow.undivided or flow.disputed:
-            self.note(index, node, flow)
-        changes = flow.changes
+        changes, conflicts, undivided, disputed = self.flow_through(node.shape, around, guess)
+        for position, atom, dims in disputed:
+            self.blocked.add(index)
+            self.dispute(node.values[position], atom, dims)
+        for factor, claims in conflicts:
+            named = [(axes, node.values[position], dim) for axes, position, dim in claims]
+            self.conflicts[index, factor] = Conflict(node.op, factor, tuple(dict.fromkeys(named)))
+        for position, dim, axes in undivided:
+            self.undivided[node.values[position], dim] = axes
         if changes and self.any_pending and not guess:
             changes = self.undisputed(index, node, changes)
         if changes:
@@ -326,8 +286,6 @@ class _State:
                 if neighbour != index:
                     self.enqueue(neighbour)
 
-    # Disputes.
-
     def dispute(self, value: Value, atom: int, dims: tuple[int, int]) -> None:
         """Notes that either of two dims of a value may get an atom, and what may follow from it.
 
@@ -349,25 +307,19 @@ class _State:
         found = tuple(mask | (1 << atom if d in dims else 0) for d, mask in enumerate(have))
         if found == have:
             return
-        self.pending[value], self.any_pending = found, True
+        pending, self.any_pending = self.pending, True
+        pending[value] = found
         waiting = deque(self.touching[value])
         while waiting:
-            for changed in self.spread(self.nodes[waiting.popleft()]):
-                waiting.extend(self.touching[changed])
-
-    def spread(self, node: _Node) -> list[Value]:
-        """Takes what may come to a node's values to the others; returns those that it is new to."""
-        pending = self.pending
-        around = tuple([pending[v] for v in node.values])
-        new = []
-        for value, wanted in zip(node.values, self.spread_through(node.shape, around), strict=True):
-            taken = union(as_mask(axes) for axes in self.proposals[value])
-            have = pending[value]
-            found = tuple([h | (w & ~taken) for h, w in zip(have, wanted, strict=True)])
-            if found != have:
-                pending[value] = found
-                new.append(value)
-        return new
+            node = self.nodes[waiting.popleft()]
+            spread = self.spread_through(node.shape, tuple([pending[v] for v in node.values]))
+            for v, wanted in zip(node.values, spread, strict=True):
+                taken = union(as_mask(axes) for axes in self.proposals[v])
+                have = pending[v]
+                found = tuple([h | (w & ~taken) for h, w in zip(have, wanted, strict=True)])
+                if found != have:
+                    pending[v] = found
+                    waiting.extend(self.touching[v])
 
     def undisputed(self, index: int, node: _Node, changes: Iterable[Change]) -> tuple[Change, ...]:
         """Changes up to the first atom that another dim may get yet, unless that is settled."""
@@ -392,3 +344,193 @@ def _tie_rule(count: int, shape: tuple[int, ...]) -> Rule:
     """The rule of `count` values of a shape that are split alike."""
     dims = tuple((i,) for i in range(len(shape)))
     return Rule((dims,) * (count - 1), (dims,), tuple(Factor(size) for size in shape))
+
+
+# ---------------------------------------------------------------------------------------------
+# What flows through one op when the propagation visits it: a pure function of the op's shape and
+# the proposals around it, so that ops that are alike share it.
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """What decides how axes flow through a node, besides the axes; made once for nodes alike.
+
+    Two shapes are compared by identity: flows are remembered by shape, and hashing a rule is slow.
+    """
+
+    rule: Rule
+    # For each value and dim, `OPEN`, `CLOSED`, or the size of a dim at the boundary, where axes
+    # must divide it; None for a cheap value.
+    flags: tuple[tuple[int, ...] | None, ...]
+
+    @cached_property
+    def reduces(self) -> bool:
+        """Whether the op does more than pass its dims through, where they are split."""
+        return any(factor.kind in (MERGE, REDUCE, WINDOW) for factor in self.rule.factors)
+
+
+class Change(NamedTuple):
+    """One dim of one of a node's values gets longer axes, because of another dim or of the rule."""
+
+    position: int
+    dim: int
+    axes: Axes
+    source: int
+    source_dim: int
+
+
+class Flow(NamedTuple):
+    """What a visit of a node does, given the proposals around it."""
+
+    changes: Sequence[Change] = ()
+    conflicts: Sequence[tuple[int, Sequence[_Claim]]] = ()  # factors that claims split differently
+    undivided: Sequence[tuple[int, int, Axes]] = ()  # boundary dims, and axes that do not divide
+    # Atoms that two dims of a value claim: its position, the atom, and the dims.
+    disputed: Sequence[tuple[int, int, tuple[int, int]]] = ()
+
+
+def flow_through(
+    sizes: Sequence[int], shape: Shape, around: tuple[Proposal, ...], guess: bool
+) -> Flow:
+    """What flows through a node: claims on factors, merged, and projected back onto every dim.
+
+    The proposals of its values are `around` it. With `guess` the more major of two dims gets an
+    atom that both claim, else neither.
+    """
+    # Trace, `b i k, k j -> i j` with the first operand [{x}, {}], the second [{}, {y}]:
+    #   claims    i: {x} by dim 0 of the first, j: {y} by dim 1 of the second
+    #   wanted    the result's dims want {x} and {y}; nothing new for the operands
+    #   changes   the result gets {x}, from the first operand, and {y}, from the second
+    # Were the second operand [{}, {x}] both dims of the result would claim x: a dispute.
+    rule, factors = shape.rule, shape.rule.factors
+    claims: dict[int, list[_Claim]] = {
+        i: [(factor.axes, RULE, 0)] for i, factor in enumerate(factors) if factor.kind == FIXED
+    }
+    for position, (flags, have) in enumerate(zip(shape.flags, around, strict=True)):
+        for d, axes in enumerate(have if flags is not None else ()):
+            dealt = dim_to_factors(axes, rule.values[position][d], factors, sizes) if axes else ()
+            for f, part in dealt:
+                if part := fitting(part, rule, factors[f], sizes):
+                    claims.setdefault(f, []).append((part, position, d))
+    if not claims:
+        return Flow()
+    merged: dict[int, _Claim] = {}
+    for f, found in claims.items():
+        # The longest claim on a factor, up to where another one disagrees with it.
+        longest, position, d = max(found, key=lambda claim: len(claim[0]))
+        for other, _, _ in found:
+            if longest[: len(other)] != other:
+                longest = common_prefix(longest, other)
+        merged[f] = longest, position, d
+    conflicts = [
+        (f, found)
+        for f, found in claims.items()
+        if len(merged[f][0]) < max(len(axes) for axes, _, _ in found)
+    ]
+    assignment = [merged[f][0] if f in merged else () for f in range(len(factors))]
+    changes: list[Change] = []
+    undivided: list[tuple[int, int, Axes]] = []
+    disputed: list[tuple[int, int, tuple[int, int]]] = []
+    for position, (flags, have) in enumerate(zip(shape.flags, around, strict=True)):
+        if flags is None:
+            continue
+        wanted = []
+        for d, (dim, flag) in enumerate(zip(rule.values[position], flags, strict=True)):
+            axes = kept = _wanted(have[d], dim, flag, rule, assignment, sizes)
+            while flag >= 0 and flag % math.prod([sizes[a] for a in kept]):
+                kept = kept[:-1]
+            if len(kept) < len(axes):
+                undivided.append((position, d, axes))
+                kept = max(kept, have[d], key=len)
+            wanted.append(kept)
+        longer, stuck = _extensions(have, wanted, guess)
+        disputed += [(position, atom, dims) for atom, dims in stuck]
+        for d, axes in longer:  # first what the rule fixes of them, then what its factors want
+            dim = rule.values[position][d]
+            fixed = factors[dim[0]].axes
+            if len(have[d]) < len(fixed):
+                changes.append(Change(position, d, axes[: len(fixed)], RULE, 0))
+            if len(axes) > len(fixed):
+                _, *source = next(merged[f] for f in reversed(dim) if f in merged)
+                changes.append(Change(position, d, axes, *source))
+    return Flow(changes, conflicts, undivided, disputed)
+
+
+def _wanted(
+    have: Axes,
+    dim: tuple[int, ...],
+    flag: int,
+    rule: Rule,
+    assignment: Sequence[Axes],
+    sizes: Sequence[int],
+) -> Axes:
+    """What the factors want for one dim: an extension of what it has, or just that."""
+    if flag == CLOSED:
+        return have
+    axes = factors_to_dim(dim, assignment, rule.factors, sizes)
+    if axes is None or len(axes) <= len(have) or axes[: len(have)] != have:
+        return have
+    if len(dim) > 1 and len(set(axes)) < len(axes):  # two of its factors are split alike
+        return have
+    return axes
+
+
+def _extensions(
+    current: Proposal, wanted: Sequence[Axes], guess: bool
+) -> tuple[list[tuple[int, Axes]], list[tuple[int, tuple[int, int]]]]:
+    """The dims of one value that get longer axes, and the atoms that two of them claim."""
+    more: list[tuple[int, Axes]] = []
+    disputed: list[tuple[int, tuple[int, int]]] = []
+    now = list(current)
+    for d, axes in enumerate(wanted):
+        have = current[d]
+        if len(axes) <= len(have):
+            continue
+        held = {a for e, other in enumerate(now) if e != d for a in other}
+        rivals = wanted[:d] if guess else [*wanted[:d], *wanted[d + 1 :]]
+        taken = held.union(*rivals)
+        fresh = axes[len(have) :]
+        clash = next((k for k, a in enumerate(fresh) if a in taken), None)
+        if clash is not None:
+            atom = fresh[clash]
+            if atom not in held:
+                rival = next(e for e, other in enumerate(wanted) if e != d and atom in other)
+                disputed.append((atom, (d, rival)))
+            axes = have + fresh[:clash]
+        if len(axes) > len(have):
+            more.append((d, axes))
+            now[d] = axes
+    return more, disputed
+
+
+def spread_through(shape: Shape, around: tuple[Masks, ...]) -> tuple[Masks, ...]:
+    """What may come to each open dim through the factors that it shares with others.
+
+    As `flow_through`, but for atoms that dims may get yet: any of them, in any order.
+    """
+    factors = shape.rule.factors
+    reach = [0] * len(factors)
+    for masks, dims in zip(around, shape.rule.values, strict=True):
+        for mask, dim in zip(masks, dims, strict=True):
+            for factor in dim if mask else ():
+                if factors[factor].kind not in UNCLAIMED:
+                    reach[factor] |= mask
+    found: list[Masks] = []
+    for masks, flags, dims in zip(around, shape.flags, shape.rule.values, strict=True):
+        if flags is not None:
+            masks = tuple(
+                mask if flag == CLOSED else union([mask, *[reach[f] for f in dim]])
+                for mask, flag, dim in zip(masks, flags, dims, strict=True)
+            )
+        found.append(masks)
+    return tuple(found)
+
+
+def as_mask(axes: Axes) -> int:
+    """Atoms as a set, a bit each."""
+    return union(1 << a for a in axes)
+
+
+def union(masks: Iterable[int]) -> int:
+    """The union of sets of atoms, a bit each."""
+    return functools.reduce(operator.or_, masks, 0)

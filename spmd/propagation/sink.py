@@ -12,15 +12,15 @@ every use gets a copy in the sharding that it wants, so they constrain no plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from spmd.ir.control_flow import producers_of
 from spmd.ir.description import BROADCAST, CONSTANT
-from spmd.ir.program import Op, OpKind, Program, Region, Value
+from spmd.ir.program import Op, Program, Region, Value
+from spmd.ir.rewrite import Carry, recarried
 from spmd.ir.types import TensorType
 
-LONGEST_CHAIN = 12
-"""Elementwise ops on top of each other beyond which recomputing stops being cheap."""
+LONGEST_CHAIN = 12  # elementwise ops on top of each other that are cheap to recompute
 
 
 def cheap_values(program: Program) -> frozenset[Value]:
@@ -73,7 +73,7 @@ class _Sink:
 
     def loop(self, op: Op) -> Op:
         """The loop without the carries that can be made inside, but with the scalars they need."""
-        cond, body = op.regions
+        body = op.regions[1]
         sunk: set[int] = set()
         makers: dict[Value, Op] = {}
         scalars: dict[Value, None] = {}
@@ -85,34 +85,34 @@ class _Sink:
         if not sunk:
             return op
 
-        def kept(values: Sequence[Value], more: Iterable[Value]) -> tuple[Value, ...]:
-            return (*(v for i, v in enumerate(values) if i not in sunk), *more)
-
-        regions = []
+        regions, carried = [], []
         for region in op.regions:
             inside = {v: self.value(self.types[v]) for v in scalars}
             copies, made = self.copied(makers, inside)
             self.instead.update((region.args[i], made[op.operands[i]]) for i in sunk)
-            args = kept(region.args, inside.values())
-            results = kept(body.results, inside.values()) if region is body else cond.results
-            regions.append(Region(args, (*copies, *region.ops), results))
-        operands = kept(op.operands, scalars)
-        results = kept(op.results, [self.value(self.types[v]) for v in scalars])
-        types = tuple(self.types[v] for v in operands)
-        kind = OpKind(op.name, types, types, op.kind.attrs)
-        return Op(kind, operands, results, tuple(regions), op.loc)
+            regions.append(region._replace(ops=(*copies, *region.ops)))
+            carried.append(inside)
+        more = [
+            Carry(v, carried[0][v], carried[1][v], carried[1][v], self.value(self.types[v]))
+            for v in scalars
+        ]
+        return recarried(op._replace(regions=tuple(regions)), self.types, sunk, more)
 
     def value(self, type_: TensorType) -> Value:
-        """A new value."""
         self.types.append(type_)
         return len(self.types) - 1
 
     def find(self, value: Value, makers: dict[Value, Op], scalars: dict[Value, None]) -> None:
-        """Adds the ops that make a value, in order, and the scalars from elsewhere they read."""
+        """Adds the ops that make a value, in order, and the scalars that they read."""
         op = self.producers.get(value)
         if value in makers or value in scalars:
             return
-        if op is None or not (value in self.cheap or _makes_scalar(op)):
+        if op is not None and value not in self.cheap:
+            # Scalars made of nothing but scalars are made inside as well.
+            scalar = all(t.rank == 0 for t in (*op.kind.operands, *op.kind.results))
+            is_made = op.name == CONSTANT or op.kind.about.is_elementwise
+            op = op if scalar and is_made and len(op.results) == 1 else None
+        if op is None:
             scalars[value] = None
             return
         op = op._replace(operands=self.values(op.operands))
@@ -134,10 +134,3 @@ class _Sink:
             if old in self.cheap:
                 self.cheap.add(new)
         return copies, made
-
-
-def _makes_scalar(op: Op) -> bool:
-    """Whether an op makes a scalar of nothing but scalars."""
-    about = op.kind.about
-    is_scalar = all(t.rank == 0 for t in (*op.kind.operands, *op.kind.results))
-    return is_scalar and len(op.results) == 1 and (op.name == CONSTANT or about.is_elementwise)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import groupby, permutations, product
 from typing import Any
@@ -24,49 +24,39 @@ from spmd.mesh.sharding import Axes, Sharding
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import KINDS, terms_of, wire_bytes
 from spmd.reshard.moves import Move, Moves
-from spmd.reshard.problem import Problem
-from spmd.reshard.question import EXACT_ATOMS, Digit, Dims, Names, Question, atom_digits
+from spmd.reshard.question import EXACT_ATOMS, Digit, Dims, Names, Problem, Question, atom_digits
 
+# Larger graphs are not made; nor larger ones of single atoms, whose paths can be searched for.
 MOST_NODES, MOST_EXACT = 4500, 1000
-"""Larger graphs are not made; nor larger ones of single atoms, whose paths can be searched for."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Atlas:
-    """The nodes of values of one rank on one mesh, and the moves between them.
-
-    Attributes:
-      units: atoms of each unit.
-      nodes: dims in atoms, and partial atoms -> number of the node.
-      extents: of each node and dim, into how many pieces it is split.
-      pieces: of each node, into how many pieces it splits the value.
-      moves: every step, in the order of the nodes that they start from.
-      source, target: of each move, its nodes.
-      by_target: the moves in the order of the nodes that they lead to.
-      latency, pace: of each move, seconds however small the value is, and for each byte.
-      sends: what decides how many bytes a move sends: its kind as it is run (an index of `KINDS`),
-        how many devices exchange with one another, pieces before and after.
-      send: of each move, the row of `sends`.
-      atoms: of each move, bits of the atoms along which devices exchange.
-    """
+    """The nodes of values of one rank on one mesh, and the moves between them."""
 
     def __init__(self, units: tuple[Axes, ...], rank: int, mesh: Mesh, topology: Topology) -> None:
-        self.units, names = units, Names(units, (), ())
+        self.units, names = units, Names(units, (), ())  # atoms of each unit
         digits = tuple([Digit(tuple([mesh.atom_sizes[a] for a in u]), 0.0, 1.0) for u in units])
         whole: Dims = ((),) * rank
         problem = Problem(Question(digits, whole, whole, (), (mesh.size,) * rank))
-        states = list(_states(problem.digits, rank))
+        # Every order of some digits on every dim, and some of the others partial.
+        states: list[tuple[Dims, Axes]] = []
+        for places in product(range(rank + 2), repeat=len(units)):
+            there = [tuple([a for a in problem.digits if places[a] == p]) for p in range(rank + 2)]
+            states += [(dims, there[rank]) for dims in product(*map(permutations, there[:rank]))]
         number = {state: i for i, state in enumerate(states)}
+        # Dims in atoms, and partial atoms -> number of the node.
         self.nodes = {
             (tuple(map(names.atoms, dims)), tuple(sorted(names.atoms(partial)))): i
             for i, (dims, partial) in enumerate(states)
         }
         extents = [[problem.extent(axes) for axes in dims] for dims, _ in states]
+        # Of each node and dim, into how many pieces it is split; of each node, the whole value.
         self.extents = np.array(extents, dtype=np.int64).reshape(len(states), rank)
         self.pieces = self.extents.prod(1)
         self.piece_list: list[int] = self.pieces.tolist()
-        self.moves: list[Move] = []
+        self.moves: list[Move] = []  # every step, in the order of the nodes that they start from
         source, every = [], Moves(problem)
         for i, (dims, partial) in enumerate(states):
             out = list(every.out_of(dims, partial, mesh.size))
@@ -75,7 +65,7 @@ class Atlas:
         self.source = np.array(source, dtype=np.int64)
         target = [number[move.dims, move.partial] for move in self.moves]
         self.target = np.array(target, dtype=np.int64)
-        self.by_target = np.argsort(self.target, kind="stable")
+        self.by_target = np.argsort(self.target, kind="stable")  # moves, ordered by their targets
         # Many moves are of one kind and among the same units.
         looks: dict[tuple[str, Axes], int] = {}
         look = [looks.setdefault((m.kind, tuple(sorted(m.axes))), len(looks)) for m in self.moves]
@@ -85,19 +75,14 @@ class Atlas:
             run, group, *seconds = terms_of(kind, atoms, mesh, topology)
             terms.append((KINDS.index(run), group, sum(1 << a for a in atoms), *seconds))
         columns = np.array(terms or [(0,) * 5]).T[:, look]
-        self.atoms = columns[2].astype(np.int64)
+        self.atoms = columns[2].astype(np.int64)  # bits of the atoms along which devices exchange
+        # Of each move, seconds however small the value is, and for each byte.
         self.latency, self.pace = columns[3:]
+        # What decides how many bytes a move sends: its kind as it is run (an index of `KINDS`), how
+        # many devices exchange with one another, pieces before and after; and of each move its row.
         pieces = self.pieces[[self.source, self.target]]
         sends = np.concatenate([columns[:2].astype(np.int64), pieces])
         self.sends, self.send = np.unique(sends.T, axis=0, return_inverse=True)
-
-
-def _states(digits: Axes, rank: int) -> Iterator[tuple[Dims, Axes]]:
-    """Every order of some digits on every dim, and some of the others partial."""
-    for places in product(range(rank + 2), repeat=len(digits)):
-        there = [tuple([a for a in digits if places[a] == p]) for p in range(rank + 2)]
-        for dims in product(*map(permutations, there[:rank])):
-            yield dims, there[rank]
 
 
 @lru_cache(maxsize=64)
@@ -122,22 +107,15 @@ def atlas(mesh: Mesh, topology: Topology, rank: int) -> Atlas | None:
 class Distances:
     """What the moves take for values of one size, and with it all reshards.
 
-    Times are whole ticks, so that a sum is the same in whatever order it is added up.
-
-    Args:
-      atlas: the graph, of as many dims as can be split.
-      room: for each dim, what its size has in common with the number of devices.
-      bits: of the value.
-      held: atoms that no step may use.
-
-    Attributes:
-      names: what the digits and dims of moves stand for.
+    Times are whole ticks, so that a sum is the same in whatever order it is added up. For each dim,
+    `room` is what its size has in common with the number of devices; `bits` are of the value; no
+    step may use atoms that are `held`.
     """
 
     def __init__(self, atlas: Atlas, room: tuple[int, ...], bits: int, held: Axes) -> None:
         self._atlas = atlas
         dims = tuple([d for d, common in enumerate(room) if common > 1])
-        self.names = Names(atlas.units, dims, ((),) * len(room))
+        self.names = Names(atlas.units, dims, ((),) * len(room))  # of digits and dims of moves
         common = np.array([room[d] for d in dims], dtype=np.int64)
         self._legal = (common % atlas.extents == 0).all(1)
         legal = self._legal[atlas.source] & self._legal[atlas.target]
@@ -178,9 +156,9 @@ class Distances:
             self._add_rows(np.array(new[start : start + 128]))
 
     def _add_rows(self, sources: Array) -> None:
-        """Ticks from some nodes to all others, in no larger pieces than the larger end's."""
-        # Sizes of pieces are let in one by one, the smallest pieces first. When the larger of two
-        # ends has just been let in, and all ways are followed, their distance is known.
+        # Ticks from some nodes to all others, in no larger pieces than the larger end's. Sizes of
+        # pieces are let in one by one, the smallest pieces first. When the larger of two ends has
+        # just been let in, and all ways are followed, their distance is known.
         pieces, moves = self._atlas.pieces, self._to
         source, target = self._atlas.source[moves], self._atlas.target[moves]
         ticks = self._ticks[moves]
@@ -251,12 +229,11 @@ class Distances:
 
 
 def _follow(near: Array, source: Array, target: Array, ticks: Array, look: Array) -> None:
-    """Follows moves for as long as they lead nearer.
+    """Follows moves, which are sorted by their target, for as long as they lead nearer.
 
-    Args:
-      near: for each node (rows), ticks that it is away from some others (columns); changed.
-      source, target, ticks: of the moves, which are sorted by their target.
-      look: which ones to follow at first; later those out of nodes that were come nearer to.
+    For each node (rows), `near` are the ticks that it is away from some others (columns); they are
+    changed. `look` are the moves to follow at first; later it is those out of nodes whose ticks
+    have become fewer.
     """
     reached = np.asarray(np.isfinite(near).any(axis=1))
     at = np.flatnonzero(look & reached[source])

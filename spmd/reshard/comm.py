@@ -17,15 +17,9 @@ from spmd.mesh.sharding import Axes
 from spmd.mesh.topology import Topology
 
 KINDS = (
-    "slice",
-    "all_gather",
-    "all_to_all",
-    "collective_permute",
-    "reduce_scatter",
-    "all_reduce",
-    "collective_broadcast",
-    "ragged_all_to_all",
-)
+    "slice", "all_gather", "all_to_all", "collective_permute", "reduce_scatter", "all_reduce",
+    "collective_broadcast", "ragged_all_to_all",
+)  # fmt: skip
 """Every kind of step; `slice` moves nothing, a broadcast is only ever the user's own. The ragged
 all-to-all is inside of composites, and its bytes are those that are expected."""
 
@@ -36,13 +30,10 @@ def group_size(attrs: Mapping[str, Any], mesh: Mesh) -> int:
 
 
 def wire_bytes(kind: str, group_size: int, local_in_bytes: int, local_out_bytes: int) -> int:
-    """Bytes that each device sends, for the bandwidth-optimal (ring) algorithm.
+    """Bytes that each device of a group sends, for the bandwidth-optimal (ring) algorithm.
 
-    Args:
-      kind: one of `KINDS`.
-      group_size: devices that exchange with one another.
-      local_in_bytes: bytes of one device's piece before.
-      local_out_bytes: bytes of one device's piece after.
+    They follow from the bytes of one device's piece before and after a collective of a kind of
+    `KINDS`.
     """
     if kind == "slice" or group_size == 1:
         return 0
@@ -80,28 +71,17 @@ def run_as(kind: str, atoms: Sequence[int], mesh: Mesh, topology: Topology) -> s
     torus dims at once, where its reduce-scatters have those of one dim. Seen with libtpu 0.0.42 on
     v4, v5e, v5p and v6e.
     """
-    whole = kind == "reduce_scatter" and mesh.extent(atoms) == topology.count > _RING_CHIPS
+    whole = kind == "reduce_scatter" and mesh.extent(atoms) == topology.count > 8
     return "all_reduce" if whole and topology.platform == "tpu" else kind
 
 
-_RING_CHIPS = 8
-"""Slices of so many chips are one ring to the TPU compiler."""
-
-
 class Terms(NamedTuple):
-    """What decides the cost of a collective over some atoms, beside the size of the value.
+    """What decides the cost of a collective over some atoms, beside the size of the value."""
 
-    Attributes:
-      kind: one of `KINDS`, as the backend runs it.
-      group: devices that exchange with one another.
-      latency: seconds of one that moves nothing.
-      pace: seconds for each byte on the wire.
-    """
-
-    kind: str
-    group: int
-    latency: float
-    pace: float
+    kind: str  # one of `KINDS`, as the backend runs it
+    group: int  # devices that exchange with one another
+    latency: float  # seconds of one that moves nothing
+    pace: float  # seconds for each byte on the wire
 
     def cost(self, local_in_bytes: int, local_out_bytes: int) -> tuple[float, int]:
         """Seconds, and bytes that each device sends, given those of its pieces."""
@@ -140,14 +120,5 @@ def collective_seconds(
     mesh: Mesh,
     topology: Topology,
 ) -> float:
-    """Predicted seconds of one collective over some atoms of the mesh.
-
-    Args:
-      kind: one of `KINDS`.
-      atoms: atoms along which devices exchange.
-      local_in_bytes: bytes of one device's piece before.
-      local_out_bytes: bytes of one device's piece after.
-      mesh: the mesh that the atoms belong to.
-      topology: the links; the slowest one among the atoms sets the pace.
-    """
+    """Predicted seconds of one collective of a kind of `KINDS` over some atoms of the mesh."""
     return terms_of(kind, tuple(atoms), mesh, topology).cost(local_in_bytes, local_out_bytes)[0]

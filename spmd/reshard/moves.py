@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import combinations, groupby, permutations
 from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes, common_prefix
-from spmd.reshard.problem import Problem, moved
-from spmd.reshard.question import Dims
+from spmd.reshard.question import Dims, Problem, moved
 
 
 class Move(NamedTuple):
-    """A `Step` in the words of a question: digits for atoms, and the sharding that it leads to."""
+    """A `Step` with a question's digits for atoms, and the sharding that it leads to."""
 
     kind: str
     dims: Dims
@@ -90,7 +89,7 @@ class Moves:
                     yield append(kind, dims, partial, dim, run)
 
     def _runs(self, dims: Dims, dim: int, pool: Axes) -> Iterator[Axes]:
-        """Runs out of `pool` to append to a dim, if it divides by them."""
+        """Runs out of `pool` that may be appended to a dim, if they divide it."""
         for count in range(1, len(pool) + 1):
             yield from permutations(pool, count)
 
@@ -157,18 +156,14 @@ class DirectedMoves(Moves):
                     continuation(dims[other] + axes[k:], goal, pool) for k in range(len(axes))
                 ]
         stand_ins = sorted(pool, key=lambda a: (a in problem.goal_digits, a))
-        for alike in self._by_size(stand_ins):
+        # All of the digits and, where they differ in size, those of each size.
+        sizes = problem.sizes
+        different = sorted({sizes[a] for a in pool})
+        groups = [[a for a in stand_ins if sizes[a] == size] for size in different]
+        for alike in (stand_ins, *(groups if len(different) > 1 else ())):
             for size in (problem.goal_extents[dim], problem.room[dim]):
                 found.append(problem.dividing(size, axes, alike))
         return filter(None, dict.fromkeys(found))
-
-    def _by_size(self, pool: Sequence[int]) -> list[Sequence[int]]:
-        """All of the digits and, where they differ in size, those of each size."""
-        sizes = self.problem.sizes
-        different = sorted({sizes[a] for a in pool})
-        if len(different) < 2:
-            return [pool]
-        return [pool, *([a for a in pool if sizes[a] == size] for size in different)]
 
     def _gathered(self, dims: Dims, dim: int, room: int) -> Iterable[int]:
         axes, paces, extent = dims[dim], self.problem.paces, self.problem.extent
@@ -265,7 +260,6 @@ class DirectedMoves(Moves):
 
 
 def _put(dims: Dims, dim: int, axes: Axes) -> Dims:
-    """`dims` with the digits of one dim replaced."""
     return (*dims[:dim], axes, *dims[dim + 1 :])
 
 

@@ -1,4 +1,4 @@
-"""`reshard`: the cheapest collectives that take a value from one sharding to another.
+"""Reshards: the cheapest collectives that take a value from one sharding to another.
 
 A shortest path over shardings, weighted by predicted seconds, none of whose buffers exceeds the
 larger of the two ends. Rink et al. 2021, "Memory-efficient array redistribution through portable
@@ -17,13 +17,15 @@ reductions of partial values and the links of the machine are part of the same s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from spmd.errors import LegalityError
+from spmd.ir.control_flow import Index
+from spmd.ir.program import Value
 from spmd.ir.types import TensorType, dtype_bits, local_type
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, format_sharding, is_even, is_legal
@@ -31,40 +33,33 @@ from spmd.mesh.topology import Topology
 from spmd.reshard.atlas import Distances, distances
 from spmd.reshard.comm import Terms, terms_of
 from spmd.reshard.moves import Move
-from spmd.reshard.problem import moved, pieces_after
-from spmd.reshard.question import Dims, Names, questions
+from spmd.reshard.question import Dims, Names, moved, pieces_after, questions
 from spmd.reshard.search import Answer, answers, direct_answers, is_small
 
 Table = np.ndarray[Any, np.dtype[np.float64]]
 
+States = tuple[Sharding, ...]  # shardings that one value may be in
+
 
 class Step(NamedTuple):
-    """One collective, or one slice.
+    """One collective, or one slice."""
 
-    Attributes:
-      kind: one of `comm.KINDS`, or `mask`.
-      before: sharding that it starts from.
-      after: sharding that it leads to.
-      axes: atoms along which devices exchange (or that a slice cuts by, or over which a mask leaves
-        one device the value), in group order, major to minor.
-      dims: slice, all_gather, reduce_scatter: `(dim,)`; all_to_all: `(dim that the axes leave and
-        that is concatenated, dim that they go to and that is split)`; otherwise `()`.
-    """
-
-    kind: str
+    kind: str  # one of `comm.KINDS`, or `mask`
     before: Sharding
     after: Sharding
+    # Atoms along which devices exchange (or that a slice cuts by, or over which a mask leaves one
+    # device the value), in group order, major to minor.
     axes: Axes
+    # slice, all_gather, reduce_scatter: `(dim,)`; all_to_all: `(dim that the axes leave and that is
+    # concatenated, dim that they go to and that is split)`; otherwise `()`.
     dims: tuple[int, ...]
 
 
 class Path:
     """Steps in order, with their predicted seconds and the bytes that each device sends.
 
-    Of most paths only the seconds are looked at: their steps may be given as what makes them.
+    Steps may be given as a function that makes them: of most paths they are never asked for.
     """
-
-    __slots__ = ("_steps", "bytes", "seconds")
 
     def __init__(
         self, steps: tuple[Step, ...] | Callable[[], tuple[Step, ...]], seconds: float, bytes: int
@@ -78,18 +73,8 @@ class Path:
             self._steps = self._steps()
         return self._steps
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Path) and self._fields == other._fields
-
-    def __hash__(self) -> int:
-        return hash(self._fields)
-
     def __repr__(self) -> str:
         return f"Path(steps={self.steps}, seconds={self.seconds}, bytes={self.bytes})"
-
-    @property
-    def _fields(self) -> tuple[tuple[Step, ...], float, int]:
-        return self.steps, self.seconds, self.bytes
 
 
 @lru_cache(maxsize=1 << 16)
@@ -103,30 +88,14 @@ def reshard(
     (`atlas`); between others atoms that play the same part are taken together, and where more than
     `EXACT_DIGITS` parts are left, only steps that lead towards `dst` are tried.
 
-    Args:
-      src: sharding that the value has.
-      dst: sharding that is wanted. It may stay partial over some of `src`'s partial atoms, and
-        become partial over others: that is done last, by a mask if terms are added, and by nothing
-        if their maximum is taken (`WHOLE_TERMS`).
-      type_: global type. A dim that does not divide is searched as if it were padded until it did
-        (its figures are those of the padded pieces).
-      mesh: the mesh of both shardings.
-      topology: the links.
-      held: atoms that no step may use: along them the value differs (see `ir.control_flow`).
-
-    Returns:
-      A `Path`, empty when `src == dst`.
+    What is wanted may stay partial over some of the partial atoms, and become partial over others:
+    that is done last, by a mask if terms are added, and by nothing if their maximum is taken. A dim
+    that does not divide is searched as if it were padded until it did. No step may use `held`
+    atoms: along them the value differs (see `ir.control_flow`).
 
     Raises:
       LegalityError: a sharding that is not legal, or a value that is to become partial in a way
         in which no mask can make it.
-
-    Example:
-      >>> mesh = Mesh(None, (4, 2), ("data", "model"))
-      >>> data = mesh.axis_atoms["data"]
-      >>> src, dst = Sharding((data, ())), Sharding(((), data))
-      >>> [step.kind for step in reshard(src, dst, type_, mesh, Topology("h200:8")).steps]
-      ['all_to_all']
     """
     if src == dst:
         return Path((), 0.0, 0)
@@ -152,11 +121,51 @@ def reshard(
     pairs = zip(src.dims, dst.dims, strict=True)
     units = [math.lcm(mesh.extent(a), mesh.extent(b)) for a, b in pairs]
     shape = tuple(-(-size // unit) * unit for size, unit in zip(type_.shape, units, strict=True))
-    path = _cheapest(src, dst, shape, type_.dtype, held, mesh, topology)
+    # The cheapest path over whole axes; if there is none, of those that are best for any size.
+    room = tuple([math.gcd(size, mesh.size) for size in shape])
+    bits, found = math.prod(shape) * dtype_bits(type_.dtype), None
+    if (known := distances(room, bits, held, mesh, topology)) is not None:
+        start, goal = known.node(src), known.node(dst)
+        found = None if start is None or goal is None else known.path(start, goal)
+    if known is not None and found is not None:
+        answer, seconds, sent = found
+        path = Path(_Route((), answer, known.names, src, dst).steps, seconds, sent)
+    else:
+        ways = []
+        for route in routes(src, dst, room, held, mesh, topology):
+            seconds, sent = 0.0, 0
+            for terms, before, after in route.legs:
+                took, more = terms.cost(-(-bits // (8 * before)), -(-bits // (8 * after)))
+                seconds, sent = seconds + took, sent + more
+            ways.append((route, seconds, sent))
+        if not ways:
+            raise LegalityError(
+                f"no path of collectives was found for {TensorType(shape, type_.dtype)}",
+                actual=format_sharding(src, mesh),
+                required=format_sharding(dst, mesh),
+            )
+        route, seconds, sent = min(ways, key=lambda way: (way[1], way[2], len(way[0].legs)))
+        path = Path(route.steps, seconds, sent)
     if shape == type_.shape:
         return path
     torn = {d for step in path.steps for d in torn_dims(step, type_.shape, mesh)}
-    return _untorn(src, dst, type_, mesh, topology, held, torn) if torn else path
+    if not torn:
+        return path
+    # A path that gathers these dims before any permute, and cuts them afterwards.
+    bare, last = (
+        Sharding(
+            tuple(() if d in torn else axes for d, axes in enumerate(s.dims)), s.partial, s.kind
+        )
+        for s in (src, dst)
+    )
+    if bare != src:
+        first = _one_by_one(src, bare, type_, mesh, topology)
+        second = reshard(bare, dst, type_, mesh, topology, held)
+    else:
+        first = reshard(src, last, type_, mesh, topology, held)
+        second = _one_by_one(last, dst, type_, mesh, topology)
+    seconds, sent = first.seconds + second.seconds, first.bytes + second.bytes
+    return Path(first.steps + second.steps, seconds, sent)
 
 
 def reshard_seconds(
@@ -211,32 +220,6 @@ def _alike(
     return found
 
 
-def _untorn(
-    src: Sharding,
-    dst: Sharding,
-    type_: TensorType,
-    mesh: Mesh,
-    topology: Topology,
-    held: Axes,
-    torn: set[int],
-) -> Path:
-    """A path that gathers some dims before any permute, and cuts them afterwards."""
-    bare, last = (
-        Sharding(
-            tuple(() if d in torn else axes for d, axes in enumerate(s.dims)), s.partial, s.kind
-        )
-        for s in (src, dst)
-    )
-    if bare != src:
-        first = _one_by_one(src, bare, type_, mesh, topology)
-        second = reshard(bare, dst, type_, mesh, topology, held)
-    else:
-        first = reshard(src, last, type_, mesh, topology, held)
-        second = _one_by_one(last, dst, type_, mesh, topology)
-    sent = first.bytes + second.bytes
-    return Path(first.steps + second.steps, first.seconds + second.seconds, sent)
-
-
 def _one_by_one(
     src: Sharding, dst: Sharding, type_: TensorType, mesh: Mesh, topology: Topology
 ) -> Path:
@@ -265,8 +248,7 @@ def can_reshard(src: Sharding, dst: Sharding) -> bool:
 
 def mask_seconds(sharding: Sharding, type_: TensorType, mesh: Mesh, topology: Topology) -> float:
     """Time to read one device's piece and to write it, or zeros."""
-    local = local_type(type_, sharding, mesh)
-    return 2 * local.bytes / topology.hbm_bandwidth
+    return 2 * local_type(type_, sharding, mesh).bytes / topology.hbm_bandwidth
 
 
 def torn_dims(step: Step, shape: Sequence[int], mesh: Mesh) -> list[int]:
@@ -313,21 +295,17 @@ def permute_pairs(before: Sharding, after: Sharding, mesh: Mesh) -> tuple[tuple[
 # From the answer to a question back to steps, with the cost model's own figures.
 
 
-_Leg = tuple[Terms, int, int]
-"""What decides the cost of a step, and the pieces that the value is in before and after it."""
-
-
 class _Route(NamedTuple):
     """An answer in the words of two shardings: what it costs, and what its steps are made of."""
 
-    legs: tuple[_Leg, ...]
+    # What decides the cost of each step, and the pieces that the value is in before and after it.
+    legs: tuple[tuple[Terms, int, int], ...]
     answer: Answer
     names: Names
     src: Sharding
     dst: Sharding
 
     def steps(self) -> tuple[Step, ...]:
-        """The steps of this value over this mesh."""
         found, here, names = [], self.src, self.names
         for move in self.answer:
             tiling = list(names.kept)
@@ -341,50 +319,8 @@ class _Route(NamedTuple):
         return tuple(found)
 
 
-def _cheapest(
-    src: Sharding,
-    dst: Sharding,
-    shape: tuple[int, ...],
-    dtype: str,
-    held: Axes,
-    mesh: Mesh,
-    topology: Topology,
-) -> Path:
-    """The cheapest path among those of whole axes, else of those that are best for some size."""
-    room = tuple([math.gcd(size, mesh.size) for size in shape])
-    bits = math.prod(shape) * dtype_bits(dtype)
-    known = distances(room, bits, held, mesh, topology)
-    if known is not None:
-        start, goal = known.node(src), known.node(dst)
-        found = None if start is None or goal is None else known.path(start, goal)
-        if found is not None:
-            answer, seconds, sent = found
-            return Path(_Route((), answer, known.names, src, dst).steps, seconds, sent)
-    ways = [(route, *_cost(route, bits)) for route in routes(src, dst, room, held, mesh, topology)]
-    if not ways:
-        raise LegalityError(
-            f"no path of collectives was found for {TensorType(shape, dtype)}",
-            actual=format_sharding(src, mesh),
-            required=format_sharding(dst, mesh),
-        )
-    route, seconds, sent = min(ways, key=lambda way: (way[1], way[2], len(way[0].legs)))
-    return Path(route.steps, seconds, sent)
-
-
-def _cost(route: _Route, bits: int) -> tuple[float, int]:
-    """Seconds, and bytes that each device sends, for a value of so many bits."""
-    seconds, sent = 0.0, 0
-    for terms, before, after in route.legs:
-        took, more = terms.cost(-(-bits // (8 * before)), -(-bits // (8 * after)))
-        seconds, sent = seconds + took, sent + more
-    return seconds, sent
-
-
-WHOLE_TERMS = frozenset({"max", "min", "and", "or"})
-"""Reductions in which a whole value may stand for every term: the maximum of x and x is x."""
-
-SPLITTABLE = WHOLE_TERMS | {"add"}
-"""Reductions of which a whole value can be made terms: those of a sum are zero but for one."""
+WHOLE_TERMS = frozenset({"max", "min", "and", "or"})  # a whole value is each term: max(x, x) is x
+SPLITTABLE = WHOLE_TERMS | {"add"}  # a whole value can be made terms: of a sum all but one are 0
 
 
 @lru_cache(maxsize=1 << 16)
@@ -412,8 +348,55 @@ def routes(
 
 
 def _axes_of(move: Move, names: Names) -> Axes:
-    """The atoms of a move."""
     axes = names.atoms(move.axes)
     if move.kind in ("collective_permute", "all_reduce"):  # their groups have no order
         return tuple(sorted(axes))
     return axes
+
+
+NO_WAY = Path((), math.inf, 0)  # the path between shardings that no collectives connect
+
+
+class Resharder:
+    """Ways between the shardings of one program's values.
+
+    The planner, the partitioner and reports ask here what a way costs: it may not use the atoms
+    along which a value differs unseen, inside a manual region, and so may be longer.
+    """
+
+    def __init__(self, index: Index, mesh: Mesh, topology: Topology) -> None:
+        self.index, self.mesh, self.topology = index, mesh, topology
+
+    def held(self, value: Value) -> Axes:
+        """The atoms that no way may use."""
+        return self.index.held.get(value, ())
+
+    def path(self, value: Value, have: Sharding, wanted: Sharding) -> Path:
+        """The cheapest path; `NO_WAY` where there is none."""
+        if not can_reshard(have, wanted):
+            return NO_WAY
+        type_ = self.index.program.types[value]
+        return reshard(have, wanted, type_, self.mesh, self.topology, self.held(value))
+
+    def seconds(self, value: Value, have: Sharding, wanted: Sharding) -> float:
+        """Time of the cheapest path: 0 between equals, infinite where there is none."""
+        return 0.0 if have == wanted else self.path(value, have, wanted).seconds
+
+    def cheapest(
+        self, value: Value, copies: Iterable[Sharding], wanted: Sharding
+    ) -> tuple[Sharding, Path]:
+        """The copy of a value from which the wanted one is made, and how; of equals the first."""
+        paths = ((have, self.path(value, have, wanted)) for have in copies)
+        return min(paths, key=lambda way: way[1].seconds)
+
+    def table(self, value: Value, states: States, needs: States) -> Table:
+        """Seconds of the way from each state (rows) to each need (columns)."""
+        found = self.glance(value, states, needs)
+        for i, j in np.argwhere(np.isnan(found)).tolist():
+            found[i, j] = self.seconds(value, states[i], needs[j])
+        return found
+
+    def glance(self, value: Value, states: States, needs: States) -> Table:
+        """The same, but not a number for ways that have to be searched one by one."""
+        type_, held = self.index.program.types[value], self.held(value)
+        return reshard_seconds(states, needs, type_, self.mesh, self.topology, held)

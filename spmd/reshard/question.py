@@ -10,10 +10,9 @@ part at both ends. What no cheapest path touches is left out of it:
 - the atoms with which a dim begins at both ends, where all atoms are alike: they stay where they
   are. Where atoms differ they may have to make way for one of another size, or of a faster link.
 
-Dims and digits come in an order that does not depend on their names. `tests/reshard/test_pairs.py`
-compares with brute force for every pair on small meshes. On larger meshes, where the search is not
-exact anyway, common beginnings are always left out, and one spare dim stays, with room for the
-atoms that neither end puts on a dim.
+Dims and digits come in an order that does not depend on their names. On larger meshes, where the
+search is not exact anyway, common beginnings are always left out, and one spare dim stays, with
+room for the atoms that neither end puts on a dim.
 
 Example, on the mesh `data=4, model=2`, whose atoms are 0 and 1 (`data`) and 2 (`model`):
   from `[{data, model}, {}]` to `[{data}, {model}]`
@@ -33,65 +32,42 @@ from typing import NamedTuple
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, common_prefix
 from spmd.mesh.topology import Topology
+from spmd.reshard.comm import latency_steps, wire_bytes
 
-EXACT_ATOMS = 4
-"""Atoms are joined only where there are more: with fewer the path is exactly optimal."""
-
-EXACT_DIGITS = 3
-"""Of so many digits, joined ones among them, every legal step is tried as well."""
+EXACT_ATOMS = 4  # atoms are joined where there are more; with fewer the path is optimal
+EXACT_DIGITS = 3  # of so many digits, joined ones among them, every legal step is tried as well
 
 Dims = tuple[Axes, ...]
 
 
 class Digit(NamedTuple):
-    """An atom, or several that move together.
+    """An atom, or several that move together."""
 
-    Attributes:
-      sizes: of its atoms.
-      latency: seconds of one message over its link.
-      bandwidth: bytes/s of its link.
-      flat: whether a collective takes two latencies, however many devices take part.
-    """
-
-    sizes: tuple[int, ...]
-    latency: float
-    bandwidth: float
-    flat: bool = False
+    sizes: tuple[int, ...]  # of its atoms
+    latency: float  # seconds of one message over its link
+    bandwidth: float  # bytes/s of its link
+    flat: bool = False  # a collective takes two latencies, however many devices take part
 
 
 class Question(NamedTuple):
-    """From which sharding to which; everything partial is to be reduced.
+    """From which sharding to which; everything partial is to be reduced."""
 
-    Attributes:
-      digits: what shardings are made of; the other fields name them by their indices.
-      src: digits of each dim.
-      dst: digits of each dim.
-      partial: digits that are partial at first, ascending.
-      room: for each dim, what its size has in common with the number of devices.
-    """
-
-    digits: tuple[Digit, ...]
+    digits: tuple[Digit, ...]  # the other fields name them by their indices
     src: Dims
     dst: Dims
-    partial: Axes
-    room: tuple[int, ...]
+    partial: Axes  # digits that are partial at first, ascending
+    room: tuple[int, ...]  # what each dim's size has in common with the number of devices
 
 
 class Names(NamedTuple):
-    """What the digits and dims of a question stand for.
+    """What the digits and dims of a question stand for."""
 
-    Attributes:
-      digits: for each digit, its atoms.
-      dims: for each dim, which one of the value's it is.
-      kept: for each dim of the value, the atoms that it keeps throughout.
-    """
-
-    digits: tuple[Axes, ...]
-    dims: tuple[int, ...]
-    kept: Dims
+    digits: tuple[Axes, ...]  # for each digit, its atoms
+    dims: tuple[int, ...]  # for each dim, which one of the value's it is
+    kept: Dims  # for each dim of the value, the atoms that it keeps throughout
 
     def atoms(self, digits: Axes) -> Axes:
-        """Digits spelled out."""
+        """The atoms of some digits, in order."""
         if len(digits) == 1:
             return self.digits[digits[0]]
         return tuple(a for digit in digits for a in self.digits[digit])
@@ -116,15 +92,8 @@ def questions(
 ) -> Iterator[tuple[Question, Names]]:
     """What a pair of shardings comes down to: with atoms joined, then with each for itself.
 
-    Where some dim has room for a part of a joined digit only, the first may have no path.
-
-    Args:
-      src: sharding at first.
-      dst: sharding wanted; what it is partial over, `src` is too.
-      shape: sizes of the dims, each divisible at both ends.
-      held: atoms that no step may use.
-      mesh: the mesh.
-      topology: the links.
+    Where some dim has room for a part of a joined digit only, the first may have no path. The sizes
+    in `shape` are divisible at both ends, and `src` is partial over all that `dst` is.
     """
     letters = atom_digits(mesh, topology)
     many, alike = len(letters) > EXACT_ATOMS, len(set(letters)) == 1
@@ -139,10 +108,17 @@ def questions(
     atoms = [a for a in range(len(letters)) if a not in aside]
     partial = [a for a in src.partial if a not in aside]
     spares = 1 if many or (alike and not partial) else 2
-    devices = mesh.extent(atoms)
+    # Kept are dims that can be split, and of those that neither end splits only the roomiest.
     placed = {a for dim in dims for a in dim.src + dim.dst}
-    parked = mesh.extent([a for a in atoms if a not in placed]) if many else devices
-    dims = _useful(dims, devices, parked, spares)
+    parked = mesh.extent([a for a in atoms if a not in placed or not many])
+    used = [d._replace(room=math.gcd(d.room, mesh.extent(atoms))) for d in dims if d.src or d.dst]
+    spare = [d._replace(room=math.gcd(d.room, parked)) for d in dims if not (d.src or d.dst)]
+    spare = sorted([d for d in spare if d.room > 1], key=lambda d: -d.room)
+    dims = used + [
+        dim
+        for i, dim in enumerate(spare)
+        if sum(other.room % dim.room == 0 for other in spare[:i]) < spares
+    ]
     # What a dim or an atom looks like, not its number, says where it comes in a question.
     look = letters.__getitem__
     dims.sort(key=lambda d: (list(map(look, d.src)), list(map(look, d.dst)), d.room))
@@ -156,7 +132,9 @@ def questions(
     for runs in (joined, apart):
         digit_of = {run[0]: i for i, run in enumerate(runs)}
         question = Question(
-            tuple([_digit(letters[run[0]], len(run)) for run in runs]),
+            tuple(
+                [letters[run[0]]._replace(sizes=letters[run[0]].sizes * len(run)) for run in runs]
+            ),
             tuple([_digits(dim.src, digit_of) for dim in dims]),
             tuple([_digits(dim.dst, digit_of) for dim in dims]),
             tuple(sorted(_digits(partial, digit_of))),
@@ -184,25 +162,6 @@ def atom_digits(mesh: Mesh, topology: Topology) -> tuple[Digit, ...]:
         else Digit((size,), link.latency, link.bandwidth)
         for size, link in zip(mesh.atom_sizes, topology.atom_links(mesh), strict=True)
     )
-
-
-def _useful(dims: Iterable[_Dim], devices: int, parked: int, spares: int) -> list[_Dim]:
-    """Dims that can be split, and of those that neither end splits only the `spares` roomiest.
-
-    `devices` is the extent of all atoms, `parked` of those that neither end puts on a dim.
-    """
-    rooms = [
-        dim._replace(room=math.gcd(dim.room, devices if dim.src or dim.dst else parked))
-        for dim in dims
-    ]
-    used = [dim for dim in rooms if dim.src or dim.dst]
-    spare = [dim for dim in rooms if dim.room > 1 and not (dim.src or dim.dst)]
-    spare.sort(key=lambda dim: -dim.room)
-    return used + [
-        dim
-        for i, dim in enumerate(spare)
-        if sum(other.room % dim.room == 0 for other in spare[:i]) < spares
-    ]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -256,12 +215,218 @@ def _refined(runs: list[Axes], rooms: Sequence[int], mesh: Mesh) -> list[Axes]:
     return runs
 
 
-@lru_cache(maxsize=1 << 10)
-def _digit(letter: Digit, count: int) -> Digit:
-    """So many equal atoms as one digit."""
-    return letter._replace(sizes=letter.sizes * count)
-
-
 def _digits(atoms: Iterable[int], digit_of: Mapping[int, int]) -> Axes:
-    """Atoms in digits, each of which has the number of its first atom."""
     return tuple([digit_of[a] for a in atoms if a in digit_of])
+
+
+# ---------------------------------------------------------------------------------------------
+# A question as a search problem: what a step costs, and what no path can undercut.
+#
+# Costs are lines: a time that does not depend on the value's size, and one for each unit of it. All
+# are whole numbers, so that the order of a sum cannot matter, and equal costs are recognised.
+
+TICKS = 1e24  # of the clock in a second: a byte takes a whole number of them, but for 1e-11
+
+
+class Line(NamedTuple):
+    """What something costs, depending on the size of the value."""
+
+    fixed: int  # ticks for a value of any size
+    growing: int  # ticks for each unit of size
+    sent: int  # bytes that each device sends, for each unit of size
+    steps: int  # collectives and slices
+
+
+class _Facts(NamedTuple):
+    """One dim against its goal."""
+
+    extent: int  # into how many pieces it is split
+    # The larger of its extent and the goal's: where neither is `apart`, one is a prefix of the
+    # other, so these are the pieces of what a device holds and wants.
+    common: int
+    apart: bool  # whether the two differ before either ends
+    losing: bool  # has to lose digits: its extent does not divide the goal's
+    # For each class of slow links, the extent of digits over them that do not stay where they are,
+    # of those that the goal uses elsewhere, and the largest whose two places are independent.
+    crossings: tuple[tuple[int, int, int], ...]
+
+
+class Problem:
+    """A question, with its costs and its lower bounds."""
+
+    def __init__(self, question: Question) -> None:
+        self.src, self.dst, self.partial = question.src, question.dst, question.partial
+        self.room = question.room
+        self._letters = question.digits
+        self.digits = tuple(range(len(self._letters)))
+        # Of each digit, its size, and the ticks that a byte takes over its link.
+        self.sizes = tuple(math.prod(letter.sizes) for letter in self._letters)
+        self.paces = [round(TICKS / letter.bandwidth) for letter in self._letters]
+        self._latencies = [round(letter.latency * TICKS) for letter in self._letters]
+        self._best_pace = min(self.paces, default=0)
+        self._best_latency = min(self._latencies, default=0)
+        self._flat = any(letter.flat for letter in self._letters)
+        # For each pace above the best one, from fast to slow: it, the least latency at it or a
+        # slower one, and the digits of these links.
+        self.slow: list[tuple[int, int, frozenset[int]]] = []
+        for pace in sorted(set(self.paces) - {self._best_pace}):
+            slow = frozenset(a for a in self.digits if self.paces[a] >= pace)
+            self.slow.append((pace, min(self._latencies[a] for a in slow), slow))
+
+        self._extents: dict[Axes, int] = {}
+        self._prices: dict[tuple[str, Axes, int], tuple[Line, int]] = {}
+        self._facts: list[dict[Axes, _Facts]] = [{} for _ in self.dst]
+        self._goal_places = places(self.dst, self.sizes)
+        self.goal_digits = frozenset(self._goal_places)
+        self.goal_extents = tuple(self.extent(axes) for axes in self.dst)
+        self.goal_pieces = math.prod(self.goal_extents)
+        # Into how many pieces the value must at least be split: the memory limit.
+        self.fewest_pieces = min(self.goal_pieces, self.pieces(self.src))
+        self._devices = self.extent(self.digits)
+        # Bytes of a value of size 1: so many that every collective sends whole bytes.
+        self.unit = self._devices**2
+        # What a device holds if the value is reduced straight into the smallest tiles.
+        tiles = min(math.prod(self.room) * self.extent(self.partial), self._devices)
+        self._smallest_tile = self.unit // tiles
+
+    def extent(self, axes: Axes) -> int:
+        """Product of the sizes of some digits."""
+        found = self._extents.get(axes)
+        if found is None:
+            found = self._extents[axes] = math.prod([self.sizes[a] for a in axes])
+        return found
+
+    def pieces(self, dims: Dims) -> int:
+        """Into how many pieces the value is split."""
+        return math.prod([self.extent(axes) for axes in dims])
+
+    def divides(self, dim: int, axes: Axes) -> bool:
+        """Whether some digits divide a dim."""
+        return self.room[dim] % self.extent(axes) == 0
+
+    def dividing(self, size: int, axes: Axes, pool: Iterable[int]) -> Axes:
+        """As many digits of `pool` to follow `axes` as `size` still divides by."""
+        extent, run = self.extent(axes), []
+        for a in pool:
+            if size % (extent * self.sizes[a]) == 0:
+                extent *= self.sizes[a]
+                run.append(a)
+        return tuple(run)
+
+    def price(self, kind: str, axes: Axes, pieces: int) -> tuple[Line, int]:
+        """What one step from so many pieces costs, and the pieces after it."""
+        found = self._prices.get((kind, axes, pieces))
+        if found is None:
+            after = pieces_after(kind, self.extent(axes), pieces)
+            line = Line(0, 0, 0, 1)
+            if kind != "slice":
+                sent = wire_bytes(kind, self.extent(axes), self.unit // pieces, self.unit // after)
+                letters = [self._letters[a] for a in axes]
+                steps = 2
+                if not all([letter.flat for letter in letters]):
+                    steps = latency_steps(kind, [n for letter in letters for n in letter.sizes])
+                latency = max([self._latencies[a] for a in axes]) * steps
+                line = Line(latency, sent * max([self.paces[a] for a in axes]), sent, 1)
+            found = self._prices[kind, axes, pieces] = line, after
+        return found
+
+    def bounds(self, dims: Dims, partial: Axes) -> list[Line]:
+        """Lower bounds of what it costs to come from here to `dst`; none if it may cost nothing.
+
+        Bytes: a device must receive what its final tile has beyond its present one; what is partial
+        must be reduced, at best into the smallest tiles. Collectives: every dim that has to lose
+        digits takes one; so do all dims together that differ from their goal without having to lose
+        any, and so does a reduction. Rounds: in each of them pieces at most double.
+        """
+        # [{a}, {}] -> [{}, {a}]: a device holds a row, wants a column, and the first dim has to
+        # lose a digit: one collective. The second is a prefix of its goal, and asks for none.
+        pieces = common = 1
+        losing = 0
+        clash = apart = False
+        facts = []
+        for dim, axes in enumerate(dims):
+            fact = self._facts[dim].get(axes)
+            if fact is None:
+                goal, wanted, extent = self.dst[dim], self.goal_extents[dim], self.extent(axes)
+                shorter = min(len(axes), len(goal))
+                differs = axes[:shorter] != goal[:shorter]
+                cross = tuple(self._crossing(dim, axes, digits) for *_, digits in self.slow)
+                fact = _Facts(extent, max(extent, wanted), differs, wanted % extent != 0, cross)
+                self._facts[dim][axes] = fact
+            facts.append(fact)
+            pieces *= fact.extent
+            common *= fact.common
+            apart |= fact.apart
+            losing += fact.losing
+            clash |= fact.apart and not fact.losing
+        ways, sent = self.extent(partial), self.unit // self.goal_pieces
+        if partial:
+            sent += self._smallest_tile * (ways - 2)
+        elif not apart:
+            sent -= -(-self.unit // common)
+        launches = max(losing + clash + bool(partial), int(sent > 0))
+        if not launches:
+            return []
+        owed = [self._letters[a] for a in partial if not self._letters[a].flat]
+        rounds = sum(sum(letter.sizes) - len(letter.sizes) for letter in owed)
+        if not self._flat:  # in each round of a gather pieces double
+            mantissa, exponent = math.frexp(pieces * ways / self.goal_pieces)
+            rounds += max(exponent - (mantissa == 0.5), 0)
+        fixed = self._best_latency * (launches + max(launches, rounds))
+        line = Line(fixed, self._best_pace * sent, sent, launches)
+        # What slow links add, at least, to the time over the fastest ones: the devices with equal
+        # coordinates along the digits that cross hold some of the elements that they need; the
+        # others have to come in over slow links, in equal shares.
+        tile, lines = self._devices, list[Line]()
+        for number, (pace, latency, slow) in enumerate(self.slow):
+            crossings = [fact.crossings[number] for fact in facts]
+            extent = math.prod([crossing[0] for crossing in crossings])
+            terms = self.extent(tuple([a for a in partial if a in slow]))
+            if extent == terms == 1:
+                continue
+            kept = math.prod([crossing[1] for crossing in crossings])
+            luck = max([crossing[2] for crossing in crossings], default=1)  # a scalar has none
+            sent = max(tile * (extent * luck - kept) // (kept * luck), tile * (terms - 1), 0)
+            fixed = line.fixed + 2 * (latency - self._best_latency)
+            growing = line.growing + (pace - self._best_pace) * sent
+            lines.append(line._replace(fixed=fixed, growing=growing))
+        return lines or [line]
+
+    def _crossing(self, dim: int, axes: Axes, slow: frozenset[int]) -> tuple[int, int, int]:
+        extent = kept = luck = 1
+        for a, (_, above) in places((axes,), self.sizes).items():
+            goal, size = self._goal_places.get(a), self.sizes[a]
+            if a not in slow or goal == (dim, above):
+                continue
+            extent *= size
+            if goal is not None:
+                kept *= size
+                minor, major = max(above, goal[1]), min(above, goal[1])
+                if goal[0] != dim or minor % (major * size) == 0:
+                    luck = max(luck, size)
+        return extent, kept, luck
+
+
+def pieces_after(kind: str, group: int, pieces: int) -> int:
+    """Into how many pieces a value is split after a step among `group` devices."""
+    if kind in ("slice", "reduce_scatter"):
+        return pieces * group
+    return pieces // group if kind == "all_gather" else pieces
+
+
+def moved(before: Dims, after: Dims, sizes: tuple[int, ...]) -> Axes:
+    """Atoms whose place (dim, and extent of what is more major there) differs, ascending."""
+    first, second = places(before, sizes), places(after, sizes)
+    return tuple(sorted(a for a in first | second if first.get(a) != second.get(a)))
+
+
+@lru_cache(maxsize=1 << 14)
+def places(dims: Dims, sizes: tuple[int, ...]) -> dict[int, tuple[int, int]]:
+    """For each atom that splits a dim: the dim, and the extent of what is more major there."""
+    found = {}
+    for dim, axes in enumerate(dims):
+        extent = 1
+        for a in axes:
+            found[a] = (dim, extent)
+            extent *= sizes[a]
+    return found

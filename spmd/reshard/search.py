@@ -16,21 +16,9 @@ from itertools import groupby
 from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes
-from spmd.reshard.moves import (
-    DirectedMoves,
-    Move,
-    Moves,
-    append,
-    continuation,
-    exchange,
-    gather,
-    permute,
-    reduce,
-    unused,
-    without,
-)
-from spmd.reshard.problem import Line, Problem
-from spmd.reshard.question import EXACT_ATOMS, EXACT_DIGITS, Dims, Question
+from spmd.reshard import moves
+from spmd.reshard.moves import DirectedMoves, Move, Moves
+from spmd.reshard.question import EXACT_ATOMS, EXACT_DIGITS, Dims, Line, Problem, Question
 
 
 def direct_paths(problem: Problem, directed: DirectedMoves) -> Iterator[list[Move]]:
@@ -43,8 +31,18 @@ def direct_paths(problem: Problem, directed: DirectedMoves) -> Iterator[list[Mov
     """
     extents = tuple(problem.extent(axes) for axes in problem.src)
     if not problem.partial and extents == problem.goal_extents:
-        yield [permute(problem, problem.src, (), problem.dst)]
-    for style in _styles(problem):
+        yield [moves.permute(problem, problem.src, (), problem.dst)]
+    # Reductions and gathers may go over all links at once; or link by link; then digits over fast
+    # links may be parked, or these and all that is partial.
+    styles: list[tuple[bool, Axes]] = [(False, ())]
+    if problem.slow:
+        styles.append((True, ()))
+        if any(not (a or b) for a, b in zip(problem.src, problem.dst, strict=True)):
+            idle = moves.unused(problem.digits, problem.src + problem.dst, ())
+            fast = moves.without(idle, problem.slow[0][2])
+            both = (*fast, *(a for a in problem.partial if a in idle and a not in fast))
+            styles += [(True, parked) for parked in dict.fromkeys((fast, both)) if parked]
+    for style in styles:
         plain = _Builder(problem, *style)
         plain.append_all()
         paths = [plain.finished(plain.dims)]
@@ -62,22 +60,6 @@ def direct_paths(problem: Problem, directed: DirectedMoves) -> Iterator[list[Mov
                 yield path
 
 
-def _styles(problem: Problem) -> Iterator[tuple[bool, Axes]]:
-    """Whether reductions and gathers go link by link, and the digits to park.
-
-    All links at once; in turn; with what is fast parked; and all that is partial as well.
-    """
-    yield False, ()
-    if not problem.slow:
-        return
-    yield True, ()
-    if any(not (a or b) for a, b in zip(problem.src, problem.dst, strict=True)):
-        idle = unused(problem.digits, problem.src + problem.dst, ())
-        fast = without(idle, problem.slow[0][2])
-        both = (*fast, *(a for a in problem.partial if a in idle and a not in fast))
-        yield from ((True, parked) for parked in dict.fromkeys((fast, both)) if parked)
-
-
 class _Builder:
     """A path that is being written down: its moves so far, and where they have led."""
 
@@ -93,14 +75,18 @@ class _Builder:
     def append_all(self, shape: bool = False, finer: bool = False) -> None:
         """Slices by what is idle, then reduce-scatters what is partial.
 
-        Args:
-          shape: whether digits may stand in for others of the same size.
-          finer: whether dims are split further wherever they divide.
+        With `shape` digits may stand in for others of the same size; with `finer` dims are split
+        further wherever they divide.
         """
         for kind in ("slice", "reduce_scatter"):
-            self._park(kind)
+            # Helpers go to dims that neither end splits.
+            for dim, ends in enumerate(zip(self.problem.src, self.problem.dst, strict=True)):
+                for alike in self._runs_in_turn(self.helpers) if not any(ends) else ():
+                    pool, room = self._pool(kind), self.problem.room[dim]
+                    pool = tuple([a for a in pool if a in alike])
+                    self._append(kind, dim, self.problem.dividing(room, self.dims[dim], pool))
             for dim, goal in enumerate(self.problem.dst):
-                self._append(kind, dim, continuation(self.dims[dim], goal, self._pool(kind)))
+                self._append(kind, dim, moves.continuation(self.dims[dim], goal, self._pool(kind)))
             if shape:
                 self.append_shape(kind)
             for dim, room in enumerate(self.problem.room) if finer else ():
@@ -120,22 +106,14 @@ class _Builder:
                     run = (*run, a)
             self._append(kind, dim, run)
 
-    def _park(self, kind: str) -> None:
-        """Appends helpers to dims that neither end splits."""
-        problem = self.problem
-        for dim, (axes, goal) in enumerate(zip(problem.src, problem.dst, strict=True)):
-            for alike in self._runs_in_turn(self.helpers) if not (axes or goal) else ():
-                pool = [a for a in self._pool(kind) if a in alike]
-                self._append(kind, dim, problem.dividing(problem.room[dim], self.dims[dim], pool))
-
     def _append(self, kind: str, dim: int, run: Axes) -> None:
         if run:
-            self._add(append(kind, self.dims, self.partial, dim, run))
+            self._add(moves.append(kind, self.dims, self.partial, dim, run))
 
     def _pool(self, kind: str) -> Axes:
         """The digits that a slice or a reduce-scatter can append."""
         if kind == "slice":
-            return unused(self.problem.digits, self.dims, self.partial)
+            return moves.unused(self.problem.digits, self.dims, self.partial)
         return self.partial
 
     def _runs_in_turn(self, run: Axes) -> list[Axes]:
@@ -145,10 +123,9 @@ class _Builder:
         return [tuple(part) for _, part in groupby(run, lambda a: self.problem.paces[a])]
 
     def reduce_rest(self) -> None:
-        """All-reduces what is still partial."""
         owed = tuple(sorted(self.partial, key=lambda a: self.problem.paces[a]))
         for run in self._runs_in_turn(owed) if owed else ():
-            self._add(reduce(self.dims, self.partial, run))
+            self._add(moves.reduce(self.dims, self.partial, run))
 
     def finished(self, after: Dims) -> list[Move] | None:
         """These moves, a permute to `after`, exchanges, gathers; None if that misses the goal."""
@@ -156,7 +133,7 @@ class _Builder:
         whole.moves = list(self.moves)
         whole.reduce_rest()
         if after != whole.dims:
-            whole._add(permute(self.problem, whole.dims, whole.partial, after))
+            whole._add(moves.permute(self.problem, whole.dims, whole.partial, after))
         while found := whole._next_exchange():
             whole._add(found)
         whole._gather()
@@ -169,8 +146,8 @@ class _Builder:
             for keep in range(len(goal[dim]), len(dims[dim])):
                 run = dims[dim][keep:]
                 for other, wanted in enumerate(goal):
-                    if other != dim and continuation(dims[other], wanted, run) == run:
-                        return exchange(dims, self.partial, dim, keep, other)
+                    if other != dim and moves.continuation(dims[other], wanted, run) == run:
+                        return moves.exchange(dims, self.partial, dim, keep, other)
         return None
 
     def _straying(self) -> list[int]:
@@ -185,20 +162,14 @@ class _Builder:
         for dim in sorted(beyond, key=lambda dim: -max(paces[a] for a in beyond[dim])):
             for run in reversed(self._runs_in_turn(beyond[dim])):
                 keep = len(self.dims[dim]) - len(run)
-                self._add(gather(self.dims, self.partial, dim, keep))
+                self._add(moves.gather(self.dims, self.partial, dim, keep))
 
 
+# The directed search's phases: weight of the lower bound, and shardings to expand at most.
 PHASES = ((2, 20), (1.2, 20))
-"""The directed search's phases: weight of the lower bound, and shardings to expand at most."""
-
-LAST_GREED = 5
-"""Weight of the lower bound when no path is known at all: then any path will do."""
-
-Cost = tuple[float, int, int]
-"""Time, bytes, steps, at one size."""
-
-Answer = tuple[Move, ...]
-"""Moves from first to last."""
+LAST_GREED = 5  # the weight when no path is known at all: then any path will do
+Cost = tuple[float, int, int]  # time, bytes, steps, at one size
+Answer = tuple[Move, ...]  # moves from first to last
 
 
 class Size(NamedTuple):
@@ -211,9 +182,6 @@ class Size(NamedTuple):
         """Time, bytes and steps at this size."""
         return self.fixed * line.fixed + self.growing * line.growing, line.sent, line.steps
 
-
-SMALLEST = Size(1, 0)
-LARGEST = Size(1, 1 << 60)
 
 NO_LIMIT: Cost = (math.inf, 0, 0)
 
@@ -249,8 +217,8 @@ def answers(question: Question) -> tuple[Answer, ...]:
     # (7 < 11), so both halves are looked at again: 1 + 10 s meets 3 + 4 s at 1/3, where nothing
     # undercuts them, and 3 + 4 s meets 8 + 3 s at 5, where nothing does either. All three are kept.
     search = Search(question)
-    last = search.best(LARGEST, ())
-    first = search.best(SMALLEST, () if last is None else (last,))
+    last = search.best(Size(1, 1 << 60), ())
+    first = search.best(Size(1, 0), () if last is None else (last,))
     if first is None or last is None:
         return ()
     return tuple(dict.fromkeys((*_between(search, first, last), last)))
@@ -294,19 +262,14 @@ class _Node:
 
 
 class Search:
-    """Searches for one question at several sizes.
-
-    Attributes:
-      direct: paths that are written down without a search.
-      exact: whether every legal step is tried, atom by atom.
-    """
+    """Searches for one question at several sizes."""
 
     def __init__(self, question: Question) -> None:
         problem = self._problem = Problem(question)
         directed = DirectedMoves(problem)
-        self.direct = [tuple(moves) for moves in direct_paths(problem, directed)]
+        self.direct = [tuple(path) for path in direct_paths(problem, directed)]
         self._tries_all = is_small(question)
-        self.exact = self._tries_all and not is_joined(question)
+        self.exact = self._tries_all and not is_joined(question)  # every step, atom by atom
         self._moves = Moves(problem) if self._tries_all else directed
         self._nodes: dict[tuple[Dims, Axes], _Node] = {}
         self._start = self._node(problem.src, problem.partial, problem.pieces(problem.src))
@@ -315,9 +278,7 @@ class Search:
     def best(self, size: Size, found: Sequence[Answer]) -> Answer | None:
         """The best direct path where that is provably best; else the best that a search finds.
 
-        Args:
-          size: how large the value is.
-          found: paths that are to be undercut.
+        Paths that were found already are to be undercut.
         """
         paths = [*found, *self.direct]
         known = min(paths, key=lambda path: size.cost(self.line(path)), default=None)
@@ -347,7 +308,6 @@ class Search:
         return node
 
     def _edges(self, node: _Node) -> list[tuple[Line, Move, _Node]]:
-        """The moves out of a sharding, what each costs and where it leads."""
         if node.edges is None:
             node.edges = []
             for move in self._moves.out_of(node.dims, node.partial, node.pieces):
@@ -371,11 +331,8 @@ class Search:
     ) -> Answer | None:
         """A* from the start to the goal: the best path, or None where none undercuts the limit.
 
-        Args:
-          size: how large the value is.
-          limit: a cost that is to be undercut.
-          budget: shardings to expand at most.
-          greed: weight of the lower bound; above 1 it is faster, and no longer optimal.
+        At most `budget` shardings are expanded. With more `greed`, the weight of the lower bound,
+        than 1 the search is faster, and no longer optimal.
         """
         # A sharding's estimate is what the way to it cost, plus what no way on from it undercuts.
         # The cheapest estimate is expanded first, so when that is the goal no other way is cheaper
@@ -397,11 +354,11 @@ class Search:
         while heap and (budget is None or expanded < budget):
             _, _, spent, here = heapq.heappop(heap)
             if here is self._goal:
-                moves: list[Move] = []
+                path: list[Move] = []
                 while here in came:
                     here, move = came[here]
-                    moves.append(move)
-                return tuple(moves[::-1])
+                    path.append(move)
+                return tuple(path[::-1])
             if best[here] < spent:
                 continue
             expanded += 1

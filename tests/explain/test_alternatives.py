@@ -15,9 +15,8 @@ from spmd.explain.prices import Prices, taken_axes
 from spmd.explain.words import spec_text
 from spmd.ir.program import Op
 from spmd.options import Options
-from spmd.planning.decode import decoded
-from spmd.planning.solver.network import FORBIDDEN
-from spmd.planning.solver.solve import Solution
+from spmd.planning.network import decoded
+from spmd.planning.solver import FORBIDDEN, Solution
 from tests.programs import llama, mlp
 
 MESH = spmd.Mesh(None, (4, 2), ("data", "model"))

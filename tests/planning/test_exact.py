@@ -19,7 +19,7 @@ from spmd.planning.greedy import plan_greedily
 from spmd.planning.legality import check_plan
 from spmd.planning.network import CostNetwork
 from spmd.planning.problem import problem_of
-from spmd.planning.solver.solve import solve
+from spmd.planning.solver import solve
 from spmd.planning.units import units_of
 from tests import programs
 

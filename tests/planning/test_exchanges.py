@@ -7,8 +7,7 @@ import pytest
 import spmd
 from spmd.ir.dialect.rule import REDUCE, Exchange, Rule, RuleBuilder
 from spmd.mesh.sharding import Sharding
-from spmd.planning.assignments import assignments_around, placements
-from spmd.planning.choices import plain_choice
+from spmd.planning.choices import assignments_around, placements, plain_choice
 from spmd.predict.ops import exchange_seconds
 from spmd.propagation.projection import is_legal_assignment, unsplit
 

@@ -14,7 +14,7 @@ from jax import lax
 import spmd
 from benchmarks.programs.catalog import program_named
 from spmd.lowering.recompute.again import AGAIN
-from spmd.planning.liveness import least_held
+from spmd.planning.limit import least_held
 
 MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
 LAYERS, ROWS, WIDTH, HIDDEN = 6, 256, 64, 256

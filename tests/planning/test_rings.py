@@ -9,8 +9,7 @@ from spmd.ir.dialect.rule import PASS, REDUCE, Rule, RuleBuilder
 from spmd.ir.program import OpKind
 from spmd.ir.types import TensorType
 from spmd.mesh.sharding import Sharding
-from spmd.planning.assignments import assignments_around, placements
-from spmd.planning.choices import plain_choice
+from spmd.planning.choices import assignments_around, placements, plain_choice
 from spmd.predict.ops import op_seconds
 from spmd.propagation.projection import is_legal_assignment, unsplit
 

@@ -15,8 +15,8 @@ from spmd.ir.dialect.registry import rule_of
 from spmd.ir.program import Op
 from spmd.mesh.sharding import Axes
 from spmd.planning.choices import Choices
+from spmd.planning.network import slack_of
 from spmd.planning.problem import Problem
-from spmd.planning.slack import slack_of
 from spmd.planning.units import units_of
 from spmd.propagation.projection import unsplit
 

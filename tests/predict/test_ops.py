@@ -18,7 +18,7 @@ from spmd.mesh.sharding import Mark
 from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.planning.choices import Choices
-from spmd.planning.liveness import peak_of
+from spmd.planning.limit import peak_of
 from spmd.planning.plan import Choice
 from spmd.planning.problem import posed
 from spmd.predict.memory import peak_memory

@@ -15,8 +15,7 @@ from spmd.ir.program import Value
 from spmd.mesh.sharding import Sharding
 from spmd.mesh.spec import jax_mesh
 from spmd.planning.plan import Plan
-from spmd.reshard.paths import reshard
-from spmd.reshard.resharder import NO_WAY, Resharder
+from spmd.reshard.paths import NO_WAY, Resharder, reshard
 from tests.mesh.shardings import parse_sharding
 
 MESH = spmd.Mesh(None, (4, 2), ("x", "y"), (1, 2))  # y crosses hosts: ways over x would be cheaper

@@ -1,13 +1,15 @@
-"""Ops that are done again: what that costs, and what holding costs; where they stand."""
+"""Ops that are done again: which, at what cost, and where they stand."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from spmd.ir.description import BARRIER
+from spmd.ir.min_cut import SINK, SOURCE, Network
 from spmd.ir.program import Loc, Op, Program, Region, Value, reads
 from spmd.lowering.rewrites.clock import Clock
 from spmd.mesh.mesh import Mesh
@@ -18,17 +20,13 @@ SPREAD = 0.25  # how much dearer a byte of the last value is than one of the fir
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """Costs of the ops and values of one local program, in seconds.
-
-    `price` is that of a byte that is held at the fullest moment; with `exchanges`, collectives may
-    be done again.
-    """
+    """Costs of the ops and values of one local program, in seconds."""
 
     program: Program
     mesh: Mesh
     topology: Topology
-    price: float
-    exchanges: bool = True
+    price: float  # of a byte that is held at the fullest moment
+    exchanges: bool = True  # whether collectives may be done again
 
     @cached_property
     def clock(self) -> Clock:
@@ -47,10 +45,6 @@ class Costs:
             may = self.exchanges and "axes" in op.kind.attrs
             return self.clock.exchange(op) if may else math.inf
         return self.clock.arithmetic(op)
-
-    def of(self, program: Program) -> Costs:
-        """The same for another program."""
-        return replace(self, program=program)
 
     def runs(self, op: Op) -> int:
         """How often the regions of an op run; at least once, so that infinite stays infinite."""
@@ -76,34 +70,18 @@ def again(loc: Loc) -> Loc:
     return loc._replace(note=f"{loc.note} ({AGAIN})" if loc.note else AGAIN)
 
 
-def reads_inside(op: Op) -> Iterable[Value]:
-    """All that an op and the ops inside it read, or hand on."""
-    yield from op.operands
-    for region in op.regions:
-        yield from region.results
-        for inner in region.ops:
-            yield from reads_inside(inner)
-
-
 def late(made: Sequence[Op], ops: Sequence[Op]) -> tuple[Op, ...]:
     """Ops in their order, each of some others in front of the first op that reads it."""
     first: dict[Value, int] = {}
     for i, op in reversed(list(enumerate(ops))):
         first.update(dict.fromkeys(reads(op), i))
-    places: list[int] = []
+    before: list[list[Op]] = [[] for _ in range(len(ops) + 1)]  # what goes in front of each op
     for op in reversed(made):
         place = min((first.get(v, len(ops)) for v in op.results), default=0)
-        places.append(place)
+        before[place].insert(0, op)
         for value in reads(op):
             first[value] = min(first.get(value, place), place)
-    waiting = list(zip(reversed(places), made, strict=True))
-    waiting.sort(key=lambda item: item[0])
-    found: list[Op] = []
-    for i, op in enumerate(ops):
-        while waiting and waiting[0][0] <= i:
-            found.append(waiting.pop(0)[1])
-        found.append(op)
-    return *found, *(op for _, op in waiting)
+    return tuple(op for i, own in enumerate(before) for op in (*own, *ops[i : i + 1]))
 
 
 def with_operands(op: Op, instead: Mapping[Value, Value]) -> Op:
@@ -118,3 +96,91 @@ def with_operands(op: Op, instead: Mapping[Value, Value]) -> Op:
         for region in op.regions
     )
     return op._replace(operands=operands, regions=regions)
+
+
+# ---------------------------------------------------------------------------------------------
+# What to keep and what to make again: a minimum cut.
+#
+#     %1 = dot %0, %w; %2 = tanh %1; %3 = exp %2        needed afterwards: %2, %3
+#
+# Kept are %2 and %3; or %2 alone, and `exp` is done again; or nothing but arguments, and all three
+# are. Keeping a value has a price, and so has doing an op again, which needs what the op reads. The
+# cheapest of all such answers is a minimum cut (project selection: Rhys, "A selection problem of
+# shared fixed costs and network flows", Management Science 17(3), 1970).
+
+
+class CutPrices(NamedTuple):
+    """What answers cost, in seconds of one run."""
+
+    # keeping a value; infinite where it cannot be kept, 0 where it is there anyway
+    keep: Callable[[Value], float]
+    again: Callable[[Op], float]  # doing an op again; infinite where that is not allowed
+    # of an op that is done again, for a value that it reads: having that value there from then on,
+    # though it is needed later
+    early: Callable[[Value, Op], float] = lambda value, op: 0.0
+
+
+class Cut(NamedTuple):
+    """An answer: the values that are kept or there anyway, and the ops done again, in order."""
+
+    kept: frozenset[Value]
+    again: tuple[Op, ...]
+
+
+def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: CutPrices) -> Cut:
+    """What to keep and what to make again so that some values are there, at the least cost.
+
+    What the ops read and none of them makes can only be kept.
+    """
+    makers = {value: op for op in ops for value in op.results}
+    needed = tuple(dict.fromkeys(needed))
+    network, known = Network(), set[object]()
+    # An edge is cut if it leads from what is in front of the cut to what lies behind it:
+    #   source -> op            the op is done again: its price
+    #   op -> value             needed, and its op is not done again: it is kept, at its price
+    #   value -> op, endless    an op that is done again needs what it reads
+    #   value -> sink, endless  needed at the end
+    waiting, seen = list(needed), set(needed)
+    readers: dict[Value, list[Op]] = {}
+    while waiting:
+        value = waiting.pop()
+        keep = prices.keep(value)
+        maker = makers.get(value)
+        if maker is None or math.isinf(prices.again(maker)):
+            network.edge(SOURCE, ("value", value), keep)
+        elif keep:
+            node = ("op", maker.results[0])
+            network.edge(node, ("value", value), keep)
+            if node not in known:
+                known.add(node)
+                network.edge(SOURCE, node, prices.again(maker))
+                for read in reads(maker):
+                    readers.setdefault(read, []).append(maker)
+                    if read not in seen:
+                        seen.add(read)
+                        waiting.append(read)
+    for value in needed:
+        network.edge(("value", value), SINK, math.inf)
+    # A value that is read by ops which may be done again has to be there by then. The earlier that
+    # is, the longer it lies in memory, and the more it costs (`prices.early`); of several ops only
+    # the earliest counts. So prices are a staircase: each step costs what its op asks for beyond
+    # the step before. With early prices 1, 3 and 3: steps of 1, 2 and 0.
+    for value, ops_again in readers.items():
+        last, before = 0.0, None
+        waits = [(prices.early(value, op), op) for op in ops_again]
+        for early, op in sorted(waits, key=lambda pair: pair[0]):
+            node = ("op", op.results[0])
+            network.edge(("value", value), node, math.inf)
+            if early > last:
+                step = ("early", value, early)
+                network.edge(SOURCE, step, early - last)
+                if before is not None:
+                    network.edge(before, step, math.inf)
+                last, before = early, step
+            if before is not None:
+                network.edge(before, node, math.inf)
+    behind = network.behind_cut()
+    again = tuple(op for op in ops if op.results and ("op", op.results[0]) in behind)
+    made = {value for op in again for value in op.results}
+    asked = dict.fromkeys((*needed, *(value for op in again for value in reads(op))))
+    return Cut(frozenset(value for value in asked if value not in made), again)

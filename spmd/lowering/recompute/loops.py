@@ -11,17 +11,27 @@ changes from trip to trip can only be collected; what it reads from around it is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
-from spmd.ir.control_flow import Index
-from spmd.ir.description import BROADCAST, RESHAPE
+import numpy as np
+
+from spmd.ir.control_flow import Index, integer_of
+from spmd.ir.description import BROADCAST, CONVERT, DYNAMIC_SLICE, RESHAPE, SCATTER, SUBTRACT, Role
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import Carry, recarried, remove_dead, repeat_op
-from spmd.ir.types import TensorType
-from spmd.lowering.recompute.again import Costs, again, late, with_operands
-from spmd.lowering.recompute.cut import Cut, CutPrices, cheapest_cut
-from spmd.lowering.recompute.stacks import Pair, pairs_of
+from spmd.ir.types import TensorType, numpy_dtype
+from spmd.lowering.recompute.again import (
+    Costs,
+    Cut,
+    CutPrices,
+    again,
+    cheapest_cut,
+    late,
+    with_operands,
+)
 from spmd.planning.plan import Recomputed
 from spmd.predict.fusion import is_untouched
 
@@ -32,42 +42,37 @@ def recompute_in_loops(program: Program, costs: Costs) -> tuple[Program, list[Re
     """Lets every pair of loops of a local program collect what is worth its price."""
     dropped: list[Recomputed] = []
     for _ in range(ROUNDS):
-        run = _Loops(program, costs)
-        body = run.region(program.body, 1)
-        if not run.dropped:
+        b, more = Builder(program.types), list[Recomputed]()
+        body = _collecting_less(program.body, 1, costs, b, more)
+        if not more:
             break
         # An inner loop that is run again now lies beside the loop that reads what it collects.
-        dropped += run.dropped
-        program = remove_dead(program._replace(types=tuple(run.b.types), body=body))
-        costs = costs.of(program)
+        dropped += more
+        program = remove_dead(program._replace(types=tuple(b.types), body=body))
+        costs = replace(costs, program=program)
     return program, dropped
 
 
-class _Loops:
-    def __init__(self, program: Program, costs: Costs) -> None:
-        self.costs = costs
-        self.index = costs.clock.index
-        self.b = Builder(program.types)
-        self.dropped: list[Recomputed] = []
-
-    def region(self, region: Region, runs: int) -> Region:
-        """A region that runs so often, whose loops and those inside them collect less."""
-        changed: dict[Value, Sequence[Op]] = {}
-        for pair in pairs_of(region, self.index):
-            cut = _cheapest(pair, self.costs, self.index, runs)
-            rewrite = _Rewrite(pair, cut, self.index, self.b)
-            if rewrite.gone:
-                self.dropped += rewrite.dropped()
-                changed[pair.forward.results[0]] = rewrite.forward()
-                changed[pair.backward.results[0]] = (rewrite.backward(),)
-        ops: list[Op] = []
-        for op in region.ops:
-            if op.results and op.results[0] in changed:
-                ops += changed[op.results[0]]
-            else:
-                inside = runs * self.costs.runs(op)
-                ops.append(op._replace(regions=tuple(self.region(r, inside) for r in op.regions)))
-        return region._replace(ops=tuple(ops))
+def _collecting_less(
+    region: Region, runs: int, costs: Costs, b: Builder, dropped: list[Recomputed]
+) -> Region:
+    """A region that runs so often, whose loops and those inside them collect less."""
+    index, changed = costs.clock.index, dict[Value, Sequence[Op]]()
+    for pair in pairs_of(region, index):
+        rewrite = _Rewrite(pair, _cheapest(pair, costs, index, runs), index, b)
+        if rewrite.gone:
+            dropped += rewrite.dropped()
+            changed[pair.forward.results[0]] = rewrite.forward()
+            changed[pair.backward.results[0]] = (rewrite.backward(),)
+    ops: list[Op] = []
+    for op in region.ops:
+        if op.results and op.results[0] in changed:
+            ops += changed[op.results[0]]
+        else:
+            inside = runs * costs.runs(op), costs, b, dropped
+            regions = tuple(_collecting_less(inner, *inside) for inner in op.regions)
+            ops.append(op._replace(regions=regions))
+    return region._replace(ops=tuple(ops))
 
 
 def _cheapest(pair: Pair, costs: Costs, index: Index, runs: int) -> Cut:
@@ -92,13 +97,6 @@ def _cheapest(pair: Pair, costs: Costs, index: Index, runs: int) -> Cut:
 
 
 class _Rewrite:
-    """A pair of loops, rewritten to collect what a cut keeps.
-
-    Attributes:
-      gone: the stacks that are no longer collected.
-      added: the values that are collected instead, and the forward loop's results with the pieces.
-    """
-
     def __init__(self, pair: Pair, cut: Cut, index: Index, b: Builder) -> None:
         self.pair, self.cut, self.index, self.b = pair, cut, index, b
         self.around = _around(pair.forward, index)
@@ -106,19 +104,18 @@ class _Rewrite:
         # Two stacks of one value, which XLA would merge: the first is enough.
         self.stacks = {cores[s.written]: s for s in reversed(pair.stacks)}
         kept = [self.stacks[core] for core in cut.kept if core in self.stacks]
-        self.gone = [stack for stack in pair.stacks if stack not in kept]
+        self.gone = [stack for stack in pair.stacks if stack not in kept]  # no longer collected
+        # What is collected instead, and the forward loop's results with the pieces.
         there = {pair.place, *self.around, *self.stacks}
         self.added = {
             value: b.value(self.stacked(value)) for value in sorted(cut.kept) if value not in there
         }
 
     def stacked(self, value: Value) -> TensorType:
-        """The type of all pieces of a value."""
         type_ = self.b.types[value]
         return type_.with_shape((self.pair.trips, *type_.shape))
 
     def dropped(self) -> list[Recomputed]:
-        """What is not collected any more."""
         found = []
         for core in dict.fromkeys(_core(stack.piece, self.index) for stack in self.gone):
             op = self.index.producers.get(core)
@@ -175,7 +172,9 @@ class _Rewrite:
             else:
                 stack = self.stacks.get(value)
                 source = body.args[stack.read] if stack else carried(self.added[value])
-                env[value] = self.piece(source, value)
+                shape = b.types[value].shape
+                places = self.places(self.pair.read_at, value)
+                env[value] = b.reshape(b.dynamic_slice(source, places, (1, *shape)), shape)
         for op in self.cut.again:
             repeat_op(b, op, env, loc=again(op.loc))
         instead: dict[Value, Value] = {}
@@ -192,20 +191,12 @@ class _Rewrite:
         loop = loop._replace(regions=(loop.regions[0], Region(body.args, ops, results)))
         return recarried(loop, b.types, {s.read for s in self.gone}, carries)
 
-    def piece(self, stack: Value, value: Value) -> Value:
-        """One piece of a stack in the backward loop."""
-        shape = self.b.types[value].shape
-        places = self.places(self.pair.read_at, value)
-        return self.b.reshape(self.b.dynamic_slice(stack, places, (1, *shape)), shape)
-
     def places(self, first: Value, value: Value) -> list[Value]:
-        """Where a piece of a value begins in its stack."""
         index = self.b.types[first]
         return [first, *(self.b.splat(0, index) for _ in self.b.types[value].shape)]
 
 
 def _core(piece: Value, index: Index) -> Value:
-    """The value that is collected, without the dim of size 1 in front."""
     op = index.producers.get(piece)
     if op is None or op.name not in (RESHAPE, BROADCAST):
         return piece
@@ -216,16 +207,192 @@ def _core(piece: Value, index: Index) -> Value:
 
 def _around(loop: Op, index: Index) -> dict[Value, Value]:
     """What a loop hands on as it is: the argument of its body -> the value in front of the loop."""
-    args = loop.regions[1].args
-    return {
-        args[i]: _source(loop.operands[i], index) for i in range(len(args)) if is_untouched(loop, i)
-    }
+    found: dict[Value, Value] = {}
+    for i, (argument, value) in enumerate(zip(loop.regions[1].args, loop.operands, strict=True)):
+        if is_untouched(loop, i):
+            op = index.producers.get(value)
+            # Other loops may hand it on, too, under another name.
+            while op is not None and op.is_loop and is_untouched(op, op.results.index(value)):
+                value = op.operands[op.results.index(value)]
+                op = index.producers.get(value)
+            found[argument] = value
+    return found
 
 
-def _source(value: Value, index: Index) -> Value:
-    """The value that loops hand on under another name."""
-    op = index.producers.get(value)
-    while op is not None and op.is_loop and is_untouched(op, op.results.index(value)):
-        value = op.operands[op.results.index(value)]
-        op = index.producers.get(value)
-    return value
+# ---------------------------------------------------------------------------------------------
+# What a loop collects, one piece in each trip, and a later loop reads again piece by piece.
+#
+#     %5 = while(%i = 0, %a = zeros) { %p = tanh ...; return %i + 1, dynamic_update_slice %a, %p }
+#     %9 = while(%j = 3, %c = %5) { %q = dynamic_slice %c, %j; ...; return %j - 1, %c }
+#
+# So the gradient of a scan keeps what its forward loop made: %q in one loop is %p in the other.
+
+
+class Residual(NamedTuple):
+    """Pieces of one value, in carries of the forward and the backward loop by number."""
+
+    written: int
+    read: int
+    piece: Value  # that the forward loop writes in each trip
+    slices: tuple[Op, ...]  # the ops that read one piece
+
+
+class Pair(NamedTuple):
+    """Two loops with stacks between them."""
+
+    forward: Op
+    backward: Op
+    trips: int  # how often the forward loop runs: the length of every stack
+    place: Value  # where the forward loop's body writes
+    read_at: Value  # where the backward loop's body reads
+    stacks: tuple[Residual, ...]
+
+
+def has_pairs(program: Program) -> bool:
+    """Whether any loop of a program collects what a later one reads."""
+    index = Index(program)
+    regions = (region for op in program.walk() for region in op.regions)
+    return any(pairs_of(region, index) for region in (program.body, *regions))
+
+
+def pairs_of(region: Region, index: Index) -> list[Pair]:
+    """The pairs of loops of a region; no loop is in two of them."""
+    loops = {op.results[0]: op for op in region.ops if op.is_loop and op.results}
+    found: list[Pair] = []
+    taken: set[Value] = set()
+    for forward in loops.values():
+        pairs = [] if forward.results[0] in taken else _between(forward, loops, index)
+        pair = next((pair for pair in pairs if pair.backward.results[0] not in taken), None)
+        if pair is not None:
+            found.append(pair)
+            taken.update((forward.results[0], pair.backward.results[0]))
+    return found
+
+
+def _between(forward: Op, loops: Mapping[Value, Op], index: Index) -> list[Pair]:
+    """The pairs of a loop and one that reads its stacks, those with the most stacks first."""
+    types = index.program.types
+    found: dict[tuple[Value, Value, Value], list[Residual]] = {}
+    for number in range(len(forward.results)):
+        written = _written(forward, number, index)
+        reader = _reader(forward.results[number], loops, index)
+        if written is None or reader is None:
+            continue
+        (update, place), (backward, read) = written, reader
+        slices = _slices(backward, read, index)
+        places = {op.operands[1] for op in slices}
+        if len(places) == 1:
+            at = places.pop()
+            ends = _ends(backward, at, index)
+            last = update.kind.results[0].shape[0] - 1
+            # The one place stands for the other where what is read is made again.
+            if ends and min(ends) >= 0 and max(ends) <= last and types[place] == types[at]:
+                stack = Residual(number, read, update.operands[1], slices)
+                found.setdefault((backward.results[0], place, at), []).append(stack)
+    trips = index.trips[forward.results[0]] or 0
+    pairs = [
+        Pair(forward, loops[backward], trips, place, at, tuple(stacks))
+        for (backward, place, at), stacks in found.items()
+    ]
+    return sorted(pairs, key=lambda pair: -len(pair.stacks))
+
+
+def _written(loop: Op, number: int, index: Index) -> tuple[Op, Value] | None:
+    """The update that fills a carry, one place after the other, and the value that says where."""
+    body = loop.regions[1]
+    carry = body.args[number]
+    update = index.producers.get(body.results[number])
+    if update is None or update.name == SCATTER or update.kind.about.role != Role.UPDATE:
+        return None
+    if update.operands[0] != carry or index.users.get(loop.regions[0].args[number]):
+        return None
+    # Nothing else may read the stack while it is filled.
+    if any(len(index.users[value]) != 1 for value in (carry, update.results[0])):
+        return None
+    shape, piece = (t.shape for t in update.kind.operands[:2])
+    place = update.operands[2]
+    if piece != (1, *shape[1:]):
+        return None
+    ends = _ends(loop, place, index)
+    fills = ends and sorted(ends) == [0, shape[0] - 1] and index.trips[loop.results[0]] == shape[0]
+    return (update, place) if fills else None
+
+
+def _reader(value: Value, loops: Mapping[Value, Op], index: Index) -> tuple[Op, int] | None:
+    """The loop that alone reads a value and hands it on as it is, and the number of its carry."""
+    uses = index.users.get(value, ())
+    if len(uses) != 1:
+        return None
+    (op, number) = uses[0]
+    if op is None or not op.is_loop or not is_untouched(op, number):
+        return None
+    if loops.get(op.results[0]) is not op or index.users.get(op.results[number]):
+        return None
+    return None if index.users.get(op.regions[0].args[number]) else (op, number)
+
+
+def _slices(loop: Op, number: int, index: Index) -> tuple[Op, ...]:
+    """The ops that read one piece each of a carry; none if anything else reads it."""
+    body = loop.regions[1]
+    uses = index.users.get(body.args[number], ())
+    ops = tuple(
+        op for op, place in uses if op is not None and op.name == DYNAMIC_SLICE and place == 0
+    )
+    for op in ops:
+        shape = op.kind.operands[0].shape
+        if op.kind.results[0].shape != (1, *shape[1:]):
+            return ()
+    own = {op.results[0] for op in body.ops if op.results}
+    inside = all(op.results[0] in own for op in ops)
+    # The carry is handed on by the body's return as well.
+    return ops if inside and len(uses) == len(ops) + 1 else ()
+
+
+def _ends(loop: Op, value: Value, index: Index) -> tuple[int, int] | None:
+    """An integer of a loop's body in the first trip and in the last; trips change it evenly."""
+    trips = index.trips.get(loop.results[0])
+    if not trips:
+        return None
+    first, last = (_in_trip(trip, loop, value, index) for trip in (0, trips - 1))
+    return None if first is None or last is None else (first, last)
+
+
+def _in_trip(trip: int, loop: Op, value: Value, index: Index) -> int | None:
+    """An integer of a loop's body, made of constants and the count of trips; None if unknown."""
+    dtype = numpy_dtype(index.program.types[value].dtype)
+    if not np.issubdtype(dtype, np.integer):
+        return None
+    if value in loop.regions[1].args:
+        found = _counter(trip, loop, loop.regions[1].args.index(value), index)
+    else:
+        found, op = integer_of(index.producers, value), index.producers.get(value)
+        if found is None and op is not None and (op.name == CONVERT or _sign(op)):
+            match [_in_trip(trip, loop, v, index) for v in op.operands]:
+                case [int(a)]:
+                    found = a
+                case [int(a), int(b)]:
+                    found = a + _sign(op) * b
+    limits = np.iinfo(dtype)
+    return found if found is not None and limits.min <= found <= limits.max else None
+
+
+def _counter(trip: int, loop: Op, number: int, index: Index) -> int | None:
+    """A carry that begins at a constant and grows by a constant."""
+    body = loop.regions[1]
+    begin = integer_of(index.producers, loop.operands[number])
+    if begin is None or is_untouched(loop, number):
+        return begin
+    step, carry = index.producers.get(body.results[number]), body.args[number]
+    if step is None or not _sign(step) or carry not in step.operands:
+        return None
+    others = [v for v in step.operands if v != carry]
+    by = integer_of(index.producers, others[0]) if len(others) == 1 else None
+    if by is None or (_sign(step) < 0 and step.operands[1] == carry):
+        return None
+    return begin + _sign(step) * by * trip
+
+
+def _sign(op: Op) -> int:
+    about = op.kind.about
+    is_sum = about.reducer == "add" and about.is_elementwise
+    return 1 if is_sum else -1 if op.name == SUBTRACT else 0

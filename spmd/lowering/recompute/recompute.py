@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.program import Op, OpKind, Program, Region, Value, reads
+from spmd.ir.program import Op, OpKind, Program, Region, Value, reads, walk_region
 from spmd.ir.rewrite import dedupe, remove_dead, repeat_op
-from spmd.lowering.recompute.again import Costs, again, reads_inside, with_operands
-from spmd.lowering.recompute.cut import CutPrices, cheapest_cut
+from spmd.lowering.recompute.again import Costs, CutPrices, again, cheapest_cut, with_operands
 from spmd.lowering.recompute.loops import recompute_in_loops
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
@@ -38,22 +38,19 @@ def recompute(
 ) -> tuple[Program, tuple[Recomputed, ...]]:
     """Makes values again rather than holding them, where that costs less than their price.
 
-    `price` is in seconds for each byte held at the fullest moment; below `limit` bytes no further
+    The price is in seconds for each byte held at the fullest moment; below `limit` bytes no further
     moment is relieved. Donated arguments may be overwritten. With `exchanges`, collectives may be
-    done again.
-
-    Returns:
-      The program, and what it no longer holds.
+    done again. Returns the program, and what it no longer holds.
     """
     costs = Costs(program, mesh, topology, price, exchanges)
     program, dropped = recompute_in_loops(program, costs)
     program = dedupe(program)
     memory = peak_memory(program, donated, topology.platform)
     for _ in range(ROUNDS):
-        path = _path(program.body, memory.order[memory.peak_at]) if memory.order else []
-        if memory.peak <= limit or not path:
+        if memory.peak <= limit or not memory.order:
             break
-        relieved, more = recompute_in_block(program, costs.of(program), path)
+        moment = memory.order[memory.peak_at]
+        relieved, more = recompute_in_block(program, replace(costs, program=program), moment)
         relieved = remove_dead(relieved)
         after = peak_memory(relieved, donated, topology.platform)
         if after.peak >= memory.peak:
@@ -61,17 +58,6 @@ def recompute(
         program, memory = relieved, after
         dropped += more
     return program, tuple(dropped)
-
-
-def _path(region: Region, wanted: Op) -> list[Op]:
-    """The ops around an op, outermost first, and the op itself."""
-    for op in region.ops:
-        if op is wanted:
-            return [op]
-        for inner in op.regions:
-            if path := _path(inner, wanted):
-                return [op, *path]
-    return []
 
 
 # ---------------------------------------------------------------------------------------------
@@ -86,58 +72,70 @@ def _path(region: Region, wanted: Op) -> list[Op]:
 
 
 def recompute_in_block(
-    program: Program, costs: Costs, path: Sequence[Op]
+    program: Program, costs: Costs, moment: Op
 ) -> tuple[Program, list[Recomputed]]:
-    """Holds less across one moment, in every block around it.
-
-    Its `path` is the op that runs then, and the ops around it, outermost first.
-    """
+    """Holds less while one op runs, in every block around it."""
     b = Builder(program.types)
     dropped: list[Recomputed] = []
 
-    def region(old: Region, depth: int, runs: int) -> Region:
-        full = next((i for i, op in enumerate(old.ops) if op is path[depth]), None)
+    def holds(op: Op) -> bool:
+        return op is moment or any(
+            inner is moment for region in op.regions for inner in walk_region(region)
+        )
+
+    def region(old: Region, runs: int) -> Region:
+        full = next((i for i, op in enumerate(old.ops) if holds(op)), None)
         if full is None:
             return old
-        op = path[depth]
-        if depth + 1 < len(path):
-            inside = runs * costs.runs(op)
-            regions = tuple(region(inner, depth + 1, inside) for inner in op.regions)
-            old = old._replace(
-                ops=(*old.ops[:full], op._replace(regions=regions), *old.ops[full + 1 :])
-            )
-        block = _Block(old, full, costs, runs, b)
+        op = old.ops[full]
+        regions = tuple(region(inner, runs * costs.runs(op)) for inner in op.regions)
+        ops = (*old.ops[:full], op._replace(regions=regions), *old.ops[full + 1 :])
+        block = _Block(old._replace(ops=ops), full, costs, runs, b)
         dropped.extend(block.dropped())
         return block.rewritten()
 
-    body = region(program.body, 0, 1)
+    body = region(program.body, 1)
     return program._replace(types=tuple(b.types), body=body), dropped
 
 
 class _Block:
-    """A block of ops, and the moment at which one of them runs.
-
-    Attributes:
-      crossing: values from before that moment -> the first op from then on that reads them.
-      again: values that are made again behind the moment -> the ops that make them.
-      needed_at: when values from before would have to be made again; see `_needed_at`.
-      layer: how many ops behind the moment belong to one layer, on the average.
-    """
+    """A block of ops, and the moment at which one of them runs."""
 
     def __init__(self, region: Region, full: int, costs: Costs, runs: int, b: Builder) -> None:
         self.region, self.costs, self.b = region, costs, b
         self.before, self.after = region.ops[:full], region.ops[full:]
         self.makers = {value: op for op in self.before for value in op.results}
+        # Values from before that moment -> the first op from then on that reads them.
         self.crossing: dict[Value, int] = {}
         for i, op in enumerate(self.after):
             for value in reads(op):
                 if value in self.makers:
                     self.crossing.setdefault(value, i)
         self.returned = set(region.results)
-        self.layer = len(self.after) / self._layers()
-        self.needed_at = self._needed_at()
+        # How often the ops are repeated that take most of the time: the weighted median.
+        seconds: dict[OpKind, list[float]] = {}
+        for op in self.before:
+            seconds.setdefault(op.kind, []).append(costs.clock.arithmetic(op))
+        counts = sorted((len(times), sum(times)) for times in seconds.values())
+        half, layers = sum(total for _, total in counts) / 2, 1
+        for count, total in counts:
+            layers, half = count, half - total
+            if half <= 0:
+                break
+        self.layer = len(self.after) / layers  # ops of a layer, on the average
+        # When values would have to be made again, in numbers of ops behind the fullest moment: when
+        # they are read; of values that no op reads, when what is made of them is needed.
+        self.needed_at: dict[Value, int] = {}
+        could: dict[Value, int] = {}
+        for op in reversed(self.before):
+            own = [self.crossing[v] for v in op.results if v in self.crossing]
+            when = min(own or [could[v] for v in op.results if v in could], default=len(self.after))
+            self.needed_at.update(dict.fromkeys(op.results, when))
+            for value in reads(op):
+                could[value] = min(could.get(value, when), when)
         prices = CutPrices(self.keep, lambda op: runs * costs.again(op), self.early)
         cut = cheapest_cut(self.before, self.crossing, prices)
+        # Values that are made again behind the moment -> the ops that make them.
         self.again = {value: op for op in cut.again for value in op.results}
 
     def keep(self, value: Value) -> float:
@@ -149,9 +147,9 @@ class _Block:
         return self.costs.held(value) if is_stored else math.inf
 
     def early(self, value: Value, op: Op) -> float:
-        """Price of making a value for an op that is done again, earlier than anybody else reads it.
+        """Price of making a value for an op that is done again, before the first op that reads it.
 
-        It then lies in memory from there on: as long as that is a layer's time it is as dear as
+        It then lies in memory from there on. For a layer's time or longer, that costs as much as
         holding it.
         """
         # A layer's values, made again together, take the memory of one layer: little beside what
@@ -162,43 +160,12 @@ class _Block:
         wait = self.crossing[value] - self.needed_at[op.results[0]]
         return self.costs.held(value) * min(1.0, max(0, wait) / self.layer)
 
-    def _layers(self) -> int:
-        """How often the ops are repeated that take most of the time: the weighted median."""
-        seconds: dict[OpKind, list[float]] = {}
-        for op in self.before:
-            seconds.setdefault(op.kind, []).append(self.costs.clock.arithmetic(op))
-        counts = sorted((len(times), sum(times)) for times in seconds.values())
-        half = sum(total for _, total in counts) / 2
-        for count, total in counts:
-            half -= total
-            if half <= 0:
-                return count
-        return 1
-
-    def _needed_at(self) -> dict[Value, int]:
-        """When values would have to be made again, in numbers of ops behind the fullest moment.
-
-        That is when they are read themselves; of values that nobody reads, when what could be made
-        of them would have to be.
-        """
-        found: dict[Value, int] = {}
-        could: dict[Value, int] = {}
-        for op in reversed(self.before):
-            own = [self.crossing[v] for v in op.results if v in self.crossing]
-            when = min(own or [could[v] for v in op.results if v in could], default=len(self.after))
-            found.update(dict.fromkeys(op.results, when))
-            for value in reads(op):
-                could[value] = min(could.get(value, when), when)
-        return found
-
     def dropped(self) -> list[Recomputed]:
-        """What is not held across the moment any more."""
         types, stored = self.costs.program.types, self.costs.clock.stored
         gone = [(v, self.makers[v]) for v in self.crossing if v in self.again and v in stored]
         return [Recomputed(op.loc, op.label, types[v].bytes) for v, op in gone]
 
     def rewritten(self) -> Region:
-        """The block, with ops done again in front of the first op that needs them."""
         if not self.dropped():
             return self.region
         b = self.b
@@ -231,36 +198,29 @@ class _Again:
         return self.made.get(value, value)
 
     def ran(self, op: Op) -> None:
-        """An op behind the moment was appended."""
         self.clock += self.costs.clock.arithmetic(op)
         stored = self.costs.clock.stored
         self.past += [(self.clock, value) for value in op.results if value in stored]
 
     def with_values_for(self, op: Op) -> Op:
         """An op with what it reads, which is made again first where it has not been yet."""
-        missing: dict[Value, Op] = {}
-        for value in reads(op):
-            self.collect(value, missing)
-        if missing:
-            self.repeat(op, missing)
-        return with_operands(op, {v: self.made[v] for v in reads_inside(op) if v in self.made})
-
-    def collect(self, value: Value, missing: dict[Value, Op]) -> None:
-        """Adds the ops that make a value again, in order."""
-        waiting = [(value, False)]
+        missing: dict[Value, Op] = {}  # the ops that make values again, in order
+        waiting = [(value, False) for value in reversed(reads(op))]
         while waiting:
-            wanted, ready = waiting.pop()
-            op = self.again.get(wanted)
-            if op is None or wanted in self.made or op.results[0] in missing:
+            value, ready = waiting.pop()
+            maker = self.again.get(value)
+            if maker is None or value in self.made or maker.results[0] in missing:
                 continue
             if ready:
-                missing[op.results[0]] = op
+                missing[maker.results[0]] = maker
             else:
-                waiting.append((wanted, True))
-                waiting += [(v, False) for v in reads(op)]
+                waiting.append((value, True))
+                waiting += [(v, False) for v in reads(maker)]
+        if missing:
+            self.repeat(op, missing)
+        return with_operands(op, self.made)
 
     def repeat(self, reader: Op, missing: dict[Value, Op]) -> None:
-        """Does ops again just before the op that reads what they make."""
         fresh = {v for op in missing.values() for v in op.results}
         gathers = [op for op in missing.values() if op.collective]
         first = set[Value]()
@@ -274,7 +234,7 @@ class _Again:
                 v for op in ops.values() for v in reads(op) if v not in fresh and v not in self.made
             )
             self.wait(inputs, lead, reader)
-            env = {v: self.now(v) for op in ops.values() for v in reads_inside(op)}
+            env = {v: self.now(v) for op in ops.values() for v in reads(op)}
             for op in ops.values():
                 repeat_op(self.b, op, env, loc=again(op.loc))
                 self.made.update((v, env[v]) for v in op.results)

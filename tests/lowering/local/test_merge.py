@@ -20,7 +20,7 @@ from spmd.ir.dialect.contract import GATHERED_SORT_BYTES
 from spmd.ir.dialect.halo import rounds
 from spmd.ir.dialect.rule import Rule
 from spmd.planning import choices
-from spmd.planning.assignments import assignments_around, placements
+from spmd.planning.choices import assignments_around, placements
 
 MESHES = {
     "8": spmd.Mesh(None, (8,), ("a",)),

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd.planning.solver.bounds import Passing
-from spmd.planning.solver.network import FORBIDDEN, Network
-from spmd.planning.solver.solve import Solution, solve
+from spmd.planning.solver import FORBIDDEN, Network, Passing, Solution, solve
 
 
 def random_network(seed: int, forbidden: float = 0.1) -> Network:
@@ -93,7 +91,7 @@ def test_what_is_close_enough_is_close(seed: int) -> None:
 def test_messages_move_costs_and_change_no_sum(seed: int) -> None:
     network = random_network(seed, forbidden=0.0)
     passing = Passing(network)
-    passing.run(2)
+    passing.run()
     shifted = passing.shifted()
     for states in itertools.product(*(range(len(costs)) for costs in network.unary)):
         assert shifted.cost(states) == pytest.approx(network.cost(states))

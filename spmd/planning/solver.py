@@ -1,0 +1,496 @@
+"""The cheapest joint state of a network: variables with a few states each, and costs of pairs.
+
+minimise   sum_v unary_v[x_v]  +  sum_(u,v) pair_uv[x_u, x_v]
+
+Variables with one or two neighbours are eliminated; of what is left, message passing bounds the
+cost from below and finds states from above; states that the gap leaves no room for are dropped,
+and the network of the rest, which is smaller, is treated likewise. Where a network is small enough
+elimination settles it. Where none gets so small, the best state seen is returned with the lower
+bound: people can see how far from the best it is at most.
+
+Nothing depends on the clock or on hash order: every process finds the same.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+Table = np.ndarray
+
+FORBIDDEN = 1e9  # a cost that no solution has; finite, so that differences of costs stay numbers
+
+
+class Network:
+    """Variables, their states' costs, and costs of pairs of states."""
+
+    def __init__(self) -> None:
+        self.unary: list[Table] = []  # for each variable the cost of each state
+        # (u, v) with u < v -> costs, a row for each state of u
+        self.pairs: dict[tuple[int, int], Table] = {}
+
+    def variable(self, costs: Sequence[float] | Table) -> int:
+        """Adds a variable, given the cost of each of its states, and returns its number."""
+        self.unary.append(np.array(costs, dtype=float))
+        return len(self.unary) - 1
+
+    def pair(self, u: int, v: int, costs: Table) -> None:
+        """Adds costs for each (state of u, state of v); `u` may be `v`."""
+        if u == v:
+            self.unary[u] += np.diagonal(costs)
+        elif len(self.unary[u]) == 1:
+            self.unary[v] += costs[0]
+        elif len(self.unary[v]) == 1:
+            self.unary[u] += costs[:, 0]
+        else:
+            key, costs = ((u, v), costs) if u < v else ((v, u), costs.T)
+            found = self.pairs.get(key)
+            self.pairs[key] = costs if found is None else found + costs
+
+    def cost(self, states: Sequence[int]) -> float:
+        """What a joint state costs."""
+        total = sum(float(costs[s]) for costs, s in zip(self.unary, states, strict=True))
+        return total + sum(float(t[states[u], states[v]]) for (u, v), t in self.pairs.items())
+
+    def restricted(self, alive: Sequence[Table]) -> Network:
+        """The network over some of each variable's states."""
+        smaller = Network()
+        for costs, kept in zip(self.unary, alive, strict=True):
+            smaller.variable(costs[kept])
+        for (u, v), table in self.pairs.items():
+            smaller.pair(u, v, table[alive[u][:, None], alive[v]])
+        return smaller
+
+
+# ---------------------------------------------------------------------------------------------
+# Elimination: variables are replaced by their best responses, one after another. The one whose
+# neighbours have the fewest joint states goes first (bucket elimination, Dechter 1999; with one or
+# two neighbours these are the reductions of partitioned boolean quadratic programming, Scholz and
+# Eckstein 2002). What is found is exact as far as it goes.
+
+
+class _Gone(NamedTuple):
+    """A variable that was eliminated: its costs, and the factors that it had with others."""
+
+    variable: int
+    unary: Table
+    factors: list[tuple[tuple[int, ...], Table]]
+
+
+class Elimination:
+    """A network of which some variables have been eliminated."""
+
+    def __init__(self, network: Network) -> None:
+        self.constant = 0.0  # of variables that are gone with all of their neighbours
+        self.unary = list(network.unary)
+        self.sizes = [len(costs) for costs in self.unary]
+        # Variables, ascending -> costs of their joint states; and where each variable is in.
+        self.factors: dict[tuple[int, ...], Table] = {}
+        self.touching: list[dict[tuple[int, ...], None]] = [{} for _ in self.unary]
+        self.done: list[_Gone] = []
+        self.left = set(range(len(self.unary)))
+        for (u, v), table in network.pairs.items():
+            if table.any():
+                self._add((u, v), table)
+
+    def run(self, limit: int, neighbours: int = 1 << 30, keep: Collection[int] = ()) -> bool:
+        """Eliminates variables as long as no table gets more entries than `limit`.
+
+        Variables with more than `neighbours` neighbours stay, and so do those to `keep`. Returns
+        whether nothing is left.
+        """
+        heap = [(self._width(v), v) for v in self.left]
+        heapq.heapify(heap)
+        while heap:
+            width, v = heapq.heappop(heap)
+            if v not in self.left or width != self._width(v):
+                continue
+            if width > limit:
+                break
+            if len(self._near(v)) > neighbours or v in keep:
+                continue
+            # All that touches the variable is replaced by its best response.
+            near = tuple(sorted(self._near(v)))
+            factors = [(variables, self._pop(variables)) for variables in tuple(self.touching[v])]
+            self.done.append(_Gone(v, self.unary[v], factors))
+            self.left.discard(v)
+            # One dim for each neighbour, in ascending order, behind that of the variable.
+            total = self.unary[v].reshape(-1, *[1] * len(near))
+            for variables, table in factors:
+                at = variables.index(v)
+                front = table.transpose(at, *[i for i in range(table.ndim) if i != at])
+                index = [slice(None), *[slice(None) if u in variables else None for u in near]]
+                total = total + front[tuple(index)]
+            costs = np.minimum.reduce(total)
+            if not near:
+                self.constant += float(costs)
+            elif len(near) == 1:
+                self.unary[near[0]] = self.unary[near[0]] + np.minimum(costs, FORBIDDEN)
+            elif costs.any():
+                self._add(near, np.minimum(costs, FORBIDDEN))
+            for u in near:
+                heapq.heappush(heap, (self._width(u), u))
+        return not self.left
+
+    def fits(self, limit: int) -> bool:
+        """Whether everything could be eliminated without a table that is too large."""
+        near = [self._near(v) for v in range(len(self.sizes))]
+
+        def width(v: int) -> int:
+            return math.prod([self.sizes[u] for u in near[v]], start=self.sizes[v])
+
+        left = set(self.left)
+        heap = [(width(v), v) for v in left]
+        heapq.heapify(heap)
+        while heap:
+            entries, v = heapq.heappop(heap)
+            if v not in left or entries != width(v):
+                continue
+            if entries > limit:
+                return False
+            left.discard(v)
+            for u in near[v]:
+                near[u] |= near[v]
+                near[u] -= {u, v}
+                heapq.heappush(heap, (width(u), u))
+        return True
+
+    def core(self) -> Network:
+        """The network that is left, if no variable with more than two neighbours is gone."""
+        core = Network()
+        number = {v: core.variable(self.unary[v]) for v in sorted(self.left)}
+        for (u, v), table in self.factors.items():
+            core.pair(number[u], number[v], table)
+        return core
+
+    def unwound(self, known: Mapping[int, int]) -> list[int]:
+        """Every variable's state, given those of the variables that are left."""
+        states = [0] * len(self.sizes)
+        for v, state in known.items():
+            states[v] = state
+        for variable, total, factors in reversed(self.done):
+            for variables, table in factors:
+                row = [slice(None) if u == variable else states[u] for u in variables]
+                total = total + table[tuple(row)]
+            states[variable] = int(total.argmin())
+        return states
+
+    def _add(self, variables: tuple[int, ...], table: Table) -> None:
+        if variables in self.factors:
+            table = table + self._pop(variables)
+        self.factors[variables] = table
+        for v in variables:
+            self.touching[v][variables] = None
+
+    def _pop(self, variables: tuple[int, ...]) -> Table:
+        for v in variables:
+            del self.touching[v][variables]
+        return self.factors.pop(variables)
+
+    def _near(self, v: int) -> set[int]:
+        return {u for variables in self.touching[v] for u in variables if u != v}
+
+    def _width(self, v: int) -> int:
+        return math.prod([self.sizes[u] for u in self._near(v)], start=self.sizes[v])
+
+
+# ---------------------------------------------------------------------------------------------
+# Lower bounds by message passing: which states of a network's variables no best solution has.
+#
+# Tree-reweighted message passing (Kolmogorov 2006) moves costs between variables and pairs,
+# changing no sum, until the sum of everyone's own least cost is as large as it gets: a lower bound.
+# A state whose own excess over it is more than some known solution has left to lose can be dropped.
+
+
+class _Pair(NamedTuple):
+    """A pair of variables, first < second, with the messages between them."""
+
+    first: int
+    second: int
+    costs: Table  # a row for each state of the first
+    turned: Table  # one for each of the second: numpy is fastest at taking the minimum over rows
+    to_second: Table  # messages, changed in place
+    to_first: Table
+
+
+def excesses(network: Network) -> list[tuple[float, int, int]]:
+    """What it costs at least to have a variable in a state, beyond the least cost of all.
+
+    Returns (excess, variable, state) for variables with several states, the least excess first.
+    """
+    passing = Passing(network)
+    passing.run()
+    _, excess = passing.bound()
+    return sorted(
+        (float(more), v, state)
+        for v, costs in enumerate(excess)
+        if len(costs) > 1
+        for state, more in enumerate(costs)
+    )
+
+
+class Passing:
+    """Messages between the variables of a network; they are kept from one run to the next."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.unary = network.unary
+        self.pairs: list[_Pair] = []
+        self.later: list[list[_Pair]] = [[] for _ in network.unary]
+        self.earlier: list[list[_Pair]] = [[] for _ in network.unary]
+        for (u, v), table in sorted(network.pairs.items()):
+            costs, turned = np.ascontiguousarray(table), np.ascontiguousarray(table.T)
+            pair = _Pair(u, v, costs, turned, np.zeros(len(turned)), np.zeros(len(costs)))
+            self.pairs.append(pair)
+            self.later[u].append(pair)
+            self.earlier[v].append(pair)
+        ends = list(zip(self.earlier, self.later, strict=True))
+        self.share = [1.0 / max(len(a), len(b), 1) for a, b in ends]
+        self.sent = [[*(p.to_second for p in a), *(p.to_first for p in b)] for a, b in ends]
+
+    def run(self) -> None:
+        """Passes messages there and back, a few times."""
+        for _ in range(SWEEPS):
+            self.sweep()
+
+    def restricted(self, alive: Sequence[Table]) -> Passing:
+        """The same over some of each variable's states, with what was passed so far."""
+        smaller = Passing(self.network.restricted(alive))
+        known = {(pair.first, pair.second): pair for pair in self.pairs}
+        for pair in smaller.pairs:
+            before = known[pair.first, pair.second]
+            pair.to_first[:] = before.to_first[alive[pair.first]]
+            pair.to_second[:] = before.to_second[alive[pair.second]]
+        return smaller
+
+    def shifted(self) -> Network:
+        """The same network with costs moved to where messages took them: all sums stay."""
+        network = Network()
+        network.unary = [self.belief(v) for v in range(len(self.unary))]
+        network.pairs = {
+            (pair.first, pair.second): pair.costs - pair.to_second - pair.to_first[:, None]
+            for pair in self.pairs
+        }
+        return network
+
+    def belief(self, v: int) -> Table:
+        """A variable's costs with everything that was sent to it."""
+        total = self.unary[v].copy()
+        for sent in self.sent[v]:
+            total += sent
+        return total
+
+    def sweep(self) -> None:
+        """Passes messages from the last variable to the first, then back."""
+        # What is the same for all states of a message is left in it: it moves between variable and
+        # pair, and no bound and no choice depends on where it is.
+        for v in reversed(range(len(self.unary))):
+            if self.earlier[v]:
+                mine = self.belief(v) * self.share[v]
+                for pair in self.earlier[v]:
+                    costs = pair.turned + (mine - pair.to_second)[:, None]
+                    np.minimum.reduce(costs, out=pair.to_first)
+        for v in range(len(self.unary)):
+            if self.later[v]:
+                mine = self.belief(v) * self.share[v]
+                for pair in self.later[v]:
+                    costs = pair.costs + (mine - pair.to_first)[:, None]
+                    np.minimum.reduce(costs, out=pair.to_second)
+
+    def rounded(self) -> tuple[int, ...]:
+        """A joint state: each variable's best, given those before it and what the others sent.
+
+        Then each variable that would be cheaper in another state, beside what all others chose,
+        changes.
+        """
+        states: list[int] = []
+        for v, costs in enumerate(self.unary):
+            total = costs.copy()
+            for pair in self.earlier[v]:
+                total += pair.costs[states[pair.first]]
+            for pair in self.later[v]:
+                total += pair.to_first
+            states.append(int(np.argmin(total)))
+        doubtful = dict.fromkeys(range(len(states)))
+        while doubtful:
+            v, _ = doubtful.popitem()
+            total = self.unary[v].copy()
+            for pair in self.earlier[v]:
+                total += pair.costs[states[pair.first]]
+            for pair in self.later[v]:
+                total += pair.turned[states[pair.second]]
+            best = int(np.argmin(total))
+            if total[best] < total[states[v]]:
+                states[v] = best
+                doubtful |= {pair.first: None for pair in self.earlier[v]}
+                doubtful |= {pair.second: None for pair in self.later[v]}
+        return tuple(states)
+
+    def bound(self) -> tuple[float, list[Table]]:
+        """The lower bound after a forward sweep, and each state's excess: what it takes beyond."""
+        lower, excess = 0.0, []
+        kept = []
+        for v in range(len(self.unary)):
+            belief = self.belief(v)
+            kept.append(belief * self.share[v])
+            own = belief * (1.0 - self.share[v] * len(self.later[v]))
+            least = float(own.min())
+            lower += least
+            excess.append(own - least)
+        for pair in self.pairs:
+            table = pair.costs - pair.to_second + (kept[pair.first] - pair.to_first)[:, None]
+            least = float(table.min())
+            lower += least
+            excess[pair.first] += table.min(axis=1) - least
+            excess[pair.second] += table.min(axis=0) - least
+        return lower, excess
+
+
+# ---------------------------------------------------------------------------------------------
+# The solver.
+
+TABLE_LIMIT = 1 << 18  # entries of the largest table that elimination may build
+ROUNDS, SWEEPS = 12, 6  # of message passing: states are dropped after each round of sweeps
+CLOSE = 1e-9  # relative gap at which the two bounds are the same number
+
+
+class Solution(NamedTuple):
+    """A joint state: one state for each variable, what it costs, and what none can undercut."""
+
+    states: tuple[int, ...]
+    cost: float
+    lower: float
+
+    @property
+    def exact(self) -> bool:
+        """Whether no joint state is cheaper."""
+        return self.gap == 0.0
+
+    @property
+    def gap(self) -> float:
+        """How far the cost is above what none can undercut, as a share of it."""
+        above = self.cost - self.lower
+        return above / abs(self.cost) if above > CLOSE * abs(self.cost) else 0.0
+
+
+def solve(
+    network: Network,
+    allowed: Sequence[Table] | None = None,
+    known: Sequence[int] | None = None,
+    close: float = CLOSE,
+    limit: int = TABLE_LIMIT,
+    rounds: int = ROUNDS,
+) -> Solution:
+    """The cheapest joint state, or the best that was found.
+
+    For each variable, `allowed` are the states that it may be in; all of them if left out. The
+    cheaper a `known` joint state is, the sooner others are seen to be no better; those that are
+    cheaper by less than the share `close` are not looked for. No table gets more entries than the
+    limit, and there are so many rounds of message passing at most.
+    """
+    upper = math.inf if known is None else network.cost(known)
+    found = Reduced(network, (), allowed, limit).solve(None, upper, close, rounds)
+    return found if found.states or known is None else found._replace(states=tuple(known))
+
+
+class Reduced:
+    """A network made small once, for all questions about variables that can be pinned: `kept`."""
+
+    # Every step keeps a cheapest joint state of what it is given, so the one found at the end is
+    # one of the whole network. Trace, of a chain a - b - c in which a costs (0, 3), b and c (0, 0),
+    # and neighbours that differ 5:
+    #   eliminated  a answers b = 0 with 0, for 0, and b = 1 with 1, for 3, so b now costs (0, 3);
+    #               b answers c likewise, so c now costs (0, 3); c = 0 is best;
+    #   unwound     c = 0, to which b answered 0, to which a answered 0.
+    # Variables with three neighbours or more are left by then: what answers them would be a table
+    # of all joint states of their neighbours. Of these, `_cheaper` first drops states.
+
+    def __init__(
+        self,
+        network: Network,
+        kept: Collection[int] = (),
+        allowed: Sequence[Table] | None = None,
+        limit: int = TABLE_LIMIT,
+    ) -> None:
+        self._network, self._limit = network, limit
+        self._alive = allowed or [np.arange(len(costs)) for costs in network.unary]
+        self._gone = Elimination(network.restricted(allowed) if allowed else network)
+        self._gone.run(limit, neighbours=2, keep=kept)
+        if not kept and self._gone.fits(limit):
+            self._gone.run(limit)
+
+    @cached_property
+    def _passing(self) -> Passing:
+        return Passing(self._gone.core())  # what was passed for one question helps others
+
+    def solve(
+        self,
+        pins: Mapping[int, Sequence[int]] | None = None,
+        upper: float = math.inf,
+        close: float = CLOSE,
+        rounds: int = ROUNDS,
+        scale: float = 0.0,
+    ) -> Solution:
+        """The cheapest joint state in which some of the variables `kept` are in given states.
+
+        Solutions that cost no less than `upper` are not looked for, nor those that are cheaper by
+        less than the share `close` of `scale`, or of the cost. If there is no other, the solution
+        has no states.
+        """
+        pins, left = pins or {}, sorted(self._gone.left)
+        known, above = {}, 0.0
+        if left:
+            allowed = [
+                np.flatnonzero(np.isin(self._alive[v], pins[v]))
+                if v in pins
+                else np.arange(len(costs))
+                for v, costs in zip(left, self._passing.unary, strict=True)
+            ]
+            passing = self._passing.restricted(allowed) if pins else self._passing
+            constant = self._gone.constant
+            core = _cheaper(passing, self._limit, rounds, upper - constant, close, scale)
+            if not core.states:
+                return Solution((), upper, core.lower + constant)
+            known = {v: int(a[s]) for v, a, s in zip(left, allowed, core.states, strict=True)}
+            above = core.cost - core.lower
+        found = self._gone.unwound(known)
+        states = tuple(int(kept[s]) for kept, s in zip(self._alive, found, strict=True))
+        cost = self._network.cost(states)
+        return Solution(states, cost, cost - above)
+
+
+def _cheaper(
+    passing: Passing, limit: int, rounds: int, upper: float, close: float, scale: float
+) -> Solution:
+    """The cheapest joint state of a network, whose messages go on from where they are.
+
+    Returns the best that was found; without states if that costs no less than `upper`.
+    """
+    # `cost` is what some joint state costs, `lower` what none undercuts. A state whose own excess
+    # over the lower bound is more than the gap between the two is in no better joint state: with
+    # bounds 10 and 12, one with an excess of 3 makes everything cost 13 at least. Without such
+    # states some variables have a single one, others fewer neighbours.
+    passing.run()
+    states, (lower, excess) = passing.rounded(), passing.bound()
+    best, cost = Solution((), upper, lower), passing.network.cost(states)
+    if cost < upper:
+        best = Solution(states, cost, min(lower, cost))
+    scale = scale or abs(best.cost)
+    if best.cost - best.lower <= close * scale or rounds == 1:
+        return best
+    slack = best.cost - lower + CLOSE * scale
+    kept = [np.flatnonzero(more <= slack) for more in excess]
+    if not all(map(len, kept)):  # nothing is cheaper
+        return best._replace(lower=best.cost)
+    smaller = Reduced(passing.shifted().restricted(kept), limit=limit)
+    found = smaller.solve(None, best.cost, close, rounds - 1, scale)
+    best = best._replace(lower=max(best.lower, min(best.cost, found.lower)))
+    if found.cost >= best.cost:
+        return best
+    states = tuple(int(k[s]) for k, s in zip(kept, found.states, strict=True))
+    return Solution(states, found.cost, found.lower)
