@@ -65,7 +65,7 @@ class Case(NamedTuple):
     mesh: spmd.Mesh
     topology: spmd.Topology
     shape: tuple[int, int]
-    table: sharding.Table = sharding.TWO_D
+    table: sharding.SpecTable = sharding.TWO_D
 
     @property
     def has_compiler(self) -> bool:

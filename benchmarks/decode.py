@@ -36,7 +36,7 @@ from models.llama.named import named_config
 from models.llama.quantize import QUANTIZATIONS, quantized_types
 from serving.bundle.bundle import Bundle
 from serving.bundle.memory import compile_bundle
-from serving.engine.backend import Limits, Part
+from serving.engine.backend import Limits, SlotPart
 from serving.engine.model_backend import ModelBackend
 from serving.language_backend import info
 from serving.language_bundle import contract
@@ -93,12 +93,12 @@ def timed(given: argparse.Namespace, backend: ModelBackend, batch: int) -> float
     beside = []
     if given.chunk:
         chunk = (0,) * given.chunk
-        beside = [Part(batch, given.context - given.chunk, chunk, pages[batch], True)]
+        beside = [SlotPart(batch, given.context - given.chunk, chunk, pages[batch], True)]
     under_way: collections.deque[Any] = collections.deque()
     times = []
     calls = given.tokens + WARM_UP
     for position in range(given.context - calls - given.ahead, given.context):
-        decoding = [Part(slot, position, None, pages[slot], True) for slot in range(batch)]
+        decoding = [SlotPart(slot, position, None, pages[slot], True) for slot in range(batch)]
         under_way.append(backend.step([*decoding, *beside], alternatives=False))
         if len(under_way) > given.ahead:
             under_way.popleft()()

@@ -25,7 +25,7 @@ from models.llama.config import DTYPES, MATMULS, LlamaConfig
 from models.llama.named import named_config
 from models.llama.trainer import LlamaProgram
 from models.training.data import source as data
-from models.training.options import Options
+from models.training.options import TrainerOptions
 from models.training.run.description import RunConfig
 from models.training.run.optimizer import OptimizerConfig, default_learning_rate
 from spmd.cli.flags import Parser, Switch, positive, words
@@ -62,7 +62,7 @@ def losses(given: argparse.Namespace, matmul: str) -> tuple[list[float], float]:
     run = RunConfig(
         model=model,
         optimizer=OptimizerConfig(name="adamw", learning_rate=rate),
-        options=Options(steps=given.steps),
+        options=TrainerOptions(steps=given.steps),
         mesh=given.mesh,
         seq_len=given.seq_len,
         global_batch=given.global_batch,

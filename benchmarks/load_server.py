@@ -45,7 +45,7 @@ from serving.bundle.bundle import Bundle
 from serving.bundle.memory import compile_bundle
 from serving.bundle.write import TOKENIZER
 from serving.http.language import Loaded
-from serving.http.limits import Options
+from serving.http.limits import ServerOptions
 from serving.http.server import serve
 from serving.language_backend import info
 from serving.language_bundle import SMALL, check_shape, contract
@@ -191,7 +191,7 @@ def main() -> None:
     given = argparse.Namespace(**json.loads(sys.argv[1]))
     made: queue.SimpleQueue[Bundle] = queue.SimpleQueue()
     threading.Thread(target=obey, args=(made,), name="commands", daemon=True).start()
-    options = Options(max_waiting=given.max_waiting, token_budget=given.token_budget)
+    options = ServerOptions(max_waiting=given.max_waiting, token_budget=given.token_budget)
     with ending_on_interrupt(), one_message(ConfigError, *USER_ERRORS):
         serve(lambda: load(given, made), port=given.port, options=options, log_level="warning")
 

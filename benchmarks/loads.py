@@ -42,7 +42,7 @@ from benchmarks.workloads import WORKLOADS, Costs, Workload, floor_seconds
 from models.llama.config import DTYPES
 from models.llama.quantize import QUANTIZATIONS
 from scripts.export_llama import numbers
-from serving.http.limits import Options
+from serving.http.limits import ServerOptions
 from spmd.cli.flags import Parser, positive, words
 from spmd.cli.specs import symbol_values
 
@@ -296,7 +296,7 @@ def make_parser() -> Parser:
     add("--cache_dtype", choices=(*DTYPES, "int8"), help="of keys and values (default: --dtype)")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of activations and plain weights")
     add("--token_budget", type=positive, help="as of scripts/serve")
-    add("--max_waiting", type=int, default=Options().max_waiting, help="as of scripts/serve")
+    add("--max_waiting", type=int, default=ServerOptions().max_waiting, help="as of scripts/serve")
     add("--symbols", type=symbol_values, default={}, help="as of scripts/serve")
     add("--memory_share", type=float, help="as of scripts/serve")
     add("--bandwidth", type=float, help="bytes/s of a device, for the floor (default: the chip's)")

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 import spmd
-from models.training.trainer import Options, Stateful, Trainer
+from models.training.trainer import Stateful, Trainer, TrainerOptions
 
 LENGTH, WIDTH = 16, 64
 TEXT = np.frombuffer(" ".join(str(n * n) for n in range(5000)).encode(), np.uint8)
@@ -79,7 +79,7 @@ def train():
         optimizer=optax.adamw(3e-3),
         held_out=lambda step: data(step, TEXT[30_000:]),
         eval_loss=eval_loss,
-        options=Options(steps=100, eval_every=50, eval_batches=1),
+        options=TrainerOptions(steps=100, eval_every=50, eval_batches=1),
     )
     trainer.console.quiet = True  # what it prints of each step differs from day to day
     return trainer.run()

@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 
 import spmd
-from models.training.trainer import Options, Stateful, Trainer
+from models.training.trainer import Stateful, Trainer, TrainerOptions
 
 TEACHER = np.random.default_rng(0).standard_normal((2, 32, 8), np.float32)  # inputs, classes
 
@@ -68,7 +68,7 @@ def train(folder, steps, mesh):
         optimizer=optax.adamw(3e-3),
         held_out=lambda step: data(10_000 + step),
         eval_loss=eval_loss,
-        options=Options(steps=steps, run_dir=folder, save_every=50, eval_batches=1),
+        options=TrainerOptions(steps=steps, run_dir=folder, save_every=50, eval_batches=1),
     )
     trainer.console.quiet = True  # what it prints of each step differs from day to day
     return trainer.run()

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 import spmd
-from models.training.trainer import Options, Trainer
+from models.training.trainer import Trainer, TrainerOptions
 
 WINDOW, WIDTH, ROWS = 16, 64, 256
 TEXT = np.frombuffer(" ".join(str(n * n) for n in range(5000)).encode(), np.uint8)
@@ -49,7 +49,7 @@ def train(folder, steps, mesh):
         batch_marks={"*": ("rows",)},
         optimizer=optax.adamw(1e-3),
         held_out=lambda step: data(step, TEXT[30_000:]),
-        options=Options(steps=steps, run_dir=folder, save_every=50, eval_every=50),
+        options=TrainerOptions(steps=steps, run_dir=folder, save_every=50, eval_every=50),
     )
     trainer.console.quiet = True  # what it prints of each step differs from day to day
     return trainer.run()

@@ -32,7 +32,7 @@ from serving.bundle.function import BundleError
 from serving.errors import ServingError
 from serving.http import logs
 from serving.http.language import Loaded
-from serving.http.limits import HttpOptions, Options
+from serving.http.limits import HttpOptions, ServerOptions
 from serving.http.logs import FORMATS
 from serving.http.server import serve
 from serving.http.tools.formats import BY_NAME
@@ -65,14 +65,14 @@ LIMITS = {
     "stall_seconds": "after which a call of the model counts as hung",
     "drain_seconds": "that requests have to finish after SIGTERM",
 }
-"""Fields of `Options` that are flags as well."""
+"""Fields of `ServerOptions` that are flags as well."""
 
 
 def make_parser() -> Parser:
     """The flags."""
     parser = Parser("scripts/serve", __doc__, settings=True)
     bundle_flags.add_flags(parser)
-    default = Options()
+    default = ServerOptions()
     add = parser.add_argument
     add("--name", help="of the model in requests (default: the bundle's)")
     add("--host", default="127.0.0.1", help="to listen on; 0.0.0.0 is everywhere")
@@ -134,10 +134,10 @@ def _add_http_flags(parser: Parser) -> None:
     )
 
 
-def options(given: argparse.Namespace) -> Options:
+def options(given: argparse.Namespace) -> ServerOptions:
     """How the server is to behave."""
     keys = [*given.api_key, *os.environ.get(KEYS, "").split(",")]
-    return Options(
+    return ServerOptions(
         api_keys=tuple(key for key in keys if key),
         token_budget=given.token_budget,
         tool_format=given.tool_format,

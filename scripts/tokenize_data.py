@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from models.training.data import token_folder
-from models.training.data.documents import FORMATS, Format, Source
+from models.training.data.documents import FORMATS, DocumentSource, Format
 from models.training.data.files import find_files
-from models.training.data.shard_jobs import ON_ERROR, PIECE_BYTES, OnError, Options
+from models.training.data.shard_jobs import ON_ERROR, PIECE_BYTES, OnError, TokenizeOptions
 from models.training.data.tokenize import tokenize
 from models.training.data.tokenizer import BYTES
 from models.training.errors import DataError
@@ -64,13 +64,13 @@ def make_parser() -> Parser:
     return parser
 
 
-def make_options(given: argparse.Namespace) -> Options:
+def make_options(given: argparse.Namespace) -> TokenizeOptions:
     """What the flags ask for."""
-    return Options(
+    return TokenizeOptions(
         tokenizer=given.tokenizer,
         eos_token=given.eos_token,
         bos_token=given.bos_token,
-        source=Source(
+        source=DocumentSource(
             format=cast(Format, given.format),
             field=given.field,
             separator=given.document_separator.replace(r"\n", "\n").replace(r"\t", "\t"),

@@ -41,7 +41,7 @@ from models.llama.weights.load import WeightsError
 from models.training.checkpoints.found import Found
 from models.training.data import source as data
 from models.training.errors import RunError
-from models.training.program import Program
+from models.training.program import TrainingProgram
 from models.training.run.description import RunConfig, RunFolder, check_same_model
 from models.training.run.loop import Outcome
 from models.training.trainer import USER_ERRORS, Hooks, Trainer, exit_code
@@ -87,7 +87,7 @@ def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> 
         "tokenizer": data.identity(tokenizer),
     }
 
-    def first_params(program: Program) -> Any:
+    def first_params(program: TrainingProgram) -> Any:
         shardings = without_states(program.step.in_shardings[0])
         return weight_flags.load_params(given, run.model, shardings, trainer.console)
 
@@ -100,7 +100,7 @@ def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> 
             weight_flags.write_tokenizer(tokenizer, trainer.folder.tokenizer)
         return changes
 
-    def after(program: Program, outcome: Outcome, watch: launch.Watch) -> None:
+    def after(program: TrainingProgram, outcome: Outcome, watch: launch.Watch) -> None:
         finish(run, given, trainer, program, outcome, tokenizer, watch)
 
     trainer = Trainer.of(
@@ -137,7 +137,7 @@ def finish(
     run: RunConfig,
     given: argparse.Namespace,
     trainer: Trainer,
-    program: Program,
+    program: TrainingProgram,
     outcome: Outcome,
     tokenizer: data.Tokenizer,
     watch: launch.Watch,

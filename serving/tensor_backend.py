@@ -11,7 +11,7 @@ import numpy as np
 from serving.bundle.batch import why_not_joined
 from serving.bundle.bundle import Bundle
 from serving.bundle.function import BundleError
-from serving.bundle.manifest import Entrypoint, Leaf, Variant
+from serving.bundle.manifest import Entrypoint, LeafEntry, Variant
 from serving.engine.infer import Array, TensorSpec
 from spmd.frontend.sizes import symbols_in
 from spmd.mesh.spec import jax_mesh
@@ -144,14 +144,14 @@ def _origin(entry: Entrypoint) -> Entrypoint:
     return entry.origin if isinstance(entry, Variant) else entry
 
 
-def _shapes(leaves: Sequence[Leaf]) -> tuple[tuple[int, ...], ...]:
+def _shapes(leaves: Sequence[LeafEntry]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(leaf.shape) for leaf in leaves)
 
 
-def _spec(several: Mapping[str, int]) -> Callable[[Leaf, Leaf], TensorSpec]:
+def _spec(several: Mapping[str, int]) -> Callable[[LeafEntry, LeafEntry], TensorSpec]:
     """What makes a spec of a leaf, and of the same as it was written."""
 
-    def made(leaf: Leaf, origin: Leaf) -> TensorSpec:
+    def made(leaf: LeafEntry, origin: LeafEntry) -> TensorSpec:
         is_open = [bool(several.keys() & set(symbols_in((dim,)))) for dim in origin.shape]
         shape = tuple(-1 if o else size for o, size in zip(is_open, leaf.shape, strict=True))
         return TensorSpec(leaf.path, leaf.dtype, shape)

@@ -17,10 +17,10 @@ from prometheus_client import generate_latest
 from scripts.serve_bundle import KEYS, make_parser, options
 from serving.engine.actions import Counts
 from serving.engine.engine import Engine
-from serving.engine.records import State
+from serving.engine.records import EngineState
 from serving.http import app, logs
-from serving.http.limits import HttpOptions, Options
-from serving.http.logs import Exchange
+from serving.http.limits import HttpOptions, ServerOptions
+from serving.http.logs import HttpExchange
 from serving.http.metrics import Metrics
 from serving.http.server import CLOSING_SECONDS, IDLE_SECONDS
 from serving.http.traffic import RequestMetrics
@@ -144,7 +144,7 @@ def test_probes_that_the_page_names() -> None:
 
 def test_metrics_that_are_named() -> None:
     backend = FakeBackend()
-    state = State(0, 0, pages=1, held=0, cached=0, counts=Counts())
+    state = EngineState(0, 0, pages=1, held=0, cached=0, counts=Counts())
     requests = RequestMetrics("fake", lambda: (0, 0))
     Metrics(requests, backend, lambda: state)
     known = generate_latest(requests.registry).decode()
@@ -155,15 +155,15 @@ def test_metrics_that_are_named() -> None:
 
 def test_times_that_the_page_names() -> None:
     assert f"{IDLE_SECONDS} seconds" in PAGE
-    assert f"{Options().drain_seconds:g} seconds" in PAGE
-    assert f"{Options().stall_seconds:g} seconds" in PAGE
+    assert f"{ServerOptions().drain_seconds:g} seconds" in PAGE
+    assert f"{ServerOptions().stall_seconds:g} seconds" in PAGE
 
 
 def test_fields_of_the_log_that_the_page_names() -> None:
     """The example is a line of the log: its fields are those that the code writes."""
     shown = json.loads(re.findall(r"(?ms)^```json\n(.*?)^```", PAGE)[0])
     stream: Any = types.SimpleNamespace(records=[])
-    exchange = Exchange("abc", "POST", "/v1/completions", "127.0.0.1", 200, stream=stream)
+    exchange = HttpExchange("abc", "POST", "/v1/completions", "127.0.0.1", 200, stream=stream)
     record = logging.makeLogRecord({logs.FIELDS: exchange.fields(0.1) | {"trace_id": ""}})
     written = json.loads(logs.JsonFormatter().format(record))
     assert set(shown) == set(written)

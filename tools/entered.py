@@ -105,7 +105,7 @@ def chat_request() -> Ready:
 
 def trainer_run() -> Ready:
     """Three steps of `Trainer` with a checkpoint at the end."""
-    from models.training.trainer import Options, Trainer
+    from models.training.trainer import Trainer, TrainerOptions
 
     def init(key: Any) -> Any:
         return {"w": jax.random.normal(key, (64, 64)) / 8}
@@ -121,7 +121,7 @@ def trainer_run() -> Ready:
     mesh = spmd.make_mesh(rows=4, columns=2)
     trainer = Trainer(
         init, loss, {"w": ("rows", "columns")}, data, mesh=mesh, batch_marks={"*": ("rows",)},
-        optimizer=optax.adamw(1e-3), options=Options(steps=3, run_dir=folder, save_every=3),
+        optimizer=optax.adamw(1e-3), options=TrainerOptions(steps=3, run_dir=folder, save_every=3),
     )  # fmt: skip
     return trainer.run
 

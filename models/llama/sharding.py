@@ -86,7 +86,7 @@ RESIDUALS = ("inputs_embeds", "attention_output", "mlp_output")
 """The points whose values are on the residual stream (B, S, H), or are added to it."""
 
 
-class Table(NamedTuple):
+class SpecTable(NamedTuple):
     """The specs of everything that is marked.
 
     Attributes:
@@ -99,11 +99,11 @@ class Table(NamedTuple):
     activations: Mapping[str, Spec]
     batch: Spec = (BATCH, None)
 
-    def with_residuals(self, spec: Spec) -> Table:
+    def with_residuals(self, spec: Spec) -> SpecTable:
         """The same table with another spec of the residual stream."""
         return self._replace(activations={**self.activations, **dict.fromkeys(RESIDUALS, spec)})
 
-    def over(self, axes: Mapping[Entry, Entry]) -> Table:
+    def over(self, axes: Mapping[Entry, Entry]) -> SpecTable:
         """The same table with entries replaced by others, in parameters and activations.
 
         Args:
@@ -119,13 +119,13 @@ def _exchanged(spec: Spec, axes: Mapping[Entry, Entry]) -> Spec:
     return tuple(axes.get(entry, entry) for entry in spec)
 
 
-TWO_D = Table(PARAMETER_SPECS, ACTIVATION_SPECS)
+TWO_D = SpecTable(PARAMETER_SPECS, ACTIVATION_SPECS)
 _EXPERTS = {name: spec for name, spec in PARAMETER_SPECS.items() if "/experts/" in name}
 _TENSOR = TWO_D._replace(parameters=TWO_D.over({WEIGHTS: None}).parameters)
 _ALL_AXES = (*BATCH, "model")
 _SEQUENCE = (BATCH, ("seq", "model"), None)
 
-TABLES: Mapping[str, Table] = MappingProxyType(
+TABLES: Mapping[str, SpecTable] = MappingProxyType(
     {
         # Parameters over both axes, a layer's arithmetic and the stream's width over `model`.
         "2d": TWO_D,
@@ -145,7 +145,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             parameters={**TWO_D.over({WEIGHTS: ("data", "expert", "seq")}).parameters, **_EXPERTS}
         ),
         # Parameters and sequences over both axes; a layer is gathered when it is computed.
-        "fsdp": Table(
+        "fsdp": SpecTable(
             TWO_D.over({WEIGHTS: (*WEIGHTS, "model"), "model": None}).parameters,
             TWO_D.over(
                 {BATCH: _ALL_AXES, LEAVING: (*_ALL_AXES, "stage"), "model": None}
@@ -161,7 +161,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
 """The usual ways to split a Llama, by name."""
 
 
-def table_named(name: str) -> Table:
+def table_named(name: str) -> SpecTable:
     """The table called `name`.
 
     Raises:
@@ -172,7 +172,7 @@ def table_named(name: str) -> Table:
     return TABLES[name]
 
 
-def mark_params(params: Any, mesh: spmd.Mesh, config: LlamaConfig, table: Table = TWO_D) -> Any:
+def mark_params(params: Any, mesh: spmd.Mesh, config: LlamaConfig, table: SpecTable = TWO_D) -> Any:
     """Marks parameters, or `ShapeDtypeStruct`s of them, with the shardings of a table.
 
     Args:
@@ -184,13 +184,13 @@ def mark_params(params: Any, mesh: spmd.Mesh, config: LlamaConfig, table: Table 
     return spmd.mark_tree(params, mesh, parameter_rules(config, mesh.shape, table))
 
 
-def mark_batch(batch: Any, mesh: spmd.Mesh, table: Table = TWO_D) -> Any:
+def mark_batch(batch: Any, mesh: spmd.Mesh, table: SpecTable = TWO_D) -> Any:
     """Marks a tree of token ids (B, S), or `ShapeDtypeStruct`s, with a table's spec of a batch."""
     spec = tuple(present(entry, mesh.shape) for entry in table.batch)
     return jax.tree.map(lambda leaf: spmd.mark_sharding(leaf, mesh, spec), batch)
 
 
-def activation_marks(mesh: spmd.Mesh, config: LlamaConfig, table: Table = TWO_D) -> Mark:
+def activation_marks(mesh: spmd.Mesh, config: LlamaConfig, table: SpecTable = TWO_D) -> Mark:
     """Returns the `mark` for `model.forward` that applies a table's specs on `mesh`."""
     specs = activation_specs(config, mesh.shape, table)
 
@@ -201,7 +201,7 @@ def activation_marks(mesh: spmd.Mesh, config: LlamaConfig, table: Table = TWO_D)
 
 
 def parameter_rules(
-    config: LlamaConfig, mesh_shape: Mapping[str, int], table: Table = TWO_D
+    config: LlamaConfig, mesh_shape: Mapping[str, int], table: SpecTable = TWO_D
 ) -> dict[str, Spec]:
     """Path pattern -> spec of the parameters that `config` has, for `spmd.mark_tree`.
 
@@ -225,7 +225,7 @@ def parameter_rules(
 
 
 def activation_specs(
-    config: LlamaConfig, mesh_shape: Mapping[str, int], table: Table = TWO_D
+    config: LlamaConfig, mesh_shape: Mapping[str, int], table: SpecTable = TWO_D
 ) -> dict[str, Spec]:
     """Point -> spec. An entry whose axis does not divide the dim is left to the compiler.
 
@@ -237,7 +237,7 @@ def activation_specs(
 
 
 def dropped_marks(
-    config: LlamaConfig, mesh_shape: Mapping[str, int], table: Table = TWO_D
+    config: LlamaConfig, mesh_shape: Mapping[str, int], table: SpecTable = TWO_D
 ) -> tuple[str, ...]:
     """A sentence for each entry of a table that does not fit `config` on this mesh."""
     parameters = _parameters(config, mesh_shape, table).values()
@@ -246,7 +246,7 @@ def dropped_marks(
 
 
 def _parameters(
-    config: LlamaConfig, mesh_shape: Mapping[str, int], table: Table
+    config: LlamaConfig, mesh_shape: Mapping[str, int], table: SpecTable
 ) -> dict[str, Fitted]:
     return {
         path: fitted(path, table.parameters[path], shape, mesh_shape, otherwise=None)
@@ -255,7 +255,7 @@ def _parameters(
 
 
 def _activations(
-    config: LlamaConfig, mesh_shape: Mapping[str, int], table: Table
+    config: LlamaConfig, mesh_shape: Mapping[str, int], table: SpecTable
 ) -> dict[str, Fitted]:
     if config.stages == 1:
         mesh_shape = {axis: size for axis, size in mesh_shape.items() if axis != "stage"}

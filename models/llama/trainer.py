@@ -24,7 +24,7 @@ from models.llama.model import forward
 from models.llama.parameters import Params, with_states
 from models.llama.training import batch_loss
 from models.training.data import source as data
-from models.training.program import Program
+from models.training.program import TrainingProgram
 from models.training.run.description import RunConfig
 from models.training.run.loop import TrainState
 from models.training.run.metrics import StepCost, peak_flops
@@ -97,7 +97,7 @@ def sample(
     return int(np.argmax(logits_V / temperature + generator.gumbel(size=logits_V.shape)))
 
 
-class LlamaProgram(Program):
+class LlamaProgram(TrainingProgram):
     """The compiled training step of a Llama.
 
     Args:
@@ -132,7 +132,7 @@ class LlamaProgram(Program):
         return init_params(self.model, key, self.step.in_formats[0])
 
     def fresh_state(self, params: Any = None, step: int = 0, *, seed: int = 0) -> TrainState:
-        """As `Program.fresh_state`.
+        """As `TrainingProgram.fresh_state`.
 
         Parameters that are given may lack states of 8-bit products; these are then added, and the
         arrays given up.

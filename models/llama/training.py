@@ -74,7 +74,7 @@ def argument_types(
     optimizer: optax.GradientTransformation,
     mesh: spmd.Mesh,
     batch_shape: tuple[int, int],
-    table: sharding.Table = sharding.TWO_D,
+    table: sharding.SpecTable = sharding.TWO_D,
 ) -> tuple[Any, Any, Any]:
     """The step's arguments as `ShapeDtypeStruct`s; parameters and batch are marked.
 

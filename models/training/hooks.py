@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from models.training.checkpoints.found import Found
-from models.training.program import Program
+from models.training.program import TrainingProgram
 from models.training.run.loop import Outcome
 from spmd import launch
 
@@ -25,5 +25,7 @@ class Hooks:
     """
 
     before: Callable[[Found | None], list[str]] = lambda found: []
-    first_params: Callable[[Program], Any] = lambda program: None
-    after: Callable[[Program, Outcome, launch.Watch], None] = lambda program, outcome, watch: None
+    first_params: Callable[[TrainingProgram], Any] = lambda program: None
+    after: Callable[[TrainingProgram, Outcome, launch.Watch], None] = (
+        lambda program, outcome, watch: None
+    )

@@ -1,4 +1,4 @@
-"""`Options` of a training run of any model."""
+"""`TrainerOptions` of a training run of any model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _check_metrics(names: tuple[str, ...]) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class TrainerOptions:
     """How long a run is, what it keeps, and when it looks up.
 
     Args:
@@ -117,7 +117,7 @@ class Options:
         _check_metrics(self.metrics)
 
     @classmethod
-    def from_yaml(cls, file: str | Path, **overrides: Any) -> Options:
+    def from_yaml(cls, file: str | Path, **overrides: Any) -> TrainerOptions:
         """The options in a file, each by its name: `steps: 100`.
 
         Args:
@@ -126,10 +126,10 @@ class Options:
 
         Raises:
             SettingsError: the file cannot be read, or has what is no option; says the line.
-            RunError: as for `Options`.
+            RunError: as for `TrainerOptions`.
 
         Example:
-            >>> Options.from_yaml("run.yaml", run_dir="runs/b")
+            >>> TrainerOptions.from_yaml("run.yaml", run_dir="runs/b")
         """
         return from_yaml(cls, file, **overrides)
 

@@ -30,7 +30,7 @@ Marks = Mapping[str, Any] | Callable[[Any], Any]
 tree of structs -> the same tree, marked."""
 
 
-class Program:
+class TrainingProgram:
     """The compiled training step of a model, with everything that belongs to it.
 
     Args:

@@ -25,8 +25,8 @@ from models.training.checkpoints.store import Checkpoints
 from models.training.data.batches import Dataset, open_batches, structs_of
 from models.training.errors import DataError, RunError, TrainingError
 from models.training.hooks import Hooks
-from models.training.options import Options
-from models.training.program import Marks, Program
+from models.training.options import TrainerOptions
+from models.training.program import Marks, TrainingProgram
 from models.training.run import output
 from models.training.run.description import RunFolder
 from models.training.run.loop import Outcome, Schedule, TrainState, train
@@ -39,7 +39,7 @@ from models.training.run.step import LossFn
 from models.training.run.stop import STOPPED_EXIT_CODE, StopSignals
 from spmd import launch
 
-__all__ = ["USER_ERRORS", "Hooks", "Options", "Stateful", "Trainer", "exit_code"]
+__all__ = ["USER_ERRORS", "Hooks", "Stateful", "Trainer", "TrainerOptions", "exit_code"]
 
 USER_ERRORS = (
     RunError,
@@ -77,7 +77,7 @@ class Trainer:
         hooks: what is done besides.
 
     Attributes:
-        compile: makes the `Program`; it is called when the run begins.
+        compile: makes the `TrainingProgram`; it is called when the run begins.
         about: what checkpoints say of the run: `config` and `data`.
         console: where the run prints.
 
@@ -100,16 +100,16 @@ class Trainer:
         mesh: spmd.Mesh,
         batch_marks: Marks,
         optimizer: OptimizerConfig | optax.GradientTransformation,
-        options: Options,
+        options: TrainerOptions,
         held_out: Dataset | None = None,
         eval_loss: LossFn | None = None,
         hooks: Hooks | None = None,
     ) -> None:
-        def compile_step() -> Program:
+        def compile_step() -> TrainingProgram:
             rule = optimizer
             if isinstance(rule, OptimizerConfig):
                 rule = rule.ending_at(options.steps)
-            return Program(
+            return TrainingProgram(
                 init,
                 loss,
                 marks,
@@ -127,10 +127,10 @@ class Trainer:
     @classmethod
     def of(
         cls,
-        compile_step: Callable[[], Program],
+        compile_step: Callable[[], TrainingProgram],
         data: Dataset,
         *,
-        options: Options,
+        options: TrainerOptions,
         held_out: Dataset | None = None,
         hooks: Hooks | None = None,
         about: Mapping[str, Any] | None = None,
@@ -152,10 +152,10 @@ class Trainer:
 
     def _set(
         self,
-        compile_step: Callable[[], Program],
+        compile_step: Callable[[], TrainingProgram],
         data: Dataset,
         held_out: Dataset | None,
-        options: Options,
+        options: TrainerOptions,
         hooks: Hooks,
     ) -> None:
         self.compile, self.data, self.held_out = compile_step, data, held_out
@@ -210,7 +210,7 @@ class Trainer:
             self.console.print(f"changed since the checkpoint: {change}")
         return found
 
-    def _compiled(self, watch: launch.Watch) -> Program:
+    def _compiled(self, watch: launch.Watch) -> TrainingProgram:
         started = time.perf_counter()
         with watch.may_take("compiling"):
             program = self.compile()
@@ -223,7 +223,7 @@ class Trainer:
 
     def _train(
         self,
-        program: Program,
+        program: TrainingProgram,
         state: TrainState,
         stop: StopSignals,
         watch: launch.Watch,
@@ -258,7 +258,7 @@ class Trainer:
                 watch=watch,
             )
 
-    def write_report(self, program: Program, path: Path, *, prices: bool) -> None:
+    def write_report(self, program: TrainingProgram, path: Path, *, prices: bool) -> None:
         """The page on the partitioning; with what other decisions would have cost takes a while."""
         output.write_report(program.step, path, self.folder, self.console, prices=prices)
 

@@ -15,7 +15,7 @@ from models.llama.config import LlamaConfig
 from models.llama.marks import MARK_POINTS
 from models.llama.remat import check_can_offload, checkpoint_policy
 from models.training.errors import RunError
-from models.training.options import Options
+from models.training.options import TrainerOptions
 from models.training.run.description import RunConfig
 from models.training.run.optimizer import OptimizerConfig, default_learning_rate
 from scripts.flags import weights
@@ -48,7 +48,7 @@ def make_run(given: argparse.Namespace, platform: str) -> RunConfig:
             learning_rate=rate,
             clip_norm=given.clip_norm or None,
         ),
-        options=taken(Options, given, eval_first=_evaluates_first(given)),
+        options=taken(TrainerOptions, given, eval_first=_evaluates_first(given)),
     )
 
 

@@ -8,7 +8,7 @@ from models.llama import sharding
 from models.llama.config import ATTENTIONS, DTYPES, MATMULS, STAGE_SCHEDULES, LlamaConfig
 from models.llama.marks import MARK_POINTS
 from models.training.checkpoints.found import AUTO
-from models.training.options import METRICS, Options
+from models.training.options import METRICS, TrainerOptions
 from models.training.run.description import RunConfig
 from models.training.run.optimizer import OPTIMIZERS, SCHEDULES, OptimizerConfig
 from scripts.flags import weights
@@ -75,7 +75,7 @@ def _model(add: Add) -> None:
 
 
 def _devices(add: Add) -> None:
-    of_run, of_options = of_fields(add, RunConfig), of_fields(add, Options)
+    of_run, of_options = of_fields(add, RunConfig), of_fields(add, TrainerOptions)
     add("--mesh", type=mesh_axes, default="data=4,model=2", help="mesh axes and their sizes")
     of_run(
         "--dcn",
@@ -98,7 +98,7 @@ def _devices(add: Add) -> None:
 
 
 def _data(add: Add) -> None:
-    of_run, of_options = of_fields(add, RunConfig), of_fields(add, Options)
+    of_run, of_options = of_fields(add, RunConfig), of_fields(add, TrainerOptions)
     of_run(
         "--data",
         help="folders made by scripts/tokenize_data, mixed by their shares if given as folder@0.7; "
@@ -121,7 +121,7 @@ def _data(add: Add) -> None:
 
 
 def _training(add: Add) -> None:
-    of_optimizer, of_options = of_fields(add, OptimizerConfig), of_fields(add, Options)
+    of_optimizer, of_options = of_fields(add, OptimizerConfig), of_fields(add, TrainerOptions)
     of_options("--steps", default=200, help="training steps, counted from the very first")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="which optimizer")
     of_optimizer(
@@ -145,7 +145,7 @@ def _training(add: Add) -> None:
 
 
 def _evaluation(add: Add) -> None:
-    of_options = of_fields(add, Options)
+    of_options = of_fields(add, TrainerOptions)
     of_options("--eval_every", help="steps between held-out losses; 0: at the end")
     of_options(
         "--eval_first",
@@ -162,7 +162,7 @@ def _evaluation(add: Add) -> None:
 
 
 def _checkpoints(add: Add) -> None:
-    of_options = of_fields(add, Options)
+    of_options = of_fields(add, TrainerOptions)
     of_options("--run_dir", help="folder or URL for checkpoints, metrics, traces and the report")
     of_options(
         "--resume",
@@ -179,7 +179,7 @@ def _checkpoints(add: Add) -> None:
 
 
 def _output(add: Add) -> None:
-    of_options = of_fields(add, Options)
+    of_options = of_fields(add, TrainerOptions)
     of_options(
         "--metrics",
         help=f"what is written into --run_dir: {', '.join(METRICS)}; '' for nothing",

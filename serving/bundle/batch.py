@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from serving.bundle.function import BundleError
-from serving.bundle.manifest import Entrypoint, Leaf, Manifest
+from serving.bundle.manifest import Entrypoint, LeafEntry, Manifest
 from spmd.frontend.sizes import symbols_in
 
 
@@ -57,5 +57,5 @@ def why_not_joined(entry: Entrypoint, symbol: str) -> str:
     return ""
 
 
-def _shown(leaf: Leaf) -> str:
+def _shown(leaf: LeafEntry) -> str:
     return f"[{', '.join(map(str, leaf.shape))}]"

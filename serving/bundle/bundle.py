@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import Sharding
 
 from serving.bundle.function import BundleError, one_line
-from serving.bundle.manifest import Entrypoint, Leaf, Manifest
-from serving.bundle.programs import Parts, Program, threads
+from serving.bundle.manifest import Entrypoint, LeafEntry, Manifest
+from serving.bundle.programs import CompiledFunction, Parts, threads
 from serving.bundle.trees import fill
 from spmd.frontend.refine import NO_SYMBOLS
 from spmd.lowering.execute import x64_if
@@ -203,7 +203,7 @@ class Bundle:
             self._held |= zip(arrays, put(list(arrays.values()), shardings), strict=True)
 
     def compile_behind(
-        self, later: Mapping[str, Callable[[], Program]], ended: Callable[[], None]
+        self, later: Mapping[str, Callable[[], CompiledFunction]], ended: Callable[[], None]
     ) -> None:
         """Compiles the functions that are not there yet, on threads of their own.
 
@@ -212,7 +212,7 @@ class Bundle:
           ended: called when all are there, or at once.
         """
 
-        def put_in(name: str, compiled: Callable[[], Program]) -> None:
+        def put_in(name: str, compiled: Callable[[], CompiledFunction]) -> None:
             program = compiled()
             self.programs[name] = program
             self._calls[name] = _Call(program)
@@ -242,7 +242,7 @@ class Bundle:
 
         Returns:
           The outputs, put together as they were: dicts, tuples, and for named tuples
-          `serving.bundle.trees.Fields`, of `jax.Array`s.
+          `serving.bundle.trees.NamedFields`, of `jax.Array`s.
 
         Raises:
           BundleError: no such function, or inputs of other shapes or dtypes.
@@ -273,7 +273,7 @@ class Bundle:
 class _Call:
     """How to call a program: which flat arguments are held, and which are given."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: CompiledFunction) -> None:
         self.program = program
         entry = program.entry
         self.held: list[str | None] = [
@@ -339,7 +339,7 @@ def put(arrays: Sequence[Any], shardings: Sequence[Sharding]) -> list[jax.Array]
     ]
 
 
-def as_leaf(x: Any, leaf: Leaf) -> Any:
+def as_leaf(x: Any, leaf: LeafEntry) -> Any:
     """An input with the leaf's shape and dtype.
 
     Numbers of the same kind are converted where none changes.

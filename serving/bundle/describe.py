@@ -15,10 +15,10 @@ from models.placement import OPEN, Entry
 from serving.bundle.function import ROLES, BundleError, Function, StateLeaf
 from serving.bundle.manifest import (
     STORED_AS,
-    Argument,
+    ArgumentEntry,
     Entrypoint,
     Filled,
-    Leaf,
+    LeafEntry,
     Manifest,
     StoredFile,
     Symbol,
@@ -27,7 +27,7 @@ from serving.bundle.manifest_json import check, check_fill, check_name
 from serving.bundle.placement import check_specs
 from serving.bundle.trees import template_of
 from spmd.api import path_name
-from spmd.frontend.artifact import Calls
+from spmd.frontend.artifact import CustomCalls
 from spmd.frontend.refine import constraints_of
 from spmd.frontend.sizes import symbols_in
 
@@ -52,7 +52,7 @@ def check_manifest(manifest: Manifest) -> None:
 
 
 def entrypoint(
-    function: Function, out: Any, modules: Mapping[str, str], calls: Sequence[Calls]
+    function: Function, out: Any, modules: Mapping[str, str], calls: Sequence[CustomCalls]
 ) -> Entrypoint:
     """What a manifest says of a function.
 
@@ -84,7 +84,7 @@ def _most(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
     return {name: max(count.get(name, 0) for count in counts) for name in names}
 
 
-def arguments_of(function: Function) -> tuple[Argument, ...]:
+def arguments_of(function: Function) -> tuple[ArgumentEntry, ...]:
     """The arguments of a function.
 
     Raises:
@@ -106,11 +106,11 @@ def arguments_of(function: Function) -> tuple[Argument, ...]:
     for name, role, struct in zip(names, roles, function.args, strict=True):
         # What the bundle owns has one name in all functions.
         leaves = leaves_of(struct, name if role == "input" else role)
-        arguments.append(Argument(name, role, leaves))
+        arguments.append(ArgumentEntry(name, role, leaves))
     return tuple(arguments)
 
 
-def outputs_of(function: Function, arguments: Sequence[Argument], out: Any) -> Any:
+def outputs_of(function: Function, arguments: Sequence[ArgumentEntry], out: Any) -> Any:
     """What a function returns besides the state.
 
     Raises:
@@ -137,7 +137,7 @@ def outputs_of(function: Function, arguments: Sequence[Argument], out: Any) -> A
 # Leaves
 
 
-def leaves_of(tree: Any, name: str) -> tuple[Leaf, ...]:
+def leaves_of(tree: Any, name: str) -> tuple[LeafEntry, ...]:
     """The leaves of an argument or result; paths begin with its name, if it has one.
 
     Raises:
@@ -148,7 +148,7 @@ def leaves_of(tree: Any, name: str) -> tuple[Leaf, ...]:
     return tuple(_leaf(path or "result", x) for path, (_, x) in zip(paths, flat, strict=True))
 
 
-def _leaf(path: str, x: Any) -> Leaf:
+def _leaf(path: str, x: Any) -> LeafEntry:
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise BundleError(f"{path} is {type(x).__name__}, which has no shape and dtype")
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -156,7 +156,7 @@ def _leaf(path: str, x: Any) -> Leaf:
     dtype = jnp.dtype(x.dtype).name
     if dtype not in STORED_AS:
         raise BundleError(f"{path} is {dtype}, not one of {', '.join(STORED_AS)}")
-    return Leaf(path, tuple(map(_dim, x.shape)), dtype)
+    return LeafEntry(path, tuple(map(_dim, x.shape)), dtype)
 
 
 def _dim(size: Any) -> Any:

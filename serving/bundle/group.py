@@ -46,7 +46,7 @@ from spmd.errors import LaunchError
 from spmd.launch import EXIT_PREEMPTED
 from spmd.launch.meet import listen
 from spmd.launch.peers import at_stop, first_line, peer_lost, stop_now
-from spmd.launch.store import Store, connected_to, job_store, this_process
+from spmd.launch.store import JobStore, connected_to, job_store, this_process
 
 _SIZES = struct.Struct("!IQ")
 
@@ -116,7 +116,7 @@ _HELLO_SECONDS = 10.0
 _HELLO_BYTES = 100
 
 
-def welcome(store: Store, processes: int, timeout_s: float) -> dict[int, socket.socket]:
+def welcome(store: JobStore, processes: int, timeout_s: float) -> dict[int, socket.socket]:
     """Process 0's connections to all others.
 
     Args:
@@ -172,7 +172,7 @@ def _line(line: socket.socket) -> str:
     return text[:-1].decode("ascii")
 
 
-def connect(store: Store, process: int, timeout_s: float) -> socket.socket:
+def connect(store: JobStore, process: int, timeout_s: float) -> socket.socket:
     """A process's connection to process 0; for the rest see `welcome`."""
     told = store.get(KEY, timeout_s)
     host = str(connected_to()).rpartition(":")[0].strip("[]")

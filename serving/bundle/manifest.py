@@ -37,7 +37,7 @@ Shape = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class LeafEntry:
     """One array: its path, which begins with its argument's name, its shape and its dtype."""
 
     path: str
@@ -46,7 +46,7 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
-class Filled(Leaf):
+class Filled(LeafEntry):
     """One array of the state, and the number that it begins with."""
 
     fill: float
@@ -76,12 +76,12 @@ class Symbol:
 
 
 @dataclasses.dataclass(frozen=True)
-class Argument:
+class ArgumentEntry:
     """One argument of a function: its leaves in order."""
 
     name: str
     role: Role
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[LeafEntry, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,18 +100,18 @@ class Entrypoint:
     name: str
     tags: Mapping[str, int | str]
     modules: Mapping[str, str]
-    arguments: tuple[Argument, ...]
-    outputs: tuple[Leaf, ...]
+    arguments: tuple[ArgumentEntry, ...]
+    outputs: tuple[LeafEntry, ...]
     tree: Template
     custom_calls: Mapping[str, int]
     composites: Mapping[str, int]
 
     @property
-    def inputs(self) -> tuple[Leaf, ...]:
+    def inputs(self) -> tuple[LeafEntry, ...]:
         """The leaves of all arguments that come with a call, in order."""
         return tuple(leaf for a in self.arguments if a.role == "input" for leaf in a.leaves)
 
-    def leaves(self, role: Role) -> tuple[Leaf, ...]:
+    def leaves(self, role: Role) -> tuple[LeafEntry, ...]:
         """The leaves of the arguments of a role, in order."""
         return tuple(leaf for a in self.arguments if a.role == role for leaf in a.leaves)
 
@@ -164,7 +164,7 @@ class Manifest:
     producer: Mapping[str, str]
     primary: str
     functions: Mapping[str, Entrypoint]
-    weights: tuple[Leaf, ...]
+    weights: tuple[LeafEntry, ...]
     state: tuple[Filled, ...]
     specs: Mapping[str, tuple[Entry, ...]]
     contract: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -20,10 +20,10 @@ from serving.bundle.function import ROLES, BundleError, one_line
 from serving.bundle.manifest import (
     PLATFORMS,
     STORED_AS,
-    Argument,
+    ArgumentEntry,
     Entrypoint,
     Filled,
-    Leaf,
+    LeafEntry,
     Manifest,
     Shape,
     StoredFile,
@@ -67,7 +67,7 @@ def check(manifest: Manifest, where: str) -> None:
 
 def _check_symbols(manifest: Manifest, where: str) -> None:
     weights = [dim for leaf in manifest.weights for dim in leaf.shape]
-    leaves: list[Leaf] = [*manifest.state]
+    leaves: list[LeafEntry] = [*manifest.state]
     for entry in manifest.functions.values():
         leaves += [*(leaf for a in entry.arguments for leaf in a.leaves), *entry.outputs]
     try:
@@ -82,7 +82,7 @@ def _check_symbols(manifest: Manifest, where: str) -> None:
 
 
 def _check_function(
-    function: Entrypoint, manifest: Manifest, known: Mapping[str, Leaf], where: str
+    function: Entrypoint, manifest: Manifest, known: Mapping[str, LeafEntry], where: str
 ) -> None:
     where = f"{where}: functions: {function.name}"
     if sum(argument.role == "state" for argument in function.arguments) > 1:
@@ -201,15 +201,15 @@ def _tag(content: Checked) -> int | str:
     return content.text() if isinstance(content.value, str) else content.count()
 
 
-def _argument(content: Checked) -> Argument:
+def _argument(content: Checked) -> ArgumentEntry:
     content.only("name", "role", "leaves")
     role: Any = content["role"].one_of(*ROLES)
-    return Argument(content["name"].text(), role, tuple(map(_leaf, content["leaves"])))
+    return ArgumentEntry(content["name"].text(), role, tuple(map(_leaf, content["leaves"])))
 
 
-def _leaf(content: Checked) -> Leaf:
+def _leaf(content: Checked) -> LeafEntry:
     content.only("path", "shape", "dtype")
-    return Leaf(*_array(content))
+    return LeafEntry(*_array(content))
 
 
 def _filled(content: Checked) -> Filled:

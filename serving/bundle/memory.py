@@ -21,7 +21,7 @@ from serving.bundle.describe import (
 from serving.bundle.function import Function
 from serving.bundle.manifest import WEIGHTS, Entrypoint, Manifest, Sizes, Variant
 from serving.bundle.programs import (
-    Asked,
+    FunctionKey,
     Placed,
     compile_functions,
     emitted_of,
@@ -30,7 +30,7 @@ from serving.bundle.programs import (
     static_module,
     with_primary,
 )
-from serving.bundle.symbols import Planned, plan_sized, too_much
+from serving.bundle.symbols import PlannedBundle, plan_sized, too_much
 from spmd.frontend.artifact import calls_of
 from spmd.frontend.trace import trace
 from spmd.lowering.emitted import Emitted
@@ -84,15 +84,17 @@ def compile_bundle(
     )
     check_manifest(manifest)
 
-    def lower(entry: Entrypoint, asked: Asked) -> Emitted:
+    def lower(entry: Entrypoint, asked: FunctionKey) -> Emitted:
         name = entry.origin.name if isinstance(entry, Variant) else entry.name
         module = static_module(traced[name][1], entry, asked)
         return emitted_of(module, mesh.refined(), asked, options)
 
-    def plan(values: Mapping[str, Sizes], whole: bool) -> Planned:
+    def plan(values: Mapping[str, Sizes], whole: bool) -> PlannedBundle:
         sized = manifest.sized(values)
         names = with_primary(sized, traced if whole else heaviest(manifest, traced))
-        return Planned(values, sized, *plan_functions(sized, names, mesh, lower, symbols=values))
+        return PlannedBundle(
+            values, sized, *plan_functions(sized, names, mesh, lower, symbols=values)
+        )
 
     def put(placed: Placed) -> Mapping[str, jax.Array]:
         shardings = {leaf.path: placed[leaf.path] for leaf in manifest.weights}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from models.placement import Entry, Fitted, axes_of, fitted
 from serving.bundle.function import BundleError, one_line
-from serving.bundle.manifest import Leaf
+from serving.bundle.manifest import LeafEntry
 from spmd.errors import SpecError
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import first_match, match_patterns
@@ -14,7 +14,7 @@ from spmd.mesh.spec import first_match, match_patterns
 Specs = Mapping[str, Sequence[Entry]]
 
 
-def spec_for(leaf: Leaf, specs: Specs, mesh: Mesh) -> Fitted | None:
+def spec_for(leaf: LeafEntry, specs: Specs, mesh: Mesh) -> Fitted | None:
     """The spec of the first pattern that matches a leaf, for `mesh.refined()`; None if none does.
 
     Programs are made for that mesh, on which arrays may be split over a part of an axis.
@@ -38,7 +38,7 @@ def _refined(entry: Entry, mesh: Mesh) -> Entry:
     )
 
 
-def check_specs(specs: Specs, leaves: Sequence[Leaf]) -> None:
+def check_specs(specs: Specs, leaves: Sequence[LeafEntry]) -> None:
     """Raise a `BundleError` for patterns that match nothing and specs that are no specs."""
     try:
         match_patterns(specs, [leaf.path for leaf in leaves], what="leaf")
@@ -53,7 +53,7 @@ def check_specs(specs: Specs, leaves: Sequence[Leaf]) -> None:
             raise BundleError(f"the spec of {pattern!r} names an axis twice: {list(spec)}")
 
 
-def _check_rank(pattern: str, leaf: Leaf, specs: Specs) -> None:
+def _check_rank(pattern: str, leaf: LeafEntry, specs: Specs) -> None:
     if len(specs[pattern]) > len(leaf.shape):
         raise BundleError(
             f"the spec of {pattern!r} has {len(specs[pattern])} entries, and {leaf.path} has the "

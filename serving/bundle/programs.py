@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from serving.bundle.function import BundleError, one_line
-from serving.bundle.manifest import AUTO, Entrypoint, Filled, Leaf, Manifest, Sizes, Variant
+from serving.bundle.manifest import AUTO, Entrypoint, Filled, LeafEntry, Manifest, Sizes, Variant
 from serving.bundle.placement import spec_for
 from spmd.api import lower_stablehlo
 from spmd.auto import auto_specs
@@ -43,7 +43,7 @@ Placed = Mapping[str, NamedSharding]
 """Path of every weight and state leaf -> where it lies."""
 
 
-class Asked(NamedTuple):
+class FunctionKey(NamedTuple):
     """What decides, besides its module, what becomes of a function.
 
     Attributes:
@@ -60,12 +60,12 @@ class Asked(NamedTuple):
     auto: bool = False
 
 
-Lower = Callable[[Entrypoint, Asked], Emitted]
+Lower = Callable[[Entrypoint, FunctionKey], Emitted]
 """Lowers a function, wherever its module comes from."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class CompiledFunction:
     """A function, compiled.
 
     Attributes:
@@ -93,9 +93,9 @@ class Parts:
       make_state: a program that makes the state; None where there is none.
     """
 
-    programs: Mapping[str, Program]
+    programs: Mapping[str, CompiledFunction]
     emitted: Mapping[str, Emitted]
-    later: Mapping[str, Callable[[], Program]]
+    later: Mapping[str, Callable[[], CompiledFunction]]
     weights: Mapping[str, jax.Array]
     make_state: Any
 
@@ -155,7 +155,7 @@ def heaviest(manifest: Manifest, wanted: Collection[str]) -> list[str]:
     return [max(wanted, key=size)] if wanted else []
 
 
-def emitted_of(module: Any, mesh: Mesh, asked: Asked, options: Options) -> Emitted:
+def emitted_of(module: Any, mesh: Mesh, asked: FunctionKey, options: Options) -> Emitted:
     """A function, lowered.
 
     Args:
@@ -176,7 +176,7 @@ def emitted_of(module: Any, mesh: Mesh, asked: Asked, options: Options) -> Emitt
     return dataclasses.replace(emitted, peak_bytes=lowered.predicted_memory.peak)
 
 
-def static_module(module: Any, entry: Entrypoint, asked: Asked) -> Any:
+def static_module(module: Any, entry: Entrypoint, asked: FunctionKey) -> Any:
     """A function's module at the shapes of `entry`.
 
     Raises:
@@ -209,14 +209,14 @@ class _Planner:
         results = (*(None for _ in updates), *map(self.output, entry.outputs))
         sizes = entry.sizes if isinstance(entry, Variant) else {}
         symbols = tuple(sorted({**self.symbols, **sizes}.items()))
-        emitted = self.lower(entry, Asked(arguments, results, updates, symbols, self.auto))
+        emitted = self.lower(entry, FunctionKey(arguments, results, updates, symbols, self.auto))
         owned = {leaf.path for a in entry.arguments if a.role != "input" for leaf in a.leaves}
         for leaf, spec in zip(leaves, emitted.argument_specs, strict=True):
             if leaf.path in owned:
                 self.decided.setdefault(leaf.path, tuple(spec))
         return emitted
 
-    def spec(self, leaf: Leaf) -> Spec:
+    def spec(self, leaf: LeafEntry) -> Spec:
         if leaf.path in self.decided:
             return self.decided[leaf.path]
         found = spec_for(leaf, self.manifest.specs, self.mesh)
@@ -225,14 +225,14 @@ class _Planner:
         self.notes += found.notes
         return found.spec
 
-    def output(self, leaf: Leaf) -> Spec:
+    def output(self, leaf: LeafEntry) -> Spec:
         """How a result lies: as the specs of `outputs/` say, else open."""
         if jax.process_count() > 1:
             return ()  # each process reads all of it
         return self.spec(dataclasses.replace(leaf, path=f"outputs/{leaf.path}"))
 
 
-def _leaves(entry: Entrypoint) -> list[Leaf]:
+def _leaves(entry: Entrypoint) -> list[LeafEntry]:
     return [leaf for argument in entry.arguments for leaf in argument.leaves]
 
 
@@ -292,14 +292,14 @@ def threads() -> int:
     return 1 if jax.process_count() > 1 else max(2, min(8, os.cpu_count() or 1))
 
 
-def _compile(entry: Entrypoint, emitted: Emitted, options: Options) -> Program:
+def _compile(entry: Entrypoint, emitted: Emitted, options: Options) -> CompiledFunction:
     try:
         executable = compile_emitted(emitted, options.compiler_options)
     except (RuntimeError, SpmdError) as error:
         raise BundleError(f"function {entry.name} cannot be compiled: {one_line(error)}") from error
     mesh = jax_mesh(emitted.mesh)
     arguments = tuple(NamedSharding(mesh, spec) for spec in emitted.argument_specs)
-    return Program(entry, emitted, executable, arguments)
+    return CompiledFunction(entry, emitted, executable, arguments)
 
 
 def placements(manifest: Manifest, emitted: Mapping[str, Emitted], mesh: Mesh) -> Placed:

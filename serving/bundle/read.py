@@ -27,7 +27,7 @@ from serving.bundle.folder import check_hashes, read_manifest
 from serving.bundle.function import BundleError, one_line
 from serving.bundle.manifest import AUTO, PLATFORMS, WEIGHTS, Entrypoint, Manifest, Sizes
 from serving.bundle.programs import (
-    Asked,
+    FunctionKey,
     Placed,
     Say,
     compile_functions,
@@ -38,7 +38,7 @@ from serving.bundle.programs import (
     static_module,
     with_primary,
 )
-from serving.bundle.symbols import Planned, plan_sized, too_much
+from serving.bundle.symbols import PlannedBundle, plan_sized, too_much
 from serving.bundle.tensors import check_stored, read_weights
 from spmd.errors import SpmdError
 from spmd.frontend.artifact import calls_of, is_artifact
@@ -90,7 +90,7 @@ class Modules:
             )
         return entry.modules[self.platform]
 
-    def lower(self, entry: Entrypoint, asked: Asked) -> Emitted:
+    def lower(self, entry: Entrypoint, asked: FunctionKey) -> Emitted:
         """A function, lowered or taken from the cache.
 
         Raises:
@@ -105,7 +105,7 @@ class Modules:
             return make()
         return self.cache.emitted(self.files[file], self.mesh, self.options, asked, make)
 
-    def _lower(self, data: bytes, entry: Entrypoint, asked: Asked) -> Emitted:
+    def _lower(self, data: bytes, entry: Entrypoint, asked: FunctionKey) -> Emitted:
         what = f"{self.folder / self.file(entry)} (function {entry.name})"
         try:
             module = static_module(parse_module(self.text(data)), entry, asked)
@@ -306,13 +306,13 @@ def _check_files(folder: Path, manifest: Manifest, console: Console | None) -> l
 
 def _planner(
     manifest: Manifest, wanted: Sequence[str], mesh: Mesh, modules: Modules, say: Say
-) -> Callable[[Mapping[str, Sizes], bool], Planned]:
+) -> Callable[[Mapping[str, Sizes], bool], PlannedBundle]:
     """What plans the wanted functions, or the heaviest of them, at the sizes of symbols."""
 
-    def plan(values: Mapping[str, Sizes], whole: bool) -> Planned:
+    def plan(values: Mapping[str, Sizes], whole: bool) -> PlannedBundle:
         sized = manifest.sized(values)
         names = with_primary(sized, wanted if whole else heaviest(manifest, wanted))
-        return Planned(
+        return PlannedBundle(
             values, sized, *plan_functions(sized, names, mesh, modules.lower, say, values)
         )
 

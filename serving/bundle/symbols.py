@@ -19,8 +19,8 @@ from jax.experimental import multihost_utils
 
 from models.placement import axes_of, present
 from serving.bundle.function import BundleError
-from serving.bundle.manifest import Leaf, Manifest, Sizes, Symbol
-from serving.bundle.programs import Placed, Program, placements
+from serving.bundle.manifest import LeafEntry, Manifest, Sizes, Symbol
+from serving.bundle.programs import CompiledFunction, Placed, placements
 from spmd.errors import ArgumentError, bytes_text
 from spmd.frontend.sizes import sizes_of, symbols_in
 from spmd.lowering.emitted import Emitted
@@ -46,7 +46,7 @@ ROUNDS = 8
 _LOG = logging.getLogger("serving")
 
 
-class Planned(NamedTuple):
+class PlannedBundle(NamedTuple):
     """A bundle's functions, planned.
 
     Attributes:
@@ -64,7 +64,7 @@ class Planned(NamedTuple):
     room: int | None = None
 
 
-Plan = Callable[[Mapping[str, Sizes], bool], Planned]
+Plan = Callable[[Mapping[str, Sizes], bool], PlannedBundle]
 """Plans the functions for values of all symbols: all of them or, if the second argument is not set,
 those that are likely to need the most memory."""
 
@@ -76,7 +76,7 @@ def plan_sized(
     options: Options,
     memory_share: float | None,
     plan: Plan,
-) -> Planned:
+) -> PlannedBundle:
     """A bundle's functions at the sizes that are given, or that memory decides.
 
     Args:
@@ -155,7 +155,7 @@ class _Search:
         if self.most < self.least:
             raise BundleError(f"no value of {name} is {self.symbol}, as this mesh needs it")
 
-    def run(self) -> Planned:
+    def run(self) -> PlannedBundle:
         """The plan for the largest value, or for one that is smaller by a percent or two.
 
         A few functions stand for all while the value is looked for, as planning one of a large
@@ -171,12 +171,12 @@ class _Search:
             return everything._replace(room=self.room)
         return self._search(True)
 
-    def _search(self, whole: bool) -> Planned:
+    def _search(self, whole: bool) -> PlannedBundle:
         # Memory for 100, and 10 needed beside each value's own bytes at first (a line without a
         # slope):    64 -> needed 10, fits: 90 might   90 -> needed 14, does not fit: by the line
         # through both 87 might   87 -> needed 14, fits, and the line says that no more would.
         units = min(max(self.least, FIRST // self.symbol.multiple_of), self.most)
-        best: Planned | None = None
+        best: PlannedBundle | None = None
         refusal: ArgumentError | None = None
         low, high = self.least - 1, self.most + 1  # fits, does not fit
         points: list[tuple[int, int]] = []
@@ -210,7 +210,7 @@ class _Search:
         _LOG.info(f"{found}: {room} of each device may be used, functions need {most}")
         return best._replace(room=self.room)
 
-    def _needed(self, planned: Planned, placed: Placed) -> int:
+    def _needed(self, planned: PlannedBundle, placed: Placed) -> int:
         """Bytes of a device that the functions need beside what is held: only one runs."""
         return max(
             (program.peak_bytes or 0) - _bytes(_taken(planned.manifest, name), placed)
@@ -230,7 +230,7 @@ class _Search:
         """Bytes of weights and state on a device, placed so."""
         return _bytes((*self.manifest.weights, *self._state(units)), placed)
 
-    def _state(self, units: int) -> list[Leaf]:
+    def _state(self, units: int) -> list[LeafEntry]:
         """The leaves of the state at a value."""
         known = {name: value for name, value in self.known.items() if isinstance(value, int)}
         values = {**known, self.name: units * self.symbol.multiple_of}
@@ -256,13 +256,13 @@ def _line(points: Sequence[tuple[int, int]]) -> Callable[[int], float]:
     return lambda x: y1 + slope * (x - x1)
 
 
-def _taken(manifest: Manifest, name: str) -> Sequence[Leaf]:
+def _taken(manifest: Manifest, name: str) -> Sequence[LeafEntry]:
     """The leaves of weights and state that a function takes."""
     entry = manifest.functions[name]
     return (*entry.leaves("weights"), *entry.leaves("state"))
 
 
-def _bytes(leaves: Sequence[Leaf], placed: Placed) -> int:
+def _bytes(leaves: Sequence[LeafEntry], placed: Placed) -> int:
     """Bytes of arrays on one device."""
     return sum(
         math.prod(placed[leaf.path].shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
@@ -284,7 +284,9 @@ def _split_evenly(manifest: Manifest, name: str, mesh: Mesh) -> Symbol:
     return Symbol(symbol.at_least, symbol.at_most, parts)
 
 
-def too_much(planned: Planned, programs: Mapping[str, Program], mesh: Mesh) -> list[str]:
+def too_much(
+    planned: PlannedBundle, programs: Mapping[str, CompiledFunction], mesh: Mesh
+) -> list[str]:
     """A sentence, where XLA takes more memory than there is room: sizes follow predictions."""
     if planned.room is None:
         return []
@@ -301,7 +303,7 @@ def too_much(planned: Planned, programs: Mapping[str, Program], mesh: Mesh) -> l
     ]
 
 
-def _allocated(program: Program) -> int:
+def _allocated(program: CompiledFunction) -> int:
     """Bytes of a device beside a function's arguments."""
     stats = program.executable.memory_analysis()
     if stats is None:  # not all backends tell

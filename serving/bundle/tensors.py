@@ -18,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 from models.llama.weights.files import (
     DTYPE_NAMES,
     Array,
-    Entry,
     Folder,
     Index,
+    TensorEntry,
     WeightsError,
     open_folder,
     plan_files,
@@ -30,7 +30,7 @@ from models.llama.weights.files import (
 from models.progress import Advance, bytes_bar
 from models.shards import local_bytes, put_shards
 from serving.bundle.function import BundleError
-from serving.bundle.manifest import STORED_AS, Leaf
+from serving.bundle.manifest import STORED_AS, LeafEntry
 
 MAX_FILE_BYTES = 4 * 10**9
 READING_THREADS = 4
@@ -44,7 +44,7 @@ _BITS = ("float8_e4m3fn", "float8_e5m2")
 
 def write_weights(
     folder: Path,
-    leaves: Sequence[Leaf],
+    leaves: Sequence[LeafEntry],
     arrays: Sequence[Any],
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -68,13 +68,15 @@ def write_weights(
         zip(leaves, arrays, strict=True), key=lambda pair: getattr(pair[1], "together", "")
     )
     leaves, arrays = [leaf for leaf, _ in pairs], [array for _, array in pairs]
-    entries = [Entry(leaf.path, leaf.shape, STORED_AS[leaf.dtype]) for leaf in leaves]
+    entries = [TensorEntry(leaf.path, leaf.shape, STORED_AS[leaf.dtype]) for leaf in leaves]
     plan = plan_files(entries, max_file_bytes)
     with bytes_bar("writing weights", sum(entry.nbytes for entry in entries), console) as advance:
         write_files(folder, plan, _stored(leaves, arrays, advance))
 
 
-def _stored(leaves: Sequence[Leaf], arrays: Sequence[Any], advance: Advance) -> Iterator[Array]:
+def _stored(
+    leaves: Sequence[LeafEntry], arrays: Sequence[Any], advance: Advance
+) -> Iterator[Array]:
     for leaf, lazy in zip(leaves, arrays, strict=True):
         array = np.asarray(lazy)
         if (array.shape, array.dtype.name) != (leaf.shape, leaf.dtype):
@@ -98,7 +100,7 @@ def from_stored(array: Array, dtype: str) -> Array:
     return array.view(dtype) if dtype in _BITS else array.astype(dtype, copy=False)
 
 
-def check_stored(folder: Path, leaves: Sequence[Leaf]) -> None:
+def check_stored(folder: Path, leaves: Sequence[LeafEntry]) -> None:
     """Raise a `BundleError` unless a folder holds these arrays and no others: headers are read."""
     with _opened(folder) as stored:
         wanted = {leaf.path: leaf for leaf in leaves}
@@ -119,7 +121,7 @@ def check_stored(folder: Path, leaves: Sequence[Leaf]) -> None:
 
 def read_weights(
     folder: Path,
-    leaves: Sequence[Leaf],
+    leaves: Sequence[LeafEntry],
     shardings: Mapping[str, Sharding],
     console: Console | None = None,
 ) -> dict[str, jax.Array]:
@@ -136,7 +138,7 @@ def read_weights(
     total = sum(local_bytes(leaf.shape, leaf.dtype, shardings[leaf.path]) for leaf in leaves)
     with _opened(folder) as stored, bytes_bar("loading weights", total, console) as advance:
 
-        def read(leaf: Leaf) -> jax.Array:
+        def read(leaf: LeafEntry) -> jax.Array:
             def shard(index: Index) -> Array:
                 return from_stored(stored.read(leaf.path, index), leaf.dtype)
 

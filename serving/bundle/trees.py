@@ -54,7 +54,7 @@ def _key(entry: Any) -> int | str:
     raise BundleError(f"an output lies in a container whose parts have no names: {entry}")
 
 
-class Fields:
+class NamedFields:
     """Values with names, in order: unpacked like the named tuple that a function returned.
 
     Example:
@@ -82,22 +82,22 @@ class Fields:
         return f"Fields({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
 
 
-def _flatten(fields: Fields) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+def _flatten(fields: NamedFields) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     return tuple(fields), tuple(fields._values)
 
 
-jax.tree_util.register_pytree_node(Fields, _flatten, Fields)
+jax.tree_util.register_pytree_node(NamedFields, _flatten, NamedFields)
 
 
 def fill(template: Template, leaves: Sequence[Any]) -> Any:
-    """The leaves, put together: dicts, tuples and `Fields`."""
+    """The leaves, put together: dicts, tuples and `NamedFields`."""
     if template is None:
         return None
     if isinstance(template, list):
         return tuple(fill(part, leaves) for part in template)
     if isinstance(template, dict) and template and all(name[:1] == "." for name in template):
         values = (fill(part, leaves) for part in template.values())
-        return Fields((name[1:] for name in template), values)
+        return NamedFields((name[1:] for name in template), values)
     if isinstance(template, dict):
         return {name: fill(part, leaves) for name, part in template.items()}
     return leaves[template]

@@ -25,9 +25,9 @@ from serving.bundle.manifest import (
     PLATFORMS,
     STORED_AS,
     WEIGHTS,
-    Argument,
+    ArgumentEntry,
     Entrypoint,
-    Leaf,
+    LeafEntry,
     Manifest,
     Symbol,
 )
@@ -352,20 +352,20 @@ def _tensors_of(names: Sequence[str], arg_names: Sequence[str]) -> dict[str, str
     return tensors
 
 
-def _argument(name: str, type_: SizedType, is_weight: bool) -> Argument:
+def _argument(name: str, type_: SizedType, is_weight: bool) -> ArgumentEntry:
     if is_weight:
-        return Argument(name, "weights", (_leaf(f"{WEIGHTS}/{name}", type_),))
-    return Argument(name, "input", (_leaf(name, type_),))
+        return ArgumentEntry(name, "weights", (_leaf(f"{WEIGHTS}/{name}", type_),))
+    return ArgumentEntry(name, "input", (_leaf(name, type_),))
 
 
-def _leaf(path: str, type_: SizedType) -> Leaf:
+def _leaf(path: str, type_: SizedType) -> LeafEntry:
     dtype = numpy_dtype(type_.dtype).name if type_.dtype != "token" else "token"
     if dtype not in STORED_AS:
         raise BundleError(f"{path} is {dtype}, not one of {', '.join(STORED_AS)}")
-    return Leaf(path, type_.shape, dtype)
+    return LeafEntry(path, type_.shape, dtype)
 
 
-def _check_weights(leaves: Sequence[Leaf], arrays: Sequence[Any]) -> None:
+def _check_weights(leaves: Sequence[LeafEntry], arrays: Sequence[Any]) -> None:
     for leaf, array in zip(leaves, arrays, strict=True):
         (found,) = leaves_of(array, leaf.path)
         if found != leaf:

@@ -37,7 +37,7 @@ from serving.bundle.manifest import (
 from serving.bundle.manifest_json import check, to_json
 from serving.bundle.tensors import MAX_FILE_BYTES, write_weights
 from spmd.errors import SpmdError
-from spmd.frontend.artifact import Calls, artifact_version, function_artifact
+from spmd.frontend.artifact import CustomCalls, artifact_version, function_artifact
 
 TOKENIZER = "tokenizer"
 GENERATION_FILES = (*TOKENIZER_FILES, "generation_config.json", "config.json")
@@ -195,7 +195,7 @@ def _write(folder: Path, function: Function, platforms: Sequence[str]) -> Entryp
     arguments_of(function)  # before it is traced
     modules: dict[str, str] = {}
     written: dict[bytes, str] = {}
-    calls: list[Calls] = []
+    calls: list[CustomCalls] = []
     out: Any = None
     for platform in platforms:
         try:

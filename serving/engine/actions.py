@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from serving.engine.backend import Part, Sampling, Words
+from serving.engine.backend import Sampling, SlotPart, Words
 from serving.engine.guide import Guide, Masks
 
 GREEDY = Sampling(temperature=0)
@@ -67,7 +67,7 @@ class Begin(NamedTuple):
     drawn: tuple[int, ...]
 
 
-class Step(NamedTuple):
+class EngineStep(NamedTuple):
     """A call of `Backend.step`, and those of `Backend.begin` and `Backend.allow` before it.
 
     Attributes:
@@ -84,7 +84,7 @@ class Step(NamedTuple):
 
     begins: tuple[Begin, ...]
     masks: Mapping[int, Words | None]
-    parts: tuple[Part, ...]
+    parts: tuple[SlotPart, ...]
     keys: tuple[int, ...]
     placed: tuple[int, ...]
     alternatives: bool

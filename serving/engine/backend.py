@@ -112,7 +112,7 @@ class Tokens(NamedTuple):
     top_logprobs: Floats
 
 
-class Part(NamedTuple):
+class SlotPart(NamedTuple):
     """What a step does in one slot: a chunk of its prompt, or one row that decodes.
 
     Attributes:
@@ -186,7 +186,7 @@ class Backend(Protocol):
           masks: slot -> tokens that it may draw, at least one; None is all.
         """
 
-    def step(self, parts: Sequence[Part], alternatives: bool = True) -> Callable[[], Stepped]:
+    def step(self, parts: Sequence[SlotPart], alternatives: bool = True) -> Callable[[], Stepped]:
         """Begins one step of the model over the rows of some slots.
 
         Each row writes its token's key and value, and sees those of its slot's positions up to its

@@ -14,7 +14,7 @@ import numpy as np
 
 from serving.engine.infer import Array, Infer
 from serving.engine.statistics import Statistics
-from serving.engine.workers import Part
+from serving.engine.workers import JointCall
 
 Tensors = Mapping[str, Array]
 
@@ -55,7 +55,7 @@ class Batches:
         rows, most = _rows(tensors), self._sizes[-1]
         if not 1 <= rows <= most:
             raise ValueError(f"a request may have 1 to {most} rows, not {rows}: send several")
-        return Part(self._joined, tensors, rows, most)
+        return JointCall(self._joined, tensors, rows, most)
 
     def _joined(self, requests: Sequence[Tensors]) -> Sequence[Tensors]:
         """The results of each request, from one call."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from serving.engine.actions import Finish, Job
 from serving.engine.backend import Tokens
-from serving.engine.text import Decode, Detokenizer, Pieces, StopMatcher
+from serving.engine.text import Decode, Detokenizer, StopMatcher, TokenTexts
 
 
 class Token(NamedTuple):
@@ -66,7 +66,7 @@ class NotFinite(RuntimeError):
     """The model computed NaN."""
 
 
-class Choice:
+class CompletionText:
     """The text of one completion, so far.
 
     Args:
@@ -79,7 +79,7 @@ class Choice:
       generated: number of tokens drawn so far.
     """
 
-    def __init__(self, index: int, job: Job, decode: Decode, pieces: Pieces) -> None:
+    def __init__(self, index: int, job: Job, decode: Decode, pieces: TokenTexts) -> None:
         self.index = index
         self.job = job
         self.generated = 0
@@ -186,7 +186,7 @@ class Choice:
         return scores
 
 
-def read_scores(job: Job, scores: Tokens, decode: Decode, pieces: Pieces) -> tuple[Token, ...]:
+def read_scores(job: Job, scores: Tokens, decode: Decode, pieces: TokenTexts) -> tuple[Token, ...]:
     """The tokens of a prompt with their log-probabilities.
 
     It decodes every token of the prompt and every alternative, so it is not for the engine's
@@ -210,7 +210,7 @@ def read_scores(job: Job, scores: Tokens, decode: Decode, pieces: Pieces) -> tup
     return tuple(tokens)
 
 
-def _token(tokens: Tokens, i: int, text: str, offset: int, job: Job, pieces: Pieces) -> Token:
+def _token(tokens: Tokens, i: int, text: str, offset: int, job: Job, pieces: TokenTexts) -> Token:
     count = job.logprobs or 0
     ids: Sequence[int] = tokens.top_ids[i][:count].tolist()
     logprobs: Sequence[float] = tokens.top_logprobs[i][:count].tolist()

@@ -24,19 +24,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from serving.engine.actions import Counts, Job, Progress, Step
+from serving.engine.actions import Counts, EngineStep, Job, Progress
 from serving.engine.backend import Backend, Stepped, Tokens, Words
-from serving.engine.choice import Choice, Delta, NotFinite, Token, read_scores
+from serving.engine.choice import CompletionText, Delta, NotFinite, Token, read_scores
 from serving.engine.guide import Guide, GuideError, Guides
-from serving.engine.records import Finished, Observer, State
+from serving.engine.records import EngineState, Finished, Observer
 from serving.engine.scheduler import Scheduler
 from serving.engine.stream import Failed, Misguided, Stopped, Stream, deliver, shutting_down
-from serving.engine.text import Decode, Pieces
+from serving.engine.text import Decode, TokenTexts
 from serving.engine.workers import have_ended, join_all
 
 
 class _Call(NamedTuple):
-    step: Step
+    step: EngineStep
     started: float
     results: Callable[[], Stepped]
 
@@ -50,7 +50,7 @@ class Done(NamedTuple):
       seconds: how long the device worked on it.
     """
 
-    step: Step
+    step: EngineStep
     results: Stepped
     seconds: float
 
@@ -72,7 +72,7 @@ class Calls:
     def __bool__(self) -> bool:
         return bool(self._under_way)
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: EngineStep) -> None:
         """Begins a step, and returns before it is done."""
         started = time.monotonic()
         if self._busy_since is None:
@@ -106,7 +106,7 @@ class Calls:
 class Entry:
     """A completion that the engine works on: its text so far, its reader, and its times."""
 
-    def __init__(self, choice: Choice, stream: Stream, now: float) -> None:
+    def __init__(self, choice: CompletionText, stream: Stream, now: float) -> None:
         self.choice = choice
         self.stream = stream
         self._arrived = now
@@ -185,7 +185,7 @@ class Engine:
         self.limits = backend.limits
         self.error: str | None = None
         self._decode = decode
-        self._pieces = Pieces(decode, letter)
+        self._pieces = TokenTexts(decode, letter)
         self._observer = observer
         self._heed = heed
         budget = backend.budget if token_budget is None else token_budget
@@ -247,7 +247,7 @@ class Engine:
         keys = [job.key for job in jobs]
         stream = Stream(keys, self.cancel, ended)
         now = time.monotonic()
-        choices = [Choice(i, job, self._decode, self._pieces) for i, job in enumerate(jobs)]
+        choices = [CompletionText(i, job, self._decode, self._pieces) for i, job in enumerate(jobs)]
         with self._wake:
             self._check_open()
             self._scheduler.submit(jobs)
@@ -274,12 +274,12 @@ class Engine:
         """The text of a token, as it reads in the middle of a text."""
         return self._pieces[token]
 
-    def state(self) -> State:
+    def state(self) -> EngineState:
         """How many requests wait and run, and whose the pages are."""
         with self._lock:
             scheduler = self._scheduler
             pools = [group.pages for group in scheduler.groups]
-            return State(
+            return EngineState(
                 scheduler.waiting,
                 scheduler.running,
                 pages=sum(map(len, pools)),
@@ -347,7 +347,7 @@ class Engine:
             self._done.put(None)
             self._guides.stop()
 
-    def _next(self) -> Step | None:
+    def _next(self) -> EngineStep | None:
         with self._lock:
             self._changed = False
             step = self._scheduler.next()

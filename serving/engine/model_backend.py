@@ -11,7 +11,7 @@ import numpy as np
 
 from models.decode.packing import pack_rows, row_shapes, unpack_report
 from models.sampling import ALL, FIELDS, words
-from serving.engine.backend import Backend, Limits, Part, Sampling, Stepped, Tokens, Words
+from serving.engine.backend import Backend, Limits, Sampling, SlotPart, Stepped, Tokens, Words
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -106,7 +106,7 @@ class ModelBackend:
         inputs = {"changed": changed.reshape(by_group), "masks": rows.reshape(*by_group, -1)}
         self._programs.run(self._names["allow", 0, 0], inputs)
 
-    def step(self, parts: Sequence[Part], alternatives: bool = True) -> Callable[[], Stepped]:
+    def step(self, parts: Sequence[SlotPart], alternatives: bool = True) -> Callable[[], Stepped]:
         """See `Backend.step`."""
         limits = self.limits
         placed = _place(parts, limits)
@@ -196,7 +196,7 @@ class _Placed(NamedTuple):
       per_slot: (A, B) rows of each slot.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[SlotPart]
     group: Any
     slot: Any
     begin: Any
@@ -215,7 +215,7 @@ class _Placed(NamedTuple):
         return int(self.ends.max())
 
 
-def _place(parts: Sequence[Part], limits: Limits) -> _Placed:
+def _place(parts: Sequence[SlotPart], limits: Limits) -> _Placed:
     """Puts the rows of each group's slots one behind the other, in the order of slots.
 
     Raises:
@@ -234,7 +234,7 @@ def _place(parts: Sequence[Part], limits: Limits) -> _Placed:
     )
 
 
-def _check(parts: Sequence[Part], of_all: Any, ends: Any, count: Any, limits: Limits) -> None:
+def _check(parts: Sequence[SlotPart], of_all: Any, ends: Any, count: Any, limits: Limits) -> None:
     if len(set(of_all.tolist())) != len(parts):
         raise ValueError(f"a step has two parts of one slot: {of_all.tolist()}")
     for part, end, rows in zip(parts, ends.tolist(), count.tolist(), strict=True):
@@ -313,7 +313,7 @@ class _Tables:
         self._table = np.zeros((limits.groups, slots, limits.max_length // limits.page), np.int32)
         self._pages: list[tuple[int, ...]] = [()] * limits.slots
 
-    def filled(self, parts: Sequence[Part], length: int) -> Any:
+    def filled(self, parts: Sequence[SlotPart], length: int) -> Any:
         """(A, B, M) for some positions. Rows of slots without a part hold anything."""
         by_slot = self._table.reshape(-1, self._table.shape[2])
         for part in parts:
@@ -366,7 +366,7 @@ def generate(
     for start in range(0, len(prompt), limits.rows[-1]):
         chunk = tuple(prompt[start : start + limits.rows[-1]])
         is_last = start + len(chunk) == len(prompt)
-        call = backend.step([Part(0, start, chunk, pages, is_last)], alternatives=False)
+        call = backend.step([SlotPart(0, start, chunk, pages, is_last)], alternatives=False)
         if is_last:
             under_way.append(call)
     tokens: list[int] = []
@@ -374,7 +374,7 @@ def generate(
     position = len(prompt)
     while under_way and (not tokens or tokens[-1] not in ends):
         if position < end:  # begun before its token is known
-            part = Part(0, position, None, pages, draws=True)
+            part = SlotPart(0, position, None, pages, draws=True)
             under_way.append(backend.step([part], alternatives=False))
             position += 1
         drawn = under_way.popleft()().drawn

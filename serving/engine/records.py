@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from serving.engine.actions import Counts, Step
+from serving.engine.actions import Counts, EngineStep
 
 
 class Finished(NamedTuple):
@@ -37,7 +37,7 @@ class Finished(NamedTuple):
 class Observer(Protocol):
     """Is told what the engine does, on the engine's threads; the server's metrics are one."""
 
-    def ran(self, step: Step, seconds: float) -> None:
+    def ran(self, step: EngineStep, seconds: float) -> None:
         """A step is done, `seconds` after the device began it."""
 
     def first_token(self, seconds: float) -> None:
@@ -50,7 +50,7 @@ class Observer(Protocol):
         """A request has ended."""
 
 
-class State(NamedTuple):
+class EngineState(NamedTuple):
     """What the engine has to do at this moment.
 
     Attributes:

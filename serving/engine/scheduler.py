@@ -42,8 +42,8 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 
-from serving.engine.actions import Begin, Counts, Finish, Job, Progress, Step
-from serving.engine.backend import Limits, Part, Words
+from serving.engine.actions import Begin, Counts, EngineStep, Finish, Job, Progress
+from serving.engine.backend import Limits, SlotPart, Words
 from serving.engine.fairness import FairQueue
 from serving.engine.groups import Group, Ongoing
 
@@ -59,15 +59,15 @@ class _Draft:
         self.room = room
         self.begins: list[Begin] = []
         self.masks: dict[int, Words | None] = {}
-        self.parts: list[Part] = []
+        self.parts: list[SlotPart] = []
         self.keys: list[int] = []
         self.placed: list[int] = []
         self.alternatives = False
         self.decoding = self.rows = self.seen = 0
 
-    def finished(self) -> Step:
+    def finished(self) -> EngineStep:
         """The step."""
-        return Step(
+        return EngineStep(
             tuple(self.begins), self.masks, tuple(self.parts), tuple(self.keys),
             tuple(self.placed), self.alternatives, self.rows, self.decoding, self.seen,
         )  # fmt: skip
@@ -109,7 +109,7 @@ class Scheduler:
         # Those whose next mask is not here yet; they draw no token before that.
         self._unmasked: set[int] = set()
         self._order = 0
-        self._under_way: deque[Step] = deque()
+        self._under_way: deque[EngineStep] = deque()
 
     @property
     def waiting(self) -> int:
@@ -173,7 +173,7 @@ class Scheduler:
         self.counts.cancelled += 1
         return True
 
-    def next(self) -> Step | None:
+    def next(self) -> EngineStep | None:
         """Chooses the step to begin now.
 
         Returns:
@@ -250,7 +250,7 @@ class Scheduler:
         last = []
         for key, request in self._decoding.items():
             slot = request.slot
-            draft.parts.append(Part(slot, request.filled, None, request.pages, True))
+            draft.parts.append(SlotPart(slot, request.filled, None, request.pages, True))
             draft.keys.append(key)
             draft.room[slot // self._slots] -= 1
             draft.alternatives |= bool(request.job.logprobs)
@@ -331,7 +331,7 @@ class Scheduler:
             targets = (*tokens[start + 1 : end + 1], *([0] if is_last else []))
         draws = is_last and request.wanted > 0
         chunk = tuple(tokens[start:end])
-        draft.parts.append(Part(request.slot, start, chunk, request.pages, draws, targets))
+        draft.parts.append(SlotPart(request.slot, start, chunk, request.pages, draws, targets))
         draft.keys.append(request.key)
         draft.room[index] -= end - start
         draft.rows += end - start
@@ -400,6 +400,6 @@ class Scheduler:
             )
 
 
-def _ends(part: Part, request: Ongoing) -> bool:
+def _ends(part: SlotPart, request: Ongoing) -> bool:
     """Whether a chunk is its prompt's last."""
     return part.tokens is not None and part.start + len(part.tokens) == request.end

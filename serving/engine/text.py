@@ -149,7 +149,7 @@ def _overlap(text: str, stop: str) -> int:
     return next((length for length in lengths if text.endswith(stop[:length])), 0)
 
 
-class Pieces:
+class TokenTexts:
     """The text of single tokens, as they read in the middle of a text; remembers what it decoded.
 
     Args:

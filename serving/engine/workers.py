@@ -3,7 +3,7 @@
     run ──> queue, fair between clients ──> a thread ──> the one who waits
 
 Tokenizing and models of tensors run here. Both take long and cannot be interrupted, so what counts
-is whose call begins next, and that calls nobody waits for do not begin. Calls that are `Part`s
+is whose call begins next, and that calls nobody waits for do not begin. Calls that are `JointCall`s
 begin together with those behind them that fit.
 """
 
@@ -41,7 +41,7 @@ def join_all(threads: Sequence[threading.Thread], timeout: float) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part(Generic[T]):
+class JointCall(Generic[T]):
     """A call that may be made together with others of its kind.
 
     Attributes:
@@ -62,12 +62,12 @@ class Part(Generic[T]):
 
 
 def _size(function: Callable[[], Any]) -> int:
-    return function.size if isinstance(function, Part) else 1
+    return function.size if isinstance(function, JointCall) else 1
 
 
 def _joins(function: Callable[[], Any], first: Callable[[], Any], size: int) -> bool:
     """Whether a call may be made with others, of which there is so much already."""
-    if not isinstance(function, Part) or not isinstance(first, Part):
+    if not isinstance(function, JointCall) or not isinstance(first, JointCall):
         return False
     return function.joint == first.joint and size + function.size <= first.most
 
@@ -131,7 +131,7 @@ class Workers:
         """Runs a function on a thread; if the awaiting task is cancelled, it may not run at all.
 
         Args:
-          function: what to call. `Part`s that wait together may be one call.
+          function: what to call. `JointCall`s that wait together may be one call.
           client: who asks. Clients get equal shares of the threads' time.
           user: whom the client asks for. Users of a client share what it gets.
 
@@ -255,9 +255,9 @@ class Workers:
 def _made(calls: Sequence[_Call]) -> Iterator[tuple[_Call, Any, BaseException | None]]:
     """Makes calls, and gives for each its result and its error, of which one is None."""
     first = calls[0].function
-    if len(calls) > 1 and isinstance(first, Part):
+    if len(calls) > 1 and isinstance(first, JointCall):
         try:
-            results = first.joint([cast(Part[Any], call.function).content for call in calls])
+            results = first.joint([cast(JointCall[Any], call.function).content for call in calls])
         except Exception:  # one of them may be to blame: alone, it fails alone
             _LOG.debug("%d calls together failed", len(calls), exc_info=True)
         else:

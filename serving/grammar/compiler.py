@@ -15,7 +15,7 @@ from models.training.data.tokenizer import BYTE_VOCABULARY, Tokenizer
 from serving.engine.backend import Words
 from serving.engine.guide import words_of
 from serving.grammar.guide import GrammarError, GrammarGuide, TooHard
-from serving.grammar.trial import Trial, byte_tokenizer, matcher_of
+from serving.grammar.trial import GrammarTrial, byte_tokenizer, matcher_of
 
 SPACE = r"( |\n[ \t]{0,40})"
 """What may be between the parts of JSON: a blank, or a line break and what indents the next line.
@@ -86,7 +86,7 @@ class Grammars:
         self._ends = sorted(i for i in stop_ids if i < tokenizer.vocab_size)
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
-        self._trial = Trial()
+        self._trial = GrammarTrial()
         self._made: llguidance.LLTokenizer | None = None
         self._compiled = functools.lru_cache(KEPT)(self._compile)
 

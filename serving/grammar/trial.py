@@ -24,7 +24,7 @@ MEMORY = 64 * 2**20
 """Bytes that a grammar may take."""
 
 
-class Trial:
+class GrammarTrial:
     """The process, as those see it who want a grammar tried; it starts when it is first needed.
 
     Args:

@@ -28,7 +28,7 @@ from serving.errors import ApiError
 from serving.http import kserve, openai_routes
 from serving.http.connections import Refusing
 from serving.http.limits import HttpOptions
-from serving.http.logs import FIELDS, REQUEST_ID, Exchange
+from serving.http.logs import FIELDS, REQUEST_ID, HttpExchange
 from serving.http.metrics import CONTENT_TYPE
 from serving.http.requests import error_response, route_path, service_of
 from serving.http.service import Service
@@ -72,7 +72,7 @@ METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 """Strangers may make up others; those count as one."""
 
 
-class Measured:
+class MeasuredApp:
     """An app whose answers are counted.
 
     Args:
@@ -168,13 +168,13 @@ class Access:
             _log(fields, logging.DEBUG if is_probe else logging.INFO)
 
 
-def _exchange(scope: Scope, headers: Headers) -> Exchange:
+def _exchange(scope: Scope, headers: Headers) -> HttpExchange:
     given = headers.get(HEADER, "")
     request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
     # The path as it was sent has no spaces and no line breaks, which could forge lines of the log.
     path = scope["raw_path"].decode("ascii")[:LONGEST_PATH]
     client = scope.get("client")
-    return Exchange(request_id, scope["method"], path, client[0] if client else "")
+    return HttpExchange(request_id, scope["method"], path, client[0] if client else "")
 
 
 def _log(fields: dict[str, Any], level: int) -> None:
@@ -223,7 +223,7 @@ def make_app(
     app = Starlette(
         routes=routes,
         middleware=[
-            Middleware(Measured, service.traffic, routes),
+            Middleware(MeasuredApp, service.traffic, routes),
             Middleware(Refusing, service.options.address_connections),
         ],
         exception_handlers={

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from serving.errors import ApiError
 from serving.http.admission import RETRY_SECONDS, address_of
-from serving.http.limits import ANY, Options
+from serving.http.limits import ANY, ServerOptions
 from serving.http.requests import error_response
 from serving.http.traffic import Traffic
 
@@ -122,7 +122,7 @@ class Protocol(H11Protocol):
     nobody reads all memory. Who has too many connections is told so on one more, which then closes.
     """
 
-    options: Options
+    options: ServerOptions
     addresses: Addresses
 
     _host: str | None = None

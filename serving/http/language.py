@@ -13,7 +13,7 @@ from serving.engine.infer import Infer
 from serving.errors import ServingError
 from serving.grammar.compiler import Grammars
 from serving.http.chat_template import ChatTemplate
-from serving.http.limits import Bounds, Options
+from serving.http.limits import Bounds, ServerOptions
 from serving.http.metrics import Metrics
 from serving.http.traffic import RequestMetrics
 
@@ -63,7 +63,7 @@ class Language:
     def __init__(
         self,
         loaded: Loaded,
-        options: Options,
+        options: ServerOptions,
         requests: RequestMetrics,
         heed: Heed = lambda error: None,
     ) -> None:

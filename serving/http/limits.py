@@ -96,7 +96,7 @@ class Bounds:
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class ServerOptions:
     """The server's limits and keys.
 
     Attributes:

@@ -83,7 +83,7 @@ class JsonFormatter(logging.Formatter):
 
 
 @dataclasses.dataclass
-class Exchange:
+class HttpExchange:
     """A request and what becomes of it; handlers find it as `request.state.exchange`.
 
     Attributes:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from serving.engine.actions import Step
+from serving.engine.actions import EngineStep
 from serving.engine.backend import Backend
-from serving.engine.records import Finished, State
+from serving.engine.records import EngineState, Finished
 from serving.http.traffic import REQUEST_SECONDS, Now, RequestMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -38,7 +38,7 @@ class Metrics:
     """
 
     def __init__(
-        self, requests: RequestMetrics, backend: Backend, state: Callable[[], State]
+        self, requests: RequestMetrics, backend: Backend, state: Callable[[], EngineState]
     ) -> None:
         self.requests = requests
         self._model = requests.model
@@ -77,7 +77,7 @@ class Metrics:
     # -----------------------------------------------------------------------------------------
     # The engine's observer.
 
-    def ran(self, step: Step, seconds: float) -> None:
+    def ran(self, step: EngineStep, seconds: float) -> None:
         """Notes a step; see `Observer.ran`."""
         self._batch.observe(step.rows)
         if step.rows > step.decoding:  # chunks of prompts: arithmetic takes longer than reading

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from serving.engine.stream import Failed, Lost, Misguided, Stopped
 from serving.errors import ApiError, invalid
 from serving.http.admission import Visit, address_of
-from serving.http.limits import Options
+from serving.http.limits import ServerOptions
 from serving.http.service import PROCESS_LOST, Service
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -65,7 +65,9 @@ async def visiting(
         visit.leave_places()
 
 
-async def _read(request: Request, options: Options, visit: Visit, types: Sequence[str]) -> bytes:
+async def _read(
+    request: Request, options: ServerOptions, visit: Visit, types: Sequence[str]
+) -> bytes:
     """The body of a request; it has to be of a type, not too large, and not too slow."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind not in types or (not kind and "origin" in request.headers):
@@ -108,7 +110,7 @@ def _left() -> ApiError:
     return ApiError(499, "the client has left")
 
 
-def check_key(request: Request, options: Options) -> str:
+def check_key(request: Request, options: ServerOptions) -> str:
     """Checks the API key of a request.
 
     Returns:
@@ -131,7 +133,7 @@ def check_key(request: Request, options: Options) -> str:
     return str(found.index(True))
 
 
-def client_of(request: Request, key: str, options: Options) -> str:
+def client_of(request: Request, key: str, options: ServerOptions) -> str:
     """Names the client among which the server's time is shared: its key if there are several keys.
 
     Else it is the address. User names do not count here, since anybody can claim any number of

@@ -27,7 +27,7 @@ from serving.http import logs
 from serving.http.app import make_app
 from serving.http.connections import Addresses, Protocol
 from serving.http.language import Loaded
-from serving.http.limits import HttpOptions, Options
+from serving.http.limits import HttpOptions, ServerOptions
 from serving.http.service import Service
 
 
@@ -221,7 +221,7 @@ def serve(
     load: Callable[[], Loaded],
     host: str = "127.0.0.1",
     port: int = 8000,
-    options: Options | None = None,
+    options: ServerOptions | None = None,
     *,
     http: HttpOptions | None = None,
     log_level: str = "info",

@@ -16,7 +16,7 @@ from serving.errors import ApiError, ServingError
 from serving.http.admission import Admission
 from serving.http.fields import SHORT
 from serving.http.language import Heed, Language, Loaded
-from serving.http.limits import Options
+from serving.http.limits import ServerOptions
 from serving.http.traffic import RequestMetrics, Traffic
 
 STOP_SECONDS = 10.0
@@ -47,8 +47,10 @@ class Service:
       grammars: what compiles the grammars of requests.
     """
 
-    def __init__(self, options: Options | None = None, heed: Heed = lambda error: None) -> None:
-        self.options = options or Options()
+    def __init__(
+        self, options: ServerOptions | None = None, heed: Heed = lambda error: None
+    ) -> None:
+        self.options = options or ServerOptions()
         self.status: Status = "loading"
         self.lost: str | None = None
         self._heed = heed

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from serving.engine.records import Finished
 from serving.errors import ServingError
-from serving.http.logs import Exchange
+from serving.http.logs import HttpExchange
 
 try:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -58,7 +58,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer("spmd.serving")
         self._propagator = TraceContextTextMapPropagator()
 
-    def begin(self, exchange: Exchange, headers: Mapping[str, str]) -> RequestSpan:
+    def begin(self, exchange: HttpExchange, headers: Mapping[str, str]) -> RequestSpan:
         """Begins the span of a request, in the trace that its `traceparent` names, if any."""
         span = self._tracer.start_span(
             exchange.method,
@@ -90,7 +90,7 @@ class RequestSpan:
         self._tracer = tracer
         self._span = span
 
-    def end(self, exchange: Exchange) -> None:
+    def end(self, exchange: HttpExchange) -> None:
         """Ends it, and makes the spans of its completions."""
         self._span.set_attribute("http.response.status_code", exchange.status)
         if exchange.status != 404:  # strangers should not make up names of spans

@@ -258,7 +258,7 @@ def leaf_table(leaves: Sequence[Leaf], mesh: Mesh) -> Table:
     return Table(heads, rows, search="a name or a sharding" if len(rows) > 6 else "")
 
 
-class Group(NamedTuple):
+class LeafGroup(NamedTuple):
     """Leaves of one type and sharding whose names differ in numbers or in single parts.
 
     There is a leaf (or one for each number) for every combination of the parts of names.
@@ -278,7 +278,7 @@ class Group(NamedTuple):
         """Bytes per device of all leaves together."""
         return sum(leaf.local.bytes for leaf in self.leaves)
 
-    def differs_in_one_part(self, other: Group) -> bool:
+    def differs_in_one_part(self, other: LeafGroup) -> bool:
         """Whether the union is a group again; first and last parts of names stay apart."""
         if self.look != other.look or len(self.parts) != len(other.parts):
             return False
@@ -293,7 +293,7 @@ def _look(leaf: Leaf) -> object:
 
 def group_leaves(
     leaves: Iterable[Leaf], look_of: Callable[[Leaf], object] = _look
-) -> tuple[Group, ...]:
+) -> tuple[LeafGroup, ...]:
     """Collapses leaves that look the same and have names alike, in order of the first.
 
     Names that differ only in numbers go together, then groups whose names differ in one part, as
@@ -302,16 +302,16 @@ def group_leaves(
     alike: dict[tuple[str, object], list[Leaf]] = {}
     for leaf in leaves:
         alike.setdefault((re.sub(r"\d+", "*", leaf.name), look_of(leaf)), []).append(leaf)
-    merged: list[Group] = []
+    merged: list[LeafGroup] = []
     for (name, common), members in alike.items():
         parts = tuple(frozenset((part,)) for part in name.split("/"))
-        group = Group(parts, common, tuple(members))
+        group = LeafGroup(parts, common, tuple(members))
         place = len(merged)
         # A union may be one part away from yet another group: look again until none is left.
         while fitting := [i for i, g in enumerate(merged) if g.differs_in_one_part(group)]:
             other = merged.pop(fitting[0])
             parts = tuple(a | b for a, b in zip(other.parts, group.parts, strict=True))
-            group = Group(parts, common, other.leaves + group.leaves)
+            group = LeafGroup(parts, common, other.leaves + group.leaves)
             place = min(place, fitting[0])
         merged.insert(place, group)
     return tuple(merged)

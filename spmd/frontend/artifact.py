@@ -16,7 +16,7 @@ from spmd.frontend.importer.attributes import ops_in
 from spmd.frontend.trace import trace
 
 
-class Calls(NamedTuple):
+class CustomCalls(NamedTuple):
     """The custom calls and composites in a module, by name, with their numbers."""
 
     custom_calls: dict[str, int]
@@ -25,7 +25,7 @@ class Calls(NamedTuple):
 
 def function_artifact(
     fn: Callable[..., Any], args: Sequence[Any], *, platform: str, names: Sequence[str] = ()
-) -> tuple[bytes, Any, Calls]:
+) -> tuple[bytes, Any, CustomCalls]:
     """A JAX function at `ShapeDtypeStruct`s as an artifact; FrontendError for ops that none has.
 
     Some functions of jax are written differently for each platform. `names` are what the first flat
@@ -62,7 +62,7 @@ def artifact_version() -> str:
     return str(stablehlo.get_version_from_compatibility_requirement(requirement))
 
 
-def calls_of(module: Any) -> Calls:
+def calls_of(module: Any) -> CustomCalls:
     """Counts a module's custom calls and composites, but for those that stand for marks."""
     custom: Counter[str] = Counter()
     composites: Counter[str] = Counter()
@@ -74,7 +74,7 @@ def calls_of(module: Any) -> Calls:
                 composites[ir.StringAttr(op.attributes["name"]).value] += 1
     for mark in ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"):
         custom.pop(mark, None)
-    return Calls(dict(sorted(custom.items())), dict(sorted(composites.items())))
+    return CustomCalls(dict(sorted(custom.items())), dict(sorted(composites.items())))
 
 
 def is_artifact(data: bytes) -> bool:

@@ -72,7 +72,7 @@ def _starts_at_identity(value: Value, producers: Mapping[Value, Op], reducer: st
 # Unflatten.
 
 
-class Group(NamedTuple):
+class DimGroup(NamedTuple):
     """Dims of a tensor, and those that they become by a reshape; both have as many elements."""
 
     before: tuple[int, ...]
@@ -82,7 +82,7 @@ class Group(NamedTuple):
 def unflatten(program: Program) -> Program:
     """Rewrites sums over flattened tensors; a program without any is returned as it is."""
     producers = producers_of(program)
-    flattened: dict[Value, list[Group]] = {}  # of reshapes in which several dims become one
+    flattened: dict[Value, list[DimGroup]] = {}  # of reshapes in which several dims become one
     for value, op in producers.items():
         if op.name == RESHAPE:
             groups = _groups(op.kind.operands[0].shape, op.kind.results[0].shape)
@@ -131,7 +131,7 @@ def unflatten(program: Program) -> Program:
     return rewrite_ops(program, rewrite)
 
 
-def _dims_in(groups: Sequence[Group], after: Iterable[int]) -> tuple[int, ...] | None:
+def _dims_in(groups: Sequence[DimGroup], after: Iterable[int]) -> tuple[int, ...] | None:
     """The dims that became these; None where a group is taken in part, or none was flattened."""
     dims: list[int] = []
     taken, is_flattened = set(after), False
@@ -145,7 +145,7 @@ def _dims_in(groups: Sequence[Group], after: Iterable[int]) -> tuple[int, ...] |
     return tuple(dims) if is_flattened else None
 
 
-def _groups(before: Sequence[int], after: Sequence[int]) -> list[Group]:
+def _groups(before: Sequence[int], after: Sequence[int]) -> list[DimGroup]:
     """The smallest runs of dims on both sides with as many elements; none for empty tensors.
 
     Example:
@@ -162,7 +162,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[Group]:
                 left, i = left * before[i], i + 1
             else:
                 right, j = right * after[j], j + 1
-        found.append(Group(tuple(range(start[0], i)), tuple(range(start[1], j))))
+        found.append(DimGroup(tuple(range(start[0], i)), tuple(range(start[1], j))))
     return found
 
 

@@ -12,7 +12,7 @@ RESOLUTION, ENDLESS = 10**9, 2 * 10**9
 """All capacities of a network together, and one that no cut can take: both fit into 32 bits."""
 
 
-class Network:
+class FlowNetwork:
     """Capacities, in seconds, between named nodes."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 
 from spmd.errors import LaunchError
-from spmd.launch.store import Store, job_store, this_process
+from spmd.launch.store import JobStore, job_store, this_process
 from spmd.mesh.mesh import Mesh
 
 TIMEOUT_S = 600.0
@@ -122,7 +122,7 @@ def judged(
 
 
 def gathered(
-    store: Store,
+    store: JobStore,
     folder: str,
     members: Sequence[int],
     me: int,

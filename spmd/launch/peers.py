@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from spmd.launch.store import Store, connected_to, this_process
+from spmd.launch.store import JobStore, connected_to, this_process
 
 EXIT_PREEMPTED = 75
 """Stopped by SIGTERM after its state was saved: start it again (`EX_TEMPFAIL` of sysexits.h)."""
@@ -106,7 +106,7 @@ class StopVote:
     # furthest. If process 0 is in step 7 and process 1 in step 9, both stop before step 10. No
     # process waits for a main thread, so a collective that it is in ends as always.
 
-    def __init__(self, store: Store, process: int, processes: int) -> None:
+    def __init__(self, store: JobStore, process: int, processes: int) -> None:
         self.store, self.process, self.processes = store, process, processes
         self._step = -1
         self._stop_at: int | None = None
@@ -160,7 +160,7 @@ class Peers:
     #   71 s     0 exits last: the store lives in it, and the others had to read the verdict there
     # `claim` writes only once, so a failure that follows from the first one cannot replace it.
 
-    def __init__(self, store: Store, timeout_s: float) -> None:
+    def __init__(self, store: JobStore, timeout_s: float) -> None:
         self.store = store
         self.process, self.processes = this_process()
         self.timeout_s = timeout_s
@@ -309,7 +309,7 @@ _peers: Peers | None = None
 _handlers: list[Any] = []  # keeps the C function that handles aborts alive
 
 
-def watch_peers(store: Store, timeout_s: float) -> None:
+def watch_peers(store: JobStore, timeout_s: float) -> None:
     """Starts to watch; from here on this process's errors end the others, too."""
     global _peers
     _peers = peers = Peers(store, timeout_s)

@@ -18,7 +18,7 @@ _PREFIX = "spmd/"
 _MISSING = re.compile(r"NOT_FOUND|DEADLINE_EXCEEDED")
 
 
-class Store:
+class JobStore:
     """Text under names, shared by all processes of a job, over the coordinator's RPCs.
 
     Errors of the connection come out as jax raises them, as `jax.errors.JaxRuntimeError`.
@@ -99,9 +99,9 @@ def devices_are_open() -> bool:
     return bool(xla_bridge.backends_are_initialized())
 
 
-def job_store() -> Store | None:
+def job_store() -> JobStore | None:
     """The store of this job; None where there is but one process."""
     client = distributed.global_state.client
     if client is None or this_process()[1] < 2:
         return None
-    return Store(client)
+    return JobStore(client)

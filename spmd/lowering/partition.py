@@ -32,7 +32,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, axis_refs, format_sharding, replicated
 from spmd.planning.choices import making_choice
 from spmd.planning.plan import Choice, Plan
-from spmd.reshard.paths import WHOLE_TERMS, Step, permute_pairs
+from spmd.reshard.paths import WHOLE_TERMS, PathStep, permute_pairs
 
 _USES = {TO_MANUAL: "shard_map", FROM_MANUAL: "shard_map's result"}
 _REDUCED = {
@@ -128,7 +128,7 @@ class _Partitioner:
     def recompute(self, value: Value, wanted: Sharding) -> Value:
         if wanted.partial:
             full = self.get(value, wanted.full())
-            mask = Step("mask", wanted.full(), wanted, wanted.partial, ())
+            mask = PathStep("mask", wanted.full(), wanted, wanted.partial, ())
             return apply_step(self.b, full, self.types[value], mask, self.mesh)
         op = self.producers[value]
         choice = self.recipes.get((op.kind, wanted))
@@ -317,7 +317,7 @@ class _Partitioner:
 # Reshard steps as ops, and what they must not be where devices part ways.
 
 
-def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: Mesh) -> Value:
+def apply_step(b: Builder, x: Value, global_type: TensorType, step: PathStep, mesh: Mesh) -> Value:
     """Appends one reshard step: from a local value in `step.before` to one in `step.after`."""
     # Collectives know equal pieces only. A dim that is about to be split is padded first (`cut`),
     # and one that was just joined loses its inner padding afterwards (`join`).

@@ -39,7 +39,7 @@ SHARED_BYTES = 1 << 17
 MOST_STAGES = 5
 
 
-class Tiles(NamedTuple):
+class LinearTiles(NamedTuple):
     """How the products are divided."""
 
     # rows, outputs: of x, with padding a power of two; of a block
@@ -90,7 +90,7 @@ def products(x_BI: Any, weights: Sequence[Any], *, interpret: bool = False) -> A
     return tuple(jnp.sum(x, axis=0).astype(x_BI.dtype) for x in sums)
 
 
-def tiles_for(x_BI: Any, weights: Sequence[Any]) -> Tiles | None:
+def tiles_for(x_BI: Any, weights: Sequence[Any]) -> LinearTiles | None:
     """How to divide products of these shapes; None if they are not for the kernel."""
     rows, inputs = x_BI.shape
     of_16_bits = x_BI.dtype.itemsize == 2 and jnp.issubdtype(x_BI.dtype, jnp.floating)
@@ -112,10 +112,10 @@ def tiles_for(x_BI: Any, weights: Sequence[Any]) -> Tiles | None:
         return None
     splits, at_once = fitting[0]
     tile = (outputs + padded) * at_once * x_BI.dtype.itemsize
-    return Tiles(padded, outputs, at_once, splits, min(MOST_STAGES, SHARED_BYTES // tile))
+    return LinearTiles(padded, outputs, at_once, splits, min(MOST_STAGES, SHARED_BYTES // tile))
 
 
-def _kernel(x: Any, *rest: Any, tiles: Tiles, ends: Sequence[int]) -> None:
+def _kernel(x: Any, *rest: Any, tiles: LinearTiles, ends: Sequence[int]) -> None:
     weights, results = rest[: len(ends)], rest[len(ends) :]
     block, split = pl.program_id(0), pl.program_id(1)
     begin = 0
@@ -125,7 +125,7 @@ def _kernel(x: Any, *rest: Any, tiles: Tiles, ends: Sequence[int]) -> None:
         begin = end
 
 
-def _block(x: Any, weight: Any, result: Any, tiles: Tiles, split: Any) -> None:
+def _block(x: Any, weight: Any, result: Any, tiles: LinearTiles, split: Any) -> None:
     rows, inputs = x.shape
     # Padding repeats the last row, so that nothing has to be masked where it is read.
     row_R = jnp.arange(tiles.rows)

@@ -15,7 +15,7 @@ from spmd.ir.types import TensorType, local_type
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Mark, Sharding, is_even
 from spmd.mesh.topology import Topology
-from spmd.predict.backends import Backend
+from spmd.predict.backends import XlaBackend
 from spmd.predict.fusion import Fused
 from spmd.propagation.propagate import Propagated, propagate
 from spmd.propagation.sink import cheap_values
@@ -64,7 +64,7 @@ class Problem:
     @cached_property
     def in_memory(self) -> tuple[bool, ...]:
         """Whether each value is in memory, under whichever name, if nothing is resharded."""
-        fused, producers = Fused(self.program, Backend()), self.index.producers
+        fused, producers = Fused(self.program, XlaBackend()), self.index.producers
         found = []
         for root in fused.root:
             while fused.root[root] != root:

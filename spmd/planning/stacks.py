@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from spmd.frontend.lanes import OUTSIDE, Block, Row, Stack
 from spmd.ir.dialect.registry import rule_of
-from spmd.ir.min_cut import SINK, SOURCE, Network
+from spmd.ir.min_cut import SINK, SOURCE, FlowNetwork
 from spmd.ir.program import Op, Value, walk_region
 from spmd.planning.plan import Plan
 from spmd.predict.ops import op_seconds
@@ -180,7 +180,7 @@ class _Costs:
         #   source -> moved -> both rows   what is won where a row reads what another one made
         #   row -> read -> row or sink     what is made elsewhere is brought to the lanes, once
         #   row -> made -> rows or sink    what is read elsewhere is brought back, once
-        block, network = self.block, Network()
+        block, network = self.block, FlowNetwork()
         makers = {values: row for row in rows for values in block.results(row)}
         row_at = {place: row for row in rows for place in row}
         for row in rows:
@@ -196,7 +196,7 @@ class _Costs:
         return ([row for row in rows if row not in behind], won) if won > 0 else ([], 0.0)
 
     def _read(
-        self, network: Network, row: Row, values: tuple[Value, ...], maker: Row | None
+        self, network: FlowNetwork, row: Row, values: tuple[Value, ...], maker: Row | None
     ) -> float:
         """Adds what a row reads; returns the reshards of it that stacking the row alone saves."""
         moves = dict.fromkeys(zip(values, row, strict=True))
@@ -214,7 +214,7 @@ class _Costs:
         return 0.0
 
     def _made(
-        self, network: Network, row: Row, values: tuple[Value, ...], row_at: Mapping[int, Row]
+        self, network: FlowNetwork, row: Row, values: tuple[Value, ...], row_at: Mapping[int, Row]
     ) -> float:
         """Adds what a row makes; returns the reshards of it for what cannot be stacked."""
         users = [(v, user) for v in values for user, _ in self.block.users.get(v, ())]

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from spmd.mesh.topology import Topology
 
 
-class Backend(NamedTuple):
+class XlaBackend(NamedTuple):
     """How one backend of XLA differs from the others in its use of memory and of time."""
 
     # 16-bit floats are held as 32-bit ones, arguments and results excepted.
@@ -54,7 +54,7 @@ class Backend(NamedTuple):
 
 _KEEPS_HALVES = (0, 11)  # jaxlib from which on XLA computes with 16-bit floats on CPUs
 
-_CPU = Backend(
+_CPU = XlaBackend(
     widens_halves=tuple(map(int, version("jaxlib").split(".")[:2])) < _KEEPS_HALVES,
     breadth_first=True,
     transposes=True,
@@ -74,7 +74,7 @@ _CPU = Backend(
 # compiles with all cores, of which hosts of TPUs have at least 24: a sixth of that is reckoned.
 # The TPU compiler reports up to 1.8 times the prediction, where many layers' inputs are stacked
 # (docs/benchmarks/tpu.md); XLA on GPUs up to a tenth more.
-_GPU = Backend(
+_GPU = XlaBackend(
     joins_outermost=True,
     fills=0.9,
     rewrites_windows=True,
@@ -82,7 +82,7 @@ _GPU = Backend(
     compile_seconds=2e-3,
     waits_at_loops=True,
 )
-_TPU = Backend(
+_TPU = XlaBackend(
     fills=0.6,
     compile_seconds=1e-2,
     waits_at_loops=True,
@@ -90,9 +90,9 @@ _TPU = Backend(
 )
 
 
-def backend_of(platform: str | None) -> Backend:
+def backend_of(platform: str | None) -> XlaBackend:
     """The backend for `cpu`, `cuda` or `tpu`."""
-    return {"cpu": _CPU, "cuda": _GPU, "tpu": _TPU}.get(platform or "", Backend())
+    return {"cpu": _CPU, "cuda": _GPU, "tpu": _TPU}.get(platform or "", XlaBackend())
 
 
 def memory_for(topology: Topology, limit: int | None) -> int:

@@ -15,12 +15,12 @@ from spmd.ir.dialect.reducers import body_reducer
 from spmd.ir.dialect.window import running_dim
 from spmd.ir.program import Body, Op, OpKind, Program, Region, Value, free_values
 from spmd.ir.types import ConvDims, DotDims, Order, TensorType
-from spmd.predict.backends import Backend
+from spmd.predict.backends import XlaBackend
 
 
 def stored_values(program: Program) -> frozenset[Value]:
     """Values that get memory of their own; the others are computed where they are read."""
-    stored = Fused(program, Backend()).stored
+    stored = Fused(program, XlaBackend()).stored
     return frozenset(value for value, is_stored in enumerate(stored) if is_stored)
 
 
@@ -37,7 +37,7 @@ def wants_stored(op: Op, position: int) -> bool:
     return op.kind.about.role == Role.CALL
 
 
-def copied_operands(kind: OpKind, backend: Backend) -> Mapping[int, tuple[int, ...]]:
+def copied_operands(kind: OpKind, backend: XlaBackend) -> Mapping[int, tuple[int, ...]]:
     """Positions of the operands that a backend copies first, and the order of the copies' dims.
 
     An all-to-all's is cut in pieces; a running total goes along the innermost dim.
@@ -124,7 +124,7 @@ class Fused:
     # If two kernels read %3 it is stored, for `exp` is expensive (`Role.ONCE`). A cheap op in its
     # place is computed in both, and %2 gets two readers: so readers are counted in kernels.
 
-    def __init__(self, program: Program, backend: Backend) -> None:
+    def __init__(self, program: Program, backend: XlaBackend) -> None:
         count = len(program.types)
         self.backend = backend
         self.types = program.types

@@ -18,7 +18,7 @@ from spmd.ir.dialect.window import running_dim
 from spmd.ir.program import Op, Program, Region, Value, free_values
 from spmd.ir.types import TensorType
 from spmd.predict import fusion
-from spmd.predict.backends import Backend
+from spmd.predict.backends import XlaBackend
 
 
 class Kernel(NamedTuple):
@@ -105,7 +105,7 @@ class Kernels:
     #   %2 = dot %0, %1; %3 = exp %2; %4 = abs %3; %5 = dot %4, %1
     # it is {%2: (%2,), %3: (%2,), %4: (%4,)}: the kernel of %4 reads %2 and computes `exp` itself.
 
-    def __init__(self, program: Program, backend: Backend) -> None:
+    def __init__(self, program: Program, backend: XlaBackend) -> None:
         self.backend = backend
         self.fused = fusion.Fused(program, backend)
         self.types = list(program.types)  # transposed copies are behind the program's values

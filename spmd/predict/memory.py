@@ -23,7 +23,7 @@ from spmd.ir.description import CONSTANT, Role
 from spmd.ir.dialect.composites import WORKSPACE
 from spmd.ir.program import Op, Program, Region, Value, reads
 from spmd.ir.types import TensorType
-from spmd.predict.backends import Backend, backend_of
+from spmd.predict.backends import XlaBackend, backend_of
 from spmd.predict.kernels import Kernel, Kernels
 
 
@@ -139,7 +139,7 @@ def lifted(program: Program) -> tuple[Value, ...]:
     return program.body.args[len(program.body.args) - len(program.constants) :]
 
 
-def predict(program: Program, donated: Sequence[int], backend: Backend) -> MemoryUse:
+def predict(program: Program, donated: Sequence[int], backend: XlaBackend) -> MemoryUse:
     """Predicts what one device holds under a backend."""
     # Result -> the donated argument that it lies in: the first free one of its type, as in jax.
     types, body, aliases = program.types, program.body, {}
@@ -169,7 +169,7 @@ class _Simulation:
     """Runs over the kernels in order: allocates, frees, and remembers what was held until when."""
 
     def __init__(
-        self, program: Program, kernels: Kernels, aliases: dict[int, int], backend: Backend
+        self, program: Program, kernels: Kernels, aliases: dict[int, int], backend: XlaBackend
     ) -> None:
         self.widened = ("bf16", "f16") if backend.widens_halves else ()
         self.program, self.kernels, self.aliases = program, kernels, aliases

@@ -23,8 +23,16 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import KINDS, terms_of, wire_bytes
-from spmd.reshard.moves import Move, Moves
-from spmd.reshard.question import EXACT_ATOMS, Digit, Dims, Names, Problem, Question, atom_digits
+from spmd.reshard.moves import AtomMove, Moves
+from spmd.reshard.question import (
+    EXACT_ATOMS,
+    Digit,
+    Dims,
+    Names,
+    PricedQuestion,
+    Question,
+    atom_digits,
+)
 
 # Larger graphs are not made; nor larger ones of single atoms, whose paths can be searched for.
 MOST_NODES, MOST_EXACT = 4500, 1000
@@ -39,7 +47,7 @@ class Atlas:
         self.units, names = units, Names(units, (), ())  # atoms of each unit
         digits = tuple([Digit(tuple([mesh.atom_sizes[a] for a in u]), 0.0, 1.0) for u in units])
         whole: Dims = ((),) * rank
-        problem = Problem(Question(digits, whole, whole, (), (mesh.size,) * rank))
+        problem = PricedQuestion(Question(digits, whole, whole, (), (mesh.size,) * rank))
         # Every order of some digits on every dim, and some of the others partial.
         states: list[tuple[Dims, Axes]] = []
         for places in product(range(rank + 2), repeat=len(units)):
@@ -56,7 +64,9 @@ class Atlas:
         self.extents = np.array(extents, dtype=np.int64).reshape(len(states), rank)
         self.pieces = self.extents.prod(1)
         self.piece_list: list[int] = self.pieces.tolist()
-        self.moves: list[Move] = []  # every step, in the order of the nodes that they start from
+        self.moves: list[
+            AtomMove
+        ] = []  # every step, in the order of the nodes that they start from
         source, every = [], Moves(problem)
         for i, (dims, partial) in enumerate(states):
             out = list(every.out_of(dims, partial, mesh.size))
@@ -179,7 +189,7 @@ class Distances:
         for s, row in zip(sources.tolist(), found.T, strict=True):
             self._rows[s] = np.ascontiguousarray(row)
 
-    def path(self, start: int, goal: int) -> tuple[tuple[Move, ...], float, int] | None:
+    def path(self, start: int, goal: int) -> tuple[tuple[AtomMove, ...], float, int] | None:
         """The cheapest moves with their seconds and bytes; None where no moves lead."""
         # A* that knows what is left: only nodes of cheapest paths are looked at, for the one among
         # them that sends the fewest bytes, and of these in the fewest steps.

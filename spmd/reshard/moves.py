@@ -7,10 +7,10 @@ from itertools import combinations, groupby, permutations
 from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes, common_prefix
-from spmd.reshard.question import Dims, Problem, moved
+from spmd.reshard.question import Dims, PricedQuestion, moved
 
 
-class Move(NamedTuple):
+class AtomMove(NamedTuple):
     """A `Step` with a question's digits for atoms, and the sharding that it leads to."""
 
     kind: str
@@ -20,32 +20,32 @@ class Move(NamedTuple):
     at: tuple[int, ...]
 
 
-def append(kind: str, dims: Dims, partial: Axes, dim: int, run: Axes) -> Move:
+def append(kind: str, dims: Dims, partial: Axes, dim: int, run: Axes) -> AtomMove:
     """A slice or a reduce-scatter: digits become the minor ones of a dim."""
-    return Move(kind, _put(dims, dim, dims[dim] + run), without(partial, run), run, (dim,))
+    return AtomMove(kind, _put(dims, dim, dims[dim] + run), without(partial, run), run, (dim,))
 
 
-def gather(dims: Dims, partial: Axes, dim: int, keep: int) -> Move:
+def gather(dims: Dims, partial: Axes, dim: int, keep: int) -> AtomMove:
     """An all-gather: a dim keeps its `keep` most major digits."""
     axes = dims[dim]
-    return Move("all_gather", _put(dims, dim, axes[:keep]), partial, axes[keep:], (dim,))
+    return AtomMove("all_gather", _put(dims, dim, axes[:keep]), partial, axes[keep:], (dim,))
 
 
-def exchange(dims: Dims, partial: Axes, dim: int, keep: int, other: int) -> Move:
+def exchange(dims: Dims, partial: Axes, dim: int, keep: int, other: int) -> AtomMove:
     """An all-to-all: what a dim has behind its first `keep` digits goes to the end of `other`."""
     run = dims[dim][keep:]
     after = _put(_put(dims, dim, dims[dim][:keep]), other, dims[other] + run)
-    return Move("all_to_all", after, partial, run, (dim, other))
+    return AtomMove("all_to_all", after, partial, run, (dim, other))
 
 
-def reduce(dims: Dims, partial: Axes, run: Axes) -> Move:
+def reduce(dims: Dims, partial: Axes, run: Axes) -> AtomMove:
     """An all-reduce over some of the partial digits."""
-    return Move("all_reduce", dims, without(partial, run), run, ())
+    return AtomMove("all_reduce", dims, without(partial, run), run, ())
 
 
-def permute(problem: Problem, dims: Dims, partial: Axes, after: Dims) -> Move:
+def permute(problem: PricedQuestion, dims: Dims, partial: Axes, after: Dims) -> AtomMove:
     """A collective-permute to another sharding with the same local shape."""
-    return Move("collective_permute", after, partial, moved(dims, after, problem.sizes), ())
+    return AtomMove("collective_permute", after, partial, moved(dims, after, problem.sizes), ())
 
 
 class Moves:
@@ -54,11 +54,11 @@ class Moves:
     The order of moves decides between paths that cost the same.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PricedQuestion) -> None:
         self.problem = problem
         self._layouts: dict[tuple[tuple[int, ...], Axes], list[Dims]] = {}
 
-    def out_of(self, dims: Dims, partial: Axes, pieces: int) -> Iterator[Move]:
+    def out_of(self, dims: Dims, partial: Axes, pieces: int) -> Iterator[AtomMove]:
         """The moves out of a sharding that splits the value into so many pieces."""
         idle = unused(self.problem.digits, dims, partial)
         if idle:
@@ -82,7 +82,7 @@ class Moves:
             if after != dims:
                 yield permute(self.problem, dims, partial, after)
 
-    def _appends(self, kind: str, dims: Dims, partial: Axes, pool: Axes) -> Iterator[Move]:
+    def _appends(self, kind: str, dims: Dims, partial: Axes, pool: Axes) -> Iterator[AtomMove]:
         for dim in range(len(dims)):
             for run in self._runs(dims, dim, pool):
                 if self.problem.divides(dim, dims[dim] + run):

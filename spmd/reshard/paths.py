@@ -32,7 +32,7 @@ from spmd.mesh.sharding import Axes, Sharding, format_sharding, is_even, is_lega
 from spmd.mesh.topology import Topology
 from spmd.reshard.atlas import Distances, distances
 from spmd.reshard.comm import Terms, terms_of
-from spmd.reshard.moves import Move
+from spmd.reshard.moves import AtomMove
 from spmd.reshard.question import Dims, Names, moved, pieces_after, questions
 from spmd.reshard.search import Answer, answers, direct_answers, is_small
 
@@ -41,7 +41,7 @@ Table = np.ndarray[Any, np.dtype[np.float64]]
 States = tuple[Sharding, ...]  # shardings that one value may be in
 
 
-class Step(NamedTuple):
+class PathStep(NamedTuple):
     """One collective, or one slice."""
 
     kind: str  # one of `comm.KINDS`, or `mask`
@@ -62,12 +62,15 @@ class Path:
     """
 
     def __init__(
-        self, steps: tuple[Step, ...] | Callable[[], tuple[Step, ...]], seconds: float, bytes: int
+        self,
+        steps: tuple[PathStep, ...] | Callable[[], tuple[PathStep, ...]],
+        seconds: float,
+        bytes: int,
     ) -> None:
         self._steps, self.seconds, self.bytes = steps, seconds, bytes
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[PathStep, ...]:
         """The steps, made when they are first asked for."""
         if not isinstance(self._steps, tuple):
             self._steps = self._steps()
@@ -103,7 +106,7 @@ def reshard(
     if owed and dst.kind in SPLITTABLE and src.kind in ("", dst.kind):
         unmasked = dst.with_partial(set(dst.partial).difference(owed), dst.kind)
         path = reshard(src, unmasked, type_, mesh, topology, held)
-        mask = Step("mask", unmasked, dst, owed, ())
+        mask = PathStep("mask", unmasked, dst, owed, ())
         seconds = path.seconds
         if dst.kind not in WHOLE_TERMS:
             seconds += mask_seconds(unmasked, type_, mesh, topology)
@@ -228,7 +231,7 @@ def _one_by_one(
     for d, (a, b) in enumerate(zip(src.dims, dst.dims, strict=True)):
         if a != b:
             there = Sharding((*here.dims[:d], b, *here.dims[d + 1 :]), here.partial, here.kind)
-            step = Step("all_gather" if a else "slice", here, there, a or b, (d,))
+            step = PathStep("all_gather" if a else "slice", here, there, a or b, (d,))
             before, after = (local_type(type_, s, mesh).bytes for s in (here, there))
             took, more = terms_of(step.kind, step.axes, mesh, topology).cost(before, after)
             seconds, sent = seconds + took, sent + more
@@ -251,7 +254,7 @@ def mask_seconds(sharding: Sharding, type_: TensorType, mesh: Mesh, topology: To
     return 2 * local_type(type_, sharding, mesh).bytes / topology.hbm_bandwidth
 
 
-def torn_dims(step: Step, shape: Sequence[int], mesh: Mesh) -> list[int]:
+def torn_dims(step: PathStep, shape: Sequence[int], mesh: Mesh) -> list[int]:
     """Dims whose padded pieces a permute cannot move whole.
 
     Pieces are cut atom by atom; without padding only their number matters, with padding the order
@@ -305,7 +308,7 @@ class _Route(NamedTuple):
     src: Sharding
     dst: Sharding
 
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[PathStep, ...]:
         found, here, names = [], self.src, self.names
         for move in self.answer:
             tiling = list(names.kept)
@@ -314,7 +317,7 @@ class _Route(NamedTuple):
             partial = (*names.atoms(move.partial), *self.dst.partial)
             there = Sharding(tuple(tiling)).with_partial(partial, self.src.kind)
             dims = tuple([names.dims[d] for d in move.at])
-            found.append(Step(move.kind, here, there, _axes_of(move, names), dims))
+            found.append(PathStep(move.kind, here, there, _axes_of(move, names), dims))
             here = there
         return tuple(found)
 
@@ -347,7 +350,7 @@ def routes(
     return tuple(ways)
 
 
-def _axes_of(move: Move, names: Names) -> Axes:
+def _axes_of(move: AtomMove, names: Names) -> Axes:
     axes = names.atoms(move.axes)
     if move.kind in ("collective_permute", "all_reduce"):  # their groups have no order
         return tuple(sorted(axes))

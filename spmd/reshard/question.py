@@ -251,7 +251,7 @@ class _Facts(NamedTuple):
     crossings: tuple[tuple[int, int, int], ...]
 
 
-class Problem:
+class PricedQuestion:
     """A question, with its costs and its lower bounds."""
 
     def __init__(self, question: Question) -> None:

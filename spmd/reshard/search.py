@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes
 from spmd.reshard import moves
-from spmd.reshard.moves import DirectedMoves, Move, Moves
-from spmd.reshard.question import EXACT_ATOMS, EXACT_DIGITS, Dims, Line, Problem, Question
+from spmd.reshard.moves import AtomMove, DirectedMoves, Moves
+from spmd.reshard.question import EXACT_ATOMS, EXACT_DIGITS, Dims, Line, PricedQuestion, Question
 
 
-def direct_paths(problem: Problem, directed: DirectedMoves) -> Iterator[list[Move]]:
+def direct_paths(problem: PricedQuestion, directed: DirectedMoves) -> Iterator[list[AtomMove]]:
     """Slice and reduce what the goal asks for, permute if need be, exchange, gather.
 
     One path without a permute where that leads to the goal. Else several that permute once the
@@ -63,12 +63,12 @@ def direct_paths(problem: Problem, directed: DirectedMoves) -> Iterator[list[Mov
 class _Builder:
     """A path that is being written down: its moves so far, and where they have led."""
 
-    def __init__(self, problem: Problem, in_turn: bool, helpers: Axes) -> None:
+    def __init__(self, problem: PricedQuestion, in_turn: bool, helpers: Axes) -> None:
         self.problem, self.in_turn, self.helpers = problem, in_turn, helpers
-        self.moves: list[Move] = []
+        self.moves: list[AtomMove] = []
         self.dims, self.partial = problem.src, problem.partial
 
-    def _add(self, move: Move) -> None:
+    def _add(self, move: AtomMove) -> None:
         self.moves.append(move)
         self.dims, self.partial = move.dims, move.partial
 
@@ -127,7 +127,7 @@ class _Builder:
         for run in self._runs_in_turn(owed) if owed else ():
             self._add(moves.reduce(self.dims, self.partial, run))
 
-    def finished(self, after: Dims) -> list[Move] | None:
+    def finished(self, after: Dims) -> list[AtomMove] | None:
         """These moves, a permute to `after`, exchanges, gathers; None if that misses the goal."""
         whole = copy(self)
         whole.moves = list(self.moves)
@@ -139,7 +139,7 @@ class _Builder:
         whole._gather()
         return whole.moves if whole.dims == self.problem.dst else None
 
-    def _next_exchange(self) -> Move | None:
+    def _next_exchange(self) -> AtomMove | None:
         """An all-to-all of the longest minor run of a dim that another one's goal has next."""
         dims, goal = self.dims, self.problem.dst
         for dim in self._straying():
@@ -169,7 +169,7 @@ class _Builder:
 PHASES = ((2, 20), (1.2, 20))
 LAST_GREED = 5  # the weight when no path is known at all: then any path will do
 Cost = tuple[float, int, int]  # time, bytes, steps, at one size
-Answer = tuple[Move, ...]  # moves from first to last
+Answer = tuple[AtomMove, ...]  # moves from first to last
 
 
 class Size(NamedTuple):
@@ -189,7 +189,7 @@ NO_LIMIT: Cost = (math.inf, 0, 0)
 @lru_cache(maxsize=1 << 14)
 def direct_answers(question: Question) -> tuple[Answer, ...]:
     """The paths that are written down without a search."""
-    return tuple(dict.fromkeys(Search(question).direct))
+    return tuple(dict.fromkeys(PathSearch(question).direct))
 
 
 def is_small(question: Question) -> bool:
@@ -216,7 +216,7 @@ def answers(question: Question) -> tuple[Answer, ...]:
     # first, for the largest the last. They meet at size 1; a search there finds the second path
     # (7 < 11), so both halves are looked at again: 1 + 10 s meets 3 + 4 s at 1/3, where nothing
     # undercuts them, and 3 + 4 s meets 8 + 3 s at 5, where nothing does either. All three are kept.
-    search = Search(question)
+    search = PathSearch(question)
     last = search.best(Size(1, 1 << 60), ())
     first = search.best(Size(1, 0), () if last is None else (last,))
     if first is None or last is None:
@@ -224,7 +224,7 @@ def answers(question: Question) -> tuple[Answer, ...]:
     return tuple(dict.fromkeys((*_between(search, first, last), last)))
 
 
-def _between(search: Search, first: Answer, last: Answer) -> Iterator[Answer]:
+def _between(search: PathSearch, first: Answer, last: Answer) -> Iterator[Answer]:
     """The best paths from a size at which `first` is one up to where `last` is, less the last."""
     a, b = search.line(first), search.line(last)
     if a.growing <= b.growing:
@@ -258,14 +258,14 @@ class _Node:
     partial: Axes
     pieces: int
     bounds: list[Line] | None = None
-    edges: list[tuple[Line, Move, _Node]] | None = None
+    edges: list[tuple[Line, AtomMove, _Node]] | None = None
 
 
-class Search:
+class PathSearch:
     """Searches for one question at several sizes."""
 
     def __init__(self, question: Question) -> None:
-        problem = self._problem = Problem(question)
+        problem = self._problem = PricedQuestion(question)
         directed = DirectedMoves(problem)
         self.direct = [tuple(path) for path in direct_paths(problem, directed)]
         self._tries_all = is_small(question)
@@ -307,7 +307,7 @@ class Search:
             node = self._nodes[dims, partial] = _Node(dims, partial, pieces)
         return node
 
-    def _edges(self, node: _Node) -> list[tuple[Line, Move, _Node]]:
+    def _edges(self, node: _Node) -> list[tuple[Line, AtomMove, _Node]]:
         if node.edges is None:
             node.edges = []
             for move in self._moves.out_of(node.dims, node.partial, node.pieces):
@@ -348,13 +348,13 @@ class Search:
         fixed, growing = size
         best: dict[_Node, Cost] = {self._start: (0, 0, 0)}
         bounds: dict[_Node, Cost] = {}
-        came: dict[_Node, tuple[_Node, Move]] = {}
+        came: dict[_Node, tuple[_Node, AtomMove]] = {}
         heap = [((0.0, 0, 0), (0, 0), best[self._start], self._start)]
         expanded = 0
         while heap and (budget is None or expanded < budget):
             _, _, spent, here = heapq.heappop(heap)
             if here is self._goal:
-                path: list[Move] = []
+                path: list[AtomMove] = []
                 while here in came:
                     here, move = came[here]
                     path.append(move)

@@ -41,7 +41,7 @@ for _path in _LIBRARIES:
 _LOCK = threading.Lock()  # a module is changed while it is traced: one trace at a time
 
 
-class Tracing(Environment):  # type: ignore[misc]  # torchax has no types
+class ModuleTrace(Environment):  # type: ignore[misc]  # torchax has no types
     """One trace of a module, to be entered: torch ops are jax ops; whether it `draws` randomly."""
 
     def __init__(self, key: Any) -> None:
@@ -182,7 +182,7 @@ def run(
     `arrays` are the values of parameters and buffers, `leaves` those of the inputs, by name; `key`
     is for random numbers.
     """
-    env = Tracing(key)
+    env = ModuleTrace(key)
     state = {f"module.{name}": Tensor(array, env) for name, array in arrays.items()}
     args, kwargs = inputs.rebuild(
         {name: Tensor(jnp.asarray(leaf), env) for name, leaf in leaves.items()}

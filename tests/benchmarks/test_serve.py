@@ -27,7 +27,7 @@ from benchmarks.load_client import (
     parse_bounds,
     run_load,
 )
-from serving.http.limits import Options
+from serving.http.limits import ServerOptions
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import MODEL, Live, serving
 from tests.waiting import PATIENCE
@@ -38,7 +38,7 @@ LOAD = Load(requests=40, concurrency=12, words=(1, 3), tokens=(1, 20))
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    with serving(FakeBackend(latency=0.001), Options(api_keys=("secret",))) as running:
+    with serving(FakeBackend(latency=0.001), ServerOptions(api_keys=("secret",))) as running:
         yield running
 
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import spmd
-from spmd import compiler, forms
+from spmd import compiler
 from spmd.frontend.lanes import Block, Stack, stacked
 from spmd.ir.legality import check_program
 from spmd.ir.program import Program
@@ -57,7 +57,7 @@ def stacks_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         compiler, "stacks_of", lambda plan, _: Stacks(everything(plan.program), np.inf)
     )
-    monkeypatch.setattr(forms, "STACKED_GAIN", -np.inf)
+    monkeypatch.setattr(compiler, "STACKED_GAIN", -np.inf)
 
 
 def ops_of(lowered: spmd.Lowered, name: str) -> int:

@@ -12,7 +12,7 @@ import pytest
 import spmd
 from benchmarks.programs.conditions import small_machine
 from spmd.frontend.importer.module import import_module
-from spmd.frontend.normalize import Group, _groups, unflatten
+from spmd.frontend.normalize import DimGroup, _groups, unflatten
 from spmd.ir.description import RESHAPE
 from spmd.ir.legality import check_program
 
@@ -69,8 +69,8 @@ def test_a_reshape_that_nobody_reads_goes() -> None:
 
 
 def test_groups() -> None:
-    assert _groups((8, 16, 4), (128, 4)) == [Group((0, 1), (0,)), Group((2,), (1,))]
-    assert _groups((6, 4), (8, 3)) == [Group((0, 1), (0, 1))]
-    assert _groups((), (1, 1)) == [Group((), (0,)), Group((), (1,))]
-    assert _groups((2, 1), (2,)) == [Group((0,), (0,)), Group((1,), ())]
+    assert _groups((8, 16, 4), (128, 4)) == [DimGroup((0, 1), (0,)), DimGroup((2,), (1,))]
+    assert _groups((6, 4), (8, 3)) == [DimGroup((0, 1), (0, 1))]
+    assert _groups((), (1, 1)) == [DimGroup((), (0,)), DimGroup((), (1,))]
+    assert _groups((2, 1), (2,)) == [DimGroup((0,), (0,)), DimGroup((1,), ())]
     assert _groups((0, 3), (0,)) == []

@@ -2,10 +2,10 @@
 
 import threading
 
-from spmd.launch.store import Store
+from spmd.launch.store import JobStore
 
 
-class Memory(Store):
+class Memory(JobStore):
     """A store within this process."""
 
     def __init__(self) -> None:

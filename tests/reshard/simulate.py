@@ -13,7 +13,7 @@ import numpy as np
 
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, local_shape
-from spmd.reshard.paths import Path, Step, permute_pairs
+from spmd.reshard.paths import Path, PathStep, permute_pairs
 from tests.mesh.shardings import local_offset
 
 Array = np.ndarray[Any, Any]
@@ -74,7 +74,7 @@ def reduced(
     return [sums[i] for i in range(len(sums))]
 
 
-def run_step(step: Step, held: Sequence[Array], mesh: Mesh) -> list[Array]:
+def run_step(step: PathStep, held: Sequence[Array], mesh: Mesh) -> list[Array]:
     """What each device holds after one step."""
     if step.kind == "slice":
         return [_part(held[p], step, mesh.coordinate(p, step.axes), mesh) for p in range(mesh.size)]
@@ -90,7 +90,7 @@ def run_step(step: Step, held: Sequence[Array], mesh: Mesh) -> list[Array]:
     return after
 
 
-def _exchange(step: Step, buffers: list[Array], rank: int, mesh: Mesh) -> Array:
+def _exchange(step: PathStep, buffers: list[Array], rank: int, mesh: Mesh) -> Array:
     """What the device at `rank` of a group gets from the group's buffers."""
     if step.kind == "all_gather":
         return np.concatenate(buffers, axis=step.dims[0])
@@ -101,11 +101,11 @@ def _exchange(step: Step, buffers: list[Array], rank: int, mesh: Mesh) -> Array:
     return total if step.kind == "all_reduce" else _part(total, step, rank, mesh)
 
 
-def _part(value: Array, step: Step, index: int, mesh: Mesh) -> Array:
+def _part(value: Array, step: PathStep, index: int, mesh: Mesh) -> Array:
     return np.split(value, mesh.extent(step.axes), step.dims[0])[index]
 
 
-def _permute(step: Step, held: Sequence[Array], mesh: Mesh) -> list[Array]:
+def _permute(step: PathStep, held: Sequence[Array], mesh: Mesh) -> list[Array]:
     group_of = {p: i for i, group in enumerate(mesh.groups(step.axes)) for p in group}
     pairs = permute_pairs(step.before, step.after, mesh)
     assert sorted(source for source, _ in pairs) == list(range(mesh.size))

@@ -9,22 +9,24 @@ from pathlib import Path
 import pytest
 
 from scripts.serve_bundle import KEYS, LIMITS, http_options, make_parser, options
-from serving.http.limits import HttpOptions, Options
+from serving.http.limits import HttpOptions, ServerOptions
 from tests.forked import Forked
 
 
 def test_flags_are_options(monkeypatch: pytest.MonkeyPatch) -> None:
     parser = make_parser()
     monkeypatch.delenv(KEYS, raising=False)
-    assert options(parser.parse_args(["bundle"])) == Options()
+    assert options(parser.parse_args(["bundle"])) == ServerOptions()
     monkeypatch.setenv(KEYS, "b,c")
     flags = "--api_key a --token_budget 512 --max_waiting 7 --drain_seconds 2"
     given = options(parser.parse_args(["bundle", *flags.split()]))
-    assert given == Options(("a", "b", "c"), max_waiting=7, token_budget=512, drain_seconds=2.0)
+    assert given == ServerOptions(
+        ("a", "b", "c"), max_waiting=7, token_budget=512, drain_seconds=2.0
+    )
 
 
 def test_every_limit_has_a_flag() -> None:
-    fields = {field.name for field in dataclasses.fields(Options)}
+    fields = {field.name for field in dataclasses.fields(ServerOptions)}
     assert fields == {*LIMITS, "api_keys", "token_budget", "tool_format"}
     flags = [word for name in LIMITS for word in (f"--{name}", "77")]
     given = options(make_parser().parse_args(["bundle", *flags]))

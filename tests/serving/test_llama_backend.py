@@ -18,10 +18,10 @@ from scripts import export_llama as script
 from serving import language_backend as language
 from serving import llama_bundle
 from serving.bundle.function import BundleError
-from serving.bundle.manifest import Leaf
+from serving.bundle.manifest import LeafEntry
 from serving.bundle.read import load_bundle
 from serving.bundle.write import tokenizer_files
-from serving.engine.backend import Limits, Part, Sampling
+from serving.engine.backend import Limits, Sampling, SlotPart
 from serving.engine.model_backend import generate
 from tests.models.llama.inverse import dequantize
 from tests.models.llama.weights import checkpoints
@@ -130,10 +130,10 @@ def tokens_of_backend(bundle):
     backend.begin(3, Sampling(temperature=0), PROMPT)
     pages = (11, 3, 7)
     calls = [
-        backend.step([Part(3, 0, tuple(PROMPT[:8]), pages, False)]),
-        backend.step([Part(3, 8, tuple(PROMPT[8:]), pages, True)]),
+        backend.step([SlotPart(3, 0, tuple(PROMPT[:8]), pages, False)]),
+        backend.step([SlotPart(3, 8, tuple(PROMPT[8:]), pages, True)]),
         # All are under way before the first token is known.
-        *(backend.step([Part(3, len(PROMPT) + i, None, pages, True)]) for i in range(7)),
+        *(backend.step([SlotPart(3, len(PROMPT) + i, None, pages, True)]) for i in range(7)),
     ]
     made = [call().drawn.ids.tolist() for call in calls]
     assert backend.compile_total == 4  # three functions and the state
@@ -177,7 +177,10 @@ def step_inputs(tags):
     if tags["kind"] != "step":
         return ()
     wide = width(row_shapes(8, tags["rows"], tags["length"] // 8, scores=False))
-    return (Leaf("inputs/alternatives", (), "bool"), Leaf("inputs/rows", (1, wide), "int32"))
+    return (
+        LeafEntry("inputs/alternatives", (), "bool"),
+        LeafEntry("inputs/rows", (1, wide), "int32"),
+    )
 
 
 def stand_in(platform, **shape):
@@ -237,7 +240,7 @@ def test_functions_that_are_loaded_first():
 
 def test_functions_that_are_not_there_or_are_others(monkeypatch):
     monkeypatch.setattr(language, "info", lambda bundle: {})
-    older = {"inputs": (Leaf("inputs/tokens", (1, 8), "int32"),)}
+    older = {"inputs": (LeafEntry("inputs/tokens", (1, 8), "int32"),)}
     for edit, message in (
         (lambda b: b.functions.pop("begin"), "there is no function begin"),
         (lambda b: b.manifest.functions.pop("allow"), "there is no function allow.*: export the"),

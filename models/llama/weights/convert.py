@@ -22,7 +22,7 @@ from models.llama.weights.config import CONFIG_FILE, to_hf
 from models.llama.weights.files import (
     INDEX_FILE,
     Array,
-    Entry,
+    TensorEntry,
     WeightsError,
     file_index,
     plan_files,
@@ -110,8 +110,8 @@ def write_ranks(
     _write(source, Path(folder), plan, {SHARDING_FILE: describe(source, ranks)}, console, made)
 
 
-def _entry(tensor: Tensor) -> Entry:
-    return Entry(tensor.name, tensor.shape, tensor.dtype)
+def _entry(tensor: Tensor) -> TensorEntry:
+    return TensorEntry(tensor.name, tensor.shape, tensor.dtype)
 
 
 def _write(

@@ -196,7 +196,7 @@ def shortened(items: Sequence[str], most: int = 5) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor to be written: name, shape, and numpy's name of its dtype."""
 
     name: str
@@ -210,13 +210,13 @@ class Entry:
         return math.prod(self.shape) * (int(bits) // 8 if bits.isdecimal() else 1)
 
 
-def plan_files(entries: Sequence[Entry], max_bytes: int) -> dict[str, list[Entry]]:
+def plan_files(entries: Sequence[TensorEntry], max_bytes: int) -> dict[str, list[TensorEntry]]:
     """Distributes tensors over files of at most `max_bytes`; a larger one has a file of its own.
 
     Returns:
         File name -> its tensors, in order.
     """
-    groups: list[list[Entry]] = [[]]
+    groups: list[list[TensorEntry]] = [[]]
     for entry in entries:
         if groups[-1] and sum(e.nbytes for e in groups[-1]) + entry.nbytes > max_bytes:
             groups.append([])
@@ -230,7 +230,7 @@ def plan_files(entries: Sequence[Entry], max_bytes: int) -> dict[str, list[Entry
 
 
 def write_files(
-    folder: AnyPath, plan: Mapping[str, Sequence[Entry]], arrays: Iterator[Array]
+    folder: AnyPath, plan: Mapping[str, Sequence[TensorEntry]], arrays: Iterator[Array]
 ) -> None:
     """Writes tensors as they come, one in memory at a time, then the index of several files.
 
@@ -264,7 +264,7 @@ def write_json(file: AnyPath, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _header(entries: Iterable[Entry]) -> bytes:
+def _header(entries: Iterable[TensorEntry]) -> bytes:
     content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:
@@ -279,7 +279,7 @@ def _header(entries: Iterable[Entry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def file_index(plan: Mapping[str, Sequence[Entry]]) -> dict[str, Any]:
+def file_index(plan: Mapping[str, Sequence[TensorEntry]]) -> dict[str, Any]:
     """The content of `model.safetensors.index.json`."""
     entries = [entry for group in plan.values() for entry in group]
     return {

@@ -42,7 +42,7 @@ _BY_INPUTS = ("o_proj", "down_proj", "w2")
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class RankCut:
     """How a tensor is split over ranks.
 
     Attributes:
@@ -70,7 +70,7 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:04}.safetensors"
 
 
-def cuts(config: LlamaConfig, ranks: int) -> dict[str, Cut]:
+def cuts(config: LlamaConfig, ranks: int) -> dict[str, RankCut]:
     """How each tensor of a model is split over ranks, by name.
 
     A vocabulary that the number of ranks does not divide is not split.
@@ -106,20 +106,20 @@ def _divides(config: LlamaConfig, ranks: int) -> bool:
     )
 
 
-def _cut(name: str, shape: tuple[int, ...], config: LlamaConfig, ranks: int) -> Cut:
+def _cut(name: str, shape: tuple[int, ...], config: LlamaConfig, ranks: int) -> RankCut:
     part = name.split(".")[-2]
     if part in _BY_INPUTS and len(shape) == 1:  # a bias of sums over ranks: added once, by any
-        return Cut(None, 1, ranks)
+        return RankCut(None, 1, ranks)
     if part in ("k_proj", "v_proj"):
         pieces = min(ranks, config.kv_heads)
-        return Cut(0, pieces, ranks // pieces)
+        return RankCut(0, pieces, ranks // pieces)
     if part in _BY_OUTPUTS:
-        return Cut(0, ranks)
+        return RankCut(0, ranks)
     if part in _BY_INPUTS:
-        return Cut(1, ranks)
+        return RankCut(1, ranks)
     if name in (EMBEDDING, HEAD) and shape[0] % ranks == 0:
-        return Cut(0, ranks)
-    return Cut(None, 1, ranks)
+        return RankCut(0, ranks)
+    return RankCut(None, 1, ranks)
 
 
 # Writing
@@ -149,7 +149,7 @@ def describe(source: Source, ranks: int) -> dict[str, Any]:
     }
 
 
-def shard(tensor: Tensor, cut: Cut, rank: int) -> Tensor:
+def shard(tensor: Tensor, cut: RankCut, rank: int) -> Tensor:
     """The part of a tensor that a rank has, as a tensor."""
     index = cut.index(tensor.shape, rank)
     shape = tuple(part.stop - part.start for part in index)
@@ -219,7 +219,7 @@ def _open(file: Path, stack: contextlib.ExitStack) -> Any:
 
 
 def _check_shards(
-    folder: Path, files: list[Any], name: str, shape: tuple[int, ...], cut: Cut, dtype: str
+    folder: Path, files: list[Any], name: str, shape: tuple[int, ...], cut: RankCut, dtype: str
 ) -> None:
     for rank, file in enumerate(files):
         wanted = [part.stop - part.start for part in cut.index(shape, rank)]
@@ -236,7 +236,7 @@ def _check_shards(
 
 
 def _read(
-    folder: Path, files: list[Any], name: str, shape: tuple[int, ...], cut: Cut, index: Index
+    folder: Path, files: list[Any], name: str, shape: tuple[int, ...], cut: RankCut, index: Index
 ) -> Array:
     if cut.dim is None:
         return _read_copies(folder, files, range(len(files)), name, index)

@@ -21,7 +21,7 @@ from models.llama.parameters import Params, without_states
 from models.llama.weights.config import CONFIG_FILE, to_hf
 from models.llama.weights.files import (
     Array,
-    Entry,
+    TensorEntry,
     WeightsError,
     plan_files,
     write_files,
@@ -108,7 +108,7 @@ def save(
         raise WeightsError(f"dtype is {dtype!r}, not one of {DTYPES}")
     description = to_hf(config, dtype)
     sources = _sources(params, config)
-    entries = [Entry(name, shape, dtype) for name, shape, _ in sources]
+    entries = [TensorEntry(name, shape, dtype) for name, shape, _ in sources]
     plan = plan_files(entries, max_shard_bytes)
     total = sum(entry.nbytes for entry in entries)
     failure: str | None = None

@@ -6,7 +6,7 @@ import itertools
 import time
 
 from models.training.checkpoints.found import CheckpointError
-from spmd.launch.store import Store, job_store, this_process
+from spmd.launch.store import JobStore, job_store, this_process
 
 LOOK_S = 1.0
 """Seconds between two looks for a failure."""
@@ -30,7 +30,7 @@ class Together:
     #   0 waits for saves/3/<barrier>/1, looks for a failure every second, and raises that reason
     # Nobody gives the checkpoint its name, and both forget it.
 
-    def __init__(self, store: Store | None = None, place: tuple[int, int] | None = None) -> None:
+    def __init__(self, store: JobStore | None = None, place: tuple[int, int] | None = None) -> None:
         self.store = store or job_store()
         self.process, self.processes = place or this_process()
         self.attempt = 0

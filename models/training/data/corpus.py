@@ -103,7 +103,7 @@ class Corpus:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Part:
+class CorpusPart:
     """Some ranges of a corpus, one after the other, such as its held-out part.
 
     A range that begins inside a document counts as the beginning of a document.
@@ -175,12 +175,12 @@ def from_documents(
     return Corpus((Shard(tokens, index),), vocab_size, name, digest.hexdigest())
 
 
-def whole(corpus: Corpus) -> Part:
+def whole(corpus: Corpus) -> CorpusPart:
     """The part that is all of a corpus."""
-    return Part(corpus, np.array([[0, len(corpus)]], np.int64))
+    return CorpusPart(corpus, np.array([[0, len(corpus)]], np.int64))
 
 
-def split_held_out(corpus: Corpus, every: int = HELD_OUT_EVERY) -> tuple[Part, Part]:
+def split_held_out(corpus: Corpus, every: int = HELD_OUT_EVERY) -> tuple[CorpusPart, CorpusPart]:
     """Splits a corpus into a training part and a held-out part.
 
     It is cut into chunks of about 64 Ki tokens, and every 20th of them is held out. They come from
@@ -206,6 +206,6 @@ def split_held_out(corpus: Corpus, every: int = HELD_OUT_EVERY) -> tuple[Part, P
     starts, stops = borders[held_out], borders[held_out + 1]
     rest = np.stack([np.append(0, stops), np.append(starts, total)], axis=1)
     return (
-        Part(corpus, rest[rest[:, 0] < rest[:, 1]]),
-        Part(corpus, np.stack([starts, stops], axis=1)[starts < stops]),
+        CorpusPart(corpus, rest[rest[:, 0] < rest[:, 1]]),
+        CorpusPart(corpus, np.stack([starts, stops], axis=1)[starts < stops]),
     )

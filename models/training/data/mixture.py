@@ -19,7 +19,7 @@ CYCLE = 1024
 """After so many samples the pattern repeats. Shares are rounded to whole samples of a cycle."""
 
 
-class Shares(grain.transforms.DatasetSelectionMap):  # type: ignore[misc]
+class MixtureShares(grain.transforms.DatasetSelectionMap):  # type: ignore[misc]
     """Number of a sample in the mixture -> (part, number of the sample in that part).
 
     grain's own mixing searches for the number, and takes milliseconds for one sample.

@@ -19,8 +19,8 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from models.training.data.corpus import Part
-from models.training.data.mixture import Shares
+from models.training.data.corpus import CorpusPart
+from models.training.data.mixture import MixtureShares
 from models.training.errors import DataError
 from models.training.paths import at_once
 
@@ -51,7 +51,7 @@ class Windows:
     window are never seen.
     """
 
-    part: Part
+    part: CorpusPart
     seq_len: int
     boundaries: bool
     mask_boundaries: bool
@@ -122,7 +122,7 @@ class PackedTokens:
         ((2, 4), (2, 4))
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[CorpusPart]
     seq_len: int
     batch_size: int
     seed: int = 0
@@ -160,10 +160,10 @@ class PackedTokens:
         ]
         if len(orders) == 1:
             return orders[0]
-        shares = Shares(self.shares or [1.0] * len(orders), sys.maxsize)
+        shares = MixtureShares(self.shares or [1.0] * len(orders), sys.maxsize)
         return grain.MapDataset.select_from_datasets(orders, shares)
 
-    def _windows(self, part: Part) -> Windows:
+    def _windows(self, part: CorpusPart) -> Windows:
         return Windows(part, self.seq_len, self.boundaries, self.mask_boundaries)
 
     def __call__(self, step: int) -> Batch:

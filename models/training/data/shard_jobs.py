@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from models.training.data import documents, shard_writer
-from models.training.data.documents import Bad, Piece, Source, Text
+from models.training.data.documents import Bad, DocumentSource, DocumentText, FilePiece
 from models.training.data.shard_writer import Record
 from models.training.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from models.training.errors import DataError
@@ -43,7 +43,7 @@ Report = Callable[[Record, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class TokenizeOptions:
     """How to tokenize.
 
     Args:
@@ -58,7 +58,7 @@ class Options:
     tokenizer: str = BYTES
     eos_token: str | None = None
     bos_token: str | None = None
-    source: Source = dataclasses.field(default_factory=Source)
+    source: DocumentSource = dataclasses.field(default_factory=DocumentSource)
     on_error: OnError = "stop"
     piece_bytes: int = PIECE_BYTES
 
@@ -68,16 +68,16 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class ShardJob:
     """A piece that is to become a shard."""
 
     name: str
-    piece: Piece
-    options: Options
+    piece: FilePiece
+    options: TokenizeOptions
     folder: AnyPath
 
 
-def run_jobs(jobs: Sequence[Job], workers: int, report: Report) -> list[Record]:
+def run_jobs(jobs: Sequence[ShardJob], workers: int, report: Report) -> list[Record]:
     """The records of all jobs, in order."""
     records: dict[str, Record] = {}
     missing = []
@@ -94,7 +94,7 @@ def run_jobs(jobs: Sequence[Job], workers: int, report: Report) -> list[Record]:
     return [records[job.name] for job in jobs]
 
 
-def _run_missing(jobs: Sequence[Job], workers: int) -> Iterator[Record]:
+def _run_missing(jobs: Sequence[ShardJob], workers: int) -> Iterator[Record]:
     if workers <= 1 or len(jobs) <= 1:
         yield from map(make_shard, jobs)
         return
@@ -127,7 +127,7 @@ def _end_with(sentinel: int) -> None:
     os._exit(1)
 
 
-def make_shard(job: Job) -> Record:
+def make_shard(job: ShardJob) -> Record:
     """Tokenizes one piece; its record is written last.
 
     Raises:
@@ -157,12 +157,12 @@ def make_shard(job: Job) -> Record:
     return record
 
 
-def _grouped(items: Iterable[Text | Bad]) -> Iterator[list[Text] | Bad]:
+def _grouped(items: Iterable[DocumentText | Bad]) -> Iterator[list[DocumentText] | Bad]:
     """Collects texts into groups that are worth a call of the tokenizer; keeps the order."""
-    group: list[Text] = []
+    group: list[DocumentText] = []
     size = 0
     for item in items:
-        is_text = isinstance(item, Text)
+        is_text = isinstance(item, DocumentText)
         if group and (not is_text or size >= ENCODED_AT_ONCE):
             yield group
             group, size = [], 0
@@ -175,7 +175,9 @@ def _grouped(items: Iterable[Text | Bad]) -> Iterator[list[Text] | Bad]:
         yield group
 
 
-def _write(writer: shard_writer.ShardWriter, group: list[Text], tokenizer: Tokenizer) -> None:
+def _write(
+    writer: shard_writer.ShardWriter, group: list[DocumentText], tokenizer: Tokenizer
+) -> None:
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     encoded = tokenizer.encode_batch([item.text for item in group])
     for item, ids in zip(group, encoded, strict=True):
@@ -184,12 +186,12 @@ def _write(writer: shard_writer.ShardWriter, group: list[Text], tokenizer: Token
         writer.add(np.concatenate([begin, ids, end]), is_last=item.is_last)
 
 
-def record_path(job: Job) -> AnyPath:
+def record_path(job: ShardJob) -> AnyPath:
     """Where the record of a job's shard is."""
     return job.folder / f"{job.name}{RECORD}"
 
 
-def _found_record(job: Job) -> Record | None:
+def _found_record(job: ShardJob) -> Record | None:
     """The record that an earlier run wrote for a shard, if the shard's files have its hashes."""
     try:
         record: Record = json.loads(record_path(job).read_text(encoding="utf-8"))

@@ -14,7 +14,7 @@ from typing import Literal
 from models.training.data.corpus import (
     HELD_OUT_EVERY,
     Corpus,
-    Part,
+    CorpusPart,
     from_documents,
     split_held_out,
     whole,
@@ -50,12 +50,12 @@ __all__ = [
     "PACKINGS",
     "Batch",
     "Corpus",
+    "CorpusPart",
     "DataConfig",
     "DataError",
     "Loader",
     "PackedTokens",
     "Packing",
-    "Part",
     "Tokenizer",
     "decode",
     "encode",
@@ -142,7 +142,7 @@ def load_datasets(
     return packed([train for train, _ in splits]), packed([held_out for _, held_out in splits])
 
 
-def _check_held_out(held_out: Part, seq_len: int) -> None:
+def _check_held_out(held_out: CorpusPart, seq_len: int) -> None:
     if len(held_out) <= seq_len:
         raise DataError(
             f"{held_out.corpus.name}: {len(held_out.corpus)} tokens are too few: a "

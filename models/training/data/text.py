@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from models.training.data import documents as readers
 from models.training.data.corpus import Corpus, from_documents
-from models.training.data.documents import COMPRESSED, Bad, Piece, Source
+from models.training.data.documents import COMPRESSED, Bad, DocumentSource, FilePiece
 from models.training.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from models.training.errors import DataError
 from models.training.paths import AnyPath
@@ -104,7 +104,7 @@ def _encode(documents: Sequence[bytes], tokenizer: Tokenizer) -> list[npt.NDArra
 
 def _documents(path: AnyPath, tokenizer: Tokenizer) -> Iterator[bytes]:
     """The documents of a file, as the file's kind has them."""
-    kind = readers.format_of(path, Source())
+    kind = readers.format_of(path, DocumentSource())
     unpacked = Path(path.stem) if path.suffix in COMPRESSED else path
     if unpacked.suffix in NO_TEXT:
         raise DataError(
@@ -116,10 +116,10 @@ def _documents(path: AnyPath, tokenizer: Tokenizer) -> Iterator[bytes]:
         if content and b"\0" not in content:
             yield content
         return
-    source = Source(forbidden="\0" if tokenizer.name == BYTES else "")
+    source = DocumentSource(forbidden="\0" if tokenizer.name == BYTES else "")
     parts: list[str] = []
     for piece in readers.cut(path, source, path.stat().st_size + 1):
-        for item in readers.read(Piece(path, kind, piece.start, piece.stop), source):
+        for item in readers.read(FilePiece(path, kind, piece.start, piece.stop), source):
             if isinstance(item, Bad):
                 raise DataError(f"{item.message}; {_command(path, tokenizer)} has flags for it")
             parts.append(item.text)

@@ -31,7 +31,7 @@ from models.training.paths import AnyPath, StorePath, as_path, at_once, file_siz
 
 
 @dataclasses.dataclass(frozen=True)
-class Manifest:
+class TokenManifest:
     """What `manifest.json` says, as far as reading needs it.
 
     Args:
@@ -56,7 +56,7 @@ def is_token_folder(path: AnyPath) -> bool:
     return (path / MANIFEST).is_file() or (path / PLAN).is_file()
 
 
-def read_manifest(folder: AnyPath) -> Manifest:
+def read_manifest(folder: AnyPath) -> TokenManifest:
     """Reads and checks the manifest of a folder.
 
     Raises:
@@ -93,7 +93,7 @@ def read_manifest(folder: AnyPath) -> Manifest:
     if not shards:
         raise DataError(f"{folder}: it holds no tokens")
     fingerprint = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
-    return Manifest(folder, vocab_size, dtype, tokenizer, shards, fingerprint)
+    return TokenManifest(folder, vocab_size, dtype, tokenizer, shards, fingerprint)
 
 
 def open_folder(folder: str | AnyPath) -> Corpus:
@@ -121,7 +121,7 @@ def open_folder(folder: str | AnyPath) -> Corpus:
     )
 
 
-def _check_size(manifest: Manifest, record: Record, path: AnyPath, found: int) -> None:
+def _check_size(manifest: TokenManifest, record: Record, path: AnyPath, found: int) -> None:
     wanted = record["tokens"] * manifest.dtype.itemsize
     if found != wanted:
         raise DataError(
@@ -131,7 +131,7 @@ def _check_size(manifest: Manifest, record: Record, path: AnyPath, found: int) -
 
 
 def _open_remote_shard(
-    manifest: Manifest, folder: StorePath, sizes: Mapping[str, int], record: Record
+    manifest: TokenManifest, folder: StorePath, sizes: Mapping[str, int], record: Record
 ) -> Shard:
     tokens_path, index_path = shard_paths(folder, str(record["name"]))
     assert isinstance(tokens_path, StorePath) and isinstance(index_path, StorePath)
@@ -144,7 +144,7 @@ def _open_remote_shard(
     return Shard(RangedTokens(tokens_path, manifest.dtype, record["tokens"]), index)
 
 
-def _open_shard(manifest: Manifest, folder: Path, record: Record) -> Shard:
+def _open_shard(manifest: TokenManifest, folder: Path, record: Record) -> Shard:
     name = str(record["name"])
     tokens_path, index_path = (folder / path.name for path in shard_paths(folder, name))
     try:

@@ -18,7 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.training.data import documents, shard_writer
-from models.training.data.shard_jobs import Job, Options, Report, as_json, record_path, run_jobs
+from models.training.data.shard_jobs import (
+    Report,
+    ShardJob,
+    TokenizeOptions,
+    as_json,
+    record_path,
+    run_jobs,
+)
 from models.training.data.shard_writer import MANIFEST, PLAN, UNFINISHED, Record
 from models.training.data.tokenizer import BYTES, Tokenizer
 from models.training.errors import DataError
@@ -28,7 +35,7 @@ from models.training.paths import AnyPath, as_path, remove_tree
 def tokenize(
     files: Sequence[AnyPath],
     folder: AnyPath,
-    options: Options,
+    options: TokenizeOptions,
     *,
     workers: int = 1,
     overwrite: bool = False,
@@ -76,7 +83,7 @@ def tokenize(
     return manifest
 
 
-def _plan(files: Sequence[AnyPath], options: Options) -> Record:
+def _plan(files: Sequence[AnyPath], options: TokenizeOptions) -> Record:
     """Everything that decides the result; a folder with another plan cannot be continued."""
     about = dataclasses.asdict(options)
     about["tokenizer"] = options.load_tokenizer().sha256
@@ -126,17 +133,17 @@ def _found_plan(folder: AnyPath) -> str | None:
     return None
 
 
-def _jobs(files: Sequence[AnyPath], folder: AnyPath, options: Options) -> list[Job]:
+def _jobs(files: Sequence[AnyPath], folder: AnyPath, options: TokenizeOptions) -> list[ShardJob]:
     pieces = [
         piece
         for path in files
         for piece in documents.cut(path, options.source, options.piece_bytes)
     ]
-    return [Job(f"{i:05d}", piece, options, folder) for i, piece in enumerate(pieces)]
+    return [ShardJob(f"{i:05d}", piece, options, folder) for i, piece in enumerate(pieces)]
 
 
 def _manifest(
-    plan: Record, options: Options, tokenizer: Tokenizer, records: Sequence[Record]
+    plan: Record, options: TokenizeOptions, tokenizer: Tokenizer, records: Sequence[Record]
 ) -> Record:
     counts = ("tokens", "documents", "skipped")
     files = []

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from models.training.data.source import BYTES, Packing
 from models.training.errors import RunError
-from models.training.options import Options
+from models.training.options import TrainerOptions
 from models.training.paths import AnyPath, StorePath, as_path
 from models.training.run.mirror import Mirror
 from models.training.run.optimizer import OptimizerConfig
@@ -54,7 +54,7 @@ class RunConfig:
 
     model: Any
     optimizer: OptimizerConfig
-    options: Options
+    options: TrainerOptions
     mesh: Mapping[str, int]
     seq_len: int
     global_batch: int

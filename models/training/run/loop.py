@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from models.training.run.metrics import StepCost
 from models.training.run.profile import Profiler
-from models.training.run.reader import Reader
+from models.training.run.reader import MetricsReader
 from models.training.run.sinks import Record, Sink
 from models.training.run.step import TrainStep
 from spmd.launch import Unwatched, Watch
@@ -142,7 +142,7 @@ def train(
     """
     started = time.perf_counter()
     watch = Unwatched() if watch is None else watch
-    reader = Reader(cost, schedule.max_skipped, sinks, watch)
+    reader = MetricsReader(cost, schedule.max_skipped, sinks, watch)
     loop = _Loop(
         step,
         state,
@@ -177,7 +177,7 @@ class _Loop:
     batches: Iterator[Any]
     schedule: Schedule
     _: dataclasses.KW_ONLY
-    reader: Reader
+    reader: MetricsReader
     evaluate: Callable[[Any], float] | None
     saver: Saver | None
     profiler: Profiler

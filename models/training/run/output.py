@@ -10,7 +10,7 @@ from typing import IO, cast
 from rich.console import Console
 
 import spmd
-from models.training.options import Options
+from models.training.options import TrainerOptions
 from models.training.run.background import Background
 from models.training.run.description import RunFolder
 from models.training.run.loop import Outcome
@@ -31,7 +31,9 @@ def make_console() -> Console:
     )
 
 
-def make_sinks(options: Options, folder: RunFolder | None, console: Console, step: int) -> Sinks:
+def make_sinks(
+    options: TrainerOptions, folder: RunFolder | None, console: Console, step: int
+) -> Sinks:
     """Where numbers go; nowhere but on process 0.
 
     Args:
@@ -76,7 +78,7 @@ def write_report(
 
 def ending(
     outcome: Outcome,
-    options: Options,
+    options: TrainerOptions,
     cost: StepCost,
     signal: str | None,
     folder: RunFolder | None,

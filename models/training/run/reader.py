@@ -20,7 +20,7 @@ TYPICAL_OF = 1000
 """The time of a typical step is the median of this many of the last steps."""
 
 
-class Reader:
+class MetricsReader:
     """Reads the metrics of steps, one step late, and collects what an `Outcome` needs.
 
     Args:

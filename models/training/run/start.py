@@ -17,15 +17,15 @@ from models.training.checkpoints.found import Found
 from models.training.checkpoints.store import Checkpoints
 from models.training.data.batches import Dataset, fingerprint
 from models.training.errors import RunError
-from models.training.options import Options
-from models.training.program import Program
+from models.training.options import TrainerOptions
+from models.training.program import TrainingProgram
 from models.training.run.compiled import keeping_compiled
 from models.training.run.description import RunFolder
 from models.training.run.loop import TrainState
 from spmd import launch
 
 
-def agree(options: Options, data: Dataset) -> None:
+def agree(options: TrainerOptions, data: Dataset) -> None:
     """All processes have the same options, sources and data, or each gets an error.
 
     Raises:
@@ -58,7 +58,7 @@ def watched(timeout: float, folder: RunFolder | None) -> Iterator[launch.Watch]:
 
 @contextlib.contextmanager
 def opened(
-    folder: RunFolder | None, options: Options, about: Mapping[str, Any]
+    folder: RunFolder | None, options: TrainerOptions, about: Mapping[str, Any]
 ) -> Iterator[Checkpoints | None]:
     """The checkpoints of a run's folder, which is made and kept up meanwhile; None without one.
 
@@ -110,10 +110,10 @@ def find_checkpoint(
 
 
 def first_state(
-    program: Program,
+    program: TrainingProgram,
     checkpoints: Checkpoints | None,
     found: Found | None,
-    first_params: Callable[[Program], Any],
+    first_params: Callable[[TrainingProgram], Any],
     *,
     seed: int,
     console: Console,

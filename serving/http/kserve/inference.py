@@ -64,7 +64,7 @@ async def _run(service: Service, tensors: Tensors, client: str) -> Tensors:
         raise invalid(f"inputs: {error}", "inputs") from error
 
 
-class Asked(NamedTuple):
+class InferenceAsk(NamedTuple):
     """A request for tensors: its inputs, the outputs that it wants, and its id."""
 
     tensors: dict[str, Array]
@@ -72,7 +72,7 @@ class Asked(NamedTuple):
     id: str | None
 
 
-def read_request(body: bytes, length: str | None, function: Infer) -> Asked:
+def read_request(body: bytes, length: str | None, function: Infer) -> InferenceAsk:
     """Reads the body of a request.
 
     Args:
@@ -95,7 +95,7 @@ def read_request(body: bytes, length: str | None, function: Infer) -> Asked:
     by_default = Fields(parameters).flag("binary_data_output")
     outputs = _wanted(content.get("outputs"), function.outputs, by_default)
     id_ = None if content.get("id") is None else Fields(content).text("id")
-    return Asked(tensors, outputs, id_)
+    return InferenceAsk(tensors, outputs, id_)
 
 
 def _length(text: str, most: int) -> int:
@@ -157,7 +157,7 @@ def _wanted(value: Any, specs: Sequence[TensorSpec], by_default: bool) -> list[O
     return wanted
 
 
-def _answer(name: str, asked: Asked, results: Tensors, encoding: str) -> Response:
+def _answer(name: str, asked: InferenceAsk, results: Tensors, encoding: str) -> Response:
     head: dict[str, Any] = {"model_name": name, "model_version": VERSION}
     if asked.id is not None:
         head["id"] = asked.id

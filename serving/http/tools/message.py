@@ -8,7 +8,14 @@ from typing import Any
 from serving.engine.actions import Finish
 from serving.http.tools.ask import Tools
 from serving.http.tools.formats import Format
-from serving.http.tools.reader import Begin, Broken, Event, Piece, Reader, Text
+from serving.http.tools.reader import (
+    Broken,
+    CallBegins,
+    CallContinues,
+    CallsReader,
+    ContentText,
+    Event,
+)
 
 Json = dict[str, Any]
 
@@ -23,7 +30,7 @@ class MessageReader:
 
     def __init__(self, tools: Tools, format: Format) -> None:
         names = [tool.name for tool in tools.callable]
-        self._reader = Reader(format, names, None if tools.parallel else 1)
+        self._reader = CallsReader(format, names, None if tools.parallel else 1)
         self._format = format
         self._index = -1
 
@@ -34,12 +41,12 @@ class MessageReader:
         are no JSON.
         """
         for event in self._events(text, finish):
-            if isinstance(event, Text):
+            if isinstance(event, ContentText):
                 yield {"content": event.text}
-            elif isinstance(event, Begin):
+            elif isinstance(event, CallBegins):
                 self._index += 1
                 yield {"tool_calls": [{"index": self._index, **self._call(event.name)}]}
-            elif isinstance(event, Piece):
+            elif isinstance(event, CallContinues):
                 function = {"arguments": event.text}
                 yield {"tool_calls": [{"index": self._index, "function": function}]}
 
@@ -47,9 +54,9 @@ class MessageReader:
         """The message of a whole text."""
         content, calls = "", list[Json]()
         for event in self._events(text, finish):
-            if isinstance(event, Begin):
+            if isinstance(event, CallBegins):
                 calls.append(self._call(event.name))
-            elif isinstance(event, Piece):
+            elif isinstance(event, CallContinues):
                 calls[-1]["function"]["arguments"] += event.text
             else:
                 if isinstance(event, Broken):

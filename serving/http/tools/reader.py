@@ -16,19 +16,19 @@ from serving.http.tools.formats import Format
 from serving.http.tools.json_call import JsonCall, NamedCall
 
 
-class Text(NamedTuple):
+class ContentText(NamedTuple):
     """A part of the message's content."""
 
     text: str
 
 
-class Begin(NamedTuple):
+class CallBegins(NamedTuple):
     """A call begins."""
 
     name: str
 
 
-class Piece(NamedTuple):
+class CallContinues(NamedTuple):
     """More of the call's arguments."""
 
     text: str
@@ -40,10 +40,10 @@ class Broken(NamedTuple):
     text: str
 
 
-Event = Text | Begin | Piece | Broken
+Event = ContentText | CallBegins | CallContinues | Broken
 
 
-class Reader:
+class CallsReader:
     """Reads one message.
 
     Args:
@@ -90,7 +90,7 @@ class Reader:
             events += self._content(self._raw)
         events += self._content(self._matcher.flush())
         if self._blank and not self._calls:
-            events.append(Text(self._blank))
+            events.append(ContentText(self._blank))
         return _joined(events)
 
     # -----------------------------------------------------------------------------------------
@@ -139,8 +139,8 @@ class Reader:
             if not self._shown:
                 self._shown = True
                 self._calls += 1
-                yield Begin(call.name or "")
-            yield Piece(piece)
+                yield CallBegins(call.name or "")
+            yield CallContinues(piece)
         if call.done:
             if not self._dropped and not self._shown:  # there is nothing that could be its name
                 yield from self._give_up()
@@ -201,7 +201,7 @@ class Reader:
         self._blank = text[len(shown) :]
         if shown:
             self._texts += 1
-            yield Text(shown)
+            yield ContentText(shown)
 
 
 def _joined(events: list[Event]) -> list[Event]:
@@ -209,10 +209,10 @@ def _joined(events: list[Event]) -> list[Event]:
     joined: list[Event] = []
     for event in events:
         last = joined[-1] if joined else None
-        if isinstance(event, Text) and isinstance(last, Text):
-            joined[-1] = Text(last.text + event.text)
-        elif isinstance(event, Piece) and isinstance(last, Piece):
-            joined[-1] = Piece(last.text + event.text)
+        if isinstance(event, ContentText) and isinstance(last, ContentText):
+            joined[-1] = ContentText(last.text + event.text)
+        elif isinstance(event, CallContinues) and isinstance(last, CallContinues):
+            joined[-1] = CallContinues(last.text + event.text)
         else:
             joined.append(event)
     return joined

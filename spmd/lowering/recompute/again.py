@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from spmd.ir.description import BARRIER
-from spmd.ir.min_cut import SINK, SOURCE, Network
+from spmd.ir.min_cut import SINK, SOURCE, FlowNetwork
 from spmd.ir.program import Loc, Op, Program, Region, Value, reads
 from spmd.lowering.rewrites.clock import Clock
 from spmd.mesh.mesh import Mesh
@@ -134,7 +134,7 @@ def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: CutPrices) 
     """
     makers = {value: op for op in ops for value in op.results}
     needed = tuple(dict.fromkeys(needed))
-    network, known = Network(), set[object]()
+    network, known = FlowNetwork(), set[object]()
     # An edge is cut if it leads from what is in front of the cut to what lies behind it:
     #   source -> op            the op is done again: its price
     #   op -> value             needed, and its op is not done again: it is kept, at its price

@@ -22,7 +22,7 @@ from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
 from serving.bundle.bundle import Bundle
 from serving.bundle.memory import compile_bundle
-from serving.engine.backend import Limits, Part, Sampling
+from serving.engine.backend import Limits, Sampling, SlotPart
 from serving.engine.model_backend import ModelBackend, generate
 from tests.models.llama.inverse import dequantize
 from tests.models.llama.weights import checkpoints
@@ -160,15 +160,15 @@ class Sequences:
 
         return finish
 
-    def _part(self, slot: int, count: int, scored: bool) -> Part:
+    def _part(self, slot: int, count: int, scored: bool) -> SlotPart:
         start, prompt = self._at[slot], self._prompts[slot]
         self._at[slot] += count
         if start >= prompt:
-            return Part(slot, start, None, self.pages[slot], True)
+            return SlotPart(slot, start, None, self.pages[slot], True)
         tokens = tuple(self.tokens[slot][start : start + count])
         behind = tuple([*self.tokens[slot][:prompt], 0][start + 1 : start + count + 1])
         draws = start + count == prompt
-        return Part(slot, start, tokens, self.pages[slot], draws, behind if scored else None)
+        return SlotPart(slot, start, tokens, self.pages[slot], draws, behind if scored else None)
 
     def decode(self, slots: Sequence[int], steps: int) -> None:
         """Two steps are always under way."""
@@ -348,7 +348,7 @@ def test_biases_and_masks_of_slots():
             backend.begin(slot, sampling, prompt)
         if masks is not None:
             backend.allow(masks)
-        drawn = backend.step([Part(slot, 0, tuple(prompt), pages, True)])().drawn
+        drawn = backend.step([SlotPart(slot, 0, tuple(prompt), pages, True)])().drawn
         return int(drawn.ids[0]), float(drawn.logprobs[0])
 
     plain: Any = (wanted[0], pytest.approx(logprobs[0], abs=1e-5))

@@ -14,7 +14,7 @@ from models.llama.named import CONFIGS
 from models.llama.trainer import LlamaProgram, init_params
 from models.training.checkpoints.store import Checkpoints
 from models.training.data import source as data
-from models.training.options import Options
+from models.training.options import TrainerOptions
 from models.training.run.description import RunConfig
 from models.training.run.loop import Schedule, train
 from models.training.run.optimizer import OptimizerConfig
@@ -29,7 +29,7 @@ def make_run(mesh, **model_changes):
     return RunConfig(
         model=dataclasses.replace(SMALL, **model_changes),
         optimizer=OptimizerConfig(name="adamw", learning_rate=1e-2),
-        options=Options(steps=STEPS, microbatches=2, on_nonfinite="skip"),
+        options=TrainerOptions(steps=STEPS, microbatches=2, on_nonfinite="skip"),
         mesh=mesh,
         seq_len=16,
         global_batch=16,

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import spmd
-from models.training.trainer import Options, Trainer
+from models.training.trainer import Trainer, TrainerOptions
 
 ROWS, WIDTH = 16, 8
 
@@ -44,7 +44,7 @@ def make_trainer(mesh, data=data, optimizer=None, **options):
         batch_marks={"*": ("across",)},
         optimizer=optimizer or optax.adam(1e-2),
         held_out=lambda step: data(10_000 + step),
-        options=Options(**options),
+        options=TrainerOptions(**options),
     )
     trainer.console.quiet = True
     return trainer

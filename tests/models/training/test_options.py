@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.training.errors import RunError
-from models.training.options import METRICS, Options
+from models.training.options import METRICS, TrainerOptions
 from models.training.run.profile import ProfileRange
 from spmd.cli.settings import SettingsError
 
 COUNT = st.integers(0, 10**6)
 OPTIONS = st.builds(
-    Options,
+    TrainerOptions,
     steps=st.integers(1, 10**6),
     run_dir=st.none() | st.text("ab/ :#'\"{}[],*&!|>%@~0", min_size=1) | st.just("-a: b"),
     resume=st.none() | st.just("auto") | COUNT,
@@ -39,14 +39,14 @@ def test_a_file_of_all_options_reads_back(tmp_path_factory: pytest.TempPathFacto
     values |= {"metrics": list(options.metrics)}
     values["profile"] = None if options.profile is None else str(options.profile)
     file.write_text(yaml.safe_dump(values))
-    assert Options.from_yaml(file) == options
-    assert Options.from_yaml(file, steps=3) == dataclasses.replace(options, steps=3)
+    assert TrainerOptions.from_yaml(file) == options
+    assert TrainerOptions.from_yaml(file, steps=3) == dataclasses.replace(options, steps=3)
 
 
 def test_a_file_as_people_write_it(tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text("# half a day\nsteps: 100\nsave_every: 20\nprofile: 10:13\nmetrics: [jsonl]\n")
-    assert Options.from_yaml(file, run_dir=tmp_path) == Options(
+    assert TrainerOptions.from_yaml(file, run_dir=tmp_path) == TrainerOptions(
         steps=100, save_every=20, profile=ProfileRange(10, 13), metrics=("jsonl",), run_dir=tmp_path
     )
 
@@ -65,7 +65,7 @@ def test_a_file_as_people_write_it(tmp_path: Path):
 def test_what_is_said_to_bad_files(tmp_path: Path, line: str, says: str):
     (tmp_path / "run.yaml").write_text(f"steps: 10\n{line}\n")
     with pytest.raises(SettingsError) as caught:
-        Options.from_yaml(tmp_path / "run.yaml")
+        TrainerOptions.from_yaml(tmp_path / "run.yaml")
     assert str(caught.value).startswith(f"{tmp_path}/{says}")
 
 
@@ -81,4 +81,4 @@ def test_what_is_said_to_bad_files(tmp_path: Path, line: str, says: str):
 )
 def test_ranges(values, says: str):
     with pytest.raises(RunError, match=says):
-        Options(**{"steps": 1, **values})
+        TrainerOptions(**{"steps": 1, **values})

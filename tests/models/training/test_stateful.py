@@ -13,7 +13,7 @@ import pytest
 
 import spmd
 from models.training.run.step import make_train_step
-from models.training.trainer import Options, Stateful, Trainer
+from models.training.trainer import Stateful, Trainer, TrainerOptions
 from tests.two_processes import run_both
 
 ROWS, WIDTH, STEPS = 16, 8, 4
@@ -50,7 +50,7 @@ def make_trainer(mesh, init=init, loss=loss, marks=None, eval_loss=eval_loss, **
         init, loss, marks or {"params/w": (None, "up")}, data, mesh=mesh,
         batch_marks={"*": ("across",)}, optimizer=optax.sgd(1e-2, momentum=0.9),
         held_out=lambda step: data(100 + step), eval_loss=eval_loss,
-        options=Options(**{"eval_batches": 1, **options}),
+        options=TrainerOptions(**{"eval_batches": 1, **options}),
     )  # fmt: skip
     trainer.console.quiet = True
     return trainer

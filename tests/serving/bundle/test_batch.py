@@ -14,7 +14,7 @@ from serving.bundle.read import load_bundle
 from serving.bundle.write import write_bundle
 from serving.engine.batches import Batches
 from serving.engine.statistics import Statistics
-from serving.engine.workers import Part
+from serving.engine.workers import JointCall
 from serving.tensor_backend import BundleInfer
 from spmd.cli.flags import Parser
 from tests.serving.conftest import struct
@@ -63,7 +63,7 @@ def test_joined_is_as_alone(infer, counts):
     requests = [{"x": rng.standard_normal((n, 8)).astype(np.float32)} for n in counts]
     alone = [batches.call(request)() for request in requests]
     first = batches.call(requests[0])
-    assert isinstance(first, Part)
+    assert isinstance(first, JointCall)
     joined = first.joint(requests)
     for request, one, other in zip(requests, alone, joined, strict=True):
         np.testing.assert_array_equal(one["most"], other["most"])

@@ -17,7 +17,7 @@ from models.function import Role
 from scripts.flags import bundle as bundle_flags
 from serving.bundle import memory, symbols
 from serving.bundle.function import BundleError, Function, StateLeaf
-from serving.bundle.manifest import MANIFEST, Leaf
+from serving.bundle.manifest import MANIFEST, LeafEntry
 from serving.bundle.memory import compile_bundle
 from serving.bundle.placement import spec_for
 from serving.bundle.programs import plan_functions
@@ -361,10 +361,10 @@ MESH = spmd.Mesh(None, (2, 4), ("data", "model"))
 
 def test_the_first_pattern_counts_on_the_refined_mesh():
     specs = {"a/*": ("model", "..."), "a/w": ("data", None), "b": ("replica",)}
-    found = spec_for(Leaf("a/w", (8, 8), "float32"), specs, MESH)
+    found = spec_for(LeafEntry("a/w", (8, 8), "float32"), specs, MESH)
     assert found == ((("model.0", "model.1"), ...), ())
-    assert spec_for(Leaf("b", (8,), "float32"), specs, MESH) == ((None,), ())
-    assert spec_for(Leaf("c", (8,), "float32"), specs, MESH) is None
+    assert spec_for(LeafEntry("b", (8,), "float32"), specs, MESH) == ((None,), ())
+    assert spec_for(LeafEntry("c", (8,), "float32"), specs, MESH) is None
 
 
 def main() -> None:

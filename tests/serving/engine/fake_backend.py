@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from serving.engine.backend import Limits, Part, Sampling, Stepped, Tokens, Words
+from serving.engine.backend import Limits, Sampling, SlotPart, Stepped, Tokens, Words
 from tests.waiting import PATIENCE
 
 LIMITS = Limits(
@@ -142,7 +142,7 @@ class FakeBackend:
                 require(mask is None or bool(np.any(mask)), f"slot {slot} may draw nothing")
                 self.allowed[slot] = mask
 
-    def step(self, parts: Sequence[Part], alternatives: bool = True) -> Callable[[], Stepped]:
+    def step(self, parts: Sequence[SlotPart], alternatives: bool = True) -> Callable[[], Stepped]:
         with self._calling():
             self._check(parts)
             ids = []
@@ -180,7 +180,7 @@ class FakeBackend:
             known.append(key_value(known[-1], drawn[-1]))
         return drawn
 
-    def _check(self, parts: Sequence[Part]) -> None:
+    def _check(self, parts: Sequence[SlotPart]) -> None:
         limits = self.limits
         require(0 < len(parts) == len({part.slot for part in parts}), "slots of the parts")
         rows: Counter[int] = Counter()
@@ -202,7 +202,7 @@ class FakeBackend:
         require(max(written.values()) == 1, "two parts write one page")
         self.run += rows.total()
 
-    def _write(self, part: Part) -> None:
+    def _write(self, part: SlotPart) -> None:
         tokens = part.tokens
         if tokens is None:
             latest = self.latest[part.slot]
@@ -216,13 +216,13 @@ class FakeBackend:
             known = key_value(known, token)
             pool[part.pages[position // size], position % size] = known
 
-    def _read(self, part: Part, count: int) -> Any:
+    def _read(self, part: SlotPart, count: int) -> Any:
         """What the pages of a slot say of its first `count` positions."""
         known = self.pools[self._group(part)][list(part.pages)].reshape(-1)[:count]
         require((known != EMPTY).all(), "a position was never written")
         return known
 
-    def _draw(self, part: Part) -> int:
+    def _draw(self, part: SlotPart) -> int:
         slot, sampling = part.slot, self.sampling[part.slot]
         assert sampling is not None, f"slot {slot} has not begun"
         known = self._read(part, part.start + (len(part.tokens) if part.tokens else 1))
@@ -254,7 +254,7 @@ class FakeBackend:
             top_logprobs.astype(np.float32),
         )
 
-    def _group(self, part: Part) -> int:
+    def _group(self, part: SlotPart) -> int:
         return part.slot // (self.limits.slots // self.limits.groups)
 
     def _calling(self) -> threading.Lock:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from models.training.data.tokenizer import ByteTokenizer
-from serving.engine.actions import Counts, Job, Step
+from serving.engine.actions import Counts, EngineStep, Job
 from serving.engine.backend import Sampling, Stepped
 from serving.engine.choice import Delta
 from serving.engine.engine import LAG, Engine
@@ -31,12 +31,12 @@ class Notes:
     """An observer that keeps everything."""
 
     def __init__(self) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[EngineStep] = []
         self.firsts: list[float] = []
         self.more: list[float] = []
         self.records: list[Finished] = []
 
-    def ran(self, step: Step, seconds: float) -> None:
+    def ran(self, step: EngineStep, seconds: float) -> None:
         self.steps.append(step)
 
     def first_token(self, seconds: float) -> None:
@@ -154,7 +154,7 @@ class Scraper(Notes):
         assert self.engine is not None
         self.totals.append(self.engine.state().counts)
 
-    def ran(self, step: Step, seconds: float) -> None:
+    def ran(self, step: EngineStep, seconds: float) -> None:
         super().ran(step, seconds)
         self._scrape()
 
@@ -311,7 +311,7 @@ def test_many_at_once_with_flat_memory(pages: int) -> None:
 
 def test_a_mistake_in_making_text_is_told_to_all() -> None:
     class Broken(Notes):
-        def ran(self, step: Step, seconds: float) -> None:
+        def ran(self, step: EngineStep, seconds: float) -> None:
             raise KeyError("x")
 
     async def go(engine: Engine) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from models.decode.packing import pack_report, row_shapes, unpack_rows
 from models.sampling import Report
-from serving.engine.backend import Limits, Part, Sampling
+from serving.engine.backend import Limits, Sampling, SlotPart
 from serving.engine.model_backend import ModelBackend, generate
 
 LIMITS = Limits(
@@ -91,7 +91,7 @@ def number(group: Any, slot: Any, position: Any) -> Any:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> list[Part]:
+def steps(draw: st.DrawFn) -> list[SlotPart]:
     """Parts in any order; none of the groups has more rows than a step."""
     parts, left = [], [LIMITS.rows[-1]] * LIMITS.groups
     for slot in draw(st.lists(st.integers(0, LIMITS.slots - 1), min_size=1, unique=True)):
@@ -109,12 +109,12 @@ def steps(draw: st.DrawFn) -> list[Part]:
         pages = pages[: LIMITS.max_length // LIMITS.page]
         targets = None if decodes else draw(st.none() | several)
         tokens = None if decodes else draw(several)
-        parts.append(Part(slot, start, tokens, pages, draw(st.booleans()), targets))
+        parts.append(SlotPart(slot, start, tokens, pages, draw(st.booleans()), targets))
     return parts
 
 
 @hypothesis.given(st.lists(steps(), min_size=1, max_size=3))
-def test_rows_are_those_of_the_parts(several: list[list[Part]]) -> None:
+def test_rows_are_those_of_the_parts(several: list[list[SlotPart]]) -> None:
     """Read back from what a function gets, by what `spmd.ops.paged_attention` says of it."""
     programs = Programs()
     backend = ModelBackend(programs, LIMITS)
@@ -132,7 +132,7 @@ def test_rows_are_those_of_the_parts(several: list[list[Part]]) -> None:
         check_results(parts, made)
 
 
-def fitting(parts: Sequence[Part]) -> tuple[int, int]:
+def fitting(parts: Sequence[SlotPart]) -> tuple[int, int]:
     """The smallest rows and length that hold a step."""
     rows = np.zeros(LIMITS.groups, int)
     for part in parts:
@@ -144,7 +144,7 @@ def fitting(parts: Sequence[Part]) -> tuple[int, int]:
     )
 
 
-def check_slot(given: Any, group: int, slot: int, part: Part | None) -> None:
+def check_slot(given: Any, group: int, slot: int, part: SlotPart | None) -> None:
     begin, end = given["first"][group, slot : slot + 2]
     drawing = [row for row in given["draws"][group] if begin <= row < end]
     if part is None:
@@ -173,8 +173,8 @@ def check_padding(given: Any, group: int) -> None:
     assert np.all(draws < end)
 
 
-def check_results(parts: Sequence[Part], made: Any) -> None:
-    def said(part: Part) -> list[int]:
+def check_results(parts: Sequence[SlotPart], made: Any) -> None:
+    def said(part: SlotPart) -> list[int]:
         group, slot = divmod(part.slot, SLOTS)
         positions = part.start + np.arange(len(part.tokens or (0,)))
         return number(group, slot, positions).tolist()
@@ -191,8 +191,8 @@ def test_a_step_is_over_when_the_device_is_done_with_it() -> None:
     """Also one that draws nothing; another may begin before."""
     programs = Programs()
     backend = ModelBackend(programs, LIMITS)
-    first = backend.step([Part(0, 0, (3,) * 4, (5,), False)])
-    second = backend.step([Part(0, 4, (3,), (5, 6), True)])
+    first = backend.step([SlotPart(0, 0, (3,) * 4, (5,), False)])
+    second = backend.step([SlotPart(0, 4, (3,), (5, 6), True)])
     assert programs.waited == []
     assert first().drawn.ids.shape == (0,)
     assert set(programs.waited) == {1}
@@ -202,9 +202,9 @@ def test_a_step_is_over_when_the_device_is_done_with_it() -> None:
 def test_tables_of_calls_under_way_stay_as_they_are() -> None:
     programs = Programs()
     backend = ModelBackend(programs, LIMITS)
-    backend.step([Part(1, 4, None, (5, 6), True)])
-    backend.step([Part(1, 8, None, (5, 6, 7), True)])
-    backend.step([Part(1, 0, (1,), (9,), True)])
+    backend.step([SlotPart(1, 4, None, (5, 6), True)])
+    backend.step([SlotPart(1, 8, None, (5, 6, 7), True)])
+    backend.step([SlotPart(1, 0, (1,), (9,), True)])
     tables = [inputs["table"][0, 1].tolist() for inputs in programs.inputs]
     assert [table[:2] for table in tables] == [[5, 6], [5, 6], [9, 6]]
     assert tables[1][2] == 7
@@ -234,16 +234,16 @@ def test_masks_are_those_of_slots() -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([Part(0, 0, (), (0,), True)], "0 rows at position 0"),
-        ([Part(0, 30, (1, 2, 3), (0,) * 9, True)], "3 rows at position 30 do not fit into 32"),
-        ([Part(0, -1, None, (0,), True)], "1 rows at position -1"),
-        ([Part(0, 4, None, (0,), True)], "slot 0: 1 pages do not reach 5"),
-        ([Part(0, 4, None, (0, 20), True)], "slot 0: there are pages 0 to 19"),
-        ([Part(0, 0, None, (0,), True)] * 2, "two parts of one slot"),
-        ([Part(s, 0, (1,) * 5, (0, 0), True) for s in (0, 1)], "10 rows of a group: at most 9"),
+        ([SlotPart(0, 0, (), (0,), True)], "0 rows at position 0"),
+        ([SlotPart(0, 30, (1, 2, 3), (0,) * 9, True)], "3 rows at position 30 do not fit into 32"),
+        ([SlotPart(0, -1, None, (0,), True)], "1 rows at position -1"),
+        ([SlotPart(0, 4, None, (0,), True)], "slot 0: 1 pages do not reach 5"),
+        ([SlotPart(0, 4, None, (0, 20), True)], "slot 0: there are pages 0 to 19"),
+        ([SlotPart(0, 0, None, (0,), True)] * 2, "two parts of one slot"),
+        ([SlotPart(s, 0, (1,) * 5, (0, 0), True) for s in (0, 1)], "10 rows of a group: at most 9"),
     ],
 )
-def test_misuse_is_said(parts: list[Part], message: str) -> None:
+def test_misuse_is_said(parts: list[SlotPart], message: str) -> None:
     programs = Programs()
     with pytest.raises(ValueError, match=message):
         ModelBackend(programs, LIMITS).step(parts)

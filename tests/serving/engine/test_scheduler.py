@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from serving.engine.actions import Job, Step
-from serving.engine.backend import Limits, Part, Sampling, Stepped
+from serving.engine.actions import EngineStep, Job
+from serving.engine.backend import Limits, Sampling, SlotPart, Stepped
 from serving.engine.guide import Guide, counted_masks, words_of
 from serving.engine.scheduler import Scheduler
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
@@ -38,9 +38,9 @@ class Run:
         self.finished: dict[int, str] = {}
         self.ended: set[int] = set()  # by the caller, as if its text held a stop string
         self.cancelled: set[int] = set()
-        self.steps: list[Step] = []
+        self.steps: list[EngineStep] = []
         self.scores: dict[int, list[int]] = {}
-        self.under_way: deque[tuple[Step, Stepped]] = deque()
+        self.under_way: deque[tuple[EngineStep, Stepped]] = deque()
         self.unmasked: list[int] = []
 
     def submit(self, *requests: Job) -> None:
@@ -76,7 +76,7 @@ class Run:
             return False
         return True
 
-    def _check(self, step: Step) -> None:
+    def _check(self, step: EngineStep) -> None:
         limits = self.scheduler.limits
         rows = [0] * limits.groups
         for part in step.parts:
@@ -87,7 +87,7 @@ class Run:
         assert step.decoding == sum(part.tokens is None for part in step.parts)
         assert step.seen == sum(part.start + size(part) for part in step.parts)
 
-    def _finish(self, step: Step, results: Stepped) -> None:
+    def _finish(self, step: EngineStep, results: Stepped) -> None:
         for key, part, scores in zip(step.keys, step.parts, results.scores, strict=True):
             if scores is not None:
                 self.scores.setdefault(key, [])[part.start :] = scores.ids.tolist()
@@ -161,7 +161,7 @@ class Run:
                     assert self.scores[key][: length - 1] == list(request.prompt[1:])
                     assert len(self.scores[key]) == length
 
-    def chunks(self, key: int) -> list[Part]:
+    def chunks(self, key: int) -> list[SlotPart]:
         """The chunks of a request's prompt."""
         pairs = (
             (k, part) for step in self.steps for k, part in zip(step.keys, step.parts, strict=True)
@@ -178,11 +178,11 @@ def guided_mask(drawn: list[int]) -> Any:
     return words_of((i for i in range(256) if (i + sum(drawn)) % 3), 256)
 
 
-def size(part: Part) -> int:
+def size(part: SlotPart) -> int:
     return 1 if part.tokens is None else len(part.tokens)
 
 
-def rows_of(step: Step) -> dict[int, tuple[int, int]]:
+def rows_of(step: EngineStep) -> dict[int, tuple[int, int]]:
     """Key -> the first position and how many rows."""
     return {k: (part.start, size(part)) for k, part in zip(step.keys, step.parts, strict=True)}
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from serving.http.limits import Options
+from serving.http.limits import ServerOptions
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import MODEL, Live, get, serving
 from tests.waiting import PATIENCE, wait_until
@@ -72,7 +72,7 @@ def test_draining() -> None:
 
 
 def test_draining_has_an_end() -> None:
-    with serving(options=Options(drain_seconds=0.1)) as live:
+    with serving(options=ServerOptions(drain_seconds=0.1)) as live:
         live.backend.gate.close(after=3)
         body = {"prompt": "hello", "max_tokens": 50, "stream": True}
         with stream(live, body) as response:
@@ -88,7 +88,7 @@ def test_draining_has_an_end() -> None:
 
 
 def test_what_is_not_finished_at_the_end_may_be_asked_for_elsewhere() -> None:
-    with serving(options=Options(drain_seconds=0.1)) as live:
+    with serving(options=ServerOptions(drain_seconds=0.1)) as live:
         live.backend.gate.close()
         answers: list[httpx.Response] = []
         body = {"prompt": "hello", "max_tokens": 50}
@@ -141,7 +141,7 @@ def test_a_model_that_fails() -> None:
 
 
 def test_a_model_that_hangs() -> None:
-    with serving(options=Options(stall_seconds=0.1)) as live:
+    with serving(options=ServerOptions(stall_seconds=0.1)) as live:
         live.backend.gate.close()
         thread = threading.Thread(target=post, args=(live, {"prompt": "a", "max_tokens": 1}))
         thread.start()
@@ -153,7 +153,7 @@ def test_a_model_that_hangs() -> None:
 
 
 def test_keys() -> None:
-    with serving(options=Options(api_keys=("sésame", "other"))) as live:
+    with serving(options=ServerOptions(api_keys=("sésame", "other"))) as live:
         for headers in (
             {}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic other"},
             {"Authorization": "Bearer other other"}, {"Authorization": "Bearer"},

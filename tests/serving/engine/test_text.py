@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.training.data.tokenizer import ByteTokenizer
-from serving.engine.text import Detokenizer, Pieces, StopMatcher
+from serving.engine.text import Detokenizer, StopMatcher, TokenTexts
 
 DECODE = ByteTokenizer().decode
 
@@ -94,7 +94,7 @@ def test_a_tokenizer_file(tmp_path: Any) -> None:
     pieces = push_all(Detokenizer(tokenizer.decode, ids.tolist()[:3]), ids.tolist())
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
-    assert Pieces(tokenizer.decode, ids.tolist()[:1])[int(ids[1])] == pieces[1]
+    assert TokenTexts(tokenizer.decode, ids.tolist()[:1])[int(ids[1])] == pieces[1]
 
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
@@ -129,5 +129,5 @@ def test_stops_are_found_however_the_text_is_cut(pieces: list[str], stops: list[
 
 
 def test_pieces_read_as_in_the_middle_of_a_text() -> None:
-    assert Pieces(words, [0])[5] == " w5"
-    assert Pieces(DECODE, b"a")[ord("x")] == "x"
+    assert TokenTexts(words, [0])[5] == " w5"
+    assert TokenTexts(DECODE, b"a")[ord("x")] == "x"

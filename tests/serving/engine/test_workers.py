@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from serving.engine.records import Finished
 from serving.engine.stream import Stopped
-from serving.engine.workers import Part, Workers
+from serving.engine.workers import JointCall, Workers
 from tests.waiting import wait_until
 
 
@@ -99,12 +99,12 @@ class Joint:
             raise ValueError("13")
         return [[2 * number for number in content] for content in contents]
 
-    def part(self, *numbers: int) -> Part[list[int]]:
-        return Part(self.run, list(numbers), len(numbers), most=4)
+    def part(self, *numbers: int) -> JointCall[list[int]]:
+        return JointCall(self.run, list(numbers), len(numbers), most=4)
 
 
 async def behind_a_first(
-    workers: Workers, joint: Joint, parts: Sequence[Part[list[int]]]
+    workers: Workers, joint: Joint, parts: Sequence[JointCall[list[int]]]
 ) -> list[asyncio.Task[list[int]]]:
     """Tasks of calls that wait behind one that runs."""
     tasks = []

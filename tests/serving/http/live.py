@@ -11,7 +11,7 @@ import httpx
 
 from models.training.data.tokenizer import ByteTokenizer
 from serving.http.language import Loaded
-from serving.http.limits import HttpOptions, Options
+from serving.http.limits import HttpOptions, ServerOptions
 from serving.http.server import Server, listen
 from serving.http.service import Service
 from tests.serving.engine.fake_backend import FakeBackend
@@ -56,7 +56,7 @@ def post(url: str, **more: Any) -> httpx.Response:
 @contextmanager
 def serving(
     backend: FakeBackend | None = None,
-    options: Options | None = None,
+    options: ServerOptions | None = None,
     load: bool = True,
     http: HttpOptions | None = None,
     **loaded: Any,

@@ -24,7 +24,7 @@ from serving.http.admission import SPARE, Budget
 from serving.http.connections import Addresses
 from serving.http.fields import SHORT
 from serving.http.language import Loaded
-from serving.http.limits import HttpOptions, Options
+from serving.http.limits import HttpOptions, ServerOptions
 from serving.http.requests import client_of
 from tests.serving.engine.fake_backend import LIMITS
 from tests.serving.http.live import Live, get, post, serving
@@ -65,7 +65,7 @@ class Gated:
 
 
 @contextmanager
-def serving_tensors(options: Options | None = None) -> Iterator[tuple[Live, Gated]]:
+def serving_tensors(options: ServerOptions | None = None) -> Iterator[tuple[Live, Gated]]:
     gated = Gated()
     with serving(options=options, load=False) as live:
         live.service.become_ready(Loaded("gated", infer=gated))
@@ -125,7 +125,7 @@ def test_a_client_leaves_something_to_others() -> None:
 )
 def test_who_a_client_is(host: str, keys: tuple[str, ...], client: str) -> None:
     request = Request({"type": "http", "client": (host, 1), "headers": []})
-    assert client_of(request, "1", Options(api_keys=keys)) == client
+    assert client_of(request, "1", ServerOptions(api_keys=keys)) == client
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
@@ -150,7 +150,7 @@ def test_texts_that_are_too_long_are_not_tokenized(path: str) -> None:
 
 def test_long_texts_do_not_hold_others_up_and_those_who_leave_get_nothing() -> None:
     tokenizer = Slow()
-    with serving(options=Options(text_threads=2), tokenizer=tokenizer) as live:
+    with serving(options=ServerOptions(text_threads=2), tokenizer=tokenizer) as live:
         leaving = [begin(live, "/v1/completions", {"prompt": LONG}) for _ in range(8)]
         wait_until(lambda: tokenizer.long == 2 and taken(live) == 8)
         body = {"prompt": "hello", "max_tokens": 3, "seed": 0}
@@ -171,7 +171,7 @@ def test_long_texts_do_not_hold_others_up_and_those_who_leave_get_nothing() -> N
 
 def test_bodies_have_a_limit_together() -> None:
     tokenizer = Slow()
-    options = Options(bodies_bytes=3 * len(LONG))
+    options = ServerOptions(bodies_bytes=3 * len(LONG))
     with serving(options=options, tokenizer=tokenizer) as live:
         first = [begin(live, "/v1/completions", {"prompt": LONG}) for _ in range(2)]
         wait_until(lambda: tokenizer.long == 2)
@@ -188,7 +188,7 @@ def test_bodies_have_a_limit_together() -> None:
 def test_one_address_cannot_take_all_places() -> None:
     places = LIMITS.slots + 28
     body = {"prompt": "hello", "max_tokens": 3}
-    with serving(options=Options(max_waiting=28)) as live, ExitStack() as stack:
+    with serving(options=ServerOptions(max_waiting=28)) as live, ExitStack() as stack:
         live.backend.gate.close()
         most = places - places // SPARE
         for i in range(most):
@@ -225,7 +225,7 @@ def test_tensors_of_those_who_leave_are_not_computed() -> None:
 
 
 def test_tensors_that_hang() -> None:
-    with serving_tensors(Options(stall_seconds=0.1)) as (live, gated):
+    with serving_tensors(ServerOptions(stall_seconds=0.1)) as (live, gated):
         asked = begin(live, INFER, TENSOR)
         wait_until(lambda: "under way" in get(f"{live.url}/health").text)
         gated.open.set()
@@ -234,7 +234,7 @@ def test_tensors_that_hang() -> None:
 
 
 def test_a_full_queue_of_tensors() -> None:
-    with serving_tensors(Options(max_waiting=3)) as (live, gated):
+    with serving_tensors(ServerOptions(max_waiting=3)) as (live, gated):
         first = [begin(live, INFER, TENSOR) for _ in range(4)]
         wait_until(lambda: taken(live) == 4)
         refused = post(f"{live.url}{INFER}", json=TENSOR)
@@ -267,7 +267,7 @@ def test_tensors_are_fair_to_addresses() -> None:
 
 @pytest.mark.parametrize(("drain_seconds", "answer"), [(PATIENCE, 200), (0.1, 503)])
 def test_draining_tensors(drain_seconds: float, answer: int) -> None:
-    with serving_tensors(Options(drain_seconds=drain_seconds)) as (live, gated):
+    with serving_tensors(ServerOptions(drain_seconds=drain_seconds)) as (live, gated):
         asked = [begin(live, INFER, TENSOR) for _ in range(10)]
         wait_until(lambda: taken(live) == 10 and gated.called == 1)
         live.server.handle_exit(signal.SIGTERM, None)
@@ -285,7 +285,7 @@ def test_draining_tensors(drain_seconds: float, answer: int) -> None:
 
 
 def test_a_stream_that_is_not_read_is_cancelled() -> None:
-    with serving(options=Options(write_seconds=0.2)) as live:
+    with serving(options=ServerOptions(write_seconds=0.2)) as live:
         wait_until(lambda: live.server.started)
         for sock in live.server.servers[0].sockets:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
@@ -340,7 +340,7 @@ def test_answers_are_counted_by_route_and_refusals_by_reason() -> None:
     assert counts[reason % "method"] == 2 and counts[reason % "not_found"] == 1
 
 
-TWO = Options(address_connections=2)
+TWO = ServerOptions(address_connections=2)
 BODY = {"prompt": "hello", "max_tokens": 3, "seed": 0}
 
 
@@ -437,4 +437,4 @@ def test_addresses() -> None:
         addresses.leave("1.2.3.4")
     assert addresses.enter("1.2.3.4") == 0
     with pytest.raises(ServingError, match="address_connections is 0"):
-        Options(address_connections=0)
+        ServerOptions(address_connections=0)

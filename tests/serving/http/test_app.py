@@ -12,8 +12,8 @@ import httpx
 import pytest
 from prometheus_client import generate_latest
 
-from serving.engine.actions import Counts, Step
-from serving.engine.records import State
+from serving.engine.actions import Counts, EngineStep
+from serving.engine.records import EngineState
 from serving.http.metrics import Metrics
 from serving.http.traffic import RequestMetrics
 from tests.serving.engine.fake_backend import FakeBackend
@@ -465,13 +465,13 @@ def test_an_error_in_the_midst_of_a_stream() -> None:
             list(stream)
 
 
-def metrics_of(state: State) -> Metrics:
+def metrics_of(state: EngineState) -> Metrics:
     requests = RequestMetrics("m", lambda: (state.running, state.waiting))
     return Metrics(requests, FakeBackend(), lambda: state)
 
 
 def test_the_roofline_counts_what_is_read() -> None:
-    metrics = metrics_of(State(0, 0, 64, 0, 0, Counts()))
+    metrics = metrics_of(EngineState(0, 0, 64, 0, 0, Counts()))
     assert metrics.roofline_fraction() is None
     metrics.ran(step(rows=2, decoding=2, seen=64), 0.004)
     assert metrics.roofline_fraction() == pytest.approx(1.064e6 / 1e9 / 0.004)
@@ -482,13 +482,13 @@ def test_the_roofline_counts_what_is_read() -> None:
     assert metrics.roofline_fraction() == pytest.approx(1.256e6 / 1e9 / 0.002)
 
 
-def step(rows: int, decoding: int, seen: int) -> Step:
-    return Step((), {}, (), (), (), False, rows, decoding, seen)
+def step(rows: int, decoding: int, seen: int) -> EngineStep:
+    return EngineStep((), {}, (), (), (), False, rows, decoding, seen)
 
 
 def test_pages_are_shown() -> None:
     counts = Counts(prefilled=5, reused=7, repeated=11, preempted=2)
-    metrics = metrics_of(State(3, 4, 64, 16, 8, counts))
+    metrics = metrics_of(EngineState(3, 4, 64, 16, 8, counts))
     text = generate_latest(metrics.requests.registry).decode()
     for name, value in {
         "vllm:kv_cache_usage_perc": 0.25, "spmd:pages": 64, "spmd:pages_held": 16,

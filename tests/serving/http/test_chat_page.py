@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from serving.engine.backend import Part
-from serving.http.limits import Options
+from serving.engine.backend import SlotPart
+from serving.http.limits import ServerOptions
 from tests.explain.browser import Browser, find_browser
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
 from tests.serving.http.live import MODEL, Live, get, serving
@@ -46,7 +46,7 @@ class Speaker(FakeBackend):
         self.said[slot] = 0
         self.prompts.append(bytes(seen).decode(errors="replace"))
 
-    def _draw(self, part: Part) -> int:
+    def _draw(self, part: SlotPart) -> int:
         said = self.said[part.slot]
         self.said[part.slot] += 1
         self.latest[part.slot] = token = (*REPLY.encode(), 0, 0)[said]  # one step is ahead
@@ -196,7 +196,7 @@ def test_the_page_may_load_nothing_from_elsewhere(live: Live) -> None:
 
 
 def test_a_key_is_asked_for_and_kept_to_the_page(live: Live, browser: Browser) -> None:
-    with serving(Speaker(), Options(api_keys=("secret",))) as locked:
+    with serving(Speaker(), ServerOptions(api_keys=("secret",))) as locked:
         browser.call("Page.navigate", url=f"{locked.url}/")
         wait(browser, "document.getElementById('status')?.textContent.includes('API key')")
         browser.run("document.getElementById('show-settings').click()")

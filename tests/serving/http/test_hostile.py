@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.http.limits import Options
+from serving.http.limits import ServerOptions
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import Live, post
 from tests.serving.http.live import serving as serving_live
@@ -26,14 +26,14 @@ JSON = {"Content-Type": "application/json"}
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    with serving_live(options=Options(body_bytes=LIMIT)) as running:
+    with serving_live(options=ServerOptions(body_bytes=LIMIT)) as running:
         yield running
 
 
 @pytest.fixture
 def hasty() -> Iterator[Live]:
     """A server that soon gives up on what does not come; nothing else is asked of it."""
-    options = Options(body_bytes=LIMIT, body_seconds=0.4, header_seconds=0.3)
+    options = ServerOptions(body_bytes=LIMIT, body_seconds=0.4, header_seconds=0.3)
     with serving_live(options=options) as running:
         yield running
         running.wait_idle()
@@ -218,7 +218,7 @@ def test_two_requests_in_one_piece(live: Live) -> None:
 
 
 def test_a_reader_that_never_reads_does_not_hold_others_up() -> None:
-    with serving_live(FakeBackend(), Options()) as live:
+    with serving_live(FakeBackend(), ServerOptions()) as live:
         body = json.dumps({"prompt": "hello", "max_tokens": 50, "stream": True, "n": 32}).encode()
         sleepers = []
         for _ in range(4):

@@ -13,7 +13,7 @@ from models.training.data.tokenizer import ByteTokenizer
 from serving.errors import ApiError, ServingError
 from serving.http.jobs import Work, bad_words, chat_work, completion_work
 from serving.http.language import Language, Loaded
-from serving.http.limits import Bounds, Options
+from serving.http.limits import Bounds, ServerOptions
 from serving.http.protocol import parse_chat, parse_completion
 from serving.http.service import Service
 from serving.http.traffic import RequestMetrics
@@ -34,7 +34,7 @@ class Beginner(ByteTokenizer):
 
 def language(**more: Any) -> Language:
     loaded = Loaded("fake", FakeBackend(), more.pop("tokenizer", Beginner()), **more)
-    return Language(loaded, Options(), RequestMetrics("fake", lambda: (0, 0)))
+    return Language(loaded, ServerOptions(), RequestMetrics("fake", lambda: (0, 0)))
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_what_cannot_be_served() -> None:
     with pytest.raises(ServingError, match="the tokenizer has 256 ids, the model 100"):
         Language(
             Loaded("x", FakeBackend(dataclasses.replace(LIMITS, vocab_size=100)), ByteTokenizer()),
-            Options(),
+            ServerOptions(),
             RequestMetrics("x", lambda: (0, 0)),
         )
     with pytest.raises(ServingError, match="needs a backend and a tokenizer"):

@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 from serving.engine.infer import DATATYPES, Array, TensorSpec
 from serving.errors import ServingError
 from serving.http.language import Loaded
-from serving.http.limits import Options
+from serving.http.limits import ServerOptions
 from serving.http.service import Service
 from tests.serving.http.live import Live, get, post, serving
 from tests.waiting import PATIENCE
@@ -184,7 +184,7 @@ def _with_nan(array: Array) -> Array:
 
 @pytest.fixture(scope="module")
 def echo() -> Iterator[Live]:
-    with serving(load=False, options=Options(body_bytes=1 << 16)) as running:
+    with serving(load=False, options=ServerOptions(body_bytes=1 << 16)) as running:
         running.service.become_ready(Loaded("echo", infer=Echo()))
         yield running
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.http.limits import Options
+from serving.http.limits import ServerOptions
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
 from tests.serving.http.live import Live, get, serving
 from tests.waiting import PATIENCE
@@ -80,7 +80,7 @@ def crowd(live: Live, count: int, at_once: int, seed: int) -> list[str]:
 
 
 def check_load(count: int, at_once: int, rounds: int) -> None:
-    with serving(FakeBackend(latency=0.0005), Options(max_waiting=1000)) as live:
+    with serving(FakeBackend(latency=0.0005), ServerOptions(max_waiting=1000)) as live:
         results = crowd(live, count, at_once, 0)
         assert len(results) == count
         assert min(results.count("done"), results.count("left")) > count / 10
@@ -128,7 +128,7 @@ def test_more_than_the_queue_takes_are_told_to_come_back() -> None:
         assert len(served) == TAKEN
         assert all(answer.json()["choices"][0]["text"] == whole for answer in served)
 
-    with serving(options=Options(max_waiting=5)) as live:
+    with serving(options=ServerOptions(max_waiting=5)) as live:
         live.backend.gate.close()
         asyncio.run(go(live))
         live.wait_idle()

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from pydantic import BaseModel, Field
 
-from serving.http.limits import Options
+from serving.http.limits import ServerOptions
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import MODEL, Live, serving
 from tests.serving.http.scripted import LARGE, Scripted
@@ -246,7 +246,7 @@ def test_how_a_text_of_a_form_ends() -> None:
 
 
 def test_what_is_refused_says_where() -> None:
-    with chatting(random_model(), options=Options(grammar_bytes=3000)) as (_, client):
+    with chatting(random_model(), options=ServerOptions(grammar_bytes=3000)) as (_, client):
 
         def refused(**more: Any) -> str:
             with pytest.raises(openai.BadRequestError) as found:
@@ -296,7 +296,7 @@ CLIENTS = 16
 @pytest.mark.parametrize("seeds", [range(40), pytest.param(range(1000), marks=pytest.mark.heavy)])
 def test_texts_fit_their_schemas(seeds: range) -> None:
     backend = FakeBackend(LARGE, budget=512, letters=False)
-    with serving(backend, Options(max_waiting=64)) as live:
+    with serving(backend, ServerOptions(max_waiting=64)) as live:
         ended = asyncio.run(_ask_all(live, seeds))
         live.wait_idle()
     assert ended > 0.95 * len(seeds)

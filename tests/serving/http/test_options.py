@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from serving.errors import ServingError
-from serving.http.limits import HttpOptions, Options
+from serving.http.limits import HttpOptions, ServerOptions
 from serving.http.server import Server
 from serving.http.service import Service
 from tests.serving.http.live import Live, get, post, serving
@@ -160,6 +160,6 @@ def test_proxies(
     ],
 )
 def test_options_that_make_no_sense(option: dict[str, Any], says: str) -> None:
-    kind = HttpOptions if set(option) <= set(HttpOptions.__dataclass_fields__) else Options
+    kind = HttpOptions if set(option) <= set(HttpOptions.__dataclass_fields__) else ServerOptions
     with pytest.raises(ServingError, match=says):
         kind(**option)

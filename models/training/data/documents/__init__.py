@@ -11,16 +11,23 @@ Compressed files (.gz, .zst) are one piece, since they can only be read from the
 """
 
 from models.training.data.documents.files import COMPRESSED, cut, format_of, read
-from models.training.data.documents.piece import FORMATS, Bad, Format, Piece, Source, Text
+from models.training.data.documents.piece import (
+    FORMATS,
+    Bad,
+    DocumentSource,
+    DocumentText,
+    FilePiece,
+    Format,
+)
 
 __all__ = [
     "COMPRESSED",
     "FORMATS",
     "Bad",
+    "DocumentSource",
+    "DocumentText",
+    "FilePiece",
     "Format",
-    "Piece",
-    "Source",
-    "Text",
     "cut",
     "format_of",
     "read",

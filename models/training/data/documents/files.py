@@ -8,7 +8,13 @@ from pathlib import Path
 
 from models.training.data.documents.jsonl import read_jsonl
 from models.training.data.documents.parquet import cut_parquet, read_parquet
-from models.training.data.documents.piece import Bad, Format, Piece, Source, Text
+from models.training.data.documents.piece import (
+    Bad,
+    DocumentSource,
+    DocumentText,
+    FilePiece,
+    Format,
+)
 from models.training.data.documents.plain_text import cuts_anywhere, read_text
 from models.training.errors import DataError
 from models.training.paths import AnyPath
@@ -17,7 +23,7 @@ COMPRESSED = (".gz", ".zst")
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
 
-def format_of(path: AnyPath, source: Source) -> Format:
+def format_of(path: AnyPath, source: DocumentSource) -> Format:
     """The format of a file: the given one, or by its name, such as `a.jsonl.gz`."""
     if source.format != "auto":
         return source.format
@@ -27,7 +33,7 @@ def format_of(path: AnyPath, source: Source) -> Format:
     return "parquet" if name.suffix == ".parquet" else "text"
 
 
-def cut(path: AnyPath, source: Source, piece_bytes: int) -> list[Piece]:
+def cut(path: AnyPath, source: DocumentSource, piece_bytes: int) -> list[FilePiece]:
     """Cuts a file into pieces of about `piece_bytes`; the result depends on the file alone.
 
     Raises:
@@ -39,12 +45,12 @@ def cut(path: AnyPath, source: Source, piece_bytes: int) -> list[Piece]:
     size = path.stat().st_size
     is_whole = kind == "text" and not cuts_anywhere(source.separator)
     if path.suffix in COMPRESSED or is_whole or size <= piece_bytes:
-        return [Piece(path, kind)]
+        return [FilePiece(path, kind)]
     starts = list(range(0, size, piece_bytes))
-    return [Piece(path, kind, a, b) for a, b in zip(starts, [*starts[1:], None], strict=True)]
+    return [FilePiece(path, kind, a, b) for a, b in zip(starts, [*starts[1:], None], strict=True)]
 
 
-def read(piece: Piece, source: Source) -> Iterator[Text | Bad]:
+def read(piece: FilePiece, source: DocumentSource) -> Iterator[DocumentText | Bad]:
     """The documents of a piece, without those that are only white space.
 
     Raises:

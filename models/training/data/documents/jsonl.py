@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from models.training.data.documents.piece import Bad, Piece, Source, Text
+from models.training.data.documents.piece import Bad, DocumentSource, DocumentText, FilePiece
 from models.training.data.documents.reading import (
     BOM,
     as_text,
@@ -17,7 +17,7 @@ from models.training.data.documents.reading import (
 )
 
 
-def read_jsonl(piece: Piece, source: Source) -> Iterator[Text | Bad]:
+def read_jsonl(piece: FilePiece, source: DocumentSource) -> Iterator[DocumentText | Bad]:
     """The documents of the lines that begin in a piece."""
     with opened(piece.path) as file:
         if piece.start:
@@ -38,7 +38,7 @@ def read_jsonl(piece: Piece, source: Source) -> Iterator[Text | Bad]:
                 yield Bad(f"{piece.path}, line {before + number}: {error}")
                 continue
             if text.strip():
-                yield Text(text)
+                yield DocumentText(text)
 
 
 def _lines(file: BinaryIO, place: int, stop: int | None) -> Iterator[bytes]:

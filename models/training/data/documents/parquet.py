@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, cast
 
-from models.training.data.documents.piece import Bad, Piece, Source, Text
+from models.training.data.documents.piece import Bad, DocumentSource, DocumentText, FilePiece
 from models.training.data.documents.reading import as_text, checked, packed
 from models.training.errors import DataError
 from models.training.paths import AnyPath
@@ -14,7 +14,7 @@ PARQUET_ROWS = 256
 """How many rows are in memory at a time."""
 
 
-def cut_parquet(path: AnyPath, source: Source, piece_bytes: int) -> list[Piece]:
+def cut_parquet(path: AnyPath, source: DocumentSource, piece_bytes: int) -> list[FilePiece]:
     """Cuts a file between row groups; a larger one is a piece by itself.
 
     Raises:
@@ -30,10 +30,10 @@ def cut_parquet(path: AnyPath, source: Source, piece_bytes: int) -> list[Piece]:
             held = 0
         held += size
     stops = [*starts[1:], len(sizes)]
-    return [Piece(path, "parquet", a, b) for a, b in zip(starts, stops, strict=True)]
+    return [FilePiece(path, "parquet", a, b) for a, b in zip(starts, stops, strict=True)]
 
 
-def read_parquet(piece: Piece, source: Source) -> Iterator[Text | Bad]:
+def read_parquet(piece: FilePiece, source: DocumentSource) -> Iterator[DocumentText | Bad]:
     """The documents of a piece's row groups."""
     with _open_parquet(piece.path, source) as file:
         groups = range(piece.start, cast(int, piece.stop))
@@ -47,11 +47,11 @@ def read_parquet(piece: Piece, source: Source) -> Iterator[Text | Bad]:
                     yield Bad(f"{piece.path}, row {number}: {error}")
                     continue
                 if text.strip():
-                    yield Text(text)
+                    yield DocumentText(text)
             row += len(batch)
 
 
-def _open_parquet(path: AnyPath, source: Source) -> Any:
+def _open_parquet(path: AnyPath, source: DocumentSource) -> Any:
     import pyarrow
     import pyarrow.parquet
 

@@ -12,7 +12,7 @@ FORMATS: tuple[Format, ...] = ("auto", "text", "jsonl", "parquet")
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class DocumentSource:
     """How to find documents in files.
 
     Args:
@@ -29,7 +29,7 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """A part of a file.
 
     Args:
@@ -46,7 +46,7 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Text:
+class DocumentText:
     """A document, or the next part of a long one.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from models.training.data.documents.piece import Bad, Piece, Source, Text
+from models.training.data.documents.piece import Bad, DocumentSource, DocumentText, FilePiece
 from models.training.data.documents.reading import (
     BLOCK_BYTES,
     BOM,
@@ -28,7 +28,7 @@ def cuts_anywhere(separator: str) -> bool:
     )
 
 
-def read_text(piece: Piece, source: Source) -> Iterator[Text | Bad]:
+def read_text(piece: FilePiece, source: DocumentSource) -> Iterator[DocumentText | Bad]:
     """The documents that begin in a piece, long ones in parts."""
     separator = source.separator.encode()
     is_begun = is_bad = False  # this document: parts of it were given; it cannot be read
@@ -43,7 +43,7 @@ def read_text(piece: Piece, source: Source) -> Iterator[Text | Bad]:
                     yield Bad(f"{piece.path}, in the text from line {line} on: {error}")
                 else:
                     if is_begun or text.strip():
-                        yield Text(text, is_last)
+                        yield DocumentText(text, is_last)
                         is_begun = True
             if is_last:
                 is_begun = is_bad = False

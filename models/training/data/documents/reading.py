@@ -8,7 +8,7 @@ import io
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from models.training.data.documents.piece import Source
+from models.training.data.documents.piece import DocumentSource
 from models.training.paths import AnyPath
 
 BLOCK_BYTES = 4 * 2**20
@@ -79,7 +79,7 @@ def as_text(value: Any, what: str) -> str:
     return value
 
 
-def checked(text: str, source: Source) -> str:
+def checked(text: str, source: DocumentSource) -> str:
     """Returns the text if it has no forbidden character.
 
     Raises:

@@ -32,7 +32,7 @@ from models.training.checkpoints.pieces import chunk_shape, chunks
 from models.training.checkpoints.relayout import relayout
 from models.training.checkpoints.store import Checkpoints
 from models.training.errors import RunError
-from models.training.options import Options
+from models.training.options import TrainerOptions
 from models.training.run.description import RunConfig, check_same_model
 from models.training.run.loop import TrainState
 from models.training.run.optimizer import OptimizerConfig
@@ -60,7 +60,7 @@ def trainer(whole):
     run = RunConfig(
         model=dataclasses.replace(read_config(whole), param_dtype="float32"),
         optimizer=OptimizerConfig(name="adamw", learning_rate=1e-2),
-        options=Options(steps=4),
+        options=TrainerOptions(steps=4),
         mesh={"data": 4, "model": 2},
         seq_len=16,
         global_batch=8,

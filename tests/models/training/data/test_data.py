@@ -6,8 +6,8 @@ import pyarrow.parquet
 import pytest
 
 from models.training.data import source as data
-from models.training.data.documents import Source
-from models.training.data.shard_jobs import Options
+from models.training.data.documents import DocumentSource
+from models.training.data.shard_jobs import TokenizeOptions
 from models.training.data.tokenize import tokenize
 from models.training.paths import name_within
 
@@ -108,7 +108,7 @@ def folders(tmp_path_factory):
     for name, word in (("small", "abc "), ("capitals", "ABC ")):
         path = root / f"{name}.txt"
         path.write_text("|".join([word * 20] * 60))
-        tokenize([path], root / name, Options(source=Source(separator="|")))
+        tokenize([path], root / name, TokenizeOptions(source=DocumentSource(separator="|")))
     return root
 
 
@@ -124,7 +124,7 @@ def test_text_as_it_is_equals_its_tokens(tmp_path):
     files[0].parent.mkdir()
     for path in files:
         path.write_text(f"naïve {path.name}\n" * 100)
-    tokenize(files, tmp_path / "tokens", Options())
+    tokenize(files, tmp_path / "tokens", TokenizeOptions())
     text, _ = load(str(tmp_path / "text"), packing="boundaries")
     tokens, _ = load(str(tmp_path / "tokens"), packing="boundaries")
     for name, leaf in text(3).items():
@@ -150,7 +150,7 @@ def test_tokens_of_another_tokenizer_are_refused(folders, bpe, tmp_path):
     with pytest.raises(data.DataError, match=r"small are the bytes of the text, not of .*--token"):
         load(str(small), tokenizer=str(bpe))
     (tmp_path / "a.txt").write_text("the quick brown fox " * 400)
-    tokenize([tmp_path / "a.txt"], tmp_path / "own", Options(tokenizer=str(bpe)))
+    tokenize([tmp_path / "a.txt"], tmp_path / "own", TokenizeOptions(tokenizer=str(bpe)))
     config = data.DataConfig((str(tmp_path / "own"),), tokenizer=str(bpe))
     data.load_datasets(config, seq_len=16, batch_size=2)
     other = json.loads(bpe.read_text())

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from models.training.data import corpus
 from models.training.data.loader import Loader, _HostRows, place, rows_of_host
 from models.training.data.samples import PackedTokens
-from models.training.data.shard_jobs import Options
+from models.training.data.shard_jobs import TokenizeOptions
 from models.training.data.tokenize import tokenize
 from tests.waiting import wait_until
 
@@ -78,7 +78,7 @@ def test_shardings_of_other_leaves(devices8):
 def test_reads_in_processes(devices8, tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("to be or not to be " * 50)
-    tokenize([path], tmp_path / "tokens", Options())
+    tokenize([path], tmp_path / "tokens", TokenizeOptions())
     part = corpus.whole(token_folder_of(tmp_path))
     data = PackedTokens([part], seq_len=8, batch_size=8, boundaries=True)
     with Loader(data, shardings=shardings(devices8), start_step=2, workers=1) as loader:

@@ -10,7 +10,7 @@ import pytest
 
 from models.training.data import source as data
 from models.training.data.files import find_files
-from models.training.data.shard_jobs import Options
+from models.training.data.shard_jobs import TokenizeOptions
 from models.training.data.token_folder import damages, open_folder
 from models.training.data.tokenize import tokenize
 from models.training.errors import DataError
@@ -51,7 +51,7 @@ def test_text_of_every_kind(both):
 def test_tokens_are_the_same_and_are_read_by_ranges(both, tmp_path, monkeypatch):
     local, remote = both
     out = remote.parent / "tokens"
-    options = Options(piece_bytes=4096)
+    options = TokenizeOptions(piece_bytes=4096)
     tokenize(find_files([str(local)]), tmp_path / "tokens", options)
     with pytest.raises(DataError, match="holds something else"):
         tokenize(find_files([str(remote)]), remote, options)

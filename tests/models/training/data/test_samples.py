@@ -204,7 +204,7 @@ def test_only_documents_longer_than_a_chunk_are_cut():
 
 
 def test_first_token_of_a_range_begins_a_document():
-    part = corpus.Part(make([10]), np.array([[2, 4], [7, 9]]))
+    part = corpus.CorpusPart(make([10]), np.array([[2, 4], [7, 9]]))
     tokens, is_first = everything(part)
     assert tokens.tolist() == [2, 3, 7, 8]
     assert is_first.tolist() == [True, False, True, False]

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.training.data import documents, token_folder
-from models.training.data.documents import Bad, Source, Text, plain_text
-from models.training.data.shard_jobs import Options
+from models.training.data.documents import Bad, DocumentSource, DocumentText, plain_text
+from models.training.data.shard_jobs import TokenizeOptions
 from models.training.data.tokenize import tokenize
 from models.training.data.tokenizer import load_tokenizer
 from models.training.errors import DataError
@@ -59,7 +59,7 @@ def decoded(folder):
 def test_bytes(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("naïve")
-    manifest = tokenize([path], tmp_path / "out", Options())
+    manifest = tokenize([path], tmp_path / "out", TokenizeOptions())
     corpus = token_folder.open_folder(tmp_path / "out")
     assert corpus.read(0, len(corpus))[0].tolist() == [*"naïve".encode(), 0]
     assert corpus.shards[0].tokens.dtype == np.uint16
@@ -70,7 +70,7 @@ def test_bytes(tmp_path):
 
 def test_equals_direct_encoding(tmp_path, bpe):
     path = write_jsonl(tmp_path / "a.jsonl")
-    tokenize([path], tmp_path / "out", Options(tokenizer=str(bpe), piece_bytes=1000))
+    tokenize([path], tmp_path / "out", TokenizeOptions(tokenizer=str(bpe), piece_bytes=1000))
     corpus = token_folder.open_folder(tmp_path / "out")
     import tokenizers
 
@@ -92,7 +92,7 @@ def test_formats_and_compressions(tmp_path, workers):
         file.write(plain)
     (tmp_path / "e.txt").write_text("<end>".join(TEXTS))
     files = sorted(tmp_path.iterdir())
-    options = Options(source=Source(separator="<end>"), piece_bytes=1500)
+    options = TokenizeOptions(source=DocumentSource(separator="<end>"), piece_bytes=1500)
     manifest = tokenize(files, tmp_path / "out", options, workers=workers)
     assert decoded(tmp_path / "out") == TEXTS * 5
     assert [file["documents"] for file in manifest["files"]] == [60] * 5
@@ -104,10 +104,10 @@ def test_long_documents_come_in_parts(tmp_path, monkeypatch):
     texts = ["naïve words\n" * 40, "é" * 500, "short"]
     path = tmp_path / "a.txt"
     path.write_text("<end>".join(texts))
-    source = Source(separator="<end>")
+    source = DocumentSource(separator="<end>")
     items = [text for p in documents.cut(path, source, 10**6) for text in documents.read(p, source)]
-    assert len(items) > 10 and max(len(i.text) for i in items if isinstance(i, Text)) < 200
-    tokenize([path], tmp_path / "out", Options(source=source))
+    assert len(items) > 10 and max(len(i.text) for i in items if isinstance(i, DocumentText)) < 200
+    tokenize([path], tmp_path / "out", TokenizeOptions(source=source))
     assert decoded(tmp_path / "out") == texts
 
 
@@ -133,8 +133,10 @@ def test_bad_lines(tmp_path, line, message):
     path.write_bytes(good * 10 + line + b"\n" + good * 3)
     for piece_bytes in (10**6, 50 + len(line) // 4):
         with pytest.raises(DataError, match=r"a.jsonl, line 11: .*" + message):
-            tokenize([path], tmp_path / f"stop{piece_bytes}", Options(piece_bytes=piece_bytes))
-    options = Options(on_error="skip", piece_bytes=50 + len(line) // 4)
+            tokenize(
+                [path], tmp_path / f"stop{piece_bytes}", TokenizeOptions(piece_bytes=piece_bytes)
+            )
+    options = TokenizeOptions(on_error="skip", piece_bytes=50 + len(line) // 4)
     manifest = tokenize([path], tmp_path / "skip", options)
     assert manifest["totals"]["skipped"] == 1
     assert decoded(tmp_path / "skip") == ["good"] * 13
@@ -144,7 +146,7 @@ def test_bad_text_leaves_nothing_of_its_document(tmp_path, monkeypatch):
     monkeypatch.setattr(plain_text, "BLOCK_BYTES", 64)
     path = tmp_path / "a.txt"
     path.write_bytes(b"first|" + b"many words\n" * 50 + b"\xff" + b"\nmore" * 50 + b"|last")
-    options = Options(source=Source(separator="|"), on_error="skip")
+    options = TokenizeOptions(source=DocumentSource(separator="|"), on_error="skip")
     manifest = tokenize([path], tmp_path / "out", options)
     assert decoded(tmp_path / "out") == ["first", "last"]
     assert manifest["totals"]["skipped"] == 1
@@ -155,19 +157,19 @@ def test_bad_text_leaves_nothing_of_its_document(tmp_path, monkeypatch):
 def test_bad_parquet(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", ["a", None, "b"])
     with pytest.raises(DataError, match=r"a.parquet, row 1: column 'text' is no text, but null"):
-        tokenize([path], tmp_path / "out", Options())
+        tokenize([path], tmp_path / "out", TokenizeOptions())
     with pytest.raises(DataError, match=r"has no column 'body', only text"):
-        tokenize([path], tmp_path / "other", Options(source=Source(field="body")))
+        tokenize([path], tmp_path / "other", TokenizeOptions(source=DocumentSource(field="body")))
     (tmp_path / "b.parquet").write_bytes(path.read_bytes()[:-9])
     with pytest.raises(DataError, match=r"b.parquet is no Parquet file"):
-        tokenize([tmp_path / "b.parquet"], tmp_path / "cut", Options())
+        tokenize([tmp_path / "b.parquet"], tmp_path / "cut", TokenizeOptions())
 
 
 def test_cut_archives(tmp_path):
     whole = gzip.compress(os.urandom(4000).hex().encode())
     (tmp_path / "a.txt.gz").write_bytes(whole[:-200])
     with pytest.raises(DataError, match=r"a.txt.gz cannot be read"):
-        tokenize([tmp_path / "a.txt.gz"], tmp_path / "out", Options())
+        tokenize([tmp_path / "a.txt.gz"], tmp_path / "out", TokenizeOptions())
 
 
 def test_tokenizers_that_cannot_be_used(tmp_path, bpe):
@@ -183,7 +185,7 @@ def test_tokenizers_that_cannot_be_used(tmp_path, bpe):
 def test_nothing_to_tokenise(tmp_path):
     (tmp_path / "a.txt").write_text(" \n")
     with pytest.raises(DataError, match="none of 1 files contains a document"):
-        tokenize([tmp_path / "a.txt"], tmp_path / "out", Options())
+        tokenize([tmp_path / "a.txt"], tmp_path / "out", TokenizeOptions())
 
 
 # Folders
@@ -191,18 +193,18 @@ def test_nothing_to_tokenise(tmp_path):
 
 def test_a_second_run_does_nothing(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl")
-    tokenize([path], tmp_path / "out", Options())
+    tokenize([path], tmp_path / "out", TokenizeOptions())
     before = content(tmp_path / "out")
     assert set(before) == {"manifest.json", "00000.tokens.bin", "00000.index.npy"}
-    tokenize([path], tmp_path / "out", Options())
+    tokenize([path], tmp_path / "out", TokenizeOptions())
     assert content(tmp_path / "out") == before
     write_jsonl(path, TEXTS[:5])
     with pytest.raises(DataError, match=r"other files, a file that has changed.*--overwrite"):
-        tokenize([path], tmp_path / "out", Options())
-    tokenize([path], tmp_path / "out", Options(), overwrite=True)
+        tokenize([path], tmp_path / "out", TokenizeOptions())
+    tokenize([path], tmp_path / "out", TokenizeOptions(), overwrite=True)
     assert decoded(tmp_path / "out") == TEXTS[:5]
     with pytest.raises(DataError, match="holds something else"):
-        tokenize([path], tmp_path, Options())
+        tokenize([path], tmp_path, TokenizeOptions())
 
 
 @pytest.mark.heavy
@@ -231,7 +233,7 @@ def test_killed_and_resumed(tmp_path, bpe):
 
 @pytest.fixture
 def folder(tmp_path):
-    tokenize([write_jsonl(tmp_path / "a.jsonl")], tmp_path / "out", Options())
+    tokenize([write_jsonl(tmp_path / "a.jsonl")], tmp_path / "out", TokenizeOptions())
     return tmp_path / "out"
 
 
@@ -278,7 +280,7 @@ def test_script_says_what_is_wrong(tmp_path):
 def texts_of(piece, source):
     """The texts of a piece, all of which can be read."""
     for item in documents.read(piece, source):
-        assert isinstance(item, Text)
+        assert isinstance(item, DocumentText)
         yield item.text
 
 
@@ -293,7 +295,7 @@ SEPARATORS = ["|", "<>", "||", "aa"]
 def test_pieces_of_text_are_its_documents(tmp_path_factory, texts, separator, piece_bytes):
     path = tmp_path_factory.getbasetemp() / "pieces.txt"
     path.write_text(separator.join(texts))
-    source = Source(separator=separator)
+    source = DocumentSource(separator=separator)
     pieces = documents.cut(path, source, piece_bytes)
     found = [text for piece in pieces for text in texts_of(piece, source)]
     assert found == [t for t in path.read_text().split(separator) if t.strip()]
@@ -304,8 +306,8 @@ def test_pieces_of_jsonl_are_its_lines(tmp_path_factory, texts, piece_bytes, end
     path = tmp_path_factory.getbasetemp() / "pieces.jsonl"
     lines = [json.dumps({"text": text}) for text in texts]
     path.write_text("\n".join(lines) + "\n" * ends)
-    pieces = documents.cut(path, Source(), piece_bytes)
-    found = [item for piece in pieces for item in documents.read(piece, Source())]
+    pieces = documents.cut(path, DocumentSource(), piece_bytes)
+    found = [item for piece in pieces for item in documents.read(piece, DocumentSource())]
     wanted: list[str | None] = []
     for text in texts:
         try:

@@ -13,7 +13,7 @@ import pytest
 
 from models.llama.named import CONFIGS
 from models.training.errors import RunError
-from models.training.options import Options
+from models.training.options import TrainerOptions
 from models.training.run.description import RunConfig, RunFolder, check_same_model
 from models.training.run.optimizer import OptimizerConfig, OptimizerError
 from models.training.run.profile import ProfileRange
@@ -23,7 +23,7 @@ from tests.waiting import wait_until
 RUN = RunConfig(
     model=CONFIGS["tiny"],
     optimizer=OptimizerConfig(name="adamw", learning_rate=1e-3),
-    options=Options(steps=100, profile=ProfileRange(2, 3), run_dir=Path("runs/a")),
+    options=TrainerOptions(steps=100, profile=ProfileRange(2, 3), run_dir=Path("runs/a")),
     mesh={"data": 4, "model": 2},
     seq_len=16,
     global_batch=16,
@@ -38,7 +38,7 @@ RUN = RunConfig(
         ({"z_loss": -1.0}, "z_loss must not be negative, and is -1.0"),
         ({"global_batch": 6}, "6 sequences do not divide over data=4; the next that do are 8"),
         (
-            {"options": Options(steps=1, microbatches=3)},
+            {"options": TrainerOptions(steps=1, microbatches=3)},
             "over data=4 times 3 microbatches; the next that do are 24",
         ),
     ],

@@ -8,7 +8,7 @@ import pytest
 
 from serving.errors import ApiError, ServingError
 from serving.http.chat_template import ChatTemplate
-from serving.http.limits import Options
+from serving.http.limits import ServerOptions
 from serving.http.messages import parse_messages
 from tests.serving.http.tools.templates import (
     LLAMA,
@@ -96,7 +96,7 @@ def test_formats_that_nobody_knows() -> None:
     assert ChatTemplate(UNKNOWN, tool_format="llama").tool_format.name == "llama"
     assert "{'type'" in ChatTemplate(UNKNOWN, tool_format="llama").render(MESSAGES, tools=[TOOL])
     with pytest.raises(ServingError, match=r"tool_format is 'x'; it has to be one of hermes, "):
-        Options(tool_format="x")
+        ServerOptions(tool_format="x")
 
 
 @pytest.mark.parametrize(
