@@ -22,7 +22,7 @@ import spmd
 from models.llama import fresh, sharding
 from models.llama.config import LlamaConfig
 from models.llama.named import named_config
-from models.llama.training import argument_types, train_step
+from models.llama.step import argument_types, train_step
 from spmd.cli.flags import Parser, Switch, positive, words
 
 

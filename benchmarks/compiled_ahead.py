@@ -19,7 +19,7 @@ from benchmarks.hlo.modelled import modelled
 from benchmarks.tpu import placed
 from models.llama import sharding
 from models.llama.config import LlamaConfig
-from models.llama.training import Step, argument_types, train_step
+from models.llama.step import Step, argument_types, train_step
 from spmd.errors import SpmdError
 from spmd.explain.memory import Memory
 

@@ -23,7 +23,7 @@ import numpy as np
 import spmd
 from models.llama.config import DTYPES, MATMULS, LlamaConfig
 from models.llama.named import named_config
-from models.llama.trainer import LlamaProgram
+from models.llama.program import LlamaProgram
 from models.training.data import source as data
 from models.training.options import TrainerOptions
 from models.training.run.description import RunConfig

@@ -31,7 +31,7 @@ from models.llama import fresh, sharding
 from models.llama.config import ATTENTIONS, LlamaConfig
 from models.llama.marks import Mark, no_marks
 from models.llama.named import named_config
-from models.llama.training import train_step
+from models.llama.step import train_step
 from spmd.cli.flags import Parser, Switch, positive, words
 from spmd.mesh.topology import Topology
 

@@ -27,7 +27,7 @@ from benchmarks.train import parse_axes, parse_mesh, time_steps
 from models.llama import fresh, sharding
 from models.llama.config import LlamaConfig
 from models.llama.named import named_config
-from models.llama.training import argument_types, train_step
+from models.llama.step import argument_types, train_step
 from spmd.cli.flags import Parser, Switch, positive, words
 
 POLICIES = "none,full,dots,dots_no_batch,save_attention"

@@ -32,7 +32,7 @@ from benchmarks.hlo.modelled import modelled
 from models.llama import sharding
 from models.llama.config import LlamaConfig
 from models.llama.named import named_config
-from models.llama.training import argument_types, train_step
+from models.llama.step import argument_types, train_step
 from spmd.cli.flags import Parser, Switch, words
 from spmd.explain.memory import Memory
 from spmd.lowering.ahead import devices_ahead

@@ -41,7 +41,7 @@ from models.llama.config import ATTENTIONS, MATMULS, LlamaConfig
 from models.llama.flops import flops_per_token
 from models.llama.fresh import init
 from models.llama.named import named_config
-from models.llama.training import Step, argument_types, train_step
+from models.llama.step import Step, argument_types, train_step
 from models.training.run.metrics import peak_flops
 from models.training.run.optimizer import initial_state
 from spmd.cli.flags import Parser, Switch, positive, words

@@ -36,7 +36,7 @@ import spmd
 from models.llama import sharding
 from models.llama.config import ConfigError
 from models.llama.parameters import without_states
-from models.llama.trainer import LlamaProgram, sample_text
+from models.llama.program import LlamaProgram, sample_text
 from models.llama.weights.load import WeightsError
 from models.training.checkpoints.found import Found
 from models.training.data import source as data

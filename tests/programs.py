@@ -15,7 +15,7 @@ import spmd
 from models.llama import fresh, sharding
 from models.llama.config import LlamaConfig
 from models.llama.named import named_config
-from models.llama.training import train_step
+from models.llama.step import train_step
 
 
 class Training(NamedTuple):

@@ -1,4 +1,4 @@
-"""Imports point downward only, and the MLIR bindings are touched in few files.
+"""Imports point downward only, MLIR's bindings are touched in few files, class names are unique.
 
 The layers are those of docs/design.md, section 3. Every import counts: at the top of a file, inside
 a function, under TYPE_CHECKING, and as a constant handed to `importlib.import_module`.
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.house import PRODUCT, shared_names
 from tools.imports import imports_of, module_graph, module_name
 
 ROOT = Path(__file__).parents[1]
@@ -249,3 +250,8 @@ def test_what_is_forbidden(path: str, source: str):
 )
 def test_what_is_allowed(path: str, source: str):
     assert violations(source, Path(path)) == []
+
+
+def test_a_class_name_means_one_thing():
+    sources = {str(path): read(path) for path in python_files() if path.parts[0] in PRODUCT}
+    assert shared_names(sources) == "0"

@@ -15,7 +15,7 @@ import optax
 import spmd
 from models.llama import fresh, sharding
 from models.llama.config import LlamaConfig
-from models.llama.training import train_step
+from models.llama.step import train_step
 from models.llama.weights.save import save
 
 LEARNING_RATE, DECAY, BETAS, EPSILON = 1e-3, 0.1, (0.9, 0.95), 1e-8

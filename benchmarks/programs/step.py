@@ -10,7 +10,7 @@ import optax
 import spmd
 from models.llama import sharding
 from models.llama.named import named_config
-from models.llama.training import argument_types, train_step
+from models.llama.step import argument_types, train_step
 
 UNLIMITED = 1 << 50
 """Bytes of memory that no program needs."""

@@ -23,7 +23,7 @@ import spmd
 from benchmarks.hlo.collectives import hlo_collectives
 from models.llama import fresh, sharding
 from models.llama.named import named_config
-from models.llama.training import train_step
+from models.llama.step import train_step
 from tests.accelerators.devices import COUNT, DEVICES
 from tests.ir.dialect.cases import CASES, Case, random_spec
 

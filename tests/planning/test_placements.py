@@ -17,7 +17,7 @@ import spmd
 from benchmarks.programs import muon
 from models.llama import sharding
 from models.llama.named import named_config
-from models.llama.training import argument_types, train_step
+from models.llama.step import argument_types, train_step
 from tools.drawn import H200, MESH, QUIET, Spec, explored, specs_of
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32

@@ -17,7 +17,7 @@ import spmd
 from benchmarks.shardy import marked_text
 from models.llama import sharding
 from models.llama.named import named_config
-from models.llama.training import argument_types, train_step
+from models.llama.step import argument_types, train_step
 from tests.corpus.program import mark as mark_words
 from tests.corpus.programs import PROGRAMS
 from tests.ir.dialect.cases_marked import MARKED, MESH, TOPOLOGY, Marked

@@ -16,7 +16,7 @@ import spmd
 from models.llama import fresh, parameters, sharding
 from models.llama.config import LlamaConfig
 from models.llama.named import CONFIGS
-from models.llama.training import batch_loss, train_step
+from models.llama.step import batch_loss, train_step
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
 from models.training.run.optimizer import initial_state

@@ -15,7 +15,7 @@ import pytest
 from models.llama import parameters
 from models.llama.fresh import init
 from models.llama.named import CONFIGS
-from models.llama.training import train_step
+from models.llama.step import train_step
 from models.llama.weights.save import _sources
 from models.training.checkpoints.store import Checkpoints
 from models.training.run.optimizer import initial_state

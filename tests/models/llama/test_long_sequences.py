@@ -12,7 +12,7 @@ import spmd
 from models.llama import fresh, model, sharding
 from models.llama.config import ConfigError
 from models.llama.named import CONFIGS
-from models.llama.training import batch_loss
+from models.llama.step import batch_loss
 
 TINY = CONFIGS["tiny"]
 ROWS, LENGTH = 4, 32

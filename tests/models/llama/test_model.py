@@ -10,7 +10,7 @@ import pytest
 
 from models.llama import marks, model, objective, parameters
 from models.llama.named import CONFIGS
-from models.llama.trainer import generate, make_next_logits, sample
+from models.llama.program import generate, make_next_logits, sample
 from tests.models.llama.inverse import stack_layers
 
 TINY = CONFIGS["tiny"]

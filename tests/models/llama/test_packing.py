@@ -9,7 +9,7 @@ import pytest
 import spmd
 from models.llama import sharding
 from models.llama.named import CONFIGS
-from models.llama.training import batch_loss
+from models.llama.step import batch_loss
 from models.training.data import source as data
 
 TINY = CONFIGS["tiny"]

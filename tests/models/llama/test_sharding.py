@@ -12,7 +12,7 @@ import spmd
 from models.llama import fresh, marks, model, sharding
 from models.llama.config import ConfigError
 from models.llama.named import CONFIGS
-from models.llama.training import train_step
+from models.llama.step import train_step
 from models.placement import axes_of, present
 
 TINY = CONFIGS["tiny"]

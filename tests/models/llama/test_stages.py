@@ -13,7 +13,7 @@ import spmd
 from models.llama import fresh, marks, objective, sharding
 from models.llama.config import ConfigError
 from models.llama.named import CONFIGS
-from models.llama.trainer import make_next_logits
+from models.llama.program import make_next_logits
 
 SCANNED = dataclasses.replace(CONFIGS["tiny"], num_hidden_layers=4, remat="full")
 STAGES = dataclasses.replace(SCANNED, stages=2, stage_microbatches=4, stage_schedule="gpipe")

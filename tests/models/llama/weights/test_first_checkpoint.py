@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 import spmd
 from models.llama import sharding
 from models.llama.named import CONFIGS
-from models.llama.trainer import LlamaProgram
+from models.llama.program import LlamaProgram
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
 from models.llama.weights.convert import write_hf, write_ranks

@@ -13,7 +13,7 @@ import pytest
 import spmd
 from models import shards
 from models.llama import fresh, model, sharding
-from models.llama.trainer import generate, make_next_logits
+from models.llama.program import generate, make_next_logits
 from models.llama.weights import files as hf_files
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config

@@ -11,7 +11,7 @@ import spmd
 from models.llama import objective, sharding
 from models.llama.fresh import init
 from models.llama.named import CONFIGS
-from models.llama.trainer import LlamaProgram, init_params
+from models.llama.program import LlamaProgram, init_params
 from models.training.checkpoints.store import Checkpoints
 from models.training.data import source as data
 from models.training.options import TrainerOptions

@@ -22,7 +22,7 @@ from models.llama.flops import FLOP_CONVENTIONS, flops_per_token
 from models.llama.fresh import init, init_keys, init_layer, init_outer
 from models.llama.model import forward
 from models.llama.parameters import Params, with_states
-from models.llama.training import batch_loss
+from models.llama.step import batch_loss
 from models.training.data import source as data
 from models.training.program import TrainingProgram
 from models.training.run.description import RunConfig
