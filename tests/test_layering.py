@@ -1,6 +1,6 @@
 """Imports point downward only, MLIR's bindings are touched in few files, class names are unique.
 
-The layers are those of docs/design.md, section 3. Every import counts: at the top of a file, inside
+The layers are those of docs/design.md, section 1. Every import counts: at the top of a file, inside
 a function, under TYPE_CHECKING, and as a constant handed to `importlib.import_module`.
 """
 
