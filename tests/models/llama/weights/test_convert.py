@@ -318,6 +318,7 @@ def test_another_run_starts_anew(whole, cut, tmp_path):
 LIMITED = """
 import resource, sys
 import jax
+from scripts import convert_checkpoints
 jax.random.key(0)  # what jax itself needs is not counted
 held = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmData"))
 limit = held * 1024 + int(sys.argv[1])
