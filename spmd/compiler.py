@@ -320,7 +320,7 @@ def _timed(trial: Trial) -> Trial:
 
 
 def emit_plan(plan: Plan, options: Options) -> Emitted:
-    """The stages behind a plan that is given."""
+    """Runs the stages after planning: partitions, optimizes and emits the program of a plan."""
     clock = Stopwatch()
     return _emit(Trial(plan, options, (), clock).optimized, (), clock)
 

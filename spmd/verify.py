@@ -222,7 +222,7 @@ def _wide(array: Any) -> Any:
 
 
 def whole_run(program: Program, mesh: Mesh) -> Run:
-    """The global program as it is: see `text_run`."""
+    """Compiles the global program, not partitioned and without its marks: see `text_run`."""
     bare = rewrite_ops(program, lambda b, op, operands: operands if op.is_mark else None)
     return text_run(emit(bare, mesh), program, mesh)
 

@@ -343,7 +343,7 @@ def axis_types_of(mesh: Mesh, givens: Sequence[Any]) -> tuple[Any, ...] | None:
 
 
 def topology_of(mesh: Mesh) -> Topology:
-    """The machine that a mesh is of; CPUs where its devices are not here."""
+    """Returns the topology of a mesh's devices, or of CPUs if this process cannot see them all."""
     if has_devices(mesh):
         return Topology.for_devices(list(jax_mesh(mesh).devices.flat))
     return Topology(f"cpu:{mesh.size}")

@@ -201,7 +201,7 @@ def _against(leaves: Sequence[Leaf], held: int | None = None) -> str:
 
 
 class Leaf(NamedTuple):
-    """One argument or result."""
+    """Holds how one leaf of the arguments or results lies on the mesh, and why."""
 
     name: str  # its path in the user's pytree
     type: TensorType

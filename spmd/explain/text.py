@@ -564,7 +564,7 @@ def _changed_values(a: Facts, b: Facts) -> Lines:
 
 
 def _changed_collectives(a: Iterable[costs.Collective], b: Iterable[costs.Collective]) -> Lines:
-    """Those that were added (+), removed (-) or resized (~), by layer and source line."""
+    """Lists what `b` has added (+), removed (-) or resized (~) against `a`, by layer and line."""
 
     def place(c: costs.Collective) -> tuple[str, str, str]:
         return c.layer, c.source, f"{c.kind} over {', '.join(c.axes)}"

@@ -248,7 +248,7 @@ def _unary(site: Site) -> Sequence[Value]:
 
 @canonical("custom_call:TopK", "custom_call:mhlo.topk")
 def _top_k(site: Site) -> Sequence[Value]:
-    """`mhlo.topk` and XLA's `TopK` are `chlo.top_k` where they ask for the largest."""
+    """Makes `chlo.top_k` of `mhlo.topk` and XLA's `TopK`; fails if they ask for the smallest."""
     given = (site.attrs.get(f"mhlo.{name}") for name in ("attributes", "backend_config"))
     if any("largest = false" in getattr(attr, "text", "") for attr in given):
         site.fail("it asks for the smallest elements", "negate the operand and the values")

@@ -343,10 +343,11 @@ def _replace_results(op: Any, values: Sequence[Any]) -> None:
 
 
 def _take_apart(module: ir.Module, main: Any) -> dict[int, Taken]:
-    """Writes out what the function `main` calls, in place; other functions go.
+    """Inlines the functions that `main` calls, then erases them unless a manual call remains.
 
-    Returns what the barriers of each number stand for. FrontendError if functions call each other
-    without end.
+    Numbered barriers take the place of Shardy ops with dynamic results, and surround what was
+    inlined for a composite. Returns the op that each number stands for, which `_put_together`
+    restores. FrontendError if a call has no body to inline, or calls never end.
     """
     functions, count = named_ops(module, "func.func"), 0
     taken: dict[int, Taken] = {}

@@ -30,7 +30,11 @@ SLICE, CONCATENATE, PAD = "stablehlo.slice", "stablehlo.concatenate", "stablehlo
 
 
 def shift_heads(program: Program, proposals: Sequence[Sequence[Axes]]) -> Program:
-    """Rewrites such concatenations along dims that the marks suggest to split (`proposals`)."""
+    """Replaces concatenations of one element and a tail by selects, as the module describes.
+
+    It does so only along dims that the marks suggest to split: `proposals` are the axes for each
+    value and dim.
+    """
     joins = []
     for op in program.walk():
         if op.name == CONCATENATE and len(op.operands) == 2:

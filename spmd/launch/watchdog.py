@@ -267,7 +267,7 @@ class Unwatched:
         self.doing = ""
 
     def beat(self, step: int | None = None, what: str = "") -> None:
-        """Does nothing: no run waits for it."""
+        """Does nothing, since no watchdog waits for a sign of progress."""
 
     @contextlib.contextmanager
     def may_take(self, what: str, seconds: float | None = None) -> Iterator[None]:

@@ -47,11 +47,12 @@ def lay_out(
     platform: str,
     wanted: bool | None = None,
 ) -> Partitioned:
-    """Chooses the order in memory of arguments and results of a program with all its collectives.
+    """Chooses the layouts in memory of donated arguments, and of the results in their place.
 
-    `links` are the (result, argument) of donated arguments, which can be chosen; other arguments
-    are `given` (None: major to minor). It chooses if `wanted`; None: where the backend would
-    transpose otherwise.
+    `links` are the (result, argument) pairs of donation. Other arguments keep the order that
+    `given` has (None: major to minor). The program must have all its collectives: they decide.
+    `wanted` says whether to choose at all. None chooses where the backend would have to transpose
+    for collectives along another dim than the outermost one.
     """
     program, body, types = local.program, local.program.body, local.program.types
     arguments = [*given, *[None] * (len(body.args) - len(given))]

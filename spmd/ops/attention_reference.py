@@ -203,7 +203,7 @@ def _split(x_BS: Any, count: int) -> Any:
 
 
 def _split_mask(mask: Mask, count: int) -> Any:
-    """A mask for each block; what it says of the keys is the same for all."""
+    """Stacks a mask for each of `count` blocks of queries; each has what it says of all keys."""
     positions, queries, *keys = mask
     if positions is not None:
         positions = _split(positions[None], count)[:, 0]

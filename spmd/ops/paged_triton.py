@@ -105,7 +105,10 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(counts_AB: Any, first_AB: Any, slot_AR: Any, size: int, *, most: int = 0) -> _Tiles:
-    """The tiles of `counts_AB` rows of each slot, from `first_AB` on; `most` if that is known."""
+    """Cuts each slot's `counts_AB` rows, from row `first_AB` on, into tiles of at most `size` rows.
+
+    `slot_AR` is the slot of each row. `most` is a bound on the number of tiles, 0 if none is known.
+    """
     # E.g. rows 0, 1..5 and 6 of three slots in tiles of four rows: counts [1, 5, 1], needed
     # [1, 2, 1], begin [0, 1, 3]; tile 2 is the second of slot 1, with row 5 alone.
     rows, slots = slot_AR.shape[1], counts_AB.shape[1]

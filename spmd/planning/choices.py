@@ -53,10 +53,11 @@ class Choices:
     def around(
         self, op: Op, operands: tuple[States, ...], wishes: tuple[States, ...]
     ) -> tuple[Choice, ...]:
-        """The choices that states of the op's values lead to, each with and without partials.
+        """Returns the choices that the states of an op's operands and the `wishes` lead to.
 
-        An operand without states is made to order. For each result, `wishes` are the states that it
-        should be in, the best first.
+        Each assignment is taken plainly, and with partial operands that flow through the op, where
+        its rule lets them. An operand without states may be in any. `wishes` are the states that
+        each result should be in, the best first.
         """
         if op.is_mark:
             return self.of_mark(op)

@@ -53,7 +53,7 @@ class Network:
             self.pairs[key] = costs if found is None else found + costs
 
     def cost(self, states: Sequence[int]) -> float:
-        """What a joint state costs."""
+        """Returns the total cost of one state for each variable, with the costs of pairs."""
         total = sum(float(costs[s]) for costs, s in zip(self.unary, states, strict=True))
         return total + sum(float(t[states[u], states[v]]) for (u, v), t in self.pairs.items())
 

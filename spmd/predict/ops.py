@@ -217,7 +217,7 @@ class Transfer(NamedTuple):
 
     @staticmethod
     def of(op: Op, mesh: Mesh) -> Transfer | None:
-        """What an op brings along axes of the mesh; None if it brings nothing."""
+        """Returns what an op exchanges among devices of a mesh; None if it exchanges nothing."""
         attrs = op.kind.attrs
         if AXES in attrs:
             axes, sent = attrs[AXES], attrs[SENT]

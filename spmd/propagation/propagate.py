@@ -464,7 +464,10 @@ def _wanted(
     assignment: Sequence[Axes],
     sizes: Sequence[int],
 ) -> Axes:
-    """What the factors want for one dim: an extension of what it has, or just that."""
+    """Returns the axes that a dim's factors want if they extend what it has, else what it has.
+
+    A dim whose `flag` is CLOSED keeps what it has: a mark fixed it.
+    """
     if flag == CLOSED:
         return have
     axes = factors_to_dim(dim, assignment, rule.factors, sizes)

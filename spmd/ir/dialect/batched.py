@@ -57,9 +57,11 @@ def second_half(kind: OpKind) -> int:
 
 
 def in_front(apart: Callable[[OpKind], int] = lambda _: 0, **changed: Any) -> Form:
-    """The form of ops that differ in types, and in the attributes that `changed` makes anew.
+    """Makes the form of ops whose batched op differs only in types and `changed` attributes.
 
-    `apart` counts the operands at the end that are scalars, and have to be the same for all.
+    `changed` has a function from an attribute and the count of ops to the new attribute, as in
+    `in_front(dimension=shifted)`. `apart` counts the scalars at the end of the operands, which
+    get no new dim: ops that differ in one of them have no batched form.
     """
 
     def form(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:

@@ -26,7 +26,7 @@ describe(_CHECKS, "check_callback", dialect="spmd")
 
 @op(CALLBACK, is_repeatable=False, has_effect=True)
 def _callback(kind: OpKind) -> Rule:
-    """The function sees whole values, and its results are whole; pieces where it asks for them."""
+    """Operands and results are whole, but the operands of `partitioned` callbacks may be split."""
     build = RuleBuilder()
     passes = PASS if kind.attrs["partitioned"] else REPLICATE
     return build.build(

@@ -81,7 +81,7 @@ class _Waiting:
         self.key_of[op.results[0]] = key
 
     def make(self, values: Iterable[Value]) -> None:
-        """Makes those of the values that wait, and all that they need."""
+        """Flushes the buckets and emits the late ops that `values` come from, directly or not."""
         ask, needed = [*values], set[Value]()
         while ask:
             value = ask.pop()
