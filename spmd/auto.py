@@ -31,7 +31,7 @@ from spmd.trial import Trial
 
 @dataclass(frozen=True)
 class Considered:
-    """One mesh that was looked at: the predicted seconds of a step, or why there is no plan."""
+    """Holds a mesh that `auto` tried: the predicted seconds of a step, or why it has no plan."""
 
     mesh: Mesh
     seconds: float | None
@@ -40,7 +40,7 @@ class Considered:
 
 @dataclass(frozen=True)
 class AutoSharding:
-    """What `auto` chose.
+    """Holds the mesh and the specs that `auto` chose; printed, it is code to paste.
 
     Attributes:
       mesh: the mesh.
@@ -59,7 +59,7 @@ class AutoSharding:
     _inferred: frozenset[str]
 
     def mark(self, *args: Any) -> tuple[Any, ...]:
-        """The arguments, arrays or `ShapeDtypeStruct`s, with these specs."""
+        """Returns the arguments, arrays or `ShapeDtypeStruct`s, marked with these specs."""
         leaves, tree = jax.tree.flatten(args)
         if len(leaves) != len(self._names):
             raise SpmdError(
@@ -74,7 +74,7 @@ class AutoSharding:
         return tuple(jax.tree.unflatten(tree, marked))
 
     def rules(self, argument: str) -> dict[str, tuple[Any, ...]]:
-        """Rules for `mark_tree` of one argument; leaves that agree share a pattern."""
+        """Returns rules for `mark_tree` of one argument; leaves of equal spec share a pattern."""
         # Numbered siblings that agree go under one pattern; patterns come last.
         groups: dict[str, dict[str, tuple[Any, ...]]] = {}
         for name, spec in self.specs.items():
@@ -88,7 +88,7 @@ class AutoSharding:
         return dict(sorted(rules.items(), key=lambda rule: "*" in rule[0]))
 
     def __str__(self) -> str:
-        """Code to paste: the mesh, and a mark for each argument."""
+        """Returns code to paste: the mesh, and a mark for each argument."""
         took = f"{self.seconds * 1e3:.3g} ms a step, predicted"
         lines = [f"mesh = spmd.make_mesh({self.mesh})  # {took}"]
         for argument in dict.fromkeys(map(_root, self._names)):
@@ -185,7 +185,7 @@ def auto_specs(
     options: Options | None = None,
     updates: Sequence[tuple[int, int]] = (),
 ) -> list[tuple[Any, ...]]:
-    """A spec for every argument of a static StableHLO module, chosen where there is none.
+    """Returns a spec for every argument of a static StableHLO module, chosen where there is none.
 
     The arguments are as for `lower_stablehlo`. PlanError: there is no plan that keeps to the memory
     limit of the options.
@@ -198,7 +198,7 @@ def auto_specs(
 
 
 def _open(request: Request, memory_limit: int | None) -> Trial:
-    """The plan in which arguments without a spec may lie in any way."""
+    """Plans a request whose arguments without a spec may have any sharding."""
     propagated = propagated_of(request)
     doing("plan")
     problem = problem_of(propagated, request.topology, (), request.links)
@@ -208,10 +208,10 @@ def _open(request: Request, memory_limit: int | None) -> Trial:
 
 
 def _inferred(names: Sequence[str], specs: Sequence[tuple[Any, ...]], plan: Plan) -> frozenset[str]:
-    """Arguments that get their spec without being told: optimizer state, like its parameter.
+    """Returns the names of arguments that need no mark: optimizer state, split as its parameter.
 
-    An argument is left out as a whole, when every leaf but its scalars would get the spec that it
-    has from the leaves of the other arguments.
+    An argument's leaves need none if each, but for scalars, would get the spec that it has from the
+    leaves of the other arguments, as `opt_state/0/mu/w` does from `params/w`.
     """
     arguments = plan.program.body.args[: len(names)]
     shapes = [plan.program.types[value].shape for value in arguments]
@@ -233,5 +233,5 @@ def _root(name: str) -> str:
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
-    """The axes that one entry of a spec names."""
+    """Returns the axes that one entry of a spec names."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)

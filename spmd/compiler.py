@@ -79,7 +79,7 @@ where a fusion was predicted have no price."""
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Stages make many small tuples that all live on: looking for cycles only costs time."""
+    """Switches garbage collection off: to look for cycles among the stages' tuples takes long."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -91,7 +91,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be compiled."""
+    """Holds the compiler's input: a module, its mesh and topology, specs and donated arguments."""
 
     module: Any  # a StableHLO module in memory
     mesh: Mesh
@@ -112,7 +112,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Stages:
-    """What the stages made, and how long each took."""
+    """Holds the result of every stage, and how long each took."""
 
     program: Program  # the whole one, imported, canonicalized, separated, unrolled and sunk
     propagated: Propagated
@@ -158,7 +158,7 @@ def compile_module(request: Request, options: Options) -> Stages:
 def _chosen(
     request: Request, options: Options, imported: Imported, clock: Stopwatch
 ) -> tuple[Trial, tuple[Stack, ...], bool]:
-    """The fastest plan of the fastest form: what is stacked, and whether loops are written out."""
+    """Plans the program's forms; returns the fastest, its stacks, and if loops are written out."""
 
     def planned(program: Program, like: Plan | None = None) -> Trial:
         problem = _problem(request, imported, program, clock)
@@ -187,7 +187,7 @@ def _chosen(
 def _written_out(
     trial: Trial, program: Program, planned: Callable[[Program, Plan], Trial], platform: str
 ) -> Candidate[Trial] | None:
-    """The form in which loops are written out, where trips wait for the ones before them.
+    """Returns the form with loops written out; None if that is not worth its compile time.
 
     Its ops are those of the loops: they choose among what these took, and what the marks suggest.
     """
@@ -207,7 +207,7 @@ def _written_out(
 def _replayed(
     kept: bytes, request: Request, options: Options, imported: Imported, clock: Stopwatch
 ) -> Trial:
-    """What an earlier start chose, brought down to one device.
+    """Rebuilds the plan that an earlier start kept, brought down to one device.
 
     Planning finds the same in every process, so one that reads a plan and one that makes it agree.
     """
@@ -225,10 +225,10 @@ def _replayed(
 
 
 def _key(request: Request, options: Options) -> str:
-    """The name of what is kept of a compilation: all that decides it. Empty: nothing is kept.
+    """Returns a compilation's cache key, a hash of all that decides it; empty if it is not kept.
 
-    Where ops come from decides nothing. What users' own rules and lowerings do no name can tell, so
-    programs that have such ops are planned anew.
+    Source lines decide nothing. Programs with ops whose rules or lowerings users wrote are planned
+    anew each time, since no key can tell what those do.
     """
     text, platform = module_text(request.module), request.platform
     if any(name in text for name in TAUGHT):
@@ -251,7 +251,7 @@ def _key(request: Request, options: Options) -> str:
 
 
 def propagated_of(request: Request) -> Propagated:
-    """The stages in front of the plan alone."""
+    """Runs the stages before planning, up to propagation."""
     with _no_garbage_collection():
         clock = Stopwatch()
         imported = _front(request, clock)
@@ -259,7 +259,7 @@ def propagated_of(request: Request) -> Propagated:
 
 
 def _front(request: Request, clock: Stopwatch) -> Imported:
-    """What a module says."""
+    """Imports and canonicalizes a module, up to the stage `lift`."""
     platform, names, callbacks = request.platform, request.arg_names, request.callbacks
     composites = {name: {PLATFORM: platform} for name in whole_composites(platform)}
     told = names, composites, request.function, callbacks, request.mesh
@@ -274,7 +274,7 @@ def _front(request: Request, clock: Stopwatch) -> Imported:
 
 
 def _problem(request: Request, imported: Imported, program: Program, clock: Stopwatch) -> Problem:
-    """What there is to plan, in a form of the program."""
+    """Propagates marks in one form of the program, and returns the problem of planning it."""
     sunk = clock("sink", sink_invariants, program)
     problem = clock("propagate", _posed, request, imported, sunk)
     shifted = clock("shift", shift_heads, sunk, problem.propagated.proposals)
@@ -289,10 +289,10 @@ def plan_problem(
     clock: Stopwatch | None = None,
     like: Plan | None = None,
 ) -> Trial:
-    """Plans: what is proposed is partitioned, optimized and timed, and the fastest is taken.
+    """Partitions, optimizes and times the plans that the planner proposes; returns the fastest.
 
-    `like` is a plan of another form of the program, whose choices are taken over. PlanError: no
-    plan was found that keeps to the memory limit.
+    With `like`, a plan of another form of the program, ops choose among what it took and what marks
+    suggest. PlanError: no plan was found that keeps to the memory limit.
     """
     clock = clock or Stopwatch()
     tried: list[Trial] = []
@@ -309,7 +309,7 @@ def plan_problem(
 
 
 def timed(plan: Plan, options: Options) -> Plan:
-    """A plan with the time that its program is predicted to take."""
+    """Returns a plan with its `run_seconds`: the time that its program is predicted to take."""
     donated = tuple(plan.problem.links.values())
     return _timed(Trial(plan, options, donated, Stopwatch())).plan
 
@@ -345,5 +345,5 @@ def _posed(request: Request, imported: Imported, program: Program) -> Problem:
 
 
 def filled(given: Sequence[T | None], count: int) -> tuple[T | None, ...]:
-    """What was said of the user's arguments, and None for others: constants, or all of them."""
+    """Pads what was said of the user's arguments with None up to `count`, for constants."""
     return (*given, *[None] * (count - len(given)))

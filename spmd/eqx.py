@@ -81,7 +81,7 @@ class FilterJit:
         return eqx.combine(results, others.tree)
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
-        """The compiled program for arguments, to ask for `explain()` and reports."""
+        """Compiles for arguments without running, to ask for `explain()` and reports."""
         constants, args, kwargs = self._split(args, kwargs)
         return self.jitted.compile(constants, self.arrays, *args, **kwargs)
 
@@ -91,7 +91,7 @@ class FilterJit:
 
 
 def _on_arrays(constants: _Constants, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """The function at the arrays of its arguments: arrays of the result, and its other leaves."""
+    """Calls the function with constants put back; returns its result's arrays, and other leaves."""
     around, inside = constants.tree
     args, kwargs = eqx.combine((args, kwargs), inside)
     results = eqx.combine(function, around)(*args, **kwargs)
@@ -101,7 +101,7 @@ def _on_arrays(constants: _Constants, function: Any, *args: Any, **kwargs: Any) 
 
 @jax.tree_util.register_static
 class _Constants:
-    """A pytree of anything but arrays, looked up by its leaves and structure."""
+    """Holds a pytree without arrays as a static value, hashed by its leaves and structure."""
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree

@@ -36,12 +36,12 @@ class SpmdError(Exception):
         super().__init__(self.render())
 
     def at(self, source: str | None) -> SpmdError:
-        """The same error with a source line, where it has none."""
+        """Returns the same error with a source line, where it has none."""
         fields = {"op": self.op, "actual": self.actual, "required": self.required, "fix": self.fix}
         return type(self)(self.what, source=self.source or source, **fields)
 
     def render(self) -> str:
-        """The message: one line that says what, then one indented line a field."""
+        """Returns the message: one line that says what, then one indented line for each field."""
         fields = {"op": self.op, "at": self.source, "actual": self.actual}
         fields |= {"required": self.required, "fix": self.fix}
         return "\n".join(
@@ -50,23 +50,23 @@ class SpmdError(Exception):
 
 
 class MeshError(SpmdError):
-    """A mesh that cannot exist, or two meshes where there must be one."""
+    """Raised for a mesh that cannot exist, or for two meshes where there must be one."""
 
 
 class SpecError(SpmdError):
-    """A partition spec that does not fit its mesh or its tensor."""
+    """Raised for a partition spec that does not fit its mesh or its tensor."""
 
 
 class UnsupportedOpError(SpmdError):
-    """An op that has no rule, or a use of it that the rule does not cover."""
+    """Raised for an op that has no rule, or a use of it that the rule does not cover."""
 
 
 class FrontendError(SpmdError):
-    """A module or function that cannot be imported."""
+    """Raised for a module or function that cannot be imported."""
 
 
 class PlanError(SpmdError):
-    """No plan satisfies the marks and the limits."""
+    """Raised when no plan satisfies the marks and the limits."""
 
     # Of a memory limit that was not kept to: the least that was found, on one device, or what every
     # plan needs at least, where that is more than the limit already.
@@ -74,23 +74,23 @@ class PlanError(SpmdError):
 
 
 class ArgumentError(SpmdError):
-    """Arguments that do not match what was compiled."""
+    """Raised for arguments that a call cannot take, or that do not match what was compiled."""
 
 
 class LaunchError(SpmdError):
-    """Processes of one job that cannot come together, or that are not about to do the same."""
+    """Raised when processes of a job cannot come together, or are not about to do the same."""
 
 
 class InstallError(SpmdError, ImportError):
-    """A package that is not installed, or in a version that does not work."""
+    """Raised for a package that is not installed, or in a version that does not work."""
 
 
 class LegalityError(SpmdError):
-    """A stage broke its contract: a bug in `spmd`, never the user's fault."""
+    """Raised when a stage broke its contract: a bug in `spmd`, never the user's fault."""
 
 
 def bytes_text(count: float) -> str:
-    """`1.5 KiB`: about three digits, in binary units."""
+    """Writes a size in binary units with about three digits: `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.3g} {unit}"
@@ -99,7 +99,7 @@ def bytes_text(count: float) -> str:
 
 
 def described(thing: Any) -> str:
-    """What a user passed, in a few words: `a float32 array of shape (8, 16)`, else its repr."""
+    """Describes what a user passed: `a float32 array of shape (8, 16)`, else by its repr."""
     shape, dtype = getattr(thing, "shape", None), getattr(thing, "dtype", None)
     if isinstance(shape, tuple) and dtype is not None:
         return f"a {dtype} array of shape {shape}"

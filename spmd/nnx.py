@@ -77,7 +77,7 @@ class ModuleJit:
         return rest.joined(nodes)
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
-        """The compiled program for arguments, to ask for `explain()` and reports; nothing is run.
+        """Compiles for arguments without running, to ask for `explain()` and reports.
 
         Its arguments are called as paths of `nnx.state` are: `model/linear/kernel/value`.
         """
@@ -88,7 +88,7 @@ class ModuleJit:
     def _split(
         self, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[_Graph, tuple[Any, ...], dict[str, Any]]:
-        """The graph of all modules, and the arguments with states in the modules' places."""
+        """Returns the graph of all modules, and the arguments with states in place of modules."""
         numbers, names = self._static
         static = {*(n - 1 if n > 0 else n + len(args) for n in numbers), *names}
         given: dict[Place, Any] = dict(enumerate(args)) | kwargs
@@ -126,13 +126,13 @@ class ModuleJit:
 
 @dataclass(frozen=True)
 class _Graph:
-    """The graph of the modules of a call, and where they stand among its arguments."""
+    """Holds the graph of the modules of a call, and where they stand among its arguments."""
 
     definition: Any
     places: tuple[Place, ...]
 
     def __hash__(self) -> int:
-        """Modules may have attributes that are lists, say: those are told apart by `==` alone."""
+        """Hashes by places alone if modules hold lists, say: `==` tells those apart."""
         try:
             return hash((self.definition, self.places))
         except TypeError:
@@ -142,7 +142,7 @@ class _Graph:
 @jax.tree_util.register_dataclass
 @dataclass
 class _Rest:
-    """The leaves of a result, None where a node was, and the structure of both."""
+    """Holds a result's leaves, with None for modules and variables, and its structure."""
 
     leaves: Sequence[Any]
     tree: Any = field(metadata={"static": True})

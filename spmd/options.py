@@ -13,7 +13,7 @@ from spmd.mesh.topology import Topology
 
 @dataclass(frozen=True)
 class Options:
-    """Options of one compilation.
+    """Holds the options of one compilation.
 
     Attributes:
       topology: the machine to plan for; guessed from the mesh's devices when left out.
@@ -73,5 +73,5 @@ class Options:
 
     @property
     def shows_progress(self) -> bool:
-        """Whether the line of `progress` is shown; what `verbose` prints would break it."""
+        """Whether the line of `progress` is shown; prints of `verbose` would break it."""
         return self.progress and not self.verbose

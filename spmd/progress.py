@@ -27,7 +27,7 @@ PATIENCE, EVERY = 1.5, 0.5  # seconds before the line appears, and between its u
 
 @contextmanager
 def progress(what: str, wanted: bool, stream: TextIO | None = None) -> Iterator[None]:
-    """Shows what is being done inside, if it takes long and somebody looks.
+    """Shows on terminals and in notebooks what is being done inside, if it takes long.
 
     Inside another one it does nothing: the outer one goes on. The stream is stderr when left out.
     """
@@ -51,14 +51,14 @@ def progress(what: str, wanted: bool, stream: TextIO | None = None) -> Iterator[
 
 
 def doing(stage: str) -> None:
-    """Says what begins now, to the line that is being shown, if any."""
+    """Names the stage that begins now in the line that is being shown, if any."""
     line = _line.get()
     if line is not None:
         line.stage = stage
 
 
 class Stopwatch:
-    """Times stages, each without those that it calls; prints them when verbose."""
+    """Times stages, each without those that run inside it; prints them when verbose."""
 
     def __init__(self, verbose: bool = False) -> None:
         self.verbose = verbose
@@ -66,7 +66,7 @@ class Stopwatch:
         self._inside = 0.0
 
     def __call__(self, stage: str, run: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs a stage."""
+        """Runs a stage, adds its time to `seconds`, and returns its result."""
         doing(stage)
         self.seconds.setdefault(stage, 0.0)
         start, outside, self._inside = time.perf_counter(), self._inside, 0.0
@@ -80,7 +80,7 @@ class Stopwatch:
 
 
 class _Line(threading.Thread):
-    """Writes the line from beside, as neither the stages nor XLA report back while they work."""
+    """Writes the line from a thread of its own, as neither stages nor XLA report back meanwhile."""
 
     def __init__(self, what: str, stream: TextIO) -> None:
         super().__init__(name="spmd progress", daemon=True)

@@ -23,13 +23,13 @@ MOST_BYTES = 512 << 20  # that one kind of entries may take
 
 
 def user_folder() -> Path:
-    """The user's cache folder for this: `$XDG_CACHE_HOME/spmd`, else `~/.cache/spmd`."""
+    """Returns the user's cache folder: `$XDG_CACHE_HOME/spmd`, else `~/.cache/spmd`."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "spmd"
 
 
 def store_in(folder: str | os.PathLike[str] | None, kind: str) -> Store | None:
-    """The store of one kind of entries; None if nothing is to be kept.
+    """Returns the store of one kind of entries; None if nothing is to be kept.
 
     Where no folder is given it is `$SPMD_CACHE_DIR`, else one in that of jax's compilation cache if
     it is on disk, else `user_folder()`.
@@ -45,13 +45,13 @@ def store_in(folder: str | os.PathLike[str] | None, kind: str) -> Store | None:
 
 
 def key_of(*decisive: object) -> str:
-    """A name for what follows from the reprs of these alone, by this source and these versions."""
+    """Hashes the reprs of `decisive` with this source and the versions of jax, numpy and scipy."""
     parts = (*map(repr, decisive), _environment())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 class Store:
-    """Bytes under names, for all processes that share the folder.
+    """Keeps bytes under names in a folder, for all processes that share it.
 
     The folder is made when something is put there. Entries that were not used for longest are
     dropped when all take more than `most_bytes`.
@@ -61,7 +61,7 @@ class Store:
         self.folder, self.most_bytes = folder, most_bytes
 
     def get(self, key: str) -> bytes | None:
-        """What was put there; None if nothing was, or if it is damaged."""
+        """Returns an entry's bytes; None if there is none, or if it is damaged."""
         path = self.folder / key
         try:
             digest, _, content = path.read_bytes().partition(b"\n")
@@ -74,7 +74,7 @@ class Store:
         return content
 
     def put(self, key: str, content: bytes) -> None:
-        """Keeps it; where it cannot be written, nothing is left of it."""
+        """Writes an entry; if it cannot be written, none is left behind."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor, unfinished = tempfile.mkstemp(dir=self.folder)
@@ -88,7 +88,7 @@ class Store:
             self._drop()
 
     def _drop(self) -> None:
-        """Removes what was not used for longest, others' unfinished files among it."""
+        """Deletes the least recently used files beyond `most_bytes`, unfinished ones included."""
         found = []
         for path in self.folder.iterdir():
             with contextlib.suppress(OSError):  # another process was faster

@@ -22,7 +22,7 @@ from spmd.progress import Stopwatch
 
 
 class Trial:
-    """A plan brought down to one device; time and memory are predicted when asked for."""
+    """Partitions a plan for one device; predicts its time and memory when asked for."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Trial:
 
     @cached_property
     def _simple(self) -> Program:
-        """The local program after those rewrites that come before recomputation."""
+        """The local program after the rewrites that come before recomputation (remat)."""
         if self._unpriced is not self:
             return self._unpriced._simple
         program, mesh, topology = self.partitioned.program, self.plan.mesh, self.plan.topology
@@ -62,16 +62,16 @@ class Trial:
 
     @property
     def collects(self) -> bool:
-        """Whether a loop collects what a later loop could make again."""
+        """Whether a loop stacks values for a later loop, which could make them again."""
         return has_pairs(self._simple)
 
     @property
     def is_short(self) -> bool:
-        """Whether the program fits in memory only because bytes have a price."""
+        """Whether the program without recomputation exceeds the memory."""
         return self._unpriced.bytes > self._room.bytes
 
     def _schedule(self, program: Program) -> None:
-        """Schedules a program, with sums that travel where that is faster and there is room."""
+        """Schedules the program, with reduce-scatters as permutes if that is faster and fits."""
         mesh, topology, room = self.plan.mesh, self.plan.topology, self._room
         most, ahead = self._options.combine_bytes, self._options.prefetch
 
@@ -98,7 +98,7 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Predicted time of one run, communication hidden behind independent arithmetic."""
+        """Predicted time of one run, in which collectives overlap independent arithmetic."""
         return self.timeline.seconds
 
     @cached_property
@@ -112,7 +112,7 @@ class Trial:
         return self._memory.peak
 
     def fits(self, limit: float) -> bool:
-        """Whether it keeps to so many bytes: all values together may do so already."""
+        """Whether it takes at most `limit` bytes; the sum of all values is looked at first."""
         return self._bound <= limit or self.bytes <= limit
 
     @cached_property
@@ -121,7 +121,7 @@ class Trial:
 
     @property
     def largest(self) -> list[tuple[str, int]]:
-        """Names and bytes of arguments, of results, and of the largest values at the peak."""
+        """Names and bytes of arguments, of results, and of the largest values live at the peak."""
         memory = self._memory
         values = [(buffer.name, buffer.bytes) for buffer in memory.at_peak()[:3]]
         results = memory.results - memory.aliased

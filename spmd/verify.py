@@ -41,7 +41,7 @@ _NOT_REPRODUCED = "partitioned once more, without XLA's options and donation, th
 
 
 class Culprit(NamedTuple):
-    """The first op whose value differs."""
+    """Holds the first op whose value differs from the unpartitioned program's, and where it is."""
 
     op: Op | None  # None where only the reshard of a result can be at fault
     text: str  # the op, its operands' and results' shardings and its source line
@@ -56,7 +56,7 @@ class Culprit(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """The outcome of `verify`; it prints as a report, and is true when all results agree."""
+    """Holds the outcome of `verify`; it prints as a report, and is true when all results agree."""
 
     ok: bool
     comparisons: tuple[Comparison, ...]  # one for each result
@@ -88,7 +88,7 @@ def verify(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> Verification:
-    """Runs both programs, compares every result, and if one differs looks for the wrong op.
+    """Runs the partitioned and the whole program, compares results, and finds the first wrong op.
 
     The whole program runs on one device, which has to have room for it. One with manual regions
     runs on all of the mesh, partitioned by XLA, and every device has to have room for it.
@@ -127,7 +127,7 @@ _TOLERANCE_BITS = {64: 1e-9, 32: 1e-4, 16: 3e-2, 8: 3e-1, 4: 5e-1}
 
 
 class Comparison(NamedTuple):
-    """How one result of two programs compares."""
+    """Says how far a value of the partitioned program is from the whole program's."""
 
     name: str
     type: TensorType
@@ -149,10 +149,11 @@ class Comparison(NamedTuple):
 
 
 class Tolerance(NamedTuple):
-    """Two floats agree when they are not further apart than `atol + rtol * |wanted|`.
+    """Says when two floats agree: if they differ by at most `atol + rtol * |wanted|`.
 
     If left out, `atol` is `rtol` times the largest magnitude of the result. The error of a sum in
-    another order depends on its terms, which may be large where the sum itself is nearly 0.
+    another order depends on its terms, which may be large where the sum itself is nearly 0. With
+    `rtol=1e-4` and magnitudes up to 100, elements near 0 may differ by 0.01.
     """
 
     rtol: float
@@ -160,7 +161,7 @@ class Tolerance(NamedTuple):
 
 
 def default_rtol(types: Iterable[TensorType]) -> float:
-    """The tolerance for programs that compute in these types."""
+    """Returns the relative tolerance for programs that compute in these types."""
     bits = [_float_bits(type_.dtype) for type_ in types]
     return _TOLERANCE_BITS[min((b for b in bits if b), default=32)]
 
@@ -212,7 +213,7 @@ def compare_results(
 
 
 def _wide(array: Any) -> Any:
-    """Elements in a type in which differences are exact enough."""
+    """Converts elements to a dtype in which differences are exact enough."""
     elements = np.asarray(array)
     if elements.dtype.kind == "c":
         return elements.astype(np.complex128)
@@ -228,7 +229,7 @@ def whole_run(program: Program, mesh: Mesh) -> Run:
 
 
 def text_run(text: str, program: Program, mesh: Mesh) -> Run:
-    """A whole program compiled for the mesh's first device; with manual regions for all, by XLA."""
+    """Compiles a whole program for the mesh's first device; with manual regions, for all by XLA."""
     types = tuple(program.types[v] for v in program.body.results)
     is_manual = any(op.name == MANUAL for op in program.walk())
     where = mesh if is_manual else jax_mesh(mesh).devices.flat[0]
@@ -237,12 +238,12 @@ def text_run(text: str, program: Program, mesh: Mesh) -> Run:
 
 
 def host_arrays(arrays: Sequence[Any]) -> Arrays:
-    """Arrays of numpy."""
+    """Copies arrays to numpy."""
     return [np.asarray(array) for array in arrays]
 
 
 class _Search(NamedTuple):
-    """The search in one block: the program, or a body taken by itself with a plan of its own."""
+    """Searches one block for the first wrong op: the program, or a body with a plan of its own."""
 
     plan: Plan
     arguments: Arrays  # for each argument of the block a host array
@@ -251,7 +252,7 @@ class _Search(NamedTuple):
     inside: tuple[str, ...] = ()
 
     def run(self) -> Culprit | None:
-        """The first op whose value differs, or None when both programs agree after all."""
+        """Returns the first op whose value differs, or None when both programs agree after all."""
         # Nothing differs at the cut `equal`, something at `differs`; cut n is behind n ops, and the
         # one behind all ops and one more has the results in the shardings that are returned. Of 4
         # ops the third is wrong:
@@ -279,7 +280,7 @@ class _Search(NamedTuple):
         return Culprit(op, _describe(self.plan, op), self.inside + inside, wrong)
 
     def wrong_at(self, cut: int) -> tuple[Comparison, ...]:
-        """The values that differ behind the first `cut` ops; see `run` for the last cut."""
+        """Compares the values needed behind the first `cut` ops, and returns those that differ."""
         plan, program = self.plan, self.plan.program
         if cut > len(program.body.ops):  # constants are passed as other arguments are
             passed = _with_program(plan, program._replace(constants=()))
@@ -293,7 +294,7 @@ class _Search(NamedTuple):
         return self.differing(plan)(self.arguments) if plan.results else ()
 
     def differing(self, plan: Plan) -> Callable[[Arrays], tuple[Comparison, ...]]:
-        """A function of a plan's arguments that runs both programs and returns what differs."""
+        """Returns a function that runs both programs on arguments and returns what differs."""
         emitted = self.lower(plan)
         partitioned, whole = executable(emitted), whole_run(plan.program, plan.mesh)
 
@@ -312,7 +313,7 @@ class _Search(NamedTuple):
         return whole_run(program, self.plan.mesh)(self.arguments)
 
     def descend(self, index: int, op: Op, wrong: tuple[Comparison, ...]) -> Culprit | None:
-        """The first wrong op inside of an op; None if nothing in there differs by itself."""
+        """Returns the first wrong op inside of an op; None if nothing there differs by itself."""
         if op.name == MANUAL:  # what is inside has no value on the whole program's side
             return self.culprit(op, wrong, f"{_place(op)}, taken as one op")
         if op.is_loop:
@@ -331,7 +332,7 @@ class _Search(NamedTuple):
         return None
 
     def descend_loop(self, index: int, op: Op) -> Culprit | None:
-        """Searches the first iteration whose body differs."""
+        """Searches the first iteration whose body differs; None if none does."""
         # The whole program makes the carries of every iteration, so that an error in one does not
         # reach the next: the body is always compared on equal inputs.
         condition, body = (_region_program(self.plan, region) for region in op.regions)
@@ -367,14 +368,14 @@ def _with_body(program: Program, body: Region) -> Program:
 
 
 def _with_program(plan: Plan, program: Program) -> Plan:
-    """The plan's decisions for another program that has some of the same values."""
+    """Returns the plan's decisions for another program that has some of the same values."""
     results = tuple(probe_sharding(plan, v) for v in program.body.results)
     problem = replace(plan.problem, propagated=replace(plan.propagated, program=program))
     return plan._replace(problem=problem, results=results)
 
 
 def _region_program(plan: Plan, region: Region) -> Program:
-    """A region as a program: what it reads from outside becomes arguments, or is made again."""
+    """Makes a program of a region: what it reads from outside is an argument, or is made again."""
     producers, cheap = plan.problem.index.producers, plan.propagated.cheap
     captured: dict[Value, None] = {}
     made: dict[Value, Op] = {}
@@ -394,7 +395,7 @@ def _region_program(plan: Plan, region: Region) -> Program:
 
 
 def _piece_plan(plan: Plan, piece: Program) -> Plan | None:
-    """The plan of a region's program; None if an argument is partial, for none can be given."""
+    """Returns the plan of a region's program; None if an argument is partial: no array can be."""
     states = [plan.states[v] for v in piece.body.args]
     if any(state is not None and state.partial for state in states):
         return None
@@ -403,14 +404,14 @@ def _piece_plan(plan: Plan, piece: Program) -> Plan | None:
 
 
 def probe_sharding(plan: Plan, value: Value) -> Sharding:
-    """The planned sharding of a value, cut down to what a boundary takes: whole, even axes."""
+    """Returns a value's planned sharding without axes that its dims do not divide evenly."""
     state = plan.states[value] or _use_of_cheap(plan, value)
     shape = plan.program.types[value].shape
     return Sharding(whole_axes(state.dims, shape, plan.mesh))
 
 
 def _use_of_cheap(plan: Plan, value: Value) -> Sharding:
-    """The sharding that the first use of a cheap value wants; cheap values are made per use."""
+    """Returns the sharding in which the first use takes a cheap value, one that is made per use."""
     cheap = plan.propagated.cheap
     for op in plan.program.walk():
         if value not in op.operands or op.regions:

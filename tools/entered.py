@@ -105,7 +105,10 @@ def chat_request() -> Ready:
 
 def trainer_run() -> Ready:
     """Three steps of `Trainer` with a checkpoint at the end."""
-    from models.training.trainer import Trainer, TrainerOptions
+    from models.training import trainer
+
+    # `Options` is its earlier name
+    options_of = getattr(trainer, "TrainerOptions", None) or trainer.Options  # type: ignore[attr-defined]
 
     def init(key: Any) -> Any:
         return {"w": jax.random.normal(key, (64, 64)) / 8}
@@ -119,11 +122,11 @@ def trainer_run() -> Ready:
 
     folder = tempfile.mkdtemp()
     mesh = spmd.make_mesh(rows=4, columns=2)
-    trainer = Trainer(
+    run = trainer.Trainer(
         init, loss, {"w": ("rows", "columns")}, data, mesh=mesh, batch_marks={"*": ("rows",)},
-        optimizer=optax.adamw(1e-3), options=TrainerOptions(steps=3, run_dir=folder, save_every=3),
+        optimizer=optax.adamw(1e-3), options=options_of(steps=3, run_dir=folder, save_every=3),
     )  # fmt: skip
-    return trainer.run
+    return run.run
 
 
 SCENARIOS: dict[str, Callable[[], Ready]] = {

@@ -49,7 +49,7 @@ _is_deleted = methodcaller("is_deleted")
 
 
 class Lowered(Planned):
-    """A planned and partitioned program that XLA has not seen yet: everything but running it."""
+    """A planned and partitioned program, not yet compiled by XLA: it can be read, but not run."""
 
     def __init__(
         self, interface: Interface, stages: Stages, options: Options, target: Topology | None = None
@@ -58,7 +58,7 @@ class Lowered(Planned):
         self.target = target
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
-        """Hands the program to XLA: for the machine it was lowered for, else the mesh's devices.
+        """Compiles by XLA for the machine that it was lowered for, else for the mesh's devices.
 
         `compiler_options` are passed to XLA, beside those of the options. MeshError as for
         `Jitted.compile`.
@@ -73,7 +73,7 @@ class Lowered(Planned):
             return Compiled(lowered)
 
     def export(self) -> jax.export.Exported:
-        """The partitioned program as jax exports functions: to be kept, and called elsewhere.
+        """Returns the partitioned program as a `jax.export.Exported`, to save and call elsewhere.
 
         It is called like the function, without its static arguments, on as many devices as it was
         planned for. `jax.export.export(jitted)` gives the unpartitioned program with its marks.
@@ -111,7 +111,7 @@ class Lowered(Planned):
             return jax.export.export(plain_jit(call), platforms=platform)(*args, **kwargs)
 
     def compiler_ir(self, dialect: str | None = None) -> Any:
-        """The module that was planned, unpartitioned; ArgumentError: a dialect but `stablehlo`."""
+        """Returns the unpartitioned StableHLO module; ArgumentError for any other dialect."""
         if dialect not in (None, "stablehlo"):
             raise ArgumentError(
                 f"there is no module in the dialect {dialect!r} before XLA has seen the program",
@@ -155,7 +155,7 @@ class Compiled(Planned):
         return jax.tree.unflatten(self.out_tree, self.run(self._flat(args, kwargs)))
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
-        """Runs the program on flat arguments, placing those that lie elsewhere; flat results."""
+        """Runs the program on flat arguments, which it places if need be; returns flat results."""
         self._check_here()
         leaves = self._with_values(leaves)
         taken = self.boundary.take(leaves)
@@ -183,7 +183,7 @@ class Compiled(Planned):
         return results
 
     def _laid_out(self, taken: Sequence[Any], which: Sequence[int]) -> Sequence[Any]:
-        """Arguments, of which some lie in another layout than the program's, in the program's."""
+        """Moves arguments numbered `which` into the program's memory order; the 2nd call warns."""
         self._moved += 1
         if self._moved == 2:  # the first time they come from where nobody knew of it
             names = [self.request.arg_names[i] for i in which]
@@ -196,7 +196,7 @@ class Compiled(Planned):
         return self.boundary.laid_out(taken, which, self.donated)
 
     def _with_values(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Zeros in place of structs that the program does not read, as `jax.jit` drops these."""
+        """Puts zeros in place of structs that the program never reads; ArgumentError for others."""
         structs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
         if not structs:
             return leaves
@@ -216,9 +216,9 @@ class Compiled(Planned):
         return valued
 
     def check(self, arrays: Sequence[Any]) -> None:
-        """Holds that flat arguments are not deleted, nor donated twice.
+        """Raises ArgumentError if a flat argument is deleted, or is donated and given twice.
 
-        jax's CPU runtime ends the process where they are.
+        jax's CPU runtime would end the process.
         """
         names = self.request.arg_names
         if any(map(_is_deleted, arrays)):
@@ -284,10 +284,11 @@ class Compiled(Planned):
 
     @property
     def in_formats(self) -> Any:
-        """Pytree of the arguments' `Format`s, as `in_shardings`: sharding, and order in memory.
+        """Pytree of the arguments' `Format`s (sharding and memory order), as `in_shardings`.
 
-        What is donated lies as the program's collectives want it, see `Options.layouts`. An array
-        that comes in another order is moved; `jax.device_put(x, format)` does that beforehand.
+        Donated arguments have the memory order that the program's collectives want, see
+        `Options.layouts`. An array that comes in another order is copied at each call;
+        `jax.device_put(x, format)` does that beforehand.
         """
         args, kwargs = jax.tree.unflatten(self.in_tree, self.boundary.seen_arguments)
         return (args, kwargs) if kwargs else args
@@ -383,7 +384,7 @@ class Compiled(Planned):
         return self.measured
 
     def compared(self, run: Run) -> Measured:
-        """Steps of this program that somebody ran, beside what was predicted of them."""
+        """Returns the measured times of `run`, steps of this program, beside the predicted ones."""
         from spmd.explain.measured import compare
         from spmd.measure.labels import Labels
 
@@ -394,41 +395,41 @@ class Compiled(Planned):
     # As `jax.stages.Compiled` has them.
 
     def memory_analysis(self) -> Any:
-        """Bytes of one device, as jax gives XLA's report; `memory` sums it up."""
+        """Returns XLA's report of one device's memory, as jax gives it; `memory` sums it up."""
         return self.executable.memory_analysis()
 
     def cost_analysis(self) -> Any:
-        """XLA's own count of operations and bytes; `cost` is our prediction in seconds."""
+        """Returns XLA's count of operations and bytes; `cost` is our prediction in seconds."""
         return self.executable.cost_analysis()
 
     def runtime_executable(self) -> Any:
-        """The executable of the runtime, as jax gives it."""
+        """Returns the runtime's executable, as `jax.stages.Compiled` does."""
         return self.executable.runtime_executable()
 
     @property
     def input_shardings(self) -> Any:
-        """((positional, ...), {name: ...}) of the arguments' `NamedSharding`s."""
+        """The arguments' `NamedSharding`s, as ((positional, ...), {name: ...})."""
         shardings = (placed.sharding for placed in self.boundary.seen_arguments)
         return jax.tree.unflatten(self.in_tree, shardings)
 
     @property
     def output_shardings(self) -> Any:
-        """`out_shardings`."""
+        """The same as `out_shardings`, under jax's name."""
         return self.out_shardings
 
     @cached_property
     def memory(self) -> Memory:
-        """Bytes per device, as XLA reports them; `predicted_memory` is what we expected."""
+        """Bytes per device, as XLA reports them; `predicted_memory` is the prediction."""
         use, program = self.predicted_memory, self.stages.optimized.program
         passed = sum(program.types[value].bytes for value in lifted(program))
         return Memory.of(self.executable.memory_analysis(), use.constants, passed)
 
     def as_text(self, stage: str = "planned") -> str:
-        """The program after a stage; `hlo` is XLA's optimized module."""
+        """Returns the program after a stage, as text; `hlo` is XLA's optimized module."""
         return str(self.executable.as_text()) if stage == "hlo" else super().as_text(stage)
 
     def _flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The flat arguments of a call; ArgumentError for a structure not compiled for."""
+        """Returns the flat arguments of a call; ArgumentError for a structure not compiled for."""
         leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
         if tree != self.in_tree:
             raise ArgumentError(
@@ -449,9 +450,9 @@ class Compiled(Planned):
 
 
 class Boundary:
-    """Where a compiled program takes its flat arguments and leaves its flat results.
+    """Says how a compiled program's flat arguments and results lie: shardings and memory orders.
 
-    The program itself has only arrays on its own mesh: key arrays are their data.
+    The program itself has only arrays on its own mesh; of a key array it takes the data.
     """
 
     def __init__(self, interface: Interface, emitted: Emitted, mesh: JaxMesh) -> None:
@@ -477,7 +478,7 @@ class Boundary:
         self._known: list[Any] = [object()] * len(self.arguments)
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
-        """Whether arguments placed on a mesh lie as this program wants them."""
+        """Whether arguments that were placed on a mesh have the shardings that it wants."""
         return all(
             self._lies_right(index, leaf)
             or mesh_sharding(leaf) is None
@@ -486,7 +487,7 @@ class Boundary:
         )
 
     def take(self, leaves: Sequence[Any]) -> list[Any]:
-        """The arguments as the program wants them: those that lie elsewhere are placed."""
+        """Returns the arguments in the shardings that the program wants, moving those in others."""
         elsewhere = [i for i, leaf in enumerate(leaves) if not self._lies_right(i, leaf)]
         taken = list(leaves)
         if elsewhere:
@@ -503,15 +504,15 @@ class Boundary:
         return taken
 
     def in_other_layouts(self, taken: Sequence[Any]) -> list[int]:
-        """Which of the arguments, as `take` gave them, lie in memory in another order."""
+        """Returns the numbers of arguments, as `take` gave them, in another memory order."""
         return [i for i, leaf in enumerate(taken) if order_of(leaf) != self._orders[i]]
 
     def laid_out(
         self, taken: Sequence[Any], which: Sequence[int], donated: Sequence[int] = ()
     ) -> list[Any]:
-        """Arguments as `take` gave them, `which` of them moved into the program's order in memory.
+        """Moves arguments numbered `which`, as `take` gave them, into the program's memory order.
 
-        One after the other: of what is donated there is never a second copy but of one argument.
+        They move one by one and donated originals are freed, so only one is there twice at a time.
         """
         laid = list(taken)
         for index in which:
@@ -523,7 +524,7 @@ class Boundary:
         return laid
 
     def data(self, leaves: Sequence[Any]) -> list[Any]:
-        """The arguments with the data of key arrays in their place."""
+        """Returns the arguments with `jax.random.key_data` of each key array in its place."""
         return [
             leaf if dtype is None else jax.random.key_data(leaf)
             for leaf, dtype in zip(leaves, self._key_dtypes, strict=True)
@@ -542,7 +543,7 @@ class Boundary:
 
 
 def _seen(placed: Placement, dtype: Any, rank: int) -> Format:
-    """Where an array lies; a key array lacks the last dim of its data, and has their order."""
+    """Returns an array's `Format` as callers see it: a key array lacks the last dim of its data."""
     if dtype is None:
         return placed if isinstance(placed, Format) else Format(None, placed)
     sharding = placed.sharding if isinstance(placed, Format) else placed
@@ -553,9 +554,9 @@ def _seen(placed: Placement, dtype: Any, rank: int) -> Format:
 
 
 def _as_told(planned: NamedSharding, spec: PartitionSpec | None, rank: int) -> NamedSharding:
-    """A result's sharding in the user's words, where these mean the same.
+    """Returns a result's sharding by the user's spec, where that means the same as the planned one.
 
-    The program knows no axes of size 1, which are parts of jax's types nevertheless.
+    The planned one has no axes of size 1, which are parts of jax's types nevertheless.
     """
     if spec is None or PartitionSpec.UNCONSTRAINED in spec:
         return planned
@@ -568,7 +569,7 @@ def _as_told(planned: NamedSharding, spec: PartitionSpec | None, rank: int) -> N
 def _around(
     planned: Planned, emitted: Emitted, devices: Sequence[Any] | None = None
 ) -> tuple[Boundary, execute.Outside]:
-    """Where arguments and results lie, and what jax is told; `devices` are the absent ones."""
+    """Returns a program's boundary, and what jax needs to call it; `devices` are absent ones."""
     mesh = jax_mesh(planned.mesh, devices, planned.interface.axis_types)
     boundary = Boundary(planned.interface, emitted, mesh)
     weak = tuple(struct.weak_type for struct in planned.interface.out_structs)

@@ -41,7 +41,7 @@ def dispatched(
     static_argnames: Sequence[str],
     donated: Sequence[int | str],
 ) -> Callable[..., Any]:
-    """A function that is called as `fn` is, and asks `miss` only about calls of a new kind.
+    """Wraps `fn` in jax's C++ dispatch: `miss` serves calls with new types, shardings or settings.
 
     Static arguments are looked up by value. Under `jax.disable_jit` it runs `fn` as it is.
     """
@@ -77,7 +77,7 @@ def _plain(fn: Callable[..., Any], miss: Miss) -> Callable[..., Any]:
 
 
 def known(executable: Any, results: Sequence[Any], out_tree: Any) -> Any:
-    """What jax needs to know to run a compiled program without us; None where it must not."""
+    """Returns what jax's dispatch needs to run a program without Python; None where it must not."""
     if not HAS_FAST_PATH or _is_set("debug_nans") or _is_set("debug_infs"):
         return None
     try:
@@ -107,7 +107,7 @@ def _is_set(name: str) -> bool:
 
 
 def settings() -> Any:
-    """All settings of jax, this thread's, that decide how a function is traced."""
+    """Returns all settings of jax, this thread's, that decide how a function is traced."""
     mesh = jax.sharding.get_abstract_mesh()
     try:
         return mesh, config.trace_context()

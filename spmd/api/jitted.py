@@ -150,7 +150,7 @@ def jit(  # type: ignore[misc]  # the overloads leave its options open
 
 
 def _one_of(specs: Any, shardings: Any, name: str) -> Any:
-    """The specs that `jit` was given under one of two names; None if under neither, never both."""
+    """Returns the specs given as `*_specs` or as `*_shardings`; ArgumentError if given as both."""
     if specs is not None and shardings is not None:
         raise ArgumentError(
             f"spmd.jit was given {name}_specs and {name}_shardings, which are the same",
@@ -179,7 +179,7 @@ class Jitted(Generic[P, R]):
         return result
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """As a method: the instance is the first argument."""
+        """Binds it as a method: the instance becomes the first argument."""
         return self if instance is None else MethodType(self, instance)
 
     def __repr__(self) -> str:
@@ -190,7 +190,7 @@ class Jitted(Generic[P, R]):
 
     @functools.cached_property
     def inlined(self) -> Any:
-        """The marked function under `jax.jit`: what is called inside of other programs."""
+        """`jax.jit` of the function with its specs as constraints, for calls in other programs."""
         recipe = self.recipe
         return plain_jit(
             functools.wraps(recipe.fn)(_marked(recipe)),
@@ -203,11 +203,11 @@ class Jitted(Generic[P, R]):
         )
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
-        """The function traced by jax, as `jax.jit(fn).trace` does; `lower` of it is our own."""
+        """Traces the function as `jax.jit(fn).trace` does; `lower` of the result is our own."""
         return Traced(self, self.inlined.trace(*args, **kwargs), args, kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """The result's pytree of `ShapeDtypeStruct`s; nothing is compiled."""
+        """Returns the result's pytree of `ShapeDtypeStruct`s; nothing is compiled."""
         return self.inlined.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
@@ -241,7 +241,7 @@ class Jitted(Generic[P, R]):
         return self._compiled(take_apart(self.recipe, args, kwargs))
 
     def lower(self, *args: Any, topology: Topology | None = None, **kwargs: Any) -> Lowered:
-        """Runs our own compiler only: no device is needed, XLA is not called.
+        """Plans and partitions for arguments without compiling by XLA; no device is needed.
 
         Args:
           *args: the positional arguments of `fn`, arrays or `ShapeDtypeStruct`s.
@@ -252,7 +252,7 @@ class Jitted(Generic[P, R]):
         return self._lower(take_apart(self.recipe, args, kwargs), topology)
 
     def request(self, *args: Any, topology: Topology | None = None, **kwargs: Any) -> Request:
-        """What is to be compiled for these arguments; nothing is compiled yet."""
+        """Traces the function for these arguments and returns the compiler's input."""
         return trace_call(self.recipe, take_apart(self.recipe, args, kwargs), topology).request
 
     def _new_dispatch(self) -> Callable[..., Any]:
@@ -277,7 +277,7 @@ class Jitted(Generic[P, R]):
         return jax.tree.unflatten(out_tree, results), way
 
     def _check(self, args: Any, kwargs: Any) -> None:
-        """Holds that arrays are alive and donated once, where the runtime would crash."""
+        """Raises ArgumentError for deleted or twice donated arrays: the CPU runtime would crash."""
         arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if type(leaf) is ARRAY]
         is_gone = any(map(_IS_DELETED, arrays))
         donates = self.recipe.donate_argnums or self.recipe.donate_argnames
@@ -301,7 +301,7 @@ class Jitted(Generic[P, R]):
         recipe, options = self.recipe, self.recipe.options
 
         def attempt(may_reuse: bool) -> Tried:
-            """Traces and plans the call; `may_reuse` allows for a trace of jax's that is there."""
+            """Traces and plans the call; `may_reuse` lets jax take a trace from its cache."""
             doing("trace")
             again = functools.wraps(recipe.fn, updated=())(lambda *a, **k: recipe.fn(*a, **k))
             asked = recipe if may_reuse else replace(recipe, fn=again)
@@ -321,7 +321,7 @@ class Jitted(Generic[P, R]):
 
 
 class Traced:
-    """What jax traced (`jax.stages.Traced`), to be lowered by our compiler."""
+    """Holds what jax traced (a `jax.stages.Traced`); its `lower` runs our compiler."""
 
     def __init__(self, jitted: Jitted[..., Any], traced: Any, args: Any, kwargs: Any) -> None:
         self._jitted, self._traced, self._args, self._kwargs = jitted, traced, args, kwargs
@@ -330,7 +330,7 @@ class Traced:
         return getattr(self._traced, name)
 
     def lower(self, *, topology: Topology | None = None, **by_jax: Any) -> Any:
-        """The planned program; with `lowering_platforms`, jax's own module with the marks in it.
+        """Returns the planned program; with `lowering_platforms`, jax's own module with the marks.
 
         Args:
           topology: as for `Jitted.lower`.
@@ -342,7 +342,7 @@ class Traced:
 
 
 def _calls_above() -> int:
-    """How many calls of ours are between a warning and the user's own line."""
+    """Returns how many calls of ours are between a warning and the user's own line."""
     frame, count = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "spmd":
         frame, count = frame.f_back, count + 1
@@ -350,7 +350,7 @@ def _calls_above() -> int:
 
 
 def _marked(recipe: Recipe) -> Callable[..., Any]:
-    """The function, with sharding constraints where its specs say how arguments and results lie."""
+    """Returns the function with sharding constraints where its arguments and results have specs."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = recipe.given_mesh
@@ -378,7 +378,7 @@ def _marked(recipe: Recipe) -> Callable[..., Any]:
 
 
 def _with_marks(tree: Any, specs: Sequence[Any], mesh: Mesh) -> Any:
-    """A pytree whose leaves are marked with specs on a mesh, or with shardings on their own."""
+    """Marks each leaf with its spec on `mesh` or its own `NamedSharding`, if it has either."""
 
     def mark(leaf: Any, spec: Any) -> Any:
         if spec is None:

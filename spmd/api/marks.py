@@ -113,17 +113,17 @@ def mark_tree(tree: T, mesh: Any, rules: Mapping[str, Any]) -> T:
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """A pytree path as text: `layers/0/weight`."""
+    """Returns a pytree path as text: `layers/0/weight`."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Names for an error, the first few of them."""
+    """Joins names for an error: the first eight, and `...` for the rest."""
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 def _constrain(t: Any, mesh: Mesh, entries: Entries, what: str, source: str | None) -> Any:
-    """The constraint on a tracer that a mark is."""
+    """Returns a tracer under the sharding constraint that a mark of it means."""
     first = note_mesh(mesh)
     # The axes along which the code being traced is written for one device.
     around = jax.sharding.get_abstract_mesh()
@@ -156,20 +156,20 @@ def _constrain(t: Any, mesh: Mesh, entries: Entries, what: str, source: str | No
 
 
 def _open_sharding(mesh: Mesh, entries: Entries) -> NamedSharding:
-    """A sharding that keeps open dims open, on a mesh whose devices need not be here."""
+    """Returns a sharding with dims open where entries are None; its devices need not be here."""
     spec = PartitionSpec(*(OPEN if entry is None else entry for entry in entries))
     return NamedSharding(known_mesh(mesh), spec)
 
 
 def known_mesh(mesh: Mesh) -> jax.sharding.Mesh | AbstractMesh:
-    """A mesh for jax, an abstract one if its devices are not here."""
+    """Returns a mesh as jax's `Mesh`, or as an `AbstractMesh` if its devices are not here."""
     if has_devices(mesh):
         return jax_mesh(mesh)
     return AbstractMesh(mesh.sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.sizes))
 
 
 def caller() -> str | None:
-    """The user's line that is running: the innermost frame outside this package and jax."""
+    """Returns the user's line that is running: the innermost frame outside this package and jax."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")

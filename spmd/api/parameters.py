@@ -24,7 +24,7 @@ _BY_BOTH = inspect.Parameter.POSITIONAL_OR_KEYWORD
 def by_number_and_name(
     fn: Any, numbers: Numbers, names: Names
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Parameters by number and by name, as `jax.jit` understands them: ((1,), ("mode",)).
+    """Returns parameters by number and by name, as `jax.jit` understands them: ((1,), ("mode",)).
 
     Where only one of both is given, the other is read off the function's signature, so that a
     parameter is meant however the caller passes it.
@@ -43,18 +43,18 @@ def by_number_and_name(
 
 
 def positions(numbers: Sequence[int], count: int) -> frozenset[int]:
-    """Argument numbers, those from the end counted from the start."""
+    """Returns argument numbers with negative ones counted from the end: -1 of three is 2."""
     return frozenset(n + count if n < 0 else n for n in numbers)
 
 
 def parameter_names(fn: Any, count: int) -> tuple[str, ...]:
-    """The names of the first parameters; `arg2` where a function does not tell."""
+    """Returns the names of the first `count` parameters; `arg2` where a function does not tell."""
     found = [p.name for p in _parameters(fn)][:count]
     return (*found, *(f"arg{number}" for number in range(len(found), count)))
 
 
 def parameter_count(fn: Any) -> int:
-    """How many parameters a function has that may be given by position."""
+    """Returns how many parameters of a function may be given by position."""
     kinds = (_BY_BOTH, inspect.Parameter.POSITIONAL_ONLY)
     return sum(p.kind in kinds for p in _parameters(fn))
 
@@ -67,13 +67,13 @@ def _parameters(fn: Any) -> list[inspect.Parameter]:
 
 
 def function_name(fn: Any) -> str:
-    """What a function is called; of an object that can be called, its class."""
+    """Returns a function's name; for any other callable object, that of its class."""
     fn = _written(fn)
     return str(getattr(fn, "__name__", type(fn).__name__))
 
 
 def function_place(fn: Any) -> tuple[str, str] | None:
-    """File and qualified name of a function; None where it is not Python's own."""
+    """Returns a function's file and qualified name; None where it is not written in Python."""
     fn = _written(fn)
     call = fn if hasattr(fn, "__code__") else _written(type(fn).__call__)
     code = getattr(call, "__code__", None)
@@ -81,14 +81,14 @@ def function_place(fn: Any) -> tuple[str, str] | None:
 
 
 def _written(fn: Any) -> Any:
-    """The function that was written: without what is bound to it or wrapped around it."""
+    """Returns the function inside of `functools.partial`s and wrappers."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return inspect.unwrap(fn)
 
 
 class Argument(NamedTuple):
-    """An argument that is not static."""
+    """Describes an argument of a call that is not static."""
 
     # the number of its parameter, or its name where the function does not have it in order
     place: int | str
@@ -105,10 +105,10 @@ def call_parts(
     donate_argnames: Sequence[str],
     positional: int,
 ) -> tuple[Argument, ...]:
-    """The arguments of a call in the order of their leaves.
+    """Describes the arguments of a call that are not static, in the order of their leaves.
 
-    `structs` are the arguments without the static ones: positional ones, with their numbers
-    `argnums`, then a dict of the others. `positional` counts all of the former, static ones too.
+    `structs` is ((positional, ...), {name: ...}) of them, `argnums` the numbers of the positional
+    ones. `positional` counts all positional arguments, static ones too.
     """
     names, donated = parameter_names(fn, positional), positions(donate_argnums, positional)
     order = {name: place for place, name in enumerate(parameter_names(fn, parameter_count(fn)))}
@@ -124,7 +124,7 @@ def call_parts(
 
 
 def leaf_names(parts: Sequence[Argument]) -> tuple[str, ...]:
-    """The name of each leaf: `params/w_in`, the parameter's, then the path within the argument."""
+    """Returns each leaf's name, its parameter's and its path within the argument: `params/w_in`."""
     return tuple(
         "/".join(filter(None, (part.name, path_name(path))))
         for part in parts
@@ -133,16 +133,17 @@ def leaf_names(parts: Sequence[Argument]) -> tuple[str, ...]:
 
 
 def donated_leaves(parts: Sequence[Argument]) -> tuple[int, ...]:
-    """Flat indices of the donated arguments."""
+    """Returns the flat indices of the donated arguments' leaves."""
     flags = [part.is_donated for part in parts for _ in jax.tree.leaves(part.struct)]
     return tuple(i for i, is_donated in enumerate(flags) if is_donated)
 
 
 def updates_of(parts: Sequence[Argument], out_tree: Any) -> tuple[tuple[int, int], ...]:
-    """(result leaf, argument leaf) of each donated argument and the result that updates it.
+    """Pairs results with the donated arguments that they replace: (result leaf, argument leaf).
 
-    That is the first part of the results, not taken yet, of the same structure, shapes and dtypes;
-    for an argument that has none, of each of its leaves. As XLA reuses donated memory.
+    An argument's partner is the first part of the results, not taken yet, of the same structure,
+    shapes and dtypes; if there is none, each of its leaves finds its own, as XLA reuses memory. Of
+    `step(params, batch)` that returns (loss, params), with `params = {"w": ..}` donated: ((1, 0),).
     """
     counts = [len(jax.tree.leaves(part.struct)) for part in parts]
     starts = np.cumsum([0, *counts]).tolist()
@@ -171,7 +172,7 @@ def updates_of(parts: Sequence[Argument], out_tree: Any) -> tuple[tuple[int, int
 
 
 def _subtrees(tree: Any) -> Iterator[tuple[Any, int]]:
-    """A tree and all parts of it, the outer ones first, each with the number of its first leaf."""
+    """Yields a tree and all its subtrees, outer ones first, each with its first leaf's number."""
     level = [(tree, 0)]
     while level:
         yield from level
@@ -197,7 +198,7 @@ def _tree_type(tree: Any) -> Any:
 
 
 def with_leading(call: Callable[..., Any], fn: Any, names: Sequence[str]) -> Callable[..., Any]:
-    """`call`, which takes parameters of some names and then those of `fn`, described as that."""
+    """Gives `call` the name of `fn`, and its signature behind parameters of the given names."""
     functools.update_wrapper(call, fn, updated=())
     own = list(inspect.signature(fn).parameters.values())
     taken = {parameter.name for parameter in own}
@@ -213,7 +214,7 @@ def with_leading(call: Callable[..., Any], fn: Any, names: Sequence[str]) -> Cal
 
 
 def behind_leading(fn: Any, options: dict[str, Any], count: int) -> dict[str, Any]:
-    """Options of `jit` for `fn` as those for a function with `count` more parameters in front."""
+    """Returns `jit` options for `fn` as those of a function with `count` parameters in front."""
     moved = dict(options)
     for kind in ("static", "donate"):
         given = moved.pop(f"{kind}_argnums", None), moved.pop(f"{kind}_argnames", None)
@@ -227,7 +228,7 @@ def behind_leading(fn: Any, options: dict[str, Any], count: int) -> dict[str, An
 
 
 def check_without(options: Mapping[str, Any], names: Sequence[str], what: str, fix: str) -> None:
-    """Holds that options without a meaning for a framework's jit (`what`) are not given."""
+    """Raises ArgumentError if options are given that a framework's jit, called `what`, lacks."""
     given = [name for name in names if options.get(name) is not None]
     if given:
         raise ArgumentError(f"{what} has no {given[0]}", fix=fix)

@@ -107,12 +107,12 @@ def pipeline(
     with jax.named_scope(of.scope):
 
         def of_stages(leaf: Any) -> Any:
-            """(L, ...) or (V, L / V, ...) -> (S, V, layers of a chunk, ...)."""
+            """Reshapes (L, ...) or (V, L / V, ...) to (S, V, layers of a chunk, ...)."""
             shape = of.chunks, of.stages, -1, *leaf.shape[1 + (chunks is not None) :]
             return jnp.reshape(leaf, shape).swapaxes(0, 1)
 
         def in_microbatches(leaf: Any) -> Any:
-            """(B, ...) -> (M, B / M, ...); each has rows of all pieces of a split batch."""
+            """Reshapes (B, ...) to (M, B / M, ...); each has rows of all shards of the batch."""
             return leaf.reshape(-1, of.microbatches, *leaf.shape[1:]).swapaxes(0, 1)
 
         stacked = jax.tree.map(of_stages, stacked)
@@ -125,7 +125,7 @@ def pipeline(
 def _run(
     layer_fn: Callable[..., Any], stacked: Any, cut: Any, of: Pipeline, mesh: Mesh | None
 ) -> Any:
-    """The loop over steps: what the last stage makes of each microbatch, leaves (M, B / M, ...).
+    """Runs the loop over steps, and returns what leaves the last stage: leaves (M, B / M, ...).
 
     Layers are stacked as (S, V, layers of a chunk, ...), x and rows cut into (M, B / M, ...).
     """
@@ -155,7 +155,7 @@ def _run(
     out = _steps(step, state, (jnp.arange(of.steps), entering), of)
 
     def leaving(leaf: Any) -> Any:
-        """(M V, ...) -> (M, ...): of what leaves the last stage, what the last chunk made."""
+        """Selects from the last stage's outputs the last chunk's: (M V, ...) -> (M, ...)."""
         if of.chunks > 1:
             leaf = leaf.reshape(-1, of.chunks, of.stages, *leaf.shape[1:])[:, -1]
             leaf = leaf.reshape(of.microbatches, *leaf.shape[2:])
@@ -165,7 +165,7 @@ def _run(
 
 
 def _steps(step: Callable[..., Any], state: Any, inputs: Any, of: Pipeline) -> Any:
-    """Runs all steps; returns what they made from when the first microbatch leaves."""
+    """Runs all steps; returns their outputs from when the first microbatch leaves the pipeline."""
     fill = of.stages - 1
     if not of.is_lean:
         return jax.tree.map(lambda leaf: leaf[fill:], jax.lax.scan(step, state, inputs)[1])
@@ -178,7 +178,7 @@ def _steps(step: Callable[..., Any], state: Any, inputs: Any, of: Pipeline) -> A
 
 
 def _entering(leaf: Any, fill: Any, of: Pipeline) -> Any:
-    """(M, ...) -> (steps, ...): what enters stage 0 in each step."""
+    """Returns what enters stage 0 in each step: (M, ...) -> (steps, ...)."""
     if of.chunks > 1:  # later chunks enter from the last stage
         groups = leaf.reshape(-1, 1, of.stages, *leaf.shape[1:])
         widths = [(0, of.chunks - 1 if dim == 1 else 0) for dim in range(groups.ndim)]
@@ -187,10 +187,10 @@ def _entering(leaf: Any, fill: Any, of: Pipeline) -> Any:
 
 
 def _moved(leaf: Any, entering: Any, begins: Any, of: Pipeline, mesh: Mesh | None) -> Any:
-    """(S, ...): each stage gets what the one before made, and stage 0 what enters."""
+    """Shifts (S, ...) by a stage: each gets what the one before made, or `entering`."""
 
     def shift(by: int) -> Any:
-        """Moves stages on; where nothing comes from there are zeros."""
+        """Shifts dim 0 by so many stages, with zeros where nothing comes from."""
         widths = [(by, -by, 0)] + [(0, 0, 0)] * (leaf.ndim - 1)
         return jax.lax.pad(leaf, jnp.zeros((), leaf.dtype), widths)
 
@@ -213,7 +213,7 @@ def _moved(leaf: Any, entering: Any, begins: Any, of: Pipeline, mesh: Mesh | Non
 
 
 def _marked(tree: Any, mesh: Mesh | None, axis: str) -> Any:
-    """A tree whose leaves have dim 0 split over the axis; their other dims stay open."""
+    """Marks each leaf as split over the axis in dim 0; its other dims stay open."""
     if mesh is None:
         return tree
     return jax.tree.map(
@@ -237,7 +237,7 @@ def _layers(stacked: Any, chunks: int | None) -> int:
 
 
 def _leading(tree: Any, what: str, shape: str) -> int:
-    """The size of the first dim, which all leaves share."""
+    """Returns the size of the first dim; ArgumentError if leaves do not share one."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     sizes = {path_name(path): jnp.shape(leaf) for path, leaf in leaves}
     first = {shape[0] if shape else None for shape in sizes.values()}
@@ -259,7 +259,7 @@ def _leading(tree: Any, what: str, shape: str) -> int:
 
 
 class _Asked(NamedTuple):
-    """What a call of `pipeline` says, by the names of its arguments."""
+    """Holds the arguments of a call of `pipeline` that decide its schedule."""
 
     schedule: str | None
     chunks: int | None
@@ -274,7 +274,7 @@ class _Asked(NamedTuple):
 
 
 def _chosen_pipeline(asked: _Asked, *, layers: int, batch: int, mesh: Mesh | None) -> Pipeline:
-    """The pipeline of a call, in the schedule that it names or that is weighed now.
+    """Returns the pipeline of a call, in the schedule that it names, else in the one being tried.
 
     `layers` and `batch` are sizes of the stack and the batch; errors are as for `pipeline`.
     """
@@ -327,7 +327,7 @@ def _chosen_pipeline(asked: _Asked, *, layers: int, batch: int, mesh: Mesh | Non
 
 @dataclass(frozen=True)
 class Tried:
-    """A program that was traced and planned with its pipelines in one schedule."""
+    """Holds a program that was traced and planned with its pipelines in one schedule."""
 
     interface: Interface
     stages: Stages
@@ -344,15 +344,15 @@ class Tried:
         return peak_memory(self.stages.optimized.program, donated, platform).peak
 
     def fits(self, limit: float) -> bool:
-        """Whether it keeps to so many bytes."""
+        """Whether its predicted memory is at most `limit` bytes."""
         return self.bytes <= limit
 
 
 def in_fastest_schedule(attempt: Callable[[bool], Tried], memory_limit: int | None) -> Tried:
-    """A program with its pipelines in the schedule that is predicted to be the fastest.
+    """Returns a program with its pipelines in the schedule that is predicted to be the fastest.
 
-    `attempt` traces and plans it in each schedule that its pipelines leave open, told whether jax
-    may take a trace that it has made before. Of schedules that do not fit in memory
+    `attempt(may_reuse)` traces and plans it, in each schedule that its pipelines leave open in
+    turn; `may_reuse` lets jax take a cached trace. Of schedules that do not fit in memory
     (`memory_limit`, or what the topology has room for) the one that misses the least is taken;
     PlanError if there is a limit and none keeps to it.
     """
@@ -395,7 +395,7 @@ def in_fastest_schedule(attempt: Callable[[bool], Tried], memory_limit: int | No
 
 
 def _refusal(asked: _Asked, schedule: str, layers: int) -> ArgumentError | None:
-    """Why a call cannot take a schedule; None if it can."""
+    """Returns the error that says why a call cannot take a schedule; None if it can."""
     is_chunked, is_lean = SCHEDULES[schedule]
     of = asked.as_pipeline(schedule)
     if asked.chunks and not is_chunked:

@@ -38,7 +38,7 @@ STAGES = (
 
 
 class Planned:
-    """All that can be asked of a program before XLA has seen it.
+    """A planned program, and all that can be asked of it before XLA compiles it.
 
     Attributes:
       interface: what the function, its arguments and its results are.
@@ -55,27 +55,27 @@ class Planned:
 
     @property
     def request(self) -> Request:
-        """What was compiled."""
+        """The compiler's input: the module as traced, the mesh and the specs."""
         return self.interface.request
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh."""
+        """The mesh that the program is planned for."""
         return self.request.mesh
 
     @property
     def name(self) -> str:
-        """What the function is called."""
+        """The function's name."""
         return self.interface.name or self.stages.plan.program.name
 
     @property
     def in_tree(self) -> Any:
-        """The structure of ((positional, ...), {name: ...}), static arguments left out."""
+        """The pytree structure of ((positional, ...), {name: ...}), static arguments left out."""
         return self.interface.in_tree
 
     @property
     def out_tree(self) -> Any:
-        """The structure of the result."""
+        """The pytree structure of the result."""
         return self.interface.out_tree
 
     @property
@@ -95,17 +95,17 @@ class Planned:
 
     @property
     def timeline(self) -> Timeline:
-        """Predicted schedule of one run: what runs when on which lane."""
+        """Predicted schedule of one run: when each op runs, on compute or on a mesh axis's link."""
         return self.stages.timeline
 
     @property
     def cost(self) -> float:
-        """Predicted seconds of one run, communication hidden behind independent arithmetic."""
+        """Predicted seconds of one run, in which collectives overlap independent arithmetic."""
         return self.timeline.seconds
 
     @cached_property
     def predicted_memory(self) -> MemoryUse:
-        """Predicted memory of one device: what is held, and when."""
+        """Predicted memory of one device: its buffers, and when each is live."""
         platform = self.stages.plan.topology.platform
         return peak_memory(self.stages.optimized.program, self.donated, platform)
 
@@ -116,7 +116,7 @@ class Planned:
 
     @cached_property
     def prices(self) -> Prices:
-        """What other decisions would have cost; computed when asked."""
+        """Prices of other decisions: what each would cost more than the plan; made when asked."""
         return Prices(self.stages.plan, self.options)
 
     # Reports are loaded when asked for: training and serving go without.
@@ -147,7 +147,7 @@ class Planned:
         return notebook_cell(self._facts())
 
     def explain(self, value: str | None = None, *, prices: bool = True) -> str:
-        """What is sharded how, why, and what it costs, as text; or all about one value.
+        """Returns how values are sharded, why, and what it costs, as text; or all about one value.
 
         Args:
           value: an argument's or a result's name or a pattern of names (`params/*/w`), a value's
@@ -165,7 +165,7 @@ class Planned:
         return explain_program(self._facts(prices))
 
     def summary(self) -> str:
-        """The short form of `explain`, for a terminal."""
+        """Returns the short form of `explain`, for a terminal."""
         from spmd.explain.text import summarize
 
         return summarize(self._facts(), self.prices.costly_mark)
@@ -197,7 +197,7 @@ class Planned:
         Path(path).write_text(json.dumps(trace_of(self._facts())), encoding="utf-8")
 
     def as_text(self, stage: str = "planned") -> str:
-        """The program after a stage, as deterministic text; stages are `spmd.api.STAGES`.
+        """Returns the program after a stage of `spmd.api.STAGES`, as deterministic text.
 
         Raises:
           ArgumentError: there is no such stage.
@@ -205,12 +205,12 @@ class Planned:
         stages, mesh = self.stages, self.mesh
 
         def sharded(states: Iterable[Sharding | None]) -> str:
-            """The whole program with the sharding of each value beside it."""
+            """Writes the whole program with the sharding of each value beside it."""
             texts = ["made for each use" if s is None else format_sharding(s, mesh) for s in states]
             return format_program(stages.program, texts.__getitem__, mesh)
 
         def local(program: Program) -> str:
-            """A local program; beside arguments with an order of their own, that order."""
+            """Writes a local program, with the memory order of arguments that have their own."""
             orders = dict(zip(program.body.args, stages.optimized.argument_orders, strict=True))
             shown = {v: f"in memory: {', '.join(map(str, o))}" for v, o in orders.items() if o}
             return format_program(program, lambda value: shown.get(value, ""), mesh)

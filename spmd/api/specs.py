@@ -24,7 +24,7 @@ Specs = Sequence[Any] | Mapping[str, Any] | None
 
 
 def arg_specs(in_specs: Any, parts: Sequence[Argument], fn: Any, positional: int) -> list[Any]:
-    """The spec of each leaf of the arguments, None for open ones.
+    """Returns the spec of each leaf of the arguments, None for open ones.
 
     `in_specs` has one entry for each parameter, static ones counted, or, as `jax.jit` has it, for
     each positional argument that is not static: a spec, a pytree of specs that is a prefix of the
@@ -61,7 +61,7 @@ def arg_specs(in_specs: Any, parts: Sequence[Argument], fn: Any, positional: int
 
 
 def specified(shardings: Any) -> Any:
-    """Shardings as `jax.jit` takes them, as specs: jax's word for unspecified ones is None here."""
+    """Returns shardings given to `jax.jit` as specs, with None for its `UnspecifiedValue`s."""
     return jax.tree.map(
         lambda entry: None if type(entry).__name__ == "UnspecifiedValue" else entry,
         shardings,
@@ -70,15 +70,16 @@ def specified(shardings: Any) -> Any:
 
 
 def result_specs(out_specs: Any, out_tree: Any) -> list[Any]:
-    """The spec of each leaf of the result, None for open ones; SpecError for another structure."""
+    """Returns each result leaf's spec, None for open ones; SpecError for another structure."""
     return _spread(out_specs, out_tree, "the result", is_outermost=True)
 
 
 def _spread(specs: Any, tree: Any, what: str, is_outermost: bool = False) -> list[Any]:
-    """A prefix pytree of specs as one spec a leaf.
+    """Returns one spec for each leaf of `tree`, given a prefix pytree of specs.
 
-    Beside a tuple or list, a tuple or list of as many entries is one spec for each part. Inside an
-    argument or a result it may mean one spec for all parts as well: then it is an error.
+    If `tree` is a tuple or list, specs of the same length are one spec for each part. Where they
+    could be one spec for all parts as well, it is a SpecError, but for a result as a whole. For
+    (x, {"a": y, "b": z}), (P("data"), None) gives [P("data"), None, None].
     """
     is_each = (
         type(tree) in (tuple, list) and type(specs) in (tuple, list) and len(specs) == len(tree)
@@ -116,10 +117,10 @@ def _spread(specs: Any, tree: Any, what: str, is_outermost: bool = False) -> lis
 
 
 def _by_path(specs: Any, tree: Any) -> list[Any] | None:
-    """The spec of each leaf by its path; None unless every leaf has one and every spec has leaves.
+    """Returns each leaf's spec by its path; None unless all leaves have one and all specs leaves.
 
-    Structures are equal to jax only if what they hold beside leaves is: a train state's optimizer,
-    which is another one each time that it is made, and says nothing of where leaves lie.
+    jax takes structures for different if static parts differ, such as a train state's optimizer,
+    which is another object each time that it is made and says nothing of where leaves lie.
     """
     given = {
         tuple(path_name([key]) for key in path): spec
@@ -137,13 +138,13 @@ def _by_path(specs: Any, tree: Any) -> list[Any] | None:
 
 
 def _other_structure(specs: Any, tree: Any, what: str) -> SpecError:
-    """The error of specs for leaves that are not there, or of leaves that have none."""
+    """Returns the SpecError for specs of leaves that are not there, or leaves without a spec."""
     flat = jax.tree_util.tree_leaves_with_path
     given = [path_name(path) for path, _ in flat(specs, is_leaf=_is_spec)]
     there = [path_name(path) for path, _ in flat(tree)]
 
     def is_at(leaf: str, path: str) -> bool:
-        """Whether a leaf's path is in the branch of another."""
+        """Whether a leaf's path is `path`, or lies below it."""
         return not path or leaf == path or leaf.startswith(f"{path}/")
 
     unknown = [path for path in given if not any(is_at(leaf, path) for leaf in there)]
@@ -170,7 +171,7 @@ def _is_spec(x: Any) -> bool:
 
 
 def key_dtype(leaf: Any) -> Any:
-    """The dtype of a key array (or of a struct of one), None for everything else."""
+    """Returns the dtype of a key array (or of a struct of one), None for everything else."""
     dtype = getattr(leaf, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return dtype
@@ -178,7 +179,7 @@ def key_dtype(leaf: Any) -> Any:
 
 
 def mesh_sharding(leaf: Any) -> NamedSharding | None:
-    """How an array, or a struct, was placed on a mesh; None if nobody has done so."""
+    """Returns the `NamedSharding` that an array or struct was given; None if nobody has done so."""
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None
@@ -188,7 +189,10 @@ def mesh_sharding(leaf: Any) -> NamedSharding | None:
 
 
 def arg_entries(leaf: Any, spec: Any, name: str, mesh: Mesh) -> Entries | None:
-    """An argument's spelled-out spec, given or its placement's; MeshError, SpecError if unfit."""
+    """Returns an argument's spec, else its placement, with an entry for each dim; None if open.
+
+    MeshError, SpecError: as for `fitting_entries`.
+    """
     shape = leaf.shape if hasattr(leaf, "shape") else np.shape(leaf)
     if spec is None:
         spec = mesh_sharding(leaf)
@@ -202,23 +206,23 @@ def arg_entries(leaf: Any, spec: Any, name: str, mesh: Mesh) -> Entries | None:
 
 
 def open_entries(shape: Sequence[int]) -> Entries | None:
-    """What is told of an argument or result without a spec: what has no elements is not split.
+    """Returns the entries where no spec is given: None (open), or no dim split if one has size 0.
 
-    XLA for CPUs crashes where such an array is split, in jax 0.11.
+    XLA for CPUs crashes where an array without elements is split, in jax 0.11.
     """
     return ((),) * len(shape) if 0 in shape else None
 
 
 def fitting_entries(spec: Any, shape: Sequence[int], leaf: Any, what: str, mesh: Mesh) -> Entries:
-    """The spelled-out spec of an argument or result of this shape.
+    """Returns the spec of an argument or result of this shape with an entry for each dim.
 
-    Inside, a key array is its data: its spec has one more dim, not split. MeshError: it is a
+    A key array gets one more entry, not split, as it is its data inside. MeshError: it is a
     sharding on a mesh whose axes are not made of this mesh's; SpecError: it does not fit.
     """
     source, own = caller(), mesh
 
     def axes_here(names: Sequence[str]) -> tuple[str, ...]:
-        """Axes of the spec's own mesh as axes of the program's, or parts of axes."""
+        """Translates axes of the spec's own mesh to axes of the program's, or parts of axes."""
         atoms = tuple(a for name in names for a in part_atoms(mesh, own, name))
         return tuple(str(ref) for ref in axis_refs(atoms, mesh))
 
@@ -237,7 +241,7 @@ def fitting_entries(spec: Any, shape: Sequence[int], leaf: Any, what: str, mesh:
 
 
 def mesh_of(sharding: NamedSharding, mesh: Mesh) -> Mesh:
-    """The mesh of a sharding: the one given if it is that; an AbstractMesh has its devices."""
+    """Returns a sharding's mesh: `mesh` if equal; an AbstractMesh gets the devices of `mesh`."""
     other = as_mesh(sharding.mesh)
     if isinstance(sharding.mesh, AbstractMesh) and other.size == mesh.size:
         other = Mesh(mesh.device_ids, other.sizes, other.axis_names)
@@ -246,7 +250,7 @@ def mesh_of(sharding: NamedSharding, mesh: Mesh) -> Mesh:
 
 
 def check_memory(sharding: NamedSharding, what: str) -> None:
-    """SpecError for a sharding that is not for the memory of the devices."""
+    """Raises SpecError for a sharding in another memory than that of the devices."""
     if sharding.memory_kind not in (None, "device", "unpinned_host"):
         raise SpecError(
             f"{what} is to lie in {sharding.memory_kind}",
@@ -260,7 +264,7 @@ def check_memory(sharding: NamedSharding, what: str) -> None:
 def like_parameters(
     names: Sequence[str], shapes: Sequence[tuple[int, ...]], entries: Sequence[Entries | None]
 ) -> tuple[tuple[Entries | None, ...], tuple[str | None, ...]]:
-    """Open arguments that belong to a marked one get its spec; why goes beside it.
+    """Gives open arguments that mirror a marked one its spec; also returns the reason for each.
 
     Optimizer state repeats the parameters' tree further down: `opt_state/0/mu/w_in` has the shape
     of `params/w_in` and ends with its path. Propagation would find the same split for most of it,
@@ -285,7 +289,7 @@ def like_parameters(
 def flat_entries(
     specs: Specs, types: Sequence[TensorType], names: Sequence[str], mesh: Mesh, what: str
 ) -> tuple[Entries | None, ...]:
-    """Spelled-out specs of a module's arguments or results, None if open; SpecError if unfit."""
+    """Returns a module's specs with an entry for each dim, None where open; SpecError if unfit."""
     if specs is None:
         return (None,) * len(types)
     if isinstance(specs, Mapping):

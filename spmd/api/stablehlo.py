@@ -107,7 +107,7 @@ def module_request(
     options: Options,
     updates: Sequence[tuple[int, int]] = (),
 ) -> Request:
-    """What is to be compiled of a static module in memory; arguments as for `lower_stablehlo`."""
+    """Returns the compiler's input for a static module; arguments as for `lower_stablehlo`."""
     own = as_mesh(mesh)
     args, results = signature(module)
     arg_names, result_names = boundary_names(module)
@@ -147,10 +147,10 @@ def _check_updates(
 
 
 def static_module(source: Any, symbols: Mapping[str, int] | None, shapes: Shapes = None) -> Any:
-    """A module in memory (or `jax.export.Exported`), without dynamic shapes, at sizes of symbols.
+    """Returns a module in memory with static shapes, its symbols replaced by their sizes.
 
-    FrontendError: a module that cannot be read, or cannot have these shapes. ArgumentError: a dim
-    whose size is not known, or sizes for what is not there.
+    `source` may be a `jax.export.Exported`. FrontendError: it cannot be read, or cannot have these
+    shapes. ArgumentError: a dim whose size is not known, or sizes for what is not there.
     """
     exported = source if hasattr(source, "mlir_module_serialized") else None
     module = parse_module(source if exported is None else exported.mlir_module_serialized)

@@ -55,7 +55,7 @@ from spmd.options import Options
 
 @dataclass(frozen=True)
 class Recipe:
-    """A function, and what `jit` was told about it: mesh and specs as they were given."""
+    """Holds a function and what `jit` was told about it: mesh and specs as they were given."""
 
     fn: Any
     mesh: Any
@@ -72,20 +72,20 @@ class Recipe:
     def dynamic(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[int, ...], Any]:
-        """Which positional arguments of a call are not static; ((positional, ...), {name: ...})."""
+        """Returns a call's non-static arguments: numbers, ((positional, ...), {name: ...})."""
         static = positions(self.static_argnums, len(args))
         argnums = tuple(i for i in range(len(args)) if i not in static)
         named = {name: arg for name, arg in kwargs.items() if name not in self.static_argnames}
         return argnums, (tuple(args[i] for i in argnums), named)
 
     def parts(self, dynamic: Any, argnums: Sequence[int], positional: int) -> tuple[Argument, ...]:
-        """The arguments of a call that are not static, one by one; see `call_parts`."""
+        """Describes each argument of a call that is not static; see `call_parts`."""
         donate = self.donate_argnums, self.donate_argnames
         return call_parts(self.fn, dynamic, argnums, *donate, positional)
 
     @property
     def given_mesh(self) -> Any:
-        """The mesh as it was given, be it in a spec."""
+        """The mesh that was given, else that of a `NamedSharding` spec; None if neither is."""
         if self.mesh is not None:
             return self.mesh
         specs = jax.tree.leaves((self.in_specs, self.out_specs))
@@ -93,7 +93,7 @@ class Recipe:
 
 
 class Aval(NamedTuple):
-    """The type of an argument leaf: what a program is compiled for."""
+    """Holds the type of an argument leaf, for which a program is compiled."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -105,14 +105,14 @@ class Aval(NamedTuple):
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
-        """A value of this type, for tracing."""
+        """A `jax.ShapeDtypeStruct` of this type, for tracing."""
         return jax.ShapeDtypeStruct(
             self.shape, self.dtype, weak_type=self.weak_type, sharding=self.sharding
         )
 
 
 def aval_of(leaf: Any) -> Aval:
-    """The type of an argument leaf; TypeError if it is not an array."""
+    """Returns the type of an argument leaf; TypeError if it is not an array."""
     aval = getattr(leaf, "aval", None)  # an array's own; jax.typeof takes longer to find it
     if aval is None:
         aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
@@ -126,7 +126,7 @@ def aval_of(leaf: Any) -> Aval:
 
 
 def order_of(leaf: Any) -> Order | None:
-    """In which order an array's dims (or a struct's) lie in memory; None if major to minor."""
+    """Returns in which order an array's dims lie in memory; None if major to minor."""
     if np.ndim(leaf) < 2 or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
         return None
     layout = getattr(getattr(leaf, "format", None), "layout", None)
@@ -135,7 +135,7 @@ def order_of(leaf: Any) -> Order | None:
 
 
 class Call(NamedTuple):
-    """A call's arguments, taken apart."""
+    """Holds a call's arguments: static ones, and the leaves of the others with their types."""
 
     static: tuple[tuple[int | str, Any], ...]  # (number or name, value) of each static argument
     argnums: tuple[int, ...]  # the numbers of the positional arguments that are not static
@@ -148,12 +148,12 @@ class Call(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """What decides, besides shardings, whether a compiled program serves the call."""
+        """What decides, besides shardings, which compiled program serves the call."""
         return (self.static, self.tree, self.avals, self.settings)
 
 
 class Interface(NamedTuple):
-    """A request to the compiler, and what arguments and results are to the caller."""
+    """Holds the compiler's input, and how its arguments and results map to the caller's pytrees."""
 
     request: Request
     in_tree: Any  # the structure of ((positional, ...), {name: ...}), static arguments left out
@@ -170,7 +170,7 @@ class Interface(NamedTuple):
 
 
 def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """The arguments of a call, static and others; ArgumentError if one of these is not an array."""
+    """Splits a call's arguments into static ones and array leaves; ArgumentError for others."""
     argnums, dynamic = recipe.dynamic(args, kwargs)
     static: list[tuple[int | str, Any]] = [(i, x) for i, x in enumerate(args) if i not in argnums]
     static += [(name, kwargs[name]) for name in sorted(kwargs) if name not in dynamic[1]]
@@ -202,8 +202,8 @@ def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interface:
     """Traces a function at the arguments of a call; nothing is compiled yet.
 
-    It is for the topology, that of the options, or that of the mesh. MeshError: there is no mesh,
-    or there are two; SpecError: a spec that does not fit its argument or result.
+    It is planned for the topology, else that of the options, else the mesh's. MeshError: there is
+    no mesh, or there are two; SpecError: a spec that does not fit its argument or result.
     """
     structs = jax.tree.unflatten(call.tree, [aval.struct for aval in call.avals])
     placed = [sharding.mesh for sharding in map(mesh_sharding, call.leaves) if sharding]
@@ -292,9 +292,9 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
 
 
 def _warning_of_changes(fn: Any, arguments: Any) -> Any:
-    """A function that warns, when it is traced, of objects among its arguments that it changes.
+    """Wraps `fn` so that tracing it warns of objects (modules, say) that it changes.
 
-    They are copies: what a traced function does to its arguments and does not return is lost. Where
+    Arguments are copies: what a traced function does to them and does not return is lost. Where
     there are no objects among `arguments`, a pytree, it is `fn` itself: then jax finds a trace that
     it has made before, as by `jax.eval_shape`, and what a result holds beside arrays (an optimizer
     that `fn` makes) is the same object as there.
@@ -330,12 +330,12 @@ def _warning_of_changes(fn: Any, arguments: Any) -> Any:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a pytree is of a class of its own: people change these, as they do modules."""
+    """Whether a pytree is of a class of its own, such as a module, which people change in place."""
     return type(value) not in (tuple, list, dict, type(None))
 
 
 def axis_types_of(mesh: Mesh, givens: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Jax's types of a mesh's axes, as the user's meshes of these axes have them."""
+    """Returns jax's axis types of the user's mesh that has these axes, some Explicit; else None."""
     for given in filter(has_explicit_axes, givens):
         if tuple(given.shape.items()) == tuple(mesh.shape.items()):
             return tuple(given.axis_types)

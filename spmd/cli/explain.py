@@ -32,7 +32,7 @@ STAGES = ("program", "propagated", "planned", "local", "optimized", "emitted")
 
 
 def make_parser() -> Parser:
-    """The flags."""
+    """Makes the parser of the program's flags."""
     made = Parser("spmd-explain", __doc__)
     add_module_flags(made)
     add = made.add_argument
@@ -58,7 +58,7 @@ def make_parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, and turn what a user can mend into one message instead of a traceback."""
+    """Runs the program and returns its exit status; prints errors that users can mend."""
     given = make_parser().parse_args(arguments)
     default_to_cpus()
     try:

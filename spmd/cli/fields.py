@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def read_by(read: Callable[[str], Any]) -> Mapping[str, Any]:
-    """Metadata of a field with how its text is read: ValueError says what is wrong with one."""
+    """Returns metadata for a field whose text `read` parses; its ValueError says what is wrong."""
 
     def value(text: str) -> Any:
         try:
@@ -36,9 +36,9 @@ def read_by(read: Callable[[str], Any]) -> Mapping[str, Any]:
 
 
 def of_fields(add: Add, cls: type[Any]) -> Add:
-    """`add_argument` (a parser's or a group's) for flags named as the fields of a dataclass.
+    """Wraps `add_argument`: a flag named as a field of `cls` gets its type, choices and default.
 
-    What a call says itself goes before what its field says.
+    Arguments of a call override what its field says.
 
     Example:
         >>> parser = Parser("train", None)
@@ -57,13 +57,13 @@ def of_fields(add: Add, cls: type[Any]) -> Add:
 
 
 def taken(cls: type[T], given: argparse.Namespace, **others: Any) -> T:
-    """A dataclass of what flags of its fields' names were given, and of `others` in their place."""
+    """Makes a dataclass from the flags named as its fields; `others` override what they say."""
     names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     return cls(**{name: value for name, value in vars(given).items() if name in names} | others)
 
 
 def from_yaml(cls: type[T], file: str | Path, **overrides: Any) -> T:
-    """A dataclass from a file of settings named as its fields; `overrides` go before the file's.
+    """Makes a dataclass from YAML settings named as its fields; `overrides` override the file's.
 
     `null` is None for a field that may be None, else the default. SettingsError: the file cannot be
     read, names no field, gives one what it does not take, or lacks one without a default.

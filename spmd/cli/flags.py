@@ -17,7 +17,7 @@ Add = Callable[..., argparse.Action]  # `add_argument` of a parser or of a group
 
 
 class Parser(argparse.ArgumentParser):
-    """The flags of one program; `about` is what `--help` says first: its docstring, with examples.
+    """Parses the flags of a program; `about` is the text, often a docstring, that begins `--help`.
 
     With `settings` flags may come from YAML files, too, as `spmd.cli.settings` says.
 
@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # typeshed has overloads for other namespaces
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse's, after dashes within flags have become underscores."""
+        """Parses as argparse does, after dashes within flags have become underscores."""
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words else len(words)  # what follows are no flags
         words[:end] = map(_underscored, words[:end])
@@ -76,18 +76,18 @@ class Parser(argparse.ArgumentParser):
         return [word for file in read for flag in file.values() for word in flag]
 
     def settings_text(self, given: argparse.Namespace) -> str:
-        """YAML that reads back to what was given."""
+        """Returns the given flags as YAML, which reads back to the same values."""
         from spmd.cli import settings  # as above
 
         return settings.write(self, given)
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program with one line, as the list of all flags would hide it."""
+        """Ends the program with one line: a list of all flags would hide it."""
         self.exit(2, f"error: {message}; {self.prog} --help lists the flags\n")
 
 
 class Switch(argparse.Action):
-    """`--name` and `--noname` (or `--no_name`): True and False."""
+    """Makes a flag `--name` that sets True, and `--noname` (or `--no_name`) that sets False."""
 
     def __init__(
         self, option_strings: Sequence[str], dest: str, default: bool = False, help: str = ""
@@ -103,12 +103,12 @@ class Switch(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Notes which of them was given."""
+        """Sets True if `--name` was given, False if its opposite was."""
         setattr(namespace, self.dest, option_string == self.option_strings[0])
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of a description, and ends a flag's help with its default."""
+    """Formats `--help`: keeps a description's line breaks, and ends a flag with its default."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26, width=100)
@@ -140,7 +140,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 def positive(text: str) -> int:
-    """A number from 1 on."""
+    """Reads an integer of at least 1; ValueError for anything else."""
     number = int(text)
     if number < 1:
         raise ValueError
@@ -148,12 +148,12 @@ def positive(text: str) -> int:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Words joined by commas; none of an empty text."""
+    """Splits a text at its commas; an empty one has no words."""
     return tuple(text.split(",")) if text else ()
 
 
 def _spelled(value: Any) -> str:
-    """A default as one would write it on the command line."""
+    """Returns a default as one would write it on the command line."""
     if isinstance(value, dict):
         return ",".join(f"{name}={_spelled(item)}" for name, item in value.items())
     if isinstance(value, (list, tuple)):
@@ -162,7 +162,7 @@ def _spelled(value: Any) -> str:
 
 
 def _underscored(word: str) -> str:
-    """`--dry-run=a-b` -> `--dry_run=a-b`; other words as they are."""
+    """Replaces dashes in a flag's name: `--dry-run=a-b` -> `--dry_run=a-b`; other words stay."""
     if not word.startswith("--"):
         return word
     name, equals, value = word[2:].partition("=")

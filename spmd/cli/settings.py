@@ -28,11 +28,11 @@ NOT_SETTINGS = ("help", "settings", "print_settings")  # flags that are no setti
 
 
 class SettingsError(SpmdError):
-    """A file of settings that cannot be read; the message is one line, with the file and line."""
+    """Raised for a file of settings that cannot be read; one line says why, with file and line."""
 
 
 def read(file: str | Path, parser: argparse.ArgumentParser) -> dict[str, list[str]]:
-    """The words that a command line would have for each setting of a file; none for null.
+    """Returns each setting of a file as command-line words: {"scan": ["--noscan"]}; [] for null.
 
     SettingsError: the file cannot be read, names no flag, or gives one what it does not take.
     """
@@ -59,7 +59,7 @@ def read(file: str | Path, parser: argparse.ArgumentParser) -> dict[str, list[st
 
 
 def write(parser: argparse.ArgumentParser, given: argparse.Namespace) -> str:
-    """All settings as a file that reads back to the same ones, in groups as `--help` has them."""
+    """Returns all settings as YAML that reads back to the same ones, grouped as by `--help`."""
     lines = []
     for group in parser._action_groups:
         flags = [flag for flag in group._group_actions if flag in _settable(parser)]
@@ -109,7 +109,7 @@ def _root(file: str | Path) -> yaml.Node:
 
 
 def _words(parser: argparse.ArgumentParser, flag: argparse.Action, node: yaml.Node) -> list[str]:
-    """What a command line says; a list or mapping is joined, as flags spell it."""
+    """Returns a flag's words for its YAML value; a list or mapping is joined, as flags spell it."""
     name, truth = f"--{_name(flag)}", None
     if node.tag == f"{TAG}bool":  # `no` and `off` are words
         truth = {"true": True, "false": False}.get(node.value.lower())
@@ -157,7 +157,7 @@ def _line(node: yaml.Node) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """A flag's value as YAML has it; others as their text, which the flag reads."""
+    """Returns a flag's value as YAML has it; other objects as text, which the flag can read."""
     if isinstance(value, Mapping):
         # No flag is written as an empty mapping: it is the default of one that was left out.
         return {str(key): _plain(item) for key, item in value.items()} or None

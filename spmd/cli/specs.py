@@ -13,11 +13,11 @@ from spmd.errors import SpmdError
 
 
 class UsageError(SpmdError):
-    """Flags that do not fit the program or each other."""
+    """Raised for flags that do not fit the program or each other."""
 
 
 def add_module_flags(parser: ArgumentParser) -> None:
-    """Adds what says which module is meant, on which mesh, with which specs."""
+    """Adds the flags that name a StableHLO file, its mesh, sizes of symbols, and specs."""
     add = parser.add_argument
     add("module", help="the StableHLO file")
     add("--mesh", type=mesh_axes, default="data=4,model=2", help="axes and their sizes")
@@ -33,7 +33,7 @@ def add_module_flags(parser: ArgumentParser) -> None:
 
 
 def default_to_cpus(count: int | None = None) -> None:
-    """Lets jax take the CPU where nobody chose a platform, with so many virtual devices."""
+    """Makes jax use the CPU, with `count` virtual devices, unless the environment says else."""
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
     if count and "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -41,12 +41,12 @@ def default_to_cpus(count: int | None = None) -> None:
 
 
 def mesh_axes(text: str) -> dict[str, int]:
-    """`"data=4,model=2"` -> `{"data": 4, "model": 2}`; ArgumentTypeError for other forms."""
+    """Reads `"data=4,model=2"` as `{"data": 4, "model": 2}`; ArgumentTypeError for other forms."""
     return _named_sizes(text, "axis", "data=4,model=2")
 
 
 def symbol_values(text: str) -> dict[str, int]:
-    """`"n=128,batch=8"` -> `{"n": 128, "batch": 8}`; ArgumentTypeError for other forms."""
+    """Reads `"n=128,batch=8"` as `{"n": 128, "batch": 8}`; ArgumentTypeError for other forms."""
     return _named_sizes(text, "symbol", "n=128,batch=8")
 
 
@@ -63,7 +63,7 @@ def _named_sizes(text: str, what: str, example: str) -> dict[str, int]:
 
 
 def parse_named_specs(flag: str, texts: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
-    """`["0=data,None", "w=None,model"]` as specs by argument; UsageError for other forms."""
+    """Reads `["0=data,None", "w=None,model"]` as specs by argument; UsageError for other forms."""
     specs: dict[str, Any] = {}
     for text in texts:
         name, equals, spec = text.rpartition("=")

@@ -31,7 +31,7 @@ from spmd.ir.types import TensorType, numpy_dtype
 
 
 def make_parser() -> Parser:
-    """The flags."""
+    """Makes the parser of the program's flags."""
     made = Parser("spmd-verify", __doc__)
     add_module_flags(made)
     add = made.add_argument
@@ -44,7 +44,7 @@ def make_parser() -> Parser:
 
 
 def random_argument(type_: TensorType, rng: np.random.Generator, high: int) -> Any:
-    """A random array of a type: floats between -1 and 1, integers from 0, predicates."""
+    """Makes a random array: floats between -1 and 1, integers from 0 to `high` - 1, or booleans."""
     dtype = numpy_dtype(type_.dtype)
     if dtype == np.bool_:
         return rng.integers(0, 2, type_.shape).astype(np.bool_)
@@ -57,7 +57,7 @@ def random_argument(type_: TensorType, rng: np.random.Generator, high: int) -> A
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, and turn what a user can mend into one message instead of a traceback."""
+    """Runs the program and returns its exit status; prints errors that users can mend."""
     given = make_parser().parse_args(arguments)
     default_to_cpus(math.prod(given.mesh.values()))
     try:

@@ -8,7 +8,7 @@ __all__ = ["diff"]
 
 
 def diff(a: Any, b: Any) -> str:
-    """What changed from one plan to another, and what that costs.
+    """Returns what changed from one plan to another, and what that costs.
 
     Args:
       a: a lowered or compiled program.

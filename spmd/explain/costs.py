@@ -40,7 +40,7 @@ MOST = 5  # costs that a report opens with; the largest collective follows where
 
 
 class Collective(NamedTuple):
-    """One collective of the program."""
+    """Describes a collective of a local program."""
 
     kind: str  # as in `spmd.reshard.comm.KINDS`
     axes: tuple[str, ...]  # the mesh axes (or sub-axes) along which devices transfer
@@ -54,7 +54,7 @@ class Collective(NamedTuple):
 
 
 def list_collectives(partitioned: Partitioned, topology: Topology) -> tuple[Collective, ...]:
-    """Every collective of a local program, in program order."""
+    """Lists the collectives of a local program, in program order."""
     program, mesh = partitioned.program, partitioned.mesh
     return tuple(
         Collective(
@@ -73,7 +73,7 @@ def list_collectives(partitioned: Partitioned, topology: Topology) -> tuple[Coll
 
 
 def with_runs(region: Region, index: Index, times: int = 1) -> Iterator[tuple[Op, int]]:
-    """The ops of a region, and of those inside it before theirs, with how often each runs."""
+    """Yields a region's ops with how often each runs; those inside an op come before it."""
     for op in region.ops:
         for inner in op.regions:
             yield from with_runs(inner, index, times * index.runs(op))
@@ -81,13 +81,13 @@ def with_runs(region: Region, index: Index, times: int = 1) -> Iterator[tuple[Op
 
 
 def sent_bytes(op: Op, mesh: Mesh, topology: Topology) -> int:
-    """What one device sends in one run of an op; 0 if it exchanges nothing."""
+    """Returns the bytes that one device sends in one run of an op; 0 if it exchanges nothing."""
     transfer = Transfer.of(op, mesh)
     return transfer.sent_bytes(mesh, topology) if transfer else 0
 
 
 class Total(NamedTuple):
-    """Collectives that are alike: the first of them, and what all do in one run of the program."""
+    """Sums up collectives that are alike: the first of them, and what all do in one run."""
 
     like: Collective
     ops: int = 0
@@ -97,18 +97,18 @@ class Total(NamedTuple):
 
 
 def collective_rows(collectives: Iterable[Collective]) -> tuple[Total, ...]:
-    """Equal collectives together; most bytes first, then most time."""
+    """Sums up equal collectives, whatever their layer; most bytes first, then most time."""
     return _ordered(totals(collectives, lambda c: c._replace(layer="")))
 
 
 def traffic(collectives: Iterable[Collective], by_axes: bool = True) -> tuple[Total, ...]:
-    """Totals per kind and axes (or per kind alone), most bytes first, then most time."""
+    """Sums up collectives by kind and axes (or kind alone); most bytes first, then most time."""
     ordered = sorted(collectives, key=lambda c: c.kind)
     return _ordered(totals(ordered, lambda c: (c.kind, c.axes if by_axes else ())))
 
 
 def totals(collectives: Iterable[Collective], look: Callable[[Collective], K]) -> dict[K, Total]:
-    """The totals of collectives that have the same look."""
+    """Sums up collectives by what `look` returns for each."""
     found: dict[K, Total] = {}
     for c in collectives:
         like, ops, runs, sent, seconds = found.get(look(c), Total(c))
@@ -122,7 +122,7 @@ def _ordered(found: Mapping[K, Total]) -> tuple[Total, ...]:
 
 
 def collective_table(rows: Iterable[Total]) -> Table:
-    """Collectives, equal ones together, each with its reason below it."""
+    """Makes a table of collectives, equal ones together, each with its reason below it."""
     heads = ("kind", "axes", "bytes", "times", "ops", "total", "ms", "time", "source")
     cells = [
         (
@@ -142,7 +142,7 @@ def collective_table(rows: Iterable[Total]) -> Table:
 
 
 def traffic_table(rows: Iterable[Total]) -> Table:
-    """Totals of the collectives of one kind over the same axes."""
+    """Makes a table of totals by kind and axes."""
     cells = [
         (
             Cell(row.like.kind, "kind"),
@@ -158,21 +158,21 @@ def traffic_table(rows: Iterable[Total]) -> Table:
 
 
 class Nested(NamedTuple):
-    """A slot with what is inside it: a loop has the slots of its first iteration."""
+    """Holds a slot of a timeline with those inside it, of a loop those of its first iteration."""
 
     slot: Slot
     inside: tuple[Nested, ...]
 
 
 def nested(slots: Sequence[Slot]) -> tuple[Nested, ...]:
-    """A timeline's slots, each loop and conditional with those inside it."""
+    """Puts the slots of a timeline that are inside a loop or conditional into its slot."""
     heads = [at for at, slot in enumerate(slots) if slot.depth == slots[0].depth]
     ends = pairwise([*heads, len(slots)])
     return tuple(Nested(slots[at], nested(slots[at + 1 : end])) for at, end in ends)
 
 
 class Spent(NamedTuple):
-    """How much longer a slot makes a run, and of a collective what arithmetic hides, seconds."""
+    """Holds how much longer a slot makes a run, and how much of a collective arithmetic hides."""
 
     slot: Slot
     seconds: float
@@ -180,9 +180,9 @@ class Spent(NamedTuple):
 
 
 def spent(timeline: Timeline, topology: Topology) -> list[Spent]:
-    """What each slot adds to a run; loops have none of their own.
+    """Returns what each slot adds to the time of a run; loops add nothing of their own.
 
-    Nothing runs beside a loop, and what is inside it has the times of its first iteration: so slots
+    Nothing runs beside a loop, and slots inside it have the times of its first iteration: so slots
     whose times overlap do run side by side.
     """
     slots = [slot for slot in timeline.slots if not slot.op.regions]
@@ -205,7 +205,7 @@ def spent(timeline: Timeline, topology: Topology) -> list[Spent]:
 
 
 class Cost(NamedTuple):
-    """What one source line costs in compute, or in one kind of collective."""
+    """Holds what one source line costs in compute, or in one kind of collective."""
 
     kind: str  # `compute`, or the collective's kind
     axes: str  # the mesh axes over which a collective goes, as text
@@ -220,12 +220,12 @@ class Cost(NamedTuple):
 
     @property
     def title(self) -> str:
-        """`all_gather over data`."""
+        """Its kind and axes: `all_gather over data`."""
         return f"{self.kind} over {self.axes}" if self.axes else self.kind
 
     @property
     def remark(self) -> str:
-        """`24 ops, 12 MiB sent, 0.1 ms more hidden behind compute`."""
+        """Its other figures: `24 ops, 12 MiB sent, 0.1 ms more hidden behind compute`."""
         parts = [plural(self.ops, "op") + (f" in {self.runs} runs" * (self.runs > self.ops))]
         parts += [f"{bytes_text(self.bytes)} sent"] * (self.kind != COMPUTE)
         parts += [f"{seconds_text(self.hidden)} more hidden behind compute"] * (self.hidden > 0)
@@ -233,7 +233,7 @@ class Cost(NamedTuple):
 
 
 def costs(timeline: Timeline, mesh: Mesh, topology: Topology) -> tuple[Cost, ...]:
-    """What a run's time is spent on, the largest cost first."""
+    """Returns what a run's time is spent on, by source line and kind; the largest cost first."""
     found: dict[tuple[str, str, tuple[Frame, ...]], list[Spent]] = {}
     for part in spent(timeline, topology):
         key = (part.slot.lane, part.slot.kind, part.slot.op.loc.user_frames[:2])
@@ -260,7 +260,7 @@ def costs(timeline: Timeline, mesh: Mesh, topology: Topology) -> tuple[Cost, ...
 
 
 def largest(found: Sequence[Cost], seconds: float) -> tuple[str, tuple[Cost, ...]]:
-    """The costs that a report opens with, under their title; `found` has the largest first."""
+    """Picks the costs that a report opens with, and their title; `found` has the largest first."""
     most = [cost for cost in found[:MOST] if cost.seconds]
     title = f"the {len(most)} largest of {plural(len(found), 'cost')}"
     if all(cost.kind == COMPUTE for cost in most):
@@ -272,7 +272,7 @@ def largest(found: Sequence[Cost], seconds: float) -> tuple[str, tuple[Cost, ...
 
 
 def seconds_by_kind(found: Iterable[Cost]) -> dict[str, float]:
-    """What compute, and each kind of collective, costs altogether; compute first."""
+    """Sums up costs by kind: compute first, then each kind of collective."""
     by_kind = {COMPUTE: 0.0}
     for cost in found:
         by_kind[cost.kind] = by_kind.get(cost.kind, 0.0) + cost.seconds
@@ -280,7 +280,7 @@ def seconds_by_kind(found: Iterable[Cost]) -> dict[str, float]:
 
 
 def code_lines(cost: Cost) -> tuple[tuple[str, str], ...]:
-    """(place, the text of that line) of a cost's source lines; no text where there is no file."""
+    """Returns (place, text of that line) of a cost's source lines; empty text without a file."""
     return tuple(
         (str(frame), linecache.getline(frame.file, frame.line).strip()) for frame in cost.frames
     )

@@ -45,7 +45,7 @@ CLOSE = 5e-4  # relative difference of two times that a report does not show
 
 @dataclass(frozen=True)
 class Facts:
-    """A program, and the figures of one run of it; reports leave out what is None."""
+    """Holds a program and the figures of one run of it; reports leave out what is None."""
 
     stages: Stages
     collectives: Sequence[Collective]  # what one run of the program exchanges
@@ -59,32 +59,32 @@ class Facts:
 
     @property
     def name(self) -> str:
-        """What the program is called."""
+        """The program's name."""
         return self.given_name or self.plan.program.name
 
     @property
     def title(self) -> str:
-        """What the program is called, and where it is written."""
+        """The program's name, and the file that it is written in, if known."""
         return f"{self.name} of {self.file}" if self.file else self.name
 
     @property
     def plan(self) -> Plan:
-        """The plan."""
+        """The plan that the report is about."""
         return self.stages.plan
 
     @property
     def timeline(self) -> Timeline:
-        """What runs when, collectives beside arithmetic where neither waits."""
+        """Predicted schedule, in which collectives overlap arithmetic where neither waits."""
         return self.stages.timeline
 
     @cached_property
     def greedy_seconds(self) -> float:
-        """What a plan takes that settles one op after the other, each as is best for it."""
+        """Predicted seconds of the greedy plan: op after op, each as is cheapest for it."""
         return timed(plan_greedily(self.plan.problem), self.options).run_seconds
 
     @cached_property
     def least_seconds(self) -> float:
-        """What no plan undercuts: all arithmetic split evenly, nothing sent."""
+        """Lower bound of every plan's seconds: all arithmetic split evenly, nothing sent."""
         # Rewrites do equal ops once, so a program may have less to do than was written.
         return min(
             least_seconds(self.plan.problem.index, self.plan.mesh, self.plan.topology),
@@ -107,17 +107,17 @@ class Facts:
 
     @property
     def arguments(self) -> Sequence[Leaf]:
-        """Every argument, in order."""
+        """Every leaf of the arguments, in order."""
         return self._leaves[: len(self.plan.arguments) - len(self.plan.program.constants)]
 
     @property
     def constants(self) -> Sequence[Leaf]:
-        """The constants that may lie in pieces; smaller ones are whole on every device."""
+        """The constants that may be split; smaller ones are whole on every device."""
         return self._leaves[len(self.arguments) : len(self.plan.arguments)]
 
     @property
     def results(self) -> Sequence[Leaf]:
-        """Every result, in order."""
+        """Every leaf of the results, in order."""
         return self._leaves[len(self.plan.arguments) :]
 
     @property
@@ -127,19 +127,19 @@ class Facts:
 
     @property
     def sent_text(self) -> str:
-        """`3.2 MiB sent by each device in one run`."""
+        """`sent_bytes` in words: `3.2 MiB sent by each device in one run`."""
         return f"{bytes_text(self.sent_bytes)} sent by each device in one run"
 
     @property
     def compiled_text(self) -> str:
-        """What XLA says of the memory, beside the predicted peak; empty where it says nothing."""
+        """The peak of memory that XLA reports, in words; empty where it reports none."""
         if self.compiled is None or not self.compiled.peak_bytes:
             return ""
         return f"XLA allocates {bytes_text(self.compiled.peak_bytes)}"
 
 
 def proof_text(plan: Plan) -> str:
-    """Which solver made a plan, and how sure it is that there is none with a smaller sum."""
+    """Says which solver made a plan, and how much at most its sum of costs exceeds the least."""
     if plan.solver == "greedy":
         return plan.solver
     axes = sum(map(bool, plan.mesh.axis_atoms.values()))
@@ -152,7 +152,7 @@ def proof_text(plan: Plan) -> str:
 
 
 def quality_rows(facts: Facts) -> tuple[tuple[str, float, str], ...]:
-    """(what, seconds, as text): the greedy plan, and what no plan can undercut, beside this one."""
+    """Returns (what, seconds, as text) of the greedy plan and the lower bound, to compare with."""
     seconds, greedy = facts.timeline.seconds, facts.greedy_seconds
     rows = []
     # A greedy plan that is faster is one that takes more memory than there is.
@@ -169,7 +169,7 @@ def quality_rows(facts: Facts) -> tuple[tuple[str, float, str], ...]:
 
 
 def memory_rows(facts: Facts) -> tuple[tuple[str, str], ...]:
-    """(what, bytes as text) per device, as predicted; and the peak that XLA reports."""
+    """Returns (what, bytes as text) per device: those predicted, and the peak that XLA reports."""
     use = facts.use
     rows = [("arguments", _against(facts.arguments)), ("results", _against(facts.results))]
     if use is not None:
@@ -188,7 +188,10 @@ def memory_rows(facts: Facts) -> tuple[tuple[str, str], ...]:
 
 
 def _against(leaves: Sequence[Leaf], held: int | None = None) -> str:
-    """What one device holds of some values (with all that is whole, `held` bytes), against all."""
+    """Says how many bytes of some values one device holds, and how many they have unpartitioned.
+
+    `held` is given where a device holds more than `leaves`, as with constants that are not split.
+    """
     pieces = sum(leaf.local.bytes for leaf in leaves)
     part = pieces if held is None else held
     whole = sum(leaf.type.bytes for leaf in leaves) + part - pieces
@@ -211,7 +214,7 @@ class Leaf(NamedTuple):
 
 
 def boundary(plan: Plan) -> list[tuple[str, str, Value, Sharding]]:
-    """(`argument` or `result`, name, value, sharding) of every argument and result, in order."""
+    """Returns (`argument` or `result`, name, value, sharding) of each, in order."""
     program = plan.program
     arguments = zip(program.arg_names, program.body.args, plan.arguments, strict=True)
     results = zip(program.result_names, program.body.results, plan.results, strict=True)
@@ -233,13 +236,13 @@ def _origin(propagated: Propagated, value: Value, sharding: Sharding) -> str:
 
 
 def split_text(leaves: Sequence[Leaf]) -> str:
-    """How many there are, and how many of them are split."""
+    """Says how many leaves there are, and how many of them are split: `8, 6 of them split`."""
     split = sum(any(leaf.sharding.dims) for leaf in leaves)
     return f"{len(leaves)}, {split} of them split"
 
 
 def leaf_table(leaves: Sequence[Leaf], mesh: Mesh) -> Table:
-    """Arguments or results, those that are alike in one row."""
+    """Makes a table of arguments or results, those that are alike in one row."""
     rows = []
     for group in group_leaves(leaves):
         leaf, several = group.leaves[0], len(group.leaves) > 1
@@ -259,9 +262,10 @@ def leaf_table(leaves: Sequence[Leaf], mesh: Mesh) -> Table:
 
 
 class LeafGroup(NamedTuple):
-    """Leaves of one type and sharding whose names differ in numbers or in single parts.
+    """Groups leaves of one type and sharding whose names differ in numbers or in single parts.
 
-    There is a leaf (or one for each number) for every combination of the parts of names.
+    It has a leaf (or one for each number) for every combination of the parts of names: with two
+    layers, `layers/*/{mu,nu}/w` stands for four leaves.
     """
 
     parts: tuple[frozenset[str], ...]  # of names, in which numbers are `*`
@@ -279,7 +283,7 @@ class LeafGroup(NamedTuple):
         return sum(leaf.local.bytes for leaf in self.leaves)
 
     def differs_in_one_part(self, other: LeafGroup) -> bool:
-        """Whether the union is a group again; first and last parts of names stay apart."""
+        """Whether both are a group together: names differ in one part, not the first or last."""
         if self.look != other.look or len(self.parts) != len(other.parts):
             return False
         different = [a != b for a, b in zip(self.parts, other.parts, strict=True)]
@@ -294,7 +298,7 @@ def _look(leaf: Leaf) -> object:
 def group_leaves(
     leaves: Iterable[Leaf], look_of: Callable[[Leaf], object] = _look
 ) -> tuple[LeafGroup, ...]:
-    """Collapses leaves that look the same and have names alike, in order of the first.
+    """Groups leaves that look the same and have names alike, in order of the first.
 
     Names that differ only in numbers go together, then groups whose names differ in one part, as
     long as the result holds every combination: `{mu,nu}/{w,b}` stands for four leaves.
@@ -318,7 +322,7 @@ def group_leaves(
 
 
 def pattern(names: Iterable[str]) -> str:
-    """What texts have in common, part by part: `a/0/w`, `a/1/w` -> `a/*/w`."""
+    """Returns what texts have in common, part by part: `a/0/w`, `a/1/w` -> `a/*/w`."""
     given = list(dict.fromkeys(names))
     split = [re.split(r"(/|\d+| )", name) for name in given]
     if len({len(parts) for parts in split}) > 1:
@@ -334,7 +338,7 @@ def pattern(names: Iterable[str]) -> str:
 
 
 def values_inside(plan: Plan) -> Counter[tuple[str, TensorType, Sharding, str]]:
-    """(op, type, sharding, source) -> how many: results of ops, and copies in another sharding."""
+    """Counts results of ops, and copies in another sharding, by (op, type, sharding, source)."""
     found: Counter[tuple[str, TensorType, Sharding, str]] = Counter()
     copies: set[tuple[Value, Sharding]] = set()
     for op in plan.program.walk():
@@ -351,7 +355,7 @@ def values_inside(plan: Plan) -> Counter[tuple[str, TensorType, Sharding, str]]:
 
 
 def largest_table(plan: Plan, n: int) -> Table:
-    """The `n` largest values that are made inside the program, those that are alike in one row."""
+    """Makes a table of the `n` largest values inside the program, alike ones in one row."""
     rows = []
     for (what, type_, sharding, trail), values in values_inside(plan).items():
         local = local_type(type_, sharding, plan.mesh)

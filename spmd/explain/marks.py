@@ -56,7 +56,7 @@ WORTH = 0.01  # the part of the time of all reshards that a mark must cost to be
 
 
 class Price(NamedTuple):
-    """What a run with another decision costs more; negative numbers are savings."""
+    """Holds what a run with another decision costs more; negative numbers are savings."""
 
     seconds: float  # predicted time of one run
     bytes: int  # what each device sends, reshards only
@@ -64,7 +64,7 @@ class Price(NamedTuple):
 
     @property
     def run_text(self) -> str:
-        """`1.2 ms more, 30 MiB more sent`, `1.2 ms less, but 3 MiB more sent`."""
+        """Its figures: `1.2 ms more, 30 MiB more sent`, `1.2 ms less, but 3 MiB more sent`."""
         sent = f"{bytes_text(abs(self.bytes))} {'more' if self.bytes > 0 else 'less'} sent"
         if abs(self.seconds) < 1e-9:
             return f"the same time, {sent}" if self.bytes else "costs the same"
@@ -75,14 +75,14 @@ class Price(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The same, and what each device holds more of the arguments."""
+        """`run_text`, and how many bytes of the arguments each device holds more."""
         held = self.argument_bytes
         more = f"{bytes_text(abs(held))} {'more' if held > 0 else 'less'} per device"
         return f"{self.run_text}; arguments take {more}" if held else self.run_text
 
 
 def price_of(plan: Plan, other: Plan) -> Price:
-    """What another plan costs more than a plan, by the predicted times of their programs."""
+    """Returns what `other` costs more than `plan`, by the predicted times of their programs."""
 
     def sent(of: Plan) -> int:
         return sum(move.bytes for move in of.moves)
@@ -92,13 +92,13 @@ def price_of(plan: Plan, other: Plan) -> Price:
 
 
 def held_bytes(plan: Plan) -> int:
-    """What each device holds of the arguments."""
+    """Returns the bytes of the arguments that each device holds."""
     leaves = zip(plan.program.body.args, plan.arguments, strict=True)
     return sum(local_type(plan.program.types[v], s, plan.mesh).bytes for v, s in leaves)
 
 
 class MarkGroup(NamedTuple):
-    """Marks that are one to a person: made at one line, or of arguments that differ in numbers."""
+    """Groups marks that a person made as one: at one line, or of arguments like `layers/*/w`."""
 
     name: str  # `mark_sharding at model.py:12 (f)`, `argument layers/*/w`
     values: tuple[Value, ...]
@@ -107,13 +107,13 @@ class MarkGroup(NamedTuple):
     seconds: float  # time of the reshards that are next to them
 
     def text(self, mesh: Mesh) -> str:
-        """`argument x ("data", None) and 2 more`."""
+        """Names them, with the first one's sharding: `argument x ("data", None) and 2 more`."""
         more = f" and {len(self.values) - 1} more" if len(self.values) > 1 else ""
         return f"{source_text(self.name)} {spec_text(self.sharding, mesh)}{more}"
 
 
 class Relief(NamedTuple):
-    """Some marks, and what the program would cost without them."""
+    """Holds some marks, and what the program would cost without them."""
 
     marks: MarkGroup
     price: Price
@@ -126,17 +126,17 @@ class Relief(NamedTuple):
 
     @property
     def without(self) -> float:
-        """Predicted time of one run without them."""
+        """Predicted time of one run without the marks."""
         return self.seconds + self.price.seconds
 
     @property
     def share(self) -> float:
-        """The part of a run that they cost."""
+        """The share of a run's time that the marks cost."""
         return 1 - self.without / self.seconds
 
 
 class MarkPrices(NamedTuple):
-    """Marks that cost enough to speak of, those first without which most is saved."""
+    """Holds the marks that cost enough to mention, those first without which most is saved."""
 
     reliefs: tuple[Relief, ...]
     tried: int  # how many groups of marks were left out, one after the other
@@ -144,7 +144,7 @@ class MarkPrices(NamedTuple):
 
 
 def mark_prices(plan: Plan, tries: int, options: Options | None = None) -> MarkPrices:
-    """Plans again without the marks next to the most expensive reshards, so many groups of them."""
+    """Plans again without each of `tries` groups of marks, those next to the costliest reshards."""
     groups = mark_groups(plan)
     least = WORTH * sum(move.seconds for move in plan.moves)
     found = [relief_of(plan, group, options) for group in groups[:tries]]
@@ -154,7 +154,7 @@ def mark_prices(plan: Plan, tries: int, options: Options | None = None) -> MarkP
 
 
 def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> Relief:
-    """What the program would cost without a group of marks."""
+    """Plans again without a group of marks, and returns what that would save."""
     other, marks = replanned(plan, drop=group.values, options=options), plan.propagated.marks
     lies = {value: _lies(plan, other, group.values, value) for value in group.values}
     other_ones = (v for v in group.values if lies[v] != Sharding(marks[v].dims))
@@ -186,7 +186,7 @@ def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> R
 
 
 def _lies(plan: Plan, other: Plan, dropped: Collection[Value], value: Value) -> Sharding | None:
-    """How one of some values lies in a plan of the program without their marks."""
+    """Returns a value's sharding in `other`, planned without marks; None if it is made per use."""
     body, producers = other.program.body, plan.problem.index.producers
     while value in dropped and (op := producers.get(value)) is not None and op.is_mark:
         value = op.operands[0]  # what is marked keeps its number, the mark's own is gone
@@ -199,10 +199,10 @@ def _lies(plan: Plan, other: Plan, dropped: Collection[Value], value: Value) -> 
 
 
 def costly_mark(plan: Plan, options: Options, suspicion: float) -> Relief | None:
-    """The mark that costs the most, if it costs more than `LEAST_SHARE` of a run.
+    """Returns the mark that costs the most, if that is more than `LEAST_SHARE` of a run.
 
-    A mark that keeps arguments small is none: its time is the price of the memory. Looked at are
-    marks around which the planner's sum has `suspicion` of its seconds or more.
+    A mark that keeps arguments small does not count: its time pays for the memory. Only marks
+    are tried around which the planner's sum of costs has a share of `suspicion` or more.
     """
     most = (1 - LEAST_SHARE) * plan.run_seconds
     if least_seconds(plan.problem.index, plan.mesh, plan.topology) >= most:
@@ -237,7 +237,7 @@ def costly_mark(plan: Plan, options: Options, suspicion: float) -> Relief | None
 def _seconds_behind(
     plan: Plan, groups: Sequence[MarkGroup], seconds: Mapping[Value, float]
 ) -> list[float]:
-    """For each group, the seconds of what it marks and of all that is computed from it."""
+    """Sums up, for each group, the seconds of what it marks and of all that is computed from it."""
     # One pass with a bit for each group: on Explicit axes there are marks on most lines.
     behind: defaultdict[Value, int] = defaultdict(int)
     for bit, group in enumerate(groups):
@@ -255,7 +255,7 @@ def _seconds_behind(
 
 
 def costly_text(relief: Relief, mesh: Mesh) -> str:
-    """What to say of marks that cost much."""
+    """Says what marks cost, and how values would lie without them."""
     instead, held = relief.instead, relief.price.argument_bytes
     where = "computed anew for each use" if instead is None else spec_text(instead, mesh)
     where = f"{source_text(relief.elsewhere)} as {where}" if relief.elsewhere else where
@@ -268,7 +268,7 @@ def costly_text(relief: Relief, mesh: Mesh) -> str:
 
 
 def mark_groups(plan: Plan, every: bool = False) -> tuple[MarkGroup, ...]:
-    """The marks next to reshards, or every mark; those next to the most time first."""
+    """Groups the marks next to reshards, or every mark; those next to the most time first."""
     members, names = _members(plan)
     seconds = dict.fromkeys(members, 0.0) if every else {}
     for move in plan.moves:
@@ -279,7 +279,7 @@ def mark_groups(plan: Plan, every: bool = False) -> tuple[MarkGroup, ...]:
 
 
 def blamed_groups(plan: Plan) -> tuple[MarkGroup, ...]:
-    """All marks, with the reshards that each is to blame for, as far as one can tell.
+    """Groups all marks, each with the seconds of the reshards that it most likely causes.
 
     Arguments that a reshard's axes come from share the blame: without one of their marks it would
     most likely be there still.
@@ -299,7 +299,7 @@ def blamed_groups(plan: Plan) -> tuple[MarkGroup, ...]:
 
 
 def _members(plan: Plan) -> tuple[dict[str, list[Value]], dict[Value, str]]:
-    """The marked values of each group, and the group of each."""
+    """Returns the marked values of each group, and each marked value's group."""
     members: dict[str, list[Value]] = {}
     for value, mark in plan.propagated.marks.items():
         # Arguments that are marked like another one belong to that one's group.
@@ -329,7 +329,7 @@ def _marks_at(plan: Plan, move: Move) -> Iterator[Value]:
 
 
 def _roots(plan: Plan, move: Move) -> Iterator[Value]:
-    """The marked values that the axes come from which a reshard moves."""
+    """Yields the marked values from which the axes that a reshard moves were propagated."""
     propagated = plan.propagated
     reads = (*move.user.operands, *move.user.results) if move.user else ()
     before, after = (
@@ -349,7 +349,7 @@ def replanned(
     change: Mapping[Value, Sharding] | None = None,
     options: Options | None = None,
 ) -> Plan:
-    """The plan of the same program without some values' marks, and with others for arguments."""
+    """Plans the program again without the marks of `drop`, with arguments split as in `change`."""
     old = plan.propagated
     links = tuple(plan.problem.links.items())
 

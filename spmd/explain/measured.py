@@ -31,7 +31,7 @@ MOST = 20  # rows of a table that are printed
 
 
 class Part(NamedTuple):
-    """A part of a step's time: what takes it, and seconds on one device in the mean."""
+    """Holds a part of a step's time: what takes it, and seconds on one device in the mean."""
 
     name: str
     predicted: float
@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
 
 class Worked(NamedTuple):
-    """Something that a device did in a measured step, and its share of the device's seconds."""
+    """Holds an event of a device in a measured step, and its share of the device's seconds."""
 
     event: Event
     label: Label
@@ -49,7 +49,7 @@ class Worked(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Measured:
-    """What steps of a compiled program took, beside what was predicted; it prints as tables.
+    """Holds what steps of a program took, beside what was predicted; it prints as tables.
 
     Times are seconds of one step. Parts are those of the profiled steps, on one device in the mean
     of this process's devices, the longest first.
@@ -87,7 +87,7 @@ class Measured:
 
     @property
     def title(self) -> str:
-        """The step in one line."""
+        """The step's time in one line, measured and predicted."""
         text = (
             f"{seconds_text(self.seconds)} a step, the median of {len(self.times)} "
             f"({seconds_text(min(self.times))} to {seconds_text(max(self.times))})"
@@ -98,13 +98,13 @@ class Measured:
         return text
 
     def lines(self) -> Lines:
-        """The parts as text."""
+        """Yields the tables as lines of text."""
         for title, parts in self.tables():
             shown = f"{title}, the first {MOST} of {len(parts)}" if len(parts) > MOST else title
             yield from section(shown, part_table(parts[:MOST]).lines())
 
     def tables(self) -> tuple[tuple[str, tuple[Part, ...]], ...]:
-        """(title, parts) of each division of the time."""
+        """Returns (title, parts) of the time by kind of work, by layer and by collective."""
         whole = f"profiled steps of {seconds_text(self.profiled)}"
         whole += f", mean of {plural(self.devices, 'device')}"
         whole += " that share one machine" * (self.platform == "cpu")
@@ -116,7 +116,7 @@ class Measured:
 
 
 def part_table(parts: Sequence[Part]) -> Table:
-    """Parts as a table."""
+    """Makes a table of parts: predicted and measured seconds."""
 
     def cell(seconds: float) -> Cell:
         return number(seconds_text(seconds) if seconds else "-", seconds)
@@ -128,7 +128,7 @@ def part_table(parts: Sequence[Part]) -> Table:
 def compare(
     run: Run, labels: Labels, timeline: Timeline, mesh: Mesh, topology: Topology, platform: str
 ) -> Measured:
-    """Sets what was measured, with labels of its events, beside what was predicted."""
+    """Labels the measured events, and sets their times beside the predicted ones."""
     rows = [
         _Row(label_of(part.slot.op, mesh), part.seconds, part.hidden)
         for part in spent(timeline, topology)
@@ -184,7 +184,7 @@ def compare(
 
 
 class _Row(NamedTuple):
-    """One thing: what it is, seconds predicted and hidden, seconds measured and hidden."""
+    """Holds the label of an op or event, and its seconds: predicted, measured, and hidden ones."""
 
     label: Label
     predicted: float = 0.0
@@ -194,7 +194,7 @@ class _Row(NamedTuple):
 
 
 def _parts(rows: Iterable[tuple[str, float, float]]) -> tuple[Part, ...]:
-    """Rows of one name together, the longest first; those that take no time are left out."""
+    """Sums up rows of one name, the longest first; those that take no time are left out."""
     found: dict[str, Part] = {}
     for name, predicted, measured in rows:
         part = found.get(name, Part(name, 0.0, 0.0))

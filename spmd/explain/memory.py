@@ -33,7 +33,7 @@ KINDS = (ARGUMENTS, RESULTS, SAVED, TEMPORARY)
 
 
 class Memory(NamedTuple):
-    """Bytes per device."""
+    """Holds the bytes that a program takes on one device, by what they are for."""
 
     arguments: int
     results: int
@@ -52,7 +52,7 @@ class Memory(NamedTuple):
 
     @staticmethod
     def of(analysis: Any, constants: int = 0, passed: int = 0) -> Memory:
-        """From XLA's `memory_analysis()`, which counts `passed` bytes of constants as arguments."""
+        """Takes XLA's `memory_analysis()`, less the `passed` bytes of constants in arguments."""
         if analysis is None:
             return Memory(0, 0, 0, 0, 0)  # the backend reports nothing
         return Memory(
@@ -66,13 +66,13 @@ class Memory(NamedTuple):
 
     @staticmethod
     def predicted(use: MemoryUse) -> Memory:
-        """From our own prediction, before XLA has seen the program."""
+        """Takes the prediction, for a program that XLA has not compiled yet."""
         held = use.arguments, use.results, use.aliased, use.temporary
         return Memory(*held, 0, True, use.constants)
 
 
 class Alive(NamedTuple):
-    """Values that are held at the peak and look alike, and the bytes of all of them."""
+    """Groups values live at the peak that look alike, with the bytes of all of them."""
 
     kind: str  # one of `KINDS`
     label: str  # the op that makes them, or the name of the argument or result
@@ -83,7 +83,7 @@ class Alive(NamedTuple):
 
 
 class MemoryCurve(NamedTuple):
-    """Bytes held over a run."""
+    """Holds the bytes that are live at each kernel of a run, and the values live at the peak."""
 
     # for each kernel as they run, a loop's before the loop itself, bytes of each of `KINDS`
     steps: tuple[tuple[int, ...], ...]
@@ -92,11 +92,11 @@ class MemoryCurve(NamedTuple):
 
 
 def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
-    """What a local program is predicted to hold, as a curve."""
+    """Predicts what memory a local program holds over a run, and what for."""
     count = len(use.order)
 
     def is_saved(buffer: Buffer) -> bool:
-        """Whether the forward pass makes it and the backward pass reads it last."""
+        """Whether the forward pass makes a buffer and the backward pass reads it last."""
         last = use.order[min(buffer.end, count - 1)]
         return "transpose(" in last.loc.scope and "transpose(" not in buffer.op.loc.scope
 
@@ -137,7 +137,7 @@ def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
 
 
 def recomputed(plan: Plan, timeline: Timeline) -> tuple[str, Table]:
-    """What a program makes again rather than holds: a title, and a row for each op at one line."""
+    """Returns a title and a table of what a program recomputes (remat), by op and source line."""
     found: dict[tuple[str, str], list[Recomputed]] = {}
     for value in plan.recomputed:
         found.setdefault((value.name, value.loc.trail), []).append(value)

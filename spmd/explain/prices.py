@@ -62,7 +62,7 @@ UNPRICED = "no plan that was weighed does so"  # said of a claim that lost, and 
 
 
 class Prices:
-    """Prices of what a plan, made with some options, decided against."""
+    """Prices what a plan decided against: what each other decision would cost more."""
 
     def __init__(self, plan: Plan, options: Options | None = None) -> None:
         self.plan = plan
@@ -78,32 +78,32 @@ class Prices:
 
     @property
     def most_conflicts(self) -> int:
-        """How many kinds of conflicts get prices in a report."""
+        """How many rows of conflicts get prices in a report."""
         again = 2 if self.plan.byte_price else 1  # timed whole, and with what is made again
         return self._most(MOST_CONFLICTS, TIMED_FOR_CONFLICT * again)
 
     def _most(self, most: int, timed: int) -> int:
-        """How many decisions are priced, each of which takes so many programs' time."""
+        """Returns how many decisions to price, if each takes `timed` programs to be timed."""
         ops = sum(1 for _ in self.plan.program.walk())
         return max(1, min(most, MOST_OPS // max(1, timed * ops)))
 
     @cached_property
     def obvious_mark(self) -> Relief | None:
-        """The mark that costs most, if much and easily seen; None where a run takes no time."""
+        """The mark that costs most, if much and quickly found; None if a run takes no time."""
         if self.plan.run_seconds < LEAST_SECONDS:
             return None
         return costly_mark(self.plan, self.options, OBVIOUS_SHARE)
 
     @cached_property
     def costly_mark(self) -> Relief | None:
-        """The mark that costs the most, if it costs much."""
+        """The mark that costs the most, if that is a large share of a run; else None."""
         return self.obvious_mark or costly_mark(self.plan, self.options, LEAST_SHARE)
 
     def others(self, value: Value) -> tuple[tuple[Sharding, Price], ...]:
-        """Other shardings of a value, the cheapest first.
+        """Returns other shardings of a value with their prices, the cheapest first.
 
-        Those of an argument are the ones in which its uses take it, open, and whole: the program is
-        planned again for each. Those of other values are the ones that the planner weighed.
+        For an argument these are those that its uses want, one dim over one axis, and whole: the
+        program is planned again for each. For other values they are those that the planner weighed.
         """
         plan = self.plan
         if value not in plan.program.body.args:
@@ -132,13 +132,13 @@ class Prices:
 
     @cached_property
     def _built(self) -> CostNetwork:
-        """The network that the plan was taken from."""
+        """The network of costs that the plan was solved from."""
         costs = weighed(self.plan.problem)[1]
         exposed, by_slack = self.plan.exposed, self.plan.by_slack
         return costs if exposed == costs.exposed else costs.with_exposed(exposed, by_slack)
 
     def of_value(self, value: Value) -> tuple[tuple[Sharding, Price], ...]:
-        """Every other state that was weighed for a value, the cheapest first.
+        """Returns every other sharding that was weighed for a value, with prices, cheapest first.
 
         Arguments, and values made anew for every use, have none: the network does not choose
         theirs.
@@ -152,7 +152,7 @@ class Prices:
     def of_conflicts(
         self, conflicts: Sequence[Conflict]
     ) -> tuple[tuple[tuple[Axes, Price], ...], ...]:
-        """For each conflict, every claim that lost (and no axis at all), the cheapest first.
+        """Prices, for each conflict, the axes that lost (and no axis at all), the cheapest first.
 
         A claim that no plan can honour (an axis that the factor cannot take) has no price.
         """
@@ -170,7 +170,7 @@ class Prices:
         return tuple(found)
 
     def of_ring(self, op: Op, factor: int) -> Price | None:
-        """What the other way of a ring factor costs: to gather its pieces, or to let them go."""
+        """Prices a ring factor's other way: to gather its pieces, or to pass them round a ring."""
         number = self._built.units.of[op.results[0]][0]
         if number < 0:
             return None
@@ -185,7 +185,7 @@ class Prices:
         return found[0][1] if found else None
 
     def _factor(self, conflict: Conflict) -> tuple[int, tuple[Axes, ...]] | None:
-        """The class of units that a conflict is about, and the factor's axes for each choice.
+        """Returns the network's variable that a conflict is about, and the factor's axes by choice.
 
         None where the network does not choose: around values made anew for every use.
         """
@@ -206,10 +206,10 @@ class Prices:
     def _priced(
         self, number: int, labels: Sequence[T | None], taken: T | None, together: tuple[int, ...]
     ) -> tuple[tuple[T, Price], ...]:
-        """The price of each label but the one taken, the cheapest first.
+        """Returns each label but the one taken with its price, the cheapest first.
 
-        A label is what a choice of the class `number` amounts to, None where nobody asks about it.
-        `together` are the classes that are asked about beside this one.
+        `labels` say what each choice of variable `number` amounts to, None where nobody asks.
+        `together` are the variables that are asked about, this one included.
         """
         groups: dict[T, list[int]] = {}
         for state, (choice, _) in enumerate(self._built.variables[number].rows):
@@ -226,7 +226,7 @@ class Prices:
     def _price(
         self, number: int, states: tuple[int, ...], together: tuple[int, ...]
     ) -> Price | None:
-        """What the best plan costs more in which a class is in some states; None: forbidden."""
+        """Prices the best plan with a variable in one of some states; None if it is forbidden."""
         if (number, states) in self._prices:
             return self._prices[number, states]
         variables = self._built.variables
@@ -245,7 +245,7 @@ class Prices:
 
 
 def taken_axes(plan: Plan, conflict: Conflict) -> Axes:
-    """The axes that the plan gave to the factor; of tied values, to the last claimant's dim."""
+    """Returns the axes that the plan gave to a conflict's factor, or to the last claimant's dim."""
     op = conflict.op
     choice = plan.choices.get(op.results[0]) if op.results else None
     if choice is not None and conflict.factor < len(choice.assignment):
@@ -256,7 +256,7 @@ def taken_axes(plan: Plan, conflict: Conflict) -> Axes:
 
 
 class ConflictRow(NamedTuple):
-    """Values around an op that want different axes, and what the planner made of it."""
+    """Holds values around an op that want different axes, and what the planner made of it."""
 
     op: str
     source: str
@@ -270,7 +270,7 @@ class ConflictRow(NamedTuple):
 
 
 def conflict_rows(stages: Stages, prices: Prices | None = None) -> tuple[ConflictRow, ...]:
-    """Every conflict of the propagation and how it was settled, equal ones in one row.
+    """Returns every conflict of the propagation and how it was settled, equal ones in one row.
 
     The conflicts about the most bytes come first; with `prices`, the first few get prices.
     """
@@ -308,7 +308,7 @@ def _conflict_row(plan: Plan, conflict: Conflict) -> ConflictRow:
 
 
 def marks_title(found: MarkPrices) -> str:
-    """How many marks were looked at, of how many."""
+    """Says how many kinds of marks were tried, of how many."""
     kinds = f"the {found.groups} kinds of marks that collectives come from"
     if found.tried == found.groups:
         return f"without each of {kinds} in turn, the program was planned again"

@@ -29,7 +29,7 @@ AT_ONCE = 3
 
 
 class Travel(NamedTuple):
-    """What one device sends to its neighbour in one run."""
+    """Holds what one device sends to its neighbour in one run."""
 
     sends: int  # how many times
     sent: int  # bytes in all
@@ -37,7 +37,7 @@ class Travel(NamedTuple):
 
     @property
     def text(self) -> str:
-        """`704 KiB in 22 permutes, 12 us of waiting`."""
+        """Its figures: `704 KiB in 22 permutes, 12 us of waiting`."""
         waiting = f"{seconds_text(self.waited)} of" if self.waited else "no"
         return f"{bytes_text(self.sent)} in {plural(self.sends, 'permute')}, {waiting} waiting"
 
@@ -52,7 +52,7 @@ def _travel(parts: Sequence[Spent], stages: Stages) -> Travel:
 
 
 class PipelineRow(NamedTuple):
-    """A pipeline in one run of a program, on one device."""
+    """Holds the figures of a pipeline in one run of a program, on one device."""
 
     of: Pipeline  # its figures
     source: str  # the line that calls it
@@ -72,7 +72,7 @@ class PipelineRow(NamedTuple):
 
     @property
     def title(self) -> str:
-        """`4 stages over stage, 8 microbatches, schedule gpipe`."""
+        """Its shape: `4 stages over stage, 8 microbatches, schedule gpipe`."""
         of = self.of
         chunks = f" of {of.chunks} chunks" if of.chunks > 1 else ""
         return (
@@ -82,7 +82,7 @@ class PipelineRow(NamedTuple):
 
     @property
     def parts(self) -> tuple[tuple[str, str], ...]:
-        """(what, figures) for a report."""
+        """(what, figures) pairs for a report: bubble, bytes sent, bytes held."""
         bubble = (
             f"{share_text(self.seconds * self.idle, self.seconds)} of {seconds_text(self.seconds)} "
             f"in its loops: {self.steps - self.of.busy_steps} of {self.steps} steps fill and drain"
@@ -94,7 +94,7 @@ class PipelineRow(NamedTuple):
 
 
 def pipeline_rows(stages: Stages) -> list[PipelineRow]:
-    """The pipelines of a program, in order."""
+    """Returns the figures of each pipeline of a program, in order."""
     found: dict[tuple[Pipeline, str], list[Nested]] = {}
     for loop in nested(stages.timeline.slots):  # the outermost ones
         of = pipeline_of(loop.slot.op.loc.scope) if loop.slot.op.is_loop else None
@@ -136,7 +136,7 @@ def _loops_in(loop: Nested) -> list[Slot]:
 
 
 def _passed(makers: Sequence[Slot], readers: Sequence[Slot]) -> int:
-    """Bytes that loops leave to others."""
+    """Returns the bytes of what the loops of `makers` make and those of `readers` read."""
     read = {value for slot in readers for value in slot.op.operands}
     made = {
         value: type_.bytes
@@ -147,7 +147,7 @@ def _passed(makers: Sequence[Slot], readers: Sequence[Slot]) -> int:
 
 
 class RingRow(NamedTuple):
-    """Ops that read all pieces of something, gathered or one after another."""
+    """Holds figures of ops that read all pieces of an operand, gathered or passed round a ring."""
 
     op: str
     source: str
@@ -169,22 +169,22 @@ class RingRow(NamedTuple):
 
     @property
     def held_round(self) -> int:
-        """Bytes of what a device has at a time, where pieces go round."""
+        """Bytes of the pieces that a device holds at a time while they go round."""
         return min(AT_ONCE, self.pieces) * self.piece
 
     @property
     def held_gathered(self) -> int:
-        """Bytes of all pieces."""
+        """Bytes of all pieces together, which a device holds if they are gathered."""
         return self.pieces * self.piece
 
     @property
     def sent_once(self) -> int:
-        """Bytes that a device sends for one op, either way."""
+        """Bytes that a device sends for one op, whether pieces are gathered or go round."""
         return (self.pieces - 1) * self.piece
 
     @property
     def title(self) -> str:
-        """`spmd.attention (3 alike): 8 pieces go round seq in zigzag order`."""
+        """What it does: `spmd.attention (3 alike): 8 pieces go round seq in zigzag order`."""
         alike = f" ({self.ops} alike)" if self.ops > 1 else ""
         did = "go round" if self.goes_round else "are gathered over"
         order = " in zigzag order" if self.is_zigzag else ""
@@ -192,7 +192,7 @@ class RingRow(NamedTuple):
 
     @property
     def parts(self) -> tuple[tuple[str, str], ...]:
-        """(what, figures) for a report."""
+        """(what, figures) pairs for a report: time, bytes sent and held, price of the other way."""
         exchange, arithmetic = seconds_text(self.exchange), seconds_text(self.arithmetic)
         going, gathered = bytes_text(self.held_round), bytes_text(self.held_gathered)
         if self.goes_round:
@@ -213,7 +213,7 @@ class RingRow(NamedTuple):
 
 
 def ring_rows(stages: Stages, prices: Prices | None = None) -> list[RingRow]:
-    """The ops of a program whose operands may go round, in program order.
+    """Returns figures of the ops whose operands may go round a ring, in program order.
 
     With `prices`, the first few get the price of the other way.
     """
@@ -247,7 +247,7 @@ def ring_rows(stages: Stages, prices: Prices | None = None) -> list[RingRow]:
 
 
 def _ring(plan: Plan, op: Op, number: int, assignment: Assignment) -> RingRow | None:
-    """What there is to say of one op; None if its pieces cannot go round."""
+    """Returns the figures of one op's ring factor; None if its pieces cannot go round."""
     rule, mesh, topology = rule_of(op.kind, op.loc), plan.mesh, plan.topology
     axes = ring_axes(rule, number, assignment, mesh.atom_sizes)
     if not axes:

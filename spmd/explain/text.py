@@ -59,7 +59,7 @@ MOST_CHANGES = 12  # rows of each part of a difference that are shown, the large
 
 
 def explain_program(facts: Facts) -> str:
-    """What costs most, what is sharded how, why, and what it costs."""
+    """Writes the whole report: what costs most, what is sharded how, why, and what it costs."""
     plan, found, stages = facts.plan, facts.collectives, facts.stages
     collectives = costs.collective_table(costs.collective_rows(found)).without("time")
     by_kind = costs.traffic_table(costs.traffic(found, by_axes=False)).without("axes")
@@ -100,7 +100,7 @@ def _joined(lines: Iterable[str]) -> str:
 
 
 def summarize(facts: Facts, costly: Relief | None = None) -> str:
-    """The short form, for a terminal; `costly` is the mark that costs most, if it costs much."""
+    """Writes the short report for a terminal; `costly` is a mark to warn of, if any."""
     plan, rows, constants = facts.plan, dict(memory_rows(facts)), facts.constants
     split = [leaf for leaf in facts.arguments if any(leaf.sharding.dims)]
     inferred = sum(leaf.origin != "marked" for leaf in split)
@@ -149,7 +149,7 @@ def summarize(facts: Facts, costly: Relief | None = None) -> str:
 
 
 def brief(what: str, facts: Facts) -> str:
-    """A program's mesh and figures in one line, as `repr` says it; `what` is the class.
+    """Writes a program's mesh and figures in one line, for `repr`; `what` is the class's name.
 
     `<spmd.Compiled train_step on data=4, model=2 (8 cpu): 14 collectives, 3.2 MiB sent per device,
     41 MiB memory per device, predicted 1.9 ms>`.
@@ -251,7 +251,7 @@ Found = list[tuple[str, Value, Sharding | None]]
 
 
 def explain_value(stages: Stages, name: str, prices: Prices | None = None) -> str:
-    """All about one value: its sharding, why each dim is split or not, and who reshards it.
+    """Writes all about one value: its sharding, why each dim is split or not, and who reshards it.
 
     `name` is as for `Planned.explain`; without `prices` nothing is said of what else would cost.
     ArgumentError if no value has this name.
@@ -281,7 +281,7 @@ def explain_value(stages: Stages, name: str, prices: Prices | None = None) -> st
 
 
 def _found(plan: Plan, name: str) -> tuple[Found, str]:
-    """The values that a name stands for; and what is said of those that are not shown."""
+    """Returns the values that a name stands for, and how to speak of those not shown."""
     # An argument or a result of this name, or those that match it as a pattern.
     ends = boundary(plan)
     fitting = [end for end in ends if end[1] == name]
@@ -317,7 +317,7 @@ def _found(plan: Plan, name: str) -> tuple[Found, str]:
 def _value_lines(
     plan: Plan, title: str, value: Value, sharding: Sharding | None, prices: Prices | None
 ) -> Lines:
-    """All about a value that lies so, under a title; None for one without a sharding of its own."""
+    """Yields all about one value; without a `sharding`, that every use makes its own copy."""
     type_ = plan.program.types[value]
     yield f"{title}: {type_text(type_)}"
     lines = ["it costs nothing to make, so that every use makes its own copy as it wants it"]
@@ -334,7 +334,7 @@ def _value_lines(
 
 
 def _facts(plan: Plan, value: Value, sharding: Sharding) -> list[str]:
-    """How a value lies on the mesh, and where it comes from."""
+    """Returns lines on a value's sharding, its bytes, and the op or mark that it comes from."""
     type_ = plan.program.types[value]
     local = local_type(type_, sharding, plan.mesh)
     rows = [
@@ -379,7 +379,7 @@ def _others(plan: Plan, value: Value, prices: Prices) -> Lines:
 
 
 def _dim(plan: Plan, value: Value, sharding: Sharding, dim: int) -> Lines:
-    """Why one dim is split over the axes that split it, and why not over the others."""
+    """Yields why one dim is split over the axes that split it, and why not over the others."""
     size, axes = plan.program.types[value].shape[dim], sharding.dims[dim]
     if not axes:
         yield f"dim {dim} (size {size}) is not split"
@@ -403,7 +403,7 @@ def _dim(plan: Plan, value: Value, sharding: Sharding, dim: int) -> Lines:
 
 
 def _why_not(plan: Plan, value: Value, sharding: Sharding, dim: int, axis: str) -> str:
-    """Why a dim that is not split is not split over an axis: the first reason that holds."""
+    """Says why a dim that is not split is not split over an axis: the first reason that holds."""
     mesh, propagated = plan.mesh, plan.propagated
     atoms, size = mesh.axis_atoms[axis], plan.program.types[value].shape[dim]
     other = next((d for d, axes in enumerate(sharding.dims) if set(axes) & set(atoms)), None)
@@ -425,7 +425,7 @@ def _why_not(plan: Plan, value: Value, sharding: Sharding, dim: int, axis: str) 
 
 
 def _uses(plan: Plan, value: Value, state: Sharding | None) -> Lines:
-    """Who reads a value in which sharding, and the collectives that it takes to get there."""
+    """Yields who reads a value in which sharding, and the collectives that take it there."""
     type_, mesh = plan.program.types[value], plan.mesh
     for label, wanted in _wants(plan, value, plan.program.body, None):
         if wanted is None:
@@ -447,7 +447,7 @@ def _uses(plan: Plan, value: Value, state: Sharding | None) -> Lines:
 def _wants(
     plan: Plan, value: Value, region: Region, owner: Op | None
 ) -> Iterator[tuple[str, Sharding | None]]:
-    """(who reads a value, in which sharding) of a region and those inside it, in program order."""
+    """Yields (reader, wanted sharding) of a value in a region and those inside it, in order."""
     for op in region.ops:
         choice = plan.choices.get(op.results[0]) if op.results else None
         for i, operand in enumerate(op.operands):
@@ -474,7 +474,7 @@ def _wants(
 
 
 def diff_text(a: Facts, b: Facts) -> str:
-    """What changed from one plan to another."""
+    """Writes what changed from plan `a` to plan `b`."""
     changes = (
         _changed_leaves("arguments", a, b, a.arguments, b.arguments),
         _changed_leaves("results", a, b, a.results, b.results),
@@ -509,7 +509,7 @@ def _changed_costs(a: Facts, b: Facts) -> Lines:
 def _changed_leaves(
     what: str, a: Facts, b: Facts, old: Iterable[Leaf], new: Iterable[Leaf]
 ) -> Lines:
-    """Arguments or results that lie otherwise; those whose names are alike together."""
+    """Lists arguments or results whose sharding changed; those whose names are alike together."""
     before, after = ({leaf.name: leaf for leaf in leaves} for leaves in (old, new))
 
     def spec(leaf: Leaf | None, facts: Facts) -> str:
@@ -536,10 +536,10 @@ def _changed_leaves(
 
 
 def _changed_values(a: Facts, b: Facts) -> Lines:
-    """Values inside that lie otherwise: those that one op at one source line makes together."""
+    """Lists inner values whose sharding changed, a row for those of one op at one source line."""
 
     def shardings(facts: Facts) -> dict[tuple[str, str, str], tuple[str, int]]:
-        """(op, type, source line) -> its values' shardings, and bytes of the largest piece."""
+        """Maps (op, type, source line) to its values' shardings, and the largest piece's bytes."""
         mesh = facts.plan.mesh
         found: dict[tuple[str, str, str], tuple[set[str], int]] = {}
         for op, type_, sharding, trail in values_inside(facts.plan):

@@ -24,7 +24,7 @@ PREDICTED, MEASURED = 1, 2  # numbers of the two processes
 
 
 class Slice(NamedTuple):
-    """One rectangle of a trace, in the row of a lane; `more` is shown when it is selected."""
+    """Holds one rectangle of a trace, in the row of a lane; `more` is shown when it is selected."""
 
     lane: str
     name: str
@@ -34,7 +34,7 @@ class Slice(NamedTuple):
 
 
 def trace_of(facts: Facts) -> dict[str, Any]:
-    """The trace of a program, as JSON's objects."""
+    """Returns the trace of a program, predicted and measured, as JSON's objects."""
     on, slots = f"{facts.title} on {facts.plan.mesh}", facts.timeline.slots
     seconds = seconds_text(facts.timeline.scheduled_seconds)
     whole = sum(slot.trips for slot in slots if not slot.op.regions) <= MOST_SLOTS
@@ -67,7 +67,7 @@ def _process(pid: int, title: str, slices: Sequence[Slice]) -> list[dict[str, An
 def _predicted(
     timed: Iterable[Nested], labels: Mapping[int, Label], shift: float, whole: bool
 ) -> Iterator[Slice]:
-    """The slots of a region, later by `shift` seconds; loops whole, or their first iteration."""
+    """Yields a region's slots, later by `shift` seconds; loops whole, or their first iteration."""
     for slot, inside in timed:
         op, start, end = slot.op, slot.start + shift, slot.end + shift
         if not op.regions:
@@ -90,7 +90,7 @@ def _predicted(
 
 
 def _measured(step: Sequence[Worked]) -> Iterator[Slice]:
-    """Collectives and all else on lanes of their own, several where things run side by side."""
+    """Yields events on lanes for collectives and all else, on several where they overlap."""
     ends: dict[str, list[float]] = {"compute": [], "collectives": []}
     for work in sorted(step, key=lambda work: work.event.start):
         event, label = work.event, work.label

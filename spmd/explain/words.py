@@ -14,7 +14,7 @@ from spmd.mesh.sharding import Axes, Sharding, axis_refs
 
 
 def spec_text(sharding: Sharding, mesh: Mesh) -> str:
-    """A sharding as `mark_sharding` takes it: `("data", None)`; or `replicated`, or `scalar`."""
+    """Writes a sharding as `mark_sharding` takes it: `("data", None)`; `replicated`; `scalar`."""
     if not any(sharding.dims):
         text = "replicated" if sharding.dims else "scalar"
     else:
@@ -27,12 +27,12 @@ def spec_text(sharding: Sharding, mesh: Mesh) -> str:
 
 
 def axes_text(axes: Axes, mesh: Mesh) -> str:
-    """`data, model`."""
+    """Writes axes by name: `data, model`."""
     return ", ".join(str(ref) for ref in axis_refs(axes, mesh))
 
 
 def seconds_text(seconds: float) -> str:
-    """`1.25 ms`: three digits, in s, ms or us."""
+    """Writes a time with three digits, in s, ms or us: `1.25 ms`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
@@ -40,17 +40,17 @@ def seconds_text(seconds: float) -> str:
 
 
 def share_text(part: float, whole: float) -> str:
-    """`12.5%`."""
+    """Writes a share in percent: `12.5%`."""
     return f"{100 * part / whole:.1f}%" if whole else "-"
 
 
 def plural(count: int, what: str) -> str:
-    """`1 op`, `2 ops`."""
+    """Writes a count with its noun: `1 op`, `2 ops`."""
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def type_text(type_: TensorType) -> str:
-    """`f32[8,128]`."""
+    """Writes a tensor's type: `f32[8,128]`."""
     return f"{type_.dtype}[{','.join(map(str, type_.shape))}]"
 
 
@@ -64,14 +64,14 @@ def source_text(text: str) -> str:
 
 
 def value_name(program: Program, value: Value) -> str:
-    """An argument's name, else the value's number as the printed program has it: `%12`."""
+    """Returns an argument's name, else the value's number as the printed program has it: `%12`."""
     if value in program.body.args:
         return program.arg_names[program.body.args.index(value)]
     return f"%{value}"
 
 
 def idle_text(axes: Sequence[str]) -> str:
-    """What to say of axes of a mesh over which nothing is split."""
+    """Says that nothing is split over some axes of a mesh."""
     which = f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(axes)}"
     return f"nothing is split over {which} of the mesh: the devices along it repeat the same work"
 
@@ -85,7 +85,7 @@ Look = Literal["text", "number", "code", "path", "name", "source", "kind"]
 
 
 class Cell(NamedTuple):
-    """One cell of a table."""
+    """Holds one cell of a table, as text and as the page shows it."""
 
     text: str
     look: Look = "text"
@@ -97,27 +97,27 @@ class Cell(NamedTuple):
 
 
 def count(number: int) -> Cell:
-    """A number as it is."""
+    """Makes a cell of a number as it is."""
     return Cell(str(number), "number", number)
 
 
 def number(text: str, key: float) -> Cell:
-    """A number as text, which sorts by `key`."""
+    """Makes a cell of a number as text, which sorts by `key`."""
     return Cell(text, "number", key)
 
 
 def code(text: str, style: str = "t") -> Cell:
-    """Text in a fixed-width font."""
+    """Makes a cell of text in a fixed-width font."""
     return Cell(text, "code", style=style)
 
 
 def source(trail: str, note: str = "") -> Cell:
-    """A source line and its caller's."""
+    """Makes a cell of a source line and its caller's."""
     return Cell(trail, "source", style="w", note=note)
 
 
 class Table(NamedTuple):
-    """A table, as text and on the page."""
+    """Holds a table, to print as text or to show on the page."""
 
     heads: tuple[str, ...]
     rows: Sequence[tuple[Cell, ...]]
@@ -125,13 +125,13 @@ class Table(NamedTuple):
     search: str = ""  # what the rows are, for a box on the page that filters them; no box if empty
 
     def without(self, head: str) -> Table:
-        """The table with one column less."""
+        """Returns the table without one column."""
         at = self.heads.index(head)
         rows = [(*row[:at], *row[at + 1 :]) for row in self.rows]
         return self._replace(heads=(*self.heads[:at], *self.heads[at + 1 :]), rows=rows)
 
     def lines(self) -> list[str]:
-        """As text: numbers flush right, notes below their rows; no lines without rows."""
+        """Returns lines of text: numbers flush right, notes below their rows; none without rows."""
         if not self.rows:
             return []
         cells = [self.heads, *([source_text(cell.text) for cell in row] for row in self.rows)]
@@ -147,7 +147,7 @@ Lines = Iterator[str]  # what a part of a text yields, without line ends
 
 
 def section(title: str, lines: Sequence[str]) -> Lines:
-    """Lines under a title, an empty one behind them; nothing where there are none."""
+    """Yields a title, its lines indented, and an empty line; nothing where there are no lines."""
     if lines:
         yield title
         yield from (f"  {line}" for line in lines)
@@ -155,7 +155,7 @@ def section(title: str, lines: Sequence[str]) -> Lines:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Rows as aligned columns; those numbered in `right` are flush right."""
+    """Returns rows as lines with aligned columns; those numbered in `right` are flush right."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

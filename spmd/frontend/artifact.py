@@ -1,4 +1,4 @@
-"""JAX function -> portable StableHLO artifact, and what a module calls."""
+"""Writes JAX functions and modules as portable StableHLO artifacts, and counts their calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spmd.frontend.trace import trace
 
 
 class CustomCalls(NamedTuple):
-    """The custom calls and composites in a module, by name, with their numbers."""
+    """How often a module has each custom call and each composite, by name."""
 
     custom_calls: dict[str, int]
     composites: dict[str, int]
@@ -26,11 +26,11 @@ class CustomCalls(NamedTuple):
 def function_artifact(
     fn: Callable[..., Any], args: Sequence[Any], *, platform: str, names: Sequence[str] = ()
 ) -> tuple[bytes, Any, CustomCalls]:
-    """A JAX function at `ShapeDtypeStruct`s as an artifact; FrontendError for ops that none has.
+    """Traces a JAX function and writes it as an artifact; FrontendError for ops that none can have.
 
-    Some functions of jax are written differently for each platform. `names` are what the first flat
-    arguments are called; as jax calls them when left out. Returned are the artifact, the result's
-    pytree of `ShapeDtypeStruct`s, and what it calls.
+    `args` are `ShapeDtypeStruct`s; `platform` decides where jax lowers functions differently for
+    each; `names` are those of the first flat arguments, in place of jax's. Returns the artifact,
+    the result's pytree of `ShapeDtypeStruct`s, and what it calls.
     """
     module, out, *_ = trace(fn, args, {}, platform=platform)
     with module.context:
@@ -41,10 +41,10 @@ def function_artifact(
 
 
 def module_artifact(module: Any) -> bytes:
-    """A module in memory as a portable artifact; FrontendError for ops that none can have.
+    """Writes a module as a portable artifact; FrontendError for ops that none can have.
 
-    It is written for readers of StableHLO that are up to twelve weeks older. CHLO becomes
-    StableHLO or composites, marks are kept.
+    Readers of it may have a StableHLO up to twelve weeks older. CHLO becomes StableHLO or
+    composites, marks are kept.
     """
     try:
         return bytes(_jax.mlir.serialize_portable_artifact(module, artifact_version(), True))

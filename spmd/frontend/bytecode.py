@@ -1,4 +1,4 @@
-"""MLIR bytecode -> text, read in a process of its own.
+"""Turns MLIR bytecode into text, in a process of its own.
 
 MLIR's bytecode reader is not made for damaged input: on such bytes it aborts the process (a
 diagnostic that is not UTF-8), reads out of bounds, or never ends. So another process reads them and
@@ -37,7 +37,7 @@ def bytecode_to_text(data: bytes) -> str:
 
 
 def bytecodes_to_texts(modules: Sequence[bytes]) -> list[str]:
-    """The texts of several modules, read by one process; BytecodeError for any of them."""
+    """The texts of several modules, read by one process; BytecodeError if MLIR refuses one."""
     # `-P` and the own path of this file: the reader imports this installation, and nothing from the
     # current folder. A crash shows as a negative return code, the number of the signal.
     size = sum(map(len, modules))
@@ -75,7 +75,7 @@ def _frames(data: bytes) -> Iterator[bytes]:
 
 
 def main() -> None:
-    """The other process: bytecode on stdin, text on stdout."""
+    """Runs in the other process: reads bytecode from stdin, writes text to stdout."""
     data = sys.stdin.buffer.read()
     with contextlib.suppress(ImportError):  # not on every system
         import resource

@@ -1,7 +1,7 @@
-"""Canonicalize: ops that others can express are written with those, and no later stage sees them.
+"""Canonicalize: rewrites ops that other ops can express, so that later stages know fewer ops.
 
-CHLO's broadcasts, older and dynamic ops, custom calls that stand for ops, norms, FFTs of several
-dims.
+These are CHLO's broadcasts, older and dynamic ops, custom calls that stand for ops, norms, and FFTs
+of several dims.
 
 before: `%2 = stablehlo.batch_norm_inference %x, ...`
 after:  `%7 = stablehlo.subtract ...; %8 = stablehlo.multiply ...`
@@ -51,7 +51,7 @@ class Site(NamedTuple):
         return self.op.kind.results[0]
 
     def computed(self, function: Callable[..., Any]) -> tuple[Value, ...]:
-        """The op as a jax function of its operands."""
+        """Appends the ops of a jax function of the op's operands; returns its results."""
         kind = self.op.kind
         structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in kind.operands]
         try:
@@ -62,7 +62,7 @@ class Site(NamedTuple):
         return append_ops(self.b, import_module(module).program, self.operands, loc=self.op.loc)
 
     def fail(self, why: str, fix: str) -> NoReturn:
-        """Raises the error of a form that cannot be rewritten."""
+        """Raises UnsupportedOpError for an op in a form that cannot be rewritten."""
         op = f"{self.op.name}({', '.join(map(str, self.op.kind.operands))}) -> {self.result}"
         raise refusal(self.op.name, why, fix, self.op.loc, op)
 
@@ -82,7 +82,7 @@ CANONICAL: dict[str, Canonical] = {
 
 
 def canonical(*names: str) -> Callable[[Canonical], Canonical]:
-    """Decorator: the function writes these ops with others."""
+    """Decorator: registers the function that rewrites these ops."""
 
     def register(function: Canonical) -> Canonical:
         CANONICAL.update(dict.fromkeys(names, function))
@@ -92,7 +92,7 @@ def canonical(*names: str) -> Callable[[Canonical], Canonical]:
 
 
 def canonicalize(program: Program) -> Program:
-    """Rewrites every op in the table; UnsupportedOpError for a form that no other ops say."""
+    """Rewrites every op in `CANONICAL`; UnsupportedOpError for forms that cannot be rewritten."""
     if not any(key_of(op.name, op.kind.attrs) in CANONICAL for op in program.walk()):
         return program
 
@@ -133,7 +133,7 @@ def _broadcasting(site: Site) -> Sequence[Value]:
     given: Any = site.attrs.get("broadcast_dimensions")
 
     def spread(x: Value) -> Value:
-        """An operand at the common shape; dims line up at the end unless the op says how."""
+        """Broadcasts an operand to the result, along the last dims unless the op says which."""
         rank = b.types[x].rank
         if b.types[x].shape == shape:
             return x
@@ -150,7 +150,7 @@ def _broadcasting(site: Site) -> Sequence[Value]:
 
 @canonical("chlo.scan")
 def _scan(site: Site) -> Sequence[Value]:
-    """An associative scan in log2(n) steps, each a shifted combination of the whole.
+    """Makes an associative scan of log2(n) elementwise steps on shifted slices of the whole.
 
     `y[0] = body(x[0], init)`, then for shifts s = 1, 2, 4, ...: `y[i] = body(y[i], y[i - s])`.
     """
@@ -195,7 +195,7 @@ def _scan(site: Site) -> Sequence[Value]:
 
 @canonical("stablehlo.einsum", "stablehlo.unary_einsum")
 def _einsum(site: Site) -> Sequence[Value]:
-    """Jax's einsum: a letter of one side alone is summed first, then `dot_general`, `transpose`.
+    """Makes of an einsum what `jnp.einsum` makes: sums, one `dot_general`, a transpose.
 
     before: `%2 = stablehlo.einsum %0, %1 "ijl,jk->ki"`
     after:  `%2 = reduce_add %0 [2]; %3 = dot_general %2, %1; %4 = transpose %3`
@@ -213,7 +213,7 @@ def _einsum(site: Site) -> Sequence[Value]:
 
 @canonical("stablehlo.torch_index_select")
 def _torch_index_select(site: Site) -> Sequence[Value]:
-    """One `gather` along `dim`, with the leading dims of both sides as batch."""
+    """Makes one `gather` along `dim`, in which the leading dims of both operands are batch dims."""
     batch = site.attrs["batch_dims"]
     select = partial(jnp.take, axis=site.attrs["dim"] - batch, mode="clip")
     for _ in range(batch):
@@ -223,7 +223,7 @@ def _torch_index_select(site: Site) -> Sequence[Value]:
 
 @canonical("stablehlo.map")
 def _map(site: Site) -> Sequence[Value]:
-    """`map` runs its body on every element, so it is its body on whole tensors.
+    """Applies the body of a `map` to whole tensors instead of to each element.
 
     before: `%2 = stablehlo.map %0, %1 ({ (a, b): a * b + 1 }) : tensor<4x6xf32>`
     after:  `%2 = %0 * %1; %3 = splat 1; %4 = %2 + %3`
@@ -258,7 +258,7 @@ def _top_k(site: Site) -> Sequence[Value]:
 
 @canonical("custom_call:ApproxTopK")
 def _approx_top_k(site: Site) -> Sequence[Value]:
-    """A sort by the call's own comparator, then its first elements: recall 1, whatever was asked.
+    """Makes a sort by the call's own comparator and takes its first elements: an exact top-k.
 
     The operands are the tensors to reorder, then an initial value for each, which a sort ignores.
     """
@@ -334,7 +334,7 @@ def _norm(site: Site) -> Sequence[Value]:
     epsilon = float(getattr(site.attrs["epsilon"], "text", "0").partition(":")[0])
 
     def spread(x: Any) -> Any:
-        """One number a feature, repeated over the whole tensor."""
+        """Broadcasts a vector with a number for each feature to the whole tensor's shape."""
         return lax.broadcast_in_dim(x, type_.shape, (feature,))
 
     def total(x: Any) -> Any:

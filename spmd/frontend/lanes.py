@@ -1,4 +1,4 @@
-"""Lanes: equal work on different values, done one after another, is found and done at once.
+"""Lanes: finds ops that do equal work on different values, and does them at once, batched.
 
 before: `%4 = dot %0, %0; %5 = tanh %4;  %6 = dot %1, %1; %7 = tanh %6`
 after:  `%8 = concatenate (reshape %0), (reshape %1); %9 = dot_general[batch 0] %8, %8;
@@ -8,10 +8,10 @@ A Python loop over matrices, layers or members of an ensemble writes such progra
 do some of them and leave the rest to others, but what is split is a dim, and there is none that
 runs over them until they are stacked.
 
-Ops that do the same are found from a few that do (`Block.grown`): what makes their operands, and
-what reads their results, does the same as long as it is of one kind. Each op of a *row* does in its
-*lane* what the first one does in the first lane. No op of a lane may need one of another lane.
-Which of them are worth it is for `spmd.planning.stacks` to say.
+A *row* has an op of each *lane*, all of one kind: above `%4, %6` and `%5, %7` in two lanes. Rows
+are found from a first one (`Block.grown`): the ops that make its operands, or that read its
+results, are a row, too, if they are of one kind. No op of a lane may need one of another lane.
+`spmd.planning.stacks` decides which rows are worth it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OUTSIDE = -1
 
 
 class Stack(NamedTuple):
-    """Ops that are to be done at once; `rows` has of each op the first results in every lane."""
+    """Rows of ops that are to be done at once; an op stands in `rows` as its first result."""
 
     rows: tuple[tuple[Value, ...], ...]
 
@@ -46,7 +46,7 @@ class Stack(NamedTuple):
 
 
 def described(program: Program, stack: Stack) -> str:
-    """`16 times dot_general and 56 more ops (muon.py:12 (step))`."""
+    """Describes a stack: `16 times dot_general and 56 more ops (muon.py:12 (step))`."""
     first = {op.results[0]: op for op in program.body.ops if op.results}
     ops = [first[row[0]] for row in stack.rows]
     more = f" and {len(ops) - 1} more ops" if ops[1:] else ""
@@ -55,7 +55,7 @@ def described(program: Program, stack: Stack) -> str:
 
 
 class Block:
-    """The ops of a program's body by place, and the place of the op that makes a value."""
+    """A program's body, to find rows in: its ops by place, and the place that makes each value."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.ops = program, program.body.ops
@@ -64,12 +64,12 @@ class Block:
 
     @cached_property
     def reads(self) -> list[tuple[Value, ...]]:
-        """For each op all that it reads."""
+        """For each op the values that it reads, also those that only its regions read."""
         return [reads(op) if op.regions else op.operands for op in self.ops]
 
     @cached_property
     def users(self) -> Mapping[Value, Sequence[tuple[int, int]]]:
-        """For each value the places that read it, and as which operand."""
+        """For each value its readers' places, with the operand's number (else `OUTSIDE`)."""
         users: dict[Value, list[tuple[int, int]]] = {}
         for place, op in enumerate(self.ops):
             for i, value in enumerate(self.reads[place]):
@@ -79,7 +79,7 @@ class Block:
         return users
 
     def shape(self, place: int) -> Hashable:
-        """What ops that do the same have in common; None for one that cannot be stacked."""
+        """Returns what ops of one row share (kind, regions); None if it cannot be stacked."""
         if place not in self._shapes:
             op = self.ops[place]
             self._shapes[place] = op.kind
@@ -90,7 +90,7 @@ class Block:
         return self._shapes[place]
 
     def same(self, values: Iterable[Value]) -> bool:
-        """Whether values are one, or constants that are alike."""
+        """Whether all values are one and the same, or equal constants."""
         names: set[Hashable] = set()
         for value in values:
             op = self.ops[self.places[value]] if value in self.places else None
@@ -98,21 +98,21 @@ class Block:
         return len(names) == 1
 
     def operands(self, row: Row) -> list[tuple[Value, ...]]:
-        """Each operand of a row's ops, in every lane."""
+        """Returns for each operand of a row's ops its values in all lanes."""
         return list(zip(*(self.ops[place].operands for place in row), strict=True))
 
     def results(self, row: Row) -> list[tuple[Value, ...]]:
-        """Each result of a row's ops, in every lane."""
+        """Returns for each result of a row's ops its values in all lanes."""
         return list(zip(*(self.ops[place].results for place in row), strict=True))
 
     def rows(self, stack: Stack) -> list[Row]:
-        """The rows of a stack by place."""
+        """Returns the rows of a stack as places of ops."""
         return [tuple(self.places[v] for v in row) for row in stack.rows]
 
     # What does the same.
 
     def grown(self, seeds: Row, taken: Iterable[int] = ()) -> list[Row]:
-        """Every row that is found from one of independent ops, at places that are not taken."""
+        """Returns the rows that are found from the row `seeds`, at places that are not taken."""
         lanes = {place: (seeds, lane) for lane, place in enumerate(seeds)}
         rows, used = {seeds: None}, set(taken)
         if not self._fits(seeds):
@@ -128,7 +128,7 @@ class Block:
         return list(rows)
 
     def _beside(self, row: Row) -> Iterator[Row]:
-        """Of ops that do the same, those that make the same operand, or read the same result."""
+        """Yields the rows that make an operand of a row, and those that read a result of it."""
         for values in self.operands(row):
             if all(v in self.places for v in values):
                 yield tuple(self.places[v] for v in values)
@@ -157,11 +157,11 @@ class Block:
         return form_of(op.kind, len(row), differs) is not None
 
     def independent(self, rows: Sequence[Row], seeds: Row) -> list[Row]:
-        """The rows in which no lane needs another.
+        """Returns the rows in which no lane needs another.
 
-        Lanes are bits. First go ops that two lanes' seeds lead to, or that lead to two lanes'
-        seeds: the layers of a network, found from the gradients of its weights. Then those
-        that an op of another lane leads to in some other way.
+        Sets of lanes are bits. First go rows with an op that the seed of another lane leads to, or
+        that leads to one: the layers of a network, found from the gradients of its weights. Then
+        those that an op of another lane leads to in some other way.
         """
         span = range(min(map(min, rows)), max(map(max, rows)) + 1)
         seed = {place: 1 << lane for lane, place in enumerate(seeds)}
@@ -196,7 +196,7 @@ class Block:
             kept = fine
 
     def _led_to_by(self, own: Mapping[int, int], span: range) -> dict[int, int]:
-        """For each op, the lanes of the ops that lead to it, its own included."""
+        """Returns for each place the lanes (bits) of the ops that lead to it, its own included."""
         of: dict[Value, int] = {}
         found: dict[int, int] = {}
         for place in span:
@@ -211,10 +211,10 @@ class Block:
     # In which order.
 
     def order(self, stacks: Sequence[Stack]) -> list[Row] | None:
-        """Ops and rows so that each comes behind what it reads; None if there is no such order.
+        """Returns ops and rows, each behind what it reads; None if there is no such order.
 
-        Each is as early as it can be without passing what was in front of it, a row at the place of
-        its last op. Effects keep their order.
+        The old order is kept as far as it can be, a row being at the place of its last op. Effects
+        keep their order.
         """
         nodes: list[Row] = [(place,) for place in range(len(self.ops))]
         for stack in stacks:
@@ -250,7 +250,7 @@ class Block:
 
 
 def _structure(region: Region) -> Hashable:
-    """A region that reads nothing from around it, whatever its values are called."""
+    """Returns a region with its values numbered anew, so that equal regions compare as equal."""
     numbers: dict[Value, int] = {}
 
     def named(values: Iterable[Value]) -> tuple[int, ...]:
@@ -272,7 +272,7 @@ def _structure(region: Region) -> Hashable:
 
 
 def carries_that_differ(op: Op, count: int, differs: Sequence[bool]) -> list[bool] | None:
-    """Which carries of a loop differ among lanes; None if its trips cannot be done at once."""
+    """Returns which carries of a loop differ among lanes; None if the loop cannot be batched."""
     cond, body = op.regions
     carried = list(differs)
     while True:
@@ -289,7 +289,7 @@ def carries_that_differ(op: Op, count: int, differs: Sequence[bool]) -> list[boo
 
 
 def _spread(region: Region, count: int, env: dict[Value, bool]) -> bool:
-    """Adds for each value of a region whether it differs; False if an op has no form for that."""
+    """Adds to `env` which values of a region differ among lanes; False if it can't be batched."""
     for op in region.ops:
         differs = [env.get(v, False) for v in op.operands]
         found: Sequence[bool] | None = [False] * len(op.results)
@@ -311,7 +311,7 @@ def _spread(region: Region, count: int, env: dict[Value, bool]) -> bool:
 
 
 def stacked(program: Program, stacks: Sequence[Stack]) -> Program:
-    """Does the ops of each stack of a program's body at once, in an order that there is."""
+    """Replaces the ops of each stack by batched ones; `Block.order` must have found an order."""
     block, b = Block(program), Builder(program.types)
     order = block.order(stacks)
     assert order is not None
@@ -368,7 +368,7 @@ def _write(
     count: int,
     env: dict[Value, Value],
 ) -> tuple[tuple[Value, ...], list[bool]]:
-    """Appends an op, done for all lanes at once; its results, and which of them differ.
+    """Appends an op for all lanes at once; returns its results, and which differ among lanes.
 
     Results that differ have a new dim in front, as do operands. `env` has the new values of all
     that an op reads that does not differ.
@@ -400,7 +400,7 @@ def _write(
 def _write_loop(
     b: Builder, op: Op, operands: Sequence[Value], differs: Sequence[bool], count: int
 ) -> tuple[tuple[Value, ...], list[bool]]:
-    """A loop that does the trips of all lanes at once; its results, and which of them differ."""
+    """Appends one loop for those of all lanes; returns results, and which differ among lanes."""
     carried = carries_that_differ(op, count, differs)
     assert carried is not None
 

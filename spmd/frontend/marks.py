@@ -1,4 +1,4 @@
-"""Marks of the module and of the arguments -> checked marks on values."""
+"""Collects the marks of the module and of users' specs, and checks them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def collect_marks(
     result_entries: Sequence[Entries | None],
     arg_reasons: Sequence[str | None],
 ) -> dict[Value, Mark]:
-    """Marks of all mark ops and of the program's arguments.
+    """Returns the marks of a program's values: of mark ops, of arguments and of results.
 
-    Results are not values of their own (one value may be returned twice), so their marks only
-    join in where nothing else marks the value. SpecError for one that does not fit.
+    A result's mark counts only where nothing else marks the value, which may be returned twice.
+    SpecError for a mark that does not fit the mesh or the shape.
     """
     program = imported.program
     marks: dict[Value, Mark] = {}
@@ -84,7 +84,7 @@ def atoms_of_attr(
     source: str | None,
     even: bool = True,
 ) -> tuple[Axes, ...]:
-    """A module's sharding attribute as atoms of the mesh."""
+    """Returns the atoms that split each dim by a module's sharding; SpecError if it misfits."""
     if not any(size for axes in attr.dims for _, _, size in axes):
         entries = tuple(tuple(name for name, _, _ in axes) for axes in attr.dims)
         spec_entries(entries, len(shape), mesh, what=what, source=source)

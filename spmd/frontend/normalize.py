@@ -10,14 +10,14 @@ after:  `%2 = reduce[add, dims 0 1] %0 : 4`
 before: `%2 = reshape %0 : 8x16 -> 128;  %3 = reshape %1 : 8x16 -> 128;  %4 = dot %2, %3`
 after:  `%4 = dot_general[contract 0 1, 0 1] %0, %1`
 
-Accumulate: what is scattered into zeros and then added to something is scattered into that. The
-gradient of a value of which each step of a loop reads a piece is made so: zeros around a step's
-piece, added to the sum of those before, reading and writing all of it.
+Accumulate: updates that are scattered into zeros and then added to a tensor are scattered into that
+tensor. Where each step of a loop reads a piece of a value, its gradient is made so: zeros around a
+step's piece, added to the sum of those before, reading and writing all of it.
 
 before: `%3 = scatter[add] zeros, %i, %update;  %4 = add %sum, %3`
 after:  `%4 = scatter[add] %sum, %i, %update`
 
-Only where no two updates fall together: a sum of few bits depends on its order.
+Only where no two updates hit one element: a sum of few bits depends on its order.
 
 Separate: an op whose k-th result depends on its k-th operands alone becomes one op for each. An op
 is split in one way, and all of its operands with it. Operands that have nothing to do with each
@@ -37,8 +37,8 @@ Lift: large constants become arguments of the program, behind the user's, to be 
 before: `main(%0: "x") { %1 = constant {value = dense<...>}; %2 = add %0, %1; return %2 }`
 after:  `main(%0: "x", %1: "constants/0") { %2 = add %0, %1; return %2 }`
 
-The plan says how they lie. They are placed once, when the program is compiled, and passed at each
-call (`spmd.lowering.execute`). What a manual region has inside is of one device, and stays there.
+The plan shards them. They are placed once, when the program is compiled, and passed at each call
+(`spmd.lowering.execute`). Constants inside a manual region are of one device, and stay there.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _starts_at_identity(value: Value, producers: Mapping[Value, Op], reducer: st
 
 
 class DimGroup(NamedTuple):
-    """Dims of a tensor, and those that they become by a reshape; both have as many elements."""
+    """A run of dims, and the run that a reshape makes of it; both have as many elements."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
@@ -90,7 +90,7 @@ def unflatten(program: Program) -> Program:
                 flattened[value] = groups
 
     def is_sum(op: Op) -> bool:
-        """Whether an op takes flattened dims together, each of them whole."""
+        """Whether an op sums over flattened dims, each of them whole."""
         if op.name == "stablehlo.reduce":
             groups = flattened.get(op.operands[0], [])
             is_single = len(op.operands) == 2
@@ -132,7 +132,7 @@ def unflatten(program: Program) -> Program:
 
 
 def _dims_in(groups: Sequence[DimGroup], after: Iterable[int]) -> tuple[int, ...] | None:
-    """The dims that became these; None where a group is taken in part, or none was flattened."""
+    """Returns the dims that `after` was flattened of; None if none was, or one is not whole."""
     dims: list[int] = []
     taken, is_flattened = set(after), False
     for group in groups:
@@ -146,7 +146,7 @@ def _dims_in(groups: Sequence[DimGroup], after: Iterable[int]) -> tuple[int, ...
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[DimGroup]:
-    """The smallest runs of dims on both sides with as many elements; none for empty tensors.
+    """Splits a reshape's dims into the shortest runs with as many elements; [] for empty tensors.
 
     Example:
       8 16 4 -> 128 4: the groups (0, 1) -> (0) and (2) -> (1)
@@ -171,7 +171,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[DimGroup]:
 
 
 def accumulate(program: Program) -> Program:
-    """Scatters into what it would be added to; a program without such sums is returned as it is."""
+    """Scatters into the tensor to which a scatter's result is added, instead of into zeros."""
     if not any(_adds_apart(op) for op in program.walk()):
         return program
     producers, users = producers_of(program), users_of(program)
@@ -200,14 +200,14 @@ def accumulate(program: Program) -> Program:
 
 
 def _adds_apart(op: Op) -> bool:
-    """Whether an op adds updates to a tensor, each at a place of its own."""
+    """Whether an op is a scatter that adds, at unique indices."""
     attrs = op.kind.attrs
     is_alone = op.name == SCATTER and len(op.results) == 1
     return is_alone and attrs["reducer"] == "add" and bool(attrs.get("unique_indices"))
 
 
 def _sums_in(region: Region) -> Iterator[tuple[Op, Op]]:
-    """Each sum of something and of what was scattered in the same region, with the scatter."""
+    """Yields each sum of a value and a scatter's result of the same region, with the scatter."""
     made: dict[Value, Op] = {}
     for op in region.ops:
         if _adds_apart(op):
@@ -223,10 +223,10 @@ def _sums_in(region: Region) -> Iterator[tuple[Op, Op]]:
 
 
 def separate(program: Program) -> Program:
-    """Takes ops of independent results apart; a program without any is returned as it is."""
+    """Splits barriers and reductions with independent results into one op for each result."""
 
     def bodies_of(op: Op) -> tuple[Body, ...]:
-        """For each result of a reduction the body that makes it; none if they share anything."""
+        """Returns a body for each result of a reduction; () if these share anything."""
         # A sort has a body, too, but its body has one result: the order of all of its operands.
         body = op.kind.attrs.get("body")
         if not isinstance(body, Body) or len(body.region.results) != len(op.results):

@@ -1,4 +1,4 @@
-"""A module with dynamic shapes, and sizes for its arguments -> the same module, all static.
+"""Turns a module with dynamic shapes, given sizes for its arguments, into one that is all static.
 
     func @main(%n: i32, %x: ?x4) { %1 = composite "f" %n, %x {@f} }       and n = 8, x 8x4
     func @main(%x: 8x4) { %1 = composite "f" %x {@f} : 8x4 }              with @f for 8x4, too
@@ -61,7 +61,7 @@ ArgumentDims = tuple[Dim | None, ...]
 
 @malformed()
 def is_dynamic(module: ir.Module) -> bool:
-    """Whether a function of a module takes or gives dynamic dims, or takes a symbol's value."""
+    """Whether a function of a module has dynamic dims, or an argument that is a symbol's value."""
     with module.context:
         return any(
             _symbols(function)
@@ -72,7 +72,7 @@ def is_dynamic(module: ir.Module) -> bool:
 
 @malformed()
 def symbols_of(module: ir.Module) -> tuple[str, ...]:
-    """The symbols whose values a module's function takes in front of its arguments."""
+    """Returns the symbols, as `n`, whose values a module's function takes as first arguments."""
     with module.context:
         return tuple(_symbols(Contents(module).main()).values())
 
@@ -81,7 +81,7 @@ def symbols_of(module: ir.Module) -> tuple[str, ...]:
 def refine(
     module: ir.Module, shapes: Sequence[Sequence[int]], symbols: Mapping[str, int] = NO_SYMBOLS
 ) -> ir.Module:
-    """A module at static shapes of its arguments, without those that are a symbol's value.
+    """Returns a copy of a module with static shapes, given those of its arguments.
 
     `symbols` has the values of symbols, for modules whose functions take such. The module returned
     has no dynamic shapes, shape assertions, or arguments for symbols. FrontendError for shapes or
@@ -151,13 +151,13 @@ def _refined(number: int, type_: Any, shape: Sequence[int]) -> str:
 
 
 def exported_dims(exported: Any) -> list[ArgumentDims]:
-    """The dims of the arguments of a `jax.export.Exported`."""
+    """Returns the dims of the arguments of a `jax.export.Exported`, symbolic ones as text."""
     shapes = [exported.in_avals[i].shape for i in exported.module_kept_var_idx]
     return [tuple(d if isinstance(d, int) else str(d) for d in shape) for shape in shapes]
 
 
 def constraints_of(dim: Any) -> list[str]:
-    """What `jax.export.symbolic_shape` was told of a dim's symbols: `n >= 2`, `mod(n, 8) == 0`."""
+    """Returns the constraints that a dim's symbols were made with: `n >= 2`, `mod(n, 8) == 0`."""
     # jax keeps constraints to itself. For one on a remainder it adds `8*floordiv(n, 8) == n`, which
     # nobody wrote.
     stated = [constraint.debug_str for constraint in dim.scope._explicit_constraints]
@@ -166,10 +166,10 @@ def constraints_of(dim: Any) -> list[str]:
 
 @malformed()
 def stated_dims(module: ir.Module) -> list[ArgumentDims]:
-    """The dims of the arguments of a module, as far as it says something of them.
+    """Returns the dims of a module's arguments: numbers, expressions of symbols, None if unknown.
 
-    A type has `?` for a dim that is not static. What `jax.export` writes checks the arguments'
-    shapes, and names the symbols in the message of a failure:
+    A type has `?` for a dim that is not static. Modules of `jax.export` check the arguments'
+    shapes, and name the symbols in the message of a failure:
 
         ... polymorphic shapes specifications: args[0].shape = (n, 4),args[2].shape = (2*n,). ...
     """
@@ -195,7 +195,7 @@ def _dims(type_: Any) -> ArgumentDims:
 
 
 def _specifications(module: ir.Module) -> list[ArgumentDims]:
-    """The shapes in the message of the first shape assertion."""
+    """Reads the shapes in the message of the first shape assertion."""
     for op in ops_in(module.operation):
         attributes = op.attributes
         is_call = op.name == "stablehlo.custom_call"
@@ -209,7 +209,7 @@ def _specifications(module: ir.Module) -> list[ArgumentDims]:
 
 
 def _shape(text: str) -> ArgumentDims:
-    """`n, 2*m, 4), ...` as dims, up to the closing bracket; nothing where it is no shape."""
+    """Reads `n, 2*m, 4), ...` as dims, up to the closing bracket; () where it is no shape."""
     depth = 1
     for position, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -237,13 +237,13 @@ def _shape(text: str) -> ArgumentDims:
 
 
 def _symbols(function: Any) -> dict[int, str]:
-    """Position of an argument -> the symbol whose value it is."""
+    """Maps the position of an argument to the symbol whose value it is."""
     stated = enumerate(stated_of(function, "arg_attrs"))
     return {i: str(attrs[SYMBOL].value) for i, attrs in stated if SYMBOL in attrs}
 
 
 def _bind(module: ir.Module, own: Mapping[int, str], symbols: Mapping[str, int]) -> None:
-    """Writes values in the place of arguments, where `main` takes them (`own`)."""
+    """Puts constants in place of the arguments that are values of symbols, in all functions."""
     missing = [name for name in own.values() if name not in symbols]
     if missing:
         raise FrontendError(
@@ -254,7 +254,7 @@ def _bind(module: ir.Module, own: Mapping[int, str], symbols: Mapping[str, int])
         return
 
     def sized(attr: Any) -> Any:
-        """An attribute of a composite; what is a symbolic dim is a number."""
+        """Returns a composite's attribute, or the size that it stands for as a symbolic dim."""
         if not isinstance(attr, ir.StringAttr) or not attr.value.startswith(DIM):
             return attr
         size = size_of(attr.value.removeprefix(DIM), symbols)
@@ -311,7 +311,7 @@ _CALLEES = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 
 
 class Taken(NamedTuple):
-    """What barriers do not say of the op that they stand for."""
+    """The name, attributes and location of an op that barriers stand for meanwhile."""
 
     name: str
     attributes: Mapping[str, Any]
@@ -380,7 +380,7 @@ def _take_apart(module: ir.Module, main: Any) -> dict[int, Taken]:
 
 
 def _written_out(op: Any, function: Any, taken: dict[int, Taken]) -> list[Any]:
-    """The ops of a function in the place of its call, or between the barriers of a composite."""
+    """Replaces a call by its function's ops, with barriers around a composite's; returns them."""
     made: list[Any] = []
 
     def marked(values: Sequence[Any], name: str) -> list[Any]:
@@ -413,7 +413,7 @@ def _written_out(op: Any, function: Any, taken: dict[int, Taken]) -> list[Any]:
 
 
 def _barrier(op: Any, name: str, number: int, operands: Any) -> list[Any]:
-    """What a barrier in front of an op makes of operands."""
+    """Puts a barrier with a number in front of an op; returns the barrier's results."""
     with ir.InsertionPoint(op):
         barrier = hlo.OptimizationBarrierOp(list(operands))
     number_type = ir.IntegerType.get_signless(64)
@@ -422,7 +422,7 @@ def _barrier(op: Any, name: str, number: int, operands: Any) -> list[Any]:
 
 
 def _put_together(module: ir.Module, region: Any, taken: Mapping[int, Taken]) -> None:
-    """Puts back what `_take_apart` took, at the shapes that there are now."""
+    """Restores the ops that `_take_apart` took, at the shapes that there are now."""
     for block in region.blocks:
         line: list[Any] = []
         begins: dict[int, int] = {}  # number -> where its first barrier is in the line
@@ -452,7 +452,7 @@ def _put_together(module: ir.Module, region: Any, taken: Mapping[int, Taken]) ->
 def _composite(
     module: ir.Module, first: Any, inside: list[Any], last: Any, taken: Taken, number: int
 ) -> Any:
-    """A composite in the place of its last barrier, and its function from what is in front."""
+    """Makes a composite in place of its last barrier; the ops between become its function."""
     returned = list(last.operands)
     needed, ops = set(returned), []
     for op in reversed(inside):

@@ -1,4 +1,4 @@
-"""Shift: a first element that is passed by what makes the others is chosen, not put in front.
+"""Shift: a scan's first element is put in its place by a `select`, not by a `concatenate`.
 
 Each level of `jax.lax.associative_scan` combines all elements but its first:
 
@@ -7,9 +7,9 @@ before: `%2 = slice %x[2::2]; %3 = slice %odd[:-1]; %4 = f %3, %2`
 after:  `%2 = slice %x[0::2]; %3 = pad %odd by one in front; %4 = f %3, %2`
         `%6 = select (the first), %2, %4`
 
-Where the dim is split, each of the four reads a neighbour's element before, and only the pad does
-after. What f makes of the padding is not chosen. Where it is whole, nothing is gained: GPUs take
-1.1 to 1.5 times as long for such a scan of their own.
+Where the dim is split, the three slices and the concatenate have halos before, and only the pad
+does after. The select leaves out what f makes of the padding. Where the dim is whole, nothing is
+gained: GPUs take 1.1 to 1.5 times as long for such a scan of their own.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def shift_heads(program: Program, proposals: Sequence[Sequence[Axes]]) -> Progra
 
 
 class _Shifts(NamedTuple):
-    """What a join's tail is made of, along one dim."""
+    """The ops that make the tail of a `concatenate`, along one dim."""
 
     dim: int
     head: Value  # the slice of which the head is the element in front
@@ -70,7 +70,7 @@ class _Shifts(NamedTuple):
 
 
 def _shifts(op: Op, producers: Mapping[Value, Op]) -> _Shifts | None:
-    """What makes the tail of a join, if its head is what one of the tail's slices begins behind."""
+    """Returns what makes the tail, if one of its slices starts just behind the head's slice."""
     dim = op.kind.attrs["dimension"]
     first = producers.get(op.operands[0])
     if first is None or first.name != SLICE:
@@ -101,11 +101,11 @@ def _shifts(op: Op, producers: Mapping[Value, Op]) -> _Shifts | None:
 def _chosen(
     b: Builder, now: Now, producers: Mapping[Value, Op], shifts: _Shifts, join: Op
 ) -> Value:
-    """A join's result: its head where that is, else what its tail was, one element longer."""
+    """Makes the select of a concatenate's head, at its place, and its tail, one element longer."""
     dim = shifts.dim
 
     def longer(value: Value) -> Value:
-        """A value with one more element in front, which nobody will choose."""
+        """Returns a value with one more element in front, which the select leaves out."""
         return b.once(("longer", value, dim), lambda: made(value))
 
     def made(value: Value) -> Value:

@@ -45,7 +45,7 @@ def size_of(dim: Dim, symbols: Mapping[str, int]) -> int:
     """The size of a dim, a number or an expression of symbols.
 
     Raises:
-      FrontendError: a symbol without a value, something that is no such expression, or no size.
+      FrontendError: a symbol without a value, text that is no expression, or a negative size.
 
     Example:
       >>> size_of("2*n + 1", {"n": 8})

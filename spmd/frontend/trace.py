@@ -1,4 +1,4 @@
-"""JAX function -> StableHLO module, on no device at all."""
+"""Traces JAX functions and lowers them to StableHLO modules, on no device at all."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SEEN: ContextVar[list[Mesh] | None] = ContextVar("seen meshes", default=None)
 
 @contextmanager
 def seen_meshes(known: Mesh | None = None) -> Iterator[list[Mesh]]:
-    """The meshes of the marks met while tracing, in order; `known` comes before all others."""
+    """Collects the meshes of the marks met while tracing, in order, behind `known`."""
     found = [] if known is None else [known]
     token = _SEEN.set(found)
     try:
@@ -48,7 +48,7 @@ def seen_meshes(known: Mesh | None = None) -> Iterator[list[Mesh]]:
 
 
 def mesh_at_hand() -> Mesh | None:
-    """The mesh that code is traced for, as far as that is known; else the one that jax has set."""
+    """Returns the mesh of this trace (known, or its first mark's), else that of jax, if any."""
     found = _SEEN.get()
     if found:
         return found[0]
@@ -57,7 +57,7 @@ def mesh_at_hand() -> Mesh | None:
 
 
 def note_mesh(mesh: Mesh) -> Mesh:
-    """A mark over this mesh was met; returns the first one met, which under plain jax is itself."""
+    """Notes the mesh of a mark; returns the first one of the trace, or itself outside of one."""
     found = _SEEN.get()
     if found is None:
         return mesh
@@ -71,7 +71,7 @@ OnCallbacks = Literal["run", "drop"]
 
 
 class ClosedOverTracer(FrontendError):
-    """A function uses a value of another function, which is being traced, that is no argument."""
+    """A function closes over a tracer: a value of another function that jax is tracing."""
 
 
 class Trace(NamedTuple):
@@ -99,11 +99,11 @@ def trace(
 
     `args` and `kwargs` are `jax.ShapeDtypeStruct`s, static arguments as they are; `platform` is
     `cpu`, `cuda` or `tpu`. Where `on_callbacks` is left out, callbacks stay those of jax, which
-    point to Python objects: nobody can import the module. `mesh` is the one that it is compiled
-    for, if that is known; else that of the first mark. Devices in the module are positions in it.
+    point to Python objects: the module cannot be imported. `mesh` is the one to compile for; that
+    of the first mark if left out. The module numbers devices by their position in it.
 
     Raises:
-      FrontendError: a `shard_map` over Explicit axes of an argument of another type.
+      FrontendError: a `shard_map` over Explicit axes gets an argument that is split otherwise.
       ClosedOverTracer: `fn` uses a tracer that is no argument.
       MeshError: jax's constraints and `shard_map`s are over meshes of different orders of devices.
     """
@@ -160,7 +160,7 @@ def trace(
 
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    """A value of a type: weak, and on a mesh with Explicit axes, as that is."""
+    """Makes a `ShapeDtypeStruct` of an abstract value, weak or on Explicit axes as that is."""
     typed = getattr(aval, "sharding", None)
     sharding = typed if typed is not None and has_explicit_axes(typed.mesh) else None
     weak = bool(getattr(aval, "weak_type", False))
@@ -169,7 +169,7 @@ def _struct(aval: Any) -> jax.ShapeDtypeStruct:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Says what jax says of explicit axes, and of orders of devices, as errors of ours."""
+    """Turns jax's errors about Explicit axes and orders of devices into errors of `spmd`."""
     try:
         yield
     except ValueError as error:
@@ -205,7 +205,7 @@ def _eqns_in(jaxpr: Any) -> Iterator[Any]:
 def _renumber(module: ir.Module, order: tuple[int, ...], program: tuple[int, ...]) -> None:
     """Makes the devices of a module's meshes positions in the program's mesh, in place.
 
-    `order` and `program` are ids of devices by their position in jax's meshes and in the program's.
+    `order` are the ids of devices in the order of jax's meshes, `program` in the program's order.
     """
     # jax's meshes have one order of devices, by which the module numbers them. For the program's
     # mesh with the devices 0 2 1 3 and jax's with 0 1 2 3:
@@ -223,7 +223,7 @@ def _renumber(module: ir.Module, order: tuple[int, ...], program: tuple[int, ...
 
 
 def _stated(positions: Sequence[int]) -> list[int]:
-    """The devices of a mesh as Shardy states them: not at all where they are 0, 1, 2, ..."""
+    """Returns the devices of a mesh as Shardy states them: [] where they are 0, 1, 2, ..."""
     return [] if list(positions) == list(range(len(positions))) else list(positions)
 
 
@@ -244,7 +244,7 @@ def _inline(ctx: Any, *values: Any, call: Any, **_: Any) -> Any:
 def _lower_composite(
     ctx: Any, *values: Any, name: str, attributes: Any, version: int, **params: Any
 ) -> Any:
-    """A composite that gives its function all that it takes: a call with another name."""
+    """Lowers a composite, by way of a call, so that its function gets symbols' values, too."""
     (closed,) = params.values()  # `jaxpr`, or in newer versions `call_jaxpr`
     function = plain_jit(jaxpr_as_fun(closed))
     results = mlir.lower_fun(function, multiple_results=True)(ctx, *values)
@@ -330,7 +330,7 @@ _callback.multiple_results = True
 
 
 class _OwnCallbacks:
-    """Replaces the callbacks of one program, each jaxpr once: what is called twice stays one."""
+    """Replaces jax's callbacks in one program by `spmd`'s; a jaxpr that is used twice stays one."""
 
     def __init__(self, on_callbacks: OnCallbacks) -> None:
         self.on_callbacks = on_callbacks
@@ -339,7 +339,7 @@ class _OwnCallbacks:
         self._done: dict[int, Jaxpr] = {}
 
     def without_jax(self, program: ClosedJaxpr, name: str) -> Callable[..., Any] | None:
-        """A function of flat arguments, with calls of ours for jax's; None where there are none."""
+        """Returns the program, with callbacks replaced, as a flat function; None if it has none."""
         if not self._calls_python(program.jaxpr):
             return None
         fun = jaxpr_as_fun(self._rewritten(program))
@@ -351,9 +351,9 @@ class _OwnCallbacks:
         return flat
 
     def lowering_rules(self) -> tuple[tuple[Primitive, Any], ...]:
-        """Rules that lower jax's callbacks to ours: of those that no jaxpr shows.
+        """Returns rules that lower jax's callbacks to ours, for those that no jaxpr shows.
 
-        Some libraries have primitives that trace what they are when they are lowered.
+        Some libraries have primitives that trace what they do only when they are lowered.
         """
 
         def rule(primitive: Primitive) -> Any:
@@ -371,7 +371,7 @@ class _OwnCallbacks:
         return tuple((primitive, rule(primitive)) for primitive in _jax_callbacks())
 
     def _calls_python(self, jaxpr: Jaxpr) -> bool:
-        """Whether a jaxpr calls Python, one inside it, or another branch beside it."""
+        """Whether a jaxpr, or one inside it, has callbacks, or effects of a branch that has."""
         found = self._calls.get(id(jaxpr))
         if found is None:
             found = any(isinstance(effect, _callback_effects()) for effect in jaxpr.effects)
@@ -386,7 +386,7 @@ class _OwnCallbacks:
         return found
 
     def _rewritten(self, value: Any) -> Any:
-        """A parameter of a primitive, with what it calls replaced."""
+        """Returns a parameter of a primitive, with callbacks replaced in the jaxprs inside."""
         if isinstance(value, ClosedJaxpr):
             inner = self._rewritten(value.jaxpr)
             return value if inner is value.jaxpr else value.replace(jaxpr=inner)
@@ -401,7 +401,7 @@ class _OwnCallbacks:
         return self._done[id(value)]
 
     def _eqn(self, eqn: Any) -> Sequence[Any]:
-        """An equation as it is to be; none for a callback that is left out."""
+        """Returns an equation with its callbacks replaced; () for a callback that is dropped."""
         effects = _own_effects(eqn.effects)
         if eqn.primitive in _jax_callbacks():
             own = self._called(eqn.primitive, eqn.params)
@@ -415,7 +415,7 @@ class _OwnCallbacks:
         return (eqn.replace(params=params, effects=effects),)
 
     def _called(self, primitive: Primitive, params: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The parameters of our call in the place of one of jax's; None if it is left out."""
+        """Returns the parameters of the call that replaces a callback; None if it is dropped."""
         label = _jax_callbacks()[primitive]
         is_debug = label.startswith("jax.debug.")
         if is_debug and self.on_callbacks == "drop":
@@ -451,7 +451,7 @@ def _nothing() -> None:
 
 @functools.cache
 def _jax_callbacks() -> dict[Primitive, str]:
-    """Every primitive that calls Python -> what users know it as."""
+    """Maps every primitive that calls Python to its name for users, as `jax.debug.print`."""
     return {
         _traced(lambda: jax.debug.print("")).primitive: "jax.debug.print",
         _traced(lambda: jax.debug.callback(_nothing)).primitive: "jax.debug.callback",
@@ -488,7 +488,7 @@ def _callback_effects() -> tuple[type, ...]:
 
 
 def _own_effects(effects: Any) -> Any:
-    """Effects with those of callbacks replaced by that of ours."""
+    """Returns effects with those of jax's callbacks replaced by `_own_effect()`."""
     own = _callback_effects()
     return frozenset(_own_effect() if isinstance(e, own) else e for e in effects)
 

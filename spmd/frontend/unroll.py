@@ -3,15 +3,15 @@
 before: `%9 = while(%i = 0, %x = %0) { %w = dynamic_slice %1, %i; ...; return %i + 1, %x @ %w }`
 after:  `%w0 = slice %1 [0:1]; ...; %w1 = slice %1 [1:2]; ...`
 
-What counts the trips is then known, so each trip reads its piece of a stack directly; and what one
+The loop's counter is then constant, so each trip reads its piece of a stack directly; and what one
 loop collects for another (a scan's residuals for its gradient) is handed on piece by piece, without
-the stack. A stack that is wanted whole is its pieces side by side. So a scan over layers becomes
+the stack. A stack that is read whole is a concatenate of its pieces. So a scan over layers becomes
 what a Python loop over them would be: backends overlap the communication of one layer with the
 next, and copy nothing. It takes longer to compile.
 
-What a gradient's loop computes again (`jax.checkpoint`) is kept apart from the first time by the
-loops themselves: backends would merge the two once they are written out, and hold everything. So
-each trip's residuals, where they are computed with again, wait for its cotangents:
+By remat (`jax.checkpoint`) a gradient's loop computes again what the forward loop computed. Once
+both are written out, backends would merge the two, and keep everything live. So each trip's
+residuals, where remat reads them, wait for its cotangents behind a barrier:
 
     %x1, %g1 = optimization_barrier %x, %g; %y1 = tanh %x1    // `tanh %x` was computed before
 """
@@ -65,14 +65,14 @@ def unroll(program: Program, most: int) -> Program:
 
 
 class _Collected(NamedTuple):
-    """A tensor of which some pieces along dim 0 were written one by one, and what is under them."""
+    """A stack that was written piece by piece along dim 0: the tensor below, and the pieces."""
 
     under: Value
     pieces: Mapping[int, Value]
 
 
 class _Same(dict[Value, Value]):
-    """New values for old ones; those that are not in it, from around a loop, are the same."""
+    """Maps old values to new ones; those that are not in it, from around a loop, stay."""
 
     def __missing__(self, value: Value) -> Value:
         return value
@@ -96,7 +96,7 @@ class _Unroller:
         self.cotangents: list[Value] = []
 
     def edit(self, b: Builder, op: Op, _now: Now) -> Sequence[Value] | None:
-        """The results of a loop that was chosen, once it is written out."""
+        """Writes a chosen loop out and returns its results; None for any other op."""
         trips = self.chosen.get(op.results[0]) if op.is_loop and op.results else None
         if trips is None:
             return None
@@ -140,7 +140,7 @@ class _Unroller:
         return None if op.regions else self._repeated(b, op.kind, operands)
 
     def _repeated(self, b: Builder, kind: OpKind, operands: tuple[Value, ...]) -> Sequence[Value]:
-        """An op once more: behind a barrier if another loop has computed the same before."""
+        """Appends an op, behind a barrier if it is remat of what another loop computed."""
         source = self.widened.get(operands[0]) if len(operands) == 1 else None
         if source is not None and _widens(kind, -1) and b.types[source] == kind.results[0]:
             return (source,)
@@ -156,7 +156,7 @@ class _Unroller:
         return made
 
     def _late(self, b: Builder, value: Value) -> Value:
-        """What another loop handed this trip, but not before the trip before is done."""
+        """Puts a residual of another loop behind a barrier with this trip's cotangents."""
         number = self.number.get(value, value)
         if number not in self.handed:
             return value
@@ -172,7 +172,7 @@ class _Unroller:
         return integer_of(self.index.producers, value) if known is None else known
 
     def _folded(self, kind: OpKind, operands: Sequence[Value]) -> int | None:
-        """The integer that an op makes, where that can be told."""
+        """Returns the integer scalar that an op computes, if its operands are known."""
         if len(kind.results) != 1 or kind.results[0].rank:
             return None
         dtype = numpy_dtype(kind.results[0].dtype)
@@ -194,7 +194,7 @@ class _Unroller:
         return found if fits else None
 
     def _place(self, starts: Sequence[Value], shape: Sequence[int], piece: Sequence[int]) -> Any:
-        """Where a piece of full size but along dim 0 begins; None if that cannot be told."""
+        """Returns the index of a piece of size 1 along dim 0, else whole; None if not known."""
         known = [self._integer(v) for v in starts]
         if not shape or tuple(piece) != (1, *shape[1:]) or None in known[:1]:
             return None
@@ -220,7 +220,7 @@ class _Unroller:
 
 
 def _widens(kind: OpKind, more: int) -> bool:
-    """Whether an op adds so many dims of one element in front, and does nothing else."""
+    """Whether an op only adds `more` dims of size 1 in front, or drops them if negative."""
     if kind.name not in (RESHAPE, BROADCAST):
         return False
     before, after = kind.operands[0].shape, kind.results[0].shape

@@ -1,6 +1,6 @@
-"""Control flow as data flow: which values of a region op are one, trip counts, uses of values.
+"""How values flow through a program: loop carries, trip counts, producers, users and manual atoms.
 
-`Index` finds all of it once for a program.
+`Index` computes each of these tables once for a program, when it is first asked for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNKNOWN_TRIPS = 16  # assumed trip count of a loop whose condition doesn't tell 
 
 
 class Tie(NamedTuple):
-    """Values that are one value to data flow, and so share one sharding."""
+    """A result of an op with regions, and the values that have to have the same sharding as it."""
 
     source: Value | None  # from outside the op: the initial value of a carry
     inside: tuple[Value, ...]  # region arguments and results
@@ -28,7 +28,7 @@ class Tie(NamedTuple):
 
 
 def ties(op: Op) -> tuple[Tie, ...]:
-    """For each result of a region op, the values that it is tied to."""
+    """Returns for each result of an op with regions the values that share its sharding."""
     # %2 = while %0 { cond(%3): ...; body(%4): ... return %5 } ties %0, %3, %4, %5 and %2: they are
     # one buffer in memory, and a sharding that changed on the way round would cost each iteration.
     # A branch has no arguments: it reads what is around it, where nothing has to be shared.
@@ -45,10 +45,10 @@ def ties(op: Op) -> tuple[Tie, ...]:
 
 
 def held_atoms(program: Program) -> dict[Value, tuple[int, ...]]:
-    """The manual atoms around each value inside a manual region.
+    """Returns for each value inside manual regions the atoms that are manual there.
 
-    Along these the devices may hold different values that the compiler knows nothing of. So only
-    ops that the user wrote may split or reduce the value over them.
+    Devices may hold different values along them, which the compiler cannot know. So only ops that
+    the user wrote may split or reduce the value over them.
     """
     found: dict[Value, tuple[int, ...]] = {}
 
@@ -71,7 +71,7 @@ def held_atoms(program: Program) -> dict[Value, tuple[int, ...]]:
 
 
 def integer_of(producers: Mapping[Value, Op], value: Value) -> int | None:
-    """The integer that a scalar is, if it is constant."""
+    """Returns the number that an integer scalar is, if it is a constant or a converted one."""
     op = producers.get(value)
     if op is None:
         return None
@@ -107,7 +107,7 @@ def users_of(program: Program) -> dict[Value, list[tuple[Op | None, int]]]:
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Lookups over one program, as `index.producers[value]`, made when first asked for."""
+    """Tables about the values of one program (`index.producers[value]`), made when first read."""
 
     program: Program
 
@@ -123,24 +123,24 @@ class Index:
 
     @cached_property
     def held(self) -> Mapping[Value, tuple[int, ...]]:
-        """For each value inside a manual region, the atoms along which it may differ unseen."""
+        """For each value inside a manual region, the atoms over which it is held (`held_atoms`)."""
         return held_atoms(self.program)
 
     @cached_property
     def trips(self) -> Mapping[Value, int | None]:
-        """A loop's first result -> how often the loop runs, None where that cannot be told."""
+        """Maps the first result of each loop to its trip count, None where it is not known."""
         loops = (op for op in self.program.walk() if op.is_loop)
         return {op.results[0]: self._trip_count(op) for op in loops if op.results}
 
     def runs(self, op: Op) -> int:
-        """How often the regions of an op run each time that the op does; a guess if unknown."""
+        """Returns the trip count of a loop (`UNKNOWN_TRIPS` if not known); 1 for any other op."""
         if not op.is_loop:
             return 1
         trips = self.trips.get(op.results[0])
         return UNKNOWN_TRIPS if trips is None else trips
 
     def _trip_count(self, op: Op) -> int | None:
-        """How often a loop runs, by `i < n` or `i != n` with constant start, step and end."""
+        """Returns the trip count of `while i < n` or `i != n` with constant start, step and n."""
         cond, body = op.regions
         if len(cond.results) != 1:
             return None

@@ -1,7 +1,7 @@
-"""`Description`: all that the compiler knows of an op, as data.
+"""`Description`: what the compiler knows of an op by its name, as data.
 
-The descriptions are written in `spmd.ir.dialect`, by family. Algorithms ask an op's kind for a
-trait (`op.kind.about.is_elementwise`), and for one op alone by a name from here (`BROADCAST`).
+Modules of `spmd.ir.dialect` write the descriptions. Other code asks for a trait of an op
+(`op.kind.about.is_elementwise`), or, where it means one op alone, for its name (`BROADCAST`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Role(IntEnum):
 
 
 class Description(NamedTuple):
-    """All that is known of an op by its name. Functions are called with the op's kind."""
+    """What the compiler knows of an op by its name; fields that are functions take its `OpKind`."""
 
     rule: Callable[[Any], Any] | None = None  # its sharding `Rule`; None for control flow
     # of how many such ops, and which operands differ among them, the op that does all at once
@@ -84,7 +84,7 @@ UNKNOWN = Description()
 
 
 def columns(kind: Any) -> float:
-    """The columns of an op's largest matrix, each of which a factorisation goes through it for."""
+    """Returns the larger of the last two dims of the largest operand, to guess `passes` by."""
     shape = max((t.shape for t in kind.operands), key=math.prod, default=())
     return max(1, *shape[-2:]) if shape else 1
 
@@ -97,7 +97,7 @@ DESCRIPTIONS: dict[str, Description] = {}
 
 
 def key_of(name: str, attrs: Mapping[str, Any]) -> str:
-    """The key of an op's description: a custom call's target, a composite's name, or its own."""
+    """Returns a key of `DESCRIPTIONS`: an op's name, `custom_call:<target>`, `composite:<name>`."""
     if name == COMPOSITE:
         return f"composite:{attrs['name']}"
     if name == CUSTOM_CALL:

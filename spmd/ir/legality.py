@@ -19,7 +19,7 @@ DIALECTS = ("stablehlo", "chlo", "spmd")
 
 
 def fail(stage: str, check: str, problem: str, op: Op | None = None) -> NoReturn:
-    """Raises the error of a check that did not hold."""
+    """Raises LegalityError, which names the stage to blame, for a check that did not hold."""
     raise LegalityError(
         f"stage {stage} broke its contract ({check}): {problem}",
         op=format_op(op) if op else None,
@@ -31,7 +31,7 @@ def fail(stage: str, check: str, problem: str, op: Op | None = None) -> NoReturn
 def hold(
     stage: str, checks: Iterable[Callable[..., str | None]], op: Op | None, *given: object
 ) -> None:
-    """Asks some checks about what they are given; the first problem is an error of the stage."""
+    """Calls each check with `given`; raises LegalityError for the first problem returned."""
     for check in checks:
         problem = check(*given)
         if problem is not None:
@@ -39,7 +39,7 @@ def hold(
 
 
 class View(NamedTuple):
-    """A program half-way through: what a check of one op may look at."""
+    """What a check of one op may look at: types, and the values defined in front of the op."""
 
     types: Sequence[TensorType]  # type of every value
     defined: set[Value]  # values that have a definition so far, visible or not
@@ -68,7 +68,7 @@ def reads_visible(view: View, op: Op) -> str | None:
 
 
 def kind_has_types(view: View, op: Op) -> str | None:
-    """A kind's types are those of the values."""
+    """The types in an op's kind are those of its operands and results."""
     for what, values, types in (
         ("operand", op.operands, op.kind.operands),
         ("result", op.results, op.kind.results),
@@ -120,7 +120,7 @@ def dialect_known(view: View, op: Op) -> str | None:
 
 
 def is_global(view: View, op: Op) -> str | None:
-    """Collectives are in manual regions only, and ops that the partitioner makes are nowhere."""
+    """The whole program has collectives in manual regions only, and no op of the partitioner's."""
     if op.kind.about.is_local:
         return "an op of one device's program in the whole program"
     if op.kind.about.is_manual and "manual" not in view.around:
@@ -141,7 +141,7 @@ def _axes_known(op: Op) -> str | None:
 
 
 def is_expanded(view: View, op: Op) -> str | None:
-    """What is emitted has no ops of our own, but those that jax makes its callbacks of."""
+    """What is emitted has no `spmd` ops but callbacks, which are emitted by way of jax."""
     own = op.name.startswith("spmd.") and op.name not in (CALLBACK, CHECK_CALLBACK)
     return "an op that only spmd knows" if own else None
 
@@ -203,10 +203,9 @@ STAGES: Mapping[str, tuple[OpCheck, ...]] = {
 
 
 def check_program(program: Program, stage: str = "program") -> None:
-    """Holds a program against the table of a stage.
+    """Checks a program at a stage; LegalityError names a check that does not hold, with the op.
 
-    That is `program` (the whole one), `local`, `optimized` or `expanded` (one device's).
-    LegalityError names a check that does not hold, with the op.
+    `stage` is `program` for the whole program; `local`, `optimized` or `expanded` for one device's.
     """
     for what, values, names in (
         ("argument", program.body.args, program.arg_names),

@@ -1,4 +1,4 @@
-"""Minimum cuts: the cheapest way to part what must be in front from what must be behind."""
+"""Minimum cuts: the cheapest edges to cut so that nothing leads from the source to the sink."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ RESOLUTION, ENDLESS = 10**9, 2 * 10**9
 
 
 class FlowNetwork:
-    """Capacities, in seconds, between named nodes."""
+    """A directed graph whose edges have capacities in seconds; nodes are any hashable values."""
 
     def __init__(self) -> None:
         self.numbers: dict[object, int] = {SOURCE: SOURCE, SINK: SINK}
         self.edges: list[tuple[int, int, float]] = []
 
     def edge(self, start: object, end: object, seconds: float) -> None:
-        """What it costs if one is in front of the cut and the other behind it."""
+        """Adds an edge, cut if `start` is on the source's side and `end` on the sink's."""
         if seconds:
             a, b = (self.numbers.setdefault(node, len(self.numbers)) for node in (start, end))
             self.edges.append((a, b, seconds))
 
     def seconds(self, behind: Collection[object]) -> float:
-        """What a cut costs, given the nodes behind it."""
+        """Returns what the cut costs that has these nodes on the sink's side."""
         names = list(self.numbers)
         ends = ((names[a] in behind, names[b] in behind, cost) for a, b, cost in self.edges)
         return sum(cost for start, end, cost in ends if end and not start)
 
     def behind_cut(self) -> set[object]:
-        """The nodes from which the sink can still be reached: the fewest that a minimum cut has."""
+        """Returns the nodes on the sink's side of the minimum cut that has fewest of them there."""
         if not self.edges:
             return set()
         # Imported late: few programs make values again, and all wait for their imports.

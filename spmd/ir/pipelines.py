@@ -1,7 +1,7 @@
-"""What a pipeline over stages is: its figures, and the name scope that carries them to reports.
+"""Pipelines over stages: their sizes and schedules, and the name scope that marks their ops.
 
 `spmd.pipeline` is plain JAX. The compiler knows that a loop is a pipeline's only by this scope,
-which also modules that were exported still have.
+which modules that were exported still have.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SCHEDULES = MappingProxyType(
 
 
 class Pipeline(NamedTuple):
-    """A pipeline's figures."""
+    """The stages, microbatches and schedule of a pipeline, and the steps that follow from them."""
 
     axis: str  # the mesh axis of its stages
     stages: int  # how many there are
@@ -42,7 +42,7 @@ class Pipeline(NamedTuple):
 
     @property
     def busy_steps(self) -> int:
-        """Steps in which a stage computes what is wanted."""
+        """Steps in which a stage has work: one for each microbatch and chunk of layers."""
         return self.microbatches * self.chunks
 
     @property
@@ -52,7 +52,7 @@ class Pipeline(NamedTuple):
 
     @property
     def window(self) -> int:
-        """Steps in which `stages` microbatches pass a stage."""
+        """Steps that a stage takes for `stages` microbatches, with all of its chunks of layers."""
         return self.stages * self.chunks
 
     def work(self, stage: int, step: int) -> tuple[int, int] | None:
@@ -71,18 +71,18 @@ class Pipeline(NamedTuple):
 
     @property
     def open_schedules(self) -> tuple[str, ...]:
-        """The schedules that it could have taken, where nobody named one."""
+        """The schedules that could have been chosen; empty where the user named one."""
         return tuple(name for i, name in enumerate(SCHEDULES) if self.open >> i & 1)
 
     @property
     def scope(self) -> str:
-        """The name scope of its ops."""
+        """The name scope of its ops: `pipeline[stage,stages=4,microbatches=8,chunks=1,...]`."""
         counts = f"stages={self.stages},microbatches={self.microbatches},chunks={self.chunks}"
         return f"pipeline[{self.axis},{counts},lean={self.is_lean:d},open={self.open}]"
 
 
 def pipeline_of(scope: str) -> Pipeline | None:
-    """The pipeline that an op with this scope belongs to, the innermost one."""
+    """Reads the innermost pipeline from an op's name scope; None if there is none."""
     found = _SCOPE.findall(scope)
     if not found:
         return None
@@ -92,5 +92,5 @@ def pipeline_of(scope: str) -> Pipeline | None:
 
 
 def without_pipelines(scope: str) -> str:
-    """A scope without what this file adds to it."""
+    """Returns a name scope without the parts that `spmd.pipeline` adds."""
     return _SCOPE.sub("", scope).replace(SHIFT, "")

@@ -28,7 +28,7 @@ from spmd.ir.types import Attribute, Dense, TensorType
 
 @dataclass(frozen=True, eq=False)
 class Callback:
-    """A function of the process that compiled the program; ops name it by its number."""
+    """A Python function that the program calls on the host; ops name it by its number."""
 
     function: Callable[..., Sequence[Any]]  # from arrays to a sequence of arrays
     label: str  # what the user wrote: `jax.debug.print`, `jax.pure_callback of lookup`
@@ -90,9 +90,9 @@ def numberless(name: str) -> str:
 class OpKind:
     """Everything about an op but the values that it reads and makes.
 
-    Kinds are interned: equal ones are one object, and are compared by identity. Rules, projections,
-    costs and local lowerings are functions of the kind alone and are cached by it. That is what
-    makes repeated layers cheap.
+    Kinds are interned: equal ones are one object, and are compared by identity. Rules, costs and
+    local lowerings depend on the kind alone and are cached by it. That is what makes repeated
+    layers cheap.
     """
 
     __slots__ = ("__weakref__", "_cache", "about", "attrs", "name", "operands", "results")
@@ -113,7 +113,7 @@ class OpKind:
         results: tuple[TensorType, ...],
         attrs: Mapping[str, Attribute],
     ) -> OpKind:
-        """The one kind with these fields."""
+        """Returns the one object that has these fields."""
         # Python has 1 == True == 1.0, with equal hashes: without the types in the key, the kind of
         # an op with `is_stable = 1` would be handed out for one with `is_stable = True`.
         items = tuple(sorted(attrs.items()))
@@ -131,7 +131,7 @@ class OpKind:
         return kind
 
     def __getattr__(self, name: str) -> Description:
-        """Looks the description up when it is first asked for; from then on it is a plain field."""
+        """Looks `about` up in the descriptions when it is first read; later it is a plain field."""
         if name != "about":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         key = key_of(self.name, self.attrs)
@@ -144,12 +144,12 @@ class OpKind:
 
     @property
     def adds_dims(self) -> bool:
-        """Whether it broadcasts to dims of one element alone: the same elements, another shape."""
+        """Whether it is a broadcast that only adds dims of size 1: no element is repeated."""
         return self.name == BROADCAST and self.operands[0].size == self.results[0].size
 
     @property
     def is_renaming(self) -> bool:
-        """Whether it adds or moves dims of one element alone: the same memory."""
+        """Whether it only adds or moves dims of size 1: the result is the operand's memory."""
         if self.name == BROADCAST and self.adds_dims:
             dims = list(self.attrs["broadcast_dimensions"])
             return dims == sorted(dims)
@@ -196,7 +196,7 @@ class Op(NamedTuple):
 
     @property
     def is_mark(self) -> bool:
-        """Whether it stands where the user said how a value is split."""
+        """Whether it is a mark: its operand, with the sharding that the user wants."""
         return self.kind.about.is_mark
 
     @property
@@ -214,14 +214,14 @@ class Region(NamedTuple):
 
 
 class Body(NamedTuple):
-    """The scalar function of a reduce, scatter, sort, ...: closed, numbered from 0, hashable."""
+    """The scalar function of a reduce, sort, ...; it has values of its own, numbered from 0."""
 
     types: tuple[TensorType, ...]
     region: Region
 
 
 class Program(NamedTuple):
-    """A whole function."""
+    """A function as every stage has it: arguments, ops and results, and the type of every value."""
 
     name: str  # the function's name
     types: tuple[TensorType, ...]  # type of every value

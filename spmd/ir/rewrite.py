@@ -1,4 +1,4 @@
-"""Rebuilding a program op by op, of which rewrites are made; and what every rewrite ends with."""
+"""Helpers that rewrite a program op by op; `remove_dead` and `dedupe` clean up after rewrites."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def append_ops(
     rewrite: Rewrite | None = None,
     loc: Loc | None = None,
 ) -> tuple[Value, ...]:
-    """Appends a program's ops to another program, in which `args` are its arguments.
+    """Appends a program's ops to the one that `b` makes, as if called with `args`.
 
-    Returns what its results are there. `rewrite` may replace ops; they come from `loc`, or from
-    where they did if left out.
+    Returns the values of its results there. `rewrite` may replace ops; new ops have the location
+    `loc`, or that of the old op if left out.
     """
     env = dict(zip(program.body.args, args, strict=True))
     for op in program.body.ops:
@@ -53,10 +53,10 @@ def repeat_op(
     rewrite: Rewrite | None = None,
     loc: Loc | None = None,
 ) -> None:
-    """Appends an op once more, with new values for all that it and its regions make.
+    """Appends a copy of an op and of its regions, which makes new values.
 
-    `env` has what the values that it reads are there, and gets its results; `rewrite` and `loc` are
-    as for `append_ops`.
+    `env` maps values of the old program to the new one's, and gets the op's results; `rewrite` and
+    `loc` are as for `append_ops`.
     """
 
     def bind(values: Sequence[Value], types: Sequence[TensorType]) -> tuple[Value, ...]:
@@ -94,7 +94,7 @@ Returns the values that replace the op's results, or None to keep the op."""
 def edit_ops(program: Program, edit: Edit, chosen: Container[Value] | None = None) -> Program:
     """Walks a program and lets `edit` replace ops; all other values keep their numbers.
 
-    It is asked about ops whose first result is `chosen`, or about all if left out. A program of
+    `edit` is called for ops whose first result is in `chosen`, or for all if left out. A program of
     which nothing is replaced is returned as it is.
 
     Since numbers stay, an edit may read any value that is visible where it is, not just its op's
@@ -159,7 +159,7 @@ def remove_dead(program: Program) -> Program:
 
 
 def dedupe(program: Program) -> Program:
-    """Equal ops over equal operands are done once; transposes that undo each other are not done.
+    """Removes ops that repeat another with equal operands, and transposes that undo each other.
 
     An op inside a branch may reuse one that is visible from it, never the other way round. A loop's
     body reuses nothing from outside: XLA's export of loops that capture values is fragile.
@@ -195,7 +195,7 @@ def dedupe(program: Program) -> Program:
 
 
 class Carry(NamedTuple):
-    """A carry of a loop: in front of it, in its condition, in its body, at its end, behind it."""
+    """A loop's carry: initial value, argument of the condition and the body, next value, result."""
 
     operand: Value
     test: Value
@@ -207,7 +207,7 @@ class Carry(NamedTuple):
 def recarried(
     loop: Op, types: Sequence[TensorType], without: Container[int] = (), more: Sequence[Carry] = ()
 ) -> Op:
-    """A loop without some of its carries, by number, and with `more` at the end.
+    """Returns a loop without the carries numbered in `without`, and with `more` carries at the end.
 
     before: `%5, %6 = while(%0, %1) { body(%2, %3): ...; return %4, %3 }`
     after:  `%5, %9 = while(%0, %7) { body(%2, %8): ...; return %4, %8 }`, without carry 1

@@ -67,10 +67,10 @@ def format_program(
     *,
     locs: bool = False,
 ) -> str:
-    """A program of any stage as text, which `parse_program` reads back, but for ops' locations.
+    """Writes a program of any stage as text, which `parse_program` reads back, but for locations.
 
-    `annotate` says what is in a comment behind a value's definition, a `mesh` writes the `axes` of
-    collectives as names instead of atoms, and with `locs` each op's source line is behind it.
+    `annotate` gives the comment behind a value's definition, a `mesh` makes the `axes` of
+    collectives names instead of atoms, and with `locs` each op's source line is behind it.
     """
     return "\n".join(_Printer(mesh, annotate, locs).program(program)) + "\n"
 
@@ -131,7 +131,7 @@ class _Printer:
             yield "}"
 
     def head(self, op: Op) -> str:
-        """All of an op but its regions; a line, unless it has a body that is worth several."""
+        """Returns an op's text without its regions: one line, or several if it has a body."""
         kind = op.kind
         text = _values(op.results) + " = " if op.results else ""
         text += _name(kind.name, OP_NAME)
@@ -179,7 +179,7 @@ class _Printer:
         raise TypeError(f"attribute {name} = {value!r} has no text form")
 
     def axes(self, value: Attribute) -> str | None:
-        """Atoms by the names of their axes; None where that would not read back."""
+        """Returns atoms as names of axes; None where `parse_axes` would not give the same atoms."""
         assert self.mesh is not None
         try:
             text = format_axes(value, self.mesh)
@@ -228,7 +228,7 @@ def _return(region: Region) -> str:
 
 
 def _unused(region: Region, types: Sequence[TensorType]) -> Iterator[str]:
-    """Numbers that rewrites left over: they have a type and no definition."""
+    """Returns lines for the value numbers that have a type and no definition, left by rewrites."""
     defined = set(region.args)
     for op in walk_region(region):
         defined.update(op.results, *(inner.args for inner in op.regions))
@@ -247,7 +247,7 @@ LARGEST = 1 << 16
 
 
 def dense_text(dense: Dense) -> str:
-    """The elements of a constant; whatever would not read back bit by bit is hexadecimal."""
+    """Returns a constant's elements as text, in hexadecimal where decimals would not be exact."""
     if len(dense.data) > LARGEST:
         return f"sha256 {hashlib.sha256(dense.data).hexdigest()}"
     raw = f"{'splat' if dense.splat else 'hex'} {dense.data.hex()}"

@@ -62,7 +62,7 @@ def _bytes_of(type_: TensorType) -> int:
 
 
 def local_type(type_: TensorType, sharding: Sharding, mesh: Mesh) -> TensorType:
-    """The type of one device's piece."""
+    """Returns the type of one device's piece of a value of this type and sharding."""
     return type_.with_shape(local_shape(type_.shape, sharding, mesh))
 
 
@@ -146,7 +146,7 @@ class Dense(NamedTuple):
 
 
 class Opaque(NamedTuple):
-    """An attribute that no stage looks into, as MLIR text."""
+    """An attribute that the compiler only hands on, as MLIR text."""
 
     text: str
 
@@ -183,7 +183,7 @@ class ScatterDims(NamedTuple):
 
 
 class ConvDims(NamedTuple):
-    """`#stablehlo.conv`: which dims of input, kernel and output are what."""
+    """`#stablehlo.conv`: which dims of input, kernel and output are batch, features and space."""
 
     input_batch: int
     input_feature: int
@@ -213,7 +213,7 @@ DIM_NUMBERS: Mapping[type, tuple[str, tuple[str, ...]]] = {
 
 
 class ShardingAttr(NamedTuple):
-    """A mark as the module states it, before there is a mesh to check it against."""
+    """A mark as the module states it, by names of axes, which no mesh has been asked about yet."""
 
     # for each dim, the (axis name, pre, size) entries that split it; size 0 is the whole axis
     dims: tuple[tuple[tuple[str, int, int], ...], ...]

@@ -59,7 +59,7 @@ def check_same(
 
 
 def exchange(text: str, *, label: str, timeout_s: float = TIMEOUT_S) -> list[str]:
-    """What every process says, in the order of their numbers; with one process, its own text.
+    """Returns what every process says, in the order of their numbers; alone, its own text.
 
     All processes have to call it, in the same order. No device takes part.
 
@@ -87,7 +87,7 @@ def exchange(text: str, *, label: str, timeout_s: float = TIMEOUT_S) -> list[str
 
 
 def from_first(text: str, *, label: str) -> str:
-    """What process 0 says, on every process; as `exchange`."""
+    """Returns process 0's text on every process; all have to call it, see `exchange`."""
     return exchange(text, label=label)[0]
 
 
@@ -98,10 +98,10 @@ def judged(
     processes: Sequence[int] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> str | None:
-    """What the first process makes of what all say, on each of them; None where one is alone.
+    """Returns on each process what `judge`, run by the first, makes of what all say; None if alone.
 
-    `checked` of what is said names the occasion. If processes are at different ones, or one did not
-    come, the text is `as_json` of an error.
+    `what["checked"]` names the occasion. If processes are at different ones, or one did not come,
+    the text is `as_json` of an error.
     """
 
     def outcome_of(found: Found) -> str:
@@ -130,7 +130,7 @@ def gathered(
     outcome_of: Callable[[Found], str],
     timeout_s: float,
 ) -> str:
-    """What the first member makes of what all say, on each; `folder` is another for each call."""
+    """Returns on each what the first member makes of what all say, in a `folder` of this call."""
     # Processes 0 1 2 with --steps 100 100 90:
     #   each writes same/all/1/<its number>; 0 waits for all three
     #   0 writes same/all/1/outcome: "process 2: 90; processes 0, 1: 100"
@@ -160,7 +160,7 @@ def gathered(
 
 
 def differences(found: Found) -> str:
-    """The differences between processes as the JSON of a `LaunchError`; empty if there are none."""
+    """Returns how processes differ, as the JSON of a `LaunchError`; empty if they do not."""
     parts = {}
     for name in dict.fromkeys(name for what in found.values() for name in what):
         values = {process: what.get(name, "(not set)") for process, what in found.items()}
@@ -179,7 +179,7 @@ def differences(found: Found) -> str:
 
 
 def _who_has_what(values: Mapping[int, str]) -> str:
-    """`process 1: b; processes 0, 2: a`: rarer values first, the most common last."""
+    """Says who has which value: `process 1: b; processes 0, 2: a`, the most common value last."""
     counts = Counter(values.values())
     common = max(counts, key=lambda value: counts[value])  # of equals the first: process 0's
     rest = [process for process, value in values.items() if value != common]
@@ -200,18 +200,18 @@ def _short(value: str) -> str:
 
 
 def as_json(what: str, *, fix: str, actual: str | None = None) -> str:
-    """A `LaunchError` as text that another process raises; see `raise_json`."""
+    """Writes a `LaunchError` as text that another process raises; see `raise_json`."""
     return json.dumps({"what": what, "actual": actual, "fix": fix})
 
 
 def raise_json(outcome: str) -> None:
-    """Raises the error that `as_json` made; an empty text is none."""
+    """Raises the `LaunchError` that `as_json` wrote; an empty text raises none."""
     if outcome:
         raise LaunchError(**json.loads(outcome))
 
 
 def digest(text: str) -> str:
-    """A short hash that is the same in every process."""
+    """Returns a short hash of a text, the same in every process."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -225,7 +225,7 @@ PROCESS_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
 def check_same_program(
     name: str, emitted: str, mesh: Mesh, jax_mesh: jax.sharding.Mesh, more: Mapping[str, str]
 ) -> None:
-    """Compares a program, its mesh and what XLA is told, and `more`, as `check_same` does.
+    """Compares a program, its mesh, settings of jax and XLA, and `more`, as `check_same` does.
 
     The devices of `jax_mesh` tell which processes take part. Source locations do not count.
     """
@@ -244,12 +244,12 @@ def check_same_program(
 
 
 def without_locations(module: str) -> str:
-    """A module's text without the lines that name source files: paths differ between hosts."""
+    """Returns a module's text without source files' names, which differ between hosts."""
     return "\n".join(line for line in module.splitlines() if not line.startswith("#loc"))
 
 
 def settings() -> dict[str, str]:
-    """The settings of jax and flags of XLA that may change what is computed."""
+    """Returns the settings of jax and flags of XLA that may change what is computed."""
     names = "enable_x64 default_matmul_precision default_prng_impl threefry_partitionable"
     found = {f"jax_{name}": str(getattr(jax.config, f"jax_{name}")) for name in names.split()}
     for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
@@ -265,7 +265,7 @@ def settings() -> dict[str, str]:
 
 
 def imported() -> dict[str, str]:
-    """Module -> a hash of its file, of all modules that are imported from outside the environment.
+    """Hashes the files of the modules that are imported from outside the environment: name -> hash.
 
     The program itself is `__main__`. Paths do not count: they differ between hosts.
     """
@@ -284,7 +284,7 @@ def imported() -> dict[str, str]:
 
 
 def by_package(modules: Mapping[str, str]) -> dict[str, str]:
-    """Top-level package -> a hash of its modules."""
+    """Returns one hash for the modules of each top-level package."""
     tops: dict[str, list[str]] = {}
     for name, sha in sorted(modules.items()):
         tops.setdefault(name.partition(".")[0], []).append(f"{name} {sha}")
@@ -292,7 +292,7 @@ def by_package(modules: Mapping[str, str]) -> dict[str, str]:
 
 
 def hash_of(files: Iterable[Path]) -> str:
-    """A hash of the contents of files; of one that is not there any more, of nothing."""
+    """Hashes the contents of files; a file that is not there any more adds nothing."""
     hashed = hashlib.sha256()
     for path in files:
         with contextlib.suppress(OSError):
@@ -313,7 +313,7 @@ def check_same_sources() -> None:
 
 
 def different_sources(found: Found) -> str:
-    """The modules that differ between processes, as the JSON of a `LaunchError`; "" if none do."""
+    """Names modules that differ between processes, as JSON of a `LaunchError`; "" if none do."""
     different: dict[str, int] = {}
     for process, theirs in found.items():
         for name in found[0].keys() & theirs.keys():

@@ -135,7 +135,7 @@ def initialize(
 
 
 def versions() -> dict[str, str]:
-    """What must be equal in all processes that compile one program: versions, and sources."""
+    """Returns what must be equal in all processes of a job: versions, and hashes of sources."""
     # Hosts that read different checkouts of this package have the same version number. Its files
     # are compared whether they are imported yet or not.
     root = Path(__file__).parent.parent
@@ -152,7 +152,7 @@ def versions() -> dict[str, str]:
 
 
 def find_place(given: Place, env: Mapping[str, str], timeout_s: float) -> Place | None:
-    """From arguments, then the environment, then jax's cluster detection; None if it is alone."""
+    """Finds a process's place in its job by arguments, environment or cluster; None if alone."""
     coordinator = given.coordinator or env.get(ENV_COORDINATOR) or None
     processes = _from(env, ENV_PROCESSES) if given.processes is None else given.processes
     process = _from(env, ENV_PROCESS) if given.process is None else given.process
@@ -183,7 +183,7 @@ def _number(name: str, text: str) -> int:
 
 
 def _seat(place: Place) -> Seat:
-    """A place of which everything is known and can be; else a LaunchError."""
+    """Returns the seat of a place; LaunchError if a part is missing or cannot be."""
     parts = {
         f"coordinator_address ({ENV_COORDINATOR})": place.coordinator,
         f"num_processes ({ENV_PROCESSES})": place.processes,

@@ -32,7 +32,7 @@ _COUNT = "number of processes"
 
 
 class Seat(NamedTuple):
-    """A process in its job: `host:port` of process 0, how many there are, and which one this is."""
+    """A process's place in its job: `host:port` of process 0, how many there are, its number."""
 
     coordinator: str
     processes: int
@@ -40,12 +40,12 @@ class Seat(NamedTuple):
 
     @property
     def host(self) -> str:
-        """The host of process 0."""
+        """The host at which process 0 listens."""
         return self.coordinator.rpartition(":")[0].strip("[]")
 
     @property
     def port(self) -> int:
-        """The port of process 0."""
+        """The port at which process 0 listens."""
         return int(self.coordinator.rpartition(":")[2])
 
 
@@ -65,7 +65,7 @@ def meet(seat: Seat, about: Mapping[str, str], timeout_s: float) -> None:
 
 
 def _host(seat: Seat, about: dict[str, str], timeout_s: float) -> str:
-    """Collects who comes, and answers all when the last one is there or it is too late."""
+    """Collects who comes, as process 0, and answers all once the last is there or time is up."""
     # A job of 3:  0 -> 1 the greeting, as soon as 1 is connected
     #              1 -> 0 {"process": 1, "about": {number of processes, versions}}
     #              2 -> 0 {"process": 2, ...}          connections stay open meanwhile
@@ -118,7 +118,7 @@ def _host(seat: Seat, about: dict[str, str], timeout_s: float) -> str:
 
 
 def listen(port: int, backlog: int) -> socket.socket:
-    """A socket that listens on all interfaces; port 0 takes any free one."""
+    """Opens a socket that listens on all interfaces; port 0 takes any free one."""
     dual = socket.has_dualstack_ipv6()
     try:
         return socket.create_server(
@@ -139,7 +139,7 @@ def listen(port: int, backlog: int) -> socket.socket:
 
 
 def _ask(seat: Seat, about: dict[str, str], timeout_s: float) -> str:
-    """Connects until process 0 is there, and waits for its answer."""
+    """Connects to process 0, waiting until it is there, and returns its answer."""
     start = time.monotonic()
     hello = json.dumps({"process": seat.process, "about": about})
     strange: float | None = None  # since when somebody listens there who is not process 0
@@ -178,7 +178,7 @@ def _ask(seat: Seat, about: dict[str, str], timeout_s: float) -> str:
 
 
 def _read_line(file: IO[bytes]) -> str:
-    """One line without its end; an OSError where the other side ended before it was whole."""
+    """Reads one line, without its end; OSError if the other side ended before it was whole."""
     data = file.readline(_LONGEST)
     if not data.endswith(b"\n"):
         raise ConnectionError("the connection was closed")

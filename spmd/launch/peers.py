@@ -55,14 +55,14 @@ SHOWN = 4  # so many lost processes are named with their hosts
 
 
 class Signs:
-    """When each process last gave a sign of life; silence counts from the time `started` on."""
+    """Notes when each process last gave a sign of life; silence counts from `started` on."""
 
     def __init__(self, processes: int, timeout_s: float, started: float) -> None:
         self.timeout_s = timeout_s
         self._seen = dict.fromkeys(range(processes), ("", started))
 
     def silent(self, now: float, signs: Mapping[int, str]) -> dict[int, float]:
-        """Process -> seconds of silence, for those that have been silent for too long.
+        """Returns process -> seconds of silence, for those that have been silent for too long.
 
         `signs` has each one's latest: another text than last time is a sign of life.
         """
@@ -79,7 +79,7 @@ class Signs:
 
 
 def describe_silent(silent: Mapping[int, float], who: Mapping[str, str] | None = None) -> str:
-    """`process 1 was lost: no sign of life for 12 s; it was pid 4711 on host-b`."""
+    """Says who is lost: `process 1 was lost: no sign of life for 12 s; it was pid 4711 on host`."""
     names = ", ".join(str(process) for process in sorted(silent))
     one = len(silent) == 1
     known = [who[str(process)] for process in sorted(silent) if who and str(process) in who]
@@ -96,9 +96,9 @@ STOP_REACHED = "stop/reached"
 
 
 class StopVote:
-    """Where all stop: SIGTERM reaches processes at different moments, but all save together.
+    """Lets all processes stop before the same step, though SIGTERM reaches them at different ones.
 
-    `look` belongs to this process's thread, `reached` to its main thread.
+    `look` is called by the thread that watches peers, `reached` by the main thread.
     """
 
     # A process that is asked to stop says so in the store. Then the thread of every process freezes
@@ -115,7 +115,7 @@ class StopVote:
         self._change = threading.Condition()
 
     def reached(self, step: int, wanted: bool) -> bool:
-        """Whether all processes stop before this step, which would be next."""
+        """Whether all processes stop before this step, the next one; `wanted` asks for that."""
         if wanted and not self._has_asked:
             self._has_asked = True
             self.store.claim(STOP_REQUEST, str(self.process))
@@ -129,7 +129,7 @@ class StopVote:
             return False
 
     def look(self) -> None:
-        """One look at the store."""
+        """Looks into the store once: publishes the step if a stop was asked for, counts votes."""
         if self._stop_at is not None:
             return
         if not self._is_frozen:
@@ -148,7 +148,7 @@ class StopVote:
 
 
 class Peers:
-    """The thread that gives signs of life, looks for others' and stops this process in time.
+    """Runs a thread that gives signs of life, looks for others', and stops this process in time.
 
     After `timeout_s` seconds of silence a process counts as lost.
     """
@@ -214,12 +214,12 @@ class Peers:
         return verdict
 
     def coordinator_lost(self, how: str) -> str:
-        """The verdict where process 0 is lost."""
+        """Returns the verdict that process 0 was lost, and how."""
         told = f"; it was {self._coordinator}" if self._coordinator else ""
         return f"process 0, the coordinator, was lost: {how}{told}"
 
     def _watch_store(self) -> None:
-        """Passes the verdict where the store neither answers nor refuses: `_look` waits for ever.
+        """Stops this process where the store neither answers nor refuses, and `_look` hangs.
 
         That is so if process 0 is stopped, or its machine is gone.
         """
@@ -244,7 +244,7 @@ class Peers:
         return time.monotonic() - self._contact > self.timeout_s
 
     def stop(self, verdict: str) -> NoReturn:
-        """Says why and ends this process at once, whatever its other threads do."""
+        """Prints the verdict and ends this process at once, whatever its other threads do."""
         with self._stopping:
             self._tell(verdict)
             _flush()
@@ -310,7 +310,7 @@ _handlers: list[Any] = []  # keeps the C function that handles aborts alive
 
 
 def watch_peers(store: JobStore, timeout_s: float) -> None:
-    """Starts to watch; from here on this process's errors end the others, too."""
+    """Starts to watch the other processes; from here on an error of this one ends them, too."""
     global _peers
     _peers = peers = Peers(store, timeout_s)
     peers._thread.start()
@@ -365,7 +365,7 @@ def fail_peers(why: str, code: int = 1) -> None:
 
 
 def at_stop(tell: Callable[[str], None]) -> None:
-    """Before this process ends because it or another one failed, `tell` is called with the reason.
+    """Sets `tell`, called with the reason before this process ends because one of the job failed.
 
     It runs on any thread, and has to see to it that the other processes get to know: they need not
     find it in the store any more. Does nothing where there is but one process.
@@ -375,7 +375,7 @@ def at_stop(tell: Callable[[str], None]) -> None:
 
 
 def form_last_line(form: Callable[[str], str]) -> None:
-    """Makes the line that says why this process ends of `error: ...`: where logs have a form.
+    """Sets `form`, which brings the last line, `error: ...`, into the format of the job's logs.
 
     It runs on any thread. Does nothing where there is but one process.
     """
@@ -384,7 +384,7 @@ def form_last_line(form: Callable[[str], str]) -> None:
 
 
 def peer_lost(process: int, how: str) -> NoReturn:
-    """Ends this process since another one was lost; if that has said why, with its words."""
+    """Ends this process since another one was lost, with that one's own verdict if it left one."""
     assert _peers is not None
     verdict = f"process {process} was lost: {how}"
     if process:  # with process 0 the store is gone
@@ -395,7 +395,7 @@ def peer_lost(process: int, how: str) -> NoReturn:
 
 
 def stop_now(verdict: str, code: int = EXIT_PEER_LOST) -> NoReturn:
-    """Ends this process with a verdict that others know, or get to know by `at_stop`."""
+    """Ends this process with a verdict that others know, or get to know through `at_stop`."""
     assert _peers is not None
     _peers.failed = code
     _peers.stop(verdict)
@@ -420,7 +420,7 @@ def stop_agreed(step: int, wanted: bool) -> bool:
 
 @contextlib.contextmanager
 def stopping_peers() -> Iterator[None]:
-    """A `main` whose errors, `sys.exit("error: ...")` among them, also stop the other processes.
+    """Makes an exit with an error, as by `sys.exit("error: ...")`, stop the other processes, too.
 
     Exceptions that nobody catches are reported without it; an exit is seen here only. Without it
     the others would wait for this process in their next collective.
@@ -442,7 +442,7 @@ def stopping_peers() -> Iterator[None]:
 
 
 def first_line(error: object) -> str:
-    """The first line of an error's text, or its type where it has none."""
+    """Returns the first line of an error's text, or its type where it has none."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:500]
 

@@ -19,7 +19,7 @@ _MISSING = re.compile(r"NOT_FOUND|DEADLINE_EXCEEDED")
 
 
 class JobStore:
-    """Text under names, shared by all processes of a job, over the coordinator's RPCs.
+    """Shares text under names among all processes of a job, over the coordinator's RPCs.
 
     Errors of the connection come out as jax raises them, as `jax.errors.JaxRuntimeError`.
     """
@@ -28,11 +28,11 @@ class JobStore:
         self._client = client
 
     def put(self, key: str, value: str) -> None:
-        """Writes; what was there is replaced."""
+        """Writes a value in place of what was there."""
         self._client.key_value_set(_PREFIX + key, value, allow_overwrite=True)
 
     def claim(self, key: str, value: str) -> None:
-        """Writes unless another process has."""
+        """Writes a value unless there is one, from this or another process."""
         try:
             self._client.key_value_set(_PREFIX + key, value)
         except jax.errors.JaxRuntimeError as error:
@@ -40,7 +40,7 @@ class JobStore:
                 raise
 
     def get(self, key: str, timeout_s: float = 0.0) -> str | None:
-        """Reads, waiting up to some seconds for it to be written; None if nothing is there."""
+        """Reads a value, waiting up to `timeout_s` for it to be written; None if there is none."""
         try:
             if timeout_s > 0:
                 wait = int(timeout_s * 1000)
@@ -52,7 +52,7 @@ class JobStore:
             raise
 
     def all(self, folder: str) -> dict[str, str]:
-        """Everything under `folder/`, by the rest of its name."""
+        """Reads all values under `folder/`, by their names within it."""
         start = f"{_PREFIX}{folder}/"
         found = self._client.key_value_dir_get(start)
         return {key.removeprefix(start): value for key, value in found}
@@ -60,7 +60,7 @@ class JobStore:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process is within a job; None where nothing says so.
+    """Says where a process is within a job, with None for what is unknown.
 
     `coordinator` is `host:port` of process 0, `devices` are the local accelerators that it may use.
     """
@@ -72,7 +72,7 @@ class Place:
 
 
 def detect_cluster(known: Place, timeout_s: float) -> Place:
-    """Fills in what is not known from the cluster that jax recognises (Slurm, TPU, MPI, ...)."""
+    """Fills in unknown parts of a place from the cluster that jax recognises (Slurm, TPU, ...)."""
     devices = None if known.devices is None else list(known.devices)
     with warnings.catch_warnings():  # our JobSets say who is who: jax need not ask Kubernetes
         warnings.filterwarnings("ignore", message="Kubernetes environment detected")
@@ -84,13 +84,13 @@ def detect_cluster(known: Place, timeout_s: float) -> Place:
 
 
 def this_process() -> tuple[int, int]:
-    """(this process, how many there are), without touching a device."""
+    """Returns this process's number and how many there are, without touching a device."""
     state = distributed.global_state
     return state.process_id, (state.num_processes or 1) if state.client is not None else 1
 
 
 def connected_to() -> str | None:
-    """`host:port` of the coordinator that this process is connected to."""
+    """Returns `host:port` of the coordinator that this process is connected to; None without."""
     return distributed.global_state.coordinator_address
 
 
@@ -100,7 +100,7 @@ def devices_are_open() -> bool:
 
 
 def job_store() -> JobStore | None:
-    """The store of this job; None where there is but one process."""
+    """Returns the store of this job; None where there is but one process."""
     client = distributed.global_state.client
     if client is None or this_process()[1] < 2:
         return None

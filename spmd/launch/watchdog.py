@@ -137,7 +137,7 @@ class Watchdog:
 
     @property
     def doing(self) -> str:
-        """What was said to take longer and has not ended; empty if nothing was."""
+        """What the innermost open `may_take` says is being done; empty outside of any."""
         return next((what for what, _ in reversed(tuple(self._begun))), "")
 
     @contextlib.contextmanager
@@ -159,13 +159,13 @@ class Watchdog:
 
     @property
     def limit_s(self) -> float:
-        """Seconds that the next beat may take."""
+        """Seconds within which the next beat has to come."""
         if self._begun:
             return self._begun[-1][1]
         return self.timeout_s if self._beats else self.first_timeout_s
 
     def _arm(self) -> None:
-        """Sets the C thread's alarm: later than ours, for it can only write stacks."""
+        """Sets the alarm of `faulthandler`'s thread: later than ours, for it only writes stacks."""
         later = self.limit_s * 1.25 + 2 * self._interval_s
         faulthandler.dump_traceback_later(later, file=self._file or sys.stderr)
 
@@ -201,7 +201,7 @@ class Watchdog:
         os._exit(EXIT_HUNG)
 
     def _ask(self, why: str) -> bool:
-        """Makes the other processes write, and waits for them; whether there are any."""
+        """Makes the other processes write their files, and waits; False if there are none."""
         if self._store is None:
             return False
         # The token names this hang: answers to an earlier one don't count, and a process answers
@@ -219,7 +219,7 @@ class Watchdog:
         return True
 
     def _answer(self) -> None:
-        """Writes this process's file if another one asks and what it says is not new."""
+        """Writes this process's file when another one asks, unless it did since the last beat."""
         if self._store is None:
             return
         token = self._store.get(REQUEST)
@@ -244,7 +244,7 @@ class Watchdog:
         return f"{now}  process {self.process} of {self.processes}, pid {os.getpid()}"
 
     def _write(self, why: str) -> None:
-        """Writes the file anew; `faulthandler`'s thread may append to it later."""
+        """Writes this process's file anew; `faulthandler`'s thread may append to it later."""
         with contextlib.suppress(OSError):
             if self._file is not None:
                 self._file.seek(0)
@@ -261,7 +261,7 @@ class Watchdog:
 
 
 class Unwatched:
-    """What a program reports its progress to where it has no watchdog: nothing is watched."""
+    """Takes a program's reports of progress in place of a `Watchdog`: nothing is watched."""
 
     def __init__(self) -> None:
         self.doing = ""
@@ -271,7 +271,7 @@ class Unwatched:
 
     @contextlib.contextmanager
     def may_take(self, what: str, seconds: float | None = None) -> Iterator[None]:
-        """Notes what is being done."""
+        """Notes in `doing` what is being done inside."""
         before, self.doing = self.doing, what
         try:
             yield

@@ -1,4 +1,4 @@
-"""Ahead of time: the devices of a machine that is not here, for XLA to compile for.
+"""Ahead-of-time compilation: descriptions of devices that are not here, for XLA to compile for.
 
 `libtpu` holds XLA's whole compiler for TPUs, and jax's plugin for CUDA that for NVIDIA GPUs: both
 run on any Linux machine. Without a GPU XLA does not try out which of several kernels is fastest.
@@ -22,7 +22,7 @@ from spmd.mesh.topology import Topology
 
 
 class _Gpu(NamedTuple):
-    """The figures of one GPU."""
+    """The hardware figures of one GPU model, as XLA's compiler asks for them."""
 
     name: str  # CUDA's name for it
     capability: tuple[int, int]  # compute capability
@@ -97,10 +97,10 @@ def is_here(mesh: Mesh, topology: Topology) -> bool:
 
 
 def devices_ahead(mesh: Mesh, topology: Topology) -> list[Any]:
-    """Descriptions of a machine's devices, in the mesh's order: to compile for, not to run on.
+    """Returns descriptions of a machine's devices in the mesh's order: to compile for, not run on.
 
-    The mesh has as many as the topology, or for TPUs a multiple of it: as many slices. MeshError if
-    no compiler for the machine is here, or the mesh does not fit it.
+    The mesh has as many devices as the topology; for TPUs it may have several slices of as many.
+    Raises MeshError if no compiler for the machine is installed, or the mesh does not fit it.
     """
     is_tpu, chip = topology.platform == "tpu", topology.name.partition(":")[0]
     if not is_tpu and (topology.platform != "cuda" or chip not in GPU_TARGETS):

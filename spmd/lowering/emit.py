@@ -28,10 +28,10 @@ _GLOBAL_IDS = {"stablehlo.all_reduce", "stablehlo.all_gather", "stablehlo.reduce
 
 
 def emit(program: Program, mesh: Mesh) -> str:
-    """A module with one public function `main`, one device's program for every device of the mesh.
+    """Returns StableHLO text with one public function `main`: the program that every device runs.
 
-    Arguments without elements are constants, which it does not take. In a whole program, manual
-    regions become `sdy.manual_computation`, which XLA partitions by itself.
+    Arguments without elements become constants, which `main` does not take. In a program that was
+    not partitioned, each `jax.shard_map` becomes a `sdy.manual_computation`, which XLA partitions.
     """
     return _Emitter(program, mesh).run()
 
@@ -181,7 +181,7 @@ class _Emitter:
         self.lines.append(f'"{end}"({values}) : {signature}')
 
     def body(self, body: Body) -> None:
-        """A scalar body: its values get a prefix, since bodies are numbered from 0, too."""
+        """Writes an op's scalar body, such as a reducer; a prefix keeps its value names apart."""
         outer, self.names = self.names, {}
         start = len(self.lines)
         self.block(body.region, body.types)

@@ -24,7 +24,7 @@ Placement = NamedSharding | Format
 
 
 class Constant(NamedTuple):
-    """An argument that the caller does not pass: what is in it, and how it lies."""
+    """A constant that the program takes as one more argument: its elements and its sharding."""
 
     value: Dense
     sharding: Sharding
@@ -32,7 +32,7 @@ class Constant(NamedTuple):
 
 @dataclass(frozen=True)
 class Emitted:
-    """A local program as plain data: it can be kept, compared and compiled later."""
+    """A local program as text and plain data, which can be stored, compared and compiled later."""
 
     name: str
     mesh: Mesh
@@ -58,7 +58,7 @@ class Emitted:
 
     @cached_property
     def boundary_mesh(self) -> Mesh:
-        """The mesh, with an axis for each part where parts of axes split arguments or results."""
+        """The mesh; if part of an axis splits an argument or result, with an axis for each atom."""
         constants = [constant.sharding for constant in self.constants]
         ends = (*self.arguments, *constants, *self.results)
         has = any(has_parts(sharding, self.mesh) for sharding in ends)
@@ -66,23 +66,23 @@ class Emitted:
 
     @property
     def argument_specs(self) -> tuple[PartitionSpec, ...]:
-        """How each argument is split over `boundary_mesh`, for jax."""
+        """The `PartitionSpec` of each argument on `boundary_mesh`."""
         return tuple(partition_spec(sharding, self.boundary_mesh) for sharding in self.arguments)
 
     def argument_shardings(self, where: JaxMesh) -> tuple[NamedSharding, ...]:
-        """How each argument lies; on jax's mesh, but those with parts of axes on a finer one."""
+        """Returns arguments' shardings on `where`, or a finer mesh if parts of axes split them."""
         return tuple(named_sharding(sharding, self.mesh, where) for sharding in self.arguments)
 
     def constant_shardings(self, where: JaxMesh) -> tuple[NamedSharding, ...]:
-        """How each constant lies, as for arguments."""
+        """Returns the constants' shardings, as `argument_shardings` does."""
         return tuple(named_sharding(c.sharding, self.mesh, where) for c in self.constants)
 
     def result_shardings(self, where: JaxMesh) -> tuple[NamedSharding, ...]:
-        """How each result lies, as for arguments."""
+        """Returns the results' shardings, as `argument_shardings` does."""
         return tuple(named_sharding(sharding, self.mesh, where) for sharding in self.results)
 
     def major_to_minor(self) -> Emitted:
-        """The same program with all dims of arguments and results in order in memory."""
+        """Returns the program with the default layout in memory for all arguments and results."""
         arguments, results = (None,) * len(self.arguments), (None,) * len(self.results)
         return replace(self, argument_orders=arguments, result_orders=results)
 
@@ -90,7 +90,7 @@ class Emitted:
 def formats(
     shardings: Sequence[NamedSharding], orders: Sequence[Order | None]
 ) -> tuple[Placement, ...]:
-    """Shardings with layouts, where dims have an order of their own."""
+    """Returns each sharding as a `Format` with its order of dims, or as it is if that is None."""
     return tuple(
         sharding if order is None else Format(Layout(order), sharding)
         for sharding, order in zip(shardings, orders, strict=True)
@@ -98,7 +98,7 @@ def formats(
 
 
 def emit_local(local: Partitioned, donated: tuple[int, ...] = ()) -> Emitted:
-    """Emits an expanded local program; `donated` are flat indices of arguments."""
+    """Emits a local program after `expand`; `donated` are flat indices of donated arguments."""
     program, mesh, arguments, results = local[:4]
     types, body = program.types, program.body
     count = len(body.args) - len(program.constants)

@@ -86,7 +86,7 @@ mlir.register_lowering(_program, _lower)
 
 @dataclass(frozen=True)
 class Outside:
-    """What jax is told of a program's arguments and results, besides what the program says."""
+    """What jax is told of a program's arguments and results beyond what `Emitted` says."""
 
     mesh: jax.sharding.Mesh  # the mesh that they lie on: the program's, with the user's axis types
     weak: tuple[bool, ...] = ()  # whether the type of each result is weak; none is if empty
@@ -100,10 +100,10 @@ class Outside:
 def compile_emitted(
     emitted: Emitted, compiler_options: Mapping[str, Any], outside: Outside | None = None
 ) -> Any:
-    """Hands an emitted program to XLA, once all processes of the mesh have shown the same one.
+    """Compiles an emitted program, after a check that all processes of the mesh have the same one.
 
-    Returns jax's compiled program, which takes and returns flat global arrays (or one that looks
-    the same, `WithConstants`). LaunchError if another process of the job has another program.
+    Returns jax's compiled program, which takes and returns flat global arrays, or a `WithConstants`
+    around it. Raises LaunchError if another process of the job has another program.
     """
     outside = outside or Outside(jax_mesh(emitted.mesh))
     if outside.devices is None:
@@ -120,9 +120,9 @@ def compile_emitted(
 
 
 class WithConstants:
-    """jax's compiled program, and the constants that it takes in front of its arguments.
+    """jax's compiled program together with the constants that it takes in front of its arguments.
 
-    Of these every process places the pieces of its own devices; none if the devices are not here.
+    Each process places the pieces of its own devices; of a program compiled ahead of time, none.
     """
 
     def __init__(self, compiled: Any, emitted: Emitted, outside: Outside) -> None:
@@ -135,7 +135,7 @@ class WithConstants:
                 self.constants.append(array)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Runs the program on flat arguments."""
+        """Runs the program on the constants and the given flat arguments."""
         return self.compiled(*self.constants, *arguments)
 
     def __getattr__(self, name: str) -> Any:
@@ -145,7 +145,7 @@ class WithConstants:
 def on_own_mesh(
     mesh: Mesh, devices: Sequence[Any] | None = None
 ) -> contextlib.AbstractContextManager[Any]:
-    """A context in which `executable` can be traced, whatever mesh the user has set around."""
+    """Returns a context to trace `executable` on its own mesh, whatever mesh the user has set."""
     return jax.set_mesh(jax_mesh(mesh, devices))
 
 
@@ -156,10 +156,10 @@ def compile_within(
     compiler_options: Mapping[str, Any],
     outside: Outside | None = None,
 ) -> Any:
-    """As `compile_emitted`, for a program that has been planned within a limit of bytes.
+    """Compiles as `compile_emitted` does, for a program planned within `limit` bytes of a device.
 
-    Where XLA takes more than the limit, its scheduler is told of it; of both programs the smaller
-    one is kept. It is not told at once, for then it also slows down what fits.
+    If XLA takes more, it compiles again with a scheduler that is told of the limit, and the smaller
+    program is kept. A limit from the start would also slow down programs that fit without it.
     """
     free = compile_emitted(emitted, compiler_options, outside)
     used, around = _memory(free)
@@ -171,7 +171,7 @@ def compile_within(
 
 
 def _memory(compiled: Any) -> tuple[int, int]:
-    """Bytes that a program takes of a device, and those of arguments and results among them."""
+    """Returns a program's bytes on a device, and how many are of arguments and results."""
     use = compiled.memory_analysis()
     if use is None:
         return 0, 0
@@ -180,7 +180,7 @@ def _memory(compiled: Any) -> tuple[int, int]:
 
 
 def check_no_callbacks(emitted: Emitted) -> None:
-    """MeshError if a program that is compiled for elsewhere calls Python, which takes a runtime."""
+    """Raises MeshError if a program calls Python: it cannot be compiled ahead of time."""
     if emitted.callbacks:
         raise MeshError(
             "a program that calls Python cannot be compiled for a machine that is not here",
@@ -191,7 +191,7 @@ def check_no_callbacks(emitted: Emitted) -> None:
 
 
 def _check_processes(emitted: Emitted, compiler_options: Mapping[str, Any]) -> None:
-    """Every process of the mesh has this program: a collective of two programs hangs."""
+    """Raises LaunchError unless all processes have this program; else collectives would hang."""
     more = {
         "shardings": digest(f"{emitted.arguments} {emitted.results}"),
         "donated arguments": str(emitted.donated),
@@ -207,14 +207,15 @@ def _check_processes(emitted: Emitted, compiler_options: Mapping[str, Any]) -> N
 
 
 def x64_if(needed: bool) -> contextlib.AbstractContextManager[Any]:
-    """A context in which jax keeps elements of 64 bits, if needed; else all is as configured."""
+    """Returns a context with jax's 64-bit types enabled if `needed`, else one without effect."""
     return jax.enable_x64(True) if needed else contextlib.nullcontext()
 
 
 def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
-    """A jitted function of constants and flat global arguments that runs an emitted program.
+    """Returns the jitted function of constants and flat global arguments that runs a program.
 
-    Constants come first, where jax's C++ dispatch puts such values. It is traced `on_own_mesh`.
+    Constants come first, where jax's C++ dispatch puts such values. It has to be traced within
+    `on_own_mesh`.
     """
     outside = outside or Outside(jax_mesh(emitted.mesh))
     boundary = jax_mesh(emitted.boundary_mesh, outside.devices)
@@ -246,10 +247,10 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
 def executable_on(
     module: str, out_types: Sequence[TensorType], where: Any, callbacks: Callbacks = ()
 ) -> Any:
-    """A function of host arrays that runs a whole program (its text) on a jax device or a mesh.
+    """Returns a function of host arrays that runs an unpartitioned module on a jax device or mesh.
 
-    On a mesh, that of the program's manual regions, every device holds all arguments and results;
-    what is between is left to XLA's partitioner. Callbacks that only look do nothing.
+    `where` is a mesh if the program has a `jax.shard_map`: every device then holds all arguments
+    and results, and XLA partitions what is between. Callbacks of `jax.debug` do nothing.
     """
     run, place = _runner(module, tuple(out_types), silent(callbacks)), where
     more: dict[str, Any] = {}
@@ -277,9 +278,9 @@ def _runner(
 
 
 def without_shardings(module: ir.Module) -> str:
-    """A module's text without anything that says how values lie on devices, but for manual regions.
+    """Returns a module's text without sharding annotations, except those of a `jax.shard_map`.
 
-    UnsupportedOpError for a manual region as GSPMD's text has it, which only its partitioner runs.
+    Raises UnsupportedOpError for a `jax.shard_map` in GSPMD's form: only its partitioner runs that.
     """
 
     def without_sharding(op: Any) -> Any:
@@ -353,7 +354,7 @@ def _effect(ordered: bool) -> Any:
 
 
 def silent(callbacks: Callbacks) -> Callbacks:
-    """The same callbacks, of which those that only look do nothing."""
+    """Returns the callbacks, those of `jax.debug` replaced by functions that do nothing."""
     return tuple(
         Callback(lambda *_: (), c.label, c.is_debug, c.has_effect, c.is_ordered)
         if c.is_debug
@@ -363,7 +364,7 @@ def silent(callbacks: Callbacks) -> Callbacks:
 
 
 def _emit_callbacks(ctx: Any, function: Any, callbacks: Callbacks) -> None:
-    """Replaces the calls, by number, in an MLIR function of a module that jax is lowering."""
+    """Replaces a module's numbered calls of `callbacks` by jax's own callback calls, in place."""
     calls = []
 
     def visit(op: Any) -> Any:
@@ -382,7 +383,7 @@ def _target(op: Any) -> str:
 
 
 class _Raised:
-    """What a callback raised on the device that called it, for the others of this process."""
+    """Keeps what a callback raised on the device that ran it, for this process's other devices."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -393,7 +394,7 @@ class _Raised:
             self._error = error
 
     def again(self, label: str) -> Exception:
-        """An error for one device, with the traceback as text: XLA hands on nothing else."""
+        """Returns the error for another device, its traceback as text: XLA hands on no more."""
         with self._lock:
             error = self._error
         if error is None:
@@ -437,7 +438,7 @@ def _aval(type_: Any) -> Any:
 def _call(
     callback: Callback, raised: _Raised | None, types: Sequence[Any], is_linked: bool, *args: Any
 ) -> _Arrays:
-    """The flag, the results, and the number that orders it if it `is_linked`."""
+    """Runs a callback; returns an error flag, its results and the last argument if `is_linked`."""
     args, link = (args[:-1], args[-1:]) if is_linked else (args, ())
     flag = 0
     try:
@@ -458,7 +459,7 @@ def _call(
 
 
 def _on_cpu(function: Callable[..., Any], args: Sequence[Any]) -> Sequence[Any]:
-    """Calls a function as jax does: on a CPU, or with numpy's arrays if JAX_PLATFORMS has none."""
+    """Calls a function with arrays on a CPU, as jax does, or numpy's if there is no CPU backend."""
     try:
         cpu = jax.local_devices(backend="cpu")[0]
     except RuntimeError:

@@ -6,8 +6,8 @@ after:  `%1 = convert(partition_id) / 2 % 4`
 before: `%3 = spmd.local_slice %2 {data} dim=0`
 after:  `%3 = dynamic_slice %2, axis_index * piece, 0`
 
-XLA merges a slice of a slice by adding their starts, as if neither were out of range. So what a
-local slice is taken from gets starts in range:
+XLA merges a slice of a slice by adding their starts, as if neither were out of range. So a dynamic
+slice that is sliced again gets its starts clamped first:
 
 before: `%3 = dynamic_slice %2, %1; %4 = spmd.local_slice %3`
 after:  `%3 = dynamic_slice %2, clamp(0, %1, last); %4 = dynamic_slice %3, ...`
@@ -35,7 +35,7 @@ from spmd.mesh.sharding import Axes
 
 
 def expand(program: Program, mesh: Mesh) -> Program:
-    """Replaces every `spmd.*` op of a local program."""
+    """Replaces the `spmd.*` helper ops of a local program by StableHLO ops."""
     program = in_order(program)
     producers, sliced = producers_of(program), set[Value]()
     # Dynamic slices that another slice is taken from, or that XLA moves there.
@@ -110,7 +110,7 @@ def _axis_index(b: Builder, axes: Axes, mesh: Mesh) -> Value:
 
 
 def clamped_index(b: Builder, index: Value, last: int) -> Value:
-    """An index scalar of any integer type, between 0 and `last`."""
+    """Clamps an index scalar of any integer type to the range from 0 to `last`."""
     dtype = b.types[index].dtype
     last = min(last, int(np.iinfo(numpy_dtype(dtype)).max))
     if last == 0:

@@ -1,4 +1,4 @@
-"""Layouts: in which order the dims of a step's state lie in memory.
+"""Layouts in memory of a step's state: donated arguments, and the results in their place.
 
 GPU collectives join and cut pieces along the outermost dim. A weight of (out, in) that is split
 along `in` would be transposed in front of its gather, its gradient transposed in front of the sum,
@@ -47,12 +47,12 @@ def lay_out(
     platform: str,
     wanted: bool | None = None,
 ) -> Partitioned:
-    """Chooses the layouts in memory of donated arguments, and of the results in their place.
+    """Chooses the layouts of donated arguments, and of the results that reuse their buffers.
 
     `links` are the (result, argument) pairs of donation. Other arguments keep the order that
-    `given` has (None: major to minor). The program must have all its collectives: they decide.
-    `wanted` says whether to choose at all. None chooses where the backend would have to transpose
-    for collectives along another dim than the outermost one.
+    `given` has (None: major to minor). All collectives must be in the program, as they decide.
+    `wanted` is whether to choose at all; None chooses where the backend would have to transpose for
+    collectives along another dim than the outermost one.
     """
     program, body, types = local.program, local.program.body, local.program.types
     arguments = [*given, *[None] * (len(body.args) - len(given))]
@@ -71,7 +71,7 @@ def lay_out(
 
 
 def _pinned(program: Program, wishes: _Wishes, links: Sequence[Value]) -> Program:
-    """A program whose joins and scatters that go into links lie in memory as these do."""
+    """Constrains large joins and scatters that end up in donated buffers to the layout of these."""
     ranks = [(value, program.types[value].rank) for value in links]
     classes = {wishes.of((value, dim)) for value, rank in ranks for dim in range(rank)}
 
@@ -102,7 +102,7 @@ _Dim = tuple[Value, int]  # a value and the number of one of its dims
 
 
 class _Wishes:
-    """What collectives wish of the order of dims; dims that go together are one class."""
+    """The orders of dims that suit the collectives; dims that have to lie alike are one class."""
 
     def __init__(self, program: Program) -> None:
         self.types, self.index = program.types, Index(program)
@@ -135,7 +135,7 @@ class _Wishes:
         return root
 
     def wish(self, region: Region, runs: int) -> None:
-        """Adds what the collectives of a region wish that runs so often."""
+        """Adds the bytes of a region's collectives, times `runs`, to the dims they want first."""
         for op in region.ops:
             for inner in op.regions:
                 self.wish(inner, runs * self.index.runs(op))
@@ -148,7 +148,7 @@ class _Wishes:
                             self.first[pair] += type_.bytes * runs
 
     def tie(self, region: Region) -> None:
-        """Joins the classes of dims that the ops of a region keep in order."""
+        """Puts dims in one class if an op of the region keeps their elements in order."""
         for op in region.ops:
             for inner in op.regions:
                 self.tie(inner)
@@ -181,7 +181,7 @@ class _Wishes:
 
 @functools.cache
 def _kept(kind: OpKind) -> tuple[tuple[int, int, int, int], ...]:
-    """Each (operand, dim, result, dim) of which the op keeps the elements in order."""
+    """Returns (operand, dim, result, dim) where the op keeps the elements of a dim in order."""
     about = kind.about
     # A product makes other elements; backends choose how it reads its operands and writes.
     if about.rule is None or about.collective or about.flops is not None or kind.name == SCATTER:

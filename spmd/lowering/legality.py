@@ -1,4 +1,4 @@
-"""What must hold of a local program and its collectives, as a table of small checks."""
+"""Checks of a local program and its collectives, as a table of small functions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ OpCheck = Callable[[Mesh, Op], str | None]
 
 
 def check_local(partitioned: Partitioned, stage: str, whole: Program | None = None) -> None:
-    """Holds a local program against the table of its stage: `local`, `optimized` or `expanded`.
+    """Raises LegalityError, which names the check and the op, if a local program is malformed.
 
-    Boundary types are held against the `whole` program that it was made from, if given.
-    LegalityError names the check and the op.
+    `stage` says which checks apply: `local` (partitioned), `optimized` (rewritten) or `expanded`.
+    With `whole`, the global program, arguments and results must have the types of its pieces.
     """
     check_program(partitioned.program, stage)
     for op in partitioned.program.walk():
@@ -52,7 +52,7 @@ def check_local(partitioned: Partitioned, stage: str, whole: Program | None = No
 
 
 def axes_are_valid(mesh: Mesh, op: Op) -> str | None:
-    """`axes` are atoms of the mesh, none twice, at least one where data is to move."""
+    """Returns a problem, in words, unless `axes` are distinct atoms; an index may have none."""
     axes = op.kind.attrs.get("axes")
     if type(axes) is not tuple or not all(type(a) is int for a in axes):
         return f"axes = {axes!r} is not a tuple of atoms"
@@ -62,7 +62,7 @@ def axes_are_valid(mesh: Mesh, op: Op) -> str | None:
 
 
 def groups_are_equal(mesh: Mesh, op: Op) -> str | None:
-    """Groups that are not those of the axes are of one size, and no device is in two."""
+    """Returns a problem unless explicit `groups` of devices have one size and are disjoint."""
     groups = op.kind.attrs.get("groups")
     if groups is None:
         return None
@@ -73,7 +73,7 @@ def groups_are_equal(mesh: Mesh, op: Op) -> str | None:
 
 
 def sizes_follow(mesh: Mesh, op: Op) -> str | None:
-    """Results are the operands, but for dims that grow or shrink with the size of a group."""
+    """Returns a problem unless results have the operands' types, dims scaled by the group size."""
     resized = RESIZED[op.collective] if op.collective else Resized(shrinks=op.kind.about.along)
     devices, attrs = group_size(op.kind.attrs, mesh), op.kind.attrs
     if len(op.operands) != len(op.results) or not op.operands:
@@ -96,7 +96,7 @@ def sizes_follow(mesh: Mesh, op: Op) -> str | None:
 
 
 def reduces_pairs(mesh: Mesh, op: Op) -> str | None:
-    """A reducing collective has a body of two scalars of its dtype."""
+    """Returns a problem unless a reducing collective's body combines two scalars of its dtype."""
     body = op.kind.attrs.get("body")
     if not isinstance(body, Body):
         return "no body says how to reduce"
@@ -110,7 +110,7 @@ def reduces_pairs(mesh: Mesh, op: Op) -> str | None:
 
 
 def pairs_permute(mesh: Mesh, op: Op) -> str | None:
-    """No device sends twice or receives twice; whoever receives nothing has zeros."""
+    """Returns a problem if a device sends or receives twice, or the mesh does not have it."""
     pairs = op.kind.attrs.get("pairs", ())
     for what, devices in (("sources", [p[0] for p in pairs]), ("targets", [p[1] for p in pairs])):
         known = bool(devices) and set(devices) <= set(range(mesh.size))
@@ -120,7 +120,7 @@ def pairs_permute(mesh: Mesh, op: Op) -> str | None:
 
 
 def indexes(mesh: Mesh, op: Op) -> str | None:
-    """An axis index is a scalar made of nothing."""
+    """Returns a problem unless an axis index has no operands and an i32 scalar as its result."""
     fits = not op.operands and op.kind.results == (TensorType((), "i32"),)
     return None if fits else "it is not () -> tensor<i32>"
 

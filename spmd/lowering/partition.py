@@ -1,7 +1,8 @@
-"""Partition: the global program and its plan -> one program for every device.
+"""Partition: rewrites the global program, by its plan, as one program for every device.
 
 Every value exists locally in the shardings that its uses want; each is made once where it is
-visible, from the cheapest copy there is. Cheap values are made anew in every sharding wanted.
+visible, from the copy that costs least to reshard. Values that are cheap to compute are computed
+in every sharding wanted.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _REDUCED = {
 
 
 class Partitioned(NamedTuple):
-    """A local program, which communicates by explicit collectives, and how its boundary lies."""
+    """A local program with explicit collectives, and the shardings of its arguments and results."""
 
     program: Program
     mesh: Mesh
@@ -56,7 +57,7 @@ class Partitioned(NamedTuple):
 
 
 def partition(plan: Plan) -> Partitioned:
-    """Rewrites a planned program for one device."""
+    """Rewrites a planned program as the program of one device."""
     return _Partitioner(plan).run()
 
 
@@ -91,7 +92,7 @@ class _Partitioner:
     def returned(
         self, values: Sequence[Value], shardings: Sequence[Sharding], names: Sequence[str], loc: Loc
     ) -> list[Value]:
-        """What a region or the program returns; what is made for it comes from where it does."""
+        """Returns local results of a region or the program, resharded at their makers' lines."""
         found = []
         for value, sharding, name in zip(values, shardings, names, strict=True):
             maker = self.producers.get(value)
@@ -109,7 +110,7 @@ class _Partitioner:
         return local
 
     def get(self, value: Value, wanted: Sharding) -> Value:
-        """The local value in the wanted sharding, made if it does not exist here yet."""
+        """Returns a value's local copy in the wanted sharding, making it if none is visible."""
         # A copy that was made inside a region is visible there alone; one from outside may be used.
         for scope in reversed(self.copies):
             copies = scope.get(value)
@@ -211,7 +212,7 @@ class _Partitioner:
         return "the marked value" if op.is_mark else f"the result of {op.label}"
 
     def partial_source(self, value: Value) -> Op | None:
-        """The op whose split left a value partial; ops that only carried it on are passed over."""
+        """Returns the op whose split left a value partial, not those that only carried it on."""
         op = self.producers.get(value)
         while op is not None and not op.regions and op.results[0] in self.plan.choices:
             choice = self.plan.choice(op)
@@ -239,7 +240,7 @@ class _Partitioner:
             self.barrier(waiting)
 
     def barrier(self, ops: Sequence[Op]) -> None:
-        """One barrier for several, so that whatever follows any of them waits for all."""
+        """Appends one barrier for several, so that whatever follows any of them waits for all."""
         choices = [self.plan.choice(op) for op in ops]
         operands = [
             v for op, choice in zip(ops, choices, strict=True) for v in self.operands(op, choice)
@@ -364,7 +365,7 @@ HELD = "spmd.held"
 
 
 def without_permutes(program: Program, mesh: Mesh) -> Program:
-    """Replaces the permutes over free axes in control flow that has `HELD`.
+    """Replaces permutes by all-gathers where devices may take different branches (`HELD`).
 
     Inside a manual region a branch or a loop may depend on the device. Devices that agree along the
     manual axes go together, so a collective whose groups lie within the free axes is safe; but

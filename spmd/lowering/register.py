@@ -27,7 +27,7 @@ def register_rule(
     linear: Iterable[Sequence[int]] = (),
     lower: LocalLowering | None = None,
 ) -> None:
-    """Says how an op may be split, and how one device computes its share.
+    """Registers how an op may be split, and how one device computes its share.
 
     Args:
       op: the target name of a custom call (`jax.ffi.ffi_call("my_norm", ...)`), or the full name
@@ -74,7 +74,7 @@ def register_composite(
 ) -> None:
     """Keeps calls of a `jax.lax.composite` whole: one op with a rule, and a kernel on each device.
 
-    Composites that nobody registered are inlined, and what they are made of is partitioned.
+    Composites that are not registered are inlined, and their ops are partitioned.
 
     Args:
       name: as in `jax.lax.composite(function, name=...)`.
@@ -93,8 +93,8 @@ def register_composite(
       flops: floating-point operations of an op of this kind, for the planner.
       bytes_read: of an op of this kind, how many bytes it reads of each operand, for the planner:
         for kernels that look a few pieces up in a large operand. All bytes when left out.
-      arithmetic: the kind of kernel that does them, as in `Chip.efficiency`, which says how fast it
-        is on a chip. Kinds that a chip does not list are as fast as its matrix products.
+      arithmetic: the kind of kernel that does the `flops`, as in `Chip.efficiency`, which says how
+        fast it is on a chip. Kinds that a chip does not list are as fast as its matrix products.
       lower: computes the local results; the kernel or the decomposition at local shapes
         (`spmd.lowering.local.composite.lower_composite`) when left out.
 
@@ -125,7 +125,7 @@ def register_composite(
 
 
 def _note(name: str) -> None:
-    """Notes an op that a caller from outside of this package teaches."""
+    """Records an op that a caller from outside of this package registers."""
     if sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] != "spmd":
         registry.TAUGHT.add(name.rpartition(":")[2])
 
@@ -137,7 +137,7 @@ def _rule_function(
     reduction: str,
     linear: Iterable[Sequence[int]],
 ) -> Callable[[OpKind], Rule]:
-    """The rule of an op's kind, from its text if it is one; SpmdError for unknown kinds."""
+    """Returns a function from an op's kind to its rule; SpmdError for unknown kinds of factors."""
     bad = set(kinds.values()) - {"pass", "reduce", "replicate"}
     if bad:
         raise SpmdError(

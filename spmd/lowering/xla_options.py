@@ -1,4 +1,4 @@
-"""Options for XLA: what is set unless the user says otherwise, each because it was measured."""
+"""Compiler options for XLA that are set unless the user sets them; each was measured."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ layers of 7B's width took 13% more than the limit, and 5% given half.
 
 
 def xla_options(platform: str, program: Program, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Compiler options for a local program on a platform; what the user gives stays."""
+    """Returns compiler options for a local program; the user's, `given`, take precedence."""
     chosen = DEFAULTS.get(platform, {})
     kinds = {op.kind for op in program.walk()}
     products = [kind for kind in kinds if kind.about.flops is not None]
@@ -56,7 +56,7 @@ def xla_options(platform: str, program: Program, given: Mapping[str, Any]) -> Ma
 def options_within(
     limit: int, around: int, topology: Topology, compiler_options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Options with which XLA for GPUs aims at a limit, `around` for arguments and results."""
+    """Returns options for GPUs to aim at `limit` bytes, `around` of them arguments and results."""
     flag = "xla_gpu_memory_limit_slop_factor"  # percent of what arguments and results leave
     if topology.platform != "cuda" or flag in compiler_options:
         return compiler_options

@@ -16,7 +16,7 @@ from spmd.errors import ArgumentError
 
 
 class Instruction(NamedTuple):
-    """`name = type opcode(operands), attributes, metadata={...}, ...`, on one line or several."""
+    """One HLO instruction: `name = type opcode(operands), attributes, metadata={...}, ...`."""
 
     name: str
     type: str
@@ -26,7 +26,7 @@ class Instruction(NamedTuple):
 
 
 class Module(NamedTuple):
-    """A module: computations by name, and the tables that metadata refers to."""
+    """An HLO module as data: computations by name, and the tables that metadata refers to."""
 
     entry: str
     computations: Mapping[str, list[Instruction]]
@@ -54,7 +54,7 @@ _OPCODE = re.compile(r" ([a-z][\w-]*)\(")
 
 
 def parse_module_text(text: str) -> Module:
-    """The text of a module as data; ArgumentError if it has no ENTRY computation."""
+    """Parses the text of an HLO module; ArgumentError if it has no ENTRY computation."""
     # Line by line: a computation's head opens a list of instructions, `}` closes it. Tables of
     # source locations stand outside of computations, a heading and then numbered rows.
     computations: dict[str, list[Instruction]] = {}
@@ -101,7 +101,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def items(text: str, start: int = 1) -> tuple[list[str], int]:
-    """The items of a list in parentheses that begins at `start`, and where the closing one is."""
+    """Splits a list whose items begin at `start`; also returns where its parenthesis closes."""
     items, depth = [], 0
     for match in _BRACKET_OR_COMMA.finditer(text, start):
         if match[0] in "({[":
@@ -135,13 +135,13 @@ def _frames(tables: Mapping[str, Mapping[int, str]]) -> dict[int, tuple[str, int
 
 
 def integer(pattern: str, text: str) -> int:
-    """The number that the group of a pattern matches; 0 where the pattern is not found."""
+    """Returns the number that the group of a pattern matches; 0 where the pattern is not found."""
     match = re.search(pattern, text)
     return int(match[1]) if match else 0
 
 
 def names_of(rest: str, key: str) -> list[str]:
-    """The computations that an attribute names: `calls=%a`, `branch_computations={%a, %b}`."""
+    """Returns the computations that an attribute names, as `branch_computations={%a, %b}` does."""
     match = re.search(rf"\b{key}=(?:\{{([^}}]*)\}}|([^\s,]+))", rest)
     if match is None:
         return []
@@ -149,24 +149,24 @@ def names_of(rest: str, key: str) -> list[str]:
 
 
 def op_name_of(instruction: Instruction) -> str:
-    """The path of name scopes that an instruction came from."""
+    """Returns the path of name scopes (`op_name`) that an instruction came from; empty without."""
     match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.rest)
     return match[1].replace('\\"', '"') if match else ""
 
 
 def kind_of(instruction: Instruction) -> str | None:
-    """The kind of a collective that an instruction is or starts, None for anything else."""
+    """Returns the kind of collective that an instruction is or starts, None for anything else."""
     return COLLECTIVES.get(instruction.opcode.removesuffix("-start"))
 
 
 def called(instruction: Instruction, module: Module) -> list[Instruction]:
-    """What a fusion, a call or the start of something asynchronous computes."""
+    """Returns the instructions inside a fusion, a call or the start of something asynchronous."""
     names = [*names_of(instruction.rest, "calls"), *names_of(instruction.rest, "to_apply")]
     return [inner for name in names for inner in module.computations.get(name, ())]
 
 
 def groups_of(instruction: Instruction, module: Module) -> frozenset[frozenset[int]]:
-    """The groups of devices that exchange in a collective; none where they are not listed."""
+    """Returns the groups of devices that exchange in a collective; empty if they are not listed."""
     #   {{0,1},{2,3}}        each group
     #   {}                   one group of all devices
     #   [4,2]<=[2,4]T(1,0)   numbers in the shape 2x4, transposed, in four groups of two
@@ -186,7 +186,7 @@ def groups_of(instruction: Instruction, module: Module) -> frozenset[frozenset[i
 
 
 def stated_trips(loop: Instruction) -> int | None:
-    """How often a `while` runs, as XLA for CPUs and GPUs states it; None where it does not."""
+    """Returns how often a `while` runs, if XLA states it, as for CPUs and GPUs; else None."""
     stated = re.search(r'"?known_trip_count"?:\{"?n"?:"?(\d+)', loop.rest)
     return int(stated[1]) if stated else None
 
@@ -196,7 +196,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def places_of(instruction: Instruction, module: Module) -> list[str]:
-    """`file:line` of each frame, the innermost first; none where there are none."""
+    """Returns `file:line` of each stack frame of an instruction, the innermost first."""
     if file := re.search(r'source_file="([^"]*)"', instruction.rest):
         return [f"{file[1]}:{integer('source_line=([0-9]+)', instruction.rest)}"]
     found, frame = [], integer(r"stack_frame_id=(\d+)", instruction.rest)

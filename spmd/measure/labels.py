@@ -26,7 +26,7 @@ KINDS = (MATRIX, ATTENTION, OTHER, COPIES, COLLECTIVES)
 
 
 class Label(NamedTuple):
-    """What some work is."""
+    """Says what kind of work an op or event is, and in which layer."""
 
     kind: str  # one of `KINDS`
     layer: str  # in the user's model, see `layer_of`
@@ -34,7 +34,7 @@ class Label(NamedTuple):
 
 
 def label_of(op: Op, mesh: Mesh) -> Label:
-    """The label of an op of a local program."""
+    """Returns the label of an op of a local program."""
     layer = layer_of(op.loc)
     if op.collective:
         axes = _axes_text(op.kind.attrs.get("axes", ()), mesh)
@@ -56,7 +56,7 @@ _STRUCTURE = re.compile(
 
 
 def layer_of(loc: Loc) -> str:
-    """The part of the user's model that an op belongs to.
+    """Returns the part of the user's model that an op belongs to.
 
     That is its name scope (`jax.named_scope`, and what flax makes of modules), without what jax
     adds to it, with `*` for numbers. Where there is none, it is the function that the op is written
@@ -96,12 +96,12 @@ _KERNELS = (
 
 
 def kernel_kind(name: str) -> str:
-    """The kind of work of a kernel."""
+    """Returns the kind of work that a GPU's kernel does, judged by its name."""
     return next((kind for kind, names in _KERNELS if names.search(name)), OTHER)
 
 
 def kernel_collective(name: str) -> str:
-    """The kind of collective that a kernel of NCCL runs: `all_gather`; `nccl` if it says none."""
+    """Returns the collective that an NCCL kernel's name tells: `all_gather`; else `nccl`."""
     for kind in ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "send_recv"):
         if kind.replace("_", "") in name.lower().replace("_", ""):
             return kind
@@ -109,7 +109,7 @@ def kernel_collective(name: str) -> str:
 
 
 class Labels:
-    """Labels of a profile's events, by the optimized module and the program it was made of."""
+    """Labels a profile's events, by the optimized HLO module and the local program behind it."""
 
     def __init__(self, text: str, program: Program, mesh: Mesh) -> None:
         self.module = hlo.parse_module_text(text)
@@ -133,7 +133,7 @@ class Labels:
         self._known: dict[tuple[str, str], Label | None] = {}
 
     def of(self, event: Event) -> Label | None:
-        """The label of an event; None of one that only spans others."""
+        """Returns an event's label; None for one that only spans others, as a loop does."""
         key = name, op = event.name, event.op
         if key in self._known:
             return self._known[key]
@@ -184,13 +184,13 @@ class Labels:
         return [instruction, *hlo.called(instruction, self.module)]
 
     def collective(self, instruction: hlo.Instruction) -> str:
-        """The kind of a collective that an instruction is or starts; else nothing."""
+        """Returns the kind of collective that an instruction is or starts; "" for anything else."""
         if self.kind(instruction):
             return ""
         return next(filter(None, map(hlo.kind_of, self._parts(instruction))), "")
 
     def kind(self, instruction: hlo.Instruction) -> str:
-        """What an instruction computes, where that shows; else nothing."""
+        """Returns the kind of a matrix product or an attention; "" for other instructions."""
         for part in self._parts(instruction):
             if part.opcode in ("dot", "convolution"):
                 return MATRIX
@@ -207,7 +207,7 @@ class Labels:
 
 
 class Order:
-    """Which op of the optimized module a kernel belongs to, by the order of what is launched.
+    """Finds the op of the optimized module that each kernel belongs to, by the order of launches.
 
     Kernels in CUDA graphs carry the name of their graph, and those of NCCL a name that is not in
     the module's text. But a GPU's kernels are launched in the order of the module's schedule, and
@@ -233,7 +233,7 @@ class Order:
         self.sorts = {sort: ops for sort, ops in self.sorts.items() if sort not in unknown}
 
     def name(self, events: Sequence[Event]) -> list[Event]:
-        """A device's events in a step, with ops for those without; unchanged if counts differ."""
+        """Returns a device's events of a step; those without op get theirs where launches tell."""
         found: dict[str, list[Event]] = {}
         for event in events:
             sort, kind = _stem(event.name), kernel_kind(event.name)
@@ -251,7 +251,7 @@ class Order:
         return [event._replace(op=ops.get(event, event.op)) for event in events]
 
     def _sort(self, instruction: hlo.Instruction) -> str:
-        """The sort of work that an instruction launches; empty where that does not show."""
+        """Returns the sort of work that an instruction launches; empty where that does not show."""
         if instruction.opcode.endswith("-done"):
             return ""
         if instruction.opcode == "fusion":
@@ -270,12 +270,12 @@ _EXCHANGES = dict.fromkeys(("all_to_all", "collective_permute"), "send_recv")
 
 
 def _stem(name: str) -> str:
-    """A name without its numbers, which differ where fusions share a kernel."""
+    """Returns a name without its numbers, which differ where fusions share a kernel."""
     return re.sub(r"_(\d+|clone|remat\d*)(?=_|$)", "", re.sub(r"\W", "_", name))
 
 
 def _scheduled(module: hlo.Module, computation: str) -> Iterator[tuple[hlo.Instruction, bool]]:
-    """What a computation runs, loops written out, and whether it is known how often it runs."""
+    """Yields what a computation runs, loops written out, and whether it surely runs so often."""
     for instruction in module.computations.get(computation, ()):
         rest = instruction.rest
         if instruction.opcode == "call":
@@ -297,7 +297,7 @@ def _scheduled(module: hlo.Module, computation: str) -> Iterator[tuple[hlo.Instr
 
 
 def _align(events: Sequence[Event], ops: Sequence[str]) -> dict[Event, str]:
-    """The ops of events of one sort, between those that name theirs; none where these disagree."""
+    """Pairs events of one sort with ops, between those that name theirs; empty if they disagree."""
     found: dict[Event, str] = {}
     at, between = 0, list[Event]()
     for event in events:

@@ -29,7 +29,7 @@ PROFILED = 3  # steps that run under the profiler, after those that are timed wi
 
 
 class Event(NamedTuple):
-    """Something that one device did, seconds after its step began."""
+    """Holds what one device did, in seconds after its step began: a kernel, a copy, or an op."""
 
     device: int
     name: str  # the kernel's; on CPUs the op's
@@ -42,14 +42,14 @@ class Event(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step: seconds until all results are there, and what devices did, by their start."""
+    """Holds a step: seconds until all results are there, and what devices did, by their start."""
 
     seconds: float
     events: tuple[Event, ...]
 
 
 class Run(NamedTuple):
-    """Steps that were run: seconds of each without the profiler, and those under it."""
+    """Holds steps that were run: seconds of each without the profiler, and those under it."""
 
     times: tuple[float, ...]
     steps: tuple[Step, ...]
@@ -61,7 +61,7 @@ class Run(NamedTuple):
 
 
 class Feed:
-    """Runs a program again and again; the arrays that it was given first stay as they are."""
+    """Runs a program again and again; the arrays that it was given first are not donated."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Feed:
         self.updates: dict[int, Any] = {}
 
     def prepare(self) -> list[Any]:
-        """The arguments of the next step."""
+        """Returns the next step's arguments: for donated ones, their updates or fresh copies."""
         made = list(self.arguments)
         for position in self.donated:
             given, update = made[position], self.updates.pop(position, None)
@@ -96,7 +96,7 @@ class Feed:
 def run_steps(
     step: Callable[[Any], None], prepare: Callable[[], Any], steps: int, profiled: int = PROFILED
 ) -> Run:
-    """Warms up, times steps without what `prepare` takes, and runs some more under the profiler."""
+    """Warms up, times `steps` steps (without `prepare`), and profiles `profiled` more."""
 
     def timed() -> float:
         given = prepare()
@@ -121,13 +121,13 @@ def run_steps(
 
 
 def read_folder(folder: Path) -> tuple[Step, ...]:
-    """The steps of the profile that jax wrote into a folder."""
+    """Reads the steps of the profile that jax wrote into a folder."""
     (file,) = folder.rglob("*.xplane.pb")
     return read_steps(jax.profiler.ProfileData.from_file(str(file)))
 
 
 def read_steps(profile: Any) -> tuple[Step, ...]:
-    """The steps of a `jax.profiler.ProfileData`."""
+    """Reads the steps of a `jax.profiler.ProfileData`."""
     # Times are nanoseconds on one clock for all planes; that of a GPU is off by microseconds.
     spans = sorted(
         (event.start_ns, event.end_ns)
@@ -169,7 +169,7 @@ def _device_events(profile: Any) -> Iterator[Event]:
 
 
 class _Thread:
-    """What one thread of a CPU did."""
+    """Holds what one thread of a CPU did: its ops, its tasks, and the ends that it reports."""
 
     def __init__(self, line: Any) -> None:
         self.ops: list[tuple[Event, Mapping[str, Any]]] = []  # each with its stats
@@ -190,12 +190,12 @@ class _Thread:
         self.tasks.sort()
 
     def task_at(self, moment: float) -> float:
-        """When it began with what it does at a moment."""
+        """Returns when the thread began the task that it is doing at a moment."""
         at = bisect_right(self.tasks, moment)
         return self.tasks[at - 1] if at else 0.0
 
     def first_for(self, device: int, after: float, before: float) -> float:
-        """When it began with an op of a device between two moments; the second where it did not."""
+        """Returns when it first began an op of a device between two moments, else the second."""
         at = bisect_right(self.ops, after, key=lambda op: op[0].start)
         for event, _ in self.ops[at:]:
             if event.start >= before:
@@ -206,7 +206,7 @@ class _Thread:
 
 
 def _cpu_events(threads: Sequence[_Thread]) -> Iterator[Event]:
-    """The ops that threads ran for the devices of a CPU."""
+    """Yields the ops that threads ran for the devices of a CPU."""
     # A thread that hands an op to its pool goes on at once: `dot` ends, and some time later, on
     # another thread, there is an event `end: dot`; `_p` of the one is `_c` of the other. But before
     # that thread says so it runs what waited for the op, in the same task:
@@ -228,7 +228,7 @@ def _cpu_events(threads: Sequence[_Thread]) -> Iterator[Event]:
 
 
 class Share(NamedTuple):
-    """Seconds of a device's time in which it did this."""
+    """Holds the seconds of a device's time that count for an event, and those hidden."""
 
     seconds: float  # without anything that comes before it
     hidden: float  # beside such

@@ -1,4 +1,4 @@
-"""`Mesh`: named axes over devices, and the atoms that sub-axes are made of."""
+"""`Mesh`: named axes over devices, and the atoms that parts of axes are made of."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Atom:
     """A prime-sized piece of a mesh axis: the unit that shardings are written in.
 
     Axis `data` of size 4 has the atoms `data:(1)2` and `data:(2)2`, major first. A whole axis, and
-    every sub-axis of it, is a run of neighbouring atoms, so that sub-axis algebra is tuple algebra.
+    every part of it, is a run of neighbouring atoms, so that axes are compared as tuples of atoms.
     """
 
     axis: int  # index of the mesh axis

@@ -1,4 +1,4 @@
-"""`Sharding`: how one value lies on a mesh, in atoms; local shapes; text; axes of other meshes."""
+"""`Sharding`: how one value is split over a mesh; local shapes, text, axes of other meshes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Axes = tuple[int, ...]  # atoms of a mesh, major to minor
 
 
 def common_prefix(first: Axes, second: Axes) -> Axes:
-    """The atoms with which both begin."""
+    """Returns the longest run of atoms with which both begin."""
     pairs = enumerate(zip(first, second, strict=False))
     shorter = min(len(first), len(second))
     return first[: next((k for k, (a, b) in pairs if a != b), shorter)]
@@ -25,8 +25,8 @@ def common_prefix(first: Axes, second: Axes) -> Axes:
 class Sharding:
     """For one value: ordered atoms for each dim, plus the atoms over which it is still partial.
 
-    Equal shardings are one object, compared and hashed by identity: planning is made of look-ups by
-    shardings, and by tuples of them.
+    Equal shardings are one object, compared and hashed by identity: the planner looks up most
+    things by shardings, or by tuples of them.
     """
 
     __slots__ = ("dims", "kind", "partial", "used")
@@ -40,7 +40,7 @@ class Sharding:
     _interned: ClassVar[dict[tuple[tuple[Axes, ...], Axes, str], Sharding]] = {}
 
     def __new__(cls, dims: tuple[Axes, ...], partial: Axes = (), kind: str = "") -> Sharding:
-        """The one sharding with these fields."""
+        """Returns the one object that has these fields."""
         key = (dims, partial, kind)
         found = cls._interned.get(key)
         if found is None:
@@ -67,11 +67,11 @@ class Sharding:
         return len(self.dims)
 
     def full(self) -> Sharding:
-        """The same tiling with nothing partial."""
+        """Returns the sharding with the same dims that is partial over nothing."""
         return Sharding(self.dims) if self.partial else self
 
     def with_partial(self, partial: Iterable[int], kind: str) -> Sharding:
-        """The same tiling, partial over `partial`."""
+        """Returns the sharding with the same dims that is partial over `partial`."""
         atoms = tuple(sorted(set(partial)))
         return Sharding(self.dims, atoms, kind if atoms else "")
 
@@ -93,7 +93,7 @@ def replicated(rank: int) -> Sharding:
 
 
 def is_legal(sharding: Sharding, shape: Sequence[int], mesh: Mesh, *, even: bool = True) -> bool:
-    """Whether ranks agree, no atom is used twice, and (if `even`) every dim divides."""
+    """Whether it has the shape's rank, uses no atom twice, and (if `even`) divides every dim."""
     atoms = [a for axes in sharding.dims for a in axes] + list(sharding.partial)
     if len(sharding.dims) != len(shape) or len(set(atoms)) != len(atoms):
         return False
@@ -137,9 +137,9 @@ def local_shape(shape: Sequence[int], sharding: Sharding, mesh: Mesh) -> tuple[i
 
 
 def tiles(size: int, axes: Axes, mesh: Mesh) -> list[tuple[int, int]]:
-    """Where each piece along `axes` starts, in order, and how many elements are its own.
+    """Returns (start, number of elements) of each piece of a dim split over `axes`, in order.
 
-    The rest of a piece, up to the local size, is padding.
+    Pieces are padded to one size: 10 over {2, 2} is (0, 3), (3, 2), (5, 3), (8, 2).
     """
     # 10 over {2, 2}: pieces of 10, 5, 3 elements.
     #   (0, 10)  ->  (0, 5), (5, 5)  ->  (0, 3), (3, 2), (5, 3), (8, 2)
@@ -160,7 +160,7 @@ def is_even(size: int, axes: Axes, mesh: Mesh) -> bool:
 
 
 class AxisRef(NamedTuple):
-    """An axis of a mesh, or the sub-axis of size `size` below its major part of size `pre`."""
+    """An axis of a mesh, or a part of it, `name:(pre)size`, behind a major part of size `pre`."""
 
     name: str
     pre: int
@@ -172,7 +172,7 @@ class AxisRef(NamedTuple):
 
 
 def axis_refs(axes: Axes, mesh: Mesh) -> tuple[AxisRef, ...]:
-    """Atoms as axes and sub-axes: neighbouring atoms of one axis are merged."""
+    """Returns atoms as axes and parts of axes: neighbouring atoms of one axis are merged."""
     refs: list[AxisRef] = []
     for a in axes:
         atom = mesh.atoms[a]
@@ -188,12 +188,12 @@ def axis_refs(axes: Axes, mesh: Mesh) -> tuple[AxisRef, ...]:
 
 
 def format_axes(axes: Axes, mesh: Mesh) -> str:
-    """`{data, model:(2)2}`."""
+    """Writes atoms as axes and parts of axes: `{data, model:(2)2}`."""
     return "{" + ", ".join(str(ref) for ref in axis_refs(axes, mesh)) + "}"
 
 
 def format_sharding(sharding: Sharding, mesh: Mesh) -> str:
-    """`[{data}, {}] partial add {model}`."""
+    """Writes a sharding as text: `[{data}, {}] partial add {model}`."""
     text = "[" + ", ".join(format_axes(axes, mesh) for axes in sharding.dims) + "]"
     if sharding.partial:
         text += f" partial {sharding.kind} {format_axes(sharding.partial, mesh)}"
@@ -234,7 +234,7 @@ def parse_axes(text: str, mesh: Mesh) -> Axes:
 
 @lru_cache(maxsize=1024)
 def part_atoms(mesh: Mesh, other: Mesh, name: str, pre: int = 1, size: int = 0) -> Axes:
-    """The atoms of `mesh` that an axis of another mesh, or a part of one, consists of.
+    """Returns the atoms of `mesh` that make up an axis of another mesh, or a part of one.
 
     The part has this size behind parts of the size `pre`; size 0 is the whole axis. MeshError if
     the meshes have other devices, or there are no such atoms.
@@ -283,7 +283,7 @@ def part_atoms(mesh: Mesh, other: Mesh, name: str, pre: int = 1, size: int = 0) 
 
 
 def _described(mesh: Mesh) -> str:
-    """`(x=2, y=4)`, with its devices where these are not 0, 1, 2, ..."""
+    """Writes `(x=2, y=4) of 8 devices`; their ids instead where these are not 0, 1, 2, ..."""
     if mesh.device_ids == tuple(range(mesh.size)):
         return f"({mesh}) of {mesh.size} devices"
     more = ", ..." if mesh.size > 16 else ""

@@ -1,4 +1,4 @@
-"""The door between users' partition specs and our shardings, in both directions."""
+"""Turns users' meshes and partition specs into `spmd`'s, and shardings back into jax's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPEN = PartitionSpec.UNCONSTRAINED
 
 
 def as_mesh(mesh: Any) -> Mesh:
-    """Our mesh for one of ours or of jax (`Mesh`, `AbstractMesh`); MeshError for anything else."""
+    """Returns the `spmd.Mesh` of a jax `Mesh` or `AbstractMesh`, or itself; else MeshError."""
     if isinstance(mesh, Mesh):
         return mesh
     if isinstance(mesh, jax.sharding.Mesh):
@@ -43,7 +43,7 @@ def _devices_by_id() -> dict[int, Any]:
 def jax_mesh(
     mesh: Mesh, devices: Any = None, axis_types: Sequence[AxisType] | None = None
 ) -> jax.sharding.Mesh:
-    """The jax mesh over the same devices, which this process has to see; Auto axes by default."""
+    """Makes a jax mesh of the same devices; MeshError if one of them is not visible here."""
     if devices is None:
         known = _devices_by_id()
         missing = [i for i in mesh.device_ids if i not in known]
@@ -79,25 +79,25 @@ def mesh_around() -> Any:
 
 
 def has_explicit_axes(mesh: Any) -> bool:
-    """Whether a mesh of jax makes the way in which arrays are split a part of their types."""
+    """Whether a jax mesh has Explicit axes, whose shardings are a part of arrays' types."""
     return AxisType.Explicit in getattr(mesh, "axis_types", ())
 
 
 def platform_of(mesh: Mesh | None) -> str:
-    """`cpu`, `cuda` or `tpu`: what the mesh's devices are, else those that are here."""
+    """Returns the platform (`cpu`, `cuda`, `tpu`) of a mesh's devices, else of jax's own ones."""
     if mesh is None or not has_devices(mesh):
         return str(jax.default_backend()).replace("gpu", "cuda")
     return str(jax_mesh(mesh).devices.flat[0].platform).replace("gpu", "cuda")
 
 
 def partition_spec(sharding: Sharding, mesh: Mesh) -> PartitionSpec:
-    """A boundary sharding of whole axes as jax's `PartitionSpec`."""
+    """Returns the sharding of an argument or result, over whole axes, as a `PartitionSpec`."""
     dims = (tuple(ref.name for ref in axis_refs(axes, mesh)) for axes in sharding.dims)
     return PartitionSpec(*dims)
 
 
 def named_sharding(sharding: Sharding, mesh: Mesh, where: jax.sharding.Mesh) -> NamedSharding:
-    """A boundary sharding for jax, on its mesh `where`.
+    """Returns the sharding of an argument or result for jax, on its mesh `where`.
 
     One with parts of axes is on a finer mesh, which has an axis for each part (`Mesh.refined`).
     """
@@ -114,7 +114,7 @@ def has_parts(sharding: Sharding, mesh: Mesh) -> bool:
 
 
 def first_match(name: str, patterns: Iterable[str]) -> str | None:
-    """The first of several patterns that is a name, or matches it as a glob does."""
+    """Returns the first pattern that equals the name or matches it as a glob, else None."""
     return next((p for p in patterns if p == name or fnmatch.fnmatchcase(name, p)), None)
 
 
@@ -123,7 +123,7 @@ def match_patterns(
 ) -> list[str | None]:
     """For each name the first pattern (a name, or a glob whose `*` crosses `/`) that matches it.
 
-    Errors say `what` has these names. SpecError for a pattern that matches none of them.
+    `what` says what the names are of in errors. SpecError for a pattern that matches no name.
     """
     for pattern in patterns:
         if not any(first_match(name, (pattern,)) for name in names):
@@ -214,7 +214,7 @@ def dims_of(
     source: str | None = None,
     even: bool = True,
 ) -> tuple[tuple[Axes, ...], tuple[bool, ...]]:
-    """Spelled-out entries, of axes or parts of axes, as atoms, with which dims are open.
+    """Returns the atoms of each dim by its entry from `spec_entries`, and whether it is open.
 
     SpecError, if `even`, for a dim that its axes don't divide.
     """

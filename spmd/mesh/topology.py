@@ -86,10 +86,7 @@ class Topology:
 
     @property
     def platform(self) -> str | None:
-        """The backend that such devices belong to, `tpu`, `cuda` or `cpu`; None for unknown chips.
-
-        Chips that are not in the table say nothing of themselves but their figures.
-        """
+        """Returns the devices' backend: `tpu`, `cuda` or `cpu`; None for chips not in the table."""
         kind = self.name.partition(":")[0]
         if kind not in CHIPS:
             return None
@@ -129,7 +126,7 @@ class Topology:
         return flops / (self.peak_flops(dtype) * dict(self.chip.efficiency).get(kernel, 1.0))
 
     def link(self, mesh: Mesh, axis: int) -> Link:
-        """The link behind mesh axis number `axis`: its slowest part.
+        """Returns the link along mesh axis number `axis`: the slowest of its atoms' links.
 
         An axis that matches whole torus dims has all their links; one that closes into a ring sends
         both ways at once. Behind a switch every axis has all of a device's bandwidth.
@@ -145,11 +142,11 @@ class Topology:
         return _atom_links(self, mesh)
 
     def detour(self, mesh: Mesh, axis: int) -> float:
-        """How much longer messages of all to all along a mesh axis take than to neighbours.
+        """Returns how much longer an all-to-all along a mesh axis takes than sends to neighbours.
 
-        Behind a switch it is 1. In a torus each passes a quarter of a ring on its way, or as much
-        of a line: of a dim of 8 chips with two ports each link carries twice what a port sends. An
-        axis that covers no dims counts on one port anyway.
+        Behind a switch it is 1. In a torus a message passes a quarter of a ring on its way, or as
+        much of a line, so in a dim of 8 chips each link carries twice what a chip sends into it. It
+        is 1, too, for an axis that covers no torus dims.
         """
         if not self.chip.torus_dims:
             return 1.0
@@ -159,7 +156,7 @@ class Topology:
         return max([1.0, *(sum(each) * s / 4 / w for s, w in zip(sizes, each, strict=True))])
 
     def measured(self, kind: str, devices: int) -> CollectiveSpeed | None:
-        """The measurement of a kind of collective among `devices` devices of one host.
+        """Returns the measured speed of a kind of collective among `devices` of one host, if any.
 
         For a count that was not measured: that of the next larger one, else of the largest.
         """
@@ -246,7 +243,7 @@ def _atom_links(topology: Topology, mesh: Mesh) -> tuple[Link, ...]:
 
 
 def _torus_dims(topology: Topology, mesh: Mesh) -> list[tuple[int, ...]]:
-    """The torus dims that each axis covers, if any: the fewest whose sizes multiply to its own."""
+    """Returns for each mesh axis the fewest torus dims whose sizes multiply to its own, if any."""
     # Minor axes choose first, as in jax's mesh_utils: they are expected to communicate most.
     # On v5e:4x4 with data=4, model=4, `model` takes torus dim 1 and `data` dim 0. With data=2,
     # model=8, no set of dims multiplies to 8 or 2: such axes count on one port in one direction.
@@ -268,5 +265,5 @@ def _torus_dims(topology: Topology, mesh: Mesh) -> list[tuple[int, ...]]:
 
 
 def _ways(chip: Chip, size: int) -> int:
-    """A ring sends both ways at once, a line one way."""
+    """Returns 2 for a torus dim that is a ring and sends both ways at once, 1 for a line."""
     return 2 if size % chip.wrap == 0 else 1

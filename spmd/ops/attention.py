@@ -60,18 +60,18 @@ def attention(
       causal: whether query `i` sees the keys up to `i` alone.
       window: of the keys that a causal query sees, how many at most: its own and those just before
         it. The sliding window of Mistral 7B (Jiang et al. 2023); None is all of them.
-      positions: integers (S,): up to which key each query sees instead, for queries that are a part
-        of a sequence.
+      positions: integers (S,): the last key that each query sees, for queries that are a part of a
+        sequence.
       segment_ids: integers (B, S), or a pair (B, S), (B, T): a query sees the keys of its own
         segment alone. For packed documents.
-      scale: of the scores; `1 / sqrt(D)` when left out.
-      logits_dtype: what scores and their softmax are computed in.
+      scale: the factor of the scores; `1 / sqrt(D)` when left out.
+      logits_dtype: the dtype in which scores and their softmax are computed.
       zigzag: the number of parts for which queries and keys were put into zigzag order
         (`spmd.ops.zigzag`); 1: they are in the usual one.
       implementation: `auto` and `composite` leave it to the compiler: `spmd.jit` takes the
-        platform's kernel, plain `jax.jit` the reference. `xla` is the reference for XLA's, or the
-        compiler's, partitioner to look into. `cudnn` is jax's own cuDNN attention, for GPUs: what
-        a program compiled by plain `jax.jit` should use there.
+        platform's kernel, plain `jax.jit` the reference. `xla` is the reference as plain ops, which
+        XLA's or this compiler's partitioner splits. `cudnn` is jax's own cuDNN attention, for GPUs:
+        what a program compiled by plain `jax.jit` should use there.
 
     Returns:
       (B, S, N, D) in the dtype of the queries. A query that sees no key has no defined result.
@@ -157,7 +157,7 @@ def _run(
 
 
 def _composite(name: str, reference: Kernel, attributes: Any, positions: int, tensors: int) -> Any:
-    """A composite whose `jax.vmap` is the same composite on a larger batch."""
+    """Makes a composite that `jax.vmap` turns into the same composite on a larger batch."""
 
     @custom_vmap
     def run(*operands: Any) -> Any:
@@ -209,9 +209,9 @@ Tensors = Sequence[Any]
 
 
 def piece(kernel: Kernel, *operands: Any, zigzag: int = 1, **spec: Any) -> tuple[Any, Any]:
-    """The outputs and the logsumexp over the pieces so far and over one more.
+    """Returns the outputs and the logsumexp over the pieces of keys so far and one more.
 
-    Operands are this device's queries, a piece of keys and values, whether that is of a device
+    Operands are this device's queries, a piece's keys and values, whether that is of a device
     before this one, the float32 outputs and logsumexp so far, and segments (B, S) and (B, T), if
     any.
     """
@@ -243,7 +243,7 @@ def piece(kernel: Kernel, *operands: Any, zigzag: int = 1, **spec: Any) -> tuple
 
 
 def _joined(so_far: Tensors, more: Tensors) -> Tensors:
-    """Outputs and logsumexp over what two pairs of them are over."""
+    """Combines two pairs of outputs and logsumexp into the pair over the keys of both."""
     (out, lse), (more_out, more_lse) = so_far, more
     both = jnp.logaddexp(lse, more_lse)
     old, new = (jnp.swapaxes(jnp.exp(x - both), 1, 2)[..., None] for x in (lse, more_lse))
@@ -253,7 +253,7 @@ def _joined(so_far: Tensors, more: Tensors) -> Tensors:
 def piece_gradient(
     kernel: Kernel, *operands: Any, zigzag: int = 1, **spec: Any
 ) -> tuple[Any, Any, Any]:
-    """The gradient of the queries over one more piece, and those of its keys and values.
+    """Returns the queries' gradient over the pieces so far and one more, and that piece's own ones.
 
     Operands are as for `piece`, with outputs and logsumexp over all pieces and the gradient of the
     outputs before `is_before`, and the queries' gradient over the pieces so far, in float32, after.
@@ -291,13 +291,13 @@ def piece_gradient(
 
 
 def _halves(tensors: Tensors, lse: int = -1) -> tuple[Tensors, Tensors]:
-    """Both halves of the positions of some tensors, of which one may be a logsumexp (B, N, S)."""
+    """Splits tensors in halves of their positions; number `lse` is a logsumexp (B, N, S)."""
     pairs = [jnp.split(x, 2, 2 if i == lse else 1) for i, x in enumerate(tensors)]
     return [first for first, _ in pairs], [second for _, second in pairs]
 
 
 def _together(one: Tensors, another: Tensors) -> Tensors:
-    """Two batches as one, so that one kernel computes both."""
+    """Joins two lists of tensors along the batch, so that one kernel computes both."""
     return [jnp.concatenate(pair) for pair in zip(one, another, strict=True)]
 
 
@@ -311,7 +311,7 @@ def _pick(flag: Any, if_set: Any, otherwise: Any) -> Any:
 
 
 def _either(kernel: Kernel, otherwise: Kernel) -> Kernel:
-    """A kernel, with something in its place where it does not take the shapes."""
+    """Returns a kernel that calls `otherwise` where `kernel` returns NotImplemented."""
 
     def run(*operands: Any, **spec: Any) -> Any:
         found = kernel(*operands, **spec)
@@ -333,7 +333,7 @@ def _register(
     made: Callable[[Kernel], Kernel],
     lower: Callable[[LocalOp], Sequence[Value]] | None = None,
 ) -> None:
-    """A composite; `made` makes its kernels of each platform's `forward` or `gradient`."""
+    """Registers a composite; `made` wraps each platform's function named `kernel`."""
     # The gradient computes the scores again, and two products for each of the two.
     products = 2 if kernel == "forward" else 5
     register_composite(

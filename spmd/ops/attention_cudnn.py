@@ -27,20 +27,20 @@ _HIDDEN = {"bfloat16": -2.0 * (1 << 40), "float16": -2.0 * (1 << 14)}
 
 
 def forward(q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any, **spec: Any) -> Any:
-    """As `attention_reference.forward`; NotImplemented for what cuDNN does not take."""
+    """Computes `attention_reference.forward` by cuDNN; NotImplemented if that has no kernel."""
     tensors = (q_BSND, k_BTKD, v_BTKD)
     return _call("_dot_product_attention_fwd_p", tensors, (), masks, spec, is_training=True)
 
 
 def gradient(*operands: Any, **spec: Any) -> Any:
-    """As `attention_reference.gradient`; NotImplemented for what cuDNN does not take."""
+    """Computes `attention_reference.gradient` by cuDNN; NotImplemented if that has no kernel."""
     q_BSND, k_BTKD, v_BTKD, out_BSND, lse_BNS, dout_BSND, *masks = operands
     tensors, kept = (q_BSND, k_BTKD, v_BTKD), (lse_BNS, out_BSND, dout_BSND)
     return _call("_dot_product_attention_bwd_p", tensors, kept, masks, spec)
 
 
 def _call(primitive: str, tensors: Any, kept: Any, masks: Any, spec: Any, **more: Any) -> Any:
-    """One of jax's primitives: both take ten operands, then what the forward pass kept."""
+    """Binds one of jax's primitives: both take ten operands, then what the forward pass kept."""
     q_BSND, k_BTKD, _ = tensors
     if not takes(q_BSND, k_BTKD, spec):
         return NotImplemented
@@ -81,12 +81,12 @@ def takes(q_BSND: Any, k_BTKD: Any, spec: Any) -> bool:
 
 
 def _is_own(q_BSND: Any, k_BTKD: Any, spec: Any) -> bool:
-    """Whether the kernel's own causal mask fits: queries and keys of the whole sequence."""
+    """Whether the kernel's own causal mask fits: queries and keys are of the whole sequence."""
     return bool(q_BSND.shape[1] == spec["length"] == k_BTKD.shape[1])
 
 
 def _bias(q_BSND: Any, k_BTKD: Any, masks: Any, spec: Any) -> tuple[Any, Any]:
-    """The bias that hides keys, if it takes one, and the mask that the kernel has itself."""
+    """Returns the bias that hides keys, or None, and the mask type that the kernel applies."""
     causal = fused.MaskType.CAUSAL if spec["causal"] else fused.MaskType.NO_MASK
     mask = Mask.of(masks, causal=spec["causal"], segments=spec["segments"])
     if spec["causal"] and not _is_own(q_BSND, k_BTKD, spec):

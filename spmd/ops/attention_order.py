@@ -22,8 +22,8 @@ def zigzag(x: Any, parts: int, dim: int = 1) -> Any:
 
     Args:
       x: an array with a dim of positions: numpy's gives numpy's. It may be traced.
-      parts: how many devices split the dim; twice as many pieces have to divide it.
-      dim: the dim.
+      parts: how many devices split the dim, whose size is a multiple of twice as many.
+      dim: the dim of positions.
 
     Returns:
       The same elements. The i-th of `parts` equal parts of the dim has the i-th piece from the
@@ -43,12 +43,12 @@ def zigzag(x: Any, parts: int, dim: int = 1) -> Any:
 
 
 def from_zigzag(x: Any, parts: int, dim: int = 1) -> Any:
-    """Undoes `zigzag`.
+    """Undoes `zigzag`: puts a dim in zigzag order back into the usual one.
 
     Args:
       x: an array with a dim in zigzag order.
       parts: as for `zigzag`.
-      dim: the dim.
+      dim: the dim of positions.
 
     Raises:
       ArgumentError: a dim that does not divide.
@@ -60,12 +60,12 @@ def from_zigzag(x: Any, parts: int, dim: int = 1) -> Any:
 
 
 def positions(size: int, parts: int) -> Any:
-    """Where each of so many elements in zigzag order really is: integers (size,)."""
+    """Returns the usual position of each of `size` elements in zigzag order, integers (size,)."""
     return zigzag(jnp.arange(size), parts, dim=0)
 
 
 def _in_pieces(x: Any, parts: int, dim: int, *counts: int) -> tuple[Any, int, Any]:
-    """The library of an array, the dim from the front, and the array with it cut in pieces."""
+    """Returns numpy or jax.numpy, the dim as a number from 0, and the array cut in pieces."""
     dim %= x.ndim
     size = x.shape[dim]
     if parts < 1 or size % (2 * parts):
@@ -86,9 +86,9 @@ def _in_pieces(x: Any, parts: int, dim: int, *counts: int) -> tuple[Any, int, An
 def in_usual_order(
     kernel: Callable[..., Any], dims: Sequence[int], results: Sequence[int]
 ) -> Callable[..., Any]:
-    """A kernel that also takes whole sequences in zigzag order, by putting them in the usual one.
+    """Makes a kernel take whole sequences in zigzag order, too, by way of the usual one.
 
-    `dims` and `results` are the dim of positions of each tensor that it takes, and of each result.
+    `dims` has the dim of positions of each tensor that it takes, and `results` of each result.
     """
     masks = 0, 1, 1  # positions, segments of queries and of keys
 

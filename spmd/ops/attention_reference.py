@@ -23,7 +23,7 @@ SMALLEST_BLOCK = 128  # queries of a block, at least
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees: what the optional operands say."""
+    """Which keys each query sees, by positions, segments, both or neither."""
 
     positions_S: Any = None  # where each query is in its sequence, if it sees no key behind it
     # queries_BS, keys_BT: segments, if a query sees just the keys of its own
@@ -33,17 +33,17 @@ class Mask(NamedTuple):
 
     @staticmethod
     def of(operands: Sequence[Any], *, causal: bool, segments: bool) -> Mask:
-        """From the operands behind the tensors, in the order in which the composites have them."""
+        """Makes a mask of the operands behind a composite's tensors: positions, then segments."""
         rest = list(operands)
         positions = rest.pop(0) if causal else None
         return Mask(positions, *rest) if segments else Mask(positions)
 
     def ordered(self, keys: int, zigzag: int) -> Mask:
-        """The same for so many keys in zigzag order; 1: in their own."""
+        """Returns the mask for keys in zigzag order of `zigzag` parts; 1 is the usual order."""
         return self if zigzag == 1 else self._replace(positions_T=order.positions(keys, zigzag))
 
     def visible(self, keys: int, window: int | None = None) -> Any:
-        """Booleans that broadcast to (B, S, T); None if every query sees every key."""
+        """Returns booleans that broadcast to (B, S, T); None if every query sees every key."""
         parts = []
         if self.positions_S is not None:
             positions_T = jnp.arange(keys) if self.positions_T is None else self.positions_T
@@ -68,7 +68,7 @@ class Spec(NamedTuple):
     zigzag: int = 1  # the number of parts of a sequence in zigzag order; 1 for the usual one
 
     def mask(self, masks: Sequence[Any], keys: int) -> Mask:
-        """What the masks say of so many keys."""
+        """Makes the mask for so many keys from the operands behind the tensors."""
         mask = Mask.of(masks, causal=self.causal, segments=self.segments)
         return mask.ordered(keys, self.zigzag)
 
@@ -76,7 +76,7 @@ class Spec(NamedTuple):
 def forward(
     q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any, **attributes: Any
 ) -> tuple[Any, Any]:
-    """The output (B, S, N, D) and the logsumexp of the scores (B, N, S).
+    """Returns the output (B, S, N, D) and the logsumexp of the scores (B, N, S).
 
     Masks are positions (S,) if causal, then segments (B, S) and (B, T) if there are any; attributes
     are the fields of `Spec`.
@@ -85,7 +85,7 @@ def forward(
     mask = spec.mask(masks, k_BTKD.shape[1])
 
     def block(q_BQND: Any, mask: Mask) -> tuple[Any, Any]:
-        """Output and logsumexp (B, Q, N) of some queries; zeros where one sees no key."""
+        """Returns output and logsumexp (B, Q, N) of some queries; zeros if one sees no key."""
         scores_BKGQT, visible = _scores(q_BQND, k_BTKD, mask, spec)
         most = jnp.max(scores_BKGQT, -1, keepdims=True)
         weights_BKGQT = jnp.exp(scores_BKGQT - most)
@@ -115,14 +115,14 @@ def forward(
 
 
 def gradient(*operands: Any, **attributes: Any) -> tuple[Any, Any, Any]:
-    """Gradients of queries, keys and values, from the forward pass's results and `dout`."""
+    """Returns gradients of queries, keys and values; takes `forward`'s results and `dout`, too."""
     q_BSND, k_BTKD, v_BTKD, out_BSND, lse_BNS, dout_BSND, *masks = operands
     spec = Spec(**attributes)
     mask = spec.mask(masks, k_BTKD.shape[1])
     tensors = (q_BSND, out_BSND, jnp.swapaxes(lse_BNS, 1, 2), dout_BSND)
 
     def block(blocks: Sequence[Any], mask: Mask) -> tuple[Any, Any, Any]:
-        """Gradients by some queries, in the dtype of the scores."""
+        """Returns the terms of the gradients from some queries, in the dtype of the scores."""
         # With weights P = softmax(S), out = P v and dP = dout v:
         #   dS = P * (dP - rowsum(P * dP)),   and   rowsum(P * dP) = dout . (P v) = dout . out
         # so `own` needs no sum over keys. P is exp(S - lse), by the forward pass's logsumexp.
@@ -165,7 +165,7 @@ def gradient(*operands: Any, **attributes: Any) -> tuple[Any, Any, Any]:
 
 
 def _scores(q_BQND: Any, k_BTKD: Any, mask: Mask, spec: Spec) -> tuple[Any, Any]:
-    """Scores (B, K, G, Q, T), the least number where a key is not seen; and which are seen."""
+    """Returns scores (B, K, G, Q, T), lowest where a key is not seen, and which are seen."""
     q_BQKGD = _grouped(q_BQND, k_BTKD.shape[2])
     dtype = spec.logits_dtype
     scores = jnp.einsum("bqkgd,btkd->bkgqt", q_BQKGD, k_BTKD, preferred_element_type=dtype)
@@ -178,7 +178,7 @@ def _scores(q_BQND: Any, k_BTKD: Any, mask: Mask, spec: Spec) -> tuple[Any, Any]
 
 
 def _grouped(x_BQN: Any, heads: int) -> Any:
-    """(B, Q, N, ...) -> (B, Q, K, G, ...)."""
+    """Reshapes (B, Q, N, ...) to (B, Q, K, G, ...), for K `heads`."""
     batch, length, count, *rest = x_BQN.shape
     return x_BQN.reshape(batch, length, heads, count // heads, *rest)
 
@@ -187,14 +187,14 @@ def _grouped(x_BQN: Any, heads: int) -> Any:
 
 
 def _blocks(queries: int, keys: int) -> int:
-    """How many blocks there are; one where a size is not known yet: it is traced again."""
+    """Returns how many blocks of queries there are; 1 if sizes are symbolic: it is traced again."""
     if is_symbolic_dim(queries * keys) or queries * keys <= MOST_SCORES:
         return 1
     return -(-queries // max(SMALLEST_BLOCK, MOST_SCORES // keys))
 
 
 def _split(x_BS: Any, count: int) -> Any:
-    """(B, S, ...) -> (blocks, B, Q, ...), padded with zeros."""
+    """Cuts (B, S, ...) into (blocks, B, Q, ...), padded with zeros."""
     batch, length, *rest = x_BS.shape
     block = -(-length // count)
     widths = [(0, 0), (0, block * count - length), *((0, 0) for _ in rest)]
@@ -203,7 +203,7 @@ def _split(x_BS: Any, count: int) -> Any:
 
 
 def _split_mask(mask: Mask, count: int) -> Any:
-    """Stacks a mask for each of `count` blocks of queries; each has what it says of all keys."""
+    """Stacks a mask for each of `count` blocks of queries, each with what concerns all keys."""
     positions, queries, *keys = mask
     if positions is not None:
         positions = _split(positions[None], count)[:, 0]
@@ -214,6 +214,6 @@ def _split_mask(mask: Mask, count: int) -> Any:
 
 
 def _joined(x: Any, length: int) -> Any:
-    """(blocks, B, Q, ...) -> (B, S, ...)."""
+    """Joins (blocks, B, Q, ...) to (B, S, ...), without padding."""
     count, batch, block, *rest = x.shape
     return jnp.moveaxis(x, 0, 1).reshape(batch, count * block, *rest)[:, :length]

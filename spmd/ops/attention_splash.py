@@ -20,7 +20,7 @@ INTERPRET = False  # whether to run kernels step by step on any platform, for te
 
 
 def forward(q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any, **spec: Any) -> Any:
-    """As `attention_reference.forward`; NotImplemented for what the kernel does not take."""
+    """Computes `attention_reference.forward` by splash; NotImplemented where it does not fit."""
     if not takes(q_BSND, k_BTKD, spec):
         return NotImplemented
     kernel = _kernel(q_BSND, k_BTKD, spec, save_residuals=True)
@@ -35,7 +35,7 @@ def forward(q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any, **spec: Any) -> 
 
 
 def gradient(*operands: Any, **spec: Any) -> Any:
-    """As `attention_reference.gradient`; NotImplemented for what the kernel does not take."""
+    """Computes `attention_reference.gradient` by splash; NotImplemented where it does not fit."""
     q_BSND, k_BTKD, v_BTKD, out_BSND, lse_BNS, dout_BSND, *masks = operands
     if not takes(q_BSND, k_BTKD, spec):
         return NotImplemented
@@ -55,7 +55,7 @@ def gradient(*operands: Any, **spec: Any) -> Any:
 
 
 def takes(q_BSND: Any, k_BTKD: Any, spec: Any) -> bool:
-    """Whether the kernel is for these shapes and dtypes."""
+    """Whether the kernel takes these shapes and dtypes."""
     queries, keys = q_BSND.shape[1], k_BTKD.shape[1]
     is_whole = queries == spec["length"]
     return (
@@ -112,5 +112,5 @@ def _segments(masks: Any, spec: Any) -> Any:
 
 
 def _heads_first(x: Any) -> Any:
-    """(B, S, N, D) <-> (B, N, S, D)."""
+    """Swaps positions and heads: (B, S, N, D) <-> (B, N, S, D)."""
     return jnp.swapaxes(x, 1, 2)

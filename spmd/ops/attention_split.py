@@ -1,4 +1,4 @@
-"""How attention may be split, and what one device does that has a part of the queries.
+"""How attention is split over devices, and what a device with a part of the queries computes.
 
 Batches, heads and queries go to different devices; every device has all of each head's width, and
 all keys of its heads, or a part of them like that of the queries, which then goes round. A device
@@ -63,7 +63,10 @@ SEQUENCE = 1  # the dim of queries, keys and values that has their positions
 
 
 def attention_rule(kind: OpKind) -> Rule:
-    """`b s (k g) d, b t k d, b t k d, .. -> b s (k g) d, b (k g) s {t: ring along s}`."""
+    """Returns the rule of attention, with keys that go round a ring of devices where they may.
+
+    `b s (k g) d, b t k d, b t k d, .. -> b s (k g) d, b (k g) s {t: ring along s}`
+    """
     operands, results, summed = _TERMS[kind.attrs["name"]]
     build, said, is_piece = RuleBuilder(), arguments_of(kind), _is_piece(kind)
     (batch, queries, heads, width), (_, keys, key_heads, _) = (t.shape for t in kind.operands[:2])
@@ -101,7 +104,7 @@ def _is_piece(kind: OpKind) -> bool:
 
 
 def attention_flops(kind: OpKind, products: int) -> float:
-    """Of so many products, without the points that a causal mask or a window hides.
+    """Returns the FLOPs of `products` products, without what a causal mask or a window hides.
 
     For a part of the queries those of the last part count, which sees most: all wait for it.
     """
@@ -117,7 +120,7 @@ def attention_flops(kind: OpKind, products: int) -> float:
 
 
 def lower_forward(op: LocalOp) -> Sequence[Value]:
-    """Outputs and logsumexp of this device's queries."""
+    """Appends attention on one device: outputs and logsumexp of its queries."""
     if not _is_by_pieces(op):
         return lower_composite(op)
     b, here, types = op.b, _Here(op, 3), op.result_types()
@@ -130,7 +133,7 @@ def lower_forward(op: LocalOp) -> Sequence[Value]:
 
 
 def lower_gradient(op: LocalOp) -> Sequence[Value]:
-    """Gradients of this device's queries, and of all keys and values or of its own."""
+    """Appends gradients on one device: of its queries, and of all keys and values or its own."""
     if not _is_by_pieces(op):
         return lower_composite(op)
     b, here, (type_, *_) = op.b, _Here(op, 6), op.result_types()
@@ -150,12 +153,12 @@ def lower_gradient(op: LocalOp) -> Sequence[Value]:
 
 
 def ring_reason(label: str) -> str:
-    """Why a piece is sent, of an op with this label: what the report finds it by."""
+    """Returns the note on sending a piece, for an op's label; the report finds pieces by it."""
     return f"keys and values of {label} go round"
 
 
 def _is_by_pieces(op: LocalOp) -> bool:
-    """Whether it is known at compile time what a device sees of which piece."""
+    """Whether attention is computed piece by piece of the keys, each with a static mask."""
     (_, queries, _, _), (_, keys, _, _) = (t.shape for t in op.op.kind.operands[:2])
     split, said = op.dim(0, SEQUENCE), arguments_of(op.op.kind)
     pieces = op.mesh.extent(split.axes)
@@ -167,7 +170,7 @@ def _is_by_pieces(op: LocalOp) -> bool:
 
 
 class _Here:
-    """One attention on one device; its first `tensors` operands are no masks."""
+    """An attention op on one device; masks follow its first `tensors` operands."""
 
     def __init__(self, op: LocalOp, tensors: int) -> None:
         self.op, self.b, self.causal = op, op.b, arguments_of(op.op.kind)["causal"]
@@ -182,13 +185,13 @@ class _Here:
 
     @property
     def key_types(self) -> tuple[TensorType, TensorType]:
-        """Of a piece of the keys and of the values."""
+        """The types of a piece of the keys and of the values."""
         parts = 1 if self.goes_round else self.count
         k, v = (self.b.types[x].scaled(SEQUENCE, 1, parts) for x in self.keys[:2])
         return k, v
 
     def own(self, types: Sequence[TensorType]) -> tuple[Value, ...]:
-        """The op over this device's own piece of the keys; queries and keys ascend alike."""
+        """Appends the op over this device's own piece of the keys, causal if the op is."""
         b, (q, _, _, *kept) = self.b, self.tensors
         k, v, *segments = self.keys if self.goes_round else self._slices(0)
         length = b.types[q].shape[SEQUENCE]
@@ -216,7 +219,7 @@ class _Here:
         return self.b.compare("GE", self.number, self.b.constant(place, "i32"))
 
     def others(self, way: int) -> Iterator[tuple[int, Sequence[Value]]]:
-        """The pieces of the other devices, and how many devices each is behind this one."""
+        """Yields how many devices another one is behind this one, and its piece of the keys."""
         keys: Sequence[Value] = self.keys
         for i in range(1, self.count):
             place = i if way > 0 else self.count - i
@@ -249,14 +252,14 @@ class _Here:
     # Sums of what pieces owe to keys and values.
 
     def added(self, terms: Sequence[Value], sums: Sequence[Value]) -> Sequence[Value]:
-        """This device's terms of a piece, and what the devices that it has been on found."""
+        """Adds this device's terms of a piece to the sums that arrive together with the piece."""
         if not sums:
             return terms
         arrived = [self._sent(x, -1) for x in sums]
         return [self.b.binary("add", x, y) for x, y in zip(arrived, terms, strict=True)]
 
     def put(self, sums: Sequence[Value], place: int, terms: Sequence[Value]) -> Sequence[Value]:
-        """The sums of all pieces with those of one in its place."""
+        """Writes the terms of one piece to its place in the sums of all pieces."""
         b, start, zero = self.b, self._start(place), self.b.constant(0, "i32")
         starts = zero, start, zero, zero
         pairs = zip(sums, terms, strict=True)

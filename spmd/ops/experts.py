@@ -53,9 +53,9 @@ def experts(
       x_BSH: rows.
       gates_BSC: the weight of each choice, in any float dtype.
       chosen_BSC: the experts, integers from 0 to E - 1; no row chooses one twice.
-      gate_EMH: each expert's weights, in the dtype of the rows.
-      up_EMH: likewise.
-      down_EHM: likewise.
+      gate_EMH: each expert's weights of `gate`, in the dtype of the rows.
+      up_EMH: likewise, of `up`.
+      down_EHM: likewise, of `down`.
 
     Returns:
       (B, S, H) in the dtype of the rows.
@@ -76,7 +76,7 @@ def experts(
 
 
 def _on_gpus(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
-    """Each row times its expert's weights: by our kernel, or by XLA where that does not fit it."""
+    """Multiplies rows by their experts' weights, by `ragged_triton` or, if it does not fit, XLA."""
     found = ragged_triton.product(x_RI, weights_EOI, sizes_E)
     return experts_local.ragged(x_RI, weights_EOI, sizes_E) if found is NotImplemented else found
 
@@ -100,7 +100,7 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 
 def _run(name: str, function: Any, operands: tuple[Any, ...]) -> Any:
-    """The function as a composite; `jax.vmap` computes one after the other."""
+    """Calls a function as a composite, under `jax.vmap` for one element after the other."""
     count = operands[3].shape[0]
 
     @custom_vmap
@@ -124,7 +124,7 @@ def _run(name: str, function: Any, operands: tuple[Any, ...]) -> Any:
 
 
 def _flops(kind: OpKind, products: int) -> float:
-    """Of so many products of each chosen row: of all choices, the share of the experts at hand."""
+    """Returns the FLOPs of `products` products of each choice of an expert on this device."""
     (batch, length, width), (_, _, choices) = (t.shape for t in kind.operands[:2])
     here, inner, _ = kind.operands[4].shape
     # Where choices are sent to their experts, as many come as go.
@@ -146,7 +146,7 @@ def _rule(kind: OpKind, results: str, kinds: dict[str, str], trips: int) -> Rule
 
 
 def _lower(op: LocalOp) -> tuple[Value, ...]:
-    """On one device: by an exchange where the same devices split rows and experts."""
+    """Appends the op on one device, with an exchange if the same devices split rows and experts."""
     ((e,),) = op.rule.operands[3]
     exchanges = op.rule.is_exchanged(e, op.choice.assignment)
     return lower_exchanging(op, e) if exchanges else lower_composite(op)

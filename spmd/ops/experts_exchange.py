@@ -6,16 +6,16 @@ Shapes are in the names, as in `spmd.ops.experts`, and
     R choices that it computes at a time
 
 Each device sorts its choices by their expert, and tells the others how many there are of each. So
-all know where the rows of which device are to lie at which:
+all know where each device's rows are to lie at each other device:
 
     device 0 has  a a b c c c        sends   a a b to device 0, c c c to 1
     device 1 has  a b b b d d        sends   a b b b to device 0, d d to 1
     device 0 gets a a b | a b b b    in turns of 5 choices: a a b a b, then b b
     device 1 gets c c c | d d        in one turn
 
-What an expert says goes back the same way. A turn has room for a quarter more than there are if
-experts are chosen alike, so mostly there is one; a crowded device takes several, and the others of
-its group take part in these with what they have for it. Nothing is dropped.
+An expert's outputs go back the same way. A turn has room for a quarter more choices than come if
+experts are chosen equally often, so mostly there is one; a crowded device takes several, and the
+others of its group take part in these with what they have for it. Nothing is dropped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LANES = 128  # widths of rows stay multiples of this
 
 
 class Places(NamedTuple):
-    """What goes from each device to each other one, from the one at hand."""
+    """Where one device's rows for each other one lie, here and there, and how many go and come."""
 
     # here_N, sent_N: where the rows for each device start, and how many there are
     here_N: Any
@@ -45,12 +45,12 @@ class Places(NamedTuple):
 
 
 def by_collective(x: Any, out: Any, places: Places, axes: tuple[str, ...]) -> Any:
-    """By the collective of TPUs and GPUs."""
+    """Exchanges rows by `jax.lax.ragged_all_to_all`, which TPUs and GPUs have."""
     return jax.lax.ragged_all_to_all(x, out, *places, axis_name=axes)
 
 
 def by_gather(x: Any, out: Any, places: Places, axes: tuple[str, ...]) -> Any:
-    """The same where there is no such collective: each device picks its rows out of all."""
+    """Exchanges rows where there is no such collective: each device picks its own from all."""
     every = jax.lax.all_gather((x, places), axes)
     me = jax.lax.axis_index(axes)
     rows, (here_NN, sent_NN, there_NN, _) = every
@@ -73,10 +73,10 @@ def forward(
     send: Send,
     product: Product,
 ) -> Any:
-    """The sum of the chosen experts of the rows at hand, wherever these experts are.
+    """Returns the sum of the chosen experts of this device's rows, wherever these experts are.
 
-    As `experts_local.forward`, over the axes of the devices that exchange, which split the experts
-    evenly; `send` exchanges rows.
+    Takes `experts_local.forward`'s operands but the numbers, and axes: those of the devices that
+    exchange, which split the experts evenly. `send` exchanges rows.
     """
     route = _Route.of(chosen_BSC, weights[0].shape[0], count, axes)
     x_XH = route.sorted(x_BSH)
@@ -97,7 +97,7 @@ def forward(
 def gradient(
     *operands: Any, count: int, axes: tuple[str, ...], send: Send, product: Product
 ) -> Any:
-    """Gradients of rows, gates and weights: the operands are those of `forward`, and its `dout`."""
+    """Returns gradients of rows, gates and weights; takes `forward`'s operands, then `dout`."""
     x_BSH, gates_BSC, chosen_BSC, *weights, dout_BSH = operands
     route = _Route.of(chosen_BSC, weights[0].shape[0], count, axes)
     width = x_BSH.shape[-1]
@@ -131,7 +131,7 @@ def gradient(
 
 
 class _Route(NamedTuple):
-    """Which choices go where."""
+    """Where each choice of an expert goes: to which device, and in which order."""
 
     # the places of this device's choices, sorted by their expert; those of none are last
     order_X: Any
@@ -170,7 +170,7 @@ class _Route(NamedTuple):
         return x_BSH.reshape(-1, x_BSH.shape[-1])[self.order_X // self.choices]
 
     def summed(self, x_XH: Any, weights_TC: Any = None) -> Any:
-        """(T, H): the sum of what belongs to each row's choices, each with its weight."""
+        """Returns (T, H): for each row, the weighted sum of what its choices have in `x_XH`."""
 
         def term(c: int) -> Any:
             term_TH = x_XH[self.place_TC[:, c]]
@@ -179,7 +179,7 @@ class _Route(NamedTuple):
         return summed(map(term, range(self.choices)))
 
     def turn(self, i: Any) -> tuple[Places, Places, Turn]:
-        """The places of turn `i`, those of the way back, and what arrives, by expert."""
+        """Returns turn `i`'s places, those of the way back, and what arrives, sorted by expert."""
         start, me = i * self.size, self.me
         # Rows from a device lie behind those from the devices before it; a turn takes of that the
         # part from `start` on.
@@ -203,7 +203,7 @@ class _Route(NamedTuple):
         return there, back, Turn(at_R, at_R, is_first_R1, sizes_E)
 
     def turns(self, turn: Callable[[Any, Any], Any], carry: Any) -> Any:
-        """As many turns as it takes on the device of the group that has most to do."""
+        """Runs as many turns as the busiest device of the group needs."""
         if self.size >= self.most:
             return turn(0, carry)
         most = jnp.max(jnp.sum(self.sizes_NN, axis=0))
@@ -215,7 +215,7 @@ def _undone(x_RH: Any, part: Turn) -> Any:
 
 
 def _with(x_RH: Any, gates_R: Any) -> Any:
-    """Rows with their gates behind them, bit by bit, so that both are sent together."""
+    """Appends its gate's bits to each row, so that both are sent together."""
     wide_R = gates_R.astype(jnp.promote_types(gates_R.dtype, x_RH.dtype))
     bits_RK = jax.lax.bitcast_convert_type(wide_R, x_RH.dtype).reshape(wide_R.shape[0], -1)
     padding = -bits_RK.shape[1] % LANES if x_RH.shape[1] % LANES == 0 else 0

@@ -1,4 +1,4 @@
-"""Experts on one device: the sum of what the experts at hand add to the rows at hand, by turns.
+"""Experts on one device: the sum of what its experts add to its rows, some choices at a time.
 
 Shapes are in the names, as in `spmd.ops.experts`. `ragged_dot` multiplies rows that are sorted by
 their expert.
@@ -24,7 +24,7 @@ _BY_ROWS = jax.lax.RaggedDotDimensionNumbers(
 
 
 def ragged(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
-    """Each row times its expert's weights, as XLA multiplies them."""
+    """Multiplies each row by its expert's weights, by XLA's ragged product."""
     return jax.lax.ragged_dot_general(x_RI, weights_EOI, sizes_E, _BY_ROWS)
 
 
@@ -37,10 +37,10 @@ def forward(
     count: int,
     product: Product = ragged,
 ) -> Any:
-    """What the experts at hand, whose numbers are given, add to the rows at hand.
+    """Returns what this device's experts, numbered `numbers_E`, add to its rows.
 
-    Choices and numbers are from 1 on, 0 is none; `weights` are gate, up and down of the experts at
-    hand, of `count` in all.
+    Choices and numbers are from 1 on, 0 is none; `weights` are gate, up and down of these experts,
+    of `count` in all.
     """
     choices = _Choices.of(chosen_BSC, numbers_E, count)
     x_TH, gates_X = x_BSH.reshape(-1, x_BSH.shape[-1]), gates_BSC.reshape(-1)
@@ -54,7 +54,7 @@ def forward(
 
 
 def gradient(*operands: Any, count: int, product: Product = ragged) -> Any:
-    """Gradients of rows, gates and weights: the operands are those of `forward`, and its `dout`."""
+    """Returns gradients of rows, gates and weights; takes `forward`'s operands, then `dout`."""
     x_BSH, gates_BSC, chosen_BSC, numbers_E, *weights, dout_BSH = operands
     choices = _Choices.of(chosen_BSC, numbers_E, count)
     x_TH, dout_TH = (x.reshape(-1, x.shape[-1]) for x in (x_BSH, dout_BSH))
@@ -83,7 +83,7 @@ def gradient(*operands: Any, count: int, product: Product = ragged) -> Any:
 
 
 class Turn(NamedTuple):
-    """The choices of one turn."""
+    """The choices of experts that are computed in one turn."""
 
     # at_R, row_R: their places among all choices, and the rows that made them
     at_R: Any
@@ -93,13 +93,13 @@ class Turn(NamedTuple):
 
 
 def inverse(order_X: Any) -> Any:
-    """Where each place of a permutation went."""
+    """Returns the inverse of a permutation."""
     places_X = jnp.arange(order_X.shape[0], dtype=order_X.dtype)
     return jnp.zeros_like(order_X).at[order_X].set(places_X, unique_indices=True)
 
 
 def summed(terms: Iterable[Any]) -> Any:
-    """The sum of arrays in float32, in their dtype, one by one: XLA's reduction would write all."""
+    """Adds arrays in float32, one by one: XLA's reduction would write all of them to memory."""
     first, *others = terms
     total = first.astype(jnp.float32)
     for term in others:
@@ -108,12 +108,12 @@ def summed(terms: Iterable[Any]) -> Any:
 
 
 def turn_size(share: float, most: int) -> int:
-    """Choices of a turn: the share of these experts if all are chosen alike, and a quarter."""
+    """Returns how many choices a turn has: a quarter above `share`, and `most` at most."""
     return min(most, math.ceil(share * 5 / 4))
 
 
 class _Choices(NamedTuple):
-    """The choices of experts at hand, sorted by these, taken in turns (see `experts_exchange`)."""
+    """The choices of this device's experts, sorted by expert, in turns (see `experts_exchange`)."""
 
     order_X: Any  # the choices, sorted; those of experts that are elsewhere are last
     place_TC: Any  # where each row's choices are in that order
@@ -146,17 +146,16 @@ class _Choices(NamedTuple):
         return Turn(at_R, at_R // self.choices, is_here_R1, sizes_E)
 
     def summed(self, i: Any, x_RH: Any) -> Any:
-        """(T, H): the sum of what turn `i` has found for each row's choices."""
+        """Returns (T, H): for each row, the sum of what turn `i` computed for its choices."""
         return summed(self._found(i, c, x_RH) for c in range(self.choices))
 
     def returned(self, i: Any, x_R: Any) -> Any:
         return jnp.stack([self._found(i, c, x_R) for c in range(self.choices)], 1).reshape(-1)
 
     def _found(self, i: Any, c: int, x_R: Any) -> Any:
-        """(T, ...) of each row's choice `c`; 0 if turn `i` did not have it.
+        """Returns (T, ...): what turn `i` computed for each row's choice `c`; 0 if nothing.
 
-        Adding to rows in the order of the choices would be in no order on a GPU, and so not give
-        the same twice.
+        A scatter that adds to rows has no fixed order on a GPU, and would not give the same twice.
         """
         at_T = self.place_TC[:, c] - i * self.size
         is_there_T = (at_T >= 0) & (at_T < self.size)
@@ -171,13 +170,13 @@ class _Choices(NamedTuple):
 
 
 def added(x_RH: Any, gates_R: Any, part: Turn, weights: Sequence[Any], product: Product) -> Any:
-    """What each choice adds to its row."""
+    """Returns what each choice adds to its row: the expert's output times the gate."""
     out_RH = said(x_RH, part, weights, product)
     return out_RH * gates_R[:, None].astype(out_RH.dtype)
 
 
 def said(x_RH: Any, part: Turn, weights: Sequence[Any], product: Product) -> Any:
-    """What its expert says to each row, all of them sorted by their expert."""
+    """Returns the output of each row's expert; rows are sorted by their expert."""
     gate_EMH, up_EMH, down_EHM = weights
     # No product of padding is defined: it is hidden on the way in, for the gradient's sake, and on
     # the way out.
@@ -202,7 +201,7 @@ INTERPRET = False  # whether to run the kernel step by step on any platform, for
 
 @jax.custom_vjp
 def tpu_product(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
-    """As `ragged`."""
+    """Multiplies as `ragged` does, with a TPU kernel for the weights' gradient."""
     return ragged(x_RI, weights_EOI, sizes_E)
 
 
@@ -231,7 +230,7 @@ tpu_product.defvjp(_tpu_forward, _tpu_backward)
 
 
 def _tiles(rows: tuple[int, ...], weights: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """The kernel's tiles of rows and of both widths; None where it is of no use, or none fit."""
+    """Returns the kernel's tiles of rows and both widths; None if it is of no use, or none fit."""
     count, outer, inner = weights
     wanted = ((rows[0], ROWS), (outer, WIDTHS), (inner, WIDTHS))
     found = [next((tile for tile in tiles if not size % tile), None) for size, tiles in wanted]

@@ -38,7 +38,7 @@ LARGEST_EXPONENT = 60
 
 
 class Fp8State(NamedTuple):
-    """The largest magnitudes that products met in the last steps, the last step first.
+    """The largest magnitudes of `fp8_dot`'s operands in the last steps, the last step first.
 
     Attributes:
       maxima: (..., R, H) in float32: R rows, of x, of each weight, and of each result's gradient;
@@ -51,7 +51,7 @@ class Fp8State(NamedTuple):
 def fp8_state(weights: Any = None, *, history: int = 16) -> Fp8State:
     """A fresh state for one `fp8_dot`.
 
-    With nothing known scales are 1, which small gradients vanish under; so the first steps, in
+    While no maxima are known scales are 1, and small gradients underflow; so the first steps, in
     which maxima of gradients come down from layer to layer, should have a low learning rate.
 
     Args:
@@ -129,7 +129,7 @@ def fp8_dot(
 
 
 def split(tree: Any) -> tuple[Any, Any]:
-    """(`tree` without its states, `tree` with nothing but its states): None stands for the rest.
+    """Splits a tree into one without its `Fp8State`s and one of these alone; None fills gaps.
 
     Example:
       >>> params, states = split(params)
@@ -143,7 +143,7 @@ def split(tree: Any) -> tuple[Any, Any]:
 
 
 def merge(rest: Any, states: Any) -> Any:
-    """The tree that `split` took apart."""
+    """Makes one tree again of the two that `split` returned."""
     return jax.tree.map(
         lambda leaf, state: leaf if state is None else state,
         rest,
@@ -160,7 +160,7 @@ def _is_state(leaf: Any) -> bool:
 
 
 class _Plan(NamedTuple):
-    """What is known of a product beside its operands."""
+    """The static parameters of a product."""
 
     dims: Any
     margin: int
@@ -168,7 +168,7 @@ class _Plan(NamedTuple):
 
 
 class _Rounded(NamedTuple):
-    """An operand of 8 bits, and what it has to be multiplied by."""
+    """An operand rounded to 8 bits, and the factor that undoes its scale."""
 
     values: jax.Array
     unscale: jax.Array
@@ -223,7 +223,7 @@ def _dot(a: _Rounded, b: _Rounded, dims: Any, dtype: Any) -> jax.Array:
 def _grad_of(
     side: int, dy: _Rounded, other: _Rounded, dims: Any, rank: int, dtype: Any
 ) -> jax.Array:
-    """The gradient of a product's left operand (side 0) or right one (1), of so many dims."""
+    """Returns the gradient of a product's operand of `rank` dims: left (side 0) or right (1)."""
     # dy has the batch dims, then those of the left operand that are its own, then the right one's.
     (summed, other_summed), (batch, other_batch) = ((pair[side], pair[1 - side]) for pair in dims)
     own = _others(rank, summed, batch)
@@ -247,7 +247,7 @@ def _others(rank: int, *taken: Sequence[int]) -> tuple[int, ...]:
 
 
 def _maximum(x: Any) -> jax.Array:
-    """The largest magnitude, (1, 1) in float32."""
+    """Returns the largest magnitude in an array, (1, 1) in float32."""
     # What follows the maximum only moves it. So devices' maxima stay terms up to the next state,
     # and all of a step are exchanged together: a convert would need each of them whole, and so
     # would a scan's stacking of scalars.
@@ -270,7 +270,7 @@ def _scale(largest: Any, dtype: Any, margin: int) -> jax.Array:
 
 
 def _powers(limits: Any, largest: Any, margin: int) -> jax.Array:
-    """The powers of two that bring `largest` up to `limits`, or less than half below; 1 for 0."""
+    """Returns the largest powers of two that scale `largest` within `limits`; 1 for 0."""
     ratio = limits / jnp.where(largest > 0, largest, limits)
     bound = 2.0 ** (LARGEST_EXPONENT)
     bits = jax.lax.bitcast_convert_type(jnp.clip(ratio, 1 / bound, bound), jnp.int32)

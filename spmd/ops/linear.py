@@ -66,8 +66,8 @@ def linear(x_BI: Any, weight: Any) -> jax.Array:
 def linears(x_BI: Any, weights: Sequence[Any]) -> tuple[jax.Array, ...]:
     """The products of the same rows with several weights, which are read together where it pays.
 
-    They are one op, whose outputs are split alike, if the fewest outputs of a weight divide those
-    of the others: queries, keys and values are, and the two halves of a gated MLP.
+    They are one op, whose outputs are split alike, if the smallest weight's number of outputs
+    divides the others': so for queries, keys and values, and the two halves of a gated MLP.
 
     Args:
       x_BI: rows.
@@ -113,12 +113,12 @@ def _composite(x_BI: Any, parts: Sequence[Sequence[Any]]) -> tuple[jax.Array, ..
 
 
 def _decomposition(x: Any, *operands: Any) -> tuple[Any, ...]:
-    """Matrix products of `x` and the values as they are; scales come after them."""
+    """Multiplies `x` by each weight's values as they are; scales are applied after that."""
     return tuple(_product(x, *part) for part in _parts(operands))
 
 
 def _parts(operands: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """Each weight's operands: its values, and its scales if it has some, which have a dim less."""
+    """Yields each weight's operands: values, and scales if an operand with a dim less follows."""
     begin = 0
     while begin < len(operands):
         rest = operands[begin + 1 :]
@@ -155,7 +155,7 @@ def _kernel(x: Any, *operands: Any) -> Any:
 
 
 def _eight_bits(x_BI: Any, parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-    """Products of 8-bit floats: each row is divided by a scale that makes its largest entry 448."""
+    """Multiplies in 8-bit floats, each row scaled so that its largest entry is 448."""
     x32_BI = x_BI.astype(jnp.float32)
     largest_B1 = jnp.max(jnp.abs(x32_BI), axis=1, keepdims=True)
     scales_B1 = jnp.where(largest_B1 > 0, largest_B1 / float(jnp.finfo(FP8).max), 1.0)

@@ -40,7 +40,7 @@ MOST_STAGES = 5
 
 
 class LinearTiles(NamedTuple):
-    """How the products are divided."""
+    """The sizes of the tiles that a program of the kernel multiplies, and how it runs."""
 
     # rows, outputs: of x, with padding a power of two; of a block
     rows: int
@@ -51,7 +51,7 @@ class LinearTiles(NamedTuple):
 
 
 def products(x_BI: Any, weights: Sequence[Any], *, interpret: bool = False) -> Any:
-    """`x @ weight.T` (B, O) for each weight; NotImplemented for what is not for the kernel.
+    """Returns `x @ weight.T` (B, O) for each weight; NotImplemented if the kernel does not fit.
 
     It takes rows and weights (O, I) of one dtype of 16 bits, and sums in float32. `interpret` runs
     it step by step in jax, on any platform: for tests.
@@ -64,7 +64,7 @@ def products(x_BI: Any, weights: Sequence[Any], *, interpret: bool = False) -> A
     begins = [sum(counts[:i]) for i in range(len(counts))]
 
     def block(begin: int, count: int, i: Any) -> Any:
-        """A weight's block of a program; programs of other weights do not touch it."""
+        """Returns which block of a weight program `i` gets; programs of other weights ignore it."""
         return jnp.clip(i - begin, 0, count - 1)
 
     def of_weight(begin: int, count: int) -> pl.BlockSpec:
@@ -91,7 +91,7 @@ def products(x_BI: Any, weights: Sequence[Any], *, interpret: bool = False) -> A
 
 
 def tiles_for(x_BI: Any, weights: Sequence[Any]) -> LinearTiles | None:
-    """How to divide products of these shapes; None if they are not for the kernel."""
+    """Returns the tiles for products of these shapes; None if the kernel does not take them."""
     rows, inputs = x_BI.shape
     of_16_bits = x_BI.dtype.itemsize == 2 and jnp.issubdtype(x_BI.dtype, jnp.floating)
     if not 1 < rows <= MOST_ROWS or not of_16_bits:

@@ -173,14 +173,14 @@ def _update_rule(kind: OpKind) -> Rule:
 
 
 def _reach(kind: OpKind) -> int:
-    """How many positions a row may see: its slot's table has so many, or the window."""
+    """Returns how many positions a row may see: those of its slot's table, or of the window."""
     pool, table = kind.operands[1:3]
     reach = table.shape[2] * pool.shape[2]
     return min(reach, int(arguments_of(kind).get("window", reach)))
 
 
 def _bytes_read(kind: OpKind) -> list[float]:
-    """All of each operand, but of the pool and its scales no more than the pages of the rows."""
+    """Returns the bytes read of each operand; of the pool and scales, those of the rows' pages."""
     rows = kind.operands[0].shape[1]
     slots = kind.operands[2].shape[1]
     found = [float(t.bytes) for t in kind.operands]
@@ -207,7 +207,7 @@ ROWS = 32  # rows of a block
 
 
 def attend_on_tpu(*operands: Any, window: int | None = None) -> Any:
-    """As `paged_reference.attend`, by jax's ragged paged attention kernel, or NotImplemented."""
+    """Computes `paged_reference.attend` by jax's ragged paged attention, or NotImplemented."""
     q_ARKGD, pool_ANPK2D, table_ABM, _, positions_AR, first_AB1, *_ = operands
     count, pages, size, heads, _, width = pool_ANPK2D.shape
     fits = q_ARKGD.dtype == pool_ANPK2D.dtype and q_ARKGD.dtype.name in ("bfloat16", "float32")

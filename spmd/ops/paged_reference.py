@@ -1,4 +1,4 @@
-"""What the ops of a paged cache compute, in plain JAX: what every kernel has to agree with.
+"""The ops of a paged KV cache in plain JAX: what every kernel has to agree with.
 
 Shapes are in the names, as in `spmd.ops.paged`; T positions that a slot's table reaches (M * P).
 """
@@ -26,7 +26,7 @@ def attend(
     *scales_ANPK2: Any,
     window: int | None = None,
 ) -> Any:
-    """As `paged_attention`: a few rows at a time, each with all pages of its slot's table."""
+    """Computes `paged_attention` of a few rows at a time, with all pages of their slots' tables."""
     groups, rows = slots_AR.shape
     size, heads, _, width = pool_ANPK2D.shape[2:]
     reach = table_ABM.shape[2] * size
@@ -50,7 +50,7 @@ def attend(
         return jax.vmap(one)(*flat).reshape(q_ARKGD.shape)
 
     def some(taken: Any) -> Any:
-        """Rows that are taken together; nothing is computed where all of them are padding."""
+        """Computes rows that are taken together, or nothing if all of them are padding."""
         nothing = jnp.zeros_like(taken[0])
         return jax.lax.cond(jnp.any(taken[3] >= 0), lambda: jax.vmap(one)(*taken), lambda: nothing)
 
@@ -65,7 +65,7 @@ def attend(
 
 
 def last_positions(positions_AR: Any, first_AB1: Any) -> Any:
-    """The last position that each row sees; -1, so none, for rows of padding."""
+    """Returns the last position that each row sees; -1, so none, for rows of padding."""
     rows_R = jnp.arange(positions_AR.shape[1])
     return jnp.where(rows_R < first_AB1[:, -1:], positions_AR, -1)
 
@@ -92,7 +92,7 @@ def _attend_row(q_KGD: Any, last: Any, window: int | None, kv_TK2D: Any, *scales
 
 
 def update(pool_ANP: Any, new_AR: Any, table_ABM: Any, slots_AR: Any, positions_AR: Any) -> Any:
-    """As `paged_update`: a scatter of rows, which XLA does in place."""
+    """Computes `paged_update` as a scatter of rows, which XLA does in place."""
     size = pool_ANP.shape[2]
     groups, slots, most = table_ABM.shape
     group_A1 = jnp.arange(groups)[:, None]

@@ -42,10 +42,10 @@ LOWEST = np.float32(-1e30)
 
 
 def attend(*operands: Any, window: int | None = None, interpret: bool = False) -> Any:
-    """As the reference; NotImplemented for shapes that the kernel does not take.
+    """Computes `paged_reference.attend`; NotImplemented for shapes that the kernel does not take.
 
-    ArgumentError for a pool whose elements it cannot count. `interpret` runs it step by step in
-    jax, on any platform: for tests.
+    Raises ArgumentError for a pool whose elements Pallas cannot count. `interpret` runs it step by
+    step in jax, on any platform: for tests.
     """
     q_ARKGD, pool_ANPK2D, table_ABM, slots_AR, positions_AR, first_AB1, *scales = operands
     groups, width = q_ARKGD.shape[3:]
@@ -84,7 +84,7 @@ def attend(*operands: Any, window: int | None = None, interpret: bool = False) -
 
 
 def takes(groups: int, width: int, size: int, item: int) -> bool:
-    """Whether the kernel takes these sizes, with `item` bytes a number: tiles are powers of two."""
+    """Whether the kernel takes these sizes, with `item` bytes an element; tiles are powers of 2."""
     are_powers = all(n & (n - 1) == 0 for n in (width, size))
     are_enough = width >= 16 and size >= 8
     return are_powers and are_enough and groups <= MOST_GROUPS and width * item <= MOST_BYTES
@@ -95,7 +95,7 @@ def _item(q_ARKGD: Any, pool_ANPK2D: Any) -> int:
 
 
 class _Tiles(NamedTuple):
-    """Which rows the programs of a call have."""
+    """The rows that each program of a kernel call computes."""
 
     # (A, I, 4): the slot of each tile, its first row and, twice, its number of rows; these are 0
     # for tiles that are not needed
@@ -133,7 +133,7 @@ def _tiles(counts_AB: Any, first_AB: Any, slot_AR: Any, size: int, *, most: int 
 
 
 def _run(operands: Any, tiles: _Tiles, queries: int, *, window: int | None, interpret: bool) -> Any:
-    """The heads (A, R, K, G, D) of the rows that are in tiles; anything for other rows."""
+    """Returns the heads (A, R, K, G, D) of the rows that are in tiles; other rows are undefined."""
     q_ARKGD, pool_ANPK2D, table_ABM, positions_AR, *scales = operands
     outer, rows, heads, groups, width = q_ARKGD.shape
     pages, size = pool_ANPK2D.shape[1:3]
@@ -284,7 +284,7 @@ def _kernel(
 
 
 def _pages(table: Any, slot: Any, i: Any, size: int) -> Any:
-    """The page of a tile of positions, or of each position if several pages make a tile."""
+    """Returns the page of tile `i` of positions, or each position's if tiles span several pages."""
     most = table.shape[1] - 1
     if size >= POSITIONS:
         return table[slot, jnp.minimum(i // (size // POSITIONS), most)]
@@ -300,7 +300,7 @@ def _load(ref: Any, where: Any, mask: Any, other: Any) -> Any:
 
 
 def _load_wide(ref: Any, where: Any, mask: Any) -> Any:
-    """The last dim whole: zeros where the mask is not set."""
+    """Loads whole last dims at the indices `where`; zeros where the mask is not set."""
     return _load(ref, *_widened(ref, where, mask), 0)
 
 

@@ -24,7 +24,7 @@ from spmd.ops.triton import compiled_with, triton
 
 
 class Tiles(NamedTuple):
-    """How a product is divided: the sizes of a program's tile, and how it runs."""
+    """The sizes of the tile that a program computes, and how it is compiled."""
 
     rows: int
     columns: int
@@ -40,11 +40,11 @@ NEIGHBOURS = 8
 
 
 def product(x_RI: Any, weights_EOI: Any, sizes_E: Any, *, interpret: bool = False) -> Any:
-    """Each row (R, I) times its group's weight (E, O, I); NotImplemented where that is not for it.
+    """Multiplies rows (R, I) by their groups' weights (E, O, I); NotImplemented if it does not fit.
 
-    Rows of 16 bits are sorted by group, of `sizes_E` rows each; those behind the last group get
-    anything, be it a gradient. Sums are in float32. `interpret` runs it step by step in jax: for
-    tests.
+    Rows of 16 bits are sorted by group, of `sizes_E` rows each; results and gradients of rows
+    behind the last group are undefined. Sums are in float32. `interpret` runs it step by step in
+    jax: for tests.
     """
     of_16_bits = x_RI.dtype.itemsize == 2 and jnp.issubdtype(x_RI.dtype, jnp.floating)
     fits = of_16_bits and x_RI.dtype == weights_EOI.dtype and 0 not in x_RI.shape
@@ -82,7 +82,7 @@ def by_rows(
     is_transposed: bool,
     interpret: bool,
 ) -> jax.Array:
-    """(R, O): rows times weights (E, I, O), or (E, O, I) if these are transposed."""
+    """Returns (R, O): rows by their groups' weights (E, I, O), or (E, O, I) if `is_transposed`."""
     rows = x_RI.shape[0]
     columns = weights.shape[1 if is_transposed else 2]
     # Tiles are of rows and columns; what is summed over is the inner size.
@@ -97,7 +97,7 @@ def by_rows(
 
 
 def by_groups(y_RO: Any, x_RI: Any, sizes_E: Any, *, interpret: bool) -> jax.Array:
-    """(E, O, I): the sum of outer products of each group's rows."""
+    """Returns (E, O, I): for each group, the sum of the outer products of its rows."""
     outputs, inputs, groups = y_RO.shape[1], x_RI.shape[1], sizes_E.shape[0]
     # Tiles are of outputs and inputs; so many rows are multiplied at a time.
     tiles = _tiles(2 * LEAST if outputs % (2 * LEAST) == 0 else LEAST, inputs)
@@ -112,7 +112,7 @@ def by_groups(y_RO: Any, x_RI: Any, sizes_E: Any, *, interpret: bool) -> jax.Arr
 
 
 def _tiles(rows: int, columns: int) -> Tiles:
-    """The widest columns that divide evenly, and as many stages as fit the memory of an A100.
+    """Returns the widest columns that divide evenly, and the stages that an A100's memory fits.
 
     H200, bfloat16, 8 groups of (14336, 4096) weights. 13,103 rows: 2.3 ms with 256 columns (670
     TFLOP/s; one product of as many rows: 2.0 ms), 2.7 with 128. 128 rows: 0.25 ms (3.8 TB/s) with
@@ -123,7 +123,7 @@ def _tiles(rows: int, columns: int) -> Tiles:
 
 
 def tile_rows(sizes_E: Any, rows: int, size: int) -> Any:
-    """(T, 3): the group of each tile, its first row, and how many rows it has; 0 if left over."""
+    """Returns (T, 3): each tile's group, first row and number of rows, 0 for tiles left over."""
     # E.g. groups of 5, 0 and 3 rows in tiles of 4 rows: counts [2, 0, 1], ends [2, 2, 3], and tiles
     # (0, 0, 4), (0, 4, 1), (2, 5, 3).
     groups = sizes_E.shape[0]
@@ -152,7 +152,7 @@ def _call(
 
 
 def _place(program: Any, rows: int, columns: int) -> tuple[Any, Any]:
-    """(tile of rows, tile of columns) of a program: a few rows go over all columns together."""
+    """Returns a program's tile of rows and of columns: a few rows share all columns in turn."""
     width = NEIGHBOURS * columns
     first = program // width * NEIGHBOURS
     height = jnp.minimum(rows - first, NEIGHBOURS)
@@ -215,7 +215,7 @@ def _groups_kernel(
 
 
 def _rows(ref: Any, row_R: Any, begin: Any, size: int, is_there_R: Any = None) -> Any:
-    """(R, size) of some rows, from a column on; zeros of rows that are not there."""
+    """Loads (R, size) of some rows, from column `begin` on; zeros for rows that are not there."""
     shape = (*row_R.shape, size)
     where = (
         jnp.broadcast_to(row_R[:, None], shape),

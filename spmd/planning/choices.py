@@ -1,4 +1,4 @@
-"""What one op may choose from, for every planner, and what reshards of its values cost then."""
+"""The choices that planners weigh for an op, and tables of what reshards between them cost."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ Sums = tuple[tuple[tuple[int, ...], str], ...]  # which operands may be partial,
 
 
 class Choices:
-    """Makes choices for the ops of one problem; ops that are alike share the work.
+    """Makes the choices for the ops of one problem; ops of one kind share what is made.
 
-    A choice follows from an assignment and from what is partial. Planners ask for those that lead
-    on from states that are known `around` an op, and for axes `placed` in every way.
+    A choice follows from an assignment and from which operands are partial. `around` makes those
+    that fit known states of an op's values, `placed` those with some mesh axes in every place.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -92,10 +92,11 @@ class Choices:
     def placed(
         self, op: Op, axes: Sequence[Axes], base: Choice | None, sums: Sums
     ) -> tuple[Choice, ...]:
-        """The choices in which some axes have every place that they may have, wished for or not.
+        """Returns the choices with the given mesh axes in every place that the op's rule allows.
 
-        An axis splits a factor, or is one over which operands flow through partial, or is idle; so
-        are axes that are held. All other axes are where they are in `base`, or idle.
+        An axis splits a factor, or is one over which operands are partial, or splits nothing; so do
+        axes that are held. All other axes are where `base` has them; without it they split nothing.
+        `sums` says which operands may be partial, and how their terms combine.
         """
         if op.is_mark:
             return self.of_mark(op)
@@ -130,12 +131,12 @@ class Choices:
         return self._made[key]
 
     def of_mark(self, op: Op) -> tuple[Choice, ...]:
-        """The one choice that a mark leaves: what it says."""
+        """Returns the only choice of a mark: its sharding, open dims as propagation proposes."""
         wanted = Sharding(self.propagated.proposals[op.results[0]])
         return (Choice(wanted.dims, (wanted,), (wanted,)),)
 
     def own_seconds(self, op: Op, assignment: Assignment) -> float:
-        """An op's own time, without reshards."""
+        """Returns the seconds that an op itself takes under an assignment, without any reshards."""
         stored = self.problem.stored(op)
         key = op.kind, stored, assignment
         found = self._seconds.get(key)
@@ -169,7 +170,7 @@ class Choices:
 
 
 def making_choice(op: Op, wanted: Sharding, mesh: Mesh) -> Choice:
-    """The choice by which a cheap op makes its result in the wanted sharding."""
+    """Returns the choice by which an op, recomputed for each use, makes the wanted sharding."""
     rule = rule_of(op.kind, op.loc)
     assignment = list(unsplit(rule))
     for dim, axes in zip(rule.results[0], wanted.dims, strict=True):
@@ -178,7 +179,7 @@ def making_choice(op: Op, wanted: Sharding, mesh: Mesh) -> Choice:
 
 
 def plain_choice(rule: Rule, assignment: Assignment, mesh: Mesh) -> Choice:
-    """The choice in which every operand arrives full."""
+    """Returns the choice that an assignment implies if no operand is partial."""
     sizes = mesh.atom_sizes
     operands = [project(rule, dims, assignment, sizes) for dims in rule.operands]
     results = [
@@ -191,7 +192,7 @@ def plain_choice(rule: Rule, assignment: Assignment, mesh: Mesh) -> Choice:
 
 
 def axis_sets(runs: Sequence[Axes]) -> list[Axes]:
-    """Every set of some axes but the empty one, as ascending atoms."""
+    """Returns every non-empty combination of some axes, each as its atoms in ascending order."""
     return [
         tuple(sorted(itertools.chain(*chosen)))
         for count in range(1, len(runs) + 1)
@@ -200,10 +201,9 @@ def axis_sets(runs: Sequence[Axes]) -> list[Axes]:
 
 
 class Ways:
-    """What it takes to bring values from one sharding to another, as tables of numbers.
+    """Looks up the seconds of reshards in tables that values of one type share.
 
-    Values of one type share a table of all shardings that were asked about; it grows. So what it
-    costs from any states of a value to any needs is a few rows and columns of that.
+    A table has a row and a column for each sharding that was asked about, and grows with new ones.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -212,14 +212,15 @@ class Ways:
         self._of: dict[Value, _Alike] = {}
 
     def numbers(self, value: Value, shardings: Sequence[Sharding]) -> Table:
-        """The rows, or columns, that stand for shardings in the table of a value."""
+        """Returns the index of each sharding in the table of a value; new ones are added."""
         index = self._table(value).index
         return np.array([index.setdefault(s, len(index)) for s in shardings], dtype=np.intp)
 
     def costs(self, value: Value, states: Table, needs: Table, stores: bool) -> Table:
-        """Seconds from each state (rows) to each need (columns); `FORBIDDEN` where no way leads.
+        """Returns the seconds of the reshard from each state (rows) to each need (columns).
 
-        The reader may want the value in memory: it `stores` it.
+        Both are indices from `numbers`. Where no reshard leads the cost is `FORBIDDEN`. `stores`
+        says whether the reader needs the value in memory.
         """
         alike, inside = self._table(value), not self.problem.in_memory[value]
         found: Table = alike.costs(value, inside, stores)[states[:, None], needs]
@@ -246,7 +247,7 @@ class _Alike:
         self._costs: dict[tuple[bool, bool], Table] = {}
 
     def costs(self, value: Value, inside: bool, stores: bool) -> Table:
-        """Seconds of reshards, and of the memory that they move, between all shardings."""
+        """Returns the seconds of reshards, memory traffic included, between all known shardings."""
         every = tuple(self.index)
         if len(every) > (known := len(self.seconds)):
             glance = self.problem.resharder.glance
@@ -263,7 +264,7 @@ class _Alike:
         return found
 
     def ask(self, value: Value, states: Table, needs: Table) -> None:
-        """Asks for the seconds that are not a number yet."""
+        """Searches for those reshards whose seconds are still NaN in the table, one by one."""
         every = tuple(self.index)
         for i, j in zip(*np.nonzero(np.isnan(self.seconds[states[:, None], needs])), strict=True):
             ends = int(states[i]), int(needs[j])
@@ -282,11 +283,11 @@ MOST_MOVED = 4  # of these, also tried with other factors split instead of whole
 def assignments_around(
     rule: Rule, states: Sequence[States], sizes: Sequence[int]
 ) -> tuple[Assignment, ...]:
-    """What the states of an op's values lead to, and the assignment that splits nothing.
+    """Returns assignments that fit known states of an op's values, and the one that splits nothing.
 
-    Every state leads once, and the first states of the other values split what it leaves free; then
-    every state is tried alone. What needs an exchange where it is split is also tried whole, atoms
-    of dims that are whole also on other factors, and what may go round, or be exchanged, also is.
+    Each state in turn splits factors first, and the likeliest states of the other values split what
+    is left; then each state is used alone. Variants keep windows and merges whole, move atoms away
+    from dims that the op needs whole, and split ring factors and those that exchange, too.
 
     `states` are what each operand and result may be, the likely first; none if any state will do.
 
@@ -334,7 +335,7 @@ def assignments_around(
 def placements(
     rule: Rule, base: Assignment, runs: Sequence[Axes], sizes: Sequence[int]
 ) -> list[Assignment]:
-    """Every way to lay runs of atoms on factors of an op that they divide evenly, or nowhere.
+    """Returns the assignments that put each run of atoms on any factor that it divides, or on none.
 
     The runs are whole axes, mostly. No atom of theirs is held, or splits a factor in `base`.
 
@@ -356,9 +357,9 @@ def placements(
 
 
 def going_round(rule: Rule, assignment: Assignment, sizes: Sequence[int]) -> tuple[Assignment, ...]:
-    """The assignment that splits ring factors, too: attention's keys, whose pieces then go round.
+    """Returns the assignment with ring factors split, too, or nothing where none can be.
 
-    None where the rule has no ring factor that can be split.
+    Devices pass the pieces of a ring factor round, such as the keys of attention.
     """
     round_ = list(assignment)
     for number, _ in rule.rings:
@@ -369,7 +370,10 @@ def going_round(rule: Rule, assignment: Assignment, sizes: Sequence[int]) -> tup
 def exchanging(
     rule: Rule, assignment: Assignment, wanted: Iterable[Claims], sizes: Sequence[int]
 ) -> tuple[Assignment, ...]:
-    """Assignments that also split factors over atoms along which they exchange, where wanted."""
+    """Returns variants that also split factors over atoms that split others, where that is wanted.
+
+    Devices then run an all-to-all: experts, say, are split over the atoms that split the tokens.
+    """
     found: dict[Assignment, None] = {}
     for number, _ in rule.exchanges:
         for axes in dict.fromkeys(claims.get(number, ()) for claims in wanted):
@@ -387,14 +391,14 @@ def moved_whole(
     states: Sequence[tuple[Sequence[tuple[int, ...]], States]],
     sizes: Sequence[int],
 ) -> Iterable[Assignment]:
-    """Assignments that split other dims, where the op needs those whole that its values have split.
+    """Yields assignments that move a split from a dim that the op needs whole to other dims.
 
     A sort along a dim needs the dim whole. If its operand comes with that dim split over `a`, one
-    can gather it; or split another dim, along which the sort passes, over `a`. That costs an all-
-    to-all there and one back, and no device ever holds all of the operand.
+    can gather it; or split another dim, along which the sort passes, over `a`. That costs an
+    all-to-all there and one back, and no device ever holds all of the operand.
 
-    There is one assignment for each passing factor that all such values share: it takes as many
-    atoms as fit into it, and the other passing factors take the rest. `states` has for each operand
+    There is one assignment for each `pass` factor that all such values share: it takes as many
+    atoms as fit into it, and the other `pass` factors take the rest. `states` has for each operand
     and result its factors, and the state that it is likely in, if any.
     """
     if all(factor.kind not in _STUCK for factor in rule.factors):
@@ -432,7 +436,7 @@ def moved_whole(
 def claims_of(
     rule: Rule, dims: Sequence[tuple[int, ...]], sharding: Sharding, sizes: Sequence[int]
 ) -> dict[int, Axes]:
-    """The atoms that a value's sharding has on each factor of an op."""
+    """Returns the atoms that a value's sharding puts on each factor of an op."""
     claims: dict[int, Axes] = {}
     for axes, dim in zip(sharding.dims, dims, strict=True):
         if not axes:
@@ -450,7 +454,7 @@ def claims_of(
 def merge(
     rule: Rule, order: Iterable[Claims], sizes: Sequence[int], joined: frozenset[int]
 ) -> Assignment:
-    """Lets each source in turn split factors, or split them further, with atoms still free.
+    """Makes an assignment from claims in order: each splits factors further, with atoms still free.
 
     Factors that share a dim with others are `joined`: they take only atoms that divide them.
     """

@@ -1,9 +1,9 @@
-"""`Domains`: the states that each class of units may be in, and the choices that each op has.
+"""`Domains`: the states of arguments and carries, and the choices of ops, that are weighed.
 
-Three sources, the likely first. *Suggested* is what the marks lead to: choices that follow from
-what propagation proposed for an op's values. *Taken* is what a plan took for ops of one kind.
-*Placed* is every way to lay some axes of the mesh on the factors of an op, on the dims of a carry,
-or among its terms, wished for or not. Terms of a sum are among these only where a sum arrives.
+They have three sources, the likely first. *Suggested* are choices that follow from the proposals
+for an op's values. *Taken* are those of a plan for ops of the same kind. *Placed* is every way to
+split an op's factors, or a carry's dims, over some axes of the mesh, or to leave values partial
+over them, wished for or not; partial values are among these only where one may arrive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Taken = Mapping[tuple[OpKind, Axes], tuple[Choice, ...]]  # by kind of op and ax
 
 
 def taken_by(plan: Plan) -> Taken:
-    """What a plan took for ops of each kind."""
+    """Returns the choices that a plan made for ops of each kind."""
     found: dict[tuple[OpKind, Axes], dict[Choice, None]] = {}
     for op in plan.program.walk():
         if not op.regions and (choice := plan.choices.get(op.results[0])) is not None:
@@ -36,7 +36,7 @@ def taken_by(plan: Plan) -> Taken:
 
 
 class Domains(NamedTuple):
-    """What each class of units can choose from."""
+    """The choices and states that the solver weighs, for each class of units (`Units`)."""
 
     left: tuple[tuple[States, ...], ...]  # of each result, the state for each choice
     choices: tuple[tuple[Choice, ...], ...]  # of ops; none for other classes
@@ -51,14 +51,14 @@ def domains_of(
     base: Plan | None = None,
     taken: Taken | None = None,
 ) -> Domains:
-    """States and choices to cost, for a whole program.
+    """Returns the states and choices to be weighed for a whole program.
 
-    Some axes are placed in every way. All others are where a `base` plan has them, whose choices
-    are among those suggested. `taken` is what a plan of another form of the program took.
+    The `axes` are placed in every way, all others as in the `base` plan, whose choices are among
+    those suggested. Where `taken` has choices for an op, they stand in for its placements.
     """
 
     def states_of(unit: Unit, sums: Sequence[str]) -> States:
-        """The states of an argument, of a carry where such sums may arrive, or of nothing."""
+        """Returns what an argument or carry may be in; `sums` are kinds of partial that arrive."""
         if unit.role == ARGUMENT:
             return problem.arguments[unit.number]
         if unit.role != CARRY:
@@ -119,15 +119,15 @@ def domains_of(
 
 
 def _sums_arriving(problem: Problem, units: Units) -> list[Sums]:
-    """For each class, what may arrive partial: a sum that no op has put together on the way.
+    """Returns, for each class, which operands may arrive partial, and how their terms combine.
 
-    To take a whole value apart into terms only costs. So operands flow through an op partial only
-    where one of them comes from a product over a split dim, say, through linear ops.
+    To make a whole value partial only costs. So operands flow through an op partial only where one
+    of them comes from a contraction over a split dim, say, through linear ops.
 
     Trace:
       %2 = dot %0, %1          leaves a sum
       %3 = multiply %2, %w     a sum may arrive as %2, and so %3 may be one; none as %w
-      %4 = tanh %3             not linear: what it reads is put together, and it leaves no sum
+      %4 = tanh %3             not linear: %3 is reduced before it, and it leaves no sum
     """
     read: list[dict[int, list[int]]] = [{} for _ in units.units]  # operand position -> sources
     for use in units.uses:

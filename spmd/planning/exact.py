@@ -50,12 +50,12 @@ def plan_exactly(
     recompute: bool = True,
     like: Plan | None = None,
 ) -> P:
-    """Plans a whole program.
+    """Plans a whole program; returns the plan predicted to be the fastest that fits in memory.
 
-    Proposed are the cheapest plan where reshards take their time, of all placements and of those
-    that the marks suggest; where the machine can hide most of it, the cheapest where it does; where
-    there are open arguments, the cheapest in which they lie as the marks suggest; and the greedy
-    plan. Those that may win are timed, and the fastest that fits in memory is taken.
+    It proposes the cheapest plan of all placements, the cheapest of those that follow from marks,
+    the greedy plan and, where arguments are open, the cheapest with these as the marks suggest;
+    and, where the machine can hide most communication, the cheapest if that is hidden. `try_out`
+    predicts one device's program for those that may win.
 
     Without a `memory_limit` the topology's memory is a wish: a plan that misses it is returned with
     a note. With a plan of another form of the program in `like`, ops choose among what it took and
@@ -104,10 +104,11 @@ def plan_exactly(
 
 
 def weighed(problem: Problem, like: Plan | None = None) -> tuple[Plan, CostNetwork]:
-    """The greedy plan, and the network of every placement, or of what another form's plan took.
+    """Returns the greedy plan, and the cost network of all placements of mesh axes.
 
     Two axes are placed together, on every op. Of more axes every pair in turn, all others where the
-    best plan so far has them, until no pair finds anything better.
+    best plan so far has them, until no pair finds anything better. With a plan of another form of
+    the program in `like`, the network has the choices that this took instead of placements.
     """
     choices = Choices(problem)
     greedy = plan_greedily(problem, choices)

@@ -1,4 +1,4 @@
-"""The greedy plan: ops in program order, each takes the choice that is cheapest right there.
+"""The greedy planner: ops in program order, each takes the choice that is cheapest right there.
 
 It is fast and simple, the baseline that the exact planner is measured against and falls back to.
 For each op it weighs the op's own time, the reshards of its operands from the copies that exist,
@@ -23,7 +23,7 @@ CLOSE = 1e-9  # relative difference of times that are a tie
 
 
 def plan_greedily(problem: Problem, choices: Choices | None = None) -> Plan:
-    """Plans a whole program; of the shardings that an argument may have, the first counts."""
+    """Plans a whole program greedily, with each argument in the first sharding that it may have."""
     return _Greedy(problem, choices or Choices(problem)).run()
 
 
@@ -47,7 +47,7 @@ class _Greedy(Walk):
         return replicated(self.types[tie.result].rank)
 
     def choose(self, op: Op) -> tuple[Choice, float]:
-        """The cheapest choice; ops of a kind share it where their values are in the same states."""
+        """Returns the cheapest choice and its own seconds; equal ops in equal states share it."""
         copies_of, wishes = self.copies.get, self.wishes
         copies = tuple([copies_of(v, ()) for v in op.operands])  # nothing for cheap values
         wanted = tuple([(wish,) if (wish := wishes[v]) else () for v in op.results])

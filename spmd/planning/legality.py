@@ -1,4 +1,4 @@
-"""What must hold of a plan, as a table of small checks: the partitioner relies on all of it."""
+"""What must hold of every plan, as a table of small checks: the partitioner relies on all of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def states_are_legal(plan: Plan) -> str | None:
-    """Every state fits its value's type; only cheap and unused values have no state."""
+    """Every state fits its value's type; values that are unused, or recomputed, have none."""
     types = plan.program.types
     if len(plan.states) != len(types):
         return f"{len(plan.states)} states for {len(types)} values"
@@ -37,7 +37,7 @@ def states_are_legal(plan: Plan) -> str | None:
 
 
 def held_atoms_are_left_alone(plan: Plan) -> str | None:
-    """Inside a manual region nothing is split or partial over its axes."""
+    """Inside a `shard_map` no value is split, or partial, over its manual axes."""
     for value, held in plan.problem.index.held.items():
         state = plan.states[value]
         if state is not None and not state.used.isdisjoint(held):
@@ -47,7 +47,7 @@ def held_atoms_are_left_alone(plan: Plan) -> str | None:
 
 
 def arguments_fit(plan: Plan) -> str | None:
-    """Arguments fit and are not partial, and their values start from just these."""
+    """Each argument's sharding fits its type, is not partial, and is the state of its value."""
     args = plan.program.body.args
     if problem := _boundary(plan, "argument", args, plan.arguments):
         return problem
@@ -58,14 +58,14 @@ def arguments_fit(plan: Plan) -> str | None:
 
 
 def results_fit(plan: Plan) -> str | None:
-    """Results fit and are not partial."""
+    """Each result's sharding fits its type and is not partial."""
     return _boundary(plan, "result", plan.program.body.results, plan.results)
 
 
 def marks_hold(plan: Plan) -> str | None:
-    """A closed dim of a marked value is exactly as marked, an open one begins so.
+    """A closed dim of a marked value is exactly as marked; an open one begins with the marked axes.
 
-    A result's mark speaks of what is returned, not of the value: that may be returned twice.
+    A result's mark holds for what is returned, not for the value, which may be returned twice.
     """
     program = plan.program
     owners = {v for op in program.walk() if op.is_mark for v in op.results}
@@ -109,7 +109,7 @@ def _boundary(
 
 
 def choice_has_arity(plan: Plan, op: Op, choice: Choice) -> str | None:
-    """A sharding for each operand and result."""
+    """A choice has one sharding for each operand and each result of its op."""
     have = len(choice.operands), len(choice.results)
     need = len(op.operands), len(op.results)
     return None if have == need else f"shardings for {have} operands and results, not {need}"
@@ -125,7 +125,7 @@ def shardings_fit_types(plan: Plan, op: Op, choice: Choice) -> str | None:
 
 
 def results_are_states(plan: Plan, op: Op, choice: Choice) -> str | None:
-    """What an op leaves its results in is the state of these values."""
+    """The sharding that a choice has for a result is the state of that value."""
     for value, sharding in zip(op.results, choice.results, strict=True):
         if plan.states[value] != sharding:
             return f"%{value} is left {format_sharding(sharding, plan.mesh)}, not in its state"
@@ -133,7 +133,7 @@ def results_are_states(plan: Plan, op: Op, choice: Choice) -> str | None:
 
 
 def partials_exist(plan: Plan, op: Op, choice: Choice) -> str | None:
-    """An operand is asked for as partial where its value is, or can be made so."""
+    """An operand is needed partial only where its value is partial like that, or can be made so."""
     for value, sharding in zip(op.operands, choice.operands, strict=True):
         if not sharding.kind:
             continue
@@ -143,7 +143,7 @@ def partials_exist(plan: Plan, op: Op, choice: Choice) -> str | None:
 
 
 def assignment_is_legal(plan: Plan, op: Op, choice: Choice) -> str | None:
-    """No atom splits two factors, factors divide, dims stay contiguous."""
+    """An assignment is legal for the op's rule: no atom splits two factors, for example."""
     rule = rule_of(op.kind, op.loc)
     if len(choice.assignment) != len(rule.factors):
         return f"{len(choice.assignment)} entries for the {len(rule.factors)} factors of {rule}"
@@ -153,7 +153,7 @@ def assignment_is_legal(plan: Plan, op: Op, choice: Choice) -> str | None:
 
 
 def shardings_follow(plan: Plan, op: Op, choice: Choice) -> str | None:
-    """Operands and results are tiled as the assignment says."""
+    """The dims of operands and results are split as the assignment says."""
     rule = rule_of(op.kind, op.loc)
     sizes = plan.mesh.atom_sizes
     for dims, sharding in zip(rule.values, choice.operands + choice.results, strict=True):
@@ -165,7 +165,11 @@ def shardings_follow(plan: Plan, op: Op, choice: Choice) -> str | None:
 
 
 def partials_follow(plan: Plan, op: Op, choice: Choice) -> str | None:
-    """Partial operands form one group in which the op is linear; the results owe just that."""
+    """The partial operands of a choice are one group in which its op is linear, partial alike.
+
+    These are both operands of an add, or one of a multiply. Results are partial over the same
+    atoms, and over those that the assignment reduces.
+    """
     rule = rule_of(op.kind, op.loc)
     partial = tuple(i for i, s in enumerate(choice.operands) if s.partial)
     states = {(choice.operands[i].partial, choice.operands[i].kind) for i in partial} or {((), "")}

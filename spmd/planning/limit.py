@@ -1,9 +1,9 @@
-"""Plans that keep to a memory limit: what is alive at the peak gets a price, until they do.
+"""Finds plans that keep to a memory limit: what is alive at the peak gets a price, until they do.
 
 A Lagrangian relaxation: seconds for each byte of what is alive at the fullest moment are added to
-the costs, and raised until the cheapest plan fits. A price can be paid in two ways: by splitting
-values further (they pay wherever they have been alive at the peak of a plan that was too large), or
-by making them again rather than holding them (`spmd.lowering.recompute`). Both are tried.
+the costs, and raised until the cheapest plan fits. The price can be saved in two ways: by splitting
+values further (those pay that have been alive at the peak of a plan that was too large), or by
+recomputing them rather than holding them (remat, `spmd.lowering.recompute`). Both are tried.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ CLOSE, CLOSER = 1.5, 1.02
 
 
 class TriedPlan(Judged, Protocol):
-    """A plan, and what one device's program of it is predicted to take."""
+    """A plan with the predicted time and memory of one device's program for it."""
 
     plan: Plan
 
     @property
     def collects(self) -> bool:
-        """Whether a loop of it collects what a later loop could make again."""
+        """Whether a loop stacks values for a later loop that could recompute them (remat)."""
 
     @property
     def largest(self) -> Sequence[tuple[str, int]]:
-        """Names and bytes of what is held at the fullest moment, the largest values of it."""
+        """Names and bytes of the largest values that are held at the peak of memory."""
 
 
 P = TypeVar("P", bound=TriedPlan)
@@ -53,11 +53,11 @@ TryOut = Callable[[Plan], P]  # brings a plan down to one device, as the later s
 
 
 def skip_detours(search: Search[P], try_out: TryOut[P]) -> None:
-    """Tries the best plan with loops that collect less, though it fits.
+    """Tries the best plan with more remat, though it fits: it may be faster.
 
     To write a value to memory in a forward loop and to read it in the backward loop may take longer
     than to compute it again. So the same plan is tried at a low price of memory, at which values
-    are made again where that is nearly free.
+    are recomputed where that is nearly free.
     """
     best = search.best
     if best.collects:
@@ -69,14 +69,17 @@ def skip_detours(search: Search[P], try_out: TryOut[P]) -> None:
 def pay_for_memory(
     search: Search[P], priced: Callable[[Prices], Plan], try_out: TryOut[P], recompute: bool
 ) -> None:
-    """Adds plans at prices of memory to a search, of which all so far are too large."""
+    """Adds plans at rising prices of memory to a search in which no plan fits yet.
+
+    `priced` returns the cheapest plan at prices of values; with `recompute` remat is tried, too.
+    """
     fastest, plain = min(search.tried, key=lambda trial: trial.seconds), search.tried
     if recompute:
         _make_again(search, plain, try_out)
     unsplit, alive = len(search.tried), dict[Value, None]()
 
     def at(price: float, last: P) -> P:
-        """The plan at a price of what was alive at the peak of those before."""
+        """Tries the plan in which what was alive at the peaks so far has a price a byte."""
         if not search.fits(last):
             alive.update(dict.fromkeys(value for value, _ in peak_of(last.plan).alive))
         plan = priced(dict.fromkeys(alive, price))
@@ -88,10 +91,10 @@ def pay_for_memory(
 
 
 def noted(search: Search[P], memory_limit: int | None, recompute: bool) -> P:
-    """The best of a search in which memory was short, with a note that says so.
+    """Returns the best of a search in which memory was short, with a note for the user.
 
-    Without a `memory_limit` of the user's, the limit of the search was a wish; with one, a
-    `PlanError` says that no plan keeps to it.
+    If nothing fits, a `memory_limit` of the user's raises a `PlanError`; without one the note says
+    what is needed and what there is.
     """
     best, limit = search.best, bytes_text(int(search.limit))
     need = bytes_text(best.bytes)
@@ -115,7 +118,7 @@ def noted(search: Search[P], memory_limit: int | None, recompute: bool) -> P:
 
 
 def check_possible(problem: Problem, memory_limit: int | None) -> None:
-    """Raises a `PlanError` for a limit that no plan can keep to, before any is made."""
+    """Raises a `PlanError` if what every plan holds exceeds the limit, before any plan is made."""
     if memory_limit is None:
         return
     held = least_held(problem)
@@ -138,7 +141,7 @@ def _refusal(what: str, limit: int, least: int, actual: str, recompute: bool = T
 
 
 def _make_again(search: Search[P], trials: Sequence[P], try_out: TryOut[P]) -> None:
-    """Tries the plans of some trials with programs that make values again."""
+    """Tries plans that do not fit with remat, each at rising prices of memory."""
     for trial in sorted(trials, key=lambda trial: trial.seconds):
 
         def at(price: float, _: P, plan: Plan = trial.plan) -> P:
@@ -159,8 +162,8 @@ def _make_again(search: Search[P], trials: Sequence[P], try_out: TryOut[P]) -> N
 def _rising(search: Search[P], trial: P, at: Callable[[float, P], P], close: float) -> None:
     """Tries prices that rise until a program fits, then closes in on the lowest price that does.
 
-    It begins with a trial without a price; `at` makes the trial at a price, after another. Between
-    two prices of the ratio `close` no third is tried.
+    The first `trial` has no price; `at` tries a price, given the last trial. The search ends when
+    the prices on both sides of the lowest have a ratio of at most `close`.
     """
     low, high = trial.seconds / search.limit * FIRST, 0.0
     price, first, slowest = low, trial.bytes, search.seconds
@@ -196,7 +199,7 @@ class Peak(NamedTuple):
 
 
 def peak_of(plan: Plan) -> Peak:
-    """The fullest moment of a plan. Updates of donated arguments are written over these."""
+    """Estimates a plan's peak of memory; updates of donated arguments are written over these."""
     body, size = plan.program.body, plan.problem.size
     arguments = {held: size(*held) for held in zip(body.args, plan.arguments, strict=True)}
     returned = list(zip(body.results, plan.results, strict=True))
@@ -208,7 +211,7 @@ def peak_of(plan: Plan) -> Peak:
 
 
 def _peak_inside(plan: Plan, region: Region, returned: Mapping[Value, Sharding]) -> Peak:
-    """What is alive at the worst moment, besides the region's own arguments."""
+    """Estimates a region's peak without its own arguments; `returned` are its results' states."""
     cheap, in_memory, args = plan.propagated.cheap, plan.problem.in_memory, set(region.args)
     first: dict[Held, int] = {}
     last: dict[Held, int] = {}
@@ -263,7 +266,7 @@ def _peak_inside(plan: Plan, region: Region, returned: Mapping[Value, Sharding])
 
 
 def bound_of(plan: Plan) -> int:
-    """Bytes that `peak_of` cannot exceed: those of all values together, as if none were ever freed.
+    """Returns bytes that `peak_of` cannot exceed: all values together, as if none were ever freed.
 
     It takes one pass over the program. A plan for which this fits needs no closer look.
     """
@@ -279,10 +282,10 @@ def bound_of(plan: Plan) -> int:
 
 
 def least_held(problem: Problem) -> dict[str, int]:
-    """Bytes that one device holds in every plan, known without any.
+    """Returns the bytes that one device holds whatever the plan is, by what they are for.
 
-    Arguments, constants among them, and results that are not written over donated ones, where they
-    take the least: as marked, or split over all devices.
+    These are arguments, constants, and results that are not written over donated arguments, where
+    they take the least: as marked, or split over all devices.
     """
     program, body = problem.program, problem.program.body
     arguments = zip(body.args, problem.arguments, strict=True)

@@ -39,7 +39,7 @@ SMALLER = 1e-15  # seconds for each byte of arguments and results: of equals, th
 
 
 class Variable(NamedTuple):
-    """A variable of the network that stands for a class of units."""
+    """A variable of the network: its states are what one class of units may decide."""
 
     number: int
     choices: Table  # for each of its states, the choice of the class
@@ -49,16 +49,16 @@ class Variable(NamedTuple):
 
     @property
     def rows(self) -> list[tuple[int, int]]:
-        """Choice and copy of each state."""
+        """The indices of choice and copy that each state stands for; a copy of -1 is none."""
         return list(zip(self.choices.tolist(), self.again.tolist(), strict=True))
 
     def row(self, state: int) -> tuple[int, Sharding | None]:
-        """The choice of a state, and the copy that is made as well."""
+        """Returns the index of a state's choice, and the sharding of its extra copy, if any."""
         again = int(self.again[state])
         return int(self.choices[state]), self.copies[again] if again >= 0 else None
 
     def state(self, choice: int, copy: Sharding | None) -> int:
-        """The state of a choice and a copy; the one without a copy if there is none with it."""
+        """Returns the state with a choice and a copy, or without the copy if none has both."""
         again = self.copies.index(copy) if copy in self.copies else -1
         found = np.flatnonzero((self.choices == choice) & (self.again == again))
         return int(found[0]) if len(found) else choice
@@ -68,10 +68,11 @@ Copies = Mapping[tuple[int, int], States]  # class and result -> states of possi
 
 
 class CostNetwork:
-    """The network of a program, and how its variables stand for classes of units.
+    """The cost network of a program, with a variable for each class of units.
 
-    Copies that paid in a network of the same units are `known`; they are looked for if left out.
-    The choices and states of a `base` plan are among the domains: the solver starts from them.
+    `known` are the copies of values that paid in a network of the same units; they are searched for
+    if left out. The choices and states of a `base` plan are in the domains: the solver starts from
+    them.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class CostNetwork:
         self._build(known)
 
     def settled(self) -> CostNetwork:
-        """The network with the copies that its cheapest joint state asks for."""
+        """Adds the copies that the cheapest joint state asks for, and returns the network."""
         if (copies := self.agreed()) != self.copies:
             self._build(copies)
         return self
@@ -145,7 +146,7 @@ class CostNetwork:
 
     @cached_property
     def network(self) -> Network:
-        """Variables and costs, without names."""
+        """What the solver is given: each variable's own costs, and the costs of pairs."""
         network = Network()
         for variable, own in zip(self.variables, self._owned, strict=True):
             reshards = self._reshards.unary[variable.number]
@@ -156,12 +157,12 @@ class CostNetwork:
 
     @cached_property
     def solution(self) -> Solution:
-        """The cheapest joint state."""
+        """The cheapest joint state: one state for each variable."""
         known = [v.state(*row) for v, row in zip(self.variables, self._known, strict=False)]
         return solve(self.network, known=known or None, close=self._close)
 
     def among(self, role: str, counts: Sequence[int]) -> Solution:
-        """The cheapest joint state in which classes of a role make one of their first choices."""
+        """Returns the cheapest joint state if units of a role take one of their first choices."""
         allowed = [
             np.flatnonzero(v.choices < count) if unit.role == role else np.arange(len(v.choices))
             for v, count, unit in zip(self.variables, counts, self.units.units, strict=True)
@@ -169,9 +170,10 @@ class CostNetwork:
         return solve(self.network, allowed)._replace(lower=self.solution.lower)
 
     def with_exposed(self, exposed: float, by_slack: bool) -> CostNetwork:
-        """The same network, in which at least another share of each reshard's time counts.
+        """Returns the network in which at least the share `exposed` of each reshard's time counts.
 
-        With `by_slack`, all of it counts that exceeds the reshard's slack.
+        With `by_slack`, what exceeds the reshard's slack counts, if that is more: slack is the time
+        in which a device computes between making the value and reading it.
         """
         other = copy.copy(self)
         other._close, other.exposed = ROUGHLY, exposed
@@ -180,9 +182,10 @@ class CostNetwork:
         return other
 
     def agreed(self) -> Copies:
-        """Of each class the result that several uses need in states that its op does not leave.
+        """Returns copies that are worth offering: (class, result) -> shardings for several uses.
 
-        The cheapest joint state shows them; copies that were possible before stay so.
+        They are needed in the cheapest joint state, and are not what the producer leaves. Copies
+        that were offered before stay.
         """
         states = self.solution.states
         found: dict[int, tuple[float, int, States]] = {}
@@ -215,11 +218,11 @@ class CostNetwork:
 
     @property
     def by_slack(self) -> bool:
-        """Whether reshards hide only behind what is computed in their slack."""
+        """Whether a reshard hides only behind arithmetic between making a value and reading it."""
         return self._slack is not None
 
     def priced(self, prices: Mapping[Value, float]) -> Network:
-        """The network in which values that are alive at the peak cost so many seconds a byte."""
+        """Returns the solver's network with a price, in seconds a byte, for holding each value."""
         network = Network()
         network.unary = [costs.copy() for costs in self.network.unary]
         network.pairs = self.network.pairs
@@ -237,7 +240,7 @@ class CostNetwork:
         return network
 
     def own_cost(self, op: Op, choice: Choice) -> float:
-        """What a choice costs by itself."""
+        """Returns the seconds of an op without reshards; a partial result costs a trifle more."""
         later = LATER * any([s.partial for s in choice.results])
         return self.choices.own_seconds(op, choice.assignment) + later
 
@@ -304,7 +307,7 @@ class CostNetwork:
                 self._reshards.pair(variable.number, target.number, costs)
 
     def _seen(self, costs: Table, source: int, index: int, use: Use | None) -> Table:
-        """What is seen of the costs of reshards beside what a device computes in the meantime."""
+        """Returns the costs of reshards less what hides behind arithmetic."""
         if self._slack is None:
             return costs * self.exposed
         uses = self._uses[source, index] if use is None else [use]
@@ -312,7 +315,7 @@ class CostNetwork:
         return np.maximum(self.exposed * costs, costs - min(slack))
 
     def _needs_of(self, use: Use) -> States | None:
-        """What the target of a use needs for each of its choices; None if that asks for nothing."""
+        """Returns the state that a use needs for each choice of its reader; None if any will do."""
         unit = self.units.units[use.target]
         if unit.role == OP:
             return tuple([c.operands[use.position] for c in self.domains.choices[use.target]])
@@ -339,11 +342,11 @@ Slack = Mapping[tuple[int, int, int], float]  # source, result, target of a use 
 
 
 def slack_of(choices: Choices, units: Units) -> Slack:
-    """The slack of every use, if arithmetic is split evenly over all devices.
+    """Returns for each use the seconds of arithmetic between making the value and reading it.
 
-    Ops run in the order of the program. No op overlaps with the trip before, so what a trip gets is
-    there when it begins. Results of the program have no slack. Uses that are one to the planner
-    have the mean of theirs.
+    Arithmetic is taken to be split evenly over all devices, and ops to run in program order. No op
+    overlaps with the loop trip before, so what a trip gets is there when it begins. Results of the
+    program have no slack. Uses of one class have the mean of theirs.
     """
     found = _Clock(choices, units)
     found.region(choices.problem.program.body)
@@ -390,7 +393,7 @@ class _Clock:
 
 
 def decoded(costs: CostNetwork, solution: Solution) -> Plan:
-    """The plan in which every unit is in the state that its class got, its costs summed anew."""
+    """Returns the plan that a solution stands for, with its costs summed anew in one pass."""
     plan = _Decoded(costs, solution).run()
     return plan._replace(exposed=costs.exposed, by_slack=costs.by_slack, gap=solution.gap)
 

@@ -34,7 +34,7 @@ class Move(NamedTuple):
 
 
 class Recomputed(NamedTuple):
-    """A value that is not held, but made again where it is read."""
+    """A value that is recomputed where it is read (remat) instead of being held."""
 
     loc: Loc
     name: str  # of the op that makes it
@@ -42,7 +42,7 @@ class Recomputed(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """Another form of a program, and whether it was taken (`spmd.planning.search`)."""
+    """A rewrite of a program that was weighed, as loops written out, and whether it was taken."""
 
     name: str  # what is done to the program, for people
     seconds: float | None  # predicted for one run; None if the form was not made
@@ -51,7 +51,7 @@ class Weighed(NamedTuple):
 
     @property
     def text(self) -> str:
-        """`loops of at most 64 trips written out: 172 ms predicted instead of 184 ms`."""
+        """Reads `loops of 64 trips written out: 172 ms predicted instead of 184 ms`, say."""
         before = f"{self.before * 1e3:.3g} ms"
         if self.seconds is None:
             return f"not {self.name}: {before} predicted as it is, {self.refusal}"
@@ -60,7 +60,7 @@ class Weighed(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One choice for each op, one state for each value."""
+    """What a planner decided: one choice for each op, one state for each value."""
 
     problem: Problem
     # An op's first result -> its choice. Region ops have one too: their carries' states.
@@ -96,7 +96,7 @@ class Plan(NamedTuple):
 
     @property
     def propagated(self) -> Propagated:
-        """The program with its proposals."""
+        """The program with what propagation proposed for each value."""
         return self.problem.propagated
 
     @property
@@ -111,7 +111,7 @@ class Plan(NamedTuple):
 
     @property
     def topology(self) -> Topology:
-        """The machine that it was costed on."""
+        """The machine for which the plan's seconds are predicted."""
         return self.problem.topology
 
     @property
@@ -138,7 +138,7 @@ _AS_THEY_ARE = (  # fields that are numbers or text
 
 
 def recorded(plan: Plan) -> dict[str, Any]:
-    """All of a plan that JSON can keep; what is made again is left to those who make it again."""
+    """Returns a plan as data for JSON, without its problem, trip counts and recomputed values."""
     shardings: dict[Sharding, int] = {}
     choices: dict[Choice, int] = {}
 
@@ -164,7 +164,7 @@ def recorded(plan: Plan) -> dict[str, Any]:
 
 
 def replayed(record: Mapping[str, Any], problem: Problem) -> Plan:
-    """The plan of a record that `recorded` gave, read from JSON, for the same problem."""
+    """Returns the plan that `recorded` wrote, given what JSON reads and the same problem."""
     shardings = [Sharding(*_frozen(fields)) for fields in record["shardings"]]
     producers = problem.index.producers
 

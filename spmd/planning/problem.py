@@ -1,4 +1,4 @@
-"""`Problem`: all that a plan has to respect and may choose at the boundary of a program."""
+"""`Problem`: what a planner is given, and what arguments and results may be."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from spmd.reshard.paths import Resharder, States, Table
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What is to be planned."""
+    """What a planner is given: proposals, the machine, and what arguments and results may be."""
 
     propagated: Propagated
     topology: Topology
@@ -41,7 +41,7 @@ class Problem:
 
     @property
     def index(self) -> Index:
-        """Lookups over the program."""
+        """Lookups over the program: producers, users and trip counts."""
         return self.propagated.index
 
     @property
@@ -51,19 +51,19 @@ class Problem:
 
     @cached_property
     def resharder(self) -> Resharder:
-        """What reshards cost."""
+        """Finds the cheapest reshards of the program's values."""
         return Resharder(self.index, self.mesh, self.topology)
 
     @cached_property
     def wishes(self) -> tuple[Sharding | None, ...]:
-        """What propagation proposed for each value, if anything; equal ones are one object."""
+        """The sharding proposed for each value, or None; equal shardings are one object."""
         proposals = self.propagated.proposals
         made = {dims: Sharding(dims) if any(dims) else None for dims in dict.fromkeys(proposals)}
         return tuple([made[dims] for dims in proposals])
 
     @cached_property
     def in_memory(self) -> tuple[bool, ...]:
-        """Whether each value is in memory, under whichever name, if nothing is resharded."""
+        """Whether each value, or what it is an alias of, is stored rather than fused."""
         fused, producers = Fused(self.program, XlaBackend()), self.index.producers
         found = []
         for root in fused.root:
@@ -73,11 +73,11 @@ class Problem:
         return tuple(found)
 
     def stored(self, op: Op) -> tuple[bool, ...]:
-        """For each operand and result of an op whether it is in memory."""
+        """Returns, for each operand and result of an op, whether it is in memory."""
         return tuple([self.in_memory[v] for v in (*op.operands, *op.results)])
 
     def bytes(self, value: Value, states: States) -> list[int]:
-        """Bytes that one device holds of a value in each state."""
+        """Returns the bytes that one device holds of a value in each state."""
         type_ = self.program.types[value]
         known = self._bytes.setdefault(type_, {})
         for state in states:
@@ -86,17 +86,17 @@ class Problem:
         return [known[state] for state in states]
 
     def size(self, value: Value, state: Sharding) -> int:
-        """Bytes that one device holds of a value in one state."""
+        """Returns the bytes that one device holds of a value in one state."""
         return self.bytes(value, (state,))[0]
 
     def traffic(
         self, value: Value, states: States, needs: States, sends: Any, stores: bool
     ) -> Table:
-        """Seconds in which reshards from some states (rows) to some needs (columns) move memory.
+        """Returns seconds of the memory traffic of reshards from states (rows) to needs (columns).
 
-        Their collectives' time is counted elsewhere. What a collective `sends` of a value that is
-        computed inside its readers is written for it, and read behind it; and so is a piece that is
-        cut out for a reader that `stores` it, that is, wants it in memory.
+        The time of collectives is counted elsewhere. A value that is fused into its readers is
+        written for a reshard that `sends` it, and what arrives is read; a slice is written and read
+        for a reader that `stores` it, that is, needs it in memory.
         """
         bandwidth = self.topology.hbm_bandwidth
         got = np.array(self.bytes(value, needs)) / bandwidth
@@ -110,10 +110,10 @@ class Problem:
         return found
 
     def suggested(self, value: Value) -> Sharding:
-        """How an argument lies in memory between calls if it lies as the marks suggest.
+        """Returns the sharding that the marks suggest for an argument between calls.
 
-        It is split over whole axes, and over the parts of axes that it is marked with: jax cannot
-        name other parts.
+        It splits over whole axes, and over the parts of axes that the argument is marked with: jax
+        cannot name other parts.
         """
         mark = self.propagated.marks.get(value)
         shape = self.program.types[value].shape
@@ -121,11 +121,11 @@ class Problem:
         return Sharding(whole_axes(proposal, shape, self.mesh, mark.dims if mark else ()))
 
     def left(self, value: Value, state: Sharding) -> Sharding:
-        """How a result without a given sharding lies in memory: as its producer leaves it.
+        """Returns the sharding of a result for which the user gave none: as its producer leaves it.
 
-        A partial one is added up in the sharding to which that takes the least time. Parts of axes,
-        which jax cannot name, are gathered. A result that is marked inside of the program, some
-        dims open, lies as is proposed.
+        A partial one is reduced into the sharding to which that takes the least time. Parts of
+        axes, which jax cannot name, are gathered. A result that is marked inside the program is as
+        suggested.
         """
         if value in self.propagated.marks:
             return self.suggested(value)
@@ -145,11 +145,10 @@ def posed(
     results: Sequence[Sharding | None],
     links: Sequence[tuple[int, int]],
 ) -> Problem:
-    """What is to be planned: a program in which axes flow from the marks to all other values.
+    """Poses the problem of a program: marks are propagated, and arguments without one are open.
 
-    An argument without a mark may be split in any way. For each result, `results` has the sharding
-    that the user asked for, or None; `links` are (result, argument) of updates of donated
-    arguments.
+    These may be split in any way. For each result, `results` has the sharding that the user asked
+    for, or None; `links` are (result, argument) of updates of donated arguments.
     """
     args, made = program.body.args, program.body.results
     pairs = [(made[result], args[argument]) for result, argument in links]
@@ -164,7 +163,7 @@ def problem_of(
     results: Sequence[Sharding | None] = (),
     links: Sequence[tuple[int, int]] = (),
 ) -> Problem:
-    """The problem in which every argument is as marked, else as proposed (see `posed`)."""
+    """Poses the problem in which every argument is as marked, else as proposed (see `posed`)."""
     body = propagated.program.body
     wanted = tuple(results) or (None,) * len(body.results)
     problem = Problem(propagated, topology, (), wanted, dict(links))
@@ -173,7 +172,7 @@ def problem_of(
 
 
 def opened(problem: Problem, free: Sequence[bool]) -> Problem:
-    """The same problem, but the arguments that are `free` may lie in every way that divides them.
+    """Returns the problem with `free` arguments allowed every sharding that divides them.
 
     Donated ones, which live on from call to call, lie in no larger pieces than the marks suggest.
     """
@@ -190,14 +189,14 @@ def opened(problem: Problem, free: Sequence[bool]) -> Problem:
 
 
 def every_state(type_: TensorType, mesh: Mesh) -> States:
-    """Every way to split a value's dims over whole axes that divide them, the finest first."""
+    """Returns every split of a value's dims over whole axes that divide them, the finest first."""
     axes = [atoms for atoms in mesh.axis_atoms.values() if atoms]
     found = laid(type_, ((),) * type_.rank, axes, mesh)
     return tuple(sorted(found, key=lambda s: -len(s.used)))
 
 
 def laid(type_: TensorType, dims: Sequence[Axes], runs: Sequence[Axes], mesh: Mesh) -> States:
-    """Every way to lay runs of atoms on dims that they divide, behind what is there, or nowhere."""
+    """Returns the shardings that append each run of atoms to a dim that it divides, or to none."""
     found = laid_out(dims, runs, lambda d, axes: is_even(type_.shape[d], axes, mesh))
     return tuple([Sharding(each) for each in found])
 
@@ -205,7 +204,7 @@ def laid(type_: TensorType, dims: Sequence[Axes], runs: Sequence[Axes], mesh: Me
 def laid_out(
     start: Sequence[Axes], runs: Sequence[Axes], fits: Callable[[int, Axes], bool]
 ) -> list[tuple[Axes, ...]]:
-    """Every way to append each of some runs to one of some places that it fits, or to none."""
+    """Returns all ways to append each run of atoms to one of the places it fits, or to none."""
     found = [tuple(start)]
     for atoms in runs:
         found += [
@@ -220,7 +219,7 @@ def laid_out(
 def whole_axes(
     dims: Sequence[Axes], shape: Sequence[int], mesh: Mesh, promised: Sequence[Axes] = ()
 ) -> tuple[Axes, ...]:
-    """The longest part of each dim's atoms that is whole axes and divides it, as boundaries ask.
+    """Returns the leading atoms of each dim that are whole axes and divide it, as jax needs them.
 
     Atoms that a mark has `promised` for a dim are kept where they divide it.
     """

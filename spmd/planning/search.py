@@ -1,4 +1,4 @@
-"""`Search`: of all ways to go on, the fastest that fits in memory.
+"""`Search`: of all programs that are tried, the fastest that fits in memory.
 
 Whatever the compiler weighs is judged here, by the predicted seconds of one run within the bytes of
 one device: plans, prices of memory, forms of a program, schedules of pipelines, meshes.
@@ -17,7 +17,7 @@ TOO_LARGE = "it does not fit in memory"
 
 
 class Judged(Protocol):
-    """One device's program, as far as it is judged."""
+    """One device's program, by its predicted time and memory."""
 
     @property
     def seconds(self) -> float:
@@ -28,14 +28,14 @@ class Judged(Protocol):
         """Predicted memory of one device."""
 
     def fits(self, limit: float) -> bool:
-        """Whether it keeps to so many bytes; told without a prediction where it plainly does."""
+        """Whether it needs at most so many bytes; told without a prediction where that is plain."""
 
 
 T = TypeVar("T", bound=Judged)
 
 
 class Candidate(NamedTuple, Generic[T]):
-    """A program with decisions pinned, to be made if it can win."""
+    """A variant of a program that is made only if it may win more than its price."""
 
     name: str  # what is pinned, for people
     make: Callable[[], T] | None  # may raise `PlanError`; None: there is no memory for it
@@ -46,7 +46,7 @@ class Candidate(NamedTuple, Generic[T]):
 
 
 class _Entry(NamedTuple, Generic[T]):
-    """A program that was made, and the candidate that it was; without a name, it was none."""
+    """A try: the program, if one was made, and its candidate; without one the name is empty."""
 
     trial: T | None
     price: float = 0.0
@@ -56,7 +56,7 @@ class _Entry(NamedTuple, Generic[T]):
 
 
 class Search(Generic[T]):
-    """What was tried, and the best of it: the fastest that fits, or else what misses the least."""
+    """Collects programs that were tried; the best is the fastest that fits, else the smallest."""
 
     def __init__(self, limit: float, tried: Iterable[T] = ()) -> None:
         self.limit = limit  # bytes that one device may use
@@ -90,7 +90,7 @@ class Search(Generic[T]):
         return trial
 
     def weigh(self, candidate: Candidate[T]) -> T | None:
-        """Makes a candidate if it can win its price; None if it is not made."""
+        """Makes a candidate's program and returns it; None if it cannot win its price, or fit."""
         name, make, price, hope = candidate
         best, made, refusal = self._best(), None, ""
         before = math.inf if best is None else best.seconds
@@ -108,7 +108,7 @@ class Search(Generic[T]):
 
     @property
     def weighed(self) -> tuple[Weighed, ...]:
-        """What became of the candidates, for people."""
+        """The candidates in order, each with its predicted seconds and why it was not taken."""
         best, found = self._best(), []
         for trial, price, name, before, refusal in self._entries:
             if not name:

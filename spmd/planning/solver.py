@@ -58,7 +58,7 @@ class Network:
         return total + sum(float(t[states[u], states[v]]) for (u, v), t in self.pairs.items())
 
     def restricted(self, alive: Sequence[Table]) -> Network:
-        """The network over some of each variable's states."""
+        """Returns the network over only those states of each variable that are `alive`."""
         smaller = Network()
         for costs, kept in zip(self.unary, alive, strict=True):
             smaller.variable(costs[kept])
@@ -138,7 +138,7 @@ class Elimination:
         return not self.left
 
     def fits(self, limit: int) -> bool:
-        """Whether everything could be eliminated without a table that is too large."""
+        """Whether everything could be eliminated without a table of more than `limit` entries."""
         near = [self._near(v) for v in range(len(self.sizes))]
 
         def width(v: int) -> int:
@@ -161,7 +161,7 @@ class Elimination:
         return True
 
     def core(self) -> Network:
-        """The network that is left, if no variable with more than two neighbours is gone."""
+        """Returns the network of the variables left, if those gone had at most two neighbours."""
         core = Network()
         number = {v: core.variable(self.unary[v]) for v in sorted(self.left)}
         for (u, v), table in self.factors.items():
@@ -169,7 +169,7 @@ class Elimination:
         return core
 
     def unwound(self, known: Mapping[int, int]) -> list[int]:
-        """Every variable's state, given those of the variables that are left."""
+        """Returns the best state of every variable, given those of the variables that are left."""
         states = [0] * len(self.sizes)
         for v, state in known.items():
             states[v] = state
@@ -219,9 +219,9 @@ class _Pair(NamedTuple):
 
 
 def excesses(network: Network) -> list[tuple[float, int, int]]:
-    """What it costs at least to have a variable in a state, beyond the least cost of all.
+    """Returns how much more than the least total cost each state of a variable takes, at least.
 
-    Returns (excess, variable, state) for variables with several states, the least excess first.
+    These are (excess, variable, state) for variables with several states, the least excess first.
     """
     passing = Passing(network)
     passing.run()
@@ -259,7 +259,7 @@ class Passing:
             self.sweep()
 
     def restricted(self, alive: Sequence[Table]) -> Passing:
-        """The same over some of each variable's states, with what was passed so far."""
+        """Returns the same over only the states that are `alive`, with the messages so far."""
         smaller = Passing(self.network.restricted(alive))
         known = {(pair.first, pair.second): pair for pair in self.pairs}
         for pair in smaller.pairs:
@@ -269,7 +269,7 @@ class Passing:
         return smaller
 
     def shifted(self) -> Network:
-        """The same network with costs moved to where messages took them: all sums stay."""
+        """Returns the network with messages moved from pairs to variables: all sums stay."""
         network = Network()
         network.unary = [self.belief(v) for v in range(len(self.unary))]
         network.pairs = {
@@ -279,7 +279,7 @@ class Passing:
         return network
 
     def belief(self, v: int) -> Table:
-        """A variable's costs with everything that was sent to it."""
+        """Returns the cost of each state of a variable, plus the messages sent to it."""
         total = self.unary[v].copy()
         for sent in self.sent[v]:
             total += sent
@@ -303,10 +303,9 @@ class Passing:
                     np.minimum.reduce(costs, out=pair.to_second)
 
     def rounded(self) -> tuple[int, ...]:
-        """A joint state: each variable's best, given those before it and what the others sent.
+        """Returns a joint state: each variable's best, given those before it and others' messages.
 
-        Then each variable that would be cheaper in another state, beside what all others chose,
-        changes.
+        Then variables change their state one by one, as long as that makes the joint state cheaper.
         """
         states: list[int] = []
         for v, costs in enumerate(self.unary):
@@ -332,7 +331,7 @@ class Passing:
         return tuple(states)
 
     def bound(self) -> tuple[float, list[Table]]:
-        """The lower bound after a forward sweep, and each state's excess: what it takes beyond."""
+        """Returns a lower bound of all joint states, and how much more each single state takes."""
         lower, excess = 0.0, []
         kept = []
         for v in range(len(self.unary)):
@@ -373,7 +372,7 @@ class Solution(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """How far the cost is above what none can undercut, as a share of it."""
+        """How far the cost is above the lower bound, as a share of the cost."""
         above = self.cost - self.lower
         return above / abs(self.cost) if above > CLOSE * abs(self.cost) else 0.0
 
@@ -386,7 +385,7 @@ def solve(
     limit: int = TABLE_LIMIT,
     rounds: int = ROUNDS,
 ) -> Solution:
-    """The cheapest joint state, or the best that was found.
+    """Returns the cheapest joint state, or the best that was found.
 
     For each variable, `allowed` are the states that it may be in; all of them if left out. The
     cheaper a `known` joint state is, the sooner others are seen to be no better; those that are
@@ -399,7 +398,7 @@ def solve(
 
 
 class Reduced:
-    """A network made small once, for all questions about variables that can be pinned: `kept`."""
+    """A network made smaller once, to be solved often with the variables `kept` in given states."""
 
     # Every step keeps a cheapest joint state of what it is given, so the one found at the end is
     # one of the whole network. Trace, of a chain a - b - c in which a costs (0, 3), b and c (0, 0),
@@ -436,7 +435,7 @@ class Reduced:
         rounds: int = ROUNDS,
         scale: float = 0.0,
     ) -> Solution:
-        """The cheapest joint state in which some of the variables `kept` are in given states.
+        """Returns the cheapest joint state in which `pins` limits the states of variables `kept`.
 
         Solutions that cost no less than `upper` are not looked for, nor those that are cheaper by
         less than the share `close` of `scale`, or of the cost. If there is no other, the solution
@@ -467,7 +466,7 @@ class Reduced:
 def _cheaper(
     passing: Passing, limit: int, rounds: int, upper: float, close: float, scale: float
 ) -> Solution:
-    """The cheapest joint state of a network, whose messages go on from where they are.
+    """Searches for the cheapest joint state of a network, going on from the messages there are.
 
     Returns the best that was found; without states if that costs no less than `upper`.
     """

@@ -1,16 +1,16 @@
-"""Which equal work is stacked: what a plan loses by splitting it as it does, against moving it.
+"""Chooses equal ops to stack: what a plan loses by splitting each of them, against moving them.
 
 Done at once, equal ops have a dim more, of as many elements as there are (`spmd.frontend.lanes`).
 Devices that split it do some of the ops each, whole: nothing is done twice, and nothing is
 exchanged in between. What is won is what the plan at hand takes beyond that, for the ops' own time
 and for reshards of what they read of each other. It costs to bring what they read where it is read:
-each lane's values to the device that does the lane, shared ones to all, and results back.
+each op's values to the device that does it, shared ones to all, and results back.
 
     momentum | norm, product, product, ... product | update        16 times
              ^ all-to-all                          ^ all-to-all     in place of an all-reduce each
 
-So where a stack begins and ends is a minimum cut through a row of ops. It decides what is tried
-and no more: the planner splits the stacked program as it finds best, and its timeline decides.
+So where a stack begins and ends is a minimum cut through a row of ops. It decides what is tried and
+no more: the planner splits the stacked program as it finds best, and its timeline decides.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ TENTH = 0.1  # of what all stacks have to win, the share that each of them has t
 
 
 class Stacks(NamedTuple):
-    """What could be done at once in the body of a program."""
+    """Groups of equal ops in a program's body that are worth doing at once, stacked along a dim."""
 
     stacks: tuple[Stack, ...]
     seconds: float  # the most that this can win
 
 
 def stacks_of(plan: Plan, price: float) -> Stacks:
-    """The equal work in a program that devices could share, where that wins the `price` in seconds.
+    """Returns equal ops that devices could share as stacks; none if that wins less than `price`.
 
-    The plan is of the program as it is, with the predicted time of one run. Example: `x @ x.T` for
-    16 matrices that are split by rows; eight devices all-gather each of them, and could do two
-    each.
+    The plan is of the program as it is, with the predicted time of one run; the price is in
+    seconds. Example: `x @ x.T` for 16 matrices that are split by rows; eight devices all-gather
+    each of them, and could do two each.
     """
     most = plan.run_seconds - least_seconds(plan.problem.index, plan.mesh, plan.topology)
     none = Stacks((), 0.0)
@@ -86,14 +86,14 @@ def stacks_of(plan: Plan, price: float) -> Stacks:
 
 
 def _is_work(op: Op) -> bool:
-    """Whether an op takes more than going through its operands once, or something inside does."""
+    """Whether an op, or one in its regions, takes more than one pass over its operands."""
     about = op.kind.about
     inside = (inner for region in op.regions for inner in region.ops)
     return bool(about.flops or about.passes) or any(map(_is_work, inside))
 
 
 def independent_groups(block: Block, places: Sequence[int]) -> Iterator[Row]:
-    """Ops of one kind in groups none of which needs another of its group: by how many it needs."""
+    """Yields groups of ops that do not need each other, by the longest chain of them in front."""
     # Iterations of sixteen loops that were written out: the first of each, the second of each, ...
     members, level = set(places), dict[Value, int]()
     groups: dict[int, list[int]] = {}
@@ -126,7 +126,7 @@ class _Costs:
         self._shares: dict[object, float] = {}
 
     def own(self, op: Op, count: int) -> float:
-        """Seconds that an op takes beyond its share, if so many are done on all devices."""
+        """Returns the seconds of an op's own time that stacking `count` such ops saves for each."""
         plan, share = self.plan, min(count, self.plan.mesh.size)
         if op.regions:
             inside = (self.own(o, count) for region in op.regions for o in region.ops)
@@ -144,7 +144,7 @@ class _Costs:
         return self._shares[key]
 
     def most(self, row: Row) -> float:
-        """The most seconds that can be won by stacking ops that do the same."""
+        """Returns the most seconds that can be won by stacking a row of equal ops."""
         ops = self.block.ops
         return sum(self.own(ops[place], len(row)) + self.moved(place) for place in row)
 
@@ -155,7 +155,7 @@ class _Costs:
         return sum(self.moves.get(key, 0.0) for key in dict.fromkeys((*into, *out)))
 
     def lanes(self, values: Sequence[Value]) -> float:
-        """Seconds to bring each lane's value to the device that does the lane, or back."""
+        """Returns the seconds in which each stacked op's value gets to the op's device, or back."""
         plan = self.plan
         if all(plan.states[v] is None for v in values):
             return 0.0
@@ -164,7 +164,7 @@ class _Costs:
         return collective_seconds(*args) + 2 * share / plan.topology.hbm_bandwidth
 
     def shared(self, value: Value) -> float:
-        """Seconds to bring a value to all devices."""
+        """Returns the seconds to all-gather a value."""
         plan, state = self.plan, self.plan.states[value]
         if state is None or not state.used:
             return 0.0
@@ -174,7 +174,7 @@ class _Costs:
         return collective_seconds(*args)
 
     def worth_it(self, rows: Sequence[Row]) -> tuple[list[Row], float]:
-        """Those of some rows that win most when they are stacked, and the seconds that they win."""
+        """Returns those rows of equal ops that win most if they are stacked, and seconds won."""
         # In front of the cut is what is stacked. It cuts, and so loses or pays:
         #   source -> row                  what is won by a row
         #   source -> moved -> both rows   what is won where a row reads what another one made
@@ -198,7 +198,7 @@ class _Costs:
     def _read(
         self, network: FlowNetwork, row: Row, values: tuple[Value, ...], maker: Row | None
     ) -> float:
-        """Adds what a row reads; returns the reshards of it that stacking the row alone saves."""
+        """Adds what a row reads; returns the seconds of its reshards unless some row makes it."""
         moves = dict.fromkeys(zip(values, row, strict=True))
         seconds = sum(self.moves.get(move, 0.0) for move in moves)
         network.edge(row, ("read", values), math.inf)
@@ -216,7 +216,7 @@ class _Costs:
     def _made(
         self, network: FlowNetwork, row: Row, values: tuple[Value, ...], row_at: Mapping[int, Row]
     ) -> float:
-        """Adds what a row makes; returns the reshards of it for what cannot be stacked."""
+        """Adds what a row makes; returns the seconds of its reshards for ops that are in no row."""
         users = [(v, user) for v in values for user, _ in self.block.users.get(v, ())]
         network.edge(row, ("made", values), self.lanes(values))
         for end in dict.fromkeys(row_at.get(user, SINK) for _, user in users):

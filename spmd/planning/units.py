@@ -29,7 +29,7 @@ ARGUMENT, OP, CARRY, RESULT, WHOLE = "argument", "op", "carry", "result", "whole
 
 
 class Unit(NamedTuple):
-    """One decision."""
+    """One node of a program as the planner sees it: an op, an argument, a carry or a result."""
 
     # One of the roles above; `whole` is for uses that need all of a value. A result that looks like
     # an argument is a use of that one: its value has to get there.
@@ -42,7 +42,7 @@ class Unit(NamedTuple):
 
 
 class Use(NamedTuple):
-    """A class reads what a class leaves: `result` as operand `position`, `trips` times.
+    """One class reads a `result` of another as its operand `position`, `trips` times in a run.
 
     Operands that look alike, as the pieces of a concatenation, have the position of the first.
     """
@@ -55,7 +55,7 @@ class Use(NamedTuple):
 
 
 class Units(NamedTuple):
-    """A program's classes of units."""
+    """A program's units in classes that look alike, and which class reads which."""
 
     units: tuple[Unit, ...]  # the first of each class, in program order
     trips: tuple[int, ...]  # how often all units of each class together run in one run
@@ -68,7 +68,7 @@ class Units(NamedTuple):
 
 
 def units_of(problem: Problem, radius: int = RADIUS) -> Units:
-    """Takes a program apart. So many steps around a unit tell it from others."""
+    """Groups the units of a program in classes that look alike up to `radius` steps around."""
     return _Collector(problem).classes(radius)
 
 
@@ -126,10 +126,10 @@ class _Collector:
                 self.uses += [(v, self.whole, 0, trips) for v in op.operands if v not in cheap]
 
     def look(self, kind: OpKind) -> tuple[Hashable, Sequence[int]]:
-        """What planning sees of a kind; and for each operand the first one that looks like it.
+        """Returns a key shared by kinds that plan alike and, for each operand, the first like it.
 
-        Where a stack is cut, or where in one a piece comes to lie, makes mostly no difference: so
-        the layers of a loop that was written out are alike, too.
+        Where a stack is sliced or updated makes mostly no difference: so the layers of a loop that
+        was written out are alike, too.
         """
         found = self.looks.get(kind)
         if found is None:
@@ -212,11 +212,11 @@ def _mixed(x: Colours) -> Colours:
 
 
 def _refined(colours: Colours, edges: np.ndarray, radius: int) -> Colours:
-    """Colours that also tell what is up to `radius` steps away.
+    """Refines colours, numbers that equal units share, by what is up to `radius` steps away.
 
     In the first round a unit learns the colours of its neighbours and by which operand each is
-    connected, in the second what these had learned in the first. Sums do not depend on the order
-    of the neighbours, so units alike at the start stay alike until something near them differs.
+    connected, in the second what these had learned in the first. Sums do not depend on the order of
+    the neighbours, so units alike at the start stay alike until something near them differs.
 
     Trace, of five equal ops in a chain between an argument and a result, a letter a colour:
       start    x a a a a a r

@@ -17,7 +17,7 @@ from spmd.predict.fusion import wants_stored
 
 
 class Walk:
-    """Books of one pass: states and copies of values, choices of ops, seconds."""
+    """One pass over a program that records states and copies of values, choices and seconds."""
 
     solver: str
     # What a planner decides: the choice for an op, with the op's own time, without reshards; the
@@ -81,8 +81,8 @@ class Walk:
     def demand(self, value: Value, wanted: Sharding, times: int, user: Op | None = None) -> float:
         """Makes the copy that a use wants so many times in one run, and returns the seconds for it.
 
-        It costs nothing if the copy exists, or is of a cheap value, which is made to order. The
-        `user` is the op that asks; None for carries and results.
+        It costs nothing if the copy exists, or if the value is recomputed for every use. The `user`
+        is the op that asks; None for carries and results.
         """
         if value in self.cheap:
             return 0.0
@@ -106,7 +106,7 @@ class Walk:
         return seconds + path.seconds + float(self.problem.traffic(value, *ways)[0, 0])
 
     def region(self, region: Region, times: int) -> None:
-        """Settles the ops of a region that runs so often."""
+        """Settles the ops of a region that runs `times` in one run of the program."""
         cheap, copies = self.cheap, self.copies
         for op in region.ops:
             if op.regions:
@@ -150,13 +150,13 @@ class Walk:
         self.choices[op.results[0]] = Choice((), operands, carries)
 
     def full_state(self, value: Value) -> Sharding:
-        """A value's state with nothing partial."""
+        """Returns a value's state with nothing partial."""
         state = self.states[value]
         return state.full() if state else replicated(self.types[value].rank)
 
 
 def undivided_notes(problem: Problem) -> list[str]:
-    """Which arguments and results are split over a part of the wanted axes, which divides them."""
+    """Returns a note for each dim of an argument or result that its wanted axes do not divide."""
     program, mesh, propagated = problem.program, problem.mesh, problem.propagated
     results = zip(program.body.results, program.result_names, strict=True)
     arguments = zip(program.body.args, program.arg_names, strict=True)

@@ -91,7 +91,7 @@ _TPU = XlaBackend(
 
 
 def backend_of(platform: str | None) -> XlaBackend:
-    """The backend for `cpu`, `cuda` or `tpu`."""
+    """Returns how the backend of `cpu`, `cuda` or `tpu` behaves, or defaults for anything else."""
     return {"cpu": _CPU, "cuda": _GPU, "tpu": _TPU}.get(platform or "", XlaBackend())
 
 
@@ -108,7 +108,7 @@ def memory_for(topology: Topology, limit: int | None) -> int:
 
 
 def room_for(peak: int, topology: Topology) -> Literal["fits", "tight", "does not fit"]:
-    """Whether a program fits a device: `tight` without the headroom that its compiler may take."""
+    """Says whether a program fits a device: `tight` means without the compiler's headroom."""
     if peak <= memory_for(topology, None):
         return "fits"
     return "tight" if peak <= topology.hbm_bytes else "does not fit"

@@ -19,28 +19,28 @@ from spmd.predict.backends import XlaBackend
 
 
 def stored_values(program: Program) -> frozenset[Value]:
-    """Values that get memory of their own; the others are computed where they are read."""
+    """Returns the values that get memory of their own; others are computed where they are read."""
     stored = Fused(program, XlaBackend()).stored
     return frozenset(value for value, is_stored in enumerate(stored) if is_stored)
 
 
 def is_untouched(loop: Op, position: int) -> bool:
-    """Whether a loop hands a carry on as it is."""
+    """Whether a loop's body returns a carry unchanged."""
     body = loop.regions[1]
     return body.results[position] == body.args[position]
 
 
 def wants_stored(op: Op, position: int) -> bool:
-    """Whether an op needs an operand in memory, and cannot compute it inside."""
+    """Whether an op needs an operand in memory, and cannot have it fused in."""
     if op.kind.about.role == Role.UPDATE:
         return position < len(op.results) or op.name == SCATTER
     return op.kind.about.role == Role.CALL
 
 
 def copied_operands(kind: OpKind, backend: XlaBackend) -> Mapping[int, tuple[int, ...]]:
-    """Positions of the operands that a backend copies first, and the order of the copies' dims.
+    """Returns positions of operands that a backend copies first, and the order of the copies' dims.
 
-    An all-to-all's is cut in pieces; a running total goes along the innermost dim.
+    An all-to-all's is cut in pieces; a running total (cumsum) goes along the innermost dim.
     """
     if backend.rewrites_windows and (running := running_dim(kind)) is not None:
         rank = kind.operands[0].rank
@@ -62,11 +62,11 @@ MANY = 16  # tensors that are told apart; a kernel that reads more reads many
 
 
 def wide_values(program: Program) -> frozenset[Value]:
-    """Elementwise values that would cost their readers more than being stored does.
+    """Returns elementwise values that cost less to store than to recompute in each reader.
 
-    Of n tensors as large as itself, k readers read n * k if each computes the value again, and with
-    what makes it n + 1 + k if it is stored: a residual stream would read all layers in front of it.
-    XLA's fusion decides by such costs (`PriorityFusion` on GPUs).
+    Made of n tensors as large as itself, a value takes n * k reads if each of k readers computes it
+    again, and n + k reads and a write if it is stored: a residual stream would read all layers in
+    front of it. XLA's fusion decides by such costs (`PriorityFusion` on GPUs).
     """
     ops = list(program.walk())
     readers = [0] * len(program.types)
@@ -111,7 +111,7 @@ def _as_large(op: Op) -> Sequence[Value]:
 
 
 class Fused:
-    """Which values of a program a backend stores, and where the others lie."""
+    """Decides which values of a program a backend stores; others are fused, or are aliases."""
 
     # Backwards, because whether a value is stored depends on its readers:
     #
@@ -210,7 +210,7 @@ class Fused:
 
 
 def _orders_read(kind: OpKind) -> list[Order]:
-    """The order of dims in which an op wants its first operands."""
+    """Returns the order of dims in which an op wants each of its first operands."""
     if kind.about.reads == "matrices":
         # A weight gradient `b s i, b s o -> i o` contracts b and s: its left operand is read as
         # i, b, s and is copied first, its right one as b, s, o, which is how it lies.
@@ -233,7 +233,7 @@ def _orders_read(kind: OpKind) -> list[Order]:
 
 
 def transposed_results(kind: OpKind) -> Order:
-    """The order of dims in which results have to be copied; empty if no copy is needed."""
+    """Returns the order of dims in which results have to be copied; empty if no copy is needed."""
     if kind.about.collective == "all_gather":
         order = _along(kind.results[0], kind.attrs["all_gather_dim"])
         return () if _is_same(order, kind.results[0]) else tuple(range(kind.results[0].rank))
@@ -250,7 +250,7 @@ def is_library_reduce(kind: OpKind) -> bool:
 
 
 def _operand(batch: Order, first: Order, second: Order, type_: TensorType) -> Order:
-    """The order of dims in which a dot reads an operand.
+    """Returns the order of dims in which a dot reads an operand.
 
     A batch of matrices is read as it is, transposed ones too: but these only in exactly that order,
     where dims of size 1 count.

@@ -34,7 +34,7 @@ class Kernel(NamedTuple):
 
 
 def combined(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """All-reduces over the same axes that do not wait for each other, as one kernel."""
+    """Merges all-reduces over the same axes that do not wait for each other into one kernel."""
     # Their depth, the number of all-reduces on the way to them, tells which those are:
     #   %2 = all_reduce %0   depth 0        before: [%2: %0] [%3: %2] [%4: %1]
     #   %3 = all_reduce %2   depth 1        after:  [%2 %4: %0 %1] [%3: %2]
@@ -60,7 +60,7 @@ def combined(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def breadth_first(kernels: Sequence[Kernel], arguments: Sequence[Value]) -> tuple[Kernel, ...]:
-    """A region's kernels in the order in which their operands get ready.
+    """Returns a region's kernels in the order in which their operands get ready.
 
     XLA's scheduler for CPUs uses this order, so that independent kernels can run at the same time.
 
@@ -166,7 +166,7 @@ class Kernels:
         return breadth_first(self._apart(kernels), region.args)
 
     def _apart(self, kernels: list[Kernel]) -> list[Kernel]:
-        """Gives updates and loops copies to write over, of values that others may still read.
+        """Adds copies for updates and loops to write over, of values that others may still read.
 
         A copy is made as soon as its value is there, and not only when it is written over.
         """
@@ -230,7 +230,7 @@ class Kernels:
         return tuple(dict.fromkeys([root for value in values for root in inputs[value]]))
 
     def _inside(self, values: Sequence[Value], any_op: bool = False) -> tuple[Value, ...]:
-        """The stored values that a kernel reads which computes some values again inside.
+        """Returns the stored values that a kernel reads if it computes some values again inside.
 
         With `any_op` it computes also those again that are made of several values of their size.
         """
@@ -280,7 +280,7 @@ class Kernels:
                 self.inputs[value] = (first,)
 
     def _copy(self, op: Op, value: Value, order: tuple[int, ...], kernels: list[Kernel]) -> Value:
-        """A transposed copy of a value, made once for all that read it in this order."""
+        """Returns a transposed copy of a value, made once for all that read it in this order."""
         key = (self.fused.root[value], self.types[value].shape, order)
         found = self.copies.get(key)
         if found is None:

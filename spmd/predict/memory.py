@@ -64,12 +64,12 @@ class MemoryUse(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """Bytes of one device in all."""
+        """The most bytes that one device holds at once, all things together."""
         held = self.arguments + self.results - self.aliased + self.temporary
         return held + self.constants
 
     def at_peak(self) -> tuple[Buffer, ...]:
-        """The buffers that are held at the peak, largest first, without arguments and results."""
+        """Returns the buffers held at the peak, largest first, without arguments and results."""
         held = [b for b in self.buffers if b.start <= self.peak_at <= b.end and not b.in_result]
         return tuple(sorted(held, key=lambda b: -b.bytes))
 
@@ -86,7 +86,7 @@ def peak_memory(
 
 
 def alive_bytes(program: Program) -> int:
-    """Bytes at the fullest moment if every value is held from its op to the last one that reads it.
+    """Returns the peak if every value is held from its op to the last one that reads it.
 
     An estimate: values that are computed inside their readers are counted, and what has to wait for
     these readers is not. `peak_memory` takes ten times as long.
@@ -108,7 +108,7 @@ def alive_bytes(program: Program) -> int:
 def fullest(
     spans: Iterable[tuple[int, int, int]], inside: Mapping[int, int] = MappingProxyType({})
 ) -> tuple[int, int]:
-    """The most bytes that are held at once, and the first moment at which they are.
+    """Returns the most bytes that are held at once, and the first moment at which they are.
 
     Each span is the first moment and the last one at which so many bytes are held; `inside` are
     more bytes that are held at a moment only.
@@ -127,7 +127,7 @@ def fullest(
 
 
 def constant_bytes(program: Program) -> int:
-    """Bytes of one device's constants; those of equal elements are made where they are read."""
+    """Returns the bytes of constants on one device; splats, made where they are read, take none."""
     attrs = (op.kind.attrs for op in program.walk() if op.name == CONSTANT)
     constants = (found["value"] for found in attrs)
     whole = sum(len(dense.data) for dense in constants if not dense.splat)
@@ -135,7 +135,7 @@ def constant_bytes(program: Program) -> int:
 
 
 def lifted(program: Program) -> tuple[Value, ...]:
-    """The arguments that are constants."""
+    """Returns the arguments that hold the program's constants, which are its last ones."""
     return program.body.args[len(program.body.args) - len(program.constants) :]
 
 
@@ -161,7 +161,7 @@ class _Place:
 
 
 def _span(start: int, end: int) -> int:
-    """The bits of kernels from a first to a last one; -1 is before all of them."""
+    """Returns an integer with a bit for each kernel from a first to a last; -1 is before all."""
     return (1 << (end + 1)) - (1 << max(start, 0))
 
 
@@ -207,7 +207,7 @@ class _Simulation:
             self.last[self.home(value)] = self.length
 
     def home(self, value: Value) -> Value:
-        """The value in whose memory this one lies."""
+        """Returns the value in whose memory this one lies: itself, or what it is an alias of."""
         root = self.kernels.fused.root
         while value < len(root) and root[value] != value:
             value = root[value]
@@ -330,7 +330,7 @@ class _Simulation:
         self.buffers.append(buffer)
 
     def end_of(self, kernel: Kernel) -> int:
-        """The number of a loop's or conditional's last kernel; for any other kernel, its own."""
+        """Returns the number of a loop's or conditional's last kernel; of any other, its own."""
 
         def count(kernels: Sequence[Kernel]) -> int:
             return sum(1 + sum(map(count, kernel.regions)) for kernel in kernels)

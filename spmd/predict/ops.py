@@ -25,7 +25,7 @@ from spmd.reshard.comm import collective_seconds, group_size, run_as, wire_bytes
 
 
 def arithmetic_seconds(kind: OpKind, topology: Topology) -> float:
-    """Time of an op's arithmetic, all of it on one device; 0 where memory decides its time."""
+    """Returns the seconds of an op's arithmetic on one device; 0 where memory decides its time."""
     about = kind.about
     if about.flops is None:
         return 0.0
@@ -34,7 +34,7 @@ def arithmetic_seconds(kind: OpKind, topology: Topology) -> float:
 
 
 def bytes_moved(kind: OpKind, sizes: Sequence[float]) -> Sequence[float]:
-    """Bytes that an op reads of each operand and writes of each result, if all are in memory.
+    """Returns bytes that an op reads of each operand and writes of each result, all in memory.
 
     The sizes are bytes of one device's piece of each operand, then of each result.
     """
@@ -54,7 +54,7 @@ def bytes_moved(kind: OpKind, sizes: Sequence[float]) -> Sequence[float]:
 
 
 def memory_seconds(kind: OpKind, moved: float, topology: Topology) -> float:
-    """Time in which an op moves so many bytes, as often as it goes through them."""
+    """Returns the seconds in which an op moves so many bytes, in each of its passes over them."""
     passes = kind.about.passes
     return moved * (passes(kind) if passes else 1) / topology.hbm_bandwidth
 
@@ -67,10 +67,10 @@ def op_seconds(
     topology: Topology,
     stored: Sequence[bool] = (),
 ) -> float:
-    """Time of one device's share of an op under an assignment of its rule.
+    """Returns the seconds of one device's share of an op under an assignment of its rule.
 
-    For each operand and result, `stored` says whether it is in memory; all are if left out. What is
-    not is computed inside what reads it, and costs what is read for it there.
+    For each operand and result, `stored` says whether it is in memory; all are if left out. One
+    that is not is fused into what reads it, and moves nothing here.
     """
     compute = share_seconds(kind, rule, assignment, mesh, topology)
     exchanges = 0.0
@@ -140,10 +140,10 @@ def op_seconds(
 def share_seconds(
     kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology
 ) -> float:
-    """Time of the arithmetic of one device's share of an op: of the one that has most to do.
+    """Returns the seconds of arithmetic on the device that has the largest share of an op.
 
-    A composite is asked for its share: with a part of the queries of causal attention, the device
-    that has the last of them sees nearly all keys. Pieces that go round all come by.
+    A composite's own cost counts: with a part of the queries of causal attention, the device that
+    has the last of them sees nearly all keys. Ring factors count whole: all pieces come by.
     """
     if kind.name == COMPOSITE and kind.about.flops is not None:
         rings = {number for number, _ in rule.rings}
@@ -154,7 +154,7 @@ def share_seconds(
 
 
 def local_kind(kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh) -> OpKind:
-    """The op with the types of one device's pieces."""
+    """Returns the op's kind with the types of one device's pieces."""
     types = [
         local_type(type_, project(rule, dims, assignment, mesh.atom_sizes), mesh)
         for type_, dims in zip((*kind.operands, *kind.results), rule.values, strict=True)
@@ -166,7 +166,7 @@ def local_kind(kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh) -> 
 def ring_seconds(
     kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology
 ) -> float:
-    """Time in which all pieces of what goes round have been on all devices."""
+    """Returns the seconds to pass the pieces of ring factors (attention's keys) to all devices."""
     seconds = 0.0
     for axes, piece in ring_pieces(kind, rule, assignment, mesh):
         args = "collective_permute", axes, piece.bytes, piece.bytes, mesh, topology
@@ -177,7 +177,7 @@ def ring_seconds(
 def ring_pieces(
     kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh
 ) -> Iterator[tuple[Axes, TensorType]]:
-    """The axes round which something goes, and one device's piece of it: of each such value."""
+    """Yields, for each value that goes round a ring of devices, its axes and one device's piece."""
     for number, _ in rule.rings:
         axes = assignment[number]
         for type_, dims in zip((*kind.operands, *kind.results), rule.values, strict=True):
@@ -187,7 +187,7 @@ def ring_pieces(
 
 
 def exchange_seconds(rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology) -> float:
-    """Time in which what belongs to pieces of factors that exchange gets there, and back."""
+    """Returns the seconds of an op's exchanges, where factors share atoms with other factors."""
     seconds = 0.0
     for number, trips in rule.exchanges:
         if rule.is_exchanged(number, assignment):
@@ -198,7 +198,7 @@ def exchange_seconds(rule: Rule, assignment: Assignment, mesh: Mesh, topology: T
 
 
 def exchanged_bytes(trips: Exchange, assignment: Assignment, mesh: Mesh) -> int:
-    """Bytes that a device has for the others of its group, and itself, in an exchange."""
+    """Returns the bytes that a device has for all of its group, itself too, in an exchange."""
     split = mesh.extent({a for f in trips.along for a in assignment[f]})
     return math.ceil(trips.bytes / split)
 
@@ -207,7 +207,7 @@ RAGGED = "ragged_all_to_all"  # the kind of what composites exchange
 
 
 class Transfer(NamedTuple):
-    """What an op brings from device to device."""
+    """What an op sends between devices: the kind of collective, its axes and its bytes."""
 
     kind: str  # as in `spmd.reshard.comm.KINDS`
     axes: Axes  # the atoms along which devices exchange
@@ -228,10 +228,10 @@ class Transfer(NamedTuple):
         return Transfer(op.collective, attrs["axes"], put, got, group_size(attrs, mesh))
 
     def seconds(self, mesh: Mesh, topology: Topology) -> float:
-        """Predicted time."""
+        """Returns the predicted seconds of the transfer."""
         return collective_seconds(self.kind, self.axes, self.put, self.got, mesh, topology)
 
     def sent_bytes(self, mesh: Mesh, topology: Topology) -> int:
-        """What one device sends, in the way in which the backend runs it."""
+        """Returns the bytes that one device sends, given the way in which the backend runs it."""
         kind = run_as(self.kind, self.axes, mesh, topology)
         return wire_bytes(kind, self.group, self.put, self.got)

@@ -51,7 +51,7 @@ class Slot(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """`compute`, or of a collective its kind."""
+        """`compute`, or the kind of a collective."""
         return COMPUTE if self.lane == COMPUTE else self.op.collective or RAGGED
 
 
@@ -72,7 +72,7 @@ class Timeline(NamedTuple):
 
 
 def predict_timeline(program: Program, mesh: Mesh, topology: Topology) -> Timeline:
-    """Schedules a local program."""
+    """Predicts when each op of a local program runs, and the time of one run."""
     run = _Schedule(program, mesh, topology)
     end = run.region(program.body, 0.0, 1, 0)
     parts = [slot for slot in run.slots if not slot.op.regions]
@@ -86,7 +86,7 @@ def predict_timeline(program: Program, mesh: Mesh, topology: Topology) -> Timeli
 
 
 def least_seconds(index: Index, mesh: Mesh, topology: Topology) -> float:
-    """What no partition of a program undercuts: its arithmetic, split evenly over all devices."""
+    """Returns a lower bound for every partition: the arithmetic, split evenly over all devices."""
 
     def region(ops: Iterable[Op]) -> float:
         total = 0.0
@@ -150,7 +150,7 @@ class _Schedule:
         return ready
 
     def begin(self, lane: str, ready: float, seconds: float, start: float) -> float:
-        """When a lane takes up what is ready at a moment: as soon as arithmetic waits, or last."""
+        """Returns when a lane begins what is ready: arithmetic in the first gap that fits it."""
         free = self.free.get(lane, start)
         if lane == COMPUTE:
             first = bisect_right(self.gaps, ready, key=lambda gap: gap[1])
@@ -168,7 +168,7 @@ class _Schedule:
         return begin
 
     def control_flow(self, op: Op, start: float, trips: int, depth: int) -> float:
-        """A loop takes one iteration's time as often as it runs; a case its longest branch's.
+        """Schedules a loop as one iteration times its trips, a case as its longest branch.
 
         Nothing else runs beside it. Of a case only that branch is in the schedule.
         """
@@ -217,7 +217,7 @@ class LocalTimes:
                 self._reads[value] = self._bytes_read(op)
 
     def seconds(self, op: Op) -> float:
-        """Time of an op that is neither a collective nor control flow; 0 if it is not stored."""
+        """Returns the time of an op that is no collective or control flow; 0 if it is fused."""
         if self.stored.isdisjoint(op.results):
             return 0.0
         is_plain = len(op.operands) == len(set(op.operands))
@@ -232,7 +232,7 @@ class LocalTimes:
         return found
 
     def copies(self, op: Op) -> list[tuple[Op, str, float]]:
-        """Transposes of a product's 8-bit operands, each value's at its first product.
+        """Returns (op, lane, seconds) of transposes of a dot's 8-bit operands, once for each value.
 
         Tensor cores read such operands with what is contracted innermost, and in no other order.
         """
@@ -254,7 +254,7 @@ class LocalTimes:
         return made
 
     def _bytes_read(self, op: Op) -> dict[Value, float]:
-        """The bytes that an op reads from memory, with all that is computed inside it, by value."""
+        """Returns by value the bytes that an op, with what is fused into it, reads from memory."""
         # Each stored value is read once, at the largest size that anything inside wants.
         found: dict[Value, float] = {}
         for value, (size, whole) in zip(op.operands, _moves(op.kind)[0], strict=False):
@@ -272,7 +272,7 @@ class LocalTimes:
 
 
 def _moves(kind: OpKind) -> tuple[list[tuple[float, int]], float]:
-    """Of each operand the bytes that are read and all that it has; and the bytes that are written.
+    """Returns (bytes read, size in bytes) of each operand, and the bytes that are written.
 
     An alias is taken to read all that it stands for.
     """

@@ -47,10 +47,11 @@ def dim_to_factors(
 
 
 def fitting(axes: Axes, rule: Rule, factor: Factor, sizes: Sequence[int]) -> Axes:
-    """The leading part of some atoms that a factor may be split over.
+    """Returns the leading atoms over which a factor may be split.
 
-    That is up to the first atom that the rule holds; and a window factor has no more pieces than
-    elements: of size 3, it takes `(0,)` of two atoms `(0, 1)` of size 2.
+    They end before the first atom that only `fixed` factors may have (`Rule.held`); and a window
+    factor has no more pieces than elements: of size 3, it takes `(0,)` of two atoms `(0, 1)` of
+    size 2.
     """
     if factor.kind in UNCLAIMED:
         return ()
@@ -65,7 +66,7 @@ def fitting(axes: Axes, rule: Rule, factor: Factor, sizes: Sequence[int]) -> Axe
 def factors_to_dim(
     dim: DimFactors, assignment: Sequence[Axes], factors: Sequence[Factor], sizes: Sequence[int]
 ) -> Axes | None:
-    """A dim's atoms under an assignment; None where its pieces would not be equal and contiguous.
+    """Returns a dim's atoms under an assignment; None if its pieces are not equal and contiguous.
 
     A dim of one factor takes any atoms: where they don't divide it, its pieces are padded. So does
     the factor behind a fixed one.
@@ -89,9 +90,9 @@ def factors_to_dim(
 
 
 def is_legal_assignment(rule: Rule, assignment: Assignment, atom_sizes: Sequence[int]) -> bool:
-    """No atom twice, `replicate` factors whole, dims of several factors equal and contiguous.
+    """Whether no atom is used twice, `replicate` factors are whole, and dims' pieces contiguous.
 
-    Only rings, and factors that may exchange, have the atoms of another one, too.
+    Only ring factors, and those for which devices exchange, have the atoms of another one, too.
     """
     used: set[int] = set(rule.held)
     for number, (factor, axes) in enumerate(zip(rule.factors, assignment, strict=True)):
@@ -118,7 +119,7 @@ def is_legal_assignment(rule: Rule, assignment: Assignment, atom_sizes: Sequence
 
 
 def ring_axes(rule: Rule, number: int, assignment: Assignment, atom_sizes: Sequence[int]) -> Axes:
-    """The atoms that may split a ring factor under an assignment; none if it has to stay whole."""
+    """Returns the atoms that may split a ring factor; none if it has to stay whole."""
     factor = rule.factors[number]
     assert factor.ring is not None, "no ring factor"
     axes, along = assignment[factor.ring.along], rule.factors[factor.ring.along]
@@ -129,7 +130,7 @@ def ring_axes(rule: Rule, number: int, assignment: Assignment, atom_sizes: Seque
 def may_exchange(
     rule: Rule, number: int, axes: Axes, assignment: Assignment, atom_sizes: Sequence[int]
 ) -> bool:
-    """Whether a factor may be split over atoms that split the ones that it exchanges along."""
+    """Whether atoms that split other factors may split one, too, by an exchange between devices."""
     factor = rule.factors[number]
     assert factor.exchange is not None, "no factor that exchanges"
     along = {a for f in factor.exchange.along for a in assignment[f]}
@@ -138,14 +139,14 @@ def may_exchange(
 
 
 def unsplit(rule: Rule) -> Assignment:
-    """The assignment that splits nothing but fixed factors."""
+    """Returns the assignment that splits nothing but fixed factors."""
     return tuple(factor.axes for factor in rule.factors)
 
 
 def project(
     rule: Rule, value: Sequence[DimFactors], assignment: Assignment, atom_sizes: Sequence[int]
 ) -> Sharding:
-    """The sharding that an operand or result has under a legal assignment, nothing partial."""
+    """Returns the sharding that a legal assignment gives to a value's dims, nothing partial."""
     dims = []
     for dim in value:
         axes = factors_to_dim(dim, assignment, rule.factors, atom_sizes)
@@ -155,11 +156,11 @@ def project(
 
 
 def reduced_axes(rule: Rule, assignment: Assignment, result: Sequence[DimFactors] = ()) -> Axes:
-    """Atoms over which a result becomes partial: those of the split `reduce` factors.
+    """Returns the atoms over which a result becomes partial: those of the split `reduce` factors.
 
-    A result that these atoms split has a part of its own on each device, and is not partial:
-    `b s, b t -> b s, b t` with `s` reduced sums just the second result, unless `t` goes round.
-    Without the factors of a result's dims, it is one that has none of these.
+    A result that these atoms split has a part of its own on each device, and is not partial: `b s,
+    b t -> b s, b t` with `s` reduced sums just the second result, unless `t` is a ring factor that
+    they split, too. Without `result`, the factors of its dims, no atoms split it.
     """
     own = {a for dim in result for f in dim for a in assignment[f]}
     split = zip(rule.factors, assignment, strict=True)

@@ -81,7 +81,7 @@ class Propagated:
 
     @cached_property
     def index(self) -> Index:
-        """Lookups over the program, for everyone who reads it from here on."""
+        """Lookups over the program, found once: producers, users, trip counts."""
         return Index(self.program)
 
     def why(self, value: Value, dim: int, atom: int) -> tuple[str, ...]:
@@ -94,7 +94,7 @@ class Propagated:
         return chain[-1][0] if chain and chain[-1][1].value is None else None
 
     def _chain(self, value: Value, dim: int, atom: int) -> Iterator[tuple[Value, Origin]]:
-        """(value, why it has the atom), back to the mark."""
+        """Yields (value, origin of the atom there), from a value back to the mark."""
         at: Value | None = value
         while at is not None:
             origin = next((o for o in self.origins.get((at, dim), ()) if atom in o.atoms), None)
@@ -105,7 +105,7 @@ class Propagated:
 
 
 class _Node(NamedTuple):
-    """An op as the propagation sees it; a tie of values that are one counts as an op over them."""
+    """An op as propagation visits it, or a tie: values that share a sharding, as a loop's carry."""
 
     shape: Shape
     values: tuple[Value, ...]
@@ -322,7 +322,7 @@ class _State:
                     waiting.extend(self.touching[v])
 
     def undisputed(self, index: int, node: _Node, changes: Iterable[Change]) -> tuple[Change, ...]:
-        """Changes up to the first atom that another dim may get yet, unless that is settled."""
+        """Returns the changes, cut before the first atom that another dim may still get instead."""
         kept = []
         for change in changes:
             value, source = node.values[change.position], node.values[change.source]
@@ -341,7 +341,7 @@ class _State:
 
 @lru_cache(maxsize=1 << 12)
 def _tie_rule(count: int, shape: tuple[int, ...]) -> Rule:
-    """The rule of `count` values of a shape that are split alike."""
+    """Returns the rule of `count` values of a shape that are split alike."""
     dims = tuple((i,) for i in range(len(shape)))
     return Rule((dims,) * (count - 1), (dims,), tuple(Factor(size) for size in shape))
 
@@ -353,7 +353,7 @@ def _tie_rule(count: int, shape: tuple[int, ...]) -> Rule:
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """What decides how axes flow through a node, besides the axes; made once for nodes alike.
+    """The rule of a node, and which dims are open; nodes that are alike share it.
 
     Two shapes are compared by identity: flows are remembered by shape, and hashing a rule is slow.
     """
@@ -392,7 +392,7 @@ class Flow(NamedTuple):
 def flow_through(
     sizes: Sequence[int], shape: Shape, around: tuple[Proposal, ...], guess: bool
 ) -> Flow:
-    """What flows through a node: claims on factors, merged, and projected back onto every dim.
+    """Returns what a visit of a node changes: dims claim factors, and factors' axes go to all dims.
 
     The proposals of its values are `around` it. With `guess` the more major of two dims gets an
     atom that both claim, else neither.
@@ -481,7 +481,7 @@ def _wanted(
 def _extensions(
     current: Proposal, wanted: Sequence[Axes], guess: bool
 ) -> tuple[list[tuple[int, Axes]], list[tuple[int, tuple[int, int]]]]:
-    """The dims of one value that get longer axes, and the atoms that two of them claim."""
+    """Returns the dims of one value that get longer axes, and the atoms that two of them claim."""
     more: list[tuple[int, Axes]] = []
     disputed: list[tuple[int, tuple[int, int]]] = []
     now = list(current)
@@ -507,7 +507,7 @@ def _extensions(
 
 
 def spread_through(shape: Shape, around: tuple[Masks, ...]) -> tuple[Masks, ...]:
-    """What may come to each open dim through the factors that it shares with others.
+    """Returns the atoms that may yet come to each dim through the factors that it shares.
 
     As `flow_through`, but for atoms that dims may get yet: any of them, in any order.
     """
@@ -530,10 +530,10 @@ def spread_through(shape: Shape, around: tuple[Masks, ...]) -> tuple[Masks, ...]
 
 
 def as_mask(axes: Axes) -> int:
-    """Atoms as a set, a bit each."""
+    """Returns a set of atoms as an integer, a bit each."""
     return union(1 << a for a in axes)
 
 
 def union(masks: Iterable[int]) -> int:
-    """The union of sets of atoms, a bit each."""
+    """Returns the union of sets of atoms, each an integer with a bit for each atom."""
     return functools.reduce(operator.or_, masks, 0)

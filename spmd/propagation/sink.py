@@ -24,7 +24,7 @@ LONGEST_CHAIN = 12  # elementwise ops on top of each other that are cheap to rec
 
 
 def cheap_values(program: Program) -> frozenset[Value]:
-    """Values of rank 1 or more that are recomputed for every use."""
+    """Returns values of rank 1 or more that each use recomputes, such as broadcasts of scalars."""
     depth: dict[Value, int] = {}
     types = program.types
     for op in program.walk():
@@ -43,7 +43,7 @@ def cheap_values(program: Program) -> frozenset[Value]:
 
 
 def sink_invariants(program: Program) -> Program:
-    """Takes cheap values that do not change out of the carries of every loop, outermost first."""
+    """Makes cheap values that loops carry unchanged inside these loops instead, outermost first."""
     if not any(op.is_loop for op in program.walk()):
         return program
     sink = _Sink(program)
@@ -72,7 +72,7 @@ class _Sink:
         return Region(region.args, tuple(ops), self.values(region.results))
 
     def loop(self, op: Op) -> Op:
-        """The loop without the carries that can be made inside, but with the scalars they need."""
+        """Returns the loop without carries that can be made inside, but with scalars they need."""
         body = op.regions[1]
         sunk: set[int] = set()
         makers: dict[Value, Op] = {}
@@ -123,7 +123,7 @@ class _Sink:
     def copied(
         self, makers: Mapping[Value, Op], inside: Mapping[Value, Value]
     ) -> tuple[list[Op], dict[Value, Value]]:
-        """The same ops once more, on copies of scalars; the copy of each of their values."""
+        """Returns the ops again, reading scalars from `inside` a loop, and each value's copy."""
         made = dict(inside)
         copies = []
         for old, op in makers.items():

@@ -1,11 +1,11 @@
-"""All ways between the shardings of a value over whole axes, at once: a graph, and numpy.
+"""Graphs of all shardings of a value over whole axes: numpy finds the cost of all reshards at once.
 
 The shardings that a plan weighs split dims over whole axes. There are few enough of these to write
 all of them down, and every step that leads from one to another: then a table of what all reshards
 take is a few operations on arrays.
 
-A *unit* is an axis, or the part of one behind equal links; of a mesh of few atoms, an atom.
-A *node* says in which order units split each dim, and which are partial; steps move whole units.
+A *unit* is an axis, or the part of one behind equal links; of a mesh of few atoms, an atom. A
+*node* says in which order units split each dim, and which are partial; steps move whole units.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Atlas:
-    """The nodes of values of one rank on one mesh, and the moves between them."""
+    """A graph for values of one rank on one mesh: nodes are shardings, edges steps between them."""
 
     def __init__(self, units: tuple[Axes, ...], rank: int, mesh: Mesh, topology: Topology) -> None:
         self.units, names = units, Names(units, (), ())  # atoms of each unit
@@ -97,7 +97,7 @@ class Atlas:
 
 @lru_cache(maxsize=64)
 def atlas(mesh: Mesh, topology: Topology, rank: int) -> Atlas | None:
-    """The graph of values of a rank; None where it is large, or steps may move parts of units."""
+    """Returns the graph for values of a rank; None where it would have too many nodes."""
     looks = atom_digits(mesh, topology)
     units: list[Axes] = []
     for axis in mesh.axis_atoms.values():
@@ -115,11 +115,11 @@ def atlas(mesh: Mesh, topology: Topology, rank: int) -> Atlas | None:
 
 
 class Distances:
-    """What the moves take for values of one size, and with it all reshards.
+    """The costs of all reshards of values of one size, along the moves of an atlas.
 
     Times are whole ticks, so that a sum is the same in whatever order it is added up. For each dim,
-    `room` is what its size has in common with the number of devices; `bits` are of the value; no
-    step may use atoms that are `held`.
+    `room` is the greatest common divisor of its size and the number of devices; `bits` is the size
+    of the value; no step may use atoms that are `held`.
     """
 
     def __init__(self, atlas: Atlas, room: tuple[int, ...], bits: int, held: Axes) -> None:
@@ -148,19 +148,19 @@ class Distances:
         self._moves_from = cache(self._moves_out_of)
 
     def _node(self, sharding: Sharding) -> int | None:
-        """The node of a sharding; None if the value does not divide, or it splits a unit."""
+        """Returns the node of a sharding; None if it does not divide the value or splits a unit."""
         dims = tuple([sharding.dims[d] for d in self.names.dims])
         node = self._atlas.nodes.get((dims, sharding.partial))
         whole = node is not None and self._legal[node]
         return node if whole and sum(map(bool, dims)) == sum(map(bool, sharding.dims)) else None
 
     def table(self, sources: Sequence[int]) -> Array:
-        """Seconds from some nodes (rows) to all; infinite where no moves lead."""
+        """Returns the seconds from some nodes (rows) to all; infinite where no moves lead."""
         self.learn(sources)
         return np.array([self._rows[s] for s in sources]) * self._tick
 
     def learn(self, sources: Sequence[int]) -> None:
-        """Works out the rows of many tables at once."""
+        """Finds the costs from some nodes to all others at once, and keeps them."""
         new = [s for s in dict.fromkeys(sources) if s not in self._rows]
         for start in range(0, len(new), 128):
             self._add_rows(np.array(new[start : start + 128]))
@@ -190,7 +190,7 @@ class Distances:
             self._rows[s] = np.ascontiguousarray(row)
 
     def path(self, start: int, goal: int) -> tuple[tuple[AtomMove, ...], float, int] | None:
-        """The cheapest moves with their seconds and bytes; None where no moves lead."""
+        """Returns the cheapest moves, their seconds and their bytes; None where no moves lead."""
         # A* that knows what is left: only nodes of cheapest paths are looked at, for the one among
         # them that sends the fewest bytes, and of these in the fewest steps.
         pieces = self._atlas.piece_list
@@ -220,7 +220,7 @@ class Distances:
         return None
 
     def _ticks_to(self, goal: int, least: int) -> list[float]:
-        """Ticks from every node to one, with the value in so many pieces at least."""
+        """Returns ticks from every node to `goal`, the value always in `least` pieces or more."""
         atlas, moves = self._atlas, self._usable
         near = np.full((len(atlas.pieces), 1), math.inf)
         near[goal] = 0
@@ -232,14 +232,14 @@ class Distances:
         return found
 
     def _moves_out_of(self, node: int) -> list[tuple[float, int, int, int]]:
-        """Ticks, bytes, target and number of each usable move out of a node."""
+        """Returns (ticks, bytes, target, number) of each usable move out of a node."""
         at = self._usable[self._first[node] : self._first[node + 1]]
         columns = (self._ticks[at], self._sent[at], self._atlas.target[at], at)
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def _follow(near: Array, source: Array, target: Array, ticks: Array, look: Array) -> None:
-    """Follows moves, which are sorted by their target, for as long as they lead nearer.
+    """Lowers distances along moves, which are sorted by target, until none gets shorter.
 
     For each node (rows), `near` are the ticks that it is away from some others (columns); they are
     changed. `look` are the moves to follow at first; later it is those out of nodes whose ticks
@@ -264,6 +264,6 @@ def _follow(near: Array, source: Array, target: Array, ticks: Array, look: Array
 def distances(
     room: tuple[int, ...], bits: int, held: Axes, mesh: Mesh, topology: Topology
 ) -> Distances | None:
-    """What is known of values of one size that divide as `room` does; None without an atlas."""
+    """Returns the costs for values of one size, kept between calls; None if there is no atlas."""
     found = atlas(mesh, topology, sum(common > 1 for common in room))
     return None if found is None else Distances(found, room, bits, held)

@@ -11,7 +11,7 @@ from spmd.reshard.question import Dims, PricedQuestion, moved
 
 
 class AtomMove(NamedTuple):
-    """A `Step` with a question's digits for atoms, and the sharding that it leads to."""
+    """One step of a reshard, with a question's digits (runs of atoms), and where it leads."""
 
     kind: str
     dims: Dims
@@ -21,35 +21,35 @@ class AtomMove(NamedTuple):
 
 
 def append(kind: str, dims: Dims, partial: Axes, dim: int, run: Axes) -> AtomMove:
-    """A slice or a reduce-scatter: digits become the minor ones of a dim."""
+    """Makes a slice or a reduce-scatter that appends digits to the minor end of a dim."""
     return AtomMove(kind, _put(dims, dim, dims[dim] + run), without(partial, run), run, (dim,))
 
 
 def gather(dims: Dims, partial: Axes, dim: int, keep: int) -> AtomMove:
-    """An all-gather: a dim keeps its `keep` most major digits."""
+    """Makes an all-gather after which a dim keeps its `keep` most major digits."""
     axes = dims[dim]
     return AtomMove("all_gather", _put(dims, dim, axes[:keep]), partial, axes[keep:], (dim,))
 
 
 def exchange(dims: Dims, partial: Axes, dim: int, keep: int, other: int) -> AtomMove:
-    """An all-to-all: what a dim has behind its first `keep` digits goes to the end of `other`."""
+    """Makes an all-to-all: what a dim has behind its first `keep` digits is appended to `other`."""
     run = dims[dim][keep:]
     after = _put(_put(dims, dim, dims[dim][:keep]), other, dims[other] + run)
     return AtomMove("all_to_all", after, partial, run, (dim, other))
 
 
 def reduce(dims: Dims, partial: Axes, run: Axes) -> AtomMove:
-    """An all-reduce over some of the partial digits."""
+    """Makes an all-reduce over some of the partial digits."""
     return AtomMove("all_reduce", dims, without(partial, run), run, ())
 
 
 def permute(problem: PricedQuestion, dims: Dims, partial: Axes, after: Dims) -> AtomMove:
-    """A collective-permute to another sharding with the same local shape."""
+    """Makes a collective-permute to another sharding with the same local shape."""
     return AtomMove("collective_permute", after, partial, moved(dims, after, problem.sizes), ())
 
 
 class Moves:
-    """Every legal move out of a sharding; a subclass may try fewer.
+    """Every legal step out of a sharding in digits (runs of atoms); a subclass may try fewer.
 
     The order of moves decides between paths that cost the same.
     """
@@ -59,7 +59,7 @@ class Moves:
         self._layouts: dict[tuple[tuple[int, ...], Axes], list[Dims]] = {}
 
     def out_of(self, dims: Dims, partial: Axes, pieces: int) -> Iterator[AtomMove]:
-        """The moves out of a sharding that splits the value into so many pieces."""
+        """Yields the moves out of a sharding that splits the value into so many pieces."""
         idle = unused(self.problem.digits, dims, partial)
         if idle:
             yield from self._appends("slice", dims, partial, idle)
@@ -89,25 +89,25 @@ class Moves:
                     yield append(kind, dims, partial, dim, run)
 
     def _runs(self, dims: Dims, dim: int, pool: Axes) -> Iterator[Axes]:
-        """Runs out of `pool` that may be appended to a dim, if they divide it."""
+        """Yields runs of digits out of `pool` that a step may append to a dim if they divide it."""
         for count in range(1, len(pool) + 1):
             yield from permutations(pool, count)
 
     def _gathered(self, dims: Dims, dim: int, room: int) -> Iterable[int]:
-        """How many major digits of a dim an all-gather keeps; it may grow by a factor of `room`."""
+        """Returns how many major digits an all-gather may keep; pieces may grow `room` times."""
         return range(len(dims[dim]))
 
     def _exchanged(self, dims: Dims, dim: int, other: int) -> Iterable[int]:
-        """How many major digits of a dim stay when the rest goes to dim `other`."""
+        """Returns how many major digits of a dim may stay when the rest goes to dim `other`."""
         return range(len(dims[dim]))
 
     def _reduced(self, owed: Axes) -> Iterator[Axes]:
-        """Sets of partial digits to all-reduce at once."""
+        """Yields the sets of partial digits that one all-reduce may reduce."""
         for count in range(len(owed), 0, -1):
             yield from combinations(owed, count)
 
     def arrangements(self, dims: Dims, partial: Axes) -> Iterable[Dims]:
-        """Where a permute may lead: dims with the same local shape, of any digits not partial."""
+        """Returns where a permute may lead: equal local shapes, split by digits not partial."""
         extents = tuple([self.problem.extent(axes) for axes in dims])
         found = self._layouts.get((extents, partial))
         if found is None:
@@ -124,7 +124,7 @@ class Moves:
                 yield (axes, *rest)
 
     def _exactly(self, extent: int, pool: Axes) -> Iterator[Axes]:
-        """Ordered selections out of `pool` whose sizes multiply to `extent`."""
+        """Yields ordered selections out of `pool` whose sizes multiply to `extent`."""
         if extent == 1:
             yield ()
             return
@@ -184,7 +184,7 @@ class DirectedMoves(Moves):
         return sorted(keeps)
 
     def _beyond_goal(self, axes: Axes, dim: int) -> set[int]:
-        """Where the prefix in common with the goal ends, and where the goal's extent is reached."""
+        """Returns how many digits begin as the goal does, and how many reach the goal's extent."""
         wanted, extent = self.problem.goal_extents[dim], self.problem.extent
         common = len(common_prefix(axes, self.problem.dst[dim]))
         return {k for k in range(len(axes)) if k == common or extent(axes[:k]) == wanted}
@@ -196,7 +196,7 @@ class DirectedMoves(Moves):
             yield stray
 
     def arrangements(self, dims: Dims, partial: Axes) -> Iterable[Dims]:
-        """The goal's prefixes, filled up in up to four ways.
+        """Returns where a permute may lead: dims that begin as the goal, filled in up to four ways.
 
         Digits that the goal asks for elsewhere wait in the spaces, or do not; the spaces are filled
         from the first dim to the last, or from the last to the first.
@@ -235,7 +235,10 @@ class DirectedMoves(Moves):
         spaces: dict[int, int],
         pool: set[int],
     ) -> Dims | None:
-        """The prefixes, then digits that will be gathered, then those that wait to move on."""
+        """Returns the goal's `prefixes` filled up to their extents; None if no digits do that.
+
+        They are filled with digits to be gathered later, then with those that other dims miss.
+        """
         sizes, goal_digits = self.problem.sizes, self.problem.goal_digits
         waiting: dict[int, list[tuple[int, int]]] = {dim: [] for dim in spaces}
         for target, a in missing:
@@ -264,17 +267,17 @@ def _put(dims: Dims, dim: int, axes: Axes) -> Dims:
 
 
 def without(axes: Axes, gone: Iterable[int]) -> Axes:
-    """`axes` less some digits."""
+    """Returns `axes` without the digits that are `gone`."""
     return tuple([a for a in axes if a not in gone])
 
 
 def unused(atoms: Axes, dims: Dims, partial: Axes) -> Axes:
-    """The digits that neither split a dim nor are partial."""
+    """Returns the digits that neither split a dim nor are partial."""
     return without(atoms, {a for axes in dims for a in axes}.union(partial))
 
 
 def continuation(axes: Axes, goal: Axes, pool: Axes) -> Axes:
-    """The next digits of `goal` after its prefix `axes`, as long as they are in `pool`."""
+    """Returns the next digits of `goal` after its prefix `axes`, as long as they are in `pool`."""
     start = end = len(axes)
     if goal[:start] != axes:
         return ()

@@ -42,7 +42,7 @@ States = tuple[Sharding, ...]  # shardings that one value may be in
 
 
 class PathStep(NamedTuple):
-    """One collective, or one slice."""
+    """One step of a reshard: a collective, a slice or a mask."""
 
     kind: str  # one of `comm.KINDS`, or `mask`
     before: Sharding
@@ -84,17 +84,18 @@ class Path:
 def reshard(
     src: Sharding, dst: Sharding, type_: TensorType, mesh: Mesh, topology: Topology, held: Axes = ()
 ) -> Path:
-    """The cheapest path from one sharding of a value to another.
+    """Returns the cheapest path from one sharding of a value to another.
 
-    Fewest predicted seconds; then fewest bytes, then fewest steps. Exact on meshes of up to
-    `EXACT_ATOMS` atoms. On larger ones steps between shardings over whole axes move whole axes
-    (`atlas`); between others atoms that play the same part are taken together, and where more than
-    `EXACT_DIGITS` parts are left, only steps that lead towards `dst` are tried.
+    It takes the fewest predicted seconds; of equals, the fewest bytes, then the fewest steps. That
+    is exact on meshes of up to `EXACT_ATOMS` atoms. On larger ones steps between shardings over
+    whole axes move whole axes (`atlas`); between others atoms that play the same part are taken
+    together, and where more than `EXACT_DIGITS` parts are left, only steps that lead towards `dst`
+    are tried.
 
-    What is wanted may stay partial over some of the partial atoms, and become partial over others:
-    that is done last, by a mask if terms are added, and by nothing if their maximum is taken. A dim
-    that does not divide is searched as if it were padded until it did. No step may use `held`
-    atoms: along them the value differs (see `ir.control_flow`).
+    A path may leave the value partial over some of its partial atoms, and may make it partial over
+    others, as its last step: by a mask if terms are added, and by nothing if their maximum is
+    taken. A dim that does not divide is searched as if it were padded until it did. No step may use
+    `held` atoms: along them the value differs (see `ir.control_flow`).
 
     Raises:
       LegalityError: a sharding that is not legal, or a value that is to become partial in a way
@@ -179,9 +180,9 @@ def reshard_seconds(
     topology: Topology,
     held: Axes = (),
 ) -> Table:
-    """Seconds of `reshard` from each state (rows) to each need (columns), where an atlas has them.
+    """Returns the seconds of `reshard` from each state (rows) to each need (columns), by an atlas.
 
-    Infinite where there can be no path, not a number where that has to be asked one by one.
+    They are infinite where there can be no path, and NaN where `reshard` has to be asked.
     """
     result = np.full((len(states), len(needs)), math.nan)
     room = tuple([math.gcd(size, mesh.size) for size in type_.shape])
@@ -214,7 +215,7 @@ def reshard_seconds(
 def _alike(
     shardings: Sequence[Sharding], known: Distances
 ) -> dict[tuple[Axes, str], list[tuple[int, int]]]:
-    """Numbers and nodes of the shardings that have one, by what they are partial over."""
+    """Returns (position, node) of shardings that have a node, by what they are partial over."""
     found: dict[tuple[Axes, str], list[tuple[int, int]]] = {}
     for i, sharding in enumerate(shardings):
         node = known.node(sharding)
@@ -226,7 +227,7 @@ def _alike(
 def _one_by_one(
     src: Sharding, dst: Sharding, type_: TensorType, mesh: Mesh, topology: Topology
 ) -> Path:
-    """A step for every dim that is split at one end alone: a gather, or a slice."""
+    """Returns the path that gathers or slices, one after another, the dims that differ."""
     steps, seconds, sent, here = [], 0.0, 0, src
     for d, (a, b) in enumerate(zip(src.dims, dst.dims, strict=True)):
         if a != b:
@@ -241,7 +242,7 @@ def _one_by_one(
 
 
 def can_reshard(src: Sharding, dst: Sharding) -> bool:
-    """Whether there is a path at all: some kinds of values can be split into terms."""
+    """Whether there is a path: a sum, maximum, minimum, `and` or `or` can be made partial."""
     if not dst.partial:
         return True
     if dst.kind in SPLITTABLE:
@@ -250,12 +251,12 @@ def can_reshard(src: Sharding, dst: Sharding) -> bool:
 
 
 def mask_seconds(sharding: Sharding, type_: TensorType, mesh: Mesh, topology: Topology) -> float:
-    """Time to read one device's piece and to write it, or zeros."""
+    """Returns the seconds in which a mask reads one device's piece and writes it, or zeros."""
     return 2 * local_type(type_, sharding, mesh).bytes / topology.hbm_bandwidth
 
 
 def torn_dims(step: PathStep, shape: Sequence[int], mesh: Mesh) -> list[int]:
-    """Dims whose padded pieces a permute cannot move whole.
+    """Returns the dims whose padded pieces a collective-permute cannot move whole.
 
     Pieces are cut atom by atom; without padding only their number matters, with padding the order
     of the atoms' sizes does too.
@@ -271,7 +272,7 @@ def torn_dims(step: PathStep, shape: Sequence[int], mesh: Mesh) -> list[int]:
 
 
 def permute_pairs(before: Sharding, after: Sharding, mesh: Mesh) -> tuple[tuple[int, int], ...]:
-    """Who sends to whom in a collective-permute: (source, target) for every device, by target.
+    """Returns (source, target) of every device in a collective-permute, by target.
 
     Devices are positions in the flattened mesh. A device that already holds what it needs keeps it;
     replicas share out the rest in order, within the groups of the atoms that change place.
@@ -280,7 +281,7 @@ def permute_pairs(before: Sharding, after: Sharding, mesh: Mesh) -> tuple[tuple[
     fixed = mesh.coordinates([a for a in range(len(mesh.atoms)) if a not in axes])
 
     def pieces(dims: Dims) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """A number for the piece that each device holds, and for where it is along other atoms."""
+        """Returns for each device the number of its piece and of its place along other atoms."""
         number = fixed
         for axes in dims:  # a permute leaves the number of pieces of every dim alone
             number = number * mesh.extent(axes) + mesh.coordinates(axes)
@@ -299,7 +300,7 @@ def permute_pairs(before: Sharding, after: Sharding, mesh: Mesh) -> tuple[tuple[
 
 
 class _Route(NamedTuple):
-    """An answer in the words of two shardings: what it costs, and what its steps are made of."""
+    """A path for values of any size: its costs, and what its steps are made of when asked for."""
 
     # What decides the cost of each step, and the pieces that the value is in before and after it.
     legs: tuple[tuple[Terms, int, int], ...]
@@ -330,7 +331,7 @@ SPLITTABLE = WHOLE_TERMS | {"add"}  # a whole value can be made terms: of a sum 
 def routes(
     src: Sharding, dst: Sharding, room: tuple[int, ...], held: Axes, mesh: Mesh, topology: Topology
 ) -> tuple[_Route, ...]:
-    """The paths that are best for values of some size, of shapes that divide as `room` does."""
+    """Returns paths, each the cheapest for values of some size whose dims divide as `room` does."""
     asked = questions(src, dst, room, held, mesh, topology)
     question, names = next(asked)
     found = [(answer, names) for answer in answers(question)]
@@ -361,45 +362,45 @@ NO_WAY = Path((), math.inf, 0)  # the path between shardings that no collectives
 
 
 class Resharder:
-    """Ways between the shardings of one program's values.
+    """Finds reshards of one program's values, for the planner, the partitioner and reports.
 
-    The planner, the partitioner and reports ask here what a way costs: it may not use the atoms
-    along which a value differs unseen, inside a manual region, and so may be longer.
+    Inside a `shard_map` they do not use its manual axes, along which values may differ unseen, and
+    so may take longer.
     """
 
     def __init__(self, index: Index, mesh: Mesh, topology: Topology) -> None:
         self.index, self.mesh, self.topology = index, mesh, topology
 
     def held(self, value: Value) -> Axes:
-        """The atoms that no way may use."""
+        """Returns the atoms that no reshard of a value may use."""
         return self.index.held.get(value, ())
 
     def path(self, value: Value, have: Sharding, wanted: Sharding) -> Path:
-        """The cheapest path; `NO_WAY` where there is none."""
+        """Returns the cheapest path; `NO_WAY` where there is none."""
         if not can_reshard(have, wanted):
             return NO_WAY
         type_ = self.index.program.types[value]
         return reshard(have, wanted, type_, self.mesh, self.topology, self.held(value))
 
     def seconds(self, value: Value, have: Sharding, wanted: Sharding) -> float:
-        """Time of the cheapest path: 0 between equals, infinite where there is none."""
+        """Returns the time of the cheapest path: 0 between equals, infinite where there is none."""
         return 0.0 if have == wanted else self.path(value, have, wanted).seconds
 
     def cheapest(
         self, value: Value, copies: Iterable[Sharding], wanted: Sharding
     ) -> tuple[Sharding, Path]:
-        """The copy of a value from which the wanted one is made, and how; of equals the first."""
+        """Returns which copy becomes the wanted one fastest, and by which path; first of equals."""
         paths = ((have, self.path(value, have, wanted)) for have in copies)
         return min(paths, key=lambda way: way[1].seconds)
 
     def table(self, value: Value, states: States, needs: States) -> Table:
-        """Seconds of the way from each state (rows) to each need (columns)."""
+        """Returns the seconds of the reshard from each state (rows) to each need (columns)."""
         found = self.glance(value, states, needs)
         for i, j in np.argwhere(np.isnan(found)).tolist():
             found[i, j] = self.seconds(value, states[i], needs[j])
         return found
 
     def glance(self, value: Value, states: States, needs: States) -> Table:
-        """The same, but not a number for ways that have to be searched one by one."""
+        """Returns the same as `table`, but NaN for reshards that have to be searched one by one."""
         type_, held = self.index.program.types[value], self.held(value)
         return reshard_seconds(states, needs, type_, self.mesh, self.topology, held)

@@ -41,7 +41,7 @@ Dims = tuple[Axes, ...]
 
 
 class Digit(NamedTuple):
-    """An atom, or several that move together."""
+    """One atom, or a run of atoms that move together."""
 
     sizes: tuple[int, ...]  # of its atoms
     latency: float  # seconds of one message over its link
@@ -50,7 +50,7 @@ class Digit(NamedTuple):
 
 
 class Question(NamedTuple):
-    """From which sharding to which; everything partial is to be reduced."""
+    """Which reshard is asked for: from `src` to `dst`, with everything partial to be reduced."""
 
     digits: tuple[Digit, ...]  # the other fields name them by their indices
     src: Dims
@@ -90,7 +90,7 @@ def questions(
     mesh: Mesh,
     topology: Topology,
 ) -> Iterator[tuple[Question, Names]]:
-    """What a pair of shardings comes down to: with atoms joined, then with each for itself.
+    """Yields the question of a reshard with like atoms joined in digits, then with each for itself.
 
     Where some dim has room for a part of a joined digit only, the first may have no path. The sizes
     in `shape` are divisible at both ends, and `src` is partial over all that `dst` is.
@@ -145,7 +145,7 @@ def questions(
 
 @lru_cache(maxsize=64)
 def atom_digits(mesh: Mesh, topology: Topology) -> tuple[Digit, ...]:
-    """Every atom of a mesh as a digit.
+    """Returns every atom of a mesh as a digit, with the latency and the bandwidth of its link.
 
     A digit has one pace for all kinds of collectives: with one for each, no bound would come near
     the cost of a path. Where kinds were measured one by one the median stands for all; they took
@@ -171,7 +171,7 @@ def atom_digits(mesh: Mesh, topology: Topology) -> tuple[Digit, ...]:
 def _joined(
     dims: Sequence[_Dim], partial: Sequence[int], order: Sequence[int], letters: Sequence[Digit]
 ) -> list[Axes]:
-    """Runs of atoms that are neighbours, or alike, at both ends and have equal links."""
+    """Returns runs of atoms that stay together, or idle, at both ends and have equal links."""
     ends = [_successors(dim.src for dim in dims), _successors(dim.dst for dim in dims)]
     runs: list[Axes] = []
     for b in order:
@@ -194,7 +194,7 @@ def _successors(dims: Iterable[Axes]) -> dict[int, int]:
 
 
 def _refined(runs: list[Axes], rooms: Sequence[int], mesh: Mesh) -> list[Axes]:
-    """Runs cut where another run, or a dim, has just room for a part, while few are left.
+    """Cuts runs where another run, or a dim, has room for just a part, while there are few.
 
     The longest run is cut first, and keeps the longest part that fits.
     """
@@ -229,7 +229,7 @@ TICKS = 1e24  # of the clock in a second: a byte takes a whole number of them, b
 
 
 class Line(NamedTuple):
-    """What something costs, depending on the size of the value."""
+    """A cost that grows with the size of the value along a line."""
 
     fixed: int  # ticks for a value of any size
     growing: int  # ticks for each unit of size
@@ -238,7 +238,7 @@ class Line(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """One dim against its goal."""
+    """How the digits of one dim differ from those that the goal has there."""
 
     extent: int  # into how many pieces it is split
     # The larger of its extent and the goal's: where neither is `apart`, one is a prefix of the
@@ -252,7 +252,7 @@ class _Facts(NamedTuple):
 
 
 class PricedQuestion:
-    """A question, with its costs and its lower bounds."""
+    """A question with the costs of its steps, and lower bounds of what is left to the goal."""
 
     def __init__(self, question: Question) -> None:
         self.src, self.dst, self.partial = question.src, question.dst, question.partial
@@ -305,7 +305,7 @@ class PricedQuestion:
         return self.room[dim] % self.extent(axes) == 0
 
     def dividing(self, size: int, axes: Axes, pool: Iterable[int]) -> Axes:
-        """As many digits of `pool` to follow `axes` as `size` still divides by."""
+        """Returns the digits of `pool`, in order, that `size` divides by if they follow `axes`."""
         extent, run = self.extent(axes), []
         for a in pool:
             if size % (extent * self.sizes[a]) == 0:
@@ -314,7 +314,7 @@ class PricedQuestion:
         return tuple(run)
 
     def price(self, kind: str, axes: Axes, pieces: int) -> tuple[Line, int]:
-        """What one step from so many pieces costs, and the pieces after it."""
+        """Returns the cost of one step on a value in so many pieces, and the pieces after it."""
         found = self._prices.get((kind, axes, pieces))
         if found is None:
             after = pieces_after(kind, self.extent(axes), pieces)
@@ -331,7 +331,7 @@ class PricedQuestion:
         return found
 
     def bounds(self, dims: Dims, partial: Axes) -> list[Line]:
-        """Lower bounds of what it costs to come from here to `dst`; none if it may cost nothing.
+        """Returns lower bounds of the cost from a sharding to `dst`; none if it may cost nothing.
 
         Bytes: a device must receive what its final tile has beyond its present one; what is partial
         must be reduced, at best into the smallest tiles. Collectives: every dim that has to lose
@@ -415,7 +415,7 @@ def pieces_after(kind: str, group: int, pieces: int) -> int:
 
 
 def moved(before: Dims, after: Dims, sizes: tuple[int, ...]) -> Axes:
-    """Atoms whose place (dim, and extent of what is more major there) differs, ascending."""
+    """Returns atoms whose place (dim, extent of what is more major there) differs, ascending."""
     first, second = places(before, sizes), places(after, sizes)
     return tuple(sorted(a for a in first | second if first.get(a) != second.get(a)))
 

@@ -22,11 +22,11 @@ from spmd.reshard.question import EXACT_ATOMS, EXACT_DIGITS, Dims, Line, PricedQ
 
 
 def direct_paths(problem: PricedQuestion, directed: DirectedMoves) -> Iterator[list[AtomMove]]:
-    """Slice and reduce what the goal asks for, permute if need be, exchange, gather.
+    """Yields paths that take no search: slice, reduce, permute if need be, exchange, gather.
 
-    One path without a permute where that leads to the goal. Else several that permute once the
-    local shape has everything that the goal's has, into the arrangements that `directed` proposes.
-    Over links of different speed each of them also link by link, and with the help of digits that
+    There is one without a permute where that leads to the goal. Else several permute once the local
+    shape has everything that the goal's has, into the arrangements that `directed` proposes. Over
+    links of different speed each of them also goes link by link, and with the help of digits that
     are parked on a dim that neither end splits: pieces are smaller while they cross the slow links.
     """
     extents = tuple(problem.extent(axes) for axes in problem.src)
@@ -73,7 +73,7 @@ class _Builder:
         self.dims, self.partial = move.dims, move.partial
 
     def append_all(self, shape: bool = False, finer: bool = False) -> None:
-        """Slices by what is idle, then reduce-scatters what is partial.
+        """Slices dims by idle digits, then reduce-scatters partial ones into dims.
 
         With `shape` digits may stand in for others of the same size; with `finer` dims are split
         further wherever they divide.
@@ -111,13 +111,13 @@ class _Builder:
             self._add(moves.append(kind, self.dims, self.partial, dim, run))
 
     def _pool(self, kind: str) -> Axes:
-        """The digits that a slice or a reduce-scatter can append."""
+        """Returns what can be appended: idle digits by a slice, partial by a reduce-scatter."""
         if kind == "slice":
             return moves.unused(self.problem.digits, self.dims, self.partial)
         return self.partial
 
     def _runs_in_turn(self, run: Axes) -> list[Axes]:
-        """Runs of digits over equal links, if links are taken in turn."""
+        """Splits a run of digits where links differ, if links are taken in turn."""
         if not self.in_turn:
             return [run]
         return [tuple(part) for _, part in groupby(run, lambda a: self.problem.paces[a])]
@@ -128,7 +128,7 @@ class _Builder:
             self._add(moves.reduce(self.dims, self.partial, run))
 
     def finished(self, after: Dims) -> list[AtomMove] | None:
-        """These moves, a permute to `after`, exchanges, gathers; None if that misses the goal."""
+        """Completes the path: a permute to `after`, exchanges, gathers; None if off the goal."""
         whole = copy(self)
         whole.moves = list(self.moves)
         whole.reduce_rest()
@@ -140,7 +140,7 @@ class _Builder:
         return whole.moves if whole.dims == self.problem.dst else None
 
     def _next_exchange(self) -> AtomMove | None:
-        """An all-to-all of the longest minor run of a dim that another one's goal has next."""
+        """Returns an all-to-all of the longest minor run of a dim that another's goal has next."""
         dims, goal = self.dims, self.problem.dst
         for dim in self._straying():
             for keep in range(len(goal[dim]), len(dims[dim])):
@@ -151,7 +151,7 @@ class _Builder:
         return None
 
     def _straying(self) -> list[int]:
-        """Dims that begin as their goal and go on."""
+        """Returns the dims that are split as their goal, and further."""
         ends = enumerate(zip(self.dims, self.problem.dst, strict=True))
         return [d for d, (axes, goal) in ends if axes != goal == axes[: len(goal)]]
 
@@ -188,23 +188,23 @@ NO_LIMIT: Cost = (math.inf, 0, 0)
 
 @lru_cache(maxsize=1 << 14)
 def direct_answers(question: Question) -> tuple[Answer, ...]:
-    """The paths that are written down without a search."""
+    """Returns the paths that are written down without a search."""
     return tuple(dict.fromkeys(PathSearch(question).direct))
 
 
 def is_small(question: Question) -> bool:
-    """Whether every legal step can be tried."""
+    """Whether a question has so few digits that every legal step can be tried."""
     return len(question.digits) <= (EXACT_DIGITS if is_joined(question) else EXACT_ATOMS)
 
 
 def is_joined(question: Question) -> bool:
-    """Whether some atoms move together."""
+    """Whether some digit of a question stands for several atoms."""
     return any(len(digit.sizes) > 1 for digit in question.digits)
 
 
 @lru_cache(maxsize=1 << 14)
 def answers(question: Question) -> tuple[Answer, ...]:
-    """A best path for every size of the value, those for small values first; none if there is none.
+    """Returns a best path for every size of the value, for small values first; none if none leads.
 
     A path's cost is a line, and the least cost a concave function of the size, made of straight
     pieces. Where the best paths of two sizes differ there is a size between at which these two cost
@@ -225,7 +225,7 @@ def answers(question: Question) -> tuple[Answer, ...]:
 
 
 def _between(search: PathSearch, first: Answer, last: Answer) -> Iterator[Answer]:
-    """The best paths from a size at which `first` is one up to where `last` is, less the last."""
+    """Yields the best paths for sizes between those of `first` and `last`, and `first` itself."""
     a, b = search.line(first), search.line(last)
     if a.growing <= b.growing:
         yield from () if b.fixed <= a.fixed else (first,)
@@ -262,7 +262,7 @@ class _Node:
 
 
 class PathSearch:
-    """Searches for one question at several sizes."""
+    """Searches for the best paths of one question, for values of several sizes."""
 
     def __init__(self, question: Question) -> None:
         problem = self._problem = PricedQuestion(question)
@@ -276,9 +276,9 @@ class PathSearch:
         self._goal = self._node(problem.dst, (), problem.goal_pieces)
 
     def best(self, size: Size, found: Sequence[Answer]) -> Answer | None:
-        """The best direct path where that is provably best; else the best that a search finds.
+        """Returns the best direct path if none can be better, else the best that a search finds.
 
-        Paths that were found already are to be undercut.
+        `found` are paths that are known already: a search looks only for what is cheaper.
         """
         paths = [*found, *self.direct]
         known = min(paths, key=lambda path: size.cost(self.line(path)), default=None)
@@ -294,7 +294,7 @@ class PathSearch:
         return known or self._shortest(size, NO_LIMIT, None, LAST_GREED)
 
     def line(self, path: Answer) -> Line:
-        """What a path costs."""
+        """Returns the cost of a path as a line over the size of the value."""
         pieces, lines = self._start.pieces, []
         for move in path:
             line, pieces = self._problem.price(move.kind, move.axes, pieces)
@@ -316,7 +316,7 @@ class PathSearch:
         return node.edges
 
     def _least(self, node: _Node, size: Size) -> Cost:
-        """What no path from a sharding to the goal undercuts at a size."""
+        """Returns a lower bound of the cost from a sharding to the goal, for values of a size."""
         if node.bounds is None:
             node.bounds = self._problem.bounds(node.dims, node.partial)
         if not node.bounds:

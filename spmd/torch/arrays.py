@@ -22,7 +22,7 @@ from spmd.mesh.spec import first_match, match_patterns
 
 
 def array_of(tensor: torch.Tensor, what: str) -> Any:
-    """A tensor as an array of its own memory, so that later changes of the tensor do not reach it.
+    """Copies a tensor to an array, so that later changes of the tensor do not reach it.
 
     A tensor on a GPU stays there, by DLPack. Where jax has no 64 bits, integers become narrower.
     ArgumentError if it has no values, or values that do not fit into 32 bits.
@@ -50,13 +50,13 @@ def array_of(tensor: torch.Tensor, what: str) -> Any:
 
 
 def struct_of(tensor: torch.Tensor, what: str) -> jax.ShapeDtypeStruct:
-    """The type that `array_of` gives a tensor, without its values."""
+    """Returns the type of the array that `array_of` makes of a tensor."""
     dtype = narrow_dtype(tensor.dtype, what)
     return jax.ShapeDtypeStruct(tuple(tensor.shape), mappings.t2j_dtype(dtype))
 
 
 def narrow_dtype(dtype: torch.dtype, what: str) -> torch.dtype:
-    """The dtype inside: of 32 bits where jax has no more, unless numbers would lose digits."""
+    """Returns the dtype in jax, int32 for int64 without x64; ArgumentError for float64 then."""
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         return dtype
     if dtype in (torch.float64, torch.complex128):
@@ -70,7 +70,7 @@ def narrow_dtype(dtype: torch.dtype, what: str) -> torch.dtype:
 
 
 def tensor_of(array: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
-    """An array of jax, however it is split, as one tensor; to a GPU it goes by DLPack."""
+    """Gathers an array of jax, however it is split, into one tensor; to a GPU it goes by DLPack."""
     if device is not None and torch.device(device).type != "cpu":
         first = min(array.sharding.device_set, key=lambda d: d.id)
         tensor = torch.from_dlpack(jax.device_put(array, first)).to(device)
@@ -94,7 +94,7 @@ of positional inputs -> specs. The first that matches counts."""
 
 
 class State(NamedTuple):
-    """The tensors that a module holds, each once, under the first name of tied ones.
+    """Holds the tensors of a module, each once, under the first name of tied ones.
 
     `aliases` has the first name for every name.
     """
@@ -105,12 +105,12 @@ class State(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers."""
+        """Parameters and buffers together."""
         return self.parameters | self.buffers
 
 
 def state_of(module: Any) -> State:
-    """The tensors of a module, which has to be one of torch."""
+    """Returns the tensors of a module; ArgumentError if it is no torch module."""
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(
             f"a {type(module).__name__} is no torch module",
@@ -129,26 +129,26 @@ def state_of(module: Any) -> State:
 
 
 def arrays_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Tensors by name as arrays of their own memory."""
+    """Copies tensors by name to arrays."""
     return {name: array_of(tensor, f"{name!r}") for name, tensor in tensors.items()}
 
 
 class Input(NamedTuple):
-    """One tensor among the inputs: its name, and the number of the argument it is in, if any."""
+    """Names one tensor among the inputs, and numbers the positional argument it is in, if any."""
 
     name: str
     number: int | None
 
 
 class Specs(NamedTuple):
-    """What the rules say, () for not split and None for open: of tensors by name, and of inputs."""
+    """Holds the specs that rules give to tensors and inputs: () for not split, None for open."""
 
     tensors: dict[str, Any]
     inputs: dict[str, Any]
 
 
 def specs_of(rules: Rules, state: State, inputs: Sequence[Input], check: bool = True) -> Specs:
-    """Applies rules; to `check`, each has to match something: later calls may lack an input."""
+    """Applies rules to tensors and inputs; to `check` is to refuse a rule that matches nothing."""
     patterns = [rule for rule in rules if isinstance(rule, str)]
     if check:
         names = [*state.aliases, *(name for name, _ in inputs)]
@@ -169,7 +169,7 @@ def specs_of(rules: Rules, state: State, inputs: Sequence[Input], check: bool = 
         return () if rules[key] is None else rules[key]
 
     def tied(first: str) -> str | None:
-        """The rule of one tensor that has several names."""
+        """Returns the rule of one tensor that has several names; SpecError if two rules differ."""
         names = [name for name, known in state.aliases.items() if known == first]
         found = {name: first_match(name, patterns) for name in names}
         ruled = {name: key for name, key in found.items() if key is not None}
@@ -199,7 +199,7 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 
 
 class Inputs(NamedTuple):
-    """The arguments of a call, taken apart: the tensors' names and numbers, and themselves.
+    """Holds the arguments of a call, taken apart: the tensors' names and numbers, and themselves.
 
     `rest` has (position, value) of every other leaf; `tree` is the structure of (args, kwargs).
     """
@@ -216,12 +216,12 @@ class Inputs(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """What decides whether a compiled program serves the call."""
+        """What decides whether a program serves the call: types, other leaves, structure."""
         types = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in self.leaves)
         return types, self.rest, str(self.tree)
 
     def structs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The types of the tensors inside the program, by name."""
+        """Returns the types that the tensors have inside the program, by name."""
         return {
             name: struct_of(leaf, f"input {name!r}")
             if isinstance(leaf, torch.Tensor)
@@ -230,21 +230,21 @@ class Inputs(NamedTuple):
         }
 
     def arrays(self) -> dict[str, Any]:
-        """The tensors as arrays, by name; arrays as they are."""
+        """Returns the tensors as arrays, by name; arrays stay as they are."""
         return {
             name: array_of(leaf, f"input {name!r}") if isinstance(leaf, torch.Tensor) else leaf
             for name, leaf in zip(self.names, self.leaves, strict=True)
         }
 
     def rebuild(self, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with other tensors in place of these."""
+        """Returns the call's (args, kwargs) with other values, by name, in place of its tensors."""
         leaves = [values[name] for name in self.names]
         args, kwargs = torch_tree.tree_unflatten(_merged(self.rest, leaves), self.tree)
         return tuple(args), dict(kwargs)
 
 
 def take_apart(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inputs:
-    """Takes the arguments of a call apart: pytrees of tensors and plain values, named as `fn`'s."""
+    """Takes a call's arguments apart; names tensors by `fn`'s parameters: `batch.labels`."""
     found, tree = torch_tree.tree_flatten_with_path((tuple(args), dict(kwargs)))
     try:
         parameters = list(inspect.signature(fn).parameters.values())
@@ -277,24 +277,24 @@ def take_apart(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 class Outputs(NamedTuple):
-    """How a result is put together from arrays: its structure, and what is no tensor."""
+    """Says how to put a result together from arrays: its structure, and its leaves but tensors."""
 
     tree: Any
     rest: tuple[tuple[int, Any], ...]
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
-        """The result with these tensors."""
+        """Returns the result with these tensors."""
         return torch_tree.tree_unflatten(_merged(self.rest, leaves), self.tree)
 
 
 def _merged(rest: Sequence[tuple[int, Any]], leaves: Sequence[Any]) -> list[Any]:
-    """Leaves in their order: `rest` says which is where, `leaves` are the others."""
+    """Puts leaves in order: `rest` has the (position, value) of some, `leaves` are the others."""
     fixed, others = dict(rest), iter(leaves)
     return [fixed[i] if i in fixed else next(others) for i in range(len(fixed) + len(leaves))]
 
 
 def split_result(result: Any) -> tuple[list[Any], Outputs]:
-    """The tensors of a module's result, and what is needed to put it together again."""
+    """Returns the tensors of a module's result, and the `Outputs` that put it together again."""
     leaves, tree = torch_tree.tree_flatten(result)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     rest = [(i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)]

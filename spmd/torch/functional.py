@@ -80,7 +80,7 @@ def call_jax(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 class Exported(NamedTuple):
-    """A module as StableHLO, for `spmd.compile_stablehlo` and bundles.
+    """A module as StableHLO with its weights, for `spmd.compile_stablehlo` and bundles.
 
     Attributes:
       module: a portable artifact. Its arguments are called as torch calls parameters, buffers and
@@ -94,7 +94,7 @@ class Exported(NamedTuple):
     arg_names: tuple[str, ...]
 
     def arguments(self, **inputs: Any) -> list[Any]:
-        """All arguments in their order: the weights, and the inputs that are given by name.
+        """Returns all arguments in order: the weights, and the inputs that are given by name.
 
         Raises:
           ArgumentError: an input is missing or unknown.

@@ -26,7 +26,7 @@ from spmd.torch.tracing import RANDOM, split
 
 
 class ModuleProgram(NamedTuple):
-    """One program of a module: the buffers that it changes, and whether it draws random numbers.
+    """Holds a program of a module: the buffers that it changes, and whether it draws randomly.
 
     `outputs` says of a forward pass how its result is put together.
     """
@@ -38,7 +38,7 @@ class ModuleProgram(NamedTuple):
 
 
 class Held:
-    """A module's tensors on a mesh, and the programs that were compiled for it."""
+    """Holds a module's tensors on a mesh, and the programs that were compiled for it."""
 
     def __init__(self, module: Any, mesh: Any, rules: Rules, options: Options | None) -> None:
         self._state = state = arrays.state_of(module)
@@ -82,11 +82,11 @@ class Held:
 
     @property
     def buffers(self) -> dict[str, jax.Array]:
-        """The same of buffers."""
+        """Each buffer by torch's name, as it lies on the mesh."""
         return self._on_mesh(self._state.buffers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers named as in `module.state_dict()`, as tensors of the CPU."""
+        """Returns parameters and buffers as `module.state_dict()` does, as tensors of the CPU."""
         tensors: dict[str, torch.Tensor] = {}  # tied names share one
         found = {}
         for name, own in self.module.state_dict(keep_vars=True).items():
@@ -145,7 +145,7 @@ class Held:
         return {name: self._placed[name] for name in names}
 
     def _place(self, shardings: Mapping[str, Any]) -> None:
-        """Puts onto the mesh what is not there yet."""
+        """Copies onto the mesh, as `shardings` say, the tensors that are not there yet."""
         for name, sharding in shardings.items():
             if name not in self._placed:
                 array = self._loaded.pop(name, None)
@@ -154,7 +154,7 @@ class Held:
                 self._placed[name] = jax.device_put(array, sharding)
 
     def _program(self, inputs: Inputs) -> ModuleProgram:
-        """The program for inputs like these, in the module's mode; compiled if it is new."""
+        """Returns the program for such inputs in the module's mode, compiling it if it is new."""
         mode = tuple(part.training for part in self.module.modules())
         key = inputs.key, mode, self._more_key()
         if key not in self._programs:
@@ -163,7 +163,7 @@ class Held:
         return self._last
 
     def _more_key(self) -> Any:
-        """What a program depends on besides inputs and the module's mode."""
+        """Returns what a program depends on besides inputs and the module's mode."""
         return None
 
     def _compile(self, inputs: Inputs) -> ModuleProgram:
@@ -385,7 +385,7 @@ class TrainStep(Held):
 
     @property
     def optimizer_state(self) -> Any:
-        """The optimizer's state on the mesh: {slot: {name: array}} of torch's, a pytree of optax's.
+        """The optimizer's state on the mesh: {slot: {name: array}} of torch, a pytree of optax.
 
         Slots are torch's: `exp_avg`, `exp_avg_sq`, `momentum_buffer`.
         """
@@ -393,7 +393,7 @@ class TrainStep(Held):
         return self._optimizer_state
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """The optimizer's state as tensors of the CPU.
+        """Returns the optimizer's state as tensors of the CPU.
 
         Of a torch optimizer it is what its own `state_dict()` would be, and it can load it. What
         belongs to the step itself, its number and the seed, is under `spmd`.
@@ -403,7 +403,7 @@ class TrainStep(Held):
         return {**own, "spmd": {"seed": self.seed, "steps": self.steps}}
 
     def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes what `optimizer_state_dict` gave, or what a torch optimizer's `state_dict()` is.
+        """Loads what `optimizer_state_dict` returned, or a torch optimizer's own `state_dict()`.
 
         Raises:
           ArgumentError: it belongs to another optimizer.
@@ -502,7 +502,7 @@ class TrainStep(Held):
 
 
 def _filled(state: Any, new: Mapping[str, Any]) -> Any:
-    """A pytree on the mesh with some leaves, given by path, replaced."""
+    """Returns a pytree on the mesh in which the leaves whose paths are in `new` are replaced."""
 
     def filled(path: Any, leaf: Any) -> Any:
         array = new.get(path_name(path))
@@ -520,7 +520,7 @@ def _filled(state: Any, new: Mapping[str, Any]) -> Any:
 
 
 def _loss_function(module: Any, loss: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """A loss as a function of the module and a batch, and one with the batch's parameters alone."""
+    """Returns the loss as a function of module and batch, and one with the batch's signature."""
     if not callable(loss):
         raise ArgumentError(
             f"the loss is a {type(loss).__name__}",

@@ -22,7 +22,7 @@ COMMAND = 'pip install "spmd[torch]"'
 
 
 def check_installed(version_of: Callable[[str], str] = metadata.version) -> None:
-    """Holds that the packages are here, in the versions that were tried."""
+    """Raises InstallError if a package is missing, or in a version that was not tried."""
     for package, wanted in WANTED.items():
         try:
             have = version_of(package)
@@ -52,7 +52,7 @@ def load_torchax() -> None:
 
 @contextmanager
 def _old_overloads() -> Iterator[None]:
-    """Overloads of named dims, which PyTorch 2.13 lacks, are names that no op has."""
+    """Lets overloads of named dims, which PyTorch 2.13 lacks, be looked up as names of no op."""
     packet = importlib.import_module("torch._ops").OpOverloadPacket
     look_up = packet.__getattr__
 
@@ -70,7 +70,7 @@ def _old_overloads() -> Iterator[None]:
 
 @contextmanager
 def _known_decompositions() -> Iterator[None]:
-    """Of a decomposition that PyTorch has already, PyTorch's is kept."""
+    """Keeps PyTorch's own decomposition where torchax registers one that PyTorch has already."""
     decompositions = importlib.import_module("torch._decomp")
     register = decompositions._add_op_to_registry
 

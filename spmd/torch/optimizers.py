@@ -21,7 +21,7 @@ from spmd.torch.arrays import State, array_of, tensor_of
 
 
 def optimizer_of(given: Any, state: State) -> OptaxOptimizer | TorchOptimizer:
-    """The optimizer of a training step, of optax or torch."""
+    """Wraps the optimizer of a training step, one of optax or torch; ArgumentError for others."""
     if isinstance(given, torch.optim.Optimizer):
         return TorchOptimizer(given, state)
     if callable(getattr(given, "init", None)) and callable(getattr(given, "update", None)):
@@ -35,7 +35,7 @@ def optimizer_of(given: Any, state: State) -> OptaxOptimizer | TorchOptimizer:
 
 
 class OptaxOptimizer:
-    """An optimizer of optax, over all parameters that require a gradient: `trained`.
+    """Runs an optimizer of optax over all parameters that require a gradient: `trained`.
 
     `key` is what the program depends on.
     """
@@ -48,33 +48,33 @@ class OptaxOptimizer:
         self._loaded: dict[str, Any] = {}
 
     def init(self, params: dict[str, Any]) -> Any:
-        """The state before the first step."""
+        """Makes the state before the first step."""
         return self._optimizer.init(params)
 
     def scalars(self, steps: int) -> Any:
-        """Arguments of the step that follows this many."""
+        """Returns the step's further arguments after `steps` steps: none for optax."""
         return ()
 
     def update(self, grads: Any, state: Any, params: Any, scalars: Any) -> tuple[Any, Any]:
-        """New parameters and state. A gradient is None where the loss does not reach."""
+        """Returns new parameters and state; a gradient is None where the loss does not reach."""
         whole = {n: jnp.zeros_like(params[n]) if g is None else g for n, g in grads.items()}
         updates, state = self._optimizer.update(whole, state, params)
         return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates), state
 
     def saved(self, state: Any, steps: int) -> dict[str, Any]:
-        """The state as tensors."""
+        """Returns the state as tensors by path, to be saved."""
         leaves = jax.tree_util.tree_flatten_with_path(state)[0]
         return {"state": {path_name(path): tensor_of(leaf) for path, leaf in leaves}}
 
     def load(self, given: Mapping[str, Any]) -> None:
-        """Takes what `saved` gave."""
+        """Takes what `saved` returned, for `loaded`."""
         self._loaded = {
             name: array_of(tensor, f"optimizer state {name!r}")
             for name, tensor in given["state"].items()
         }
 
     def loaded(self) -> tuple[dict[str, Any], int]:
-        """Path in the state -> array, of what was loaded or was there before; and the steps."""
+        """Returns what was loaded, path in the state -> array, and a number of steps: 0."""
         return self._loaded, 0
 
 
@@ -125,7 +125,7 @@ def _adam_scalars(group: Mapping[str, Any], step: int) -> dict[str, float]:
 
 
 def _adam(grad: Any, slots: Any, param: Any, group: Any, now: Any) -> tuple[Any, dict[str, Any]]:
-    """Kingma and Ba, 2015; AdamW: Loshchilov and Hutter, 2019; AMSGrad: Reddi et al., 2018."""
+    """Updates by Adam (Kingma, Ba 2015), AdamW (Loshchilov, Hutter 2019), AMSGrad (Reddi 2018)."""
     grad = grad + now["weight_decay"] * param
     first = now["keep1"] * slots["exp_avg"] + now["take1"] * grad
     second = now["keep2"] * slots["exp_avg_sq"] + now["take2"] * grad * grad
@@ -152,7 +152,7 @@ RULES = {torch.optim.SGD: _SGD, torch.optim.Adam: _ADAM, torch.optim.AdamW: _ADA
 
 
 class TorchOptimizer:
-    """As `OptaxOptimizer`, of torch: its groups and its rule. Its own tensors stay as they are.
+    """Runs an optimizer of torch by its groups and rule; its own tensors stay as they are.
 
     The state is {slot: {name of a parameter: array}}, with torch's names of slots.
     """
@@ -184,12 +184,12 @@ class TorchOptimizer:
 
     @property
     def key(self) -> Any:
-        """What the program depends on."""
+        """The flags of its groups, such as `amsgrad`, that the program depends on."""
         groups = self.optimizer.param_groups
         return tuple(tuple(bool(group[flag]) for flag in self._rule.flags) for group in groups)
 
     def init(self, params: dict[str, Any]) -> Any:
-        """The state before the first step."""
+        """Makes the state before the first step: zeros."""
         state: dict[str, dict[str, Any]] = {}
         for name in self.trained:
             for slot in self._rule.slots(self._group(name)):
@@ -197,14 +197,14 @@ class TorchOptimizer:
         return state
 
     def scalars(self, steps: int) -> Any:
-        """Arguments of the step that follows this many."""
+        """Returns the numbers of each group, such as the learning rate, after `steps` steps."""
         return [
             {name: np.float32(x) for name, x in self._rule.scalars(group, steps + 1).items()}
             for group in self.optimizer.param_groups
         ]
 
     def update(self, grads: Any, state: Any, params: Any, scalars: Any) -> tuple[Any, Any]:
-        """New parameters and state."""
+        """Returns new parameters and state; a parameter whose gradient is None stays as it is."""
         params = dict(params)
         state = {slot: dict(tensors) for slot, tensors in state.items()}
         for name, grad in grads.items():
@@ -221,7 +221,7 @@ class TorchOptimizer:
         return params, state
 
     def saved(self, state: Any, steps: int) -> dict[str, Any]:
-        """As `torch.optim.Optimizer.state_dict()` is, so that the optimizer itself can load it."""
+        """Returns the state in the form of the optimizer's own `state_dict()`, which loads it."""
         found: dict[str, Any] = self.optimizer.state_dict()
         numbers = [number for group in found["param_groups"] for number in group["params"]]
         found["state"] = {}
@@ -237,11 +237,11 @@ class TorchOptimizer:
         return found
 
     def load(self, given: Mapping[str, Any]) -> None:
-        """Takes what `saved` gave."""
+        """Loads what `saved` returned into the optimizer."""
         self.optimizer.load_state_dict({k: given[k] for k in ("state", "param_groups")})
 
     def loaded(self) -> tuple[dict[str, Any], int]:
-        """What was loaded, and the steps."""
+        """Returns slot and parameter -> array of the optimizer's state, and its number of steps."""
         arrays, steps = {}, set()
         for name in self.trained:
             own = self.optimizer.state.get(self._parameters[name], {})

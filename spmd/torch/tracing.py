@@ -42,7 +42,7 @@ _LOCK = threading.Lock()  # a module is changed while it is traced: one trace at
 
 
 class ModuleTrace(Environment):  # type: ignore[misc]  # torchax has no types
-    """One trace of a module, to be entered: torch ops are jax ops; whether it `draws` randomly."""
+    """Runs torch ops as jax ops while entered; `draws` says whether they drew random numbers."""
 
     def __init__(self, key: Any) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class ModuleTrace(Environment):  # type: ignore[misc]  # torchax has no types
         return result
 
     def t2j_iso(self, torchtensors: Any) -> Any:
-        """Traced tensors as jax values; others become constants of the program."""
+        """Returns traced tensors as jax values; others become constants of the program."""
 
         def known(x: Any) -> Any:
             if isinstance(x, Tensor | View):
@@ -97,13 +97,13 @@ class ModuleTrace(Environment):  # type: ignore[misc]  # torchax has no types
         return super().t2j_iso(torch_tree.tree_map_only(torch.Tensor, known, torchtensors))
 
     def get_and_rotate_prng_key(self, generator: Any = None) -> Any:
-        """The next key, whatever generator a module names."""
+        """Returns the next random key, whatever generator a module names."""
         self.draws = True
         self._key, key = jax.random.split(self._key)
         return key
 
     def _should_use_torchax_tensor(self, device: Any) -> bool:
-        """Also for tensors that are made on no device in particular, or on torch's default."""
+        """Whether to trace a tensor made on `device`, which may be none or torch's default."""
         return device is None or bool(super()._should_use_torchax_tensor(device))
 
 
@@ -117,7 +117,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> tuple[Any, Any, Any]:
-    """`batch_norm`: normalizes over all dims but the second, and updates running statistics."""
+    """Normalizes as `batch_norm`, over all dims but the second, and updates running statistics."""
 
     def move(running: Any, new: Any) -> None:
         """Moves a running statistic towards a new one, in place as PyTorch does."""
@@ -150,7 +150,7 @@ def _batch_norm(
 
 
 class ModuleRun(NamedTuple):
-    """A run of a module: its traced result, changed buffers, whether it drew random numbers."""
+    """Holds a module's traced result, its changed buffers, and whether it drew random numbers."""
 
     result: Any
     changed: dict[str, Any]
@@ -158,7 +158,7 @@ class ModuleRun(NamedTuple):
 
 
 class _Call(torch.nn.Module):  # type: ignore[misc]  # torch is not typed where it is missing
-    """A function of a module as a module, so that PyTorch can swap the tensors in it."""
+    """Wraps a function of a module as a module, so that PyTorch can swap the tensors in it."""
 
     def __init__(self, module: Any, fn: Callable[..., Any]) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ def run_pure(
     inputs: Inputs,
     leaves: Mapping[str, Any],
 ) -> Any:
-    """As `run`: the result alone, which has to depend on the arguments alone."""
+    """Returns the result of `run`; FrontendError if it depends on more than the arguments."""
     ran = run(module, fn, arrays, inputs, leaves, key_of((0, 0)))
     if ran.draws or ran.changed:
         raise FrontendError(
@@ -241,13 +241,13 @@ def run_pure(
 
 
 def as_arrays(tensors: Sequence[Any]) -> list[Any]:
-    """Traced tensors of a result as jax values; others become constants."""
+    """Returns traced tensors of a result as jax values; others become constants."""
     return [t.jax() if hasattr(t, "jax") else jnp.asarray(t.detach().numpy()) for t in tensors]
 
 
 @contextmanager
 def _left_alone(module: Any) -> Iterator[None]:
-    """What a forward pass keeps in plain attributes is traced, and must not outlive the trace."""
+    """Restores plain attributes, as traced values kept there must not outlive the trace."""
     before = [(part, dict(part.__dict__)) for part in module.modules()]
     try:
         yield
@@ -259,7 +259,7 @@ def _left_alone(module: Any) -> Iterator[None]:
 
 @contextmanager
 def _scopes(module: Any) -> Iterator[None]:
-    """Ops get the names of the parts of the module that they are in, for reports."""
+    """Names ops by the parts of the module that they are in (`jax.named_scope`), for reports."""
     around: list[tuple[str, Any]] = []
     handles = []
 
@@ -286,7 +286,7 @@ def _scopes(module: Any) -> Iterator[None]:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """What would run, and give other gradients than in torch, is an error."""
+    """Makes what would run, but give other gradients than torch, raise FrontendError."""
     apply = torch.autograd.Function.apply
 
     def refuse_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -315,7 +315,7 @@ def _refusals() -> Iterator[None]:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """What no trace can follow, as one error of ours."""
+    """Turns errors of what no trace can follow into errors of ours, with the module's line."""
     try:
         yield
     except OperatorNotFound as error:
@@ -341,7 +341,7 @@ def _explained() -> Iterator[None]:
 
 
 def _line_of(traceback: TracebackType | None) -> str | None:
-    """The innermost line that is neither ours nor of torch, torchax or jax."""
+    """Returns the innermost line that is neither ours nor of torch, torchax or jax."""
     found, skipped = None, (*_LIBRARIES, _OURS, sysconfig.get_path("stdlib") + "/contextlib")
     while traceback is not None:
         code = traceback.tb_frame.f_code
@@ -355,7 +355,7 @@ def _line_of(traceback: TracebackType | None) -> str | None:
 
 
 class TracedFunction(NamedTuple):
-    """A function of pytrees that was traced once: what computes it, and structs of what it returns.
+    """Holds a function of pytrees that was traced once, and structs of its results.
 
     `is_zero` says of each leaf whether it is zero by construction, as the gradient of a parameter
     that the loss never reaches is.
@@ -378,7 +378,7 @@ def trace(fn: Callable[..., Any], *args: Any) -> TracedFunction:
 
 
 def _is_zero(jaxpr: Any) -> Iterator[bool]:
-    """For each result whether it is the zero that jax puts where nothing flows to."""
+    """Yields for each result whether it is the zero that jax puts where no gradient flows."""
     makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     for atom in jaxpr.outvars:
         while not isinstance(atom, Literal) and atom in makers:
@@ -390,7 +390,7 @@ def _is_zero(jaxpr: Any) -> Iterator[bool]:
 
 
 def random_arguments(seed: int, call: int) -> tuple[Any, Any]:
-    """What a program draws random numbers from: those of a call, by its number, under a seed."""
+    """Returns the arguments that random numbers are drawn from: the seed and the call's number."""
     return np.uint32(seed % 2**32), np.uint32(call % 2**32)
 
 
@@ -401,11 +401,11 @@ NO_RANDOM = (np.uint32(0), np.uint32(0))  # in place of them where no random num
 
 
 def key_of(random: Any) -> Any:
-    """The key of a call, inside a program."""
+    """Returns the random key of a call, inside a program, from its `random_arguments`."""
     seed, call = random
     return jax.random.fold_in(jax.random.key(seed), call)
 
 
 def split(tree: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The entries of these names, and the others."""
+    """Splits a mapping into the entries of these names, and the others."""
     return {n: tree[n] for n in names}, {n: v for n, v in tree.items() if n not in names}

@@ -14,7 +14,6 @@ import spmd
 from benchmarks.hlo.collectives import hlo_collectives
 from spmd.errors import ArgumentError, MeshError
 from spmd.lowering.ahead import devices_ahead, is_here
-from spmd.reshard.comm import wire_bytes
 from tests.compilers import needs_cuda_plugin, needs_libtpu
 
 
@@ -131,9 +130,9 @@ def test_devices_are_as_many_as_the_topology_says(name: str, count: int) -> None
 
 
 @needs_libtpu
-@pytest.mark.parametrize(("sizes", "runs"), [((16, 1), "all_reduce"), ((4, 4), "reduce_scatter")])
-def test_what_the_tpu_compiler_makes_of_a_reduce_scatter(sizes: tuple[int, int], runs: str) -> None:
-    """Over a whole slice it is an all-reduce, and the plan counts it so."""
+@pytest.mark.parametrize(("sizes", "steps"), [((16, 1), 2), ((4, 4), 1)])
+def test_what_the_tpu_compiler_makes_of_reduce_scatters(sizes: tuple[int, int], steps: int) -> None:
+    """Of one over a whole slice it would make an all-reduce, so plans take two steps there."""
     mesh = spmd.Mesh(None, sizes, ("data", "model"))
     x = jax.ShapeDtypeStruct((64, 512, 512), np.float32)
 
@@ -142,8 +141,8 @@ def test_what_the_tpu_compiler_makes_of_a_reduce_scatter(sizes: tuple[int, int],
 
     x = spmd.mark_sharding(x, mesh, ("data", None, "model"))
     compiled = spmd.jit(total, mesh=mesh).compile(x, topology=spmd.Topology("v5e:4x4"))
-    (planned,) = compiled.collectives
-    (found,) = [c for c in hlo_collectives(compiled.as_text("hlo")) if c.bytes > 1 << 17]
-    assert (planned.kind, found.kind) == ("reduce_scatter", runs)
-    assert planned.bytes == wire_bytes(runs, sizes[0], 512 * 512 * 4 // sizes[1], 0)
-    assert planned.bytes <= found.bytes <= 1.1 * planned.bytes  # pieces may be padded
+    planned = compiled.collectives
+    found = [c for c in hlo_collectives(compiled.as_text("hlo")) if c.bytes > 1 << 15]
+    assert [c.kind for c in planned] == [c.kind for c in found] == ["reduce_scatter"] * steps
+    sent = sum(c.bytes for c in planned)
+    assert sent <= sum(c.bytes for c in found) <= 1.1 * sent  # pieces may be padded

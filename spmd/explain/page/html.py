@@ -13,13 +13,13 @@ from spmd.explain.words import Cell, Look, Table, source_text
 
 
 class Html(str):
-    """Text that is markup already: `tag` takes it as it is."""
+    """Text that is markup already, which `tag` does not escape."""
 
     __slots__ = ()
 
 
 def tag(look: str, *children: str, **attributes: object) -> Html:
-    """An element: its name with its class, as in a CSS selector, what is in it, and its attributes.
+    """Makes an element from its name and class, as in a CSS selector, its children and attributes.
 
     Children that are `Html` stay as they are, other text is escaped. Attributes have `_` where
     their names have dashes; those that are None or False are left out.
@@ -42,14 +42,14 @@ def tag(look: str, *children: str, **attributes: object) -> Html:
 
 
 def joined(*parts: str, by: str = "") -> Html:
-    """Elements and text in a row."""
+    """Joins elements and text, which it escapes."""
     return Html(by.join(p if isinstance(p, Html) else escape(p) for p in parts))
 
 
 def drawing(
     look: str, width: float, height: float, shapes: Iterable[Html], label: str, **attributes: object
 ) -> Html:
-    """An SVG picture of a class; screen readers say its label."""
+    """Makes an SVG picture of a class from shapes; screen readers say its label."""
     box = f"0 0 {width:.0f} {height:.0f}"
     size = {"viewBox": box, "width": width, "height": height}
     return tag(f"svg.{look}", *shapes, **size, role="img", aria_label=label, **attributes)
@@ -58,19 +58,19 @@ def drawing(
 def rect(
     look: str, box: tuple[float, float, float, float], title: str = "", **attributes: object
 ) -> Html:
-    """A rectangle of a class; `box` is (x, y, width, height), the title is shown on hovering."""
+    """Makes a rectangle of a class; `box` is (x, y, width, height), hovering shows the title."""
     x, y, width, height = box
     inside = [tag("title", title)] if title else []
     return tag(f"rect.{look}", *inside, x=x, y=y, width=width, height=height, **attributes)
 
 
 def line(look: str, x1: float, y1: float, x2: float, y2: float) -> Html:
-    """A straight line of a class."""
+    """Makes a straight line of a class."""
     return tag(f"line.{look}", x1=x1, y1=y1, x2=x2, y2=y2)
 
 
 def words(x: float, y: float, text: str, look: str = "", **attributes: object) -> Html:
-    """Text of a class, from (x, y) on unless `text_anchor` says otherwise."""
+    """Makes text of a class, from (x, y) on unless `text_anchor` says otherwise."""
     return tag(f"text.{look}", text, x=x, y=y, **attributes)
 
 
@@ -85,7 +85,7 @@ _LOOKS: dict[Look, Callable[[str], Html]] = {
 
 
 def table(given: Table) -> Html:
-    """A sortable table; nothing where it has no rows."""
+    """Makes a sortable table; nothing where it has no rows."""
     if not given.rows:
         return Html()
     heads = [
@@ -121,33 +121,33 @@ def _td(cell: Cell) -> Html:
 
 
 def folded(title: str, body: Html) -> Html:
-    """Something to unfold."""
+    """Makes an element that shows its title, and its body when unfolded."""
     return tag("details", tag("summary", title), body)
 
 
 def source(trail: str) -> Html:
-    """A source line with its caller; the whole paths are shown on hovering."""
+    """Shows a source line with its caller; the whole paths are shown on hovering."""
     first, _, rest = source_text(trail).partition(" <- ")
     return tag("code", first, tag("span.caller", f" ← {rest}") if rest else "", title=trail)
 
 
 def breakable(name: str) -> Html:
-    """A path that may go on in the next line after any of its parts."""
+    """Escapes a path so that the page may break it after any of its parts."""
     return Html(re.sub(r"([/,])", r"\1<wbr>", escape(name)))
 
 
 def dot(colour: str) -> Html:
-    """A dot of a colour, before what has the colour in a picture."""
+    """Makes a dot of a colour, to stand before the name of what has it in a picture."""
     return tag("span.dot", style=f"background:{colour}")
 
 
 def legend(colours: Iterable[tuple[str, str]]) -> Html:
-    """(name, CSS colour) as a row of colours."""
+    """Makes a row of names, each with a dot of its colour, from (name, CSS colour)."""
     return tag("p.legend", *(tag("span", dot(colour), name) for name, colour in colours))
 
 
 def bars(rows: Sequence[tuple[str, float, str, str]]) -> Html:
-    """(label, amount, text, CSS colour) as horizontal bars, the largest one full."""
+    """Draws (label, amount, text, CSS colour) as horizontal bars, the largest one full."""
     most = max((amount for _, amount, _, _ in rows), default=0) or 1
     cells = [
         joined(

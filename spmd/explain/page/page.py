@@ -45,7 +45,7 @@ BREAK = tag("br")
 
 
 def render(facts: Facts) -> str:
-    """What `explain_program` says, with pictures, as one page without outside resources."""
+    """Makes the page: what `explain_program` says, with pictures, without outside resources."""
     plan = facts.plan
     sections = [section for section in _sections(facts) if section.body]
     texts = dict.fromkeys([*(form.text for form in plan.forms), *plan.notes])
@@ -79,7 +79,7 @@ def render(facts: Facts) -> str:
 
 
 def notebook_cell(facts: Facts) -> Html:
-    """The first screen as a piece of HTML that brings its own style."""
+    """Returns the page's first screen as HTML that brings its own style, for a notebook."""
     on = f" on {facts.plan.mesh}, {facts.plan.topology}"
     return tag(
         "div.spmd spmd-cell",
@@ -92,12 +92,12 @@ def notebook_cell(facts: Facts) -> Html:
 
 
 def _resource(name: str) -> Html:
-    """The text of a file beside this one, which is part of a page as it is."""
+    """Reads a file beside this one, which becomes a part of the page unchanged."""
     return Html(files("spmd.explain.page").joinpath(name).read_text(encoding="utf-8"))
 
 
 class _Section(NamedTuple):
-    """One part of the page; left out if it has no body."""
+    """Holds one part of the page; left out if it has no body."""
 
     anchor: str
     title: str
@@ -252,7 +252,7 @@ def _timeline(facts: Facts) -> Html:
 
 
 def _loop(loop: pictures.Bars, axes: Sequence[str]) -> Html:
-    """One iteration of a loop, to unfold, with the loops inside it."""
+    """Shows one iteration of a loop, to unfold, with the loops inside it."""
     each = f": {seconds_text(loop.once)}"
     return tag(
         "details.iteration",

@@ -45,7 +45,7 @@ MEMORY_COLOURS = ("var(--arguments)", "var(--results)", "var(--saved)", "var(--t
 
 
 class Segment(NamedTuple):
-    """Something that takes time, seconds after the run, or the loop's iteration, began."""
+    """Holds what takes time in a lane, in seconds after the run, or the loop's iteration, began."""
 
     lanes: tuple[str, ...]  # `compute`, or the names of the mesh axes whose links are busy
     kind: str  # `compute`, or the collective's kind
@@ -57,12 +57,12 @@ class Segment(NamedTuple):
 
     @property
     def end(self) -> float:
-        """When it is done."""
+        """Seconds at which it ends."""
         return self.start + self.seconds
 
 
 class Bars(NamedTuple):
-    """What happens in a region, in order: in a program, a branch, or one iteration of a loop."""
+    """Holds what happens, in order, in a program, in a branch, or in one iteration of a loop."""
 
     segments: tuple[Segment, ...]  # ops and collectives outside of inner loops
     loops: tuple[Bars, ...]  # the loops and conditionals, of whose equal iterations one is shown
@@ -73,11 +73,11 @@ class Bars(NamedTuple):
     place: str = ""  # of a loop, the user's source line and its caller's
 
     def lane_seconds(self, lane: str) -> float:
-        """How long a lane is busy in one iteration, inner loops included."""
+        """Returns how long a lane is busy in one iteration, inner loops included."""
         return sum(s.seconds for s in self.flat() if lane in s.lanes)
 
     def flat(self) -> Iterator[Segment]:
-        """Every segment of one iteration, those of inner loops stretched to all of theirs."""
+        """Yields one iteration's segments, inner loops' stretched over all their iterations."""
         yield from self.segments
         for loop in self.loops:
             scale = loop.seconds / loop.once if loop.once else 0.0
@@ -86,7 +86,7 @@ class Bars(NamedTuple):
 
 
 def bars_of(timeline: Timeline, mesh: Mesh) -> Bars:
-    """The predicted run of a program on a mesh, as bars."""
+    """Returns the predicted run of a program on a mesh, as bars."""
     whole = timeline.scheduled_seconds
     return Bars(*_region(nested(timeline.slots), mesh, 0.0), whole, 0.0, whole)
 
@@ -94,7 +94,7 @@ def bars_of(timeline: Timeline, mesh: Mesh) -> Bars:
 def _region(
     slots: Iterable[Nested], mesh: Mesh, begin: float
 ) -> tuple[tuple[Segment, ...], tuple[Bars, ...]]:
-    """Ops and loops of a region that begins at some time; a loop's own times are its body's."""
+    """Returns a region's ops and loops, timed from `begin`; those in a loop from its own start."""
     segments: list[Segment] = []
     loops: list[Bars] = []
     for slot, inside in slots:
@@ -117,7 +117,7 @@ def _region(
 
 
 def merged(segments: Sequence[Segment], least: float) -> list[Segment]:
-    """Fewer segments, to draw: neighbours of one kind and function are one, and all that are short.
+    """Joins neighbours of one kind and function, and short segments, so that fewer are drawn.
 
     Those below `least` seconds are joined to the one before them in their lane, if that is of the
     same kind and not further away.
@@ -134,7 +134,7 @@ def merged(segments: Sequence[Segment], least: float) -> list[Segment]:
 
 
 def _joint(before: Segment, after: Segment, least: float) -> Segment | None:
-    """Two neighbours of one lane as one segment, if they belong together."""
+    """Returns two neighbours of one lane as one segment, None if they do not belong together."""
     if before.kind != after.kind or after.start - before.end > least / 4:
         return None
     group = before.group if before.group == after.group else ""
@@ -150,13 +150,13 @@ def _joint(before: Segment, after: Segment, least: float) -> Segment | None:
 
 
 def functions_of(group: str) -> tuple[str, ...]:
-    """The functions of a source line and its caller, the caller first, without `<locals>`."""
+    """Returns the functions of a source line and its caller, caller first, without `<locals>`."""
     names = re.findall(r"\(([^()]*)\)", group)
     return tuple(name.rpartition(".")[2] for name in reversed(names))
 
 
 def timeline_svg(timeline: Bars, axes: Sequence[str], what: str) -> Html:
-    """A timeline, loops stretched to their whole time under a bracket."""
+    """Draws a timeline, with loops stretched to their whole time under a bracket."""
     lanes = (COMPUTE, *axes)
     total = timeline.once or 1.0
     scale = ACROSS / total
@@ -214,7 +214,7 @@ def _bracket(loop: Bars, scale: float, top: int, lanes: int) -> Html:
 
 
 def memory_svg(curve: MemoryCurve, limit: int) -> Html:
-    """Memory over the kernels of a run, stacked, with its peak and (if near) the device's limit."""
+    """Draws memory over the kernels of a run, with its peak and (if near) the device's limit."""
     if not curve.steps:
         return Html()
     most = max(sum(curve.steps[curve.peak]), 1)
@@ -265,7 +265,7 @@ def memory_svg(curve: MemoryCurve, limit: int) -> Html:
 
 
 def _chart(look: str, height: float, parts: Sequence[Html], label: str) -> Html:
-    """A chart that can be focused, and a line below it that report.js writes into."""
+    """Makes a chart that can be focused, and a line below it that report.js writes into."""
     made = drawing(f"chart {look}", _RIGHT + 8, height, parts, label, tabindex=0)
     return joined(made, tag("output.readout"))
 
@@ -280,12 +280,12 @@ _WIDE, _HIGH, _NAMES, _ABOVE = 30, 24, 74, 26
 
 
 def pipelines(facts: Facts) -> Html:
-    """Every pipeline: its figures, and which stage works on what in which step."""
+    """Shows every pipeline: its figures, and which stage works on what in which step."""
     return joined(*(joined(_head(row), _stages(row.of)) for row in pipeline_rows(facts.stages)))
 
 
 def rings(facts: Facts) -> Html:
-    """Every op whose pieces go round, or could: its figures, and who has which piece when."""
+    """Shows every op whose pieces go round a ring, or could, and which device has which when."""
     made: list[Html] = []
     drawn: set[tuple[object, ...]] = set()
     for row in ring_rows(facts.stages, facts.prices):
@@ -362,7 +362,7 @@ def _round(row: RingRow) -> Html:
 
 
 class Square(NamedTuple):
-    """What one worker does in one step, and how much of it; no colour where nothing is done."""
+    """Says what one worker does in one step, and for how much of it; idle ones have no colour."""
 
     text: str
     title: str
@@ -371,7 +371,7 @@ class Square(NamedTuple):
 
 
 def shown_steps(count: int, most: int = MOST_COLUMNS) -> list[int | None]:
-    """The steps that get a column; None stands for those that are left out.
+    """Returns the steps that get a column; None stands for those that are left out.
 
     Example:
       >>> shown_steps(100, 5)
@@ -390,10 +390,10 @@ def grid(
     phases: Sequence[tuple[int, int, str]],
     label: str,
 ) -> Html:
-    """The picture: a line for each of `names`, a column for each step, but for some in the middle.
+    """Draws a line for each of `names` and a column for each step, but for some in the middle.
 
-    `work` says what a worker does in a step. A phase is (first step, the one behind the last,
-    name), and gets a bracket above it. `label` is what screen readers say.
+    `work(line, step)` says what a worker does in a step. A phase is (first step, the one behind the
+    last, name), and gets a bracket above it. `label` is what screen readers say.
     """
     steps, top = shown_steps(count), _ABOVE if phases else 0
     bottom = top + len(names) * _HIGH
@@ -461,7 +461,7 @@ HATCH = Html(
 
 
 def tiles(facts: Facts) -> Html:
-    """The mesh and the largest arguments as pictures: who holds what."""
+    """Draws the mesh and the largest arguments, to show which device holds which piece."""
     mesh = facts.plan.mesh
     more = f", the first {MAX_DEVICES} of {mesh.size}" if mesh.size > MAX_DEVICES else ""
     shown = [(mesh_picture(mesh), "the mesh", f"{mesh}{more}", "device ids")]
@@ -489,7 +489,7 @@ def tiles(facts: Facts) -> Html:
 
 
 def mesh_picture(mesh: Mesh) -> Html:
-    """Devices as a grid: the last axis across, all others down."""
+    """Draws a mesh's devices as a grid: the last axis across, all others down."""
     whole = mesh.sizes[-1] if mesh.sizes else 1
     columns = min(whole, MAX_PIECES)
     rows = min(max(1, mesh.size // whole), MAX_DEVICES // columns)
@@ -501,7 +501,7 @@ def mesh_picture(mesh: Mesh) -> Html:
 
 
 def tile_picture(type_: TensorType, sharding: Sharding, mesh: Mesh) -> Html:
-    """A tensor as a rectangle of two of its dims, cut into the pieces that devices hold."""
+    """Draws a tensor as a rectangle of two of its dims, cut into the pieces that devices hold."""
     # Split dims first, then the last ones; a tensor of fewer dims is drawn one element high.
     order = sorted(range(sharding.rank), key=lambda d: (not sharding.dims[d], -d))[:2]
     shown = [(type_.shape[dim], sharding.dims[dim]) for dim in sorted(order)]
@@ -535,7 +535,7 @@ def _tiled(
     across: str,
     what: str,
 ) -> Html:
-    """Tiles that fill a box, with what its two sides are written beside them.
+    """Draws tiles that fill a box, with a text beside two of its sides.
 
     `holders` are (row, column) -> positions in the mesh of the devices that hold this tile.
     """
@@ -559,7 +559,7 @@ def _tiled(
 
 
 def _tile(mesh: Mesh, box: tuple[float, float, float, float], held: Sequence[int]) -> Html:
-    """One tile: bands of its holders' colours, hatched if there are several, and their ids."""
+    """Draws one tile: bands of its holders' colours, hatched for several, and their ids."""
     x, y, width, height = box
     drawn = held[:_MAX_BANDS]
     band = width / len(drawn)

@@ -1,1 +1,1 @@
-"""A StableHLO module to a `Program`."""
+"""Imports StableHLO modules as `Program`s."""

@@ -1,4 +1,4 @@
-"""MLIR's types, constants, attributes and locations -> plain data; ops, and copies of them."""
+"""Turns MLIR's types, constants, attributes and locations into plain data; finds and copies ops."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MARKS = ("sdy.sharding", "mhlo.sharding")
 
 
 def tensor_type(type_: Any) -> TensorType:
-    """A type, from the bindings or text; FrontendError unless a static ranked tensor or a token."""
+    """Reads a type of the bindings or text; FrontendError unless a static tensor or a token."""
     text = str(type_)
     if text == "!stablehlo.token":
         return TensorType((), "token")
@@ -65,7 +65,7 @@ def _dense(attr: Any) -> Dense:
 
 
 def _dense_from_text(text: str) -> Dense:
-    """Elements of the types that the bindings don't convert (bf16, fp8, int4, complex)."""
+    """Reads a constant of a dtype that the bindings don't convert (bf16, fp8, int4, complex)."""
     match = re.fullmatch(r"(?s)dense<(.*)> : (tensor<.*>)", text)
     if match is None:
         raise FrontendError(f"cannot read the constant {text[:60]}")
@@ -84,7 +84,7 @@ def _dense_from_text(text: str) -> Dense:
 
 
 def location_of(location: Any) -> tuple[str, list[Frame]]:
-    """The outermost scope name and the frames, innermost first, that a location holds."""
+    """Returns the outermost scope name and the frames, innermost first, of an MLIR location."""
     # jax writes "jit(f)/sin"(callsite("f"("a.py":3) at "<module>"("a.py":9))): a name around call
     # sites is a scope, a name around a file is the function of a frame. A module from elsewhere may
     # fuse several locations; the last one that has a scope gives it.
@@ -112,7 +112,7 @@ def location_of(location: Any) -> tuple[str, list[Frame]]:
 
 
 def entries_of(op: Any) -> tuple[tuple[str, Any], ...]:
-    """An op's attributes; a complex constant, which the bindings have no class for, as text.
+    """Returns an op's attributes; complex constants, which the bindings have no class for, as text.
 
     FrontendError for another attribute that they have no class for.
     """
@@ -142,7 +142,7 @@ _NUMBERS: Mapping[type, tuple[Any, Sequence[str]]] = {
 
 
 def attribute(name: str, attr: Any) -> Attribute:
-    """One MLIR attribute as plain data; None drops it."""
+    """Turns an MLIR attribute into plain data; None for one that programs don't keep."""
     if isinstance(attr, str):  # a constant, from `entries_of`
         return _dense_from_text(attr)
     if isinstance(attr, ir.DenseElementsAttr) and name == "value":
@@ -197,7 +197,7 @@ def defining_op(value: Any) -> Any:
 
 
 def ops_in(root: Any) -> list[Any]:
-    """An op and all ops inside it, so that one may replace them."""
+    """Returns an op and all ops inside it as a list, so that they may be replaced meanwhile."""
     found: list[Any] = []
 
     def visit(op: Any) -> Any:
@@ -209,7 +209,7 @@ def ops_in(root: Any) -> list[Any]:
 
 
 def cloned(op: Any, values: dict[Any, Any]) -> Any:
-    """A copy of an op at the insertion point, which reads other values; its results join them."""
+    """Copies an op to the insertion point, operands mapped by `values`, which gets its results."""
     copy = op.clone().operation
     for inner in ops_in(copy):
         for i, value in enumerate(inner.operands):

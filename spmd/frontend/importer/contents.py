@@ -1,7 +1,7 @@
-"""What a module states: its functions, meshes and shardings, and names of arguments and results.
+"""Reads what a module states: functions, meshes and shardings, names of arguments and results.
 
-Shardings are Shardy's attributes or GSPMD's text, each on a mesh of its own. Here they are written
-on the mesh that the program is compiled for.
+Shardings are Shardy's attributes or GSPMD's text, each on a mesh of its own. Here they are
+translated to the mesh that the program is compiled for.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ _PATH_PART = re.compile(r"""\[\s*['"]?(.*?)['"]?\s*\]|([^\[\].]+)""")
 
 
 class Contents:
-    """The functions and meshes of a module, compiled for a mesh if that is known.
+    """The functions and meshes of a module, and its shardings on the mesh that it is compiled for.
 
-    Its devices are positions among those (`partitions` many) that it is for. These are the devices
-    of the mesh that the program is compiled for, in its order; left out, that is the first one it
-    states.
+    That is `mesh`, or the first mesh that the module states if left out. The module's devices are
+    numbers from 0 to `partitions - 1`: positions in that mesh.
     """
 
     def __init__(self, module: Any, mesh: Mesh | None = None) -> None:
@@ -74,11 +73,11 @@ class Contents:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that all shardings are written on; its devices are positions."""
+        """The mesh that shardings are translated to; its ids are the module's device numbers."""
         return self._mesh or NO_AXES
 
     def stated(self, attr: Any, rank: int) -> Stated | None:
-        """A sharding on the mesh that it is stated on; None where it is of a single device.
+        """Reads a sharding, on the mesh that it names; None where that is of a single device.
 
         FrontendError if the module lacks its mesh.
         """
@@ -107,7 +106,7 @@ class Contents:
         return Stated(mesh, found, opened, refs_of(sharding.unreduced_axes, sdy))
 
     def atoms(self, other: Mesh, refs: Iterable[AxisRef]) -> Axes:
-        """The atoms of `mesh` that axes and parts of axes of another mesh consist of."""
+        """Returns the atoms of `mesh` that make up axes, and parts of axes, of another mesh."""
         if other.size == 1:
             return ()
         if self._mesh is None:
@@ -115,7 +114,7 @@ class Contents:
         return tuple(a for ref in refs for a in part_atoms(self.mesh, other, *ref))
 
     def written(self, sharding: Stated) -> ShardingAttr:
-        """A sharding on `mesh`; MeshError if its axes consist of no atoms of it."""
+        """Translates a sharding to `mesh`; MeshError if its axes are not made of atoms of that."""
         if sharding.mesh == self.mesh or not any(sharding.dims):
             return ShardingAttr(sharding.dims, sharding.open)
         dims = [axis_refs(self.atoms(sharding.mesh, refs), self.mesh) for refs in sharding.dims]
@@ -126,10 +125,9 @@ class Contents:
         return ShardingAttr(named, sharding.open)
 
     def mark(self, attr: Any, rank: int, opened: Sequence[int] = ()) -> ShardingAttr | None:
-        """What a sharding of a tensor marks on `mesh`, some dims being open besides; None: nothing.
+        """Returns the mark on `mesh` that a sharding makes, with dims `opened` open, too; or None.
 
-        A value that is not added up yet is not marked: where a sum is finished is for the plan to
-        decide.
+        A partial value is not marked: where its terms are added is for the plan to decide.
         """
         key = (attr, rank, tuple(opened))
         if key not in self._known:
@@ -142,7 +140,7 @@ class Contents:
         return self._known[key]
 
     def marks_of(self, op: Any, ranks: Sequence[int]) -> list[ShardingAttr | None]:
-        """What an op's own attributes mark of each of its results."""
+        """Returns for each result of an op the mark that the op's own sharding makes."""
         name = next(name for name in MARKS if name in op.attributes)
         attrs = shardings_of(op.attributes[name])
         attrs = attrs * len(ranks) if len(attrs) == 1 else attrs
@@ -154,10 +152,10 @@ class Contents:
         return [self.mark(attr, rank, opened) for attr, rank in zip(attrs, ranks, strict=True)]
 
     def boundary_marks(self, ends: Sequence[End], what: str = "") -> list[ShardingAttr | None]:
-        """What is marked of each argument, or of each result, of a function.
+        """Returns the mark of each argument, or of each result, of a function; None for no mark.
 
         `what` is `argument` or `result`, if they are those of the program: SpecError if one of
-        these is stated as terms that are not added up.
+        these is partial.
         """
         found = []
         for i, (attrs, rank) in enumerate(ends):
@@ -178,7 +176,7 @@ class Contents:
 
 
 def named_ops(module: Any, kind: str) -> dict[str, Any]:
-    """Name -> op, of a module's functions (`func.func`) or meshes (`sdy.mesh`)."""
+    """Maps the names of a module's functions (`func.func`) or meshes (`sdy.mesh`) to their ops."""
     operations = [item.operation for item in module.body.operations]
     return {op.attributes["sym_name"].value: op for op in operations if op.name == kind}
 
@@ -206,7 +204,7 @@ def ends_of(function: Any) -> tuple[list[End], list[End]]:
 
 
 def argument_paths(function: Any) -> list[str]:
-    """Paths of the arguments, `params/w`, as far as their locations say so; else empty."""
+    """Returns the paths of the arguments, `params/w`, from their locations; "" where unknown."""
     block = function.regions[0].blocks[0]
     return [path_of(location_of(arg.location)[0]) for arg in block.arguments]
 
@@ -266,7 +264,7 @@ def axes_of(attr: Any) -> tuple[Refs, ...]:
 
 
 def refs_of(refs: Any, dialect: Any) -> Refs:
-    """References to axes or to parts of them, by the classes of Shardy or of StableHLO."""
+    """Reads references to axes and parts of axes by the bindings of Shardy or of StableHLO."""
     found = []
     for ref in map(dialect.AxisRefAttr, refs):
         info = ref.sub_axis_info
@@ -276,7 +274,7 @@ def refs_of(refs: Any, dialect: Any) -> Refs:
 
 
 def atoms_of_refs(refs: Iterable[AxisRef], mesh: Mesh) -> Axes:
-    """The atoms of axes and of parts of axes, in their order."""
+    """Returns the atoms of `mesh` that its axes and parts of axes are made of, in their order."""
     return tuple(
         a
         for name, pre, size in refs
@@ -295,7 +293,7 @@ class Scope(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether no axis is free: what is inside is one device's program and nothing else."""
+        """Whether all axes are manual, so that what is inside is one device's program."""
         return len(self.held) == len(self.mesh.atoms)
 
 
@@ -336,7 +334,7 @@ def _tiled(text: str, rank: int) -> Stated | None:
 
 
 def manual_refs(text: str) -> tuple[Mesh, Refs] | None:
-    """The axes that GSPMD's text says are manual, on their mesh; None if all are."""
+    """Returns a mesh and its axes that GSPMD's text says are manual; None if all axes are."""
     found = _TILES.fullmatch(_NOTES.sub("", text))
     if found is None:
         return None
@@ -345,7 +343,7 @@ def manual_refs(text: str) -> tuple[Mesh, Refs] | None:
 
 
 def _tiles_mesh(found: re.Match[str]) -> tuple[Mesh, list[str]]:
-    """The mesh of a tiling; what its axes behind the tensor's dims are: `replicated`, ..."""
+    """Returns a tiling's mesh, and the kinds (`replicated`) of the axes that split no dim."""
     tiles = _numbers(found["tiles"])
     kinds = ["replicated"] * bool(found["replicated"])
     kinds += found["kinds"].split(", ") if found["kinds"] else []

@@ -1,7 +1,6 @@
-"""Ops that become others: calls, composites, tuples, manual regions and their collectives, marks.
+"""Imports ops that become others: calls, composites, tuples, manual regions, collectives, marks.
 
-Each handler enters an op's results into the environment, and appends the ops that it becomes, if
-any.
+Each handler appends the ops that an op becomes, if any, and enters the op's results into `env`.
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ def _call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
 
 
 def _inline(importer: Importer, op: Any, callee: str, env: Env, ops: list[Op]) -> None:
-    """The ops of a function in place of its call."""
+    """Appends the ops of a function in place of its call."""
     # before: func @f(%a) { %b = tanh %a; return %b }   and   %5 = call @f(%4); %6 = call @f(%5)
     # after:  %5 = tanh %4; %6 = tanh %5
     # The body is imported anew for each call, with `inner` naming the arguments: two calls may get
@@ -186,7 +185,7 @@ def _callback(importer: Importer, op: Any, env: Env) -> Op:
 
 
 def _refuse_tuple(importer: Importer, op: Any) -> NoReturn:
-    """Raises the error of a tuple that is an argument, or made by anything but `tuple`."""
+    """Raises FrontendError for a tuple that is an argument, or made by anything but `tuple`."""
     raise FrontendError(
         f"{op.name} of tuples that the module does not make itself",
         source=importer.loc(op.location).source,
@@ -204,7 +203,7 @@ def _refuse_tuple(importer: Importer, op: Any) -> NoReturn:
 
 
 class _End(NamedTuple):
-    """A value at the boundary of a region: inside and outside as the module has it."""
+    """A value that enters or leaves a manual region: the module's values inside and outside."""
 
     inner: Any
     outer: Any
@@ -219,7 +218,7 @@ _Body = Callable[[Env, list[Op]], Sequence[Value]]
 def _region(
     importer: Importer, env: Env, ops: list[Op], loc: Loc, scope: Scope, ends: _Ends, body: _Body
 ) -> None:
-    """Appends a region with what comes in and goes out; `body` imports what is between."""
+    """Appends a manual region: what enters it, the ops that `body` imports, and what leaves it."""
     inside: list[Op] = []
     inner: Env = {}
     for end in ends[0]:
@@ -297,7 +296,7 @@ def _manual(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
 
 
 def _whole(stated: Stated | None, rank: int, loc: Loc) -> Stated:
-    """A sharding at the boundary of a region, where every device has a piece of the whole value."""
+    """Returns the sharding of a value that enters or leaves a region; an error if it is partial."""
     if stated is None:
         return Stated(NO_AXES, ((),) * rank, (True,) * rank)
     if stated.unreduced:
@@ -325,7 +324,7 @@ ENTERS, LEAVES = "SPMDFullToShardShape", "SPMDShardToFullShape"
 
 
 class _Crossing(NamedTuple):
-    """One value at the boundary of a region: inside, as the module has it, and outside."""
+    """A value that enters or leaves a GSPMD manual region, with the custom calls that say how."""
 
     inner: Any
     outer: Any
@@ -334,27 +333,27 @@ class _Crossing(NamedTuple):
 
 
 def is_manual_call(op: Any) -> bool:
-    """Whether a call is a region that is written for one device."""
+    """Whether a call is a manual region, as jax writes `shard_map` for GSPMD."""
     is_call = op.name == "func.call" and len(op.operands) + len(op.results) > 0
     return is_call and all(map(_entry, op.operands)) and all(map(_exit, op.results))
 
 
 def _entry(value: Any) -> _Crossing | None:
-    """How an operand of a call comes into its region, if it does."""
+    """Returns how an operand of a call enters a manual region; None if it does not."""
     enters = _custom_call(defining_op(value), ENTERS)
     whole = enters and _custom_call(defining_op(enters.operands[0]), "Sharding")
     return _Crossing(value, enters.operands[0], enters, whole) if whole else None
 
 
 def _exit(value: Any) -> _Crossing | None:
-    """How a result of a call leaves its region, if it does."""
+    """Returns how a result of a call leaves a manual region; None if it does not."""
     manual = _custom_call(_only_user(value), "Sharding")
     leaves = manual and _custom_call(_only_user(manual.results[0]), LEAVES)
     return _Crossing(value, leaves.results[0], manual, leaves) if leaves else None
 
 
 def _custom_call(op: Any, target: str) -> Any:
-    """The op, if it is a call of this target that says how its result is split."""
+    """Returns the op if it is a custom call of this target that has a sharding, else None."""
     is_call = op is not None and op.name == "stablehlo.custom_call"
     is_known = is_call and op.attributes["call_target_name"].value == target
     return op if is_known and MARKS[1] in op.attributes else None
@@ -366,7 +365,7 @@ def _only_user(value: Any) -> Any:
 
 
 def _cross(importer: Importer, op: Any, target: str, env: Env) -> None:
-    """Imports a custom call at the boundary of a region: values cross it with the region itself."""
+    """Imports a custom call at a region's boundary as its operand: `_manual_call` does the rest."""
     if target == ENTERS:
         calls = [use.owner for use in op.results[0].uses]
     else:
@@ -445,7 +444,7 @@ def _collective(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
 def _exchange(
     op: Any, scope: Scope | None, contents: Contents, loc: Loc
 ) -> dict[str, Attribute] | None:
-    """The attributes of a collective in a manual region, its body left out.
+    """Returns the attributes of a collective in a manual region, its body left out.
 
     `axes` are the atoms over which it runs, and `groups` its groups where these are not just those
     of the axes. None for one that does nothing: every device exchanges with itself alone.
@@ -497,7 +496,7 @@ def _exchange(
 
 
 def _groups(stated: Any, contents: Contents) -> Groups:
-    """Replica groups, which a module lists or tells by axes of a mesh."""
+    """Reads replica groups, which a module lists or states by axes of a mesh."""
     if not hlo.ReplicaGroupMeshAxesAttr.isinstance(stated):
         return tuple(tuple(p for p in row if p >= 0) for row in np.asarray(stated).tolist())
     over = hlo.ReplicaGroupMeshAxesAttr(stated)
@@ -539,7 +538,7 @@ def _axes_of_groups(groups: Groups, mesh: Mesh) -> Axes | None:
 
 
 def _marks(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
-    """An op that returns its operand, in the sharding that it states if any."""
+    """Imports an op that reshards its operand as a mark; as the operand if it states nothing."""
     # Whatever such an op exchanges, the value is the same. It is a mark, and what is sent for it is
     # planned as for any other.
     value, loc = env[op.operands[0]], importer.loc(op.location)
@@ -553,7 +552,7 @@ def _marks(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
 
 
 def _named(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
-    """`sdy.named_computation` is what is inside, between the marks that it states."""
+    """Imports the ops inside an `sdy.named_computation`, between the marks that it states."""
 
     def marked(values: Sequence[Value], name: str) -> Sequence[Value]:
         if name not in op.attributes:

@@ -64,8 +64,8 @@ def import_module(
 ) -> Imported:
     """Imports the public function `main` (or the only function) of a module.
 
-    Arguments are called `arg_names`; `arg0`, `arg1`, ... when left out. `composites` has the name
-    of each composite that stays one op -> attributes that it gets besides its own, which have
+    Arguments are called `arg_names`; `arg0`, `arg1`, ... when left out. `composites` maps the name
+    of each composite that stays one op to attributes that it gets besides its own, which have
     `with.` in front of their names; all others are inlined. `function` is the file and qualified
     name of the function that was traced: ops' stacks end there. `callbacks` are the Python
     functions that the module calls, by number. Marks and manual regions over other meshes of the
@@ -75,7 +75,7 @@ def import_module(
     Raises:
       FrontendError: a dynamic shape, a recursive call, or something that is not StableHLO.
       MeshError: a mesh of the module whose axes are not made of axes of `mesh`.
-      SpecError: an argument or result that is stated as terms that are not added up.
+      SpecError: an argument or result that is partial.
     """
     with module.context, malformed():
         contents = Contents(module, mesh)
@@ -98,7 +98,7 @@ def import_module(
 
 
 def parse_module(source: Any) -> ir.Module:
-    """A module from itself, its text or bytecode, or a file's path; FrontendError if it is none."""
+    """Reads a module from text, bytecode or a file, or takes it as it is; else FrontendError."""
     if isinstance(source, ir.Module):
         return _with_shardings(source)
     if isinstance(source, os.PathLike) or (isinstance(source, str) and "\n" not in source):
@@ -133,7 +133,7 @@ def parse_module(source: Any) -> ir.Module:
 
 
 def module_text(module: ir.Module) -> str:
-    """All that a module says but where its ops come from."""
+    """Returns a module as text without locations."""
     return str(module.operation.get_asm(enable_debug_info=False, assume_verified=True))
 
 
@@ -147,8 +147,8 @@ def signature(module: ir.Module) -> tuple[tuple[TensorType, ...], tuple[TensorTy
 def boundary_names(module: ir.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of the arguments and results of a module's function, as paths: `params/w`.
 
-    A module says so in its arguments' locations and its results' attributes, if at all: where it
-    does not, or not for all of them differently, they are `arg0`, `arg1`, ... and `result0`, ...
+    They come from the arguments' locations and the results' attributes. Where one has no name, or
+    two have the same, they are `arg0`, `arg1`, ... and `result0`, ...
     """
     with module.context, malformed():
         main = Contents(module).main()
@@ -157,7 +157,7 @@ def boundary_names(module: ir.Module) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def argument_names(module: ir.Module, start: int = 0) -> tuple[str, ...]:
-    """Names of the arguments from one on, as in `boundary_names`; shapes may be dynamic."""
+    """Names of the arguments from number `start` on, as in `boundary_names`, at any shapes."""
     with module.context, malformed():
         return _unique("arg", argument_paths(Contents(module).main())[start:])
 
@@ -193,7 +193,7 @@ def _unique(what: str, names: list[str]) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def malformed() -> Iterator[None]:
-    """Turns the errors that bindings raise on senseless attributes into ours."""
+    """Turns the errors that MLIR's bindings raise on malformed modules into FrontendErrors."""
     try:
         yield
     except SpmdError:
@@ -209,7 +209,7 @@ def malformed() -> Iterator[None]:
 
 
 def _check_text(text: str) -> None:
-    """Refuses text at which MLIR's parser would end the process."""
+    """Raises an error for text that would crash MLIR's parser, and the process with it."""
     # It calls itself for each bracket inside another and has no limit of its own.
     depth = 0
     is_deep = sum(map(text.count, "({[<")) > DEEPEST

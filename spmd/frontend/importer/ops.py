@@ -1,7 +1,7 @@
-"""Blocks of MLIR ops -> ops of a `Program`, one by one.
+"""Imports blocks of MLIR ops as ops of a `Program`, one by one.
 
-Handlers replace some of them: those that stand for others (`handlers.py`), and those that
-StableHLO's own passes write with others (`LEGALIZED`). Some are refused (`REFUSED`).
+Handlers import those that become others (`handlers.py`), and those that StableHLO's own passes
+rewrite (`LEGALIZED`). Some are refused (`REFUSED`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Handler = Callable[["Importer", Any, Env, list[Op]], None]
 
 
 class Importer:
-    """A program being made of a module's blocks."""
+    """Makes a program of a module's blocks; knows the types so far, and what is around an op."""
 
     # MLIR shares equal types and attributes, and a model has the same layer many times: every
     # distinct one is converted once and kept by identity. Equal types are therefore one object, and
@@ -83,17 +83,17 @@ class Importer:
     # Values and locations.
 
     def bind(self, env: Env, value: Any) -> Value:
-        """Gives a value of the module a new number."""
+        """Makes a new value for one of the module's, and enters it into `env`."""
         env[value] = self.value(self.type(value.type))
         return env[value]
 
     def value(self, type_: TensorType) -> Value:
-        """A new value."""
+        """Makes a new value of a type."""
         self.types.append(type_)
         return len(self.types) - 1
 
     def loc(self, location: Any) -> Loc:
-        """The location as data; inside an inlined call, the caller's scope and stack are kept."""
+        """Reads a location; inside an inlined call, the caller's scope and stack are added."""
         # A call at `train.py:9` in scope `jit(step)` of a function whose op has scope `mlp/dot` and
         # frame `model.py:3` gives the scope `jit(step)/mlp/dot` and both frames, innermost first.
         #
@@ -121,7 +121,7 @@ class Importer:
     # Blocks.
 
     def region(self, block: Any, env: Env) -> Region:
-        """A block with its arguments as a region."""
+        """Imports a block with its arguments as a region."""
         args = tuple([self.bind(env, arg) for arg in block.arguments])
         ops, results = self.block(block, env)
         return Region(args, tuple(ops), results)
@@ -158,10 +158,11 @@ class Importer:
     # Ops.
 
     def op(self, op: Any, env: Env, name: str = "", attrs: Attrs | None = None) -> Op:
-        """One of the module's ops as one of the program's; its results are added to `env`.
+        """Imports an op of the module as one op; its results are added to `env`.
 
-        It may get another name, and other attributes, which must follow from the op alone: equal
-        ops share a kind. FrontendError if it reads a value that is not visible, or is refused.
+        `name` and `attrs` replace its own; they must follow from the op alone, for equal ops share
+        a kind. FrontendError if it reads a value that is not visible, UnsupportedOpError if it is
+        refused.
         """
         name = name or op.name
         loc = self.loc(op.location)
@@ -203,7 +204,7 @@ class Importer:
         return Op(kind, inputs, (self.value(FLAG),), regions, loc)
 
     def flag(self, loc: Loc) -> Op:
-        """A constant that says nothing."""
+        """Makes a constant, to be the result of control flow that only has effects."""
         kind = OpKind("stablehlo.constant", (), (FLAG,), {"value": Dense.of(0, FLAG.dtype)})
         return Op(kind, (), (self.value(FLAG),), (), loc)
 
@@ -217,7 +218,7 @@ class Importer:
         return result
 
     def mark(self, ops: list[Op], value: Value, sharding: ShardingAttr | None, loc: Loc) -> Value:
-        """Marks a value; a sharding that says nothing leaves it as it is."""
+        """Appends a mark and returns its result; the value itself if there is nothing to mark."""
         if self.in_bodies or sharding is None:
             return value
         if not any(sharding.dims) and all(sharding.open):
@@ -284,7 +285,7 @@ class Importer:
     # Scalar bodies.
 
     def bodies(self, op: Any) -> dict[str, Attribute]:
-        """The regions of an op as `Body` attributes, and `reducer` when it is a known one."""
+        """Returns an op's regions as `Body` attributes, and its `reducer`: `add`, ..., or ""."""
         is_scatter = op.name == "stablehlo.select_and_scatter"
         names = ("select", "scatter") if is_scatter else ("body", "body1")
         attrs: dict[str, Attribute] = {}
@@ -296,7 +297,7 @@ class Importer:
         return attrs
 
     def body(self, region: Any, name: str) -> Body:
-        """A region or function of scalar ops as data; FrontendError if it reads non-constants."""
+        """Reads a region of scalar ops; FrontendError if it reads non-constants from outside."""
         outer = self.types, self._constants  # values are numbered anew
         self.types, self._constants = [], {}
         self.in_bodies += 1
@@ -400,7 +401,7 @@ def _legalize(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
 
 
 def _makers(values: Iterable[Any]) -> Iterator[Any]:
-    """The ops that values are folded from, each behind those that it reads."""
+    """Yields the ops that compute sizes or amounts, each behind those that it reads."""
     for maker in map(defining_op, values):
         if maker is not None and maker.name in _FOLDED:
             yield from _makers(maker.operands)
@@ -491,6 +492,6 @@ def refuse(name: str, loc: Loc) -> None:
 
 
 def refusal(name: str, why: str, fix: str, loc: Loc, op: str = "") -> UnsupportedOpError:
-    """The error of an op, or of a form of it, that cannot be partitioned."""
+    """Makes the UnsupportedOpError of an op, or of a form of it, that cannot be partitioned."""
     what = f"{name} cannot be partitioned: {why}"
     return UnsupportedOpError(what, op=op or name, source=loc.source, fix=fix)

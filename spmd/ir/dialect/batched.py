@@ -1,4 +1,4 @@
-"""Batched forms: what an op is on tensors that have one more dim in front, as `jax.vmap` has it.
+"""Batched forms: the op that does many equal ops at once, on stacked tensors, as `jax.vmap` does.
 
     transpose %0 {permutation = [1, 0]}  ->  transpose %0 {permutation = [0, 2, 1]}
 
@@ -19,7 +19,7 @@ from spmd.ir.types import Attribute, TensorType
 
 
 class Batched(NamedTuple):
-    """The batched form of an op."""
+    """The op that does several ops of one kind at once, on tensors stacked along a new dim."""
 
     kind: OpKind  # the op that does all at once
     dim: int = 0  # which dim of its results is new
@@ -32,36 +32,36 @@ at once, None if there is none."""
 
 
 def shifted(dims: Any, _: int = 0) -> Any:
-    """Numbers of dims, with one more dim in front of them."""
+    """Adds 1 to each number of a dim, as there is a new dim 0: (0, 2) -> (1, 3)."""
     return dims + 1 if isinstance(dims, int) else tuple(dim + 1 for dim in dims)
 
 
 def behind_first(dims: Sequence[int], _: int) -> tuple[int, ...]:
-    """The same of a map from all dims: the new one is mapped to itself."""
+    """Adds a new dim 0 that is mapped to itself to a map of all dims: (1, 0) -> (0, 2, 1)."""
     return (0, *shifted(dims))
 
 
 def first(entry: Any) -> Callable[[Any, int], Any]:
-    """Entries for dims: the new dim has this one."""
+    """Makes a function that puts an entry for the new dim in front of a list with one for each."""
     return lambda entries, _: entries and (entry, *entries)
 
 
 def all_of_it(sizes: Sequence[int], count: int) -> tuple[int, ...]:
-    """Sizes of dims: the new one has all elements."""
+    """Puts `count` in front of the sizes of a slice, which takes all of the new dim 0."""
     return (count, *sizes)
 
 
 def second_half(kind: OpKind) -> int:
-    """The operands of the second half are scalars beside the others."""
+    """Returns how many operands of a reduction are initial values: the second half of all."""
     return len(kind.operands) // 2
 
 
 def in_front(apart: Callable[[OpKind], int] = lambda _: 0, **changed: Any) -> Form:
     """Makes the form of ops whose batched op differs only in types and `changed` attributes.
 
-    `changed` has a function from an attribute and the count of ops to the new attribute, as in
-    `in_front(dimension=shifted)`. `apart` counts the scalars at the end of the operands, which
-    get no new dim: ops that differ in one of them have no batched form.
+    `changed` maps the name of an attribute to a function from its value and the count of ops to the
+    new value, as in `in_front(dimension=shifted)`. `apart` counts the scalars at the end of the
+    operands, which get no new dim: ops that differ in one of them have no batched form.
     """
 
     def form(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
@@ -76,9 +76,9 @@ def in_front(apart: Callable[[OpKind], int] = lambda _: 0, **changed: Any) -> Fo
 
 
 def at_a_place(arrays: int, **changed: Any) -> Form:
-    """The form of ops that read or write a piece: its first index along the new dim is 0.
+    """Makes the form of dynamic slices and updates, with one more index: 0 along the new dim.
 
-    `arrays` operands are in front of the indices; `changed` is as for `in_front`.
+    The first `arrays` operands are tensors, the indices follow; `changed` is as for `in_front`.
     """
     beside = in_front(lambda kind: len(kind.operands) - arrays, **changed)
 
@@ -95,7 +95,7 @@ def at_a_place(arrays: int, **changed: Any) -> Form:
 
 
 def elementwise(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched:
-    """Scalars beside tensors (a select's predicate) stay so if they are the same for all."""
+    """Returns the form of an elementwise op; a scalar predicate that all share stays a scalar."""
     shape = kind.results[0].shape
     operands = tuple(
         _more(t.with_shape(shape), count) if differ or t.shape == shape else t
@@ -105,7 +105,7 @@ def elementwise(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched:
 
 
 def form_of(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
-    """The batched form of `count` ops, which differ in some operands; None if there is none."""
+    """Returns the form of `count` ops that differ in the operands that `differs` marks, or None."""
     found: Form | None = DESCRIPTIONS.get(rule_name(kind), UNKNOWN).batched
     return found(kind, count, differs) if found else None
 

@@ -22,7 +22,7 @@ _SCALAR_ATTRS = {
 
 
 def is_elementwise(body: Body) -> bool:
-    """Whether a body is elementwise: values of one shape, and no op that knows dims."""
+    """Whether all values of a body have one shape and no op of it has an attribute about dims."""
     shape = body.types[body.region.args[0]].shape
     return all(
         op.kind.about.rule is not None
@@ -36,7 +36,7 @@ def is_elementwise(body: Body) -> bool:
 def inline_elementwise(
     b: Builder, body: Body, args: Sequence[Value], shape: tuple[int, ...]
 ) -> tuple[Value, ...]:
-    """The results of an elementwise body on whole tensors of a shape, in place of scalars."""
+    """Appends the ops of an elementwise body at `shape`, not as scalars; returns the results."""
     env = dict(zip(body.region.args, args, strict=True))
     for op in body.region.ops:
         results = [type_.with_shape(shape) for type_ in op.kind.results]
@@ -50,10 +50,9 @@ def inline_elementwise(
 
 
 def separated(body: Body, count: int) -> tuple[Body, ...]:
-    """A body of several results as one body for each, of its own argument in either group.
+    """Splits a reduction's body of `count` results into one for each; () if they share anything.
 
-    `(a, b, c, d): a + c, max(b, d)` is `(a, c): a + c` and `(b, d): max(b, d)`; where results share
-    anything there are none.
+    `(a, b, c, d): a + c, max(b, d)` becomes `(a, c): a + c` and `(b, d): max(b, d)`.
     """
     region, parts = body.region, []
     for k in range(count):

@@ -22,7 +22,7 @@ Made = TypeVar("Made", Value, tuple[Value, ...])
 
 
 class Builder:
-    """Collects types and ops. `begin` opens a nested region; `loc` is stamped on new ops."""
+    """Makes ops and numbers their values. `begin` opens a nested region; new ops get `loc`."""
 
     def __init__(self, types: Sequence[TensorType] = ()) -> None:
         self.types = list(types)
@@ -33,7 +33,7 @@ class Builder:
 
     @contextmanager
     def noted(self, note: str) -> Iterator[None]:
-        """Stamps a note on the ops that are made meanwhile."""
+        """Adds a note, why the compiler made them, to the ops made inside the `with` block."""
         outer = self.loc
         self.loc = outer._replace(note=note)
         yield
@@ -62,7 +62,7 @@ class Builder:
     def repeat(
         self, kind: OpKind, operands: tuple[Value, ...], regions: tuple[Region, ...] = ()
     ) -> tuple[Value, ...]:
-        """Appends an op of a kind that is known to fit its operands."""
+        """Appends an op of a kind whose operand types are known to be those of `operands`."""
         start = len(self.types)
         self.types.extend(kind.results)
         outs = tuple(range(start, len(self.types)))
@@ -100,7 +100,7 @@ class Builder:
         return Region(tuple(args), tuple(self._blocks.pop()), tuple(results))
 
     def once(self, key: Any, make: Callable[[], Made]) -> Made:
-        """What was made for `key` if that is visible here, else the value or values of `make()`."""
+        """Returns what was made for `key` before, if visible here; else calls `make()`."""
         # Scopes are searched from the innermost region outwards, up to the first isolated one. A
         # value made in one branch is gone with the branch's scope when the other branch is built.
         for scope, isolated in zip(reversed(self._shared), reversed(self._isolated), strict=True):
@@ -137,7 +137,7 @@ class Builder:
         return self.op(f"stablehlo.{name}", (x, y), (self.types[x],))[0]
 
     def compare(self, direction: str, x: Value, y: Value) -> Value:
-        """`stablehlo.compare`, e.g. direction `LT`; unsigned and float types by their dtype."""
+        """`stablehlo.compare` with a direction such as `LT`; how it compares is up to the dtype."""
         type_ = self.types[x]
         attrs = {"comparison_direction": Opaque(f"#stablehlo<comparison_direction {direction}>")}
         result = TensorType(type_.shape, "i1")
@@ -148,21 +148,21 @@ class Builder:
         return self.op("stablehlo.select", (pred, x, y), (self.types[x],))[0]
 
     def convert(self, x: Value, dtype: str) -> Value:
-        """`stablehlo.convert`, nothing if the dtype is already right."""
+        """`stablehlo.convert`; returns `x` if it has the dtype already."""
         type_ = self.types[x]
         if type_.dtype == dtype:
             return x
         return self.op("stablehlo.convert", (x,), (TensorType(type_.shape, dtype),))[0]
 
     def reshape(self, x: Value, shape: Sequence[int]) -> Value:
-        """`stablehlo.reshape`, nothing if the shape is already right."""
+        """`stablehlo.reshape`; returns `x` if it has the shape already."""
         type_ = self.types[x]
         if type_.shape == tuple(shape):
             return x
         return self.op("stablehlo.reshape", (x,), (type_.with_shape(tuple(shape)),))[0]
 
     def transpose(self, x: Value, permutation: Sequence[int]) -> Value:
-        """`stablehlo.transpose`, nothing for the identity."""
+        """`stablehlo.transpose`; returns `x` if the permutation is the identity."""
         if list(permutation) == list(range(len(permutation))):
             return x
         type_ = self.types[x]
@@ -206,7 +206,7 @@ class Builder:
         return self.op("stablehlo.slice", (x,), (self.types[x].with_shape(shape),), attrs)[0]
 
     def slice_dim(self, x: Value, dim: int, start: int, limit: int) -> Value:
-        """`slice` of one dim, nothing if it takes all."""
+        """`stablehlo.slice` of one dim; returns `x` if that takes the whole dim."""
         shape = self.types[x].shape
         if (start, limit) == (0, shape[dim]):
             return x
@@ -215,7 +215,7 @@ class Builder:
     def pad_dim(
         self, x: Value, dim: int, low: int, high: int, fill: Value, interior: int = 0
     ) -> Value:
-        """`stablehlo.pad` of one dim with a scalar, nothing if there is nothing to pad."""
+        """`stablehlo.pad` of one dim with a scalar; returns `x` if all paddings are 0."""
         if (low, high, interior) == (0, 0, 0):
             return x
         type_ = self.types[x]
@@ -229,7 +229,7 @@ class Builder:
         return self.op("stablehlo.pad", (x, fill), (type_.with_dim(dim, size),), attrs)[0]
 
     def concatenate(self, values: Sequence[Value], dim: int) -> Value:
-        """`stablehlo.concatenate`, nothing for one value."""
+        """`stablehlo.concatenate`; returns a single value as it is."""
         if len(values) == 1:
             return values[0]
         type_ = self.types[values[0]]
@@ -238,7 +238,7 @@ class Builder:
         return self.op("stablehlo.concatenate", values, (type_.with_dim(dim, size),), attrs)[0]
 
     def reduce(self, kind: str, x: Value, dims: Sequence[int]) -> Value:
-        """`stablehlo.reduce` over some dims: `add`, `max`, ..., from the reduction's identity."""
+        """`stablehlo.reduce` over dims by `add`, `max`, ..., with its identity as initial value."""
         type_ = self.types[x]
         shape = tuple(n for d, n in enumerate(type_.shape) if d not in dims)
         init = self.constant(identity_element(kind, type_.dtype), type_.dtype)
@@ -251,7 +251,7 @@ class Builder:
     def collective(
         self, kind: str, x: Value, type_: TensorType, axes: Axes, **attrs: Attribute
     ) -> Value:
-        """A collective over some atoms; `emit` writes its replica groups out."""
+        """Appends a collective over atoms; its replica groups are written when it is emitted."""
         return self.op(f"stablehlo.{kind}", (x,), (type_,), {"axes": axes, **attrs})[0]
 
     def axis_index(self, axes: Axes) -> Value:
@@ -260,7 +260,7 @@ class Builder:
         return self.once((AXIS_INDEX, axes), lambda: self.op(AXIS_INDEX, (), (scalar,), attrs)[0])
 
     def local_slice(self, x: Value, type_: TensorType, axes: Axes, dim: int) -> Value:
-        """`spmd.local_slice`: this device's piece, of the given type, of a dim."""
+        """`spmd.local_slice`: cuts a dim of `x` to this device's piece, which has type `type_`."""
         return self.op(LOCAL_SLICE, (x,), (type_,), {"axes": axes, "dim": dim})[0]
 
 

@@ -26,7 +26,7 @@ describe(_CHECKS, "check_callback", dialect="spmd")
 
 @op(CALLBACK, is_repeatable=False, has_effect=True)
 def _callback(kind: OpKind) -> Rule:
-    """Operands and results are whole, but the operands of `partitioned` callbacks may be split."""
+    """No dim may be split but those of the operands of a callback that is `partitioned`."""
     build = RuleBuilder()
     passes = PASS if kind.attrs["partitioned"] else REPLICATE
     return build.build(

@@ -1,8 +1,8 @@
-"""Collectives, and the ops that tell the devices apart.
+"""Collectives, and the ops whose result depends on the device that they run on.
 
-A collective that a user wrote is in a manual region and runs over axes that are held: the compiler
-splits nothing over them there. Over the other axes it is an op like any other: a dim whose size or
-content it changes along the devices stays whole, all others pass.
+A collective that a user wrote is in a manual region and runs over axes that are manual there: the
+compiler splits nothing over them. Over the other axes it is an op like any other: a dim that it
+gathers, scatters or exchanges stays whole, all others may be split.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _device_id(kind: OpKind) -> Rule:
 
 
 class Resized(NamedTuple):
-    """The attributes that name the dims that n devices make n times as large, or as small."""
+    """Names of the attributes that say which dim grows, or shrinks, by the number of devices."""
 
     grows: str = ""
     shrinks: str = ""
@@ -47,7 +47,7 @@ RESIZED = {
 
 
 def _collective(kind: OpKind) -> Rule:
-    """`n j -> m j`: dims whose size or content it changes along the devices stay whole."""
+    """`n j -> m j`: the dims that are gathered, scattered or exchanged stay whole."""
     about = kind.about
     changed = [kind.attrs[name] for name in RESIZED[about.collective] if name]
     build = RuleBuilder()

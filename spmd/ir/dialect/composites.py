@@ -1,4 +1,4 @@
-"""The table of composites that stay whole: name -> how one device computes them, and their cost.
+"""The registered composites: name -> the JAX functions by which one device computes each.
 
 A composite is a function of its own in a module, `jax.lax.composite`. One that is registered is a
 single op up to emission, with the sharding rule registered beside it; any other is inlined.
@@ -48,19 +48,19 @@ def add_composite(composite: Composite) -> None:
 
 
 def whole_composites(platform: str) -> frozenset[str]:
-    """Names of the composites that one device's program can have on a platform."""
+    """Returns the names of composites that have a decomposition, or a kernel for the platform."""
     return frozenset(
         name for name, c in _COMPOSITES.items() if c.decomposition or platform in c.kernels
     )
 
 
 def composite_of(kind: OpKind) -> Composite:
-    """The composite that an op is."""
+    """Returns the registered composite that a composite op names."""
     return _COMPOSITES[kind.attrs["name"]]
 
 
 def arguments_of(kind: OpKind) -> dict[str, Any]:
-    """A composite's own attributes as Python values: bools, numbers, text, tuples, numpy arrays."""
+    """Returns a composite's attributes as Python values or numpy arrays; SpmdError for others."""
     found = {}
     for key, value in kind.attrs.items():
         if key.startswith(PREFIX):

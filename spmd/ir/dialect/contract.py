@@ -1,4 +1,4 @@
-"""Ops that sum factors away, look up along them or search them."""
+"""Rules of matrix products and reductions, of gathers and scatters, of top-k and sorts."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from spmd.ir.types import DIM_NUMBERS, DotDims, GatherDims, ScatterDims, TensorT
 
 
 def dot_flops(kind: OpKind) -> int:
-    """Two for each point of the iteration space."""
+    """Returns 2 operations for each point of the iteration space: 2 i j k for `i k, k j -> i j`."""
     dims: DotDims = kind.attrs["dot_dimension_numbers"]
     contracted = (kind.operands[0].shape[d] for d in dims.lhs_contract)
     return 2 * kind.results[0].size * math.prod(contracted)
 
 
 def _batched_dot(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched:
-    """One more batch dim; if one operand is the same for all, a dim of the other's rows instead.
+    """Makes a product with one more batch dim, or with more rows if all share one operand.
 
-    `i k, k j -> i j` is `b i k, b k j -> b i j`, or `i k, b k j -> i b j`.
+    `i k, k j -> i j` becomes `b i k, b k j -> b i j`, or `i k, b k j -> i b j`.
     """
     dims: DotDims = kind.attrs["dot_dimension_numbers"]
     both = (0,) * all(differs)
@@ -55,7 +55,7 @@ def _batched_dot(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched:
 
 @op("stablehlo.dot_general", batched=_batched_dot, flops=dot_flops, reads="matrices")
 def _dot_general(kind: OpKind) -> Rule:
-    """`b i k, b j k -> b i j {k: reduce add}`; linear in each operand alone."""
+    """`b i k, b j k -> b i j {k: reduce add}`; one operand may be partial if the other is not."""
     build = RuleBuilder()
     lhs, rhs, result = _product(build, kind, kind.attrs["dot_dimension_numbers"])
     return build.build([lhs, rhs], [result], reduction="add", linear=((0,), (1,)))
@@ -64,7 +64,7 @@ def _dot_general(kind: OpKind) -> Rule:
 def _product(
     build: RuleBuilder, kind: OpKind, dims: DotDims, group: int | None = None
 ) -> tuple[list[DimFactors], list[DimFactors], list[DimFactors]]:
-    """Factors of the operands and of the result; `group` is a dim of the right one, summed too."""
+    """Makes the factors of lhs, rhs and result; `group` is a dim of rhs that is summed, too."""
     lhs_shape, rhs_shape = kind.operands[0].shape, kind.operands[1].shape
     lhs: list[DimFactors] = [()] * len(lhs_shape)
     rhs: list[DimFactors] = [()] * len(rhs_shape)
@@ -85,7 +85,7 @@ def _product(
 
 @op("stablehlo.reduce", batched=in_front(second_half, dimensions=shifted), role=Role.FOLD)
 def _reduce(kind: OpKind) -> Rule:
-    """`i k, -> i {k: reduce}`; a body that is not one known op merges the results of pieces of `k`.
+    """`i k, -> i {k: reduce}`; with a body as argmax's, devices gather and combine their results.
 
     StableHLO specification, section reduce: the body and the initial values form a monoid, terms
     are taken in order, and initial values may come in anywhere.
@@ -117,7 +117,7 @@ def _reduce(kind: OpKind) -> Rule:
 
 
 class RaggedDims(NamedTuple):
-    """`#chlo.ragged_dot`: dims of each operand by role; there is one `ragged` and one `group`."""
+    """The dims of a `chlo.ragged_dot`: those of a product, lhs's ragged one and rhs's group dim."""
 
     dot: DotDims
     ragged: int
@@ -141,9 +141,9 @@ class RaggedDims(NamedTuple):
 def _ragged_dot(kind: OpKind) -> Rule:
     """`m k, g k n, g -> m n {k: reduce add, g: reduce add}` for ragged rows.
 
-    Ragged rows may be split: each device finds out where its rows lie in the groups. The groups
-    of the right operand may be: a device's term is zero in rows of groups that it lacks. The
-    group sizes are whole on every device, and so are the groups of a result (ragged contraction).
+    The ragged rows `m` may be split: each device finds out where its rows lie in the groups. The
+    groups `g` of rhs may be: a device's term is zero in rows of groups that it lacks. The group
+    sizes are whole on every device, and so is the group dim of a result (ragged contraction).
     """
     # Rows of lhs are sorted by group: with group sizes 3, 7 and 6, rows 0..2 meet rhs[0], 3..9 meet
     # rhs[1], 10..15 meet rhs[2]. Where `g` is split each row has its group on one device alone.
@@ -171,7 +171,7 @@ def _ragged_dot(kind: OpKind) -> Rule:
 
 
 def _batched_gather(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
-    """One more batching dim, or of a table that is the same for all, more indices."""
+    """Makes a gather with one more batching dim, or with more indices if all share the table."""
     dims: GatherDims = kind.attrs["dimension_numbers"]
     table = differs[0]
     numbers = GatherDims(
@@ -231,7 +231,7 @@ def _gather(kind: OpKind) -> Rule:
 
 @op("stablehlo.scatter", batched=_batched_scatter, role=Role.UPDATE)
 def _scatter(kind: OpKind) -> Rule:
-    """`v h, b, b h -> v h {b: reduce add}`: each device scatters its updates into its piece."""
+    """`v h, b, b h -> v h {b: reduce add}`: a device applies those updates that hit its piece."""
     build = RuleBuilder()
     dims: ScatterDims = kind.attrs["scatter_dimension_numbers"]
     reducer = kind.attrs["reducer"]
@@ -267,7 +267,7 @@ def _scatter(kind: OpKind) -> Rule:
 def _around(
     windows: tuple[int, ...], indices: list[DimFactors], vector_dim: int, rank: int
 ) -> list[DimFactors]:
-    """Dims of a result or update: the indices' batch dims around those of the windows, still ()."""
+    """Returns the dims of a gather's result or a scatter's update; window dims are () for now."""
     batch = iter([dim for d, dim in enumerate(indices) if d != vector_dim])
     return [() if d in windows else next(batch) for d in range(rank)]
 
@@ -308,7 +308,7 @@ def _top_k(kind: OpKind) -> Rule:
 
 @op("stablehlo.sort", batched=in_front(dimension=shifted), passes=_halvings, is_in_place=True)
 def _sort(kind: OpKind) -> Rule:
-    """All dims but the sorted one pass; pieces of the sorted dim meet in a sorting network."""
+    """All dims but the sorted one may be split; that one, too, in large sorts (see `rounds`)."""
     build = RuleBuilder()
     along = kind.attrs["dimension"]
     merges = is_elementwise(kind.attrs["body"]) and (

@@ -27,7 +27,7 @@ _WIDER = (("bf16", "f32", "f64"), ("f16", "f32", "f64"), ("i8", "i16", "i32", "i
 
 
 def widens(narrow: str, wide: str) -> bool:
-    """Whether a convert changes no number: then the sum of converted terms is as exact, or more."""
+    """Whether `wide` holds every number of `narrow`: partial sums may be converted term by term."""
     # Narrowing rounds each term: 1 and four times 2**-9 sum to 1 + 2**-7 in f32, which is a bf16
     # number, but term by term in bf16 to 1.
     return any(narrow in chain and wide in chain[chain.index(narrow) + 1 :] for chain in _WIDER)

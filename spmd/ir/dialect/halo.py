@@ -1,4 +1,4 @@
-"""What devices exchange along a split dim: halos, which their neighbours' tiles read, and merges.
+"""What devices exchange along a split dim: halos (elements of their neighbours' tiles) and merges.
 
 Everything here is static arithmetic on tiles. The planner and the lowering both use it, so that the
 plan counts the transfers that are made.
@@ -27,11 +27,11 @@ from spmd.mesh.sharding import Axes, piece_sizes, tiles
 
 
 class Window(NamedTuple):
-    """Which base positions of an operand's dim the positions of a tiled dim read.
+    """Which elements of an operand's dim each position of the tiled dim reads, as in a convolution.
 
     Position `o` of the tiled dim reads the base positions `o * stride - low + [0, span)`, where
     element `e` of the operand lies at base position `e * dilation`; what lies between elements and
-    beyond them is padding.
+    beyond them is padding. Example: with low 1 and span 3, position 4 reads elements 3, 4 and 5.
     """
 
     tiled: int  # size of the dim whose tiles decide: the result's, or a kernel's
@@ -44,7 +44,7 @@ class Window(NamedTuple):
 
 
 class Halo(NamedTuple):
-    """A dim of an operand of which a device reads more, or other parts, than its own tile."""
+    """An operand's dim of which a device reads elements outside of its own tile."""
 
     operand: int
     dim: int
@@ -70,7 +70,7 @@ class Need(NamedTuple):
 
     @staticmethod
     def of(size: int, length: int, ranges: Iterable[tuple[int, int, int]]) -> Need:
-        """A need from (start, low, high) of each tile, cut to the `size` elements that exist."""
+        """Makes a need of each tile's (start, low, high), cut to the `size` elements that exist."""
         starts, lows, highs = [], [], []
         for start, low, high in ranges:
             low, high = max(low, start, 0), min(high, start + length, size)
@@ -144,7 +144,7 @@ class HaloSend(NamedTuple):
 
 
 class HaloExchange(NamedTuple):
-    """How devices get what they need beyond their own tile."""
+    """The sends that bring every device the elements outside of its own tile that it needs."""
 
     rounds: tuple[tuple[HaloSend, ...], ...]  # in each, a device sends and receives at most once
     lengths: tuple[int, ...]  # how many elements that is in each round
@@ -153,7 +153,7 @@ class HaloExchange(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def exchange(need: Need, size: int, axes: Axes, mesh: Mesh) -> HaloExchange:
-    """The rounds that bring a need together, for a dim of `size` elements split over `axes`."""
+    """Returns the sends that meet a need, for a dim of `size` elements split over `axes`."""
     owned = tiles(size, axes, mesh)
     found: list[HaloSend] = []
     for target, (low, high) in enumerate(zip(need.lows, need.highs, strict=True)):
@@ -169,7 +169,7 @@ def exchange(need: Need, size: int, axes: Axes, mesh: Mesh) -> HaloExchange:
 
 
 def _rounds(transfers: Iterable[HaloSend]) -> tuple[tuple[HaloSend, ...], ...]:
-    """Each transfer joins the first round in which both of its devices are still free."""
+    """Puts each send into the first round in which its source and its target are still free."""
     # They come sorted by distance, so that one round is one shift where every tile needs the same.
     # Where distances mix, later transfers fill gaps. 4 tiles that each need all before them:
     #   0->3 opens round 0;   0->2 and 1->3 round 1;   0->1 round 2;   1->2 fits into round 0;
@@ -204,11 +204,11 @@ class Merge(NamedTuple):
 
 @lru_cache(maxsize=256)
 def rounds(count: int) -> Rounds:
-    """A network that sorts any number of tiles, each sorted in itself.
+    """Returns a sorting network of `count` tiles, each sorted: for each round the pairs that meet.
 
-    Batcher's merge exchange (Knuth, The Art of Computer Programming, 5.2.2, algorithm M). For
-    equal tiles it holds as it does for single elements: a pair's tiles are merged, and one keeps
-    the lower half.
+    Batcher's merge exchange (Knuth, The Art of Computer Programming, 5.2.2, algorithm M). A pair
+    merges its tiles and the first keeps the lower half; `rounds(4)` is `((0, 2), (1, 3))`,
+    `((0, 1), (2, 3))`, `((1, 2),)`.
     """
     # A pair (i, j) leaves the lower elements in tile i. Four tiles that hold 4 3 2 1 take three
     # rounds; pairs of one round are independent, so they run at the same time:

@@ -1,6 +1,6 @@
-"""Rules of linear algebra, of random numbers and of other calls of libraries.
+"""Rules of FFTs, linear algebra, random numbers and other library calls.
 
-Batch dims pass, the dims of a matrix stay whole.
+Batch dims may be split, the dims of a matrix stay whole.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def _transforms(kind: OpKind) -> float:
 
 @op("stablehlo.fft", batched=in_front(), is_same_locally=True, passes=_transforms)
 def _fft(kind: OpKind) -> Rule:
-    """All dims but the transformed ones, which are the last, pass."""
+    """All dims but the transformed ones, which are the last, may be split."""
     return _batched(kind, kind.operands[0].rank - len(kind.attrs["fft_length"]))
 
 
 @op("stablehlo.triangular_solve", batched=in_front(), is_same_locally=True, passes=_blocks)
 def _triangular_solve(kind: OpKind) -> Rule:
-    """`b i j, b j c -> b j c`: the right-hand sides `c` pass too; linear in them."""
+    """`b i j, b j c -> b j c`: `b` and the right-hand sides `c` may be split; those be partial."""
     free = -1 if kind.attrs["left_side"] else -2
     return _batched(kind, kind.operands[0].rank - 2, 1, free)
 
@@ -61,7 +61,7 @@ _LAYOUT = re.compile(r"dense<(?:\[([\d, ]*)\]|(\d*))> : tensor<(\d+)xindex>")
 
 
 def _batched_call(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
-    """One more batch dim, the most major one in memory: libraries loop over matrices themselves."""
+    """Makes a library call with one more batch dim, in front of and more major than all others."""
     if kind.attrs.get("has_side_effect") or not all(t.rank for t in kind.operands):
         return None
 
@@ -88,13 +88,13 @@ def _batched_call(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched 
 @op(*MATRIX_CALLS, batched=_batched_call, is_same_locally=True)
 @op("stablehlo.cholesky", batched=in_front(), is_same_locally=True, passes=_blocks)
 def _matrix(kind: OpKind) -> Rule:
-    """`b i j -> b i j, b k`: the leading dims of the matrix are those of every result."""
+    """`b i j -> b i j, b k`: the batch dims, in front of the matrix's two, may be split."""
     return _batched(kind, kind.operands[0].rank - 2)
 
 
 @op(BATCHED_CALL, batched=_batched_call, is_same_locally=True)
 def _library_call(kind: OpKind) -> Rule:
-    """The leading dims that the call says are batch pass; so do the columns that a solve has."""
+    """The batch dims that the call states may be split, and so may a solve's right-hand sides."""
     batch = batch_rank(kind)
     assert batch is not None
     target = str(kind.attrs["call_target_name"])
@@ -108,10 +108,10 @@ def _library_call(kind: OpKind) -> Rule:
 
 
 def _batched(kind: OpKind, batch: int, right: int | None = None, free: int = -1) -> Rule:
-    """The leading dims are shared by all operands and results, every other dim stays whole.
+    """Makes the rule by which the first `batch` dims of all values may be split, and no others.
 
     But of a solve, with the right-hand sides in operand `right`, one dim of these (`free`, from the
-    end) passes to the same dim of their result.
+    end) may be split, too, and is that dim of the result: `c` in `b i j, b j c -> b j c`.
     """
     build = RuleBuilder()
     sizes = kind.operands[0].shape[:batch]
@@ -149,11 +149,11 @@ op(
 
 @op(LONE_CALL, "stablehlo.rng_bit_generator", is_same_locally=True)
 def _whole(kind: OpKind) -> Rule:
-    """Nothing is split.
+    """No dim may be split.
 
-    Random numbers depend on the whole shape by the backend's own algorithm, so every device makes
-    all of them; a piece made with a state of its own would hold others. And a call in a manual
-    region that nobody described is in one device's program as the user wrote it.
+    A backend's random numbers depend on the whole shape, so every device makes all of them; a piece
+    made with a state of its own would hold others. A custom call in a region where all axes are
+    manual is already written for one device.
     """
     build = RuleBuilder()
     operands, results = (

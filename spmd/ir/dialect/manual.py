@@ -1,4 +1,4 @@
-"""Control flow, and manual regions, which are written for one device along some axes."""
+"""Control flow, and manual regions (`shard_map`), written for one device along some axes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ describe(Description(region="manual", is_global=True), "manual", dialect="spmd")
 
 @op(TO_MANUAL, FROM_MANUAL, is_global=True, is_manual=True, vanishes=True)
 def _boundary(kind: OpKind) -> Rule:
-    """`(x i) j -> i j`, or back, where `x` is split over just the axes of the dim."""
+    """`(x i) j -> i j` into a region, or back, where just the dim's manual atoms split `x`."""
     enters, ends = kind.name == TO_MANUAL, (kind.operands[0].shape, kind.results[0].shape)
     whole, inner = ends if enters else reversed(ends)
     build = RuleBuilder()

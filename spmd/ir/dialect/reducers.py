@@ -37,7 +37,7 @@ def reducer_body(kind: str, dtype: str) -> Body:
 
 
 def is_identity(value: Dense, dtype: str, reducer: str) -> bool:
-    """Whether a constant leaves a reduction unchanged; nothing does where it is not known."""
+    """Whether a constant is a reduction's identity, as 0 is of `add`; False if it has no name."""
     return bool(reducer) and bool((value.array() == identity_element(reducer, dtype)).all())
 
 

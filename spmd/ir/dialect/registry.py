@@ -1,4 +1,4 @@
-"""Descriptions are added here, and rules asked for. A duplicate or an unknown op is an error."""
+"""The table of ops' descriptions: adds to it, and looks rules up in it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def describe(description: Description, *names: str, dialect: str = "stablehlo") 
 
 
 def op(*names: str, **traits: Any) -> Callable[[RuleFunction], RuleFunction]:
-    """Decorator: the function gives the rule of these ops by their kind; they have these traits."""
+    """Decorator: registers the function that makes these ops' rules, and their other traits."""
 
     def register(function: RuleFunction) -> RuleFunction:
         for name in names:
@@ -68,7 +68,7 @@ _VECTOR_CALL = re.compile(r"(cu|hip)_lu_pivots_to_permutation$")
 
 
 def rule_name(kind: OpKind) -> str:
-    """What a rule is registered under: a custom call's target, a composite's or an op's name."""
+    """Returns the key of an op's rule: that of the op, or one that calls without a rule share."""
     name = key_of(kind.name, kind.attrs)
     if kind.name != CUSTOM_CALL or name in DESCRIPTIONS:
         return name
@@ -84,10 +84,10 @@ def is_known_call(target: str) -> bool:
 
 
 def batch_rank(kind: OpKind) -> int | None:
-    """How many leading dims of a custom call's operands are a batch; None if unknown.
+    """Returns how many leading dims of a custom call's operands are a batch; None if unknown.
 
-    jax writes it on every call of a target registered as batch-partitionable. Calls of linear
-    algebra libraries that lack it have matrices (or vectors of pivots) behind the batch.
+    jax states it on every call of a target registered as batch-partitionable. In other calls of
+    linear algebra libraries a matrix (or a vector of pivots) comes behind the batch dims.
     """
     frontend = getattr(kind.attrs.get("mhlo.frontend_attributes"), "text", "")
     said = re.search(r'num_batch_dims = "(\d+)"', frontend)

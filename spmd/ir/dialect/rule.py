@@ -26,24 +26,24 @@ Pair = tuple[DimFactors, DimFactors]  # factors of an operand's dim and of the r
 
 
 def sides(pairs: Sequence[Pair]) -> tuple[list[DimFactors], list[DimFactors]]:
-    """The factors of all dims of the operand, and of the result."""
+    """Splits (operand's dim, result's dim) pairs into the dims of the operand and of the result."""
     return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
 
 class Ring(NamedTuple):
-    """A `ring` factor may be split as `along` is, into `wanted` pieces; 0 is any number."""
+    """How a `ring` factor may be split: as `along` is, into `wanted` pieces (0: any number)."""
 
     along: int
     wanted: int = 0
 
     def allows(self, pieces: int, *sizes: int) -> bool:
-        """Whether it may be cut into so many pieces, with the sizes of both factors."""
+        """Whether the factor may be split into so many pieces, given the sizes of both factors."""
         is_even = all(size % pieces == 0 for size in sizes)
         return is_even and pieces <= MOST_PIECES and self.wanted in (0, pieces)
 
 
 class Exchange(NamedTuple):
-    """How a factor may be split by atoms that split others, the op exchanging what that takes."""
+    """Lets a factor be split by atoms that split factors `along`; the op exchanges `bytes` then."""
 
     along: tuple[int, ...]
     bytes: float  # that all devices have for each other then, if only these others are split
@@ -55,12 +55,12 @@ MOST_PIECES = 64  # pieces that go round are written out, one after another: no 
 class Factor(NamedTuple):
     """One index of an op's iteration space, and what splitting it means.
 
-    `pass`: nothing else is needed. `reduce`: the results are partial. `window`: neighbours exchange
-    what they read of each other; dims that share the factor may differ in size, and the factor has
-    the result's. `merge`: devices exchange what each finds in its piece (`Merge`); nothing is left
-    partial. `replicate`: it must not be split. `fixed`: it is split over just its own axes; the
-    dim's other factor, behind it, may then be split unevenly. `ring`: it stays whole, or the very
-    atoms that split another factor split it evenly, too; then its pieces go round, and each device
+    `pass`: each piece is computed by itself. `reduce`: the results are partial. `window`: devices
+    exchange halos; dims that share the factor may differ in size, and the factor has the result's.
+    `merge`: devices exchange what each finds in its piece (`Merge`); nothing is left partial.
+    `replicate`: it must not be split. `fixed`: it is split over just its own axes; the dim's other
+    factor, behind it, may then be split unevenly. `ring`: it stays whole, or the very atoms that
+    split another factor split it evenly, too; its pieces then pass from device to device, and each
     meets all of them.
     """
 
@@ -96,43 +96,43 @@ class Rule(NamedTuple):
     terms: str = "add"  # how the terms combine that may flow through `linear`
 
     def lets_through(self, kind: str) -> bool:
-        """Whether values whose terms combine in that way may flow through `linear` partial."""
+        """Whether partial operands, with terms of this kind, may leave the results partial."""
         return self.moves or kind == self.terms
 
     @property
     def values(self) -> tuple[tuple[DimFactors, ...], ...]:
-        """Operands, then results."""
+        """The factors of all operands' dims, then of all results'."""
         return self.operands + self.results
 
     @property
     def rings(self) -> tuple[tuple[int, Ring], ...]:
-        """The numbers of the ring factors, and how they may be split."""
+        """The number of each ring factor, and how it may be split."""
         return tuple((i, f.ring) for i, f in enumerate(self.factors) if f.ring is not None)
 
     @property
     def exchanges(self) -> tuple[tuple[int, Exchange], ...]:
-        """The numbers of the factors that others' atoms may split, and what that takes."""
+        """The number of each factor that others' atoms may split, and the exchange for it."""
         return tuple((i, f.exchange) for i, f in enumerate(self.factors) if f.exchange is not None)
 
     def with_exchange(self, factor: int, exchange: Exchange) -> Rule:
-        """The same rule with an exchange for a factor."""
+        """Returns the rule with an `Exchange` added to a factor."""
         factors = list(self.factors)
         factors[factor] = factors[factor]._replace(exchange=exchange)
         return self._replace(factors=tuple(factors))
 
     def is_exchanged(self, factor: int, assignment: Sequence[Sequence[int]]) -> bool:
-        """Whether atoms of other factors split one under an assignment."""
+        """Whether an assignment splits a factor by atoms that split those of its `Exchange`."""
         exchange = self.factors[factor].exchange
         others = exchange.along if exchange else ()
         return any(not set(assignment[factor]).isdisjoint(assignment[f]) for f in others)
 
     @property
     def halos(self) -> tuple[Halo, ...]:
-        """The `reads` that devices exchange: those of dims that are split like the tiles."""
+        """Those of `reads` that devices exchange: their dims are split as the tiles are."""
         return tuple(h for h in self.reads if self.operands[h.operand][h.dim] == (h.factor,))
 
     def __str__(self) -> str:
-        """`b i k, b k j -> b i j {k: reduce add}`."""
+        """Writes the rule as text: `b i k, b k j -> b i j {k: reduce add}`."""
 
         def name(factor: int) -> str:
             letters = "ijklmnopqrstuvwxyzabcdefgh"
@@ -167,10 +167,11 @@ def parse_rule(
     reduction: str = "",
     linear: Iterable[Sequence[int]] = (),
 ) -> Rule:
-    """A rule from its text; factor sizes come from the types. ValueError for one that misfits.
+    """Reads a rule from text; sizes of factors come from the types. ValueError if they don't fit.
 
     A text as `"b i k, b j k -> b i j"` has a term for each operand and result, one factor a dim, or
-    `(i j)` for a dim made of several, major first. `kinds` has those factors that do not `pass`.
+    `(i j)` for a dim made of several, major first. `kinds` maps factors that do not `pass` to their
+    kind: `{"k": "reduce"}`.
     """
     left, arrow, right = text.partition("->")
     # The factors of each dim: `(i j) k` is `[["i", "j"], ["k"]]`.
@@ -218,25 +219,25 @@ class RuleBuilder:
         self.reads: list[Halo] = []
 
     def factor(self, size: int, kind: str = PASS, axes: tuple[int, ...] = ()) -> DimFactors:
-        """A new factor, as the factors of a dim."""
+        """Adds a factor; returns it as a dim of this one factor."""
         self.factors.append(Factor(size, kind, axes))
         return (len(self.factors) - 1,)
 
     def ring(self, size: int, along: DimFactors, wanted: int = 0) -> DimFactors:
-        """A new factor whose pieces may go round the devices that split another one."""
+        """Adds a factor whose pieces may go round the devices that split factor `along`."""
         self.factors.append(Factor(size, RING, ring=Ring(along[0], wanted)))
         return (len(self.factors) - 1,)
 
     def passes(self, size: int) -> Pair:
-        """A factor for an operand's dim and the result's."""
+        """Adds a factor that an operand's dim and the result's share."""
         return (self.factor(size),) * 2
 
     def apart(self, size: int, result: int, kind: str = REPLICATE) -> Pair:
-        """A factor for an operand's dim, by default kept whole, and one for the result's, whole."""
+        """Adds one factor for an operand's dim (whole by default), one, whole, for the result's."""
         return self.factor(size, kind), self.factor(result, REPLICATE)
 
     def window(self, operand: int, dim: int, size: int, window: Window) -> Pair:
-        """A window factor for both dims; dims of one element stay whole, which saves a halo."""
+        """Adds a window factor for both dims; dims of one element stay whole: no halo."""
         if size == 0 or window.tiled < 2:
             return self.apart(size, window.tiled)
         result = self.factor(window.tiled, WINDOW)
@@ -244,7 +245,7 @@ class RuleBuilder:
         return (self.factor(size, REPLICATE) if size == 1 else result), result
 
     def read(self, operand: int, dim: int, factor: DimFactors, window: Window | None) -> None:
-        """One more operand that is read around the tiles of a factor."""
+        """Notes that devices read an operand's dim by `window`, around tiles of `factor`."""
         self.reads.append(Halo(operand, dim, factor[0], window))
 
     def build(
@@ -253,6 +254,6 @@ class RuleBuilder:
         results: Iterable[Sequence[DimFactors]],
         **more: Any,
     ) -> Rule:
-        """The rule over the factors made so far; `more` are other fields of `Rule`."""
+        """Returns the rule over the factors made so far; `more` are other fields of `Rule`."""
         before, after = (tuple(map(tuple, side)) for side in (operands, results))
         return Rule(before, after, tuple(self.factors), reads=tuple(self.reads), **more)

@@ -67,7 +67,7 @@ def _broadcast_in_dim(kind: OpKind) -> Rule:
     role=Role.INSIDE,
 )
 def _transpose(kind: OpKind) -> Rule:
-    """`i j -> j i`."""
+    """`i j -> j i`: any dim may be split."""
     build = RuleBuilder()
     operand = [build.factor(size) for size in kind.operands[0].shape]
     result = [operand[p] for p in kind.attrs["permutation"]]
@@ -78,8 +78,8 @@ def _transpose(kind: OpKind) -> Rule:
 def _reshape(kind: OpKind) -> Rule:
     """`(i j) k -> i (j k)`: factors are the common refinement of both shapes, major to minor.
 
-    Where the shapes stop refining each other (6 x 4 to 8 x 3 share a major 2, then 3 x 4 meets
-    4 x 3), dims keep a part that cannot be split, up to where both sides line up again.
+    What is left of dims without a common factor stays whole: of 6 x 4 to 8 x 3 a major factor 2
+    may be split, and the 3 x 4 and 4 x 3 behind it may not.
     """
     build = RuleBuilder()
     source, target = kind.operands[0].shape, kind.results[0].shape
@@ -121,7 +121,7 @@ def _reshape(kind: OpKind) -> Rule:
 
 @op("stablehlo.bitcast_convert", batched=in_front(), is_same_locally=True, role=Role.ALIAS)
 def _bitcast_convert(kind: OpKind) -> Rule:
-    """Equal widths are elementwise; otherwise the minor dim that appears or goes stays whole."""
+    """All dims may be split but a minor one that a change of element width adds or drops."""
     build = RuleBuilder()
     source, target = kind.operands[0].shape, kind.results[0].shape
     shared = [build.factor(n) for n in source[: min(len(source), len(target))]]
@@ -133,9 +133,9 @@ def _bitcast_convert(kind: OpKind) -> Rule:
 @op("stablehlo.optimization_barrier", is_same_locally=True, is_repeatable=False, role=Role.ALIAS)
 @op("spmd.mark", is_mark=True, is_global=True, vanishes=True, role=Role.ALIAS)
 def _passes(kind: OpKind) -> Rule:
-    """`i j -> i j`: in the whole program a barrier has one operand (`spmd.frontend.normalize`).
+    """`i j -> i j`: all dims may be split; barriers have one operand (`spmd.frontend.normalize`).
 
-    A mark passes open dims through; the closed ones are fixed where the program is read.
+    What a mark says of its closed dims is not in its rule: `collect_marks` reads it.
     """
     build = RuleBuilder()
     dims = [build.factor(size) for size in kind.operands[0].shape]
@@ -155,7 +155,7 @@ _SLICED = in_front(start_indices=first(0), limit_indices=all_of_it, strides=firs
 
 @op("stablehlo.slice", batched=_SLICED, reads_pieces=True, role=Role.INSIDE)
 def _slice(kind: OpKind) -> Rule:
-    """Dims taken whole pass; one element comes from the device that holds it, as a term of a sum.
+    """Dims taken whole share a factor; a dim cut to one element is summed, others have halos.
 
     StableHLO specification, section slice: `result[o] = operand[start + o * stride]`.
     """
@@ -199,7 +199,7 @@ _PADDED = in_front(
 
 @op("stablehlo.pad", batched=_PADDED, role=Role.INSIDE)
 def _pad(kind: OpKind) -> Rule:
-    """Dims without padding pass; linear in the operand when it pads with zeros.
+    """Dims without padding share a factor, others have halos; padded by zeros it may be partial.
 
     StableHLO specification, section pad: `result[low + e * (interior + 1)] = operand[e]`.
     """
@@ -220,7 +220,7 @@ def _pad(kind: OpKind) -> Rule:
 
 @op("stablehlo.concatenate", batched=in_front(dimension=shifted), role=Role.INSIDE)
 def _concatenate(kind: OpKind) -> Rule:
-    """Each operand is read as if it were padded to the result; the other dims pass."""
+    """Each operand is read as if it were padded to the result; the other dims share factors."""
     build = RuleBuilder()
     along = kind.attrs["dimension"]
     shape = kind.results[0].shape
@@ -250,7 +250,7 @@ def _concatenate(kind: OpKind) -> Rule:
     role=Role.INSIDE,
 )
 def _dynamic_slice(kind: OpKind) -> Rule:
-    """Dims taken whole pass; of others, what lies in a device's piece is a term of the result."""
+    """Dims taken whole share a factor; others are summed: a device adds what its piece holds."""
     build = RuleBuilder()
     operand, result = [], []
     for size, out in zip(kind.operands[0].shape, kind.results[0].shape, strict=True):
@@ -264,7 +264,7 @@ def _dynamic_slice(kind: OpKind) -> Rule:
 
 @op("stablehlo.dynamic_update_slice", batched=at_a_place(2), role=Role.UPDATE)
 def _dynamic_update_slice(kind: OpKind) -> Rule:
-    """Every device updates its piece with the whole update; dims covered whole pass."""
+    """Each device writes what falls into its piece; only dims that the update covers split it."""
     build = RuleBuilder()
     operand, update = [], []
     for size, part in zip(kind.operands[0].shape, kind.operands[1].shape, strict=True):
@@ -292,12 +292,12 @@ class Sliding:
         self.padding: tuple[tuple[int, int], ...] = kind.attrs.get("padding") or ((0, 0),) * rank
 
     def is_plain(self, d: int) -> bool:
-        """Whether each element of a dim is a window of its own, given that windows have size 1."""
+        """Whether a dim has stride 1, no dilation and no padding: windows of 1 are its elements."""
         return (self.strides[d], self.base[d], self.padding[d]) == (1, 1, (0, 0))
 
 
 def running_dim(kind: OpKind) -> int | None:
-    """The dim along which a `reduce_window` is a running total; None for all other ops."""
+    """Returns the dim along which a `reduce_window` is a cumsum or its like; None for other ops."""
     if kind.name != "stablehlo.reduce_window":
         return None
     sliding = Sliding(kind, kind.operands[0].rank)
@@ -331,7 +331,7 @@ _WINDOWED = in_front(
 
 @op("stablehlo.reduce_window", batched=_WINDOWED, role=Role.FOLD)
 def _reduce_window(kind: OpKind) -> Rule:
-    """Dims with windows of one element pass; one window over a whole dim is a reduction.
+    """Dims with windows of one element share a factor, whole dims are reduced, others have halos.
 
     StableHLO specification, section reduce_window. Running totals (cumsum and its like) only
     exchange the totals of their pieces.
@@ -375,7 +375,7 @@ def _reduce_window(kind: OpKind) -> Rule:
 
 
 def _indices(kind: OpKind) -> int:
-    """Bytes of each dim's index as a tensor of its own, of all elements and of what is chosen."""
+    """Returns the bytes of i32 indices, one a dim, of both operands, and of the source itself."""
     image, source = kind.operands[:2]
     return image.rank * 4 * (image.size + source.size) + source.bytes
 
@@ -416,7 +416,7 @@ def _select_and_scatter(kind: OpKind) -> Rule:
 
 
 def convolution_flops(kind: OpKind) -> int:
-    """Two for each point of the iteration space."""
+    """Returns 2 operations for each point of the iteration space: a product and a sum."""
     dims: ConvDims = kind.attrs["dimension_numbers"]
     kernel = kind.operands[1]
     taps = kernel.size // max(1, kernel.shape[dims.kernel_output_feature])
@@ -427,8 +427,8 @@ def convolution_flops(kind: OpKind) -> int:
 def _convolution(kind: OpKind) -> Rule:
     """`b (g i) y, i (g o) k -> b (g o) y {i: reduce add, y: window, k: replicate}`.
 
-    StableHLO specification, section convolution. Groups of the batch, where there are such,
-    stand in the input's batch instead: `(g b) i y, i (g o) k -> b (g o) y`.
+    StableHLO specification, section convolution. With a `batch_group_count` the groups `g` are in
+    the input's batch instead: `(g b) i y, i (g o) k -> b (g o) y`.
     """
     dims: ConvDims = kind.attrs["dimension_numbers"]
     build = RuleBuilder()
@@ -445,7 +445,7 @@ def _convolution(kind: OpKind) -> Rule:
     o = build.factor(kernel[dims.kernel_output_feature] // groups)
 
     def grouped(count: int, inner: DimFactors) -> DimFactors:
-        """Groups, major to what each consists of; a group of one element is that element."""
+        """Returns a dim's factors: its groups `g`, then `inner`; those of size 1 are left out."""
         if count == 1:
             return inner
         return g if build.factors[inner[0]].size == 1 else g + inner

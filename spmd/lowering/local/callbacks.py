@@ -1,4 +1,4 @@
-"""Callbacks: one device calls, and all get the results, or all end with what was raised.
+"""Callbacks: one device calls Python; all devices get its results, or all raise its error.
 
 before: `%1, %2 = spmd.callback %0 {number = 0}`        (%1 is the flag)
 after:  `%3, %4 = spmd.callback %0 {number = 0, free = {data, model}}; %1 = all_reduce %3
@@ -45,7 +45,7 @@ def _callback(op: LocalOp) -> tuple[Value, ...]:
 
 
 def _shared(b: Builder, x: Value, axes: Axes) -> Value:
-    """The one value that is not zero on some device, on all devices."""
+    """Returns on all devices the value of the one device where it is not zero, by an all-reduce."""
     type_ = b.types[x]
     if type_.dtype.startswith("complex"):
         part = type_._replace(dtype=type_.dtype[len("complex<") : -1])
@@ -69,10 +69,9 @@ LINKED = "linked"
 
 
 def in_order(program: Program) -> Program:
-    """Links ordered callbacks, each to the one before it.
+    """Links each ordered callback to the one before it, so that XLA cannot change their order.
 
-    They read and make a number, which goes from one to the next, through loops and branches: so no
-    schedule of XLA's can change their order.
+    Each takes a number from the one before and returns it, through loops and branches.
 
     before: `spmd.callback %0 {ordered}; while { spmd.callback %1 {ordered} }`
     after:  `%7 = spmd.callback %0, zero; while(%8 = %7) { %9 = spmd.callback %1, %8; return %9 }`
@@ -132,7 +131,7 @@ def where(
     operands: tuple[Value, ...],
     otherwise: Callable[[], Sequence[Value]],
 ) -> Sequence[Value]:
-    """The results of an op that is done where a flag is set; elsewhere they are `otherwise`."""
+    """Appends a branch: the results of `op` where a flag is set, those of `otherwise` elsewhere."""
     b.begin()
     done = b.end((), b.repeat(op.kind, operands))
     b.begin()

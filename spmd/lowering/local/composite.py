@@ -41,7 +41,7 @@ from spmd.predict.ops import exchanged_bytes
 
 
 class TracedComposite(NamedTuple):
-    """A composite at given shapes as functions of a module, and the symbol of the one to call."""
+    """A composite, traced at given shapes: MLIR functions, and the name of the one to call."""
 
     entry: str
     functions: tuple[str, ...]
@@ -51,16 +51,16 @@ class TracedComposite(NamedTuple):
 
 
 class _Declined(Exception):
-    """Raised where a kernel returns NotImplemented."""
+    """Raised in the trace of a kernel that returns NotImplemented."""
 
 
 def lower_composite(op: LocalOp) -> tuple[Value, ...]:
-    """The composite for one device."""
+    """Appends a composite at one device's shapes, by its kernel or its decomposition."""
     return append_composite(op.b, op.operands, op.result_types(), op.attrs)
 
 
 def lower_exchanging(op: LocalOp, factor: int) -> tuple[Value, ...]:
-    """The composite for one device that exchanges what operands split by `factor` need."""
+    """Appends a composite whose own kernel exchanges between devices what `factor` splits."""
     exchange, axes = op.rule.factors[factor].exchange, op.choice.assignment[factor]
     assert exchange is not None, "no factor that exchanges"
     sent = exchanged_bytes(exchange, op.choice.assignment, op.mesh)
@@ -79,7 +79,7 @@ def append_composite(
     results: Sequence[TensorType],
     attrs: Mapping[str, Attribute],
 ) -> tuple[Value, ...]:
-    """Appends a composite on one device, by kernel or decomposition; SpmdError without either."""
+    """Appends a composite on one device: its kernel, else its decomposition, else SpmdError."""
     types, platform = tuple(b.types[v] for v in operands), attrs.get(composites.PLATFORM, "")
     for is_kernel in (True, False):
         kind = OpKind(COMPOSITE, types, tuple(results), {**attrs, composites.KERNEL: is_kernel})
@@ -102,10 +102,10 @@ def append_composite(
 
 
 def traced_composite(kind: OpKind) -> TracedComposite | None:
-    """The traced kernel or decomposition of a composite; made once for each kind.
+    """Traces the kernel or decomposition of a composite, once for each kind.
 
-    None if its kernel does not take these shapes, or if there is no decomposition. SpmdError if a
-    function fails, or has other results than the composite.
+    Returns None if the kernel declines these shapes, or there is no decomposition. Raises SpmdError
+    if the function fails, or its results are not of the composite's types.
     """
     composite = composite_of(kind)
     platform = kind.attrs.get(composites.PLATFORM, "")
@@ -217,7 +217,7 @@ def _atom_name(atom: int) -> str:
 
 
 def _inline_manual(module: ir.Module, sizes: Sequence[int]) -> None:
-    """Takes what a module's one `shard_map` computes out of it, in place."""
+    """Replaces a module's one `shard_map` by what is inside it, in place."""
     atom_of = {_atom_name(atom): atom for atom in range(len(sizes))}
 
     def spell_out(op: Any) -> ir.WalkResult:
@@ -243,7 +243,7 @@ def _inline_manual(module: ir.Module, sizes: Sequence[int]) -> None:
 
 
 def inline_region(op: Any) -> None:
-    """Puts what is inside of an MLIR op whose one region runs once in the op's place."""
+    """Replaces an MLIR op, whose one region runs once, by the ops of that region."""
     block = op.regions[0].blocks[0]
     for argument, operand in zip(block.arguments, op.operands, strict=True):
         argument.replace_all_uses_with(operand)
@@ -256,7 +256,7 @@ def inline_region(op: Any) -> None:
 
 
 def _of_one_device(program: Program) -> Program:
-    """An imported module's one `shard_map` as the program of one device, for its memory."""
+    """Returns the body of a program's one `shard_map` as a program, to predict its memory."""
 
     def flat(op: Op) -> tuple[Op, ...]:
         if op.name == MANUAL:

@@ -1,4 +1,4 @@
-"""Ops of a local program along one dim: slices; equal pieces, their padding, and joining them.
+"""Helpers that slice, cut, pad and join the values of a local program along one dim.
 
 Where axes don't divide a dim its pieces are padded, with undefined content. Whoever could see it
 masks it first: a sum over a padded dim, a contraction, a look-up by position. See
@@ -22,14 +22,14 @@ from spmd.mesh.sharding import Axes, is_even, piece_sizes
 def take_dim(
     b: Builder, x: Value, dim: int, axes: Axes, starts: Sequence[int], length: int
 ) -> Value:
-    """A slice of one dim whose start differs from tile to tile; every start must be in range."""
+    """Slices a dim, from `starts[i]` on devices with tile `i` over `axes`; all must be in range."""
     if len(set(starts)) == 1:
         return b.slice_dim(x, dim, starts[0], starts[0] + length)
     return dynamic_take_dim(b, x, dim, per_device(b, axes, starts), length)
 
 
 def dynamic_take_dim(b: Builder, x: Value, dim: int, start: Value, length: int) -> Value:
-    """A slice of one dim from a start that must be in range."""
+    """Slices `length` elements of one dim from `start`, a scalar that must be in range."""
     shape = b.types[x].shape
     zero = b.constant(0, b.types[start].dtype)
     starts = [start if d == dim else zero for d in range(len(shape))]
@@ -37,13 +37,13 @@ def dynamic_take_dim(b: Builder, x: Value, dim: int, start: Value, length: int) 
 
 
 def gather_dim(b: Builder, x: Value, dim: int, axes: Axes, mesh: Mesh) -> Value:
-    """All-gathers a dim: the pieces of all devices along some atoms, in order."""
+    """All-gathers a dim over `axes`: the result has the devices' pieces in order."""
     whole = b.types[x].scaled(dim, mesh.extent(axes))
     return b.collective("all_gather", x, whole, axes, all_gather_dim=dim)
 
 
 def per_device(b: Builder, axes: Axes, numbers: Sequence[int]) -> Value:
-    """This device's entry of a list with one number for each tile, an i32 scalar."""
+    """Returns this device's entry of `numbers`, one for each tile over `axes`, as an i32 scalar."""
     # Numbers that grow by equal steps are `first + step * index`; others are looked up in a table.
     steps = {y - x for x, y in pairwise(numbers)}
     if steps <= {0}:
@@ -56,14 +56,14 @@ def per_device(b: Builder, axes: Axes, numbers: Sequence[int]) -> Value:
 
 
 def to_next(axes: Axes, mesh: Mesh, way: int) -> tuple[tuple[int, int], ...]:
-    """Who sends to whom, by target: each device to the next one along some atoms, or the last."""
+    """Returns permute pairs from each device to the next along `axes`, or (way -1) the previous."""
     rings = [group[::way] for group in mesh.groups(axes)]
     pairs = [(a, c) for group in rings for a, c in zip(group, (*group[1:], group[0]), strict=True)]
     return tuple(sorted(pairs, key=lambda pair: pair[1]))
 
 
 class Split(NamedTuple):
-    """A dim of `size` elements in all, of which each device has a tile over `axes`."""
+    """A dim of `size` elements in the global value, of which each device has a tile over `axes`."""
 
     dim: int
     size: int
@@ -72,17 +72,17 @@ class Split(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        """Whether all tiles are of one size, so that none has padding."""
+        """Whether all tiles have the same size, so that none is padded."""
         return is_even(self.size, self.axes, self.mesh)
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """The size of a piece at each level of the split; the last one is that of a tile."""
+        """The size of a piece after each atom of the split: first the whole dim, last a tile."""
         return piece_sizes(self.size, self.axes, self.mesh)
 
 
 def cut(b: Builder, x: Value, dim: int, axes: Axes, mesh: Mesh) -> Value:
-    """Pads a dim so that equal slices of it are the pieces over `axes`, in order.
+    """Pads a whole dim so that its equal slices are the pieces over `axes`, in order.
 
     before: 5 elements, to be cut over {2, 2}
     after:  8 elements: 0 1 | 2 . | 3 4 | . .
@@ -104,13 +104,13 @@ def cut(b: Builder, x: Value, dim: int, axes: Axes, mesh: Mesh) -> Value:
 
 
 def own_piece(b: Builder, x: Value, dim: int, axes: Axes, mesh: Mesh) -> Value:
-    """This device's piece over `axes` of a dim that it holds whole."""
+    """Slices this device's piece over `axes` out of a dim that each device holds whole."""
     x = cut(b, x, dim, axes, mesh)
     return b.local_slice(x, b.types[x].scaled(dim, 1, mesh.extent(axes)), axes, dim)
 
 
 def join(b: Builder, x: Value, split: Split) -> Value:
-    """The inverse of `cut`: `x` has all pieces in order along the dim, with their padding."""
+    """Undoes `cut`: drops the padding from a dim of `x` that holds all padded pieces in order."""
     if split.is_even:
         return x
     dim, pieces = split.dim, split.pieces
@@ -134,7 +134,7 @@ def _resize(b: Builder, x: Value, dim: int, size: int) -> Value:
 
 
 def start_of(b: Builder, split: Split) -> Value:
-    """Where this device's piece of a dim starts, an i32 scalar."""
+    """Returns the index in the global dim at which this device's tile starts, an i32 scalar."""
     _, size, axes, _ = split
     pieces = split.pieces
 
@@ -151,7 +151,7 @@ def start_of(b: Builder, split: Split) -> Value:
 
 
 def own_count(b: Builder, split: Split) -> Value:
-    """How many elements of this device's piece are not padding, an i32 scalar."""
+    """Returns how many elements of this device's tile are not padding, an i32 scalar."""
     _, size, axes, _ = split
     pieces = split.pieces
 

@@ -1,4 +1,4 @@
-"""`fetch`: brings each device the range of a split dim that it reads, in rounds of permutes.
+"""`fetch`, a halo exchange: brings each device the range of a split dim that it reads.
 
 before: `%1 = f32[4]`, tiles of a dim of 16 over {data}, wanted with 1 more on each side
 after:  `%2 = slice %1[3:4]; %3 = collective_permute %2 (each to its right neighbour)`
@@ -25,7 +25,7 @@ from spmd.mesh.sharding import Axes, tiles
 
 
 class Piece(NamedTuple):
-    """Elements that each device has, and their places in the range that it wants."""
+    """A local value with a part of the range that a device reads, and its places in the range."""
 
     value: Value
     # for each tile, the place of the first element in the range; it may be negative
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
     @property
     def used(self) -> list[int]:
-        """Tiles that take something from here."""
+        """The tiles whose range takes elements from this value."""
         ranges = zip(self.lows, self.highs, strict=True)
         return [i for i, (low, high) in enumerate(ranges) if low < high]
 
@@ -45,13 +45,13 @@ class Piece(NamedTuple):
 def fetch(
     b: Builder, x: Value, split: Split, need: Need, axes: Axes, fill: Value | None = None
 ) -> Value:
-    """What each tile (over `axes`) needs of a dim, with the scalar `fill`, or 0, outside of it."""
+    """Returns the range of a dim that each tile over `axes` reads; `fill`, or 0, beyond the dim."""
     type_ = b.types[x].with_dim(split.dim, need.length)
     return assembled(b, parts_of(b, x, split, need), type_, split.dim, axes, fill)
 
 
 def parts_of(b: Builder, x: Value, split: Split, need: Need) -> list[Piece]:
-    """The parts of each device's range: those of its own tile, and those that others send it."""
+    """Returns the parts of each device's range: from its own tile, and what others send it."""
     # Tiles 0 1 | 2 3 | 4 5 | 6 7, each wanted with one more on both sides: ranges of 4 elements
     # from -1, 1, 3 and 5. Places in the range, tile by tile:
     #
@@ -94,7 +94,7 @@ def parts_of(b: Builder, x: Value, split: Split, need: Need) -> list[Piece]:
 def _part(
     x: Value, transfers: Iterable[HaloSend], firsts: Sequence[int], need: Need, zeroed: bool = False
 ) -> Piece:
-    """A part, from what each target takes of it and which element it starts with there."""
+    """Makes a `Piece` of `x`, which on target `i` starts with element `firsts[i]` of the dim."""
     count = len(need.starts)
     offsets, lows, highs = [0] * count, [0] * count, [0] * count
     for _, i, low, high in transfers:
@@ -112,7 +112,7 @@ def assembled(
     axes: Axes,
     fill: Value | None = None,
 ) -> Value:
-    """A range of a dim, from parts that do not overlap on any device; `fill`, or 0, elsewhere."""
+    """Puts the parts of a range together, which overlap on no device; gaps are `fill`, or 0."""
     length = type_.shape[dim]
 
     def filler(size: int) -> Value:
@@ -120,7 +120,7 @@ def assembled(
         return b.splat(0, wanted) if fill is None else b.broadcast(fill, wanted.shape)
 
     def selected(x: Value, other: Value, part: Piece, first: int) -> Value:
-        """`x` at the places that a part fills, else `other`; `first` is the place of `x[0]`."""
+        """Returns `x` at the places that a part fills, else `other`; `x[0]` is at place `first`."""
         shape = b.types[x].shape
         last = first + shape[dim]
         lows = [min(max(low, first), last) for low in part.lows]
@@ -172,7 +172,7 @@ def assembled(
 
 
 def _segments(parts: Sequence[Piece]) -> list[tuple[int, int, Piece]] | None:
-    """The parts in order, if each lies at one place on all devices and none overlap; else None."""
+    """Returns (low, high, part) in order; None if places differ between devices, or overlap."""
     found = []
     for part in parts:
         if len({part.offsets[i] for i in part.used}) > 1:
@@ -186,7 +186,7 @@ def _segments(parts: Sequence[Piece]) -> list[tuple[int, int, Piece]] | None:
 
 
 def read_around(op: LocalOp, x: Value) -> Value:
-    """The first operand, of which `x` has all that the tiles of the result read of each dim."""
+    """Adds its halo to `x`, the first operand: all that the result's tile reads of each dim."""
     for d, (axes, window) in op.reads(0).items():
         need = reads_of(window, op.dim(0, d).size, axes, op.mesh).need
         x = fetched(op, 0, x, d, axes, need, None)
@@ -196,20 +196,20 @@ def read_around(op: LocalOp, x: Value) -> Value:
 def fetched(
     op: LocalOp, number: int, x: Value, dim: int, axes: Axes, need: Need, fill: Value | None
 ) -> Value:
-    """`fetch` for an op that reads a dim of one of its operands, `x`, with a note that says so."""
+    """Calls `fetch` for a dim of operand `number`, which is `x`, with a note of the reason."""
     with op.b.noted(note_of(op, number, dim)):
         return fetch(op.b, x, op.dim(number, dim), need, axes, fill)
 
 
 def note_of(op: LocalOp, number: int, dim: int) -> str:
-    """Why an op communicates, as a sentence."""
+    """Returns a sentence that says why an op communicates."""
     return f"{op.op.label} reads its neighbours' pieces of dim {dim} of operand {number}"
 
 
 def base_of(
     op: LocalOp, number: int, x: Value, dim: int, axes: Axes, window: Window, fill: Value | None
 ) -> tuple[Value, int, int, int]:
-    """A fetched dim, with the padding (low, high) and dilation that the op itself still has to add.
+    """Returns a fetched dim, and the padding (low, high) and dilation that the op still has to add.
 
     Where devices start at different phases (see `reads_of`), elements are dilated here instead.
     """

@@ -1,7 +1,7 @@
-"""Local lowerings of what is summed or searched along split dims: each piece alone, then together.
+"""Local lowerings of sums, top-k and sorts along split dims: each piece alone, then together.
 
 Sums are left partial over the atoms that split what is summed. Of `top_k`, `sort` and any other
-`reduce` what the devices found is gathered, never what they searched.
+`reduce` what the devices found is exchanged, never what they searched.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from spmd.propagation.projection import reduced_axes
 
 @local("stablehlo.dot_general")
 def _dot_general(op: LocalOp) -> tuple[Value, ...]:
-    """A local product; padding along contracted dims is zero on both sides (it may be NaN)."""
+    """Makes a local product, with padding along contracted dims, which may be NaN, set to zero."""
     return op.emit([op.masked(i, 0) for i in range(2)])
 
 
 @local("stablehlo.reduce")
 def _reduce(op: LocalOp) -> tuple[Value, ...]:
-    """The initial value joins in after the local sum, and only on the first device along the split.
+    """Reduces the local piece; the initial value joins in after that, once among the devices.
 
     After, because XLA forgets the initial value of a reduction over dims of size 1, and a local
     piece has such dims where the global value has none.
@@ -112,7 +112,7 @@ def _ragged_dot(op: LocalOp) -> tuple[Value, ...]:
 
 
 def merged_dims(op: LocalOp) -> tuple[int, ...]:
-    """Dims of the first operand that are split and whose pieces are merged, ascending."""
+    """Returns the split dims of the first operand whose pieces have to be merged, ascending."""
     kinds = [op.rule.factors[dim[0]].kind for dim in op.rule.operands[0]]
     return tuple(d for d, kind in enumerate(kinds) if kind == MERGE and op.dim(0, d).axes)
 
@@ -127,7 +127,7 @@ def _gathered(op: LocalOp, x: Value, dim: int) -> Value:
 
 
 def reduce_merged(op: LocalOp) -> tuple[Value, ...]:
-    """Partial results of the pieces, gathered and reduced by the same body, in order.
+    """Reduces each piece, gathers the partial results, and reduces them by the same body, in order.
 
     before: `%1 = reduce %0` over a split dim
     after:  `%1 = reduce %0; %2 = all_gather %1; %3 = reduce %2`
@@ -164,7 +164,7 @@ def reduce_merged(op: LocalOp) -> tuple[Value, ...]:
 
 @local("chlo.top_k")
 def _top_k(op: LocalOp) -> tuple[Value, ...]:
-    """The largest of each piece, gathered, and the largest of these.
+    """Finds the largest of each piece, gathers them, and finds the largest of these.
 
     before: `%1, %2 = top_k %0` along a split dim
     after:  `%1, %2 = top_k %0; %3 = all_gather %1; %4 = all_gather (%2 + start of the piece)`
@@ -227,7 +227,7 @@ def _top(op: LocalOp, x: Value, k: int) -> tuple[Value, Value]:
 
 @local("stablehlo.sort")
 def _sort(op: LocalOp) -> tuple[Value, ...]:
-    """Sorted pieces meet in the rounds of a network; one of two keeps what comes first.
+    """Sorts each piece, then merges pairs of pieces in the rounds of a sorting network.
 
     before: `%1 = sort %0` along a split dim
     after:  `%1 = sort %0`; then for each round `%2 = collective_permute %1;
@@ -235,8 +235,7 @@ def _sort(op: LocalOp) -> tuple[Value, ...]:
 
     For sorted A and B, each of n elements, the first n of both are the firsts of the pairs
     (A[i], B[n - 1 - i]) (Batcher 1968, "Sorting networks and their applications"). Elements carry
-    their position: it tells equal ones apart, so the sort is stable, and it tells padding, which
-    goes last.
+    their position, which makes the sort stable and puts padding last.
     """
     split = merged_dims(op)
     if not split:
@@ -266,7 +265,7 @@ def _sort(op: LocalOp) -> tuple[Value, ...]:
 
 
 def _ordered(op: LocalOp, xs: Sequence[Value]) -> tuple[Value, ...]:
-    """Sorts each device's own elements; the positions break ties, so it need not be stable."""
+    """Sorts each device's own elements; ties go by position, the last of `xs`."""
     b = op.b
     scalars = [TensorType((), b.types[x].dtype) for x in xs]
     inner = Builder()
@@ -281,7 +280,7 @@ def _ordered(op: LocalOp, xs: Sequence[Value]) -> tuple[Value, ...]:
 def _comes_first(
     b: Builder, op: LocalOp, left: Sequence[Value], right: Sequence[Value], shape: tuple[int, ...]
 ) -> Value:
-    """Whether elements come before others by the comparator; if equal or padding, by position."""
+    """Returns whether each left element sorts first; equal ones and padding go by position."""
     *xs, i = left
     *ys, j = right
     (before,), (after,) = (  # a comparator's arguments are the left and right of each operand
@@ -300,7 +299,7 @@ def _comes_first(
 def _met(
     op: LocalOp, xs: Sequence[Value], dim: Split, pairs: Sequence[tuple[int, int]]
 ) -> tuple[Value, ...]:
-    """Exchanges pieces between partners; each keeps the first half or the last of both."""
+    """Exchanges pieces in pairs of tiles; one keeps the first half of both, the other the last."""
     # 1 4 6 meets 2 3 9. With the partner's reversed, pairs are (1, 9) (4, 3) (6, 2):
     #   the lower tile keeps the first of each pair, 1 3 2: the three smallest, still to be sorted
     #   the higher one sees (2, 6) (3, 4) (9, 1) and keeps the last of each, 6 4 9

@@ -21,7 +21,7 @@ from spmd.propagation.projection import reduced_axes
 
 @local("stablehlo.constant")
 def _constant(op: LocalOp) -> tuple[Value, ...]:
-    """A smaller splat, or this device's slice of the elements."""
+    """Makes a smaller splat, or slices this device's piece out of the elements."""
     dense: Dense = op.attrs["value"]
     type_ = op.result_types()[0]
     if dense.splat:
@@ -35,7 +35,7 @@ def _constant(op: LocalOp) -> tuple[Value, ...]:
 
 @local("stablehlo.iota")
 def _iota(op: LocalOp) -> tuple[Value, ...]:
-    """A local iota plus where this device's piece starts."""
+    """Makes a local iota and adds where this device's piece starts."""
     type_ = op.result_types()[0]
     dim = op.attrs["iota_dimension"]
     (count,) = op.emit()
@@ -54,7 +54,7 @@ def _iota(op: LocalOp) -> tuple[Value, ...]:
 
 @local("stablehlo.slice")
 def _slice(op: LocalOp) -> tuple[Value, ...]:
-    """Elements that a piece takes lie next to each other, `stride` apart."""
+    """Fetches what this device's piece of the result reads of split dims, and slices that."""
     x, result, windows = op.operands[0], op.result_types()[0].shape, op.reads(0)
     names = ("start_indices", "limit_indices", "strides")
     starts, limits, strides = (list(op.attrs[name]) for name in names)
@@ -72,7 +72,7 @@ def _slice(op: LocalOp) -> tuple[Value, ...]:
 
 @local("stablehlo.reverse")
 def _reverse(op: LocalOp) -> tuple[Value, ...]:
-    """The tile at the other end, reversed."""
+    """Fetches the elements at the other end of split dims, and reverses them."""
     return op.emit([read_around(op, op.operands[0])])
 
 
@@ -90,7 +90,7 @@ def _pad(op: LocalOp) -> tuple[Value, ...]:
 
 @local("stablehlo.concatenate")
 def _concatenate(op: LocalOp) -> tuple[Value, ...]:
-    """Each device joins the elements of all operands that fall into its piece."""
+    """Joins, on each device, the elements of all operands that are in its piece of the result."""
     b, along = op.b, op.attrs["dimension"]
     axes = op.choice.results[0].dims[along]
     if not axes or len(op.operands) == 1:
@@ -109,7 +109,7 @@ def _concatenate(op: LocalOp) -> tuple[Value, ...]:
 
 
 def pick(b: Builder, x: Value, split: Split, start: Value, length: int) -> Value:
-    """The elements `[start, start + length)`, which exist, that this device holds; else zeros."""
+    """Returns elements `[start, start + length)` of the global dim; zero where not held here."""
     dim = split.dim
     have = b.types[x].shape[dim]
     width = min(have, length)
@@ -122,7 +122,7 @@ def pick(b: Builder, x: Value, split: Split, start: Value, length: int) -> Value
 
 
 def _shifted(b: Builder, x: Value, dim: int, by: Value, length: int) -> Value:
-    """`length` elements of a dim from position `by` on, with zeros where that is out of range."""
+    """Returns `length` elements of a dim from position `by` on, with zeros beyond its ends."""
     have = b.types[x].shape[dim]
     if have == 1 and length == 1:
         return x
@@ -132,7 +132,7 @@ def _shifted(b: Builder, x: Value, dim: int, by: Value, length: int) -> Value:
 
 
 def _within(b: Builder, length: int, first: Value, count: Value) -> Value:
-    """Which of the positions `first + [0, length)` are in `[0, count)`."""
+    """Returns flags: which of the positions `first + [0, length)` are in `[0, count)`."""
     line = TensorType((length,), "i32")
     position = b.binary("add", b.iota(line, 0), b.broadcast(first, line.shape))
     return b.binary(
@@ -143,7 +143,7 @@ def _within(b: Builder, length: int, first: Value, count: Value) -> Value:
 
 
 def _global_starts(op: LocalOp, starts: Sequence[Value], sizes: Sequence[int]) -> list[Value]:
-    """Starts as the specification means them: clamped to where a slice of the sizes fits."""
+    """Clamps starts to where a slice of `sizes` fits the global operand, as StableHLO asks."""
     b = op.b
     return [
         b.convert(clamped_index(b, start, whole - size), "i32")
@@ -152,16 +152,16 @@ def _global_starts(op: LocalOp, starts: Sequence[Value], sizes: Sequence[int]) -
 
 
 def _cut_dims(op: LocalOp, sizes: Sequence[int]) -> list[int]:
-    """Dims of the first operand that are split, and of which a slice of the sizes is a part."""
+    """Returns the split dims of the first operand that a slice of `sizes` takes only a part of."""
     dims = (op.dim(0, d) for d in range(len(sizes)))
     return [d.dim for d in dims if d.axes and sizes[d.dim] < d.size]
 
 
 @local("stablehlo.dynamic_slice")
 def _dynamic_slice(op: LocalOp) -> tuple[Value, ...]:
-    """Dims taken whole are taken whole locally, from 0: any other start is clamped to that.
+    """Slices what this device holds of split dims, zero elsewhere; dims taken whole start at 0.
 
-    Written as 0, because XLA adds it to the start of another slice before it clamps.
+    That is a constant, because XLA adds a start to that of another slice before it clamps it.
     """
     b, (x, *starts), wanted = op.b, op.operands, op.attrs["slice_sizes"]
     split = _cut_dims(op, wanted)
@@ -179,7 +179,7 @@ def _dynamic_slice(op: LocalOp) -> tuple[Value, ...]:
 
 @local("stablehlo.dynamic_update_slice")
 def _dynamic_update_slice(op: LocalOp) -> tuple[Value, ...]:
-    """Each device overwrites a window of its piece, with what is there outside of the update.
+    """Overwrites a window of each device's piece, with its old elements outside of the update.
 
     So no more is read and written than the update is large, and it can be done in place.
     """
@@ -214,7 +214,7 @@ def _dynamic_update_slice(op: LocalOp) -> tuple[Value, ...]:
 
 @local("stablehlo.gather")
 def _gather(op: LocalOp) -> tuple[Value, ...]:
-    """Looks up what lies in this device's piece; elsewhere the slice is zero, a term of the sum.
+    """Looks up indices in this device's piece of the table; others give zero, a term of the sum.
 
     Out-of-range starts are clamped against the whole table first, as the specification asks.
     """
@@ -256,7 +256,7 @@ def _gather(op: LocalOp) -> tuple[Value, ...]:
 
 @local("stablehlo.scatter")
 def _scatter(op: LocalOp) -> tuple[Value, ...]:
-    """Updates that fall outside this device's piece are out of range there, and so dropped."""
+    """Scatters into this device's piece; updates elsewhere are out of its range, and so dropped."""
     b = op.b
     dims: ScatterDims = op.attrs["scatter_dimension_numbers"]
     count = (len(op.operands) - 1) // 2
@@ -283,7 +283,7 @@ def _scatter(op: LocalOp) -> tuple[Value, ...]:
 def _scatter_one(
     op: LocalOp, tables: Sequence[Value], indices: Value, updates: Sequence[Value]
 ) -> tuple[Value, ...]:
-    """A scatter of one slice, moved into range; it changes nothing where it does not belong.
+    """Scatters one slice, its index clamped into range; a slice that is elsewhere changes nothing.
 
     XLA makes it a dynamic slice and a dynamic update slice, which must be in range (see `expand`).
     """
@@ -307,7 +307,7 @@ def _scatter_one(
 
 
 def _indexed(op: LocalOp, dims: Sequence[int], picked: Container[int]) -> list[Split]:
-    """The table's dims that an index has a place in; whole but for those `picked` from."""
+    """Returns the table's dims that an index addresses, as unsplit unless they are in `picked`."""
     found = [op.dim(0, d) for d in dims]
     return [split if split.dim in picked else split._replace(axes=()) for split in found]
 
@@ -318,7 +318,7 @@ def _as_signed(b: Builder, indices: Value) -> Value:
 
 
 class _VectorDim:
-    """The dim of an index tensor that holds the components of one index (it may be implicit)."""
+    """The dim of an index tensor that holds the components of one index; it may be implicit."""
 
     def __init__(self, b: Builder, indices: Value, dim: int) -> None:
         self.b = b
@@ -326,7 +326,7 @@ class _VectorDim:
         self.dim = dim
 
     def of(self, numbers: Sequence[int]) -> Value:
-        """One constant a component, in the shape of the indices."""
+        """Broadcasts constants, one for each component of an index, to the shape of the indices."""
         return self.spread(self.b.constant(np.asarray(numbers), self.type.dtype))
 
     def clamped(self, indices: Value, last: Sequence[int]) -> Value:
@@ -335,7 +335,7 @@ class _VectorDim:
         return b.binary("minimum", above, self.of(last))
 
     def join(self, scalars: Sequence[Value]) -> Value:
-        """One i32 scalar a component, in the shape and type of the indices."""
+        """Broadcasts i32 scalars, one for each component of an index, to the indices' type."""
         b = self.b
         parts = [b.reshape(b.convert(s, self.type.dtype), (1,)) for s in scalars]
         return self.spread(b.concatenate(parts, 0))

@@ -1,4 +1,4 @@
-"""The table op name -> local lowering, and what a local lowering gets to work with.
+"""The table from op names to local lowerings, and `LocalOp`, which a lowering takes.
 
 A sharding rule says what an op's pieces look like; its local lowering, registered beside it under
 the same name, says how one device computes its piece from pieces. Most ops are themselves at
@@ -29,7 +29,7 @@ from spmd.planning.plan import Choice
 
 @dataclass(frozen=True, eq=False)
 class LocalOp:
-    """One op to lower: the global op, its choice, and the local operands as that wants them."""
+    """An op to lower: the global op, its choice, and local operands in that choice's shardings."""
 
     b: Builder
     mesh: Mesh
@@ -39,7 +39,7 @@ class LocalOp:
 
     @cached_property
     def rule(self) -> Rule:
-        """The op's rule."""
+        """The op's sharding rule."""
         return rule_of(self.op.kind, self.op.loc)
 
     @property
@@ -48,7 +48,7 @@ class LocalOp:
         return self.op.kind.attrs
 
     def result_types(self) -> tuple[TensorType, ...]:
-        """Local types of the results."""
+        """Returns the types of the results on one device."""
         return tuple(
             local_type(type_, sharding, self.mesh)
             for type_, sharding in zip(self.op.kind.results, self.choice.results, strict=True)
@@ -57,7 +57,7 @@ class LocalOp:
     def emit(
         self, operands: Sequence[Value] | None = None, **changed: Attribute
     ) -> tuple[Value, ...]:
-        """The op itself at local types, with some operands or attributes changed."""
+        """Appends the op itself at local types, with other operands or attributes if given."""
         return self.b.op(
             self.op.name,
             self.operands if operands is None else operands,
@@ -66,12 +66,12 @@ class LocalOp:
         )
 
     def dim(self, number: int, dim: int) -> Split:
-        """A dim of an operand, and what splits it."""
+        """Returns a dim of operand `number`: its global size and the axes that split it."""
         size, axes = self.op.kind.operands[number].shape[dim], self.choice.operands[number].dims
         return Split(dim, size, axes[dim], self.mesh)
 
     def reads(self, number: int) -> dict[int, tuple[Axes, Window]]:
-        """Dims of an operand that are read in windows -> (axes of the tiles that read, window)."""
+        """Maps an operand's dims that are read in windows to (axes of reading tiles, window)."""
         return {
             read.dim: (axes, read.window)
             for read in self.rule.reads
@@ -81,9 +81,9 @@ class LocalOp:
         }
 
     def masked(self, number: int, fill: Any, dims: Sequence[int] | None = None) -> Value:
-        """An operand with padding along some dims replaced; along those the op reduces if left out.
+        """Returns an operand with padding replaced along `dims`, else along those the op reduces.
 
-        `fill` is the element that padding becomes, or a function that makes a value of them.
+        `fill` is the element that replaces padding, or a function that makes a local value of them.
         """
         b, x = self.b, self.operands[number]
         type_ = b.types[x]
@@ -97,15 +97,15 @@ class LocalOp:
         return x
 
     def reduced_dims(self, number: int) -> tuple[int, ...]:
-        """Dims of an operand along which the op reduces."""
+        """Returns the dims of an operand along which the op reduces."""
         kinds = [self.rule.factors[f].kind for dim in self.rule.operands[number] for f in dim[:1]]
         return tuple(d for d, kind in enumerate(kinds) if kind == REDUCE)
 
     def once(self, x: Value, axes: Axes, reducer: str) -> Value:
-        """A term of a reduction that is to count once among the devices along some atoms.
+        """Returns a term of a reduction that counts once among the devices along `axes`.
 
-        The first device has it. The others have what changes nothing, or the term itself where it
-        may be repeated.
+        The first device has `x`; others have the reduction's identity, or `x` too where it may be
+        repeated, as in a maximum.
         """
         if reducer in ("max", "min", "and", "or"):
             return x
@@ -115,7 +115,7 @@ class LocalOp:
 
 
 def or_identity(b: Builder, flag: Value, x: Value, reducer: str) -> Value:
-    """A value where a flag is set, else what changes nothing in a reduction."""
+    """Returns `x` where a flag is set, else the identity element of a reduction."""
     type_ = b.types[x]
     return b.select(flag, x, b.splat(identity_element(reducer, type_.dtype), type_))
 
@@ -125,7 +125,7 @@ _LOCAL: dict[str, LocalFunction] = {}
 
 
 def local(name: str) -> Callable[[LocalFunction], LocalFunction]:
-    """Decorator: the function lowers an op of this name to one device."""
+    """Returns a decorator that registers a function as the local lowering of ops of this name."""
 
     def register(function: LocalFunction) -> LocalFunction:
         if name in _LOCAL:
@@ -137,13 +137,13 @@ def local(name: str) -> Callable[[LocalFunction], LocalFunction]:
 
 
 def registered_ops() -> tuple[str, ...]:
-    """Names of all ops that one device can compute, sorted."""
+    """Returns the names of all ops that one device can compute, sorted."""
     described = (n for n, a in DESCRIPTIONS.items() if a.is_same_locally or a.vanishes)
     return tuple(sorted({*_LOCAL, *described}))
 
 
 def lower_op(local_op: LocalOp) -> tuple[Value, ...]:
-    """Appends the local form of an op; UnsupportedOpError for a rule without a local lowering."""
+    """Appends the local form of an op; raises UnsupportedOpError if it has no local lowering."""
     name = rule_name(local_op.op.kind)
     function = _LOCAL.get(name)
     if function is not None:

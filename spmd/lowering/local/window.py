@@ -24,7 +24,7 @@ from spmd.mesh.sharding import Axes, piece_sizes, tiles
 
 @local("stablehlo.reduce_window")
 def _reduce_window(op: LocalOp) -> tuple[Value, ...]:
-    """Windows over fetched elements; what does not exist is the initial value."""
+    """Reduces windows over fetched elements; those beyond the dim's ends are the initial value."""
     kind, b = op.op.kind, op.b
     count = len(op.operands) // 2
     xs, inits = list(op.operands[:count]), op.operands[count:]
@@ -58,7 +58,7 @@ def _reduce_window(op: LocalOp) -> tuple[Value, ...]:
 
 
 def _running(op: LocalOp, dim: int, backwards: bool) -> tuple[Value, ...]:
-    """Running totals of the pieces, and the total of all pieces before added to each.
+    """Makes the running totals of each piece, and adds the total of all pieces before it.
 
     before: `reduce_window %1` over the whole of a split dim
     after:  `%2 = reduce_window %1; %3 = all_gather (last of %2); %4 = reduce_window %3`
@@ -111,7 +111,7 @@ def _windows_of(
 
 @local("stablehlo.select_and_scatter")
 def _select_and_scatter(op: LocalOp) -> tuple[Value, ...]:
-    """All windows that touch the piece, which is cut out of what these scatter to."""
+    """Scatters from all windows that touch this device's piece, and cuts the piece out of that."""
     b, (x, source, init) = op.b, op.operands
     dtype = b.types[source].dtype
     shape = list(op.result_types()[0].shape)
@@ -131,7 +131,7 @@ def _select_and_scatter(op: LocalOp) -> tuple[Value, ...]:
 
 
 def _scatter_needs(op: LocalOp, dim: int, axes: Axes) -> tuple[Need, Need, list[int]]:
-    """Operand and source elements around each tile, and where the tile starts in the former."""
+    """Returns operand and source elements around each tile, and where it starts in the former."""
     # Windows of 3 at stride 2 over 8 elements, tiles of 2: windows 0 and 1, which are [0, 3) and
     # [2, 5), touch the tile [2, 4). Its device gets the operand [0, 5) and the sources [0, 2), and
     # the tile starts at 2 in what these scatter to. All devices get equally many of both.
@@ -163,7 +163,7 @@ def _scatter_needs(op: LocalOp, dim: int, axes: Axes) -> tuple[Need, Need, list[
 
 @local("stablehlo.convolution")
 def _convolution(op: LocalOp) -> tuple[Value, ...]:
-    """A convolution of what the piece of the result, or of the kernel, reads of the input."""
+    """Convolves what this device's piece of the result, or of the kernel, reads of the input."""
     numbers: ConvDims = op.attrs["dimension_numbers"]
     lhs, rhs = (op.masked(i, 0) for i in range(2))
     sliding = Sliding(op.op.kind, len(numbers.input_spatial))

@@ -1,1 +1,1 @@
-"""Recomputation: what would not fit in memory is made again where it is read."""
+"""Remat: values that would not fit in memory are computed again where they are read."""

@@ -1,4 +1,4 @@
-"""Ops that are done again: which, at what cost, and where they stand."""
+"""Remat of ops: which are computed again, at what cost, and where they stand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPREAD = 0.25  # how much dearer a byte of the last value is than one of the fir
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """Costs of the ops and values of one local program, in seconds."""
+    """Costs of recomputing ops and of holding values of one local program, in seconds."""
 
     program: Program
     mesh: Mesh
@@ -30,11 +30,11 @@ class Costs:
 
     @cached_property
     def clock(self) -> Clock:
-        """The times of the program's ops."""
+        """The predicted times of the program's ops."""
         return Clock(self.program, self.mesh, self.topology)
 
     def again(self, op: Op) -> float:
-        """Seconds of doing an op, and all inside it, a second time; infinite if it must not be."""
+        """Returns the seconds of recomputing an op with its regions; infinite if not allowed."""
         about = op.kind.about
         if about.has_effect or not op.results or not (about.is_repeatable or op.name == BARRIER):
             return math.inf
@@ -47,18 +47,18 @@ class Costs:
         return self.clock.arithmetic(op)
 
     def runs(self, op: Op) -> int:
-        """How often the regions of an op run; at least once, so that infinite stays infinite."""
+        """Returns how often an op's regions run, at least 1: infinite costs stay infinite."""
         return max(1, self.clock.index.runs(op))
 
     def held(self, value: Value, pieces: int = 1) -> float:
-        """Price of a value, or of so many pieces like it, in memory at the fullest moment."""
+        """Returns the price, in seconds, of holding a value, or `pieces` like it, at the peak."""
         # Equal layers, and products with equal contracted dims, save as much for each byte: at one
         # price they would all be held or none. So the price is a little higher for later values.
         slope = 1 + SPREAD * value / len(self.program.types)
         return self.price * slope * self.program.types[value].bytes * pieces
 
     def moved(self, value: Value) -> float:
-        """Seconds of writing a value to memory and reading it again."""
+        """Returns the seconds of writing a value to memory and reading it again."""
         return 2 * self.program.types[value].bytes / self.topology.hbm_bandwidth
 
 
@@ -66,12 +66,12 @@ AGAIN = "again, rather than held"  # note of ops that are done again
 
 
 def again(loc: Loc) -> Loc:
-    """The source line of an op, with the note that it is computed a second time there."""
+    """Returns an op's source location with the note that it is computed a second time."""
     return loc._replace(note=f"{loc.note} ({AGAIN})" if loc.note else AGAIN)
 
 
 def late(made: Sequence[Op], ops: Sequence[Op]) -> tuple[Op, ...]:
-    """Ops in their order, each of some others in front of the first op that reads it."""
+    """Merges `made` into `ops`: each op of `made` stands in front of the first op that reads it."""
     first: dict[Value, int] = {}
     for i, op in reversed(list(enumerate(ops))):
         first.update(dict.fromkeys(reads(op), i))
@@ -85,7 +85,7 @@ def late(made: Sequence[Op], ops: Sequence[Op]) -> tuple[Op, ...]:
 
 
 def with_operands(op: Op, instead: Mapping[Value, Value]) -> Op:
-    """An op that reads other values in the place of some, inside its regions as well."""
+    """Returns an op that reads `instead[v]` in place of `v`, in its regions as well."""
     operands = tuple(instead.get(v, v) for v in op.operands)
     regions = tuple(
         Region(
@@ -110,7 +110,7 @@ def with_operands(op: Op, instead: Mapping[Value, Value]) -> Op:
 
 
 class CutPrices(NamedTuple):
-    """What answers cost, in seconds of one run."""
+    """What `cheapest_cut` pays for each value and op, in seconds of one run of the program."""
 
     # keeping a value; infinite where it cannot be kept, 0 where it is there anyway
     keep: Callable[[Value], float]
@@ -121,16 +121,16 @@ class CutPrices(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """An answer: the values that are kept or there anyway, and the ops done again, in order."""
+    """Values that are kept or there anyway, and the ops that are recomputed, in order."""
 
     kept: frozenset[Value]
     again: tuple[Op, ...]
 
 
 def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: CutPrices) -> Cut:
-    """What to keep and what to make again so that some values are there, at the least cost.
+    """Chooses which values to keep and which ops to recompute so that `needed` costs least.
 
-    What the ops read and none of them makes can only be kept.
+    Values that the ops read and none of them makes can only be kept.
     """
     makers = {value: op for op in ops for value in op.results}
     needed = tuple(dict.fromkeys(needed))

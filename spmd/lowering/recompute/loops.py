@@ -1,4 +1,4 @@
-"""Pairs of loops: what a forward loop would collect is made again in the backward loop.
+"""Remat in pairs of loops: a backward loop recomputes what its forward loop would stack for it.
 
     before: `%5 = while { %p = dot %x, %w; %q = tanh %p; collect %x, %q }; while { read %q ... }`
     after:  `%5 = while { %p = dot %x, %w; %q = tanh %p; collect %x }
@@ -39,7 +39,7 @@ ROUNDS = 8  # loops inside one another that are looked at, the outermost first
 
 
 def recompute_in_loops(program: Program, costs: Costs) -> tuple[Program, list[Recomputed]]:
-    """Lets every pair of loops of a local program collect what is worth its price."""
+    """Remats residuals of scans that cost more to hold; returns these, too, as `Recomputed`."""
     dropped: list[Recomputed] = []
     for _ in range(ROUNDS):
         b, more = Builder(program.types), list[Recomputed]()
@@ -56,7 +56,7 @@ def recompute_in_loops(program: Program, costs: Costs) -> tuple[Program, list[Re
 def _collecting_less(
     region: Region, runs: int, costs: Costs, b: Builder, dropped: list[Recomputed]
 ) -> Region:
-    """A region that runs so often, whose loops and those inside them collect less."""
+    """Rewrites a region that runs `runs` times: its loops stack only what is worth its price."""
     index, changed = costs.clock.index, dict[Value, Sequence[Op]]()
     for pair in pairs_of(region, index):
         rewrite = _Rewrite(pair, _cheapest(pair, costs, index, runs), index, b)
@@ -76,13 +76,13 @@ def _collecting_less(
 
 
 def _cheapest(pair: Pair, costs: Costs, index: Index, runs: int) -> Cut:
-    """What a pair of loops that runs so often collects, and the ops that are done again."""
+    """Chooses what a pair of loops that runs `runs` times stacks, and which ops are recomputed."""
     trips = pair.trips * runs
     around = _around(pair.forward, index)
     there = set(_around(pair.backward, index).values())
 
     def keep(value: Value) -> float:
-        """Seconds of having a value in the backward loop without making it again."""
+        """Returns the price, in seconds, of a value in the backward loop that is not recomputed."""
         if value == pair.place:
             return 0.0
         if value in around:
@@ -125,7 +125,7 @@ class _Rewrite:
         return found
 
     def forward(self) -> tuple[Op, ...]:
-        """The forward loop, behind the empty stacks that it fills in addition."""
+        """Returns the forward loop, behind the empty stacks of what it now collects in addition."""
         b, loop = self.b, self.pair.forward
         b.loc = loop.loc
         b.begin(isolated=True)
@@ -150,7 +150,7 @@ class _Rewrite:
         return *before, recarried(loop, b.types, {s.written for s in self.gone}, carries)
 
     def backward(self) -> Op:
-        """The backward loop, which makes again what is not collected, where it is first read."""
+        """Returns the backward loop, with ops recomputed in front of the first that reads them."""
         b, loop = self.b, self.pair.backward
         body = loop.regions[1]
         carries: list[Carry] = []
@@ -206,7 +206,7 @@ def _core(piece: Value, index: Index) -> Value:
 
 
 def _around(loop: Op, index: Index) -> dict[Value, Value]:
-    """What a loop hands on as it is: the argument of its body -> the value in front of the loop."""
+    """Maps arguments of a loop's body that no trip changes to their values in front of the loop."""
     found: dict[Value, Value] = {}
     for i, (argument, value) in enumerate(zip(loop.regions[1].args, loop.operands, strict=True)):
         if is_untouched(loop, i):
@@ -229,7 +229,7 @@ def _around(loop: Op, index: Index) -> dict[Value, Value]:
 
 
 class Residual(NamedTuple):
-    """Pieces of one value, in carries of the forward and the backward loop by number."""
+    """A value that the forward loop stacks and the backward loop reads: both carries by number."""
 
     written: int
     read: int
@@ -238,7 +238,7 @@ class Residual(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Two loops with stacks between them."""
+    """A forward loop, the backward loop that reads its residuals, and the stacks between them."""
 
     forward: Op
     backward: Op
@@ -249,14 +249,14 @@ class Pair(NamedTuple):
 
 
 def has_pairs(program: Program) -> bool:
-    """Whether any loop of a program collects what a later one reads."""
+    """Whether any loop of a program stacks residuals that a later loop reads."""
     index = Index(program)
     regions = (region for op in program.walk() for region in op.regions)
     return any(pairs_of(region, index) for region in (program.body, *regions))
 
 
 def pairs_of(region: Region, index: Index) -> list[Pair]:
-    """The pairs of loops of a region; no loop is in two of them."""
+    """Returns the pairs of forward and backward loops in a region; no loop is in two of them."""
     loops = {op.results[0]: op for op in region.ops if op.is_loop and op.results}
     found: list[Pair] = []
     taken: set[Value] = set()
@@ -270,7 +270,7 @@ def pairs_of(region: Region, index: Index) -> list[Pair]:
 
 
 def _between(forward: Op, loops: Mapping[Value, Op], index: Index) -> list[Pair]:
-    """The pairs of a loop and one that reads its stacks, those with the most stacks first."""
+    """Returns pairs of the loop and one that reads its stacks, those with the most stacks first."""
     types = index.program.types
     found: dict[tuple[Value, Value, Value], list[Residual]] = {}
     for number in range(len(forward.results)):
@@ -298,7 +298,7 @@ def _between(forward: Op, loops: Mapping[Value, Op], index: Index) -> list[Pair]
 
 
 def _written(loop: Op, number: int, index: Index) -> tuple[Op, Value] | None:
-    """The update that fills a carry, one place after the other, and the value that says where."""
+    """Returns the update that fills a carry, a slice in each trip, and its index; else None."""
     body = loop.regions[1]
     carry = body.args[number]
     update = index.producers.get(body.results[number])
@@ -319,7 +319,7 @@ def _written(loop: Op, number: int, index: Index) -> tuple[Op, Value] | None:
 
 
 def _reader(value: Value, loops: Mapping[Value, Op], index: Index) -> tuple[Op, int] | None:
-    """The loop that alone reads a value and hands it on as it is, and the number of its carry."""
+    """Returns the one loop that reads a value, as a carry it never changes, and its number."""
     uses = index.users.get(value, ())
     if len(uses) != 1:
         return None
@@ -332,7 +332,7 @@ def _reader(value: Value, loops: Mapping[Value, Op], index: Index) -> tuple[Op, 
 
 
 def _slices(loop: Op, number: int, index: Index) -> tuple[Op, ...]:
-    """The ops that read one piece each of a carry; none if anything else reads it."""
+    """Returns the ops that each read one slice of a carry; none if anything else reads it."""
     body = loop.regions[1]
     uses = index.users.get(body.args[number], ())
     ops = tuple(
@@ -349,7 +349,7 @@ def _slices(loop: Op, number: int, index: Index) -> tuple[Op, ...]:
 
 
 def _ends(loop: Op, value: Value, index: Index) -> tuple[int, int] | None:
-    """An integer of a loop's body in the first trip and in the last; trips change it evenly."""
+    """Returns an integer of a loop's body in its first and last trip; None if not known."""
     trips = index.trips.get(loop.results[0])
     if not trips:
         return None
@@ -358,7 +358,7 @@ def _ends(loop: Op, value: Value, index: Index) -> tuple[int, int] | None:
 
 
 def _in_trip(trip: int, loop: Op, value: Value, index: Index) -> int | None:
-    """An integer of a loop's body, made of constants and the count of trips; None if unknown."""
+    """Returns an integer of a loop's body in one trip; None if not of constants and counters."""
     dtype = numpy_dtype(index.program.types[value].dtype)
     if not np.issubdtype(dtype, np.integer):
         return None
@@ -377,7 +377,7 @@ def _in_trip(trip: int, loop: Op, value: Value, index: Index) -> int | None:
 
 
 def _counter(trip: int, loop: Op, number: int, index: Index) -> int | None:
-    """A carry that begins at a constant and grows by a constant."""
+    """Returns a carry in one trip if it begins at a constant and grows by a constant, else None."""
     body = loop.regions[1]
     begin = integer_of(index.producers, loop.operands[number])
     if begin is None or is_untouched(loop, number):

@@ -1,9 +1,9 @@
-"""Recomputation: a program that does not fit makes values again rather than holding them.
+"""Remat of a program that does not fit: it computes values again rather than holding them.
 
-Every byte that is held at the fullest moment gets a price. What is worth less than its price is
-made again where it is read: in the backward loop of a scan instead of being collected by its
-forward loop, or behind the fullest moment of a block instead of being held across it. A weight may
-be gathered again, an elementwise chain, a norm or a product computed again: whatever saves the most
+Every byte that is held at the moment of peak memory gets a price. What is worth less than its price
+is recomputed where it is read: in the backward loop of a scan instead of being stacked by its
+forward loop, or behind the peak of a block instead of being held across it. A weight may be
+gathered again, an elementwise chain, a norm or a product computed again: whatever saves the most
 memory for its seconds. It is the trade-off of Jain et al., "Checkmate" (MLSys 2020), relaxed by a
 price of memory so that minimum cuts solve it.
 """
@@ -36,11 +36,11 @@ def recompute(
     donated: Sequence[int] = (),
     exchanges: bool = True,
 ) -> tuple[Program, tuple[Recomputed, ...]]:
-    """Makes values again rather than holding them, where that costs less than their price.
+    """Remats values where that costs less than the price of holding them at peak memory.
 
-    The price is in seconds for each byte held at the fullest moment; below `limit` bytes no further
-    moment is relieved. Donated arguments may be overwritten. With `exchanges`, collectives may be
-    done again. Returns the program, and what it no longer holds.
+    `price` is in seconds for each byte held there. Loops come first, then blocks while the peak is
+    above `limit` bytes. `donated` are arguments that may be overwritten; with `exchanges`,
+    collectives may be done again. Returns the program, and what it no longer holds.
     """
     costs = Costs(program, mesh, topology, price, exchanges)
     program, dropped = recompute_in_loops(program, costs)
@@ -74,7 +74,7 @@ def recompute(
 def recompute_in_block(
     program: Program, costs: Costs, moment: Op
 ) -> tuple[Program, list[Recomputed]]:
-    """Holds less while one op runs, in every block around it."""
+    """Remats values held while `moment`, the op at the peak, runs, in every block around it."""
     b = Builder(program.types)
     dropped: list[Recomputed] = []
 
@@ -99,7 +99,7 @@ def recompute_in_block(
 
 
 class _Block:
-    """A block of ops, and the moment at which one of them runs."""
+    """A block of ops, and the one at which memory peaks: what is recomputed behind it."""
 
     def __init__(self, region: Region, full: int, costs: Costs, runs: int, b: Builder) -> None:
         self.region, self.costs, self.b = region, costs, b
@@ -139,7 +139,7 @@ class _Block:
         self.again = {value: op for op in cut.again for value in op.results}
 
     def keep(self, value: Value) -> float:
-        """Price of holding a value across the moment; the block's own ends are there anyway."""
+        """Returns the price of holding a value across the peak; 0 for the block's own ends."""
         if value not in self.makers or value in self.returned:
             return 0.0
         # What is computed inside its readers has no memory of its own: what it is made of does.
@@ -147,7 +147,7 @@ class _Block:
         return self.costs.held(value) if is_stored else math.inf
 
     def early(self, value: Value, op: Op) -> float:
-        """Price of making a value for an op that is done again, before the first op that reads it.
+        """Returns the price of having a value before its first reader, as a recomputed op needs it.
 
         It then lies in memory from there on. For a layer's time or longer, that costs as much as
         holding it.
@@ -183,7 +183,7 @@ class _Block:
 
 
 class _Again:
-    """Does ops again, behind barriers."""
+    """Appends recomputed ops to a block, behind optimization barriers, when they are first read."""
 
     def __init__(
         self, b: Builder, again: dict[Value, Op], costs: Costs, last: Sequence[Value]
@@ -203,7 +203,7 @@ class _Again:
         self.past += [(self.clock, value) for value in op.results if value in stored]
 
     def with_values_for(self, op: Op) -> Op:
-        """An op with what it reads, which is made again first where it has not been yet."""
+        """Returns an op that reads recomputed values, once those that are missing are appended."""
         missing: dict[Value, Op] = {}  # the ops that make values again, in order
         waiting = [(value, False) for value in reversed(reads(op))]
         while waiting:
@@ -240,7 +240,7 @@ class _Again:
                 self.made.update((v, env[v]) for v in op.results)
 
     def leading_to(self, gather: Op, missing: dict[Value, Op]) -> set[Value]:
-        """A collective and the ops that feed it, if no arithmetic is among them; else nothing."""
+        """Returns a gather and the ops that feed it; nothing if one of these is arithmetic."""
         found, waiting = set[Value](), [gather]
         while waiting:
             op = waiting.pop()
@@ -251,7 +251,7 @@ class _Again:
         return found
 
     def wait(self, inputs: Iterable[Value], lead: float, reader: Op) -> None:
-        """Puts what is read behind a barrier, which opens some seconds before the reader runs."""
+        """Puts `inputs` behind a barrier that opens `lead` seconds before the reader runs."""
         inputs = [v for v in inputs if self.b.types[v].rank]
         if not inputs:
             return

@@ -1,4 +1,4 @@
-"""What rewrites ask of the machine: how long ops take, and how much memory is left."""
+"""`Clock` and `Room`: for rewrites, how long ops take and how much memory is left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spmd.reshard.comm import collective_seconds
 
 
 class Clock:
-    """Predicted seconds of a program's ops; ops that rewrites add to it take none."""
+    """Predicts the seconds of a program's ops; ops that rewrites add to it take none."""
 
     def __init__(self, program: Program, mesh: Mesh, topology: Topology) -> None:
         self.program, self.mesh, self.topology = program, mesh, topology
@@ -24,7 +24,7 @@ class Clock:
         self._known: dict[Value, float] = {}
 
     def starts(self, region: Region) -> list[float]:
-        """For each op of a block, the seconds of arithmetic in front of it."""
+        """Returns, for each op of a block, the seconds of arithmetic in front of it."""
         found, now = [], 0.0
         for op in region.ops:
             found.append(now)
@@ -32,7 +32,7 @@ class Clock:
         return found
 
     def arithmetic(self, op: Op) -> float:
-        """Seconds of an op's arithmetic, and of all that is inside it."""
+        """Returns the seconds of an op's arithmetic, regions included; 0 for a collective."""
         if op.collective or not op.results:
             return 0.0
         seconds = self._known.get(op.results[0])
@@ -43,23 +43,23 @@ class Clock:
         return seconds
 
     def exchange(self, op: Op, sent: bool = True) -> float:
-        """Seconds of a collective, with or without those that depend on its bytes."""
+        """Returns the seconds of a collective; without `sent`, its latency alone."""
         before, after = op.kind.operands[0].bytes * sent, op.kind.results[0].bytes * sent
         axes = op.kind.attrs["axes"]
         return collective_seconds(op.label, axes, before, after, self.mesh, self.topology)
 
 
 class Room(NamedTuple):
-    """The memory of one device: bytes, and the arguments by position that may be overwritten."""
+    """The memory of one device: its bytes, and the arguments, by position, that are donated."""
 
     bytes: int
     donated: tuple[int, ...] = ()
 
     def left(self, program: Program) -> int:
-        """Predicted bytes that a program leaves free at its peak; negative if it is too large.
+        """Returns the bytes that a program leaves free at its predicted peak; negative if too big.
 
-        A program whose values before fusion take less than three quarters of the memory needs no
-        closer look: a quarter is returned.
+        If its values before fusion take less than three quarters of the memory, it is not looked at
+        more closely: a quarter is returned.
         """
         if 4 * (alive_bytes(program) + constant_bytes(program)) < 3 * self.bytes:
             return self.bytes // 4

@@ -37,7 +37,7 @@ _Key = tuple[object, ...]  # what collectives have to share in order to travel t
 
 
 class _Bucket:
-    """Collectives that travel together; at `until` enough arithmetic has passed to hide them."""
+    """Collectives to combine; `until` is when enough arithmetic has passed to hide each alone."""
 
     def __init__(self, now: float) -> None:
         self.ops: list[Op] = []
@@ -51,7 +51,7 @@ class _Bucket:
 
 
 class _Waiting:
-    """What waits in a block: reductions, in a bucket for each key, and small ops that read them.
+    """A block's reductions that wait in buckets to be combined, and small ops put off with them.
 
     A bucket is flushed, and becomes a collective, in front of the first op that reads a member,
     when it is full, or when `until` is over:
@@ -62,8 +62,8 @@ class _Waiting:
         %5 = tanh %1          reads a member: the collective for %1 and %4 goes in front of it
 
     A member that reads another member's result flushes the bucket too, so that no collective ever
-    needs its own result. An op that only puts a member's few bytes somewhere is put off: it counts
-    as no reader, and waits for its own.
+    needs its own result. An op that only moves a member's few bytes counts as no reader: it is put
+    off until its own result is read.
     """
 
     def __init__(self, b: Builder) -> None:
@@ -73,7 +73,7 @@ class _Waiting:
         self.late: dict[Value, tuple[int, Op]] = {}  # the op, and its place
 
     def add(self, op: Op, now: float, seconds: float, most: int) -> None:
-        """Lets a reduction that takes `seconds` alone wait, in a buffer of `most` bytes."""
+        """Puts a reduction that takes `seconds` alone in its bucket, of at most `most` bytes."""
         key = _key(op)
         if key in self.buckets and self.buckets[key].bytes + _bytes(op) > most:
             self.flush(key)
@@ -81,7 +81,7 @@ class _Waiting:
         self.key_of[op.results[0]] = key
 
     def make(self, values: Iterable[Value]) -> None:
-        """Flushes the buckets and emits the late ops that `values` come from, directly or not."""
+        """Appends the waiting collectives and late ops that `values` come from, directly or not."""
         ask, needed = [*values], set[Value]()
         while ask:
             value = ask.pop()
@@ -158,7 +158,7 @@ class _Combiner:
         return copies < self.clock.exchange(op, sent=False)
 
     def gathers(self, region: Region, starts: Sequence[float]) -> dict[int, list[Op]]:
-        """Groups of gathers that travel together, at the `id` of the first; [] at the others'."""
+        """Returns groups of gathers to combine, by the first one's `id`; [] at other `id`s."""
         # All members start where the first one stood, so their operands have to be there by then:
         # `made_at` of each is in front of the first member (arguments count as -1).
         made_at = {v: i for i, op in enumerate(region.ops) for v in op.results}
@@ -186,7 +186,7 @@ class _Combiner:
         return together
 
     def started_early(self, region: Region) -> list[Op]:
-        """The block's ops, with every small reduction moved right behind its operand's op."""
+        """Returns a block's ops, small reductions right behind the makers of their operands."""
         early: dict[Value, list[Op]] = {}
         made = {result for op in region.ops for result in op.results}
         for op in region.ops:
@@ -214,12 +214,12 @@ def _key(op: Op) -> _Key:
 
 
 def _bytes(op: Op) -> int:
-    """Bytes of a flat buffer that a collective takes up: those of its larger side."""
+    """Returns the bytes of a flat buffer that a collective takes up: those of its larger side."""
     return max(op.kind.operands[0].bytes, op.kind.results[0].bytes)
 
 
 def _combined(b: Builder, group: Sequence[Op]) -> None:
-    """Appends one collective that makes the results of several, which share a `_key`.
+    """Appends one collective in place of several that share a `_key`, and slices their results.
 
     before: `%3 = all_gather %1 dim=0; %4 = all_gather %2 dim=1`
     after:  `%5 = concatenate(flat %1, flat %2); %6 = all_gather %5: one row a device`
@@ -255,7 +255,7 @@ def _combined(b: Builder, group: Sequence[Op]) -> None:
 
 
 def _rows(b: Builder, op: Op) -> Value:
-    """An operand as a matrix: for a reduce-scatter a row for each device, else one row."""
+    """Reshapes an operand to rows: for a reduce-scatter one for each device, else a single one."""
     (x,) = op.operands
     type_ = op.kind.operands[0]
     if op.collective != "reduce_scatter":

@@ -53,17 +53,17 @@ from spmd.ir.types import TensorType, dtype_bits
 
 
 def is_move(kind: OpKind) -> bool:
-    """Whether an op moves the elements of its one operand around, or changes their type."""
+    """Whether an op only moves the elements of its one operand, or converts their type."""
     return kind.name in (CONVERT, TRANSPOSE, RESHAPE)
 
 
 def is_elementwise(kind: OpKind) -> bool:
-    """Whether an element of the one result depends on the same elements of the operands alone."""
+    """Whether an op is elementwise and has one result."""
     return kind.about.is_elementwise and len(kind.results) == 1
 
 
 def operand_dim(kind: OpKind, dim: int) -> int | None:
-    """The operands' dim that is cut (or joined) where the result's dim is; None if none is."""
+    """Returns the operands' dim that is cut or joined with the result's `dim`; None if none is."""
     if kind.name == TRANSPOSE:
         found: int = kind.attrs["permutation"][dim]
         return found
@@ -86,7 +86,7 @@ def again(b: Builder, op: Op, operands: Sequence[Value], result: TensorType) -> 
 
 
 def pieces_of(op: Op) -> int:
-    """How many devices' pieces a gather joins, or a reduce-scatter takes apart."""
+    """Returns how many devices' pieces a gather joins, or a reduce-scatter takes apart."""
     dim = op.kind.attrs[op.kind.about.along]
     sizes = op.kind.operands[0].shape[dim], op.kind.results[0].shape[dim]
     return max(sizes) // min(sizes)
@@ -103,12 +103,12 @@ _EXCHANGES = ("all_gather", "all_to_all", "collective_permute")  # they hand ele
 
 
 def narrow(program: Program) -> Program:
-    """Widens after exchanges instead of before, and narrows before instead of after."""
+    """Moves converts to the other side of exchanges: elements travel in the narrower type."""
     return _narrowed_first(_widened_last(program))
 
 
 def _is_narrower(dtype: str, other: str) -> bool:
-    """Whether elements travel as fewer bytes; types below a byte don't count."""
+    """Whether `dtype` has fewer bytes an element than `other`; types below a byte don't count."""
     return 8 <= dtype_bits(dtype) < dtype_bits(other)
 
 
@@ -117,7 +117,7 @@ def _reshapes(op: Op) -> bool:
 
 
 def _passes_on(op: Op) -> bool:
-    """Whether an op hands the elements of its one operand on, as they are."""
+    """Whether an op only exchanges, transposes or reshapes its operand's elements."""
     return len(op.results) == 1 and (op.collective in _EXCHANGES or _reshapes(op))
 
 
@@ -168,7 +168,7 @@ def _narrowed_first(program: Program) -> Program:
 
 
 def _wanted_types(program: Program) -> dict[Value, str]:
-    """For each exchanged value, the one narrower type that all its uses convert it to."""
+    """Maps each exchanged value to the one narrower type that all its uses convert it to."""
     # Backwards from converts: `found` has the type that everything behind a value agrees on. Of
     #   %2 = all_gather %1; %3 = transpose %2; %4 = convert %3 : bf16; %5 = add %3, %3
     # %3 is also added in f32, so neither it nor %2 is in `found`. Then forwards from exchanges: a
@@ -205,7 +205,7 @@ def _wanted_types(program: Program) -> dict[Value, str]:
 
 
 class _Chain(NamedTuple):
-    """The moves that lead to a gather's operand, followed back, and the gathered dim in each."""
+    """A gather, the moves that make its operand, and the dim to gather before each of them."""
 
     gather: Op
     values: list[Value]  # its operand, the value that this is a move of, and so on back
@@ -214,7 +214,7 @@ class _Chain(NamedTuple):
 
     @staticmethod
     def of(gather: Op, made: Mapping[Value, Op]) -> _Chain:
-        """The chain as far back as one dim stands for the gathered one."""
+        """Follows moves back from a gather, as long as one dim corresponds to the gathered one."""
         value, dim = gather.operands[0], gather.kind.attrs["all_gather_dim"]
         chain = _Chain(gather, [value], [dim], [])
         while (op := made.get(value)) is not None and is_move(op.kind):
@@ -231,7 +231,7 @@ class _Chain(NamedTuple):
         return sum(op.name == CONVERT for op in self.moves[: self.values.index(source)])
 
     def repeated(self, b: Builder, source: Value, x: Value) -> Value:
-        """The moves from `source` on, on a gathered `x`; they convert to what they did."""
+        """Repeats the moves behind `source` on `x`, its gathered form; converts keep their type."""
         moves = list(zip(self.moves, self.dims, strict=False))[: self.values.index(source)]
         for op, dim in reversed(moves):
             b.loc = op.loc
@@ -248,7 +248,7 @@ def _is_gather(op: Op) -> bool:
 
 
 def regather(program: Program) -> Program:
-    """Undoes gathers of what was whole before, or could have been."""
+    """Replaces gathers of what was scattered or sliced over the same axes by the whole value."""
     index = Index(program)
     undone: dict[Value, tuple[_Chain, Op]] = {}
     for op in filter(_is_gather, program.walk()):
@@ -280,7 +280,7 @@ def regather(program: Program) -> Program:
 
 
 class _Source(NamedTuple):
-    """The value that is gathered in place of several forms, its dim and its dtype there."""
+    """A value to gather in place of several forms of it, along `dim` and converted to `dtype`."""
 
     value: Value
     dim: int
@@ -289,7 +289,7 @@ class _Source(NamedTuple):
 
 
 def share_gathers(program: Program) -> Program:
-    """Gathers values of which a block gathers several forms once."""
+    """Gathers a value once where a block gathers several forms of it."""
     made = producers_of(program)
     sources: dict[Value, tuple[_Chain, _Source]] = {}
 
@@ -327,7 +327,7 @@ def share_gathers(program: Program) -> Program:
 
 
 def _common(forms: Sequence[_Chain], types: Sequence[TensorType]) -> _Source | None:
-    """The value to gather for all forms; None where each is better off alone."""
+    """Returns the value to gather for all forms; None where gathering each sends fewer bytes."""
     # Of `%5 = transpose %1; %6 = convert %5`, gathers of %6 and of %5 share %5, gathers of %6 and
     # of %1 share %1: the first value of one chain that is in all others, by value and dim. Forms of
     # one narrower type share a gather in that type.

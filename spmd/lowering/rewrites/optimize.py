@@ -26,7 +26,7 @@ from spmd.mesh.topology import Topology
 
 
 def simplify(program: Program, mesh: Mesh, topology: Topology) -> Program:
-    """The rewrites that leave less to do: everything is done once, where and as it is cheapest."""
+    """Runs the rewrites that save work: equal ops are done once, and gathers shared and sliced."""
     # `regather` undoes pairs of scatter and gather, which `two_level` makes on purpose, so it comes
     # before.
     # XLA for CPUs lays an FFT of several dims as its readers like it, which it then refuses to run.
@@ -40,7 +40,7 @@ def simplify(program: Program, mesh: Mesh, topology: Topology) -> Program:
 def schedule(
     program: Program, mesh: Mesh, topology: Topology, combine_bytes: int, prefetch: int, room: Room
 ) -> Program:
-    """The rewrites that say how and when collectives run, which the others must not undo."""
+    """Runs the rewrites that decide how and when collectives run: combine, two_level and order."""
     # A flat buffer is split in levels, not each small collective in it. `order` comes last, since
     # every other rewrite changes what there is to be ordered.
     clock = Clock(program, mesh, topology)
@@ -62,7 +62,7 @@ MOST_DIMS = 3  # XLA has no FFT of more
 
 
 class _Fft(NamedTuple):
-    """An FFT of one dim of what is transformed: if that is not the last, of its transpose."""
+    """An FFT of one dim of `operand`; for a dim that is not the last, between two transposes."""
 
     operand: Value
     dim: int
@@ -70,7 +70,7 @@ class _Fft(NamedTuple):
 
 
 def join_ffts(program: Program) -> Program:
-    """Joins FFTs that nothing but transposes there and back is between."""
+    """Joins FFTs of one dim each, with only transposes between them, into one of several."""
     if not any(LENGTHS in op.kind.attrs for op in program.walk()):
         return program
     users, producers = users_of(program), producers_of(program)

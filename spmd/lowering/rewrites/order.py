@@ -32,7 +32,7 @@ _NEVER = float("inf")
 
 
 class _Traits(NamedTuple):
-    """What matters of an op of a kind: collectives move up, and cheap ops with them."""
+    """What the order depends on for a kind of op: collectives move up, and cheap ops with them."""
 
     is_cheap: bool  # whether it is computed inside its readers, or only another name
     can_move: bool
@@ -43,8 +43,7 @@ class _Traits(NamedTuple):
 def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
     """Issues collectives early, at most `prefetch` gathers over the same links ahead of their use.
 
-    An order that needs more memory than there is room is not taken, unless the given one needs more
-    still.
+    The given order stays if the new one does not fit in `room` and needs more memory.
     """
     if prefetch == 0 or not any(op.collective for op in program.walk()):
         return program
@@ -64,7 +63,7 @@ def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
 
 
 def _places(region: Region, clock: Clock, prefetch: int) -> list[float]:
-    """The place of each op in the new order: at 2.5 it stands behind op 2 and in front of op 3."""
+    """Returns each op's place in the new order: 2.5 is behind op 2 and in front of op 3."""
     ops, starts = region.ops, clock.starts(region)
     of_kind: dict[OpKind, _Traits] = {}
     for kind in dict.fromkeys(op.kind for op in ops):
@@ -130,7 +129,7 @@ def _places(region: Region, clock: Clock, prefetch: int) -> list[float]:
 def _earliest(
     ops: Sequence[Op], traits: Sequence[_Traits], is_gather: Sequence[bool], prefetch: int
 ) -> dict[int, int]:
-    """For each gather, the op in front of which it must not start; -1 if there is none.
+    """Returns, for each gather, the op that it must not start in front of; -1 if there is none.
 
     That is the later one of the last loop before it and the use of the gather `prefetch` uses
     before.

@@ -1,4 +1,4 @@
-"""Rewrite for TPUs: a sum that is scattered travels while the product that makes it is computed.
+"""Rewrite for TPUs: permutes that overlap with a product take the place of its reduce-scatter.
 
 before: `%2 = dot %0, %1; %3 = reduce_scatter %2 {data} dim=0`
 after, four devices, of which this is the d-th; piece i is the i-th quarter of `%0`:
@@ -53,7 +53,7 @@ that are not weighed here, a step that stays is waited for."""
 
 
 def ring(program: Program, mesh: Mesh, topology: Topology) -> Program:
-    """Takes reduce-scatters of products apart, on TPUs and each where that makes it faster."""
+    """Replaces reduce-scatters of products by permutes of pieces, on TPUs where it is faster."""
     # A permute is an exchange among all of the mesh: not where devices go different ways.
     if topology.platform != "tpu" or any(HELD in op.kind.attrs for op in program.walk()):
         return program
@@ -97,19 +97,19 @@ def ring(program: Program, mesh: Mesh, topology: Topology) -> Program:
 
 
 class _Sum(NamedTuple):
-    """A sum to be taken apart, over the axes of all its scatters; each reads the one before it."""
+    """A sum to take apart: reduce-scatters, each of which reads the one before, and its term."""
 
     scatters: tuple[Op, ...]
     term: _Term
 
     @property
     def axes(self) -> Axes:
-        """All of them, in the order in which they split the dim."""
+        """The axes of all its reduce-scatters, in the order in which they split the dim."""
         return tuple(a for scatter in self.scatters for a in scatter.kind.attrs["axes"])
 
 
 def _scatters(op: Op, made: Mapping[Value, Op]) -> tuple[Op, ...]:
-    """The scatters along one dim that end in this op, each of which nobody but the next reads."""
+    """Returns the reduce-scatters along one dim that end in `op`, each read by the next alone."""
     if op.collective != "reduce_scatter":
         return ()
     (before,) = (made.get(v) for v in op.operands)
@@ -121,7 +121,7 @@ def _scatters(op: Op, made: Mapping[Value, Op]) -> tuple[Op, ...]:
 
 
 def _sum(scatters: Sequence[Op], made: Mapping[Value, Op]) -> _Sum | None:
-    """What scatters make of a product, if it is one that they sum."""
+    """Returns reduce-scatters and what they sum, if that is made of a product; else None."""
     if not scatters:
         return None
     first, last = scatters[0], scatters[-1]
@@ -133,7 +133,7 @@ def _sum(scatters: Sequence[Op], made: Mapping[Value, Op]) -> _Sum | None:
 
 
 def _seconds_less(program: Program, sum_: _Sum, mesh: Mesh, topology: Topology) -> float:
-    """By how much a sum that is taken apart is faster, with the product in front of it.
+    """Returns the seconds that are saved if a sum is taken apart, its product included.
 
     A step takes as long as the piece that is made, with what it reads and its addition, or as the
     one that travels meanwhile, whichever is longer.
@@ -161,12 +161,12 @@ def _seconds_less(program: Program, sum_: _Sum, mesh: Mesh, topology: Topology) 
 
 
 def _is_whole(axes: Axes, mesh: Mesh, topology: Topology) -> bool:
-    """Whether axes are all of a slice, in the order in which its devices are neighbours."""
+    """Whether axes span a whole slice, in the order in which its devices are neighbours."""
     return mesh.extent(axes) == topology.count and list(axes) == sorted(axes)
 
 
 class _Term(NamedTuple):
-    """What a device adds to a sum, to be made in pieces; or what that is made of."""
+    """What a device adds to a sum, or an operand of that, computed in pieces along `dim`."""
 
     value: Value
     dim: int | None  # the dim that is taken apart; None of what is read whole
@@ -180,13 +180,13 @@ class _Term(NamedTuple):
         yield self
 
     def form(self, program: Program) -> object:
-        """What its time depends on: the ops and types it is made of, not its values' numbers."""
+        """Returns what its time depends on: ops and types, not the numbers of values."""
         made = self.op.kind if self.op else program.types[self.value]
         return made, self.dim, tuple(operand.form(program) for operand in self.operands)
 
 
 def _term(value: Value, dim: int, count: int, made: Mapping[Value, Op]) -> _Term:
-    """How pieces of a value along a dim are made; `made` has the values that are read once."""
+    """Returns how to make pieces of a value along a dim; `made` has those that are read once."""
     op = made.get(value)
     if op is None:
         return _Term(value, dim)
@@ -234,7 +234,7 @@ def _in_pieces(b: Builder, op: Op, sum_: _Sum, now: Now, mesh: Mesh, ways: int) 
 
 
 def _piece(b: Builder, term: _Term, number: Value, count: int, now: Now) -> Value:
-    """Piece `number` of `count` of a term, or all of one that is read whole."""
+    """Appends piece `number` of `count` of a term; all of it if it is read whole."""
     if term.op is not None and term.dim is not None:
         operands = [_piece(b, operand, number, count, now) for operand in term.operands]
         return again(b, term.op, operands, term.op.kind.results[0].scaled(term.dim, 1, count))

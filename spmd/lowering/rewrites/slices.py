@@ -40,14 +40,14 @@ from spmd.mesh.sharding import Axes
 
 
 class _Kept(NamedTuple):
-    """A slice that is all that a value's uses need: a device's piece of `dim` over `axes`."""
+    """The slice of a value that its uses need: a device's piece of `dim` over `axes`."""
 
     axes: Axes
     dim: int
 
 
 def slice_collectives(program: Program, mesh: Mesh) -> Program:
-    """Exchanges only what each device keeps of the result, where all its uses keep the same."""
+    """Makes, of a collective's result, only the slice that each device keeps for all its uses."""
     # `_cuts` goes backwards from slices: which values are only read in slices, and along which dim.
     # `_sliced_values` goes forwards from collectives: where a slice saves an exchange. Both have to
     # hold. For the second example above:
@@ -86,7 +86,7 @@ def slice_collectives(program: Program, mesh: Mesh) -> Program:
         return (again(b, op, operands, type_),)
 
     def cut(b: Builder, x: Value, whole: Value, axes: Axes, dim: int) -> Value:
-        """This device's slice of a value that may be replaced by a coarser slice already."""
+        """Slices `whole` for this device, where `x` may be a coarser slice of it already."""
         have = cuts[whole].axes if whole in sliced else ()
         return _sliced(b, x, axes[len(have) :], dim, mesh)
 
@@ -101,7 +101,7 @@ def _sliced(b: Builder, x: Value, axes: Axes, dim: int, mesh: Mesh) -> Value:
 
 
 def _operand_dims(op: Op, dim: int) -> list[int | None]:
-    """For each operand, the dim that is cut with the result's `dim`; None for scalars."""
+    """Returns each operand's dim that is sliced with the result's `dim`; None for scalars."""
     found = dim if op.collective else operand_dim(op.kind, dim)
     if is_move(op.kind) or op.collective == "all_gather":
         return [found]
@@ -129,7 +129,7 @@ def _scattered(b: Builder, op: Op, axes: Axes, dim: int, mesh: Mesh) -> Value:
 
 
 def _cuts(program: Program, mesh: Mesh) -> dict[Value, _Kept]:
-    """For each value that is read only in slices, the finest slice that holds them all."""
+    """Maps each value that is read only in slices to the smallest slice that holds them all."""
     users = users_of(program)
     cuts: dict[Value, _Kept] = {}
 
@@ -163,7 +163,7 @@ def _cuts(program: Program, mesh: Mesh) -> dict[Value, _Kept]:
 
 
 def _passes(op: Op, cut: _Kept) -> bool:
-    """Whether the slice of an op's result is the same op on slices of its operands."""
+    """Whether slicing an op's result is the same as doing the op on slices of its operands."""
     attrs = op.kind.attrs
     if op.collective in ("all_gather", "all_reduce"):
         apart = "groups" not in attrs and set(cut.axes).isdisjoint(attrs["axes"])
@@ -172,7 +172,7 @@ def _passes(op: Op, cut: _Kept) -> bool:
 
 
 def _shared(cuts: Sequence[_Kept | None]) -> _Kept | None:
-    """The finest slice that holds all of some slices."""
+    """Returns the smallest slice that holds all of `cuts`; None if there is none."""
     # A coarser piece holds its finer ones: slices over {a, b} and {a, c} share the slice over {a},
     # from which each takes the rest. Along different dims, or from {b} on, they share nothing.
     known = [cut for cut in cuts if cut is not None]
@@ -186,7 +186,7 @@ def _shared(cuts: Sequence[_Kept | None]) -> _Kept | None:
 def _sliced_values(
     program: Program, cuts: Mapping[Value, _Kept], permutes: bool
 ) -> frozenset[Value]:
-    """Values that are exchanged and then sliced, and those in between."""
+    """Returns the results of collectives that are sliced later, and the values in between."""
     found: set[Value] = set()
     for op in program.walk():
         cut = cuts.get(op.results[0]) if len(op.results) == 1 else None
@@ -204,7 +204,7 @@ def _sliced_values(
 
 
 def _ungathered(b: Builder, op: Op, axes: Axes, dim: int, mesh: Mesh) -> Value:
-    """This device's slice of an all-gather over `have`, along the gathered dim or another."""
+    """Returns this device's slice of an all-gather's result, along the gathered dim or another."""
     # slice starts with all of `have`: it is what this device had, or an all-to-all to another dim
     # slice is the major part of it:   only the minor atoms are gathered
     # the same atoms in another order: a permute brings the piece of another device

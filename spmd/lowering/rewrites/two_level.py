@@ -1,4 +1,4 @@
-"""Rewrite: a collective over links of both kinds sends over the slow ones only what it must.
+"""Rewrite: a collective over fast and slow links sends over the slow ones only what it must.
 
 On a mesh whose axis `data` is made of hosts (slow links, `data:(1)2`) and of the devices of each
 (fast ones, `data:(2)4`):
@@ -38,7 +38,7 @@ from spmd.reshard.comm import collective_seconds
 
 
 def two_level(program: Program, mesh: Mesh, topology: Topology) -> Program:
-    """Splits collectives over fast and slow links in two or three where that is faster."""
+    """Splits collectives over fast and slow links into two or three where that is faster."""
     links = topology.atom_links(mesh)
     is_slow = [link == topology.chip.dcn for link in links]
     if len(set(is_slow)) < 2:
@@ -85,7 +85,7 @@ _PARTED = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def _chains(program: Program) -> dict[Value, list[Op]]:
-    """For each all-reduce, the chain of all-reduces over other atoms that ends with it."""
+    """Maps each all-reduce's result to the chain of all-reduces over other atoms up to it."""
     # `%2 = all_reduce %1 {x}; %3 = all_reduce %2 {y}` counts as one sum over x and y if nothing
     # else reads %2. The parts of %3 then start from %1, which leaves %2 to `remove_dead`.
     users = users_of(program)
@@ -107,7 +107,7 @@ _Turn = Callable[[Builder, Value], Value]
 
 
 class _Way(NamedTuple):
-    """How a collective is done in parts."""
+    """The collectives that take the place of one, and the copies before and after them."""
 
     first: TensorType  # the type of what the first part takes
     # the kind of each, the type of its result, its atoms and its other attributes
