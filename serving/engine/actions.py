@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from serving.engine.backend import Sampling, SlotPart, Words
-from serving.engine.guide import Guide, Masks
+
+if TYPE_CHECKING:  # the scheduler starts no threads, and imports nothing that does
+    from serving.engine.guide import Guide, Masks
 
 GREEDY = Sampling(temperature=0)
 
