@@ -301,7 +301,10 @@ class Jitted(Generic[P, R]):
         recipe, options = self.recipe, self.recipe.options
 
         def attempt(may_reuse: bool) -> Tried:
-            """Traces and plans the call; `may_reuse` lets jax take a trace from its cache."""
+            """Returns the call, traced and planned in the pipeline schedule that is being tried.
+
+            `may_reuse` lets jax take a trace from its cache. PlanError if there is no plan.
+            """
             doing("trace")
             again = functools.wraps(recipe.fn, updated=())(lambda *a, **k: recipe.fn(*a, **k))
             asked = recipe if may_reuse else replace(recipe, fn=again)

@@ -105,7 +105,8 @@ def call_parts(
     donate_argnames: Sequence[str],
     positional: int,
 ) -> tuple[Argument, ...]:
-    """Describes the arguments of a call that are not static, in the order of their leaves.
+    """Returns an `Argument` for each argument that is not static, in the order in which jax
+    flattens them: positional ones, then those by name, sorted.
 
     `structs` is ((positional, ...), {name: ...}) of them, `argnums` the numbers of the positional
     ones. `positional` counts all positional arguments, static ones too.

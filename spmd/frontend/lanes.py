@@ -46,7 +46,10 @@ class Stack(NamedTuple):
 
 
 def described(program: Program, stack: Stack) -> str:
-    """Describes a stack: `16 times dot_general and 56 more ops (muon.py:12 (step))`."""
+    """Describes equal work that is done at once by its number of lanes and its first op.
+
+    For instance `16 times dot_general and 56 more ops (muon.py:12 (step))`.
+    """
     first = {op.results[0]: op for op in program.body.ops if op.results}
     ops = [first[row[0]] for row in stack.rows]
     more = f" and {len(ops) - 1} more ops" if ops[1:] else ""

@@ -217,7 +217,9 @@ class Order:
         launched   loop_add_fusion_1   nvjet_tst_256x128  ncclAllGather        nvjet_tst_64x8
 
     Each sort of work is counted on its own: all products, or all fusions `loop_add_fusion.N`.
-    Where the numbers differ, or a kernel that names its op contradicts, nothing is said.
+    Kernels that name their op are fixed points. Between two of them kernels and ops are paired
+    where there are equally many, else left unnamed; if a fixed point contradicts the schedule, the
+    whole sort is left unnamed.
     """
 
     def __init__(self, labels: Labels) -> None:

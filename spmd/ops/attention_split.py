@@ -219,7 +219,11 @@ class _Here:
         return self.b.compare("GE", self.number, self.b.constant(place, "i32"))
 
     def others(self, way: int) -> Iterator[tuple[int, Sequence[Value]]]:
-        """Yields how many devices another one is behind this one, and its piece of the keys."""
+        """Yields, of each other device, how many places it is behind this one, and its keys.
+
+        That is its piece of keys, values and segments: passed round a ring (`way` is the direction)
+        if they are split, else sliced from the whole.
+        """
         keys: Sequence[Value] = self.keys
         for i in range(1, self.count):
             place = i if way > 0 else self.count - i

@@ -26,7 +26,10 @@ def check_plan(plan: Plan) -> None:
 
 
 def states_are_legal(plan: Plan) -> str | None:
-    """Every state fits its value's type; values that are unused, or recomputed, have none."""
+    """Every state has its value's rank and uses no atom twice; dims need not divide.
+
+    Values that are unused or copied to each use have None instead, which is not checked here.
+    """
     types = plan.program.types
     if len(plan.states) != len(types):
         return f"{len(plan.states)} states for {len(types)} values"

@@ -56,7 +56,7 @@ class Slot(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The schedule of one run."""
+    """When each op and loop of one device's program is predicted to run, and the whole's times."""
 
     # In program order, a loop before what is inside it; as if `Chip.overlap` were 1.
     slots: tuple[Slot, ...]

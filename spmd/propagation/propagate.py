@@ -365,7 +365,7 @@ class Shape:
 
     @cached_property
     def reduces(self) -> bool:
-        """Whether the op does more than pass its dims through, where they are split."""
+        """Whether the rule has a factor that is reduced, merged or windowed, split or not."""
         return any(factor.kind in (MERGE, REDUCE, WINDOW) for factor in self.rule.factors)
 
 

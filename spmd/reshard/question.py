@@ -297,7 +297,7 @@ class PricedQuestion:
         return found
 
     def pieces(self, dims: Dims) -> int:
-        """Into how many pieces the value is split."""
+        """Returns the number of pieces of a value whose dims are split over these digits."""
         return math.prod([self.extent(axes) for axes in dims])
 
     def divides(self, dim: int, axes: Axes) -> bool:

@@ -446,9 +446,10 @@ def _exchange(
 ) -> dict[str, Attribute] | None:
     """Returns the attributes of a collective in a manual region, its body left out.
 
-    `axes` are the atoms over which it runs, and `groups` its groups where these are not just those
-    of the axes. None for one that does nothing: every device exchanges with itself alone.
-    UnsupportedOpError outside any manual region, or over axes that are not manual.
+    `axes` are the atoms over which it runs; a permute also has its `pairs`, others their dims, and
+    `groups` where these are not just those of the axes. None, also outside, for one in which every
+    device exchanges with itself alone. UnsupportedOpError outside a manual region, over axes that
+    are not manual, and for groups that cannot be run here.
     """
     attrs = op.attributes
     everyone = tuple(range(scope.mesh.size if scope else contents.partitions))

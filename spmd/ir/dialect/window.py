@@ -445,7 +445,7 @@ def _convolution(kind: OpKind) -> Rule:
     o = build.factor(kernel[dims.kernel_output_feature] // groups)
 
     def grouped(count: int, inner: DimFactors) -> DimFactors:
-        """Returns a dim's factors: its groups `g`, then `inner`; those of size 1 are left out."""
+        """Returns a dim's factors: of one group `inner`, else `g`, and `inner` if not of size 1."""
         if count == 1:
             return inner
         return g if build.factors[inner[0]].size == 1 else g + inner

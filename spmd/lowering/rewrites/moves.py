@@ -231,7 +231,7 @@ class _Chain(NamedTuple):
         return sum(op.name == CONVERT for op in self.moves[: self.values.index(source)])
 
     def repeated(self, b: Builder, source: Value, x: Value) -> Value:
-        """Repeats the moves behind `source` on `x`, its gathered form; converts keep their type."""
+        """Repeats on `x`, which is `source` gathered, the moves from `source` to the gather."""
         moves = list(zip(self.moves, self.dims, strict=False))[: self.values.index(source)]
         for op, dim in reversed(moves):
             b.loc = op.loc
