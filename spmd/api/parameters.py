@@ -105,8 +105,9 @@ def call_parts(
     donate_argnames: Sequence[str],
     positional: int,
 ) -> tuple[Argument, ...]:
-    """Returns an `Argument` for each argument that is not static, in the order in which jax
-    flattens them: positional ones, then those by name, sorted.
+    """Returns an `Argument` for each argument that is not static, as jax orders them.
+
+    Positional ones come first, then those by name, sorted.
 
     `structs` is ((positional, ...), {name: ...}) of them, `argnums` the numbers of the positional
     ones. `positional` counts all positional arguments, static ones too.
