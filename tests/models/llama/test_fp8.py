@@ -21,7 +21,7 @@ from models.training.checkpoints.store import Checkpoints
 from models.training.run.optimizer import initial_state
 from models.training.run.step import loss_and_grads
 from spmd.ops import Fp8State, fp8
-from tests.models.llama.test_trainer import HALF, STEPS, go_on, make_trainer, take
+from tests.models.llama.test_program import HALF, STEPS, go_on, make_trainer, take
 
 MESH = {"data": 4, "model": 2}
 FP8 = dataclasses.replace(CONFIGS["tiny"], matmul="fp8")
