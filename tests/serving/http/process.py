@@ -23,7 +23,7 @@ from models.training.data.tokenizer import ByteTokenizer
 import serving.http.service
 from serving.http.server import serve
 from serving.http.language import Loaded
-from serving.http.limits import Options
+from serving.http.limits import ServerOptions
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.waiting import PATIENCE, wait_until
 
@@ -38,7 +38,7 @@ def load():
     return Loaded("fake", backend, ByteTokenizer())
 
 try:
-    serve(load, port=0, options=Options(drain_seconds=PATIENCE), {serve})
+    serve(load, port=0, options=ServerOptions(drain_seconds=PATIENCE), {serve})
 except (ValueError, RuntimeError) as error:
     sys.exit(f"error: {{error}}")
 """
