@@ -387,7 +387,7 @@ class _OwnCallbacks:
 
     def _rewritten(self, value: Any) -> Any:
         """Returns a parameter of a primitive, with callbacks replaced in the jaxprs inside."""
-        if isinstance(value, ClosedJaxpr):
+        if isinstance(value, ClosedJaxpr) and value.jaxpr is not value:  # jax 0.11 has one class
             inner = self._rewritten(value.jaxpr)
             return value if inner is value.jaxpr else value.replace(jaxpr=inner)
         if type(value) in (tuple, list):
