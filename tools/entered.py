@@ -122,11 +122,11 @@ def trainer_run() -> Ready:
 
     folder = tempfile.mkdtemp()
     mesh = spmd.make_mesh(rows=4, columns=2)
-    run = trainer.Trainer(
+    trained = trainer.Trainer(
         init, loss, {"w": ("rows", "columns")}, data, mesh=mesh, batch_marks={"*": ("rows",)},
         optimizer=optax.adamw(1e-3), options=options_of(steps=3, run_dir=folder, save_every=3),
     )  # fmt: skip
-    return run.run
+    return trained.run
 
 
 SCENARIOS: dict[str, Callable[[], Ready]] = {

@@ -11,9 +11,8 @@ import numpy as np
 
 from models.decode.packing import pack_rows, row_shapes, unpack_report
 from models.sampling import ALL, FIELDS, words
+from serving.engine.actions import GREEDY
 from serving.engine.backend import Backend, Limits, Sampling, SlotPart, Stepped, Tokens, Words
-
-GREEDY = Sampling(temperature=0.0)
 
 NONE = -1
 """No position, no row; as a token the latest one of its slot."""

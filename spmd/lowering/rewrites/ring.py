@@ -78,6 +78,7 @@ def ring(program: Program, mesh: Mesh, topology: Topology) -> Program:
             for inner in op.regions:
                 visit(inner)
             chain = _scatters(op, made)
+            # A scatter that another one follows is weighed by itself, too; one alone is a chain.
             one, joined = (_sum(scatters, made) for scatters in (chain[-1:], chain))
             if one and is_near(one.axes) and gain(one) > 0:
                 found[op.results[0]] = one
