@@ -254,7 +254,7 @@ def test_reports_name_the_lines_of_now(tmp_path: Path, no_planner: Callable[[], 
 
 
 def test_what_users_teach_is_planned_anew(tmp_path: Path) -> None:
-    name = "kept.own"
+    name = "test.kept"
     spmd.register_composite(name, "a -> a", decomposition=jnp.tanh)
 
     def lower(called: str) -> spmd.Lowered:
