@@ -83,12 +83,20 @@ def main() -> None:
         memory, seconds = _MEMORY + _MEMORY_PER_BYTE * len(data), int(sys.argv[1])
         for what, limit in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, seconds)):
             resource.setrlimit(what, (limit, resource.getrlimit(what)[1]))
-    from jax.interpreters import mlir
+    # As `jax.interpreters.mlir.make_ir_context` does it; importing jax takes four times as long.
     from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import stablehlo
+    from jaxlib.mlir._mlir_libs import _jax_mlir_ext
+    from jaxlib.mlir.dialects import chlo, mhlo, mpmd, sdy, stablehlo
 
+    registry = ir.DialectRegistry()
+    _jax_mlir_ext.register_dialects(registry)  # func and others of MLIR itself
     for part in _frames(data):
-        with mlir.make_ir_context() as context:
+        with ir.Context() as context:
+            context.append_dialect_registry(registry)
+            context.load_all_available_dialects()
+            mhlo.register_mhlo_dialect(context)
+            for dialect in (chlo, mpmd, sdy, stablehlo):
+                dialect.register_dialect(context)
             try:
                 if _ARTIFACT in part[:64]:
                     module: Any = stablehlo.deserialize_portable_artifact(context, part)

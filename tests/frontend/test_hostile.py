@@ -6,6 +6,7 @@ import io
 import random
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -182,8 +183,12 @@ def test_bytecode_that_aborts_the_reader(binary: bytes, monkeypatch: pytest.Monk
     refused(damaged, "the module cannot be read")
 
 
-def test_a_reader_that_hangs(binary: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_hangs(
+    binary: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bytecode, "_SECONDS", 0.05)
+    (tmp_path / "jaxlib.py").write_text("while True:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)  # the reader imports this in place of MLIR
     refused(binary, "still reading")
 
 
