@@ -159,7 +159,7 @@ def test_attention_goes_by_heads(
     assert free.cost <= by_hand.cost * 1.01
 
 
-@pytest.mark.parametrize("size", [pytest.param(512, marks=pytest.mark.heavy), 1024])
+@pytest.mark.parametrize("size", [512, 1024])
 def test_gradients_that_leave_the_program_lie_as_their_weights(size: int) -> None:
     def loss(params: Any, x: Any) -> Any:
         for w in params:
