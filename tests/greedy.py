@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,3 +24,13 @@ def plan_all_greedily(patch: pytest.MonkeyPatch) -> None:
         return try_out(plan_greedily(problem))
 
     patch.setattr(compiler, "plan_exactly", plan)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def greedy_plans(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For a file or the conftest.py of a folder: greedy plans, but for modules and tests that are
+    marked for exact ones, as in the root's conftest.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("exact_plans") is None:
+            plan_all_greedily(patch)
+        yield

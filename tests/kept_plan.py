@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +13,15 @@ import jax.numpy as jnp
 import spmd
 
 
-def main(folder: str) -> None:
-    """Prints whether the plan was read, and a digest of what was emitted."""
+def read_or_planned(folder: str) -> dict[str, Any]:
+    """Whether the plan was read, and a digest of what was emitted."""
     mesh = spmd.Mesh(None, (4, 2), ("data", "model"))
     w = spmd.mark_sharding(jax.ShapeDtypeStruct((64, 64), jnp.float32), mesh, ("data", "model"))
     options = spmd.Options(cache_dir=folder)
     stages = spmd.jit(lambda w: jnp.tanh(w @ w).sum(), mesh=mesh, options=options).lower(w).stages
     digest = hashlib.sha256(stages.emitted.module.encode()).hexdigest()
-    print(json.dumps({"is_read": stages.is_read, "digest": digest}))
+    return {"is_read": stages.is_read, "digest": digest}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    print(json.dumps(read_or_planned(sys.argv[1])))

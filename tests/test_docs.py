@@ -106,7 +106,9 @@ def test_python_runs(
                 printed = capsys.readouterr().out.rstrip() + "\n"
         elif block.language == "sh" and block.note == "run":
             for command in commands_of(block):
-                run(command, tmp_path)
+                module, arguments = module_of(command)
+                assert importlib.import_module(module).main(arguments) == 0
+            capsys.readouterr()
         elif block.note == "prints":
             if request.config.getoption("--update-golden"):
                 show(page, block, printed)
@@ -135,12 +137,6 @@ def commands_of(block: Block) -> Iterator[list[str]]:
     for line in block.text.replace("\\\n", " ").splitlines():
         if words := shlex.split(line, comments=True):
             yield words
-
-
-def run(command: list[str], folder: Path) -> None:
-    module, rest = module_of(command)
-    done = python_m(module, *rest, cwd=folder)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("page", with_blocks("sh"), ids=name_of)
@@ -223,7 +219,9 @@ def help_of(*command: str) -> str:
     parser = parser_of(module)
     if parser is not None:
         return help_by(parser, kind)
-    done = python_m(*command, "--help")
+    asked = [sys.executable, "-m", *command, "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(asked, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert "Traceback" not in done.stderr and "No module named" not in done.stderr, done.stderr
     return done.stdout + done.stderr
 
@@ -243,12 +241,6 @@ def parser_of(module: str) -> Any:
     except ModuleNotFoundError:
         return None
     return make() if make and not inspect.signature(make).parameters else None
-
-
-def python_m(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    run = [sys.executable, "-m", *command]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(run, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
 @functools.cache

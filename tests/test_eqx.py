@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import spmd
+from tests.greedy import greedy_plans as greedy_plans
 
 eqx = pytest.importorskip("equinox")
 import spmd.eqx  # noqa: E402

@@ -54,8 +54,14 @@ ELSEWHERE = "serve_module"
 """The example that runs from another folder, in an environment that says nothing about devices."""
 
 
+# What the heavy ones show, others run as well: docs/performance.md, docs/pipeline.md and
+# docs/long_sequences.md, which tests/test_docs.py runs, and tests/test_nnx.py.
 LONG = {
+    "flax_nnx": pytest.mark.heavy,
+    "fp8": pytest.mark.heavy,
+    "long_sequences": pytest.mark.heavy,
     "moe": pytest.mark.heavy,
+    "pipeline": pytest.mark.heavy,
     "train_equinox": pytest.mark.heavy,
     "train_own_model": pytest.mark.heavy,
     "train_nnx": pytest.mark.heavy,

@@ -8,8 +8,6 @@ import jax
 import pytest
 
 import spmd
-from spmd.explain.facts import Facts
-from spmd.explain.text import explain_program
 from tests.programs import mlp
 
 JAX = ".".join(jax.__version__.split(".")[:2])
@@ -36,9 +34,3 @@ def test_compiling_twice_gives_the_same_text(lowered: spmd.Lowered) -> None:
     again = mlp(spmd.make_mesh(data=4, model=2)).lower()
     for stage in STAGES:
         assert again.as_text(stage) == lowered.as_text(stage)
-
-
-def test_explain_says_it_all(lowered: spmd.Lowered) -> None:
-    text = explain_program(Facts(lowered.stages, lowered.collectives))
-    for name in ("w_in", "w_out", "reduce_scatter", "all_gather", "data", "programs.py"):
-        assert name in text

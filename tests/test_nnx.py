@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import spmd
+from tests.greedy import greedy_plans as greedy_plans
 
 nnx = pytest.importorskip("flax.nnx")
 import spmd.nnx  # noqa: E402

@@ -114,7 +114,7 @@ def test_inside_of_loops_and_under_transformations(mesh: spmd.Mesh) -> None:
     inner = spmd.jit(loss, mesh=mesh, options=options)
     for fn in (jax.grad(loss), jax.grad(inner)):
         jitted = spmd.jit(fn, mesh=mesh, options=options)
-        assert len(jitted.lower(placed(mesh)).stages.emitted.constants) == 2
+        assert len(jitted.compile(placed(mesh)).stages.emitted.constants) == 2
         equal(jitted(placed(mesh)), jax.grad(loss)(X))
     equal(jax.jit(jax.vmap(inner))(X[None])[0], loss(X))
 

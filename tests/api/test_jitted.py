@@ -26,6 +26,7 @@ def test_one_compilation_serves_arrays_where_it_put_them(mesh: spmd.Mesh) -> Non
     np.testing.assert_allclose(state, np.full((8, 8), 7.0))
 
 
+@pytest.mark.usefixtures("exact_plans")
 def test_other_shardings_compile_anew(mesh: spmd.Mesh) -> None:
     step = spmd.jit(lambda x: x * 2, mesh=mesh)
     step(spmd.mark_sharding(jnp.ones((8, 8)), mesh, ("data",)))

@@ -79,11 +79,11 @@ def test_dims_without_names_get_shapes(shapes: Any) -> None:
 @pytest.mark.parametrize(
     ("source", "given", "message"),
     [
-        ("bytes", {}, "argument arg0 has the shape (n, 4), and n has no value"),
+        ("text", {}, "argument arg0 has the shape (n, 4), and n has no value"),
         ("exported", {"symbols": {"n": 8}}, "argument arg1 has the shape (4, k), and k has no"),
-        ("bytes", {"symbols": {"n": 8, "q": 8}}, "the module has no symbol 'q'"),
-        ("bytes", {"symbols": {"n": 6, "k": 8}}, "symbolic shape constraint"),
-        ("bytes", {"symbols": {"n": 8, "k": 4}}, "symbolic shape constraint"),
+        ("text", {"symbols": {"n": 8, "q": 8}}, "the module has no symbol 'q'"),
+        ("text", {"symbols": {"n": 6, "k": 8}}, "symbolic shape constraint"),
+        ("text", {"symbols": {"n": 8, "k": 4}}, "symbolic shape constraint"),
         (UNNAMED, {}, "argument arg0 has a dynamic shape, ?x4, and the module names no symbols"),
         (UNNAMED, {"symbols": {"n": 8}}, "the module has no symbol 'n'"),
         (UNNAMED, {"arg_shapes": {"z": (8, 4)}}, "arg_shapes has 'z', which is no argument"),
@@ -104,8 +104,8 @@ def test_sizes_that_are_missing_or_wrong(
 def test_symbols_are_flags_of_the_commands(
     exported: export.Exported, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "model.mlirbc"
-    file.write_bytes(exported.mlir_module_serialized)
+    file = tmp_path / "model.mlir"
+    file.write_text(exported.mlir_module())
     assert explain.main([str(file), "--symbols", "n=8,k=16", "--noprices"]) == 0
     assert verify.main([str(file), "--symbols", "n=8,k=16"]) == 0
     assert explain.main([str(file)]) == 2

@@ -95,9 +95,8 @@ def artifact(text: str) -> bytes:
 # Damaged text.
 
 
-def test_the_module_itself_can_be_read(text: str, binary: bytes, artifact: bytes) -> None:
+def test_the_module_itself_can_be_read(text: str, artifact: bytes) -> None:
     assert read(text)
-    assert read(binary)
     assert read(artifact)
 
 
@@ -171,15 +170,12 @@ def test_truncated_artifact(artifact: bytes) -> None:
 
 def test_several_are_read_by_one_process(binary: bytes, artifact: bytes) -> None:
     first, second = bytecode.bytecodes_to_texts([binary, artifact])
-    assert first.startswith(("module", '"builtin.module"', "#loc"))
-    assert "stablehlo." in second
+    assert read(first) and read(second)
 
 
-def test_bytecode_that_aborts_the_reader(binary: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytecode_that_aborts_the_reader(binary: bytes) -> None:
     name = binary.index(b"stablehlo")
     damaged = binary[:name] + b"\xff\xfe" + binary[name + 2 :]
-    with pytest.raises(bytecode.BytecodeError):
-        bytecode.bytecode_to_text(damaged)
     refused(damaged, "the module cannot be read")
 
 

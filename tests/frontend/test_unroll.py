@@ -63,7 +63,7 @@ def test_values_and_gradients(mesh: spmd.Mesh, fn: Any) -> None:
     run = spmd.jit(step, mesh=mesh, in_specs=specs, options=spmd.Options(unroll=LAYERS, check=True))
     found = run(x, w)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), found, want)
-    text = run.lower(x, w).as_text("program")
+    text = run.compile(x, w).as_text("program")
     loops = 2 if fn is nested else 0  # the outer loop, and its gradient
     assert text.count("stablehlo.while") == loops
     if not loops:
@@ -115,9 +115,8 @@ def test_the_compiler_decides_by_time(machine: str) -> None:
     assert chosen.cost < looped.cost
     (form,) = chosen.stages.plan.forms
     assert not form.refusal and (form.seconds, form.before) == (chosen.cost, looped.cost)
-    assert (
-        f"{form.name}: " in chosen.explain() and f"{looped.cost * 1e3:.3g} ms" in chosen.summary()
-    )
+    assert f"{form.name}: " in chosen.explain(prices=False)
+    assert f"{looped.cost * 1e3:.3g} ms" in chosen.summary()
 
 
 def test_what_is_written_out_chooses_among_what_its_loops_took(

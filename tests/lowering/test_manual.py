@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +46,15 @@ MESH = spmd.Mesh(None, (4, 2), ("x", "y"))
 BY_USER = "written by the user in shard_map"
 
 
-def cases() -> list[Any]:
-    """Each program on every mesh; `test_gradients` has the values on 2x2x2, too."""
+TOGETHER = 6
+"""Programs that are run as one, each with specs of its own."""
+
+
+def groups(programs: Sequence[Manual]) -> list[Any]:
     return [
-        pytest.param(
-            program, mesh, id=f"{program.name}-{mesh}",
-            marks=() if mesh == "4x2" or (mesh == "8" and number % 4 == 0) else pytest.mark.heavy,
-        )
-        for number, program in enumerate(PROGRAMS)
-        for mesh, axes in MESHES.items()
-        if len(axes) >= program.axes
-    ]  # fmt: skip
+        pytest.param(programs[i : i + TOGETHER], id=f"from {programs[i].name}")
+        for i in range(0, len(programs), TOGETHER)
+    ]
 
 
 def named(name: str) -> Any:
@@ -72,9 +71,9 @@ def gradients(fn: Any) -> Any:
 
 
 def specs_for(name: str, mesh: spmd.Mesh) -> list[Any]:
-    """Nothing marked, and both arguments split at random: not as the region needs them."""
+    """Both arguments split at random: not as the region needs them."""
     rng = np.random.RandomState(zlib.crc32(name.encode()))
-    return [None, tuple(random_spec(rng, a.shape, mesh) for a in (X, W))]
+    return [random_spec(rng, a.shape, mesh) for a in (X, W)]
 
 
 ATOL = {"inside_scan": 2e-4}
@@ -97,22 +96,51 @@ def assert_same(
     return compiled
 
 
-@pytest.mark.parametrize(("program", "mesh_name"), cases())
-def test_values(program: Manual, mesh_name: str) -> None:
-    mesh = spmd.make_mesh(**MESHES[mesh_name])
-    fn = program.make(jax_mesh(mesh))
-    specs = specs_for(program.name, mesh)[mesh_name != "4x2"]
-    assert_same(fn, mesh, specs, ATOL.get(program.name, 1e-5))
+def assert_all_same(fns: Mapping[str, Any], mesh: spmd.Mesh, is_marked: bool) -> None:
+    """The functions as one program, their arguments open, or split at random."""
+
+    def all_of(*args: Any) -> dict[str, Any]:
+        return {name: fn(*args[2 * i : 2 * i + 2]) for i, (name, fn) in enumerate(fns.items())}
+
+    args = (X, W) * len(fns)
+    specs = tuple(spec for name in fns for spec in specs_for(name, mesh)) if is_marked else None
+    got = spmd.jit(all_of, mesh=mesh, in_specs=specs, options=Options(check=True))(*args)
+    want = jax.jit(all_of)(*args)
+    for name in fns:
+        atol = ATOL.get(name, 1e-5)
+        for a, b in zip(jax.tree.leaves(got[name]), jax.tree.leaves(want[name]), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=atol, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "program", [p for p in PROGRAMS if p.gradient], ids=lambda program: program.name
-)
-def test_gradients(program: Manual) -> None:
+def on_meshes() -> list[Any]:
+    """All programs on `4x2`, some on `8`; `test_gradients` has the values on 2x2x2, too."""
+    some = PROGRAMS[::4]
+    heavy = [p for p in PROGRAMS if p not in some]
+    return [
+        pytest.param(case.values[0], name, id=f"{case.id} on {name}", marks=marks)
+        for name, programs, marks in (
+            ("4x2", PROGRAMS, ()),
+            ("8", some, ()),
+            ("8", heavy, pytest.mark.heavy),
+            ("2x2x2", PROGRAMS, pytest.mark.heavy),
+        )
+        for case in groups(programs)
+    ]
+
+
+@pytest.mark.parametrize(("programs", "mesh_name"), on_meshes())
+def test_values(programs: Sequence[Manual], mesh_name: str) -> None:
+    axes = MESHES[mesh_name]
+    mesh = spmd.make_mesh(**axes)
+    fns = {p.name: p.make(jax_mesh(mesh)) for p in programs if len(axes) >= p.axes}
+    assert_all_same(fns, mesh, is_marked=mesh_name != "4x2")
+
+
+@pytest.mark.parametrize("programs", groups([p for p in PROGRAMS if p.gradient]))
+def test_gradients(programs: Sequence[Manual]) -> None:
     mesh = spmd.make_mesh(**MESHES["2x2x2"])
-    fn = gradients(program.make(jax_mesh(mesh)))
-    atol = ATOL.get(program.name, 1e-5)
-    assert_same(fn, mesh, specs_for(program.name, mesh)[1], atol)
+    fns = {p.name: gradients(p.make(jax_mesh(mesh))) for p in programs}
+    assert_all_same(fns, mesh, is_marked=True)
 
 
 def test_devices_are_numbered_in_the_order_of_the_mesh() -> None:
@@ -162,7 +190,7 @@ def test_nothing_moves_but_what_the_user_wrote() -> None:
     assert "test_manual.py" in record.source
     assert record.bytes == 2 * 3 * (16 // 4) * (8 // 2) * 4 // 4  # a ring over 4, y splits columns
     assert compiled.out_shardings.spec == P(None, "y")
-    assert BY_USER in str(compiled.explain())
+    assert BY_USER in compiled.explain(prices=False)
 
 
 def test_free_axes_split_the_inside() -> None:

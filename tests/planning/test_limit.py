@@ -43,17 +43,17 @@ def types() -> tuple[Any, Any]:
 
 @cache
 def lowered(limit: int | None = None, topology: str = "", **options: Any) -> spmd.Lowered:
-    chosen = spmd.Options(memory_limit=limit, **options)
+    chosen = spmd.Options(memory_limit=limit, unroll=0, **options)
     machine = spmd.Topology(topology) if topology else None
     jitted = spmd.jit(jax.value_and_grad(loss), mesh=MESH, options=chosen)
     return jitted.lower(*types(), topology=machine)
 
 
-@pytest.mark.parametrize("topology", [pytest.param("", marks=pytest.mark.heavy), "h200:8"])
+@pytest.mark.parametrize("topology", ["", pytest.param("h200:8", marks=pytest.mark.heavy)])
 def test_every_limit_is_kept_to_or_the_least_memory_is_named(topology: str) -> None:
     plain = lowered(topology=topology, recompute=False).predicted_memory.peak
     least, kept = [], []
-    for share in (0.9, 0.7, 0.5, 0.05):
+    for share in (0.8, 0.5, 0.05):
         limit = int(share * plain)
         try:
             found = lowered(limit, topology)
@@ -64,7 +64,7 @@ def test_every_limit_is_kept_to_or_the_least_memory_is_named(topology: str) -> N
             assert found.predicted_memory.peak <= limit
             assert not least, "a lower limit was kept to than one that was not"
             kept.append(found.predicted_memory.peak)
-    assert len(kept) > 2
+    assert len(kept) > 1
     assert least
     assert min(kept) < 0.6 * plain
 
@@ -99,7 +99,7 @@ def test_what_takes_longer_to_write_and_read_is_made_again_without_a_limit() -> 
 
 def test_reports_say_what_is_made_again() -> None:
     tight = lowered(int(0.5 * lowered(recompute=False).predicted_memory.peak))
-    text = tight.explain()
+    text = tight.explain(prices=False)
     assert "made again rather than held" in text
     assert "makes values of" in text  # the note, with the limit
     assert AGAIN in "".join(op.loc.note for op in tight.stages.optimized.program.walk())

@@ -77,7 +77,7 @@ def test_a_step_of_muon() -> None:
 
 
 def test_a_step_of_muon_over_single_matrices() -> None:
-    """Sixteen layers of their own take what they do in a stack: devices take whole matrices."""
+    """Eight layers of their own take what they do in a stack: devices take whole matrices."""
 
     def cost(shapes: Mapping[str, Sequence[int]], specs: dict[str, Spec], dims: Any) -> float:
         params = {name: struct(shape, LINE, specs[name]) for name, shape in shapes.items()}
@@ -91,9 +91,9 @@ def test_a_step_of_muon_over_single_matrices() -> None:
         state = jax.eval_shape(optimizer.init, params)
         return planned(step, LINE, (params, state, params), donate_argnums=(0, 1)).cost
 
-    whole = {"up": (16, 2048, 8192), "down": (16, 8192, 2048)}
+    whole = {"up": (8, 2048, 8192), "down": (8, 8192, 2048)}
     specs: dict[str, Spec] = {"up": (None, "data", None), "down": (None, None, "data")}
-    apart = {f"{name}{i}": shape[1:] for name, shape in whole.items() for i in range(16)}
+    apart = {f"{name}{i}": shape[1:] for name, shape in whole.items() for i in range(8)}
     own = {name: specs[name.rstrip("0123456789")][1:] for name in apart}
     assert cost(apart, own, ((0,), (1,))) <= 1.1 * cost(whole, specs, ((1,), (2,)))
 
@@ -232,7 +232,7 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(24, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("count", [1, pytest.param(24, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_specs_of_results_are_faster_than_none(name: str, count: int) -> None:
     program, draw = PROGRAMS[name], random.Random(name)
@@ -289,7 +289,13 @@ def test_muon_on_a_slice_needs_no_hint(axes: tuple[int, int], hint: Spec) -> Non
     def cost(hint: Spec | None) -> float:
         made = muon.build(mesh, 16, hint)
         results = muon.SPECS, muon.SPECS, ()
-        jitted = spmd.jit(made.fn, mesh=mesh, donate_argnums=made.donate, out_specs=results)
+        jitted = spmd.jit(
+            made.fn,
+            mesh=mesh,
+            donate_argnums=made.donate,
+            out_specs=results,
+            options=spmd.Options(unroll=0),
+        )
         return jitted.lower(*made.args, topology=spmd.Topology("v5e:4x4")).cost
 
     assert cost(None) <= cost(hint) * CLOSE
@@ -343,5 +349,5 @@ def test_of_a_state_space_model_only_gradients_are_sent() -> None:
 
 @pytest.mark.parametrize("seed", [3])
 def test_marks_make_no_random_program_faster(seed: int) -> None:
-    found = explored(seed, 4)
+    found = explored(seed, 2)
     assert found.ratio <= CLOSE, found.program.text(found.marks)

@@ -15,6 +15,7 @@ from benchmarks.memory import PROGRAMS, programs
 from spmd.predict.backends import backend_of
 from spmd.predict.kernels import Kernel, Kernels, breadth_first
 from spmd.predict.memory import MemoryUse, peak_memory, predict
+from tests.greedy import greedy_plans as greedy_plans
 from tests.ir.text_parse import parse_program
 
 SIZE = 64 * 64 * 4

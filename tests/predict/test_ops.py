@@ -75,7 +75,8 @@ def test_all_judges_say_the_same_of_an_op() -> None:
         whole = planned(program)
         choices = Choices(whole.plan.problem).placed(op, axes, None, ())
         kinds += 1
-        for trial in (whole, *(planned(program, choice) for choice in choices[1:5:3])):
+        split = choices[1 + 3 * (kinds % 2) :][:1]
+        for trial in (whole, *(planned(program, choice) for choice in split)):
             local, plan, line = trial.optimized.program, trial.plan, trial.timeline
             parts = [part for part in local.walk() if part.name != CONSTANT]
             # Those made where they are read, and those whose piece has fewer dims to move.
@@ -95,7 +96,7 @@ def test_all_judges_say_the_same_of_an_op() -> None:
             assert sum(move.bytes for move in plan.moves) == sent, op.kind
             copies = peak_memory(local, (), H200S.platform).temporary  # of operands, transposed
             assert peak_of(plan).bytes == trial.bytes - copies, op.kind
-    assert compared > 1.4 * kinds > 180
+    assert compared > 0.8 * kinds > 100
 
 
 def test_gathers_take_what_is_planned_for_them() -> None:

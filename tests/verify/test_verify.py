@@ -15,6 +15,7 @@ import spmd
 from spmd.ir.types import TensorType
 from spmd.lowering.local import table as local
 from spmd.verify import Tolerance, Verification, compare, default_rtol
+from tests.greedy import greedy_plans as greedy_plans
 
 HERE = __file__
 MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
@@ -94,6 +95,8 @@ def test_names_the_op_that_is_wrong(
 ) -> None:
     found = verified(fn, X, W)
     assert not found
+    if fn is straight:  # of its results one has no difference in it
+        assert {c.name: c.ok for c in found.comparisons} == {"sum": False, "product": True}
     culprit = found.culprit
     assert culprit is not None
     assert culprit.op is not None
@@ -128,11 +131,6 @@ def test_names_a_constant_made_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.culprit.op is not None
     assert found.culprit.op.name == "stablehlo.iota"
     assert line_of("rows") in str(found)
-
-
-def test_only_the_wrong_results_differ(subtract_adds: None) -> None:
-    found = verified(straight, X, W)
-    assert {c.name: c.ok for c in found.comparisons} == {"sum": False, "product": True}
 
 
 def test_donated_and_marked_arguments_survive() -> None:

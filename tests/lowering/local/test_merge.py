@@ -70,10 +70,18 @@ def marked(fn: Callable[..., Any], mesh: spmd.Mesh, spec: Any) -> Callable[..., 
     return lambda *xs: fn(*(spmd.mark_sharding(x, mesh, spec) for x in xs))
 
 
-def run_marked(fn: Any, args: Any, name: str, spec: Any) -> None:
-    """What is compared with is compiled once for a function, however many splits it is run in."""
+def run_marked(name: str, *cases: tuple[Callable[..., Any], tuple[Any, ...], Any]) -> None:
+    """Functions, each with its arguments and their spec, as one program on a mesh."""
     mesh = MESHES[name]
-    same(spmd.jit(marked(fn, mesh, spec), mesh=mesh, options=CHECKED)(*args), jax.jit(fn)(*args))
+
+    fns = [fn for fn, _, _ in cases]
+    split = [marked(fn, mesh, spec) for fn, _, spec in cases]
+    given = [args for _, args, _ in cases]
+
+    def all_of(fns: Any) -> Callable[..., Any]:
+        return lambda given: [fn(*args) for fn, args in zip(fns, given, strict=True)]
+
+    same(spmd.jit(all_of(split), mesh=mesh, options=CHECKED)(given), jax.jit(all_of(fns))(given))
 
 
 def floats(*shape: int, seed: int = 0) -> Any:
@@ -150,19 +158,20 @@ def first_largest_number(x: Any) -> Any:
 )
 def test_argmax_takes_the_first(size: int, make: Any, name: str, axes: Any) -> None:
     x = make(3, size)
-    for spec in ((None, axes), (axes, None)):
-        run_marked(first_ends, (x,), name, spec)
-    run_marked(jnp.argmax, (x[0],), name, (axes,))
-    if make is floats:
-        run_marked(first_largest_number, (x,), name, (None, axes))
+    run_marked(
+        name,
+        (first_ends, (x,), (None, axes)),
+        (first_ends, (x,), (axes, None)),
+        (jnp.argmax, (x[0],), (axes,)),
+        (first_largest_number, (x,), (None, axes)),
+    )
 
 
 @each_split
 def test_terms_stay_in_order(name: str, axes: Any) -> None:
     args = ints(5, 21), ints(5, 21, seed=1)
-    for spec in ((None, axes), (axes, None)):
-        for dims in ((0,), (1,)):
-            run_marked(composed(dims), args, name, spec)
+    specs = ((None, axes), (axes, None))
+    run_marked(name, *((composed(dims), args, spec) for spec in specs for dims in ((0,), (1,))))
 
 
 @pytest.mark.parametrize(
@@ -220,18 +229,19 @@ def top(k: int) -> Callable[..., Any]:
     in_turns((17, 1, lowest), (96, 3, ints), (21, 11, floats), (21, 21, floats), (1, 1, ints)),
 )
 def test_top_k(size: int, k: int, make: Any, name: str, axes: Any) -> None:
-    run_marked(top(k), (make(3, size),), name, (None, axes))
+    run_marked(name, (top(k), (make(3, size),), (None, axes)))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.uint8, np.bool_])
-def test_top_k_of_other_types(dtype: Any) -> None:
-    x = np.asarray(jnp.asarray(np.abs(ints(2, 21))).astype(dtype))
-    run_marked(top(4), (x,), "2x2x2", (None, ("c", "a", "b")))
+def test_top_k_of_other_types() -> None:
+    x = jnp.asarray(np.abs(ints(2, 21)))
+    types = (jnp.bfloat16, np.uint8, np.bool_)
+    spec = (None, ("c", "a", "b"))
+    run_marked("2x2x2", *((top(4), (np.asarray(x.astype(dtype)),), spec) for dtype in types))
 
 
 def test_padding_never_wins_over_the_least_number() -> None:
     x = np.full((13,), 0xFFFFFFFF, np.uint32).view(np.float32)
-    run_marked(lambda x: lax.top_k(x, 13)[1], (x,), "2x2x2", (("c", "a", "b"),))
+    run_marked("2x2x2", (lambda x: lax.top_k(x, 13)[1], (x,), (("c", "a", "b"),)))
 
 
 def test_top_k_gathers_candidates() -> None:
@@ -249,7 +259,7 @@ def about_top(x: Any) -> Any:
 @each_split
 def test_approximate_top_k(name: str, axes: Any) -> None:
     x = np.random.RandomState(0).permutation(90).reshape(3, 30).astype(np.float32)
-    run_marked(about_top, (x,), name, (None, axes))
+    run_marked(name, (about_top, (x,), (None, axes)))
 
 
 # Axes of a dim that must be whole move to another.
@@ -270,8 +280,8 @@ def sorted_both_ways(x: Any) -> Any:
 @pytest.mark.parametrize(("shape", "name", "axes"), in_turns(((7, 17),), ((3, 24),)))
 def test_sort_rows(shape: tuple[int, int], name: str, axes: Any) -> None:
     x, y = floats(*shape), ints(*shape)
-    run_marked(sorted_rows, (x,), name, (None, axes))
-    run_marked(rows_by_two_keys, (x, y), name, (None, axes))
+    spec = (None, axes)
+    run_marked(name, (sorted_rows, (x,), spec), (rows_by_two_keys, (x, y), spec))
 
 
 WHOLE_DIMS: dict[str, tuple[Callable[..., Any], tuple[int, ...], Any]] = {
@@ -329,8 +339,7 @@ def swapped(x: Any, y: Any) -> Any:
 def test_sort_a_vector(name: str, axes: Any) -> None:
     size = LONG // 48 * 48 + (0 if axes == "a" else 5)
     x, y = floats(size), ints(size)
-    run_marked(sorted_both_ways, (x,), name, (axes,))
-    run_marked(swapped, (x, y), name, (axes,))
+    run_marked(name, (sorted_both_ways, (x,), (axes,)), (swapped, (x, y), (axes,)))
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ def test_a_kernel_that_makes_a_sum_stays_whole() -> None:
         in_specs=(("data", None),) * 2,
         options=spmd.Options(topology=TPUS, check=True),
     )
-    assert "reduce_scatter" in [c.kind for c in jitted.lower(x, y).collectives]
+    assert "reduce_scatter" in [c.kind for c in jitted.compile(x, y).collectives]
     for got, want in zip(jitted(x, y), (x.T @ y, x.sum(1)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)
 

@@ -26,152 +26,133 @@ def after(*lines: str) -> Program:
     return rewritten(scattered, text, MESH)
 
 
-SUM = "%2 = stablehlo.all_reduce %0 {axes = {data}, body = add<f32>} : (tensor<8x16xf32>) -> tensor<8x16xf32>"
-SUM_OF_BOTH = "%2 = stablehlo.all_reduce %0 {axes = {data, model}, body = add<f32>} : (tensor<8x16xf32>) -> tensor<8x16xf32>"
+def summed(made: int, operand: int, axes: str = "data", body: str = "add") -> str:
+    type_ = "tensor<8x16xf32>"
+    return f"%{made} = stablehlo.all_reduce %{operand} {{axes = {{{axes}}}, body = {body}<f32>}} : ({type_}) -> {type_}"
+
+
+def sliced(
+    made: int, operand: int, axes: str, dim: int, shape: str = "8x16", dtype: str = "f32"
+) -> str:
+    sizes = [int(size) for size in shape.split("x")]
+    sizes[dim] //= MESH.extent(MESH.atoms_of(axes.split(", ")))
+    piece = "x".join(map(str, sizes))
+    return f"%{made} = spmd.local_slice %{operand} {{axes = {{{axes}}}, dim = {dim}}} : (tensor<{shape}x{dtype}>) -> tensor<{piece}x{dtype}>"
+
+
+SUM, SUM_OF_BOTH = summed(2, 0), summed(2, 0, "data, model")
+OF_DIM_0 = sliced(3, 2, "data", 0)
+PARTS = 8 * 12 * 4 + 8 * 4 * 4
+"""What is sent where the sum over `data` is scattered along dim 1, and the pieces are summed."""
+
+SLICED: dict[str, tuple[tuple[str, ...], list[str], int | None]] = {
+    "the sum has another use": (
+        (SUM, OF_DIM_0, 'return %3 "y", %2 "z"'), ["all_reduce", "local_slice"], None,
+    ),
+    "two slices over other axes": (
+        (SUM, OF_DIM_0, sliced(4, 2, "model", 0), 'return %3 "y", %4 "z"'),
+        ["all_reduce", "local_slice", "local_slice"], None,
+    ),
+    "two slices of other dims": (
+        (SUM, OF_DIM_0, sliced(4, 2, "data", 1), 'return %3 "y", %4 "z"'),
+        ["all_reduce", "local_slice", "local_slice"], None,
+    ),
+    "over other axes, before the sum": (
+        (SUM, sliced(3, 2, "model", 0), 'return %3 "y"'),
+        ["local_slice", "all_reduce"], 2 * 4 * 16 * 4 * 3 // 4,
+    ),
+    "over some of the axes": (
+        (SUM_OF_BOTH, sliced(3, 2, "data", 1), 'return %3 "y"'),
+        ["reduce_scatter", "all_reduce"], PARTS,
+    ),
+    "over more axes": (
+        (SUM, sliced(3, 2, "data, model", 1), 'return %3 "y"'),
+        ["reduce_scatter", "local_slice"], None,
+    ),
+    "over more axes, in front": (
+        (SUM, sliced(3, 2, "model, data", 1), 'return %3 "y"'),
+        ["local_slice", "reduce_scatter"], None,
+    ),
+    "in the order of the slice": (
+        (SUM_OF_BOTH, sliced(3, 2, "model, data", 0), 'return %3 "y"'), ["reduce_scatter"], None,
+    ),
+    "elementwise ops and moves between": (
+        (
+            SUM_OF_BOTH,
+            "%3 = stablehlo.tanh %1 : (tensor<8x16xf32>) -> tensor<8x16xf32>",
+            "%4 = stablehlo.multiply %2, %3 : (tensor<8x16xf32>, tensor<8x16xf32>) -> tensor<8x16xf32>",
+            "%5 = stablehlo.reshape %4 : (tensor<8x16xf32>) -> tensor<8x4x4xf32>",
+            "%6 = stablehlo.transpose %5 {permutation = [2, 1, 0]} : (tensor<8x4x4xf32>) -> tensor<4x4x8xf32>",
+            sliced(7, 6, "data", 1, "4x4x8"),
+            'return %7 "y"',
+        ),
+        ["reduce_scatter", "all_reduce", "tanh", "local_slice", "multiply", "reshape", "transpose"],
+        None,
+    ),
+    "of the inner part of a dim, which no slice of the dim is": (
+        (
+            SUM,
+            "%3 = stablehlo.reshape %2 : (tensor<8x16xf32>) -> tensor<8x4x4xf32>",
+            sliced(4, 3, "data", 2, "8x4x4"),
+            'return %4 "y"',
+        ),
+        ["all_reduce", "reshape", "local_slice"], None,
+    ),
+    "several: as it is, of a convert, finer than the others": (
+        (
+            SUM,
+            sliced(3, 2, "data", 1),
+            "%4 = stablehlo.convert %2 : (tensor<8x16xf32>) -> tensor<8x16xbf16>",
+            sliced(5, 4, "data", 1, dtype="bf16"),
+            sliced(6, 2, "data, model", 1),
+            'return %3 "a", %5 "b", %6 "c"',
+        ),
+        ["reduce_scatter", "convert", "local_slice"], None,
+    ),
+    "of two sums": (
+        (
+            SUM,
+            summed(3, 1),
+            "%4 = stablehlo.subtract %2, %3 : (tensor<8x16xf32>, tensor<8x16xf32>) -> tensor<8x16xf32>",
+            sliced(5, 4, "data", 0),
+            'return %5 "a"',
+        ),
+        ["reduce_scatter", "reduce_scatter", "subtract"], None,
+    ),
+    "of a sum of a sum": (
+        (SUM, summed(3, 2, "model"), sliced(4, 3, "data", 1), 'return %4 "a"'),
+        ["reduce_scatter", "all_reduce"], PARTS,
+    ),
+    "of a maximum": (
+        (summed(2, 0, body="max"), OF_DIM_0, 'return %3 "y"'), ["reduce_scatter"], None,
+    ),
+    "of the slice": (
+        (
+            SUM,
+            OF_DIM_0,
+            sliced(4, 3, "data", 1, "2x16"),
+            sliced(5, 3, "model", 1, "2x16"),
+            'return %4 "y", %5 "z"',
+        ),
+        ["reduce_scatter", "local_slice", "local_slice"], None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SLICED)
+def test_a_sum_that_is_sliced(case: str) -> None:
+    lines, wanted, bytes_ = SLICED[case]
+    program = after(*lines)
+    assert names(program) == wanted
+    assert bytes_ is None or sent(program, MESH) == bytes_
 
 
 def test_all_reduce_and_slice_become_reduce_scatter() -> None:
-    program = after(
-        SUM,
-        "%3 = spmd.local_slice %2 {axes = {data}, dim = 0} : (tensor<8x16xf32>) -> tensor<2x16xf32>",
-        'return %3 "y"',
-    )
+    program = after(SUM, OF_DIM_0, 'return %3 "y"')
     assert names(program) == ["reduce_scatter"]
     attrs = program.body.ops[0].kind.attrs
     assert attrs["scatter_dimension"] == 0
     assert attrs["axes"] == MESH.atoms_of(["data"])
-
-
-def test_an_all_reduce_with_another_use_stays() -> None:
-    program = after(
-        SUM,
-        "%3 = spmd.local_slice %2 {axes = {data}, dim = 0} : (tensor<8x16xf32>) -> tensor<2x16xf32>",
-        'return %3 "y", %2 "z"',
-    )
-    assert names(program) == ["all_reduce", "local_slice"]
-
-
-@pytest.mark.parametrize(
-    ("second", "type_"), [("{axes = {model}, dim = 0}", "4x16"), ("{axes = {data}, dim = 1}", "8x4")]
-)  # fmt: skip
-def test_slices_that_share_nothing_stay(second: str, type_: str) -> None:
-    program = after(
-        SUM,
-        "%3 = spmd.local_slice %2 {axes = {data}, dim = 0} : (tensor<8x16xf32>) -> tensor<2x16xf32>",
-        f"%4 = spmd.local_slice %2 {second} : (tensor<8x16xf32>) -> tensor<{type_}xf32>",
-        'return %3 "y", %4 "z"',
-    )
-    assert names(program) == ["all_reduce", "local_slice", "local_slice"]
-
-
-def test_a_slice_over_other_axes_is_taken_before_the_sum() -> None:
-    program = after(
-        SUM,
-        "%3 = spmd.local_slice %2 {axes = {model}, dim = 0} : (tensor<8x16xf32>) -> tensor<4x16xf32>",
-        'return %3 "y"',
-    )
-    assert names(program) == ["local_slice", "all_reduce"]
-    assert sent(program, MESH) == 2 * 4 * 16 * 4 * 3 // 4
-
-
-def test_a_slice_over_some_of_the_axes_shortens_the_sum_over_the_others() -> None:
-    program = after(
-        SUM_OF_BOTH,
-        "%3 = spmd.local_slice %2 {axes = {data}, dim = 1} : (tensor<8x16xf32>) -> tensor<8x4xf32>",
-        'return %3 "y"',
-    )
-    assert names(program) == ["reduce_scatter", "all_reduce"]
-    assert sent(program, MESH) == 8 * 12 * 4 + 8 * 4 * 4
-
-
-@pytest.mark.parametrize("axes", ["data, model", "model, data"])
-def test_a_slice_over_more_axes_is_a_slice_of_the_scattered_sum(axes: str) -> None:
-    program = after(
-        SUM,
-        f"%3 = spmd.local_slice %2 {{axes = {{{axes}}}, dim = 1}} : (tensor<8x16xf32>) -> tensor<8x2xf32>",
-        'return %3 "y"',
-    )
-    in_front = axes.startswith("model")
-    assert names(program) == ["reduce_scatter", "local_slice"][:: -1 if in_front else 1]
-
-
-def test_the_sum_of_both_is_scattered_in_the_order_of_the_slice() -> None:
-    program = after(
-        SUM_OF_BOTH,
-        "%3 = spmd.local_slice %2 {axes = {model, data}, dim = 0} : (tensor<8x16xf32>) -> tensor<1x16xf32>",
-        'return %3 "y"',
-    )
-    assert names(program) == ["reduce_scatter"]
-
-
-def test_elementwise_ops_and_moves_between_are_done_on_slices() -> None:
-    program = after(
-        SUM_OF_BOTH,
-        "%3 = stablehlo.tanh %1 : (tensor<8x16xf32>) -> tensor<8x16xf32>",
-        "%4 = stablehlo.multiply %2, %3 : (tensor<8x16xf32>, tensor<8x16xf32>) -> tensor<8x16xf32>",
-        "%5 = stablehlo.reshape %4 : (tensor<8x16xf32>) -> tensor<8x4x4xf32>",
-        "%6 = stablehlo.transpose %5 {permutation = [2, 1, 0]} : (tensor<8x4x4xf32>) -> tensor<4x4x8xf32>",
-        "%7 = spmd.local_slice %6 {axes = {data}, dim = 1} : (tensor<4x4x8xf32>) -> tensor<4x1x8xf32>",
-        'return %7 "y"',
-    )
-    assert names(program) == [
-        "reduce_scatter", "all_reduce", "tanh", "local_slice", "multiply", "reshape", "transpose",
-    ]  # fmt: skip
-
-
-def test_a_dim_that_a_reshape_takes_apart_elsewhere_stays() -> None:
-    """The slice is of the inner part of dim 1: no slice of dim 1 is it."""
-    program = after(
-        SUM,
-        "%3 = stablehlo.reshape %2 : (tensor<8x16xf32>) -> tensor<8x4x4xf32>",
-        "%4 = spmd.local_slice %3 {axes = {data}, dim = 2} : (tensor<8x4x4xf32>) -> tensor<8x4x1xf32>",
-        'return %4 "y"',
-    )
-    assert names(program) == ["all_reduce", "reshape", "local_slice"]
-
-
-def test_several_slices_share_one_sum() -> None:
-    """One is taken as it is, one of a convert, one is finer than the others."""
-    program = after(
-        SUM,
-        "%3 = spmd.local_slice %2 {axes = {data}, dim = 1} : (tensor<8x16xf32>) -> tensor<8x4xf32>",
-        "%4 = stablehlo.convert %2 : (tensor<8x16xf32>) -> tensor<8x16xbf16>",
-        "%5 = spmd.local_slice %4 {axes = {data}, dim = 1} : (tensor<8x16xbf16>) -> tensor<8x4xbf16>",
-        "%6 = spmd.local_slice %2 {axes = {data, model}, dim = 1} : (tensor<8x16xf32>) -> tensor<8x2xf32>",
-        'return %3 "a", %5 "b", %6 "c"',
-    )
-    assert sorted(names(program)) == ["convert", "local_slice", "reduce_scatter"]
-
-
-def test_sums_of_one_slice_are_both_scattered() -> None:
-    program = after(
-        SUM,
-        "%3 = stablehlo.all_reduce %1 {axes = {data}, body = add<f32>} : (tensor<8x16xf32>) -> tensor<8x16xf32>",
-        "%4 = stablehlo.subtract %2, %3 : (tensor<8x16xf32>, tensor<8x16xf32>) -> tensor<8x16xf32>",
-        "%5 = spmd.local_slice %4 {axes = {data}, dim = 0} : (tensor<8x16xf32>) -> tensor<2x16xf32>",
-        'return %5 "a"',
-    )
-    assert names(program) == ["reduce_scatter", "reduce_scatter", "subtract"]
-
-
-def test_a_sum_of_a_sum_is_of_slices_too() -> None:
-    program = after(
-        SUM,
-        "%3 = stablehlo.all_reduce %2 {axes = {model}, body = add<f32>} : (tensor<8x16xf32>) -> tensor<8x16xf32>",
-        "%4 = spmd.local_slice %3 {axes = {data}, dim = 1} : (tensor<8x16xf32>) -> tensor<8x4xf32>",
-        'return %4 "a"',
-    )
-    assert names(program) == ["reduce_scatter", "all_reduce"]
-    assert sent(program, MESH) == 8 * 12 * 4 + 8 * 4 * 4
-
-
-def test_the_maximum_is_scattered_like_a_sum() -> None:
-    program = after(
-        SUM.replace("add<f32>", "max<f32>"),
-        "%3 = spmd.local_slice %2 {axes = {data}, dim = 0} : (tensor<8x16xf32>) -> tensor<2x16xf32>",
-        'return %3 "y"',
-    )
-    assert names(program) == ["reduce_scatter"]
 
 
 def test_a_slice_in_a_branch_leaves_the_sum_outside() -> None:
@@ -235,14 +216,3 @@ def test_a_gather_with_a_whole_use_stays() -> None:
         'return %2 "y", %3 "z"',
     )
     assert names(program) == ["all_gather", "local_slice"]
-
-
-def test_a_slice_of_the_slice_is_one_more() -> None:
-    program = after(
-        SUM,
-        "%3 = spmd.local_slice %2 {axes = {data}, dim = 0} : (tensor<8x16xf32>) -> tensor<2x16xf32>",
-        "%4 = spmd.local_slice %3 {axes = {data}, dim = 1} : (tensor<2x16xf32>) -> tensor<2x4xf32>",
-        "%5 = spmd.local_slice %3 {axes = {model}, dim = 1} : (tensor<2x16xf32>) -> tensor<2x8xf32>",
-        'return %4 "y", %5 "z"',
-    )
-    assert names(program) == ["reduce_scatter", "local_slice", "local_slice"]
