@@ -9,21 +9,12 @@ from __future__ import annotations
 
 import linecache
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from spmd.explain.words import (
-    Cell,
-    Table,
-    bytes_text,
-    count,
-    number,
-    plural,
-    seconds_text,
-    share_text,
-    source,
-)
+from spmd.explain import words as w
+from spmd.explain.words import K
 from spmd.ir.control_flow import Index
 from spmd.ir.program import Frame, Op, Region, numberless
 from spmd.lowering.partition import Partitioned
@@ -33,8 +24,6 @@ from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
 from spmd.predict.ops import Transfer
 from spmd.predict.timeline import COMPUTE, Slot, Timeline
-
-K = TypeVar("K", bound=Hashable)
 
 MOST = 5  # costs that a report opens with; the largest collective follows where none is among them
 
@@ -98,63 +87,73 @@ class Total(NamedTuple):
 
 def collective_rows(collectives: Iterable[Collective]) -> tuple[Total, ...]:
     """Sums up equal collectives, whatever their layer; most bytes first, then most time."""
-    return _ordered(totals(collectives, lambda c: c._replace(layer="")))
+    return _ordered(totals(collectives, lambda c: c._replace(layer="")).values())
 
 
 def traffic(collectives: Iterable[Collective], by_axes: bool = True) -> tuple[Total, ...]:
     """Sums up collectives by kind and axes (or kind alone); most bytes first, then most time."""
     ordered = sorted(collectives, key=lambda c: c.kind)
-    return _ordered(totals(ordered, lambda c: (c.kind, c.axes if by_axes else ())))
+    return _ordered(totals(ordered, lambda c: (c.kind, c.axes if by_axes else ())).values())
 
 
 def totals(collectives: Iterable[Collective], look: Callable[[Collective], K]) -> dict[K, Total]:
     """Sums up collectives by what `look` returns for each."""
-    found: dict[K, Total] = {}
-    for c in collectives:
-        like, ops, runs, sent, seconds = found.get(look(c), Total(c))
-        sent, seconds = sent + c.bytes * c.count, seconds + c.seconds * c.count
-        found[look(c)] = Total(like, ops + 1, runs + c.count, sent, seconds)
-    return found
+    return {
+        key: Total(
+            alike[0],
+            len(alike),
+            sum(c.count for c in alike),
+            sum(c.bytes * c.count for c in alike),
+            sum(c.seconds * c.count for c in alike),
+        )
+        for key, alike in w.grouped(collectives, look).items()
+    }
 
 
-def _ordered(found: Mapping[K, Total]) -> tuple[Total, ...]:
-    return tuple(sorted(found.values(), key=lambda total: (-total.bytes, -total.seconds)))
+def _ordered(found: Iterable[Total]) -> tuple[Total, ...]:
+    return tuple(sorted(found, key=lambda total: (-total.bytes, -total.seconds)))
 
 
-def collective_table(rows: Iterable[Total]) -> Table:
-    """Makes a table of collectives, equal ones together, each with its reason below it."""
-    heads = ("kind", "axes", "bytes", "times", "ops", "total", "ms", "time", "source")
+def collective_section(collectives: Sequence[Collective]) -> w.Section:
+    """Lists collectives, equal ones together, each with its reason below it."""
     cells = [
         (
-            Cell(row.like.kind, "kind", style="t"),
-            Cell(", ".join(row.like.axes), style="t"),
-            number(bytes_text(row.like.bytes), row.like.bytes),
-            count(row.like.count),
-            count(row.ops),
-            number(bytes_text(row.bytes), row.bytes),
-            number(f"{row.seconds * 1e3:.4f}", row.seconds),
-            number(seconds_text(row.seconds), row.seconds),
-            source(row.like.source, row.like.reason),
+            w.Cell(row.like.kind, "kind", style="t"),
+            w.Cell(", ".join(row.like.axes), style="t"),
+            w.size(row.like.bytes),
+            w.count(row.like.count),
+            w.count(row.ops),
+            w.size(row.bytes),
+            w.number(f"{row.seconds * 1e3:.4f}", row.seconds),
+            w.source(row.like.source, row.like.reason),
         )
-        for row in rows
+        for row in collective_rows(collectives)
     ]
-    return Table(heads, cells, sort="time", search="all_gather data mlp")
+    heads = ("kind", "axes", "bytes", "times", "ops", "total", "ms", "source")
+    table = w.Table(heads, cells, search="all_gather data mlp")
+    return w.Section("collectives", sent_text(collectives), table, "none")
 
 
-def traffic_table(rows: Iterable[Total]) -> Table:
+def sent_text(collectives: Sequence[Collective]) -> str:
+    """Says how many collectives there are, and what they send: `3, 1 MiB sent by ...`."""
+    sent = sum(c.bytes * c.count for c in collectives)
+    return f"{len(collectives)}, {w.bytes_text(sent)} sent by each device in one run"
+
+
+def traffic_table(rows: Iterable[Total]) -> w.Table:
     """Makes a table of totals by kind and axes."""
     cells = [
         (
-            Cell(row.like.kind, "kind"),
-            Cell(", ".join(row.like.axes)),
-            count(row.ops),
-            count(row.runs),
-            number(bytes_text(row.bytes), row.bytes),
-            number(seconds_text(row.seconds), row.seconds),
+            w.Cell(row.like.kind, "kind"),
+            w.Cell(", ".join(row.like.axes)),
+            w.count(row.ops),
+            w.count(row.runs),
+            w.size(row.bytes),
+            w.time(row.seconds),
         )
         for row in rows
     ]
-    return Table(("kind", "axes", "ops", "runs", "bytes", "time"), cells)
+    return w.Table(("kind", "axes", "ops", "runs", "bytes", "time"), cells)
 
 
 class Nested(NamedTuple):
@@ -226,20 +225,20 @@ class Cost(NamedTuple):
     @property
     def remark(self) -> str:
         """Its other figures: `24 ops, 12 MiB sent, 0.1 ms more hidden behind compute`."""
-        parts = [plural(self.ops, "op") + (f" in {self.runs} runs" * (self.runs > self.ops))]
-        parts += [f"{bytes_text(self.bytes)} sent"] * (self.kind != COMPUTE)
-        parts += [f"{seconds_text(self.hidden)} more hidden behind compute"] * (self.hidden > 0)
+        parts = [w.plural(self.ops, "op") + (f" in {self.runs} runs" * (self.runs > self.ops))]
+        parts += [f"{w.bytes_text(self.bytes)} sent"] * (self.kind != COMPUTE)
+        parts += [f"{w.seconds_text(self.hidden)} more hidden behind compute"] * (self.hidden > 0)
         return ", ".join(parts)
 
 
 def costs(timeline: Timeline, mesh: Mesh, topology: Topology) -> tuple[Cost, ...]:
     """Returns what a run's time is spent on, by source line and kind; the largest cost first."""
-    found: dict[tuple[str, str, tuple[Frame, ...]], list[Spent]] = {}
-    for part in spent(timeline, topology):
-        key = (part.slot.lane, part.slot.kind, part.slot.op.loc.user_frames[:2])
-        found.setdefault(key, []).append(part)
+
+    def look(part: Spent) -> tuple[str, str, tuple[Frame, ...]]:
+        return part.slot.lane, part.slot.kind, part.slot.op.loc.user_frames[:2]
+
     made = []
-    for (lane, kind, frames), parts in found.items():
+    for (lane, kind, frames), parts in w.grouped(spent(timeline, topology), look).items():
         slots = [part.slot for part in parts]
         longest = max(slots, key=lambda slot: slot.seconds * slot.trips)
         exchanges = [] if lane == COMPUTE else slots
@@ -262,13 +261,13 @@ def costs(timeline: Timeline, mesh: Mesh, topology: Topology) -> tuple[Cost, ...
 def largest(found: Sequence[Cost], seconds: float) -> tuple[str, tuple[Cost, ...]]:
     """Picks the costs that a report opens with, and their title; `found` has the largest first."""
     most = [cost for cost in found[:MOST] if cost.seconds]
-    title = f"the {len(most)} largest of {plural(len(found), 'cost')}"
+    title = f"the {len(most)} largest of {w.plural(len(found), 'cost')}"
     if all(cost.kind == COMPUTE for cost in most):
         more = [cost for cost in found if cost.kind != COMPUTE and cost.seconds][:1]
         title += ", and the largest collective" * len(more)
         most += more
-    share = share_text(sum(cost.seconds for cost in most), seconds)
-    return f"{title}: {share} of the predicted {seconds_text(seconds)}", tuple(most)
+    share = w.share_text(sum(cost.seconds for cost in most), seconds)
+    return f"{title}: {share} of the predicted {w.seconds_text(seconds)}", tuple(most)
 
 
 def seconds_by_kind(found: Iterable[Cost]) -> dict[str, float]:

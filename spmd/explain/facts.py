@@ -10,23 +10,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 from spmd.compiler import Stages, timed
+from spmd.explain import words as w
 from spmd.explain.costs import Collective, Cost, costs
 from spmd.explain.measured import Measured
 from spmd.explain.memory import Memory
 from spmd.explain.prices import Prices
-from spmd.explain.words import (
-    Cell,
-    Table,
-    bytes_text,
-    code,
-    count,
-    number,
-    seconds_text,
-    source,
-    source_text,
-    spec_text,
-    type_text,
-)
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType, local_type
 from spmd.mesh.mesh import Mesh
@@ -126,16 +114,11 @@ class Facts:
         return sum(c.bytes * c.count for c in self.collectives)
 
     @property
-    def sent_text(self) -> str:
-        """`sent_bytes` in words: `3.2 MiB sent by each device in one run`."""
-        return f"{bytes_text(self.sent_bytes)} sent by each device in one run"
-
-    @property
     def compiled_text(self) -> str:
         """The peak of memory that XLA reports, in words; empty where it reports none."""
         if self.compiled is None or not self.compiled.peak_bytes:
             return ""
-        return f"XLA allocates {bytes_text(self.compiled.peak_bytes)}"
+        return f"XLA allocates {w.bytes_text(self.compiled.peak_bytes)}"
 
 
 def proof_text(plan: Plan) -> str:
@@ -159,11 +142,11 @@ def quality_rows(facts: Facts) -> tuple[tuple[str, float, str], ...]:
     if greedy > seconds * (1 - CLOSE) and facts.plan.solver != "greedy":
         more = greedy / seconds - 1 if seconds else 0.0
         slower = f"{more:.1%} slower than" if more >= CLOSE else "as fast as"
-        text = f"{seconds_text(greedy)}, {slower} this one"
+        text = f"{w.seconds_text(greedy)}, {slower} this one"
         rows.append(("greedy plan", greedy, text))
     bound = facts.least_seconds
     if bound:
-        text = f"{seconds_text(bound)}: arithmetic alone, split evenly over all devices"
+        text = f"{w.seconds_text(bound)}: arithmetic alone, split evenly over all devices"
         rows.append(("lower bound", bound, text))
     return tuple(rows)
 
@@ -173,17 +156,17 @@ def memory_rows(facts: Facts) -> tuple[tuple[str, str], ...]:
     use = facts.use
     rows = [("arguments", _against(facts.arguments)), ("results", _against(facts.results))]
     if use is not None:
-        limit = bytes_text(facts.plan.topology.hbm_bytes)
+        limit = w.bytes_text(facts.plan.topology.hbm_bytes)
         rows += [
-            ("results in donated arguments", bytes_text(use.aliased)),
-            ("temporary", bytes_text(use.temporary)),
-            ("peak, predicted", f"{bytes_text(use.peak)} of {limit}"),
+            ("results in donated arguments", w.bytes_text(use.aliased)),
+            ("temporary", w.bytes_text(use.temporary)),
+            ("peak, predicted", f"{w.bytes_text(use.peak)} of {limit}"),
             ("on the device", room_for(use.peak, facts.plan.topology)),
         ]
         if use.constants:
             rows.insert(2, ("constants", _against(facts.constants, use.constants)))
     if facts.compiled is not None and facts.compiled.peak_bytes:
-        rows.append(("peak, as XLA allocates it", bytes_text(facts.compiled.peak_bytes)))
+        rows.append(("peak, as XLA allocates it", w.bytes_text(facts.compiled.peak_bytes)))
     return tuple(rows)
 
 
@@ -196,7 +179,7 @@ def _against(leaves: Sequence[Leaf], held: int | None = None) -> str:
     part = pieces if held is None else held
     whole = sum(leaf.type.bytes for leaf in leaves) + part - pieces
     ratio = f", {whole / part:.3g}x less" if 0 < part < whole else ""
-    return f"{bytes_text(part)} (unpartitioned {bytes_text(whole)}{ratio})"
+    return f"{w.bytes_text(part)} (unpartitioned {w.bytes_text(whole)}{ratio})"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -231,7 +214,7 @@ def _origin(propagated: Propagated, value: Value, sharding: Sharding) -> str:
     for dim, axes in enumerate(sharding.dims):
         for atom in axes:
             chain = propagated.why(value, dim, atom)
-            causes[f"from {source_text(chain[-1])}" if chain else "the planner's choice"] = None
+            causes[f"from {w.source_text(chain[-1])}" if chain else "the planner's choice"] = None
     return "; ".join(causes) or "no mark reaches it"
 
 
@@ -241,24 +224,33 @@ def split_text(leaves: Sequence[Leaf]) -> str:
     return f"{len(leaves)}, {split} of them split"
 
 
-def leaf_table(leaves: Sequence[Leaf], mesh: Mesh) -> Table:
-    """Makes a table of arguments or results, those that are alike in one row."""
+def leaf_sections(facts: Facts) -> list[w.Section]:
+    """Returns the arguments, the results and the constants (if any) as tables."""
+    ends = {"arguments": facts.arguments, "results": facts.results}
+    ends |= {"constants": facts.constants} if facts.constants else {}
+    return [
+        w.Section(what, split_text(leaves), _leaf_table(leaves, facts.plan.mesh), "none")
+        for what, leaves in ends.items()
+    ]
+
+
+def _leaf_table(leaves: Sequence[Leaf], mesh: Mesh) -> w.Table:
     rows = []
     for group in group_leaves(leaves):
         leaf, several = group.leaves[0], len(group.leaves) > 1
         parts = tuple((leaf.name, leaf.origin) for leaf in group.leaves) if several else ()
         row = (
-            Cell(group.pattern, "name", style="w", parts=parts),
-            count(len(group.leaves)),
-            code(type_text(leaf.type)),
-            code(spec_text(leaf.sharding, mesh)),
-            code(type_text(leaf.local)),
-            number(bytes_text(group.bytes), group.bytes),
-            Cell(pattern(leaf.origin for leaf in group.leaves), "path", style="w"),
+            w.Cell(group.pattern, "name", style="w", parts=parts),
+            w.count(len(group.leaves)),
+            w.code(w.type_text(leaf.type)),
+            w.code(w.spec_text(leaf.sharding, mesh)),
+            w.code(w.type_text(leaf.local)),
+            w.size(group.bytes),
+            w.Cell(pattern(leaf.origin for leaf in group.leaves), "path", style="w"),
         )
         rows.append(row)
     heads = ("name", "n", "type", "sharding", "local", "per device", "origin")
-    return Table(heads, rows, search="a name or a sharding" if len(rows) > 6 else "")
+    return w.Table(heads, rows, search="a name or a sharding" if len(rows) > 6 else "")
 
 
 class LeafGroup(NamedTuple):
@@ -303,9 +295,7 @@ def group_leaves(
     Names that differ only in numbers go together, then groups whose names differ in one part, as
     long as the result holds every combination: `{mu,nu}/{w,b}` stands for four leaves.
     """
-    alike: dict[tuple[str, object], list[Leaf]] = {}
-    for leaf in leaves:
-        alike.setdefault((re.sub(r"\d+", "*", leaf.name), look_of(leaf)), []).append(leaf)
+    alike = w.grouped(leaves, lambda leaf: (re.sub(r"\d+", "*", leaf.name), look_of(leaf)))
     merged: list[LeafGroup] = []
     for (name, common), members in alike.items():
         parts = tuple(frozenset((part,)) for part in name.split("/"))
@@ -354,21 +344,21 @@ def values_inside(plan: Plan) -> Counter[tuple[str, TensorType, Sharding, str]]:
     return found
 
 
-def largest_table(plan: Plan, n: int) -> Table:
+def largest_table(plan: Plan, n: int) -> w.Table:
     """Makes a table of the `n` largest values inside the program, alike ones in one row."""
     rows = []
     for (what, type_, sharding, trail), values in values_inside(plan).items():
         local = local_type(type_, sharding, plan.mesh)
         row = (
-            number(bytes_text(local.bytes), local.bytes),
-            count(values),
-            code(type_text(type_)),
-            code(spec_text(sharding, plan.mesh), "w"),
-            code(type_text(local)),
-            Cell(what, style="w"),
-            source(trail),
+            w.size(local.bytes),
+            w.count(values),
+            w.code(w.type_text(type_)),
+            w.code(w.spec_text(sharding, plan.mesh), "w"),
+            w.code(w.type_text(local)),
+            w.Cell(what, style="w"),
+            w.source(trail),
         )
-        rows.append((local.bytes, row))
-    rows.sort(key=lambda sized: -sized[0])
+        rows.append(row)
     heads = ("per device", "n", "type", "sharding", "local", "op", "source")
-    return Table(heads, [row for _, row in rows[:n]], sort="per device")
+    made = w.Table(heads, rows).by("per device")
+    return made._replace(rows=made.rows[:n])

@@ -9,21 +9,11 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from spmd.explain.words import (
-    Cell,
-    Table,
-    bytes_text,
-    count,
-    number,
-    plural,
-    seconds_text,
-    source,
-    type_text,
-)
+from spmd.explain import words as w
 from spmd.ir.description import CONSTANT
 from spmd.ir.program import Program, numberless
 from spmd.lowering.recompute.again import AGAIN
-from spmd.planning.plan import Plan, Recomputed
+from spmd.planning.plan import Plan
 from spmd.predict.memory import Buffer, MemoryUse
 from spmd.predict.timeline import COMPUTE, Timeline
 
@@ -127,33 +117,33 @@ def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
         (RESULTS, [leaf for i, leaf in enumerate(results) if i not in use.reused]),
     ):
         held += [(kind, numberless(name), types[v], "", types[v].bytes) for name, v in leaves]
-    rows: dict[tuple[str, str, str, str], Alive] = {}
-    for kind, label, type_, trail, size in held:
-        key = (kind, label, type_text(type_), trail)
-        old = rows.get(key, Alive(*key, 0, 0))
-        rows[key] = old._replace(values=old.values + 1, bytes=old.bytes + size)
-    at_peak = tuple(sorted(rows.values(), key=lambda row: -row.bytes))
+    alike = w.grouped(held, lambda row: (row[0], row[1], w.type_text(row[2]), row[3]))
+    rows = [Alive(*key, len(rows), sum(size for *_, size in rows)) for key, rows in alike.items()]
+    at_peak = tuple(sorted(rows, key=lambda row: -row.bytes))
     return MemoryCurve(tuple(map(tuple, curve)), use.peak_at, at_peak)
 
 
-def recomputed(plan: Plan, timeline: Timeline) -> tuple[str, Table]:
-    """Returns a title and a table of what a program recomputes (remat), by op and source line."""
-    found: dict[tuple[str, str], list[Recomputed]] = {}
-    for value in plan.recomputed:
-        found.setdefault((value.name, value.loc.trail), []).append(value)
-    sized = [(sum(v.bytes for v in values), key, values) for key, values in found.items()]
-    sized.sort(key=lambda row: -row[0])
+def recomputed(plan: Plan, timeline: Timeline) -> w.Section:
+    """Lists what a program recomputes (remat), by op and source line."""
     rows = [
-        (number(bytes_text(size), size), count(len(values)), Cell(name, style="w"), source(trail))
-        for size, (name, trail), values in sized
+        (
+            w.size(sum(v.bytes for v in values)),
+            w.count(len(values)),
+            w.Cell(name, style="w"),
+            w.source(trail),
+        )
+        for (name, trail), values in w.grouped(
+            plan.recomputed, lambda value: (value.name, value.loc.trail)
+        ).items()
     ]
     slots = [slot for slot in timeline.slots if AGAIN in slot.op.loc.note and not slot.op.regions]
     arithmetic = sum(slot.seconds * slot.trips for slot in slots if slot.lane == COMPUTE)
     exchanges = sum(slot.seconds * slot.trips for slot in slots if slot.lane != COMPUTE)
-    sent = f" and {seconds_text(exchanges)} of collectives" if exchanges else ""
-    title = (
-        f"made again rather than held: {plural(len(plan.recomputed), 'value')} of "
-        f"{bytes_text(sum(v.bytes for v in plan.recomputed))}, "
-        f"in {seconds_text(arithmetic)} of arithmetic{sent}"
+    sent = f" and {w.seconds_text(exchanges)} of collectives" if exchanges else ""
+    said = (
+        f"{w.plural(len(plan.recomputed), 'value')} of "
+        f"{w.bytes_text(sum(v.bytes for v in plan.recomputed))}, "
+        f"in {w.seconds_text(arithmetic)} of arithmetic{sent}"
     )
-    return title, Table(("per device", "n", "op", "source"), rows, sort="per device")
+    table = w.Table(("per device", "n", "op", "source"), rows).by("per device")
+    return w.Section("made again rather than held", said, table)

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from spmd.compiler import Stages
+from spmd.explain import words as w
 from spmd.explain.costs import Nested, Spent, nested, sent_bytes, spent
-from spmd.explain.marks import Price
-from spmd.explain.prices import Prices
-from spmd.explain.words import axes_text, bytes_text, plural, seconds_text, share_text
+from spmd.explain.prices import Price, Prices
 from spmd.ir.dialect.composites import arguments_of
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.pipelines import SHIFT, Pipeline, pipeline_of
@@ -22,7 +21,7 @@ from spmd.ops.attention_split import ring_reason
 from spmd.planning.plan import Plan
 from spmd.predict.ops import ring_pieces, ring_seconds, share_seconds
 from spmd.predict.timeline import Slot
-from spmd.propagation.projection import Assignment, ring_axes
+from spmd.propagation.projection import ring_axes
 
 # Pieces that a device has while they go round: its own, one that it reads, and one that comes.
 AT_ONCE = 3
@@ -38,8 +37,8 @@ class Travel(NamedTuple):
     @property
     def text(self) -> str:
         """Its figures: `704 KiB in 22 permutes, 12 us of waiting`."""
-        waiting = f"{seconds_text(self.waited)} of" if self.waited else "no"
-        return f"{bytes_text(self.sent)} in {plural(self.sends, 'permute')}, {waiting} waiting"
+        waiting = f"{w.seconds_text(self.waited)} of" if self.waited else "no"
+        return f"{w.bytes_text(self.sent)} in {w.plural(self.sends, 'permute')}, {waiting} waiting"
 
 
 def _travel(parts: Sequence[Spent], stages: Stages) -> Travel:
@@ -76,7 +75,7 @@ class PipelineRow(NamedTuple):
         of = self.of
         chunks = f" of {of.chunks} chunks" if of.chunks > 1 else ""
         return (
-            f"{plural(of.stages, 'stage')}{chunks} over {of.axis}, "
+            f"{w.plural(of.stages, 'stage')}{chunks} over {of.axis}, "
             f"{of.microbatches} microbatches, schedule {of.schedule}"
         )
 
@@ -84,24 +83,26 @@ class PipelineRow(NamedTuple):
     def parts(self) -> tuple[tuple[str, str], ...]:
         """(what, figures) pairs for a report: bubble, bytes sent, bytes held."""
         bubble = (
-            f"{share_text(self.seconds * self.idle, self.seconds)} of {seconds_text(self.seconds)} "
-            f"in its loops: {self.steps - self.of.busy_steps} of {self.steps} steps fill and drain"
+            f"{w.share_text(self.seconds * self.idle, self.seconds)} of "
+            f"{w.seconds_text(self.seconds)} in its loops: "
+            f"{self.steps - self.of.busy_steps} of {self.steps} steps fill and drain"
         )
         rows = [("bubble", bubble), ("sent to neighbours", self.travel.text)]
         if self.held:
-            rows.append(("held for the gradient", bytes_text(self.held)))
+            rows.append(("held for the gradient", w.bytes_text(self.held)))
         return tuple(rows)
 
 
 def pipeline_rows(stages: Stages) -> list[PipelineRow]:
     """Returns the figures of each pipeline of a program, in order."""
-    found: dict[tuple[Pipeline, str], list[Nested]] = {}
-    for loop in nested(stages.timeline.slots):  # the outermost ones
-        of = pipeline_of(loop.slot.op.loc.scope) if loop.slot.op.is_loop else None
-        if of is not None:
-            found.setdefault((of, loop.slot.op.loc.trail), []).append(loop)
+    outermost = [loop for loop in nested(stages.timeline.slots) if loop.slot.op.is_loop]
+    found = w.grouped(
+        outermost, lambda loop: (pipeline_of(loop.slot.op.loc.scope), loop.slot.op.loc.trail)
+    )
     rows = []
     for (of, source), loops in found.items():
+        if of is None:
+            continue
         forward = [loop for loop in loops if "transpose(" not in loop.slot.op.loc.scope]
         backward = [loop for loop in loops if "transpose(" in loop.slot.op.loc.scope]
         steps = 0
@@ -193,22 +194,22 @@ class RingRow(NamedTuple):
     @property
     def parts(self) -> tuple[tuple[str, str], ...]:
         """(what, figures) pairs for a report: time, bytes sent and held, price of the other way."""
-        exchange, arithmetic = seconds_text(self.exchange), seconds_text(self.arithmetic)
-        going, gathered = bytes_text(self.held_round), bytes_text(self.held_gathered)
+        exchange, arithmetic = w.seconds_text(self.exchange), w.seconds_text(self.arithmetic)
+        going, gathered = w.bytes_text(self.held_round), w.bytes_text(self.held_gathered)
         if self.goes_round:
             held, other = f"{going}; gathered {gathered}", "gathered instead"
         else:
             held, other = f"{gathered}; going round {going}", "going round instead"
         rows = [
             ("time to go round", f"{exchange}, beside {arithmetic} of arithmetic"),
-            ("each sends", f"{bytes_text(self.sent_once)}, gathered or round"),
+            ("each sends", f"{w.bytes_text(self.sent_once)}, gathered or round"),
             ("each holds", held),
         ]
         if self.travel is not None:
             rows.append(("in a run", self.travel.text))
         if self.other is not None:
             more = "more" if self.other.seconds > 0 else "less"  # bytes on the links are the same
-            rows.append((other, f"{seconds_text(abs(self.other.seconds))} {more}"))
+            rows.append((other, f"{w.seconds_text(abs(self.other.seconds))} {more}"))
         return tuple(rows)
 
 
@@ -218,49 +219,49 @@ def ring_rows(stages: Stages, prices: Prices | None = None) -> list[RingRow]:
     With `prices`, the first few get the price of the other way.
     """
     plan = stages.plan
-    groups: dict[RingRow, list[tuple[Op, int]]] = {}
-    for op in plan.program.walk():
-        choice = plan.choices.get(op.results[0]) if op.results else None
-        if choice is not None and not op.regions and not op.is_mark:
-            for number, _ in rule_of(op.kind, op.loc).rings:
-                row = _ring(plan, op, number, choice.assignment)
-                if row is not None:
-                    groups.setdefault(row, []).append((op, number))
-    rows = [row._replace(ops=len(alike)) for row, alike in groups.items()]
-    if not rows:
+    found = [
+        (row, op, factor)
+        for op in plan.program.walk()
+        if op.results and op.results[0] in plan.choices and not op.regions and not op.is_mark
+        for factor, _ in rule_of(op.kind, op.loc).rings
+        if (row := _ring(plan, op, factor)) is not None
+    ]
+    if not found:
         return []
     exchanges = [part for part in spent(stages.timeline, plan.topology) if part.slot.op.collective]
-    for i, row in enumerate(rows):
+    rows: list[RingRow] = []
+    for row, ((_, op, factor), *others) in w.grouped(found, lambda ring: ring[0]).items():
+        travel = other = None
         if row.goes_round:
+            reason = ring_reason(row.op)
             own = [
                 part
                 for part in exchanges
-                if part.slot.op.loc.note.startswith(ring_reason(row.op))
-                and part.slot.op.loc.trail == row.source
+                if part.slot.op.loc.note.startswith(reason) and part.slot.op.loc.trail == row.source
             ]
-            rows[i] = row._replace(travel=_travel(own, stages))
-    if prices is not None:
-        firsts = [alike[0] for alike in groups.values()][: prices.most_conflicts]
-        for i, first in enumerate(firsts):
-            rows[i] = rows[i]._replace(other=prices.of_ring(*first))
+            travel = _travel(own, stages)
+        if prices is not None and len(rows) < prices.most_conflicts:
+            other = prices.of_ring(op, factor)
+        rows.append(row._replace(ops=1 + len(others), travel=travel, other=other))
     return rows
 
 
-def _ring(plan: Plan, op: Op, number: int, assignment: Assignment) -> RingRow | None:
+def _ring(plan: Plan, op: Op, factor: int) -> RingRow | None:
     """Returns the figures of one op's ring factor; None if its pieces cannot go round."""
     rule, mesh, topology = rule_of(op.kind, op.loc), plan.mesh, plan.topology
-    axes = ring_axes(rule, number, assignment, mesh.atom_sizes)
+    assignment = plan.choice(op).assignment
+    axes = ring_axes(rule, factor, assignment, mesh.atom_sizes)
     if not axes:
         return None
-    going = tuple(axes if i == number else own for i, own in enumerate(assignment))
+    going = tuple(axes if i == factor else own for i, own in enumerate(assignment))
     said = arguments_of(op.kind)
     return RingRow(
         op.label,
         op.loc.trail,
         1,
-        axes_text(axes, mesh),
+        w.axes_text(axes, mesh),
         mesh.extent(axes),
-        bool(assignment[number]),
+        bool(assignment[factor]),
         said.get("zigzag", 1) > 1,
         bool(said.get("causal")),
         sum(piece.bytes for _, piece in ring_pieces(op.kind, rule, going, mesh)),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple, TypeVar
 
 from spmd.errors import bytes_text as bytes_text
 from spmd.ir.program import Program, Value
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, axis_refs
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 
 def spec_text(sharding: Sharding, mesh: Mesh) -> str:
@@ -79,9 +82,9 @@ def idle_text(axes: Sequence[str]) -> str:
 # ---------------------------------------------------------------------------------------------
 # Tables, before they are text or a part of a page; and how text is laid out.
 
-Look = Literal["text", "number", "code", "path", "name", "source", "kind"]
+Look = Literal["text", "number", "code", "path", "name", "source", "kind", "lines"]
 """What a cell holds: a `path` may break at its slashes, a `name` is a path in a fixed-width font, a
-`source` is a source line and its caller's, a `kind` that of a collective."""
+`source` is a source line and its caller's, a `kind` that of a collective, `lines` are several."""
 
 
 class Cell(NamedTuple):
@@ -106,6 +109,16 @@ def number(text: str, key: float) -> Cell:
     return Cell(text, "number", key)
 
 
+def size(bytes: float) -> Cell:
+    """Makes a cell of a number of bytes."""
+    return number(bytes_text(bytes), bytes)
+
+
+def time(seconds: float) -> Cell:
+    """Makes a cell of a time."""
+    return number(seconds_text(seconds), seconds)
+
+
 def code(text: str, style: str = "t") -> Cell:
     """Makes a cell of text in a fixed-width font."""
     return Cell(text, "code", style=style)
@@ -124,6 +137,12 @@ class Table(NamedTuple):
     sort: str = ""  # the column by which the rows are in order already, descending
     search: str = ""  # what the rows are, for a box on the page that filters them; no box if empty
 
+    def by(self, head: str) -> Table:
+        """Returns the table in order of a column of numbers, the largest first."""
+        at = self.heads.index(head)
+        rows = sorted(self.rows, key=lambda row: float(row[at].key or 0), reverse=True)
+        return self._replace(rows=rows, sort=head)
+
     def without(self, head: str) -> Table:
         """Returns the table without one column."""
         at = self.heads.index(head)
@@ -141,6 +160,24 @@ class Table(NamedTuple):
         for line, row in zip(lines, self.rows, strict=True):
             made += [line, *(f"    {source_text(cell.note)}" for cell in row if cell.note)]
         return made
+
+
+class Section(NamedTuple):
+    """Holds one part of a report: what it is called, what is said beside that, and its table."""
+
+    title: str
+    remark: str
+    table: Table
+    empty: str = ""  # what is said of a table without rows; if nothing, the section is left out
+
+    @property
+    def heading(self) -> str:
+        """Its title and remark in one line."""
+        return f"{self.title}: {self.remark}" if self.remark else self.title
+
+    def lines(self) -> Lines:
+        """Yields it as lines of text."""
+        return section(self.heading, self.table.lines() or [self.empty] * bool(self.empty))
 
 
 Lines = Iterator[str]  # what a part of a text yields, without line ends
@@ -164,3 +201,11 @@ def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[st
         ).rstrip()
         for row in rows
     ]
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Puts items with one key together, keys in order of their first item."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups

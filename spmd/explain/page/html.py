@@ -46,6 +46,9 @@ def joined(*parts: str, by: str = "") -> Html:
     return Html(by.join(p if isinstance(p, Html) else escape(p) for p in parts))
 
 
+BREAK = tag("br")
+
+
 def drawing(
     look: str, width: float, height: float, shapes: Iterable[Html], label: str, **attributes: object
 ) -> Html:
@@ -80,6 +83,7 @@ _LOOKS: dict[Look, Callable[[str], Html]] = {
     "name": lambda text: tag("code", breakable(text)),
     "source": lambda text: source(text),
     "kind": lambda text: joined(dot(f"var(--{text})"), text),
+    "lines": lambda text: joined(*map(breakable, text.splitlines()), by=BREAK),
 }
 """How a cell's text is shown; other looks show it as it is."""
 
@@ -123,6 +127,11 @@ def _td(cell: Cell) -> Html:
 def folded(title: str, body: Html) -> Html:
     """Makes an element that shows its title, and its body when unfolded."""
     return tag("details", tag("summary", title), body)
+
+
+def facts(rows: Iterable[tuple[str, str]]) -> Html:
+    """Makes a list of (what, what is said of it)."""
+    return tag("dl.facts", *(joined(tag("dt", what), tag("dd", text)) for what, text in rows))
 
 
 def source(trail: str) -> Html:

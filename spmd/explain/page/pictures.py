@@ -14,7 +14,18 @@ from typing import NamedTuple
 from spmd.explain.costs import Nested, nested
 from spmd.explain.facts import Facts, group_leaves
 from spmd.explain.memory import KINDS, MemoryCurve
-from spmd.explain.page.html import Html, breakable, drawing, joined, line, rect, source, tag, words
+from spmd.explain.page.html import (
+    Html,
+    breakable,
+    drawing,
+    facts,
+    joined,
+    line,
+    rect,
+    source,
+    tag,
+    words,
+)
 from spmd.explain.steps import PipelineRow, RingRow, pipeline_rows, ring_rows
 from spmd.explain.words import (
     axes_text,
@@ -64,8 +75,8 @@ class Segment(NamedTuple):
 class Bars(NamedTuple):
     """Holds what happens, in order, in a program, in a branch, or in one iteration of a loop."""
 
-    segments: tuple[Segment, ...]  # ops and collectives outside of inner loops
-    loops: tuple[Bars, ...]  # the loops and conditionals, of whose equal iterations one is shown
+    segments: Sequence[Segment]  # ops and collectives outside of inner loops
+    loops: Sequence[Bars]  # the loops and conditionals, of whose equal iterations one is shown
     once: float  # seconds of all of it, once
     start: float  # when it begins first, seconds after what is around it began
     seconds: float  # all iterations together
@@ -87,33 +98,31 @@ class Bars(NamedTuple):
 
 def bars_of(timeline: Timeline, mesh: Mesh) -> Bars:
     """Returns the predicted run of a program on a mesh, as bars."""
+
+    def region(slots: Iterable[Nested], begin: float) -> tuple[list[Segment], list[Bars]]:
+        """Returns a region's ops and loops, timed from `begin`."""
+        segments: list[Segment] = []
+        loops: list[Bars] = []
+        for slot, inside in slots:
+            op, start, trail = slot.op, slot.start - begin, slot.op.loc.trail
+            if op.regions:
+                once = slot.seconds / ((UNKNOWN_TRIPS if slot.runs is None else slot.runs) or 1)
+                trips = "loop, taken as ×16" if slot.runs is None else f"loop ×{slot.runs}"
+                title, place = trips if op.is_loop else "conditional", trail or "an unknown place"
+                body = region(inside, slot.start)
+                loops.append(Bars(*body, once, start, slot.seconds, title, place))
+            elif slot.lane == COMPUTE:
+                segments.append(Segment((COMPUTE,), COMPUTE, op.label, trail, start, slot.seconds))
+            else:
+                transfer = Transfer.of(op, mesh)
+                atoms = transfer.axes if transfer else ()
+                axes = dict.fromkeys(mesh.axis_names[mesh.atoms[a].axis] for a in atoms)
+                label = f"{slot.kind} over {slot.lane}"
+                segments.append(Segment(tuple(axes), slot.kind, label, trail, start, slot.seconds))
+        return segments, loops
+
     whole = timeline.scheduled_seconds
-    return Bars(*_region(nested(timeline.slots), mesh, 0.0), whole, 0.0, whole)
-
-
-def _region(
-    slots: Iterable[Nested], mesh: Mesh, begin: float
-) -> tuple[tuple[Segment, ...], tuple[Bars, ...]]:
-    """Returns a region's ops and loops, timed from `begin`; those in a loop from its own start."""
-    segments: list[Segment] = []
-    loops: list[Bars] = []
-    for slot, inside in slots:
-        op, start, trail = slot.op, slot.start - begin, slot.op.loc.trail
-        if op.regions:
-            once = slot.seconds / ((UNKNOWN_TRIPS if slot.runs is None else slot.runs) or 1)
-            trips = "loop, taken as ×16" if slot.runs is None else f"loop ×{slot.runs}"
-            title, place = trips if op.is_loop else "conditional", trail or "an unknown place"
-            body = _region(inside, mesh, slot.start)
-            loops.append(Bars(*body, once, start, slot.seconds, title, place))
-        elif slot.lane == COMPUTE:
-            segments.append(Segment((COMPUTE,), COMPUTE, op.label, trail, start, slot.seconds))
-        else:
-            transfer = Transfer.of(op, mesh)
-            atoms = transfer.axes if transfer else ()
-            axes = dict.fromkeys(mesh.axis_names[mesh.atoms[a].axis] for a in atoms)
-            label = f"{slot.kind} over {slot.lane}"
-            segments.append(Segment(tuple(axes), slot.kind, label, trail, start, slot.seconds))
-    return tuple(segments), tuple(loops)
+    return Bars(*region(nested(timeline.slots), 0.0), whole, 0.0, whole)
 
 
 def merged(segments: Sequence[Segment], least: float) -> list[Segment]:
@@ -125,28 +134,31 @@ def merged(segments: Sequence[Segment], least: float) -> list[Segment]:
     last: dict[tuple[str, ...], int] = {}
     made: list[Segment] = []
     for s in sorted(segments, key=lambda s: s.start):
-        if s.lanes in last and (joint := _joint(made[last[s.lanes]], s, least)):
-            made[last[s.lanes]] = joint
-        else:
+        before = made[last[s.lanes]] if s.lanes in last else None
+        group = None if before is None else _common_group(before, s, least)
+        if before is None or group is None:
             last[s.lanes] = len(made)
             made.append(s)
+        else:
+            label = before.label if before.label == s.label else ""
+            seconds, ops = s.end - before.start, before.ops + s.ops
+            joint = before._replace(label=label, group=group, seconds=seconds, ops=ops)
+            made[last[s.lanes]] = joint
     return made
 
 
-def _joint(before: Segment, after: Segment, least: float) -> Segment | None:
-    """Returns two neighbours of one lane as one segment, None if they do not belong together."""
+def _common_group(before: Segment, after: Segment, least: float) -> str | None:
+    """Returns what two neighbours of one lane have in common; None if they are not joined."""
     if before.kind != after.kind or after.start - before.end > least / 4:
         return None
-    group = before.group if before.group == after.group else ""
-    if not group and before.kind == COMPUTE:
+    if before.group and before.group == after.group:
+        return before.group
+    if before.kind == COMPUTE:
         names = functions_of(after.group)
-        common = next((name for name in functions_of(before.group) if name in names), None)
-        group = f"in ({common})" if common is not None else ""
-    if not group and min(before.seconds, after.seconds) >= least:
-        return None
-    label = before.label if before.label == after.label else ""
-    seconds, ops = after.end - before.start, before.ops + after.ops
-    return before._replace(label=label, group=group, seconds=seconds, ops=ops)
+        for name in functions_of(before.group):
+            if name in names:
+                return f"in ({name})"
+    return None if min(before.seconds, after.seconds) >= least else ""
 
 
 def functions_of(group: str) -> tuple[str, ...]:
@@ -162,7 +174,17 @@ def timeline_svg(timeline: Bars, axes: Sequence[str], what: str) -> Html:
     scale = ACROSS / total
     shown = merged(list(timeline.flat()), total / _FINEST)
     top = _TOP + (24 if timeline.loops else 0)
-    parts = [_bracket(loop, scale, top, len(lanes)) for loop in timeline.loops]
+    bottom = top + len(lanes) * (_LANE + _GAP)
+    parts: list[Html] = []
+    for loop in timeline.loops:
+        x, width = LEFT + loop.start * scale, loop.seconds * scale
+        label = f"{loop.title}, {seconds_text(loop.seconds)}"
+        title = f"{loop.title} at {source_text(loop.place)}: {seconds_text(loop.seconds)}"
+        parts += [
+            rect("loop", (x, top - 4, width, bottom - top - _GAP + 8), title),
+            tag("path.bracket", d=f"M{x:.1f} {top - 2}v-6h{width:.1f}v6"),
+            words(x + 4, top - 12, label, "soft") if width > 6.8 * len(label) else Html(),
+        ]
     for row, lane in enumerate(lanes):
         y = top + row * (_LANE + _GAP)
         parts += [
@@ -171,7 +193,6 @@ def timeline_svg(timeline: Bars, axes: Sequence[str], what: str) -> Html:
             rect("lane", (LEFT, y, ACROSS, _LANE)),
             *(_bar(s, scale, y) for s in shown if lane in s.lanes),
         ]
-    bottom = top + len(lanes) * (_LANE + _GAP)
     # A tick at each multiple of the next larger 1, 2 or 5 times a power of ten.
     least = total / 8
     power = 10.0 ** math.floor(math.log10(least)) if least > 0 else 1.0
@@ -199,18 +220,6 @@ def _bar(s: Segment, scale: float, y: int) -> Html:
     if name and s.kind == COMPUTE and width > 7.2 * len(name) + 8:
         return joined(drawn, words(x + 5, y + 19, name, "in"))
     return drawn
-
-
-def _bracket(loop: Bars, scale: float, top: int, lanes: int) -> Html:
-    x, width = LEFT + loop.start * scale, loop.seconds * scale
-    height = lanes * (_LANE + _GAP) - _GAP + 8
-    label = f"{loop.title}, {seconds_text(loop.seconds)}"
-    title = f"{loop.title} at {source_text(loop.place)}: {seconds_text(loop.seconds)}"
-    return joined(
-        rect("loop", (x, top - 4, width, height), title),
-        tag("path.bracket", d=f"M{x:.1f} {top - 2}v-6h{width:.1f}v6"),
-        words(x + 4, top - 12, label, "soft") if width > 6.8 * len(label) else "",
-    )
 
 
 def memory_svg(curve: MemoryCurve, limit: int) -> Html:
@@ -299,9 +308,8 @@ def rings(facts: Facts) -> Html:
 
 
 def _head(row: PipelineRow | RingRow) -> Html:
-    facts = [joined(tag("dt", what), tag("dd", text)) for what, text in row.parts]
     title = tag("p.entry", tag("b", row.title), " at ", source(row.source))
-    return joined(title, tag("dl.facts", *facts))
+    return joined(title, facts(row.parts))
 
 
 def _stages(of: Pipeline) -> Html:
