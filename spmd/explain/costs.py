@@ -140,9 +140,9 @@ def sent_text(collectives: Sequence[Collective]) -> str:
     return f"{len(collectives)}, {w.bytes_text(sent)} sent by each device in one run"
 
 
-def traffic_table(rows: Iterable[Total]) -> w.Table:
-    """Makes a table of totals by kind and axes."""
-    cells = [
+def traffic_section(collectives: Iterable[Collective], by_axes: bool = True) -> w.Section:
+    """Lists what collectives do in one run, those of one kind (and axes) together."""
+    rows = [
         (
             w.Cell(row.like.kind, "kind"),
             w.Cell(", ".join(row.like.axes)),
@@ -151,9 +151,12 @@ def traffic_table(rows: Iterable[Total]) -> w.Table:
             w.size(row.bytes),
             w.time(row.seconds),
         )
-        for row in rows
+        for row in traffic(collectives, by_axes)
     ]
-    return w.Table(("kind", "axes", "ops", "runs", "bytes", "time"), cells)
+    table = w.Table(("kind", "axes", "ops", "runs", "bytes", "time"), rows)
+    if by_axes:
+        return w.Section("totals by kind and axes", "", table)
+    return w.Section("totals by kind", "", table.without("axes"))
 
 
 class Nested(NamedTuple):

@@ -114,6 +114,17 @@ class Facts:
         return sum(c.bytes * c.count for c in self.collectives)
 
     @property
+    def time_text(self) -> str:
+        """The predicted time, in words: `1.2 ms a run, bound by compute (...)`."""
+        seconds, compute, comm = map(
+            w.seconds_text,
+            (self.timeline.seconds, self.timeline.compute_seconds, self.timeline.comm_seconds),
+        )
+        is_sending = self.timeline.comm_seconds > self.timeline.compute_seconds
+        bound = "communication" if is_sending else "compute"
+        return f"{seconds} a run, bound by {bound} (compute {compute}, collectives {comm})"
+
+    @property
     def compiled_text(self) -> str:
         """The peak of memory that XLA reports, in words; empty where it reports none."""
         if self.compiled is None or not self.compiled.peak_bytes:
@@ -134,21 +145,28 @@ def proof_text(plan: Plan) -> str:
     return f"{plan.solver}: its sum of costs is at most {plan.gap:.1%} above the least of {over}"
 
 
-def quality_rows(facts: Facts) -> tuple[tuple[str, float, str], ...]:
-    """Returns (what, seconds, as text) of the greedy plan and the lower bound, to compare with."""
-    seconds, greedy = facts.timeline.seconds, facts.greedy_seconds
-    rows = []
+def header_rows(facts: Facts) -> list[tuple[str, str]]:
+    """Returns (what, as text) of a program: where it runs, how long, and how good its plan is."""
+    plan, stages, seconds = facts.plan, facts.stages, facts.timeline.seconds
+    rows = [
+        ("mesh", f"{plan.mesh} ({plan.mesh.size} devices)"),
+        ("topology", str(plan.topology)),
+        ("solver", proof_text(plan) + "; in an earlier start" * stages.is_read),
+        ("predicted", facts.time_text),
+    ]
+    if facts.measured is not None:
+        rows.append(("measured", facts.measured.title))
+    greedy, bound = facts.greedy_seconds, facts.least_seconds
     # A greedy plan that is faster is one that takes more memory than there is.
-    if greedy > seconds * (1 - CLOSE) and facts.plan.solver != "greedy":
+    if greedy > seconds * (1 - CLOSE) and plan.solver != "greedy":
         more = greedy / seconds - 1 if seconds else 0.0
         slower = f"{more:.1%} slower than" if more >= CLOSE else "as fast as"
-        text = f"{w.seconds_text(greedy)}, {slower} this one"
-        rows.append(("greedy plan", greedy, text))
-    bound = facts.least_seconds
+        rows.append(("greedy plan", f"{w.seconds_text(greedy)}, {slower} this one"))
     if bound:
-        text = f"{w.seconds_text(bound)}: arithmetic alone, split evenly over all devices"
-        rows.append(("lower bound", bound, text))
-    return tuple(rows)
+        even = "arithmetic alone, split evenly over all devices"
+        rows.append(("lower bound", f"{w.seconds_text(bound)}: {even}"))
+    took = [f"{stage} {w.seconds_text(seconds)}" for stage, seconds in stages.seconds.items()]
+    return [*rows, ("stages", ", ".join(took))] if took else rows
 
 
 def memory_rows(facts: Facts) -> tuple[tuple[str, str], ...]:

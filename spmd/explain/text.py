@@ -18,11 +18,10 @@ from spmd.explain.facts import (
     Leaf,
     boundary,
     group_leaves,
+    header_rows,
     largest_table,
     leaf_sections,
     memory_rows,
-    proof_text,
-    quality_rows,
     split_text,
     values_inside,
 )
@@ -65,30 +64,19 @@ def explain_program(facts: Facts) -> str:
         why = [w.source_text(cost.reason)] if cost.reason else []
         why += w.aligned([(w.source_text(place), text) for place, text in costs.code_lines(cost)])
         opening += [head, *(f"    {line}" for line in why)]
-    took = [f"{stage} {w.seconds_text(seconds)}" for stage, seconds in stages.seconds.items()]
-    header = [
-        ("mesh", f"{plan.mesh} ({plan.mesh.size} devices)"),
-        ("topology", str(plan.topology)),
-        ("solver", proof_text(plan) + "; in an earlier start" * stages.is_read),
-        ("predicted", _time(facts)),
-        ("measured", facts.measured.title if facts.measured else ""),
-        *((what, text) for what, _, text in quality_rows(facts)),
-        ("stages", ", ".join(took)),
-    ]
-    by_kind = costs.traffic_table(costs.traffic(found, by_axes=False))
     notes = [
         w.source_text(text) + (f" ({n} times)" if n > 1 else "")
         for text, n in Counter(plan.notes).items()
     ]
     sections = (
         w.section(title, opening),
-        w.section(f"program {facts.title}", w.aligned([row for row in header if row[1]])),
+        w.section(f"program {facts.title}", w.aligned(header_rows(facts))),
         facts.measured.lines() if facts.measured is not None else (),
         *(part.lines() for part in leaf_sections(facts)),
         w.section("largest values inside", largest_table(plan, 12).without("local").lines()),
         costs.collective_section(found).lines(),
-        w.section("totals by kind", by_kind.without("axes").lines()),
-        w.section("totals by kind and axes", costs.traffic_table(costs.traffic(found)).lines()),
+        costs.traffic_section(found, by_axes=False).lines(),
+        costs.traffic_section(found).lines(),
         _marks(facts),
         _conflicts(facts),
         _titled("rings", ring_rows(stages, facts.prices)),
@@ -124,16 +112,16 @@ def summarize(facts: Facts, costly: Relief | None = None) -> str:
     ]
     if constants:
         lines.append(f"  constants    {split_text(constants)}; {rows['constants']}")
-    traffic = costs.traffic_table(costs.traffic(facts.collectives)[:8])
+    traffic = costs.traffic_section(facts.collectives).table
     lines.append(f"  collectives  {costs.sent_text(facts.collectives)}")
-    lines += [f"    {line}" for line in traffic.lines()]
+    lines += [f"    {line}" for line in traffic._replace(rows=traffic.rows[:8]).lines()]
     if facts.use is not None:
         more = f"; {facts.compiled_text}" if facts.compiled_text else ""
         lines.append(
             f"  memory       {rows['peak, predicted']} predicted, {rows['temporary']} of it "
             f"temporary: {rows['on the device']}{more}"
         )
-    lines.append(f"  time         {_time(facts)}")
+    lines.append(f"  time         {facts.time_text}")
     if facts.stages.is_read:
         lines.append("  plan         as an earlier start made it")
     if facts.measured is not None:
@@ -164,15 +152,6 @@ def brief(what: str, facts: Facts) -> str:
         f"predicted {w.seconds_text(facts.timeline.seconds)}",
     )
     return f"<spmd.{what} {facts.name} on {mesh} ({mesh.size} {chip}): {', '.join(figures)}>"
-
-
-def _time(facts: Facts) -> str:
-    compute, comm = facts.timeline.compute_seconds, facts.timeline.comm_seconds
-    return (
-        f"{w.seconds_text(facts.timeline.seconds)} a run, bound by "
-        f"{'communication' if comm > compute else 'compute'} "
-        f"(compute {w.seconds_text(compute)}, collectives {w.seconds_text(comm)})"
-    )
 
 
 def _titled(title: str, rows: Iterable[PipelineRow | RingRow]) -> w.Lines:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from html import escape
 
 from spmd.explain.words import Cell, Look, Table, source_text
@@ -153,19 +153,3 @@ def dot(colour: str) -> Html:
 def legend(colours: Iterable[tuple[str, str]]) -> Html:
     """Makes a row of names, each with a dot of its colour, from (name, CSS colour)."""
     return tag("p.legend", *(tag("span", dot(colour), name) for name, colour in colours))
-
-
-def bars(rows: Sequence[tuple[str, float, str, str]]) -> Html:
-    """Draws (label, amount, text, CSS colour) as horizontal bars, the largest one full."""
-    most = max((amount for _, amount, _, _ in rows), default=0) or 1
-    cells = [
-        joined(
-            tag("div", label),
-            tag(
-                "div.track", tag("div.bar", style=f"width:{amount / most:.2%};background:{colour}")
-            ),
-            tag("div.value", remark),
-        )
-        for label, amount, remark, colour in rows
-    ]
-    return tag("div.bars", *cells) if rows else Html()

@@ -10,18 +10,18 @@ from spmd.explain import costs
 from spmd.explain import words as w
 from spmd.explain.facts import (
     Facts,
+    header_rows,
     largest_table,
     leaf_sections,
     memory_rows,
     proof_text,
-    quality_rows,
 )
 from spmd.explain.memory import KINDS, memory_curve, recomputed
 from spmd.explain.page import html as h
 from spmd.explain.page import pictures
 from spmd.explain.page.html import Html, joined, tag
 from spmd.explain.prices import conflicts, mark_rows
-from spmd.predict.timeline import COMPUTE, Timeline
+from spmd.predict.timeline import COMPUTE
 
 TOP_VALUES = 15  # rows of the table of what is alive at the peak
 
@@ -99,11 +99,11 @@ def _tabled(section: w.Section) -> _Part:
 
 
 def _parts(facts: Facts) -> list[_Part]:
-    stages, own = facts.stages, facts.timeline.seconds
-    times = [(stage, n, w.seconds_text(n), "var(--accent)") for stage, n in stages.seconds.items()]
-    quality = [("this plan", own, w.seconds_text(own), "var(--accent)")]
-    quality += [(*row, "var(--soft)") for row in quality_rows(facts)]
-    collectives = costs.collective_section(facts.collectives)
+    collectives, priced = costs.collective_section(facts.collectives), facts.prices
+    marks = Html()
+    if priced is not None and priced.marks.groups:
+        title, rows = mark_rows(priced)
+        marks = joined(tag("p", f"{title.capitalize()}."), h.facts(rows))
     return [
         _Part("Timeline", "predicted; compute and links at the same time where neither waits for "
               "the other", _timeline(facts), True),
@@ -112,72 +112,51 @@ def _parts(facts: Facts) -> list[_Part]:
               True),
         _Part("Rings", "operands that come piece by piece, and those that could",
               pictures.rings(facts), True),
-        _Part("The plan", "against the greedy one and the best there can be", h.bars(quality),
-              True),
+        _Part("The plan", "against the greedy one and the best there can be",
+              h.facts(header_rows(facts)), True),
         _tabled(collectives._replace(table=collectives.table.by("ms"))),
-        _Part("Bytes by kind", "sent by each device, executions, time", _traffic(facts)),
-        _Part("Prices of marks", "what would have been cheaper, and which mark forbids it",
-              _marks(facts)),
-        _tabled(conflicts(stages, facts.prices)),
+        _tabled(costs.traffic_section(facts.collectives)),
+        _Part("Prices of marks", "what would have been cheaper, and which mark forbids it", marks),
+        _tabled(conflicts(facts.stages, priced)),
         _Part("Memory over time", "of each device", _memory(facts), True),
         _tabled(recomputed(facts.plan, facts.timeline)),
         _Part("Mesh and tiles", "who holds what", pictures.tiles(facts)),
         *map(_tabled, leaf_sections(facts)),
         _Part("Largest values", "made inside the program, bytes per device",
               h.table(largest_table(facts.plan, 20))),
-        _Part("Stage times", "of this compiler, without XLA", h.bars(times)),
     ]  # fmt: skip
 
 
 def _first_screen(facts: Facts) -> Html:
-    return joined(_cards(facts), _spent(facts), _most_costly(facts))
-
-
-def _cards(facts: Facts) -> Html:
+    """Shows the figures of a program as cards, what its time is spent on, and what costs most."""
     use, mesh, waits = facts.use, facts.plan.mesh, facts.timeline.exposed_seconds
     given = w.bytes_text(sum(leaf.local.bytes for leaf in facts.arguments))
-    whole = w.bytes_text(sum(leaf.type.bytes for leaf in facts.arguments))
-    held, remark = given, f"arguments, of {whole} unpartitioned"
+    unpartitioned = w.bytes_text(sum(leaf.type.bytes for leaf in facts.arguments))
+    held, remark = given, f"arguments, of {unpartitioned} unpartitioned"
     if use is not None:
         held = w.bytes_text(use.peak)
         more = f"; {facts.compiled_text}" if facts.compiled_text else ""
-        remark = f"predicted peak{more}; arguments {given} of {whole}"
+        remark = f"predicted peak{more}; arguments {given} of {unpartitioned}"
     waiting = f"{w.seconds_text(waits)} of it waiting for collectives" if waits else "all compute"
     if facts.measured is not None:
         waiting += f"; measured {w.seconds_text(facts.measured.seconds)}"
     senders = f"in one run, by {len(facts.collectives)} collective ops"
-    cards = (
-        ("devices", str(mesh.size), str(mesh)),
-        ("predicted time of one run", w.seconds_text(facts.timeline.seconds), waiting),
-        ("sent by each device", w.bytes_text(facts.sent_bytes), senders),
-        ("memory of each device", held, remark),
-    )
-    return tag(
-        "div.cards",
-        *(
-            tag("div.card", tag("span.label", label), tag("b", value), tag("span", remark))
-            for label, value, remark in cards
-        ),
-    )
-
-
-def _spent(facts: Facts) -> Html:
-    totals = costs.seconds_by_kind(facts.costs)
-    whole = sum(totals.values())
-    if not whole:
-        return Html()
+    cards = [
+        tag("div.card", tag("span.label", label), tag("b", value), tag("span", remark))
+        for label, value, remark in (
+            ("devices", str(mesh.size), str(mesh)),
+            ("predicted time of one run", w.seconds_text(facts.timeline.seconds), waiting),
+            ("sent by each device", w.bytes_text(facts.sent_bytes), senders),
+            ("memory of each device", held, remark),
+        )
+    ]
+    whole, totals = facts.timeline.seconds, costs.seconds_by_kind(facts.costs)
     parts, kinds = [], []
     for kind, seconds in totals.items():
         colour = f"background:var(--{kind})"
-        title = f"{kind}: {w.seconds_text(seconds)}"
-        share = w.share_text(seconds, facts.timeline.seconds)
-        parts.append(tag("span", style=f"flex:{seconds / whole:.4f};{colour}", title=title))
-        kinds.append(tag("span", tag("i", style=colour), f"{kind} {share}"))
-    return joined(tag("div.spent", *parts), tag("p.kinds", *kinds))
-
-
-def _most_costly(facts: Facts) -> Html:
-    whole = facts.timeline.seconds
+        share = f"flex:{seconds / sum(totals.values()):.4f};{colour}"
+        parts.append(tag("span", style=share, title=f"{kind}: {w.seconds_text(seconds)}"))
+        kinds.append(tag("span", tag("i", style=colour), f"{kind} {w.share_text(seconds, whole)}"))
     title, most = costs.largest(facts.costs, whole)
     rows = []
     for cost in most:
@@ -196,13 +175,13 @@ def _most_costly(facts: Facts) -> Html:
         reason = tag("p.why", w.source_text(cost.reason)) if cost.reason else ""
         said = (tag("b", cost.title), " ", tag("span.soft", cost.remark), reason)
         rows.append(tag("li", figures, tag("div", *said, tag("div.code", *lines))))
-    if not rows:
-        return Html()
-    return joined(tag("p.head", tag("b", title.capitalize())), tag("ol.costs", *rows))
+    spent = (tag("div.spent", *parts), tag("p.kinds", *kinds)) if parts else ()
+    costly = (tag("p.head", tag("b", title.capitalize())), tag("ol.costs", *rows)) if rows else ()
+    return joined(tag("div.cards", *cards), *spent, *costly)
 
 
 def _timeline(facts: Facts) -> Html:
-    drawn = pictures.bars_of(facts.timeline, facts.plan.mesh)
+    timeline, drawn = facts.timeline, pictures.bars_of(facts.timeline, facts.plan.mesh)
     if not drawn.seconds:
         return Html()
     axes = [name for name, atoms in facts.plan.mesh.axis_atoms.items() if atoms]
@@ -213,7 +192,17 @@ def _timeline(facts: Facts) -> Html:
         "there and its links are free; whoever reads its result waits for it. Iterations of a loop "
         "do not overlap.",
     )
-    lost = facts.timeline.seconds - drawn.seconds
+    slots = [slot for slot in timeline.slots if not slot.op.regions]
+    rows = []
+    for trail, alike in w.grouped(slots, lambda slot: slot.op.loc.trail).items():
+        compute = sum(slot.seconds * slot.trips for slot in alike if slot.lane == COMPUTE)
+        comm = sum(slot.seconds * slot.trips for slot in alike if slot.lane != COMPUTE)
+        both, busy = compute + comm, timeline.compute_seconds + timeline.comm_seconds
+        share = w.number(w.share_text(both, busy), both)
+        rows.append((w.source(trail), w.time(compute), w.time(comm), w.time(both), share))
+    heads = ("source", "compute", "collectives", "together", "share")
+    by_line = w.Table(heads, rows, search="a function or a file").by("together")
+    lost = timeline.seconds - drawn.seconds
     slower = tag(
         "p",
         f"The prediction adds {w.seconds_text(lost)} to what is drawn: on this chip arithmetic and "
@@ -225,7 +214,7 @@ def _timeline(facts: Facts) -> Html:
         h.legend((kind, f"var(--{kind})") for kind in kinds),
         pictures.timeline_svg(drawn, axes, "timeline of one run"),
         *(_loop(loop, axes) for loop in drawn.loops),
-        h.folded("time by source line", _by_line(facts.timeline)),
+        h.folded("time by source line", h.table(by_line)),
     )
 
 
@@ -238,30 +227,6 @@ def _loop(loop: pictures.Bars, axes: Sequence[str]) -> Html:
         pictures.timeline_svg(loop, axes, "timeline of one iteration"),
         *(_loop(inside, axes) for inside in loop.loops),
     )
-
-
-def _by_line(timeline: Timeline) -> Html:
-    busy = timeline.compute_seconds + timeline.comm_seconds
-    slots = [slot for slot in timeline.slots if not slot.op.regions]
-    rows = []
-    for trail, alike in w.grouped(slots, lambda slot: slot.op.loc.trail).items():
-        compute = sum(slot.seconds * slot.trips for slot in alike if slot.lane == COMPUTE)
-        comm = sum(slot.seconds * slot.trips for slot in alike if slot.lane != COMPUTE)
-        both = compute + comm
-        share = w.number(w.share_text(both, busy), both)
-        rows.append((w.source(trail), w.time(compute), w.time(comm), w.time(both), share))
-    heads = ("source", "compute", "collectives", "together", "share")
-    return h.table(w.Table(heads, rows, search="a function or a file").by("together"))
-
-
-def _traffic(facts: Facts) -> Html:
-    rows = []
-    for total in costs.traffic(facts.collectives):
-        kind, colour = total.like.kind, f"var(--{total.like.kind})"
-        over = tag("span.soft", f" over {', '.join(total.like.axes)}")
-        figures = f"{w.bytes_text(total.bytes)}, {total.runs}x, {w.seconds_text(total.seconds)}"
-        rows.append((joined(h.dot(colour), kind, over), total.bytes, figures, colour))
-    return h.bars(rows)
 
 
 def _measured(facts: Facts) -> Html:
@@ -304,10 +269,3 @@ def _memory(facts: Facts) -> Html:
         h.folded("the largest at the peak", h.table(w.Table(heads, rows, sort="bytes"))),
         h.folded("totals", h.facts(memory_rows(facts))),
     )
-
-
-def _marks(facts: Facts) -> Html:
-    if facts.prices is None or not facts.prices.marks.groups:
-        return Html()
-    title, rows = mark_rows(facts.prices)
-    return joined(tag("p", f"{title.capitalize()}."), h.facts(rows))
