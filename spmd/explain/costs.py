@@ -165,6 +165,10 @@ class Nested(NamedTuple):
     slot: Slot
     inside: tuple[Nested, ...]
 
+    def slots(self) -> list[Slot]:
+        """Returns it and all that is inside it."""
+        return [self.slot, *(slot for inner in self.inside for slot in inner.slots())]
+
 
 def nested(slots: Sequence[Slot]) -> tuple[Nested, ...]:
     """Puts the slots of a timeline that are inside a loop or conditional into its slot."""
@@ -207,7 +211,7 @@ def spent(timeline: Timeline, topology: Topology) -> list[Spent]:
 
 
 class Cost(NamedTuple):
-    """Holds what one source line costs in compute, or in one kind of collective."""
+    """Holds what some ops cost: of one source line, in compute or in one kind of collective."""
 
     kind: str  # `compute`, or the collective's kind
     axes: str  # the mesh axes over which a collective goes, as text
@@ -236,29 +240,31 @@ class Cost(NamedTuple):
 
 def costs(timeline: Timeline, mesh: Mesh, topology: Topology) -> tuple[Cost, ...]:
     """Returns what a run's time is spent on, by source line and kind; the largest cost first."""
-
-    def look(part: Spent) -> tuple[str, str, tuple[Frame, ...]]:
-        return part.slot.lane, part.slot.kind, part.slot.op.loc.user_frames[:2]
-
-    made = []
-    for (lane, kind, frames), parts in w.grouped(spent(timeline, topology), look).items():
-        slots = [part.slot for part in parts]
-        longest = max(slots, key=lambda slot: slot.seconds * slot.trips)
-        exchanges = [] if lane == COMPUTE else slots
-        made.append(
-            Cost(
-                kind,
-                "" if lane == COMPUTE else lane,
-                frames,
-                numberless(longest.op.loc.note),
-                len(slots),
-                sum(slot.trips for slot in slots),
-                sum(sent_bytes(slot.op, mesh, topology) * slot.trips for slot in exchanges),
-                sum(part.seconds for part in parts),
-                sum(part.hidden for part in parts),
-            )
-        )
+    alike = w.grouped(
+        spent(timeline, topology),
+        lambda part: (part.slot.lane, part.slot.kind, part.slot.op.loc.user_frames[:2]),
+    )
+    made = [cost_of(parts, mesh, topology) for parts in alike.values()]
     return tuple(sorted(made, key=lambda cost: -cost.seconds))
+
+
+def cost_of(parts: Sequence[Spent], mesh: Mesh, topology: Topology) -> Cost:
+    """Sums up slots of one kind and source line, one at least."""
+    slots = [part.slot for part in parts]
+    longest = max(slots, key=lambda slot: slot.seconds * slot.trips)
+    is_compute = slots[0].lane == COMPUTE
+    exchanges = [] if is_compute else slots
+    return Cost(
+        slots[0].kind,
+        "" if is_compute else slots[0].lane,
+        slots[0].op.loc.user_frames[:2],
+        numberless(longest.op.loc.note),
+        len(slots),
+        sum(slot.trips for slot in slots),
+        sum(sent_bytes(slot.op, mesh, topology) * slot.trips for slot in exchanges),
+        sum(part.seconds for part in parts),
+        sum(part.hidden for part in parts),
+    )
 
 
 def largest(found: Sequence[Cost], seconds: float) -> tuple[str, tuple[Cost, ...]]:

@@ -442,12 +442,23 @@ def mark_rows(prices: Prices) -> tuple[str, list[tuple[str, str]]]:
 def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> Relief:
     """Plans again without a group of marks, and returns what that would save."""
     other, marks = replanned(plan, drop=group.values, options=options), plan.propagated.marks
-    lies = {value: _lies(plan, other, group.values, value) for value in group.values}
-    other_ones = (v for v in group.values if lies[v] != Sharding(marks[v].dims))
-    first, price = next(other_ones, None), price_of(plan, other)
-    if first is not None:
-        group = group._replace(sharding=Sharding(marks[first].dims))
-        return Relief(group, price, plan.run_seconds, lies[first])
+    body, producers = other.program.body, plan.problem.index.producers
+
+    def lies(value: Value) -> Sharding | None:
+        while value in group.values and (op := producers.get(value)) is not None and op.is_mark:
+            value = op.operands[0]  # what is marked keeps its number, the mark's own is gone
+        if value in body.args:
+            return other.arguments[body.args.index(value)]
+        if value in body.results:
+            return other.results[body.results.index(value)]
+        state = other.states[value]
+        return None if state is None else state.full()
+
+    price = price_of(plan, other)
+    for first in group.values:
+        have = Sharding(marks[first].dims)
+        if lies(first) != have:
+            return Relief(group._replace(sharding=have), price, plan.run_seconds, lies(first))
     # They would lie as they are marked: the largest value that lies otherwise. What follows from it
     # differs, too; of equally large ones the first is closest to the cause.
     values = [*plan.program.body.args, *(v for op in plan.program.walk() for v in op.results)]
@@ -459,9 +470,9 @@ def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> R
         and have.full() != state.full()
     ]
     if not moved:
-        return Relief(group, price, plan.run_seconds, lies[group.values[0]])
+        return Relief(group, price, plan.run_seconds, lies(group.values[0]))
     _, value, instead = max(moved, key=lambda sized: sized[0])
-    op, name = plan.problem.index.producers.get(value), w.value_name(plan.program, value)
+    op, name = producers.get(value), w.value_name(plan.program, value)
     if value in plan.program.body.args:
         elsewhere = f"argument {name}"
     elif op is None:
@@ -469,19 +480,6 @@ def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> R
     else:
         elsewhere = f"{op.label} at {op.loc.trail}" if op.loc.frames else op.label
     return Relief(group, price, plan.run_seconds, instead, elsewhere)
-
-
-def _lies(plan: Plan, other: Plan, dropped: Collection[Value], value: Value) -> Sharding | None:
-    """Returns a value's sharding in `other`, planned without marks; None if it is made per use."""
-    body, producers = other.program.body, plan.problem.index.producers
-    while value in dropped and (op := producers.get(value)) is not None and op.is_mark:
-        value = op.operands[0]  # what is marked keeps its number, the mark's own is gone
-    if value in body.args:
-        return other.arguments[body.args.index(value)]
-    if value in body.results:
-        return other.results[body.results.index(value)]
-    state = other.states[value]
-    return None if state is None else state.full()
 
 
 def costly_mark(plan: Plan, options: Options, suspicion: float) -> Relief | None:
@@ -569,7 +567,12 @@ def mark_groups(plan: Plan, every: bool = False, shares: bool = False) -> tuple[
     arguments = {names[v] for v in body.args if v in names} if shares else set()
     seconds = dict.fromkeys(members, 0.0) if every else {}
     for move in plan.moves:
-        ends = dict.fromkeys(names[v] for v in _ends(plan, move) if v in names)
+        at = [move.value, *(move.user.results if move.user else ())]
+        if move.user is None and move.value in body.results:
+            # It became the result that updates an argument, and had to look like that.
+            argument = plan.problem.links.get(body.results.index(move.value))
+            at += [] if argument is None else [body.args[argument]]
+        ends = dict.fromkeys(names[v] for v in at if v in names)
         # What a manual region makes comes from no mark.
         roots = dict.fromkeys(names[v] for v in _roots(plan, move) if v in names)
         for name in ends | roots:
@@ -580,17 +583,6 @@ def mark_groups(plan: Plan, every: bool = False, shares: bool = False) -> tuple[
         for name, marked in ((name, members[name]) for name in seconds)
     ]
     return tuple(sorted(groups, key=lambda group: -group.seconds))
-
-
-def _ends(plan: Plan, move: Move) -> Iterator[Value]:
-    """Yields the values at both ends of a reshard."""
-    results = plan.program.body.results
-    yield from (move.value, *(move.user.results if move.user else ()))
-    if move.user is None and move.value in results:
-        # It became the result that updates an argument, and had to look like that.
-        argument = plan.problem.links.get(results.index(move.value))
-        if argument is not None:
-            yield plan.program.body.args[argument]
 
 
 def _roots(plan: Plan, move: Move) -> Iterator[Value]:

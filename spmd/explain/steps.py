@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from spmd.compiler import Stages
 from spmd.explain import words as w
-from spmd.explain.costs import Nested, Spent, nested, sent_bytes, spent
+from spmd.explain.costs import Cost, Nested, cost_of, nested, spent
 from spmd.explain.prices import Price, Prices
 from spmd.ir.dialect.composites import arguments_of
 from spmd.ir.dialect.registry import rule_of
@@ -27,27 +27,13 @@ from spmd.propagation.projection import ring_axes
 AT_ONCE = 3
 
 
-class Travel(NamedTuple):
-    """Holds what one device sends to its neighbour in one run."""
-
-    sends: int  # how many times
-    sent: int  # bytes in all
-    waited: float  # seconds by which a run is longer; the rest is hidden behind arithmetic
-
-    @property
-    def text(self) -> str:
-        """Its figures: `704 KiB in 22 permutes, 12 us of waiting`."""
-        waiting = f"{w.seconds_text(self.waited)} of" if self.waited else "no"
-        return f"{w.bytes_text(self.sent)} in {w.plural(self.sends, 'permute')}, {waiting} waiting"
-
-
-def _travel(parts: Sequence[Spent], stages: Stages) -> Travel:
-    mesh, topology = stages.plan.mesh, stages.plan.topology
-    return Travel(
-        sum(part.slot.trips for part in parts),
-        sum(part.slot.trips * sent_bytes(part.slot.op, mesh, topology) for part in parts),
-        sum(part.seconds for part in parts),
-    )
+def _travel_text(travel: Cost | None) -> str:
+    """Says what one device sends: `704 KiB in 22 permutes, 12 us of waiting`."""
+    if travel is None:
+        return "0 B in 0 permutes, no waiting"
+    waiting = f"{w.seconds_text(travel.seconds)} of" if travel.seconds else "no"
+    sends = w.plural(travel.runs, "permute")
+    return f"{w.bytes_text(travel.bytes)} in {sends}, {waiting} waiting"
 
 
 class PipelineRow(NamedTuple):
@@ -59,7 +45,7 @@ class PipelineRow(NamedTuple):
     # stage computes what is wanted
     steps: int
     seconds: float  # what its loops are predicted to take, forward and backward
-    travel: Travel  # what goes to the next stage
+    travel: Cost | None  # what goes to the next stage, if anything
     # bytes that forward loops leave to backward ones, and of steps that are computed again those of
     # one window; 0 without a gradient
     held: int
@@ -87,7 +73,7 @@ class PipelineRow(NamedTuple):
             f"{w.seconds_text(self.seconds)} in its loops: "
             f"{self.steps - self.of.busy_steps} of {self.steps} steps fill and drain"
         )
-        rows = [("bubble", bubble), ("sent to neighbours", self.travel.text)]
+        rows = [("bubble", bubble), ("sent to neighbours", _travel_text(self.travel))]
         if self.held:
             rows.append(("held for the gradient", w.bytes_text(self.held)))
         return tuple(rows)
@@ -95,6 +81,7 @@ class PipelineRow(NamedTuple):
 
 def pipeline_rows(stages: Stages) -> list[PipelineRow]:
     """Returns the figures of each pipeline of a program, in order."""
+    plan = stages.plan
     outermost = [loop for loop in nested(stages.timeline.slots) if loop.slot.op.is_loop]
     found = w.grouped(
         outermost, lambda loop: (pipeline_of(loop.slot.op.loc.scope), loop.slot.op.loc.trail)
@@ -112,10 +99,10 @@ def pipeline_rows(stages: Stages) -> list[PipelineRow]:
                 steps += max(slot.trips * (slot.runs or 1) for slot in windows)
             else:
                 steps += runs or 0
-        inside = {id(slot) for loop in loops for slot in _slots_of(loop)}
+        inside = {id(slot) for loop in loops for slot in loop.slots()}
         shifts = [
             part
-            for part in spent(stages.timeline, stages.plan.topology)
+            for part in spent(stages.timeline, plan.topology)
             if id(part.slot) in inside
             and part.slot.op.collective
             and SHIFT in part.slot.op.loc.scope
@@ -123,13 +110,10 @@ def pipeline_rows(stages: Stages) -> list[PipelineRow]:
         held = _passed([loop.slot for loop in forward], [loop.slot for loop in backward])
         again = (_passed(inner[:-1], inner[1:]) for inner in map(_loops_in, backward))
         seconds = sum(loop.slot.seconds for loop in loops)
-        figures = steps or of.steps, seconds, _travel(shifts, stages)
+        travel = cost_of(shifts, plan.mesh, plan.topology) if shifts else None
+        figures = steps or of.steps, seconds, travel
         rows.append(PipelineRow(of, source, *figures, held + max(again, default=0)))
     return rows
-
-
-def _slots_of(loop: Nested) -> list[Slot]:
-    return [loop.slot, *(slot for inner in loop.inside for slot in _slots_of(inner))]
 
 
 def _loops_in(loop: Nested) -> list[Slot]:
@@ -164,24 +148,9 @@ class RingRow(NamedTuple):
     exchange: float
     arithmetic: float
     # of those that go round, all ops of this name at this line together
-    travel: Travel | None = None
+    travel: Cost | None = None
     # what the other way would cost; None if that was not asked, or no plan goes it
     other: Price | None = None
-
-    @property
-    def held_round(self) -> int:
-        """Bytes of the pieces that a device holds at a time while they go round."""
-        return min(AT_ONCE, self.pieces) * self.piece
-
-    @property
-    def held_gathered(self) -> int:
-        """Bytes of all pieces together, which a device holds if they are gathered."""
-        return self.pieces * self.piece
-
-    @property
-    def sent_once(self) -> int:
-        """Bytes that a device sends for one op, whether pieces are gathered or go round."""
-        return (self.pieces - 1) * self.piece
 
     @property
     def title(self) -> str:
@@ -195,18 +164,20 @@ class RingRow(NamedTuple):
     def parts(self) -> tuple[tuple[str, str], ...]:
         """(what, figures) pairs for a report: time, bytes sent and held, price of the other way."""
         exchange, arithmetic = w.seconds_text(self.exchange), w.seconds_text(self.arithmetic)
-        going, gathered = w.bytes_text(self.held_round), w.bytes_text(self.held_gathered)
+        going = w.bytes_text(min(AT_ONCE, self.pieces) * self.piece)
+        gathered = w.bytes_text(self.pieces * self.piece)
+        sent = w.bytes_text((self.pieces - 1) * self.piece)
         if self.goes_round:
             held, other = f"{going}; gathered {gathered}", "gathered instead"
         else:
             held, other = f"{gathered}; going round {going}", "going round instead"
         rows = [
             ("time to go round", f"{exchange}, beside {arithmetic} of arithmetic"),
-            ("each sends", f"{w.bytes_text(self.sent_once)}, gathered or round"),
+            ("each sends", f"{sent}, gathered or round"),
             ("each holds", held),
         ]
-        if self.travel is not None:
-            rows.append(("in a run", self.travel.text))
+        if self.goes_round:
+            rows.append(("in a run", _travel_text(self.travel)))
         if self.other is not None:
             more = "more" if self.other.seconds > 0 else "less"  # bytes on the links are the same
             rows.append((other, f"{w.seconds_text(abs(self.other.seconds))} {more}"))
@@ -239,7 +210,7 @@ def ring_rows(stages: Stages, prices: Prices | None = None) -> list[RingRow]:
                 for part in exchanges
                 if part.slot.op.loc.note.startswith(reason) and part.slot.op.loc.trail == row.source
             ]
-            travel = _travel(own, stages)
+            travel = cost_of(own, plan.mesh, plan.topology) if own else None
         if prices is not None and len(rows) < prices.most_conflicts:
             other = prices.of_ring(op, factor)
         rows.append(row._replace(ops=1 + len(others), travel=travel, other=other))

@@ -68,6 +68,19 @@ def explain_program(facts: Facts) -> str:
         w.source_text(text) + (f" ({n} times)" if n > 1 else "")
         for text, n in Counter(plan.notes).items()
     ]
+    marks: list[str] = []
+    if facts.prices is not None and facts.prices.marks.groups:
+        tried, priced = mark_rows(facts.prices)
+        marks.append(f"{tried}:")
+        for which, price in priced:
+            marks += [f"{which}:", f"  {price}"] if price else [which]
+    settled, conflict_lines = conflicts(stages, facts.prices), list[str]()
+    for op, number, claims, taken, losers, place in settled.table.rows:
+        more = f" ({number.text} alike)" if number.key != 1 else ""
+        at = w.source_text(place.text)
+        conflict_lines.append(f"{op.text} at {at}{more}: took {taken.text}")
+        said = [*claims.text.splitlines(), *losers.text.splitlines()]
+        conflict_lines += [f"  {line}" for line in said]
     sections = (
         w.section(title, opening),
         w.section(f"program {facts.title}", w.aligned(header_rows(facts))),
@@ -77,8 +90,8 @@ def explain_program(facts: Facts) -> str:
         costs.collective_section(found).lines(),
         costs.traffic_section(found, by_axes=False).lines(),
         costs.traffic_section(found).lines(),
-        _marks(facts),
-        _conflicts(facts),
+        w.section("marks that forbid something cheaper", marks),
+        w.section(settled.heading, conflict_lines),
         _titled("rings", ring_rows(stages, facts.prices)),
         recomputed(plan, facts.timeline).lines(),
         _titled("pipelines", pipeline_rows(stages)),
@@ -160,26 +173,6 @@ def _titled(title: str, rows: Iterable[PipelineRow | RingRow]) -> w.Lines:
         lines.append(f"{row.title}, at {w.source_text(row.source)}")
         lines += [f"  {line}" for line in w.aligned(row.parts)]
     return w.section(title, lines)
-
-
-def _marks(facts: Facts) -> w.Lines:
-    if facts.prices is None or not facts.prices.marks.groups:
-        return iter(())
-    title, rows = mark_rows(facts.prices)
-    lines = [f"{title}:"]
-    for marks, price in rows:
-        lines += [f"{marks}:", f"  {price}"] if price else [marks]
-    return w.section("marks that forbid something cheaper", lines)
-
-
-def _conflicts(facts: Facts) -> w.Lines:
-    part, lines = conflicts(facts.stages, facts.prices), list[str]()
-    for op, number, claims, taken, losers, place in part.table.rows:
-        more = f" ({number.text} alike)" if number.key != 1 else ""
-        lines.append(f"{op.text} at {w.source_text(place.text)}{more}: took {taken.text}")
-        said = [*claims.text.splitlines(), *losers.text.splitlines()]
-        lines += [f"  {line}" for line in said]
-    return w.section(part.heading, lines)
 
 
 # ---------------------------------------------------------------------------------------------
