@@ -131,13 +131,9 @@ def collective_section(collectives: Sequence[Collective]) -> w.Section:
     ]
     heads = ("kind", "axes", "bytes", "times", "ops", "total", "ms", "source")
     table = w.Table(heads, cells, search="all_gather data mlp")
-    return w.Section("collectives", sent_text(collectives), table, "none")
-
-
-def sent_text(collectives: Sequence[Collective]) -> str:
-    """Says how many collectives there are, and what they send: `3, 1 MiB sent by ...`."""
-    sent = sum(c.bytes * c.count for c in collectives)
-    return f"{len(collectives)}, {w.bytes_text(sent)} sent by each device in one run"
+    sent = w.bytes_text(sum(c.bytes * c.count for c in collectives))
+    said = f"{len(collectives)}, {sent} sent by each device in one run"
+    return w.Section("collectives", said, table, "none")
 
 
 def traffic_section(collectives: Iterable[Collective], by_axes: bool = True) -> w.Section:

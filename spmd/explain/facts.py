@@ -26,7 +26,6 @@ from spmd.planning.plan import Plan
 from spmd.predict.backends import room_for
 from spmd.predict.memory import MemoryUse
 from spmd.predict.timeline import Timeline, least_seconds
-from spmd.propagation.propagate import Propagated
 
 CLOSE = 5e-4  # relative difference of two times that a report does not show
 
@@ -87,11 +86,10 @@ class Facts:
     @cached_property
     def _leaves(self) -> list[Leaf]:
         plan, types = self.plan, self.plan.program.types
-        leaves = []
-        for _, name, v, s in boundary(plan):
-            origin = _origin(plan.propagated, v, s)
-            leaves.append(Leaf(name, types[v], s, local_type(types[v], s, plan.mesh), origin))
-        return leaves
+        return [
+            Leaf(name, types[v], s, local_type(types[v], s, plan.mesh), _origin(plan, v, s))
+            for _, name, v, s in boundary(plan)
+        ]
 
     @property
     def arguments(self) -> Sequence[Leaf]:
@@ -189,10 +187,7 @@ def memory_rows(facts: Facts) -> tuple[tuple[str, str], ...]:
 
 
 def _against(leaves: Sequence[Leaf], held: int | None = None) -> str:
-    """Says how many bytes of some values one device holds, and how many they have unpartitioned.
-
-    `held` is given where a device holds more than `leaves`, as with constants that are not split.
-    """
+    """Says how many bytes a device holds of `leaves`, or `held`, and how many unpartitioned."""
     pieces = sum(leaf.local.bytes for leaf in leaves)
     part = pieces if held is None else held
     whole = sum(leaf.type.bytes for leaf in leaves) + part - pieces
@@ -222,18 +217,17 @@ def boundary(plan: Plan) -> list[tuple[str, str, Value, Sharding]]:
     return [*(("argument", *end) for end in arguments), *(("result", *end) for end in results)]
 
 
-def _origin(propagated: Propagated, value: Value, sharding: Sharding) -> str:
+def _origin(plan: Plan, value: Value, sharding: Sharding) -> str:
     if not sharding.dims:
         return "-"
-    if value in propagated.marks:
-        reason = propagated.marks[value].reason
-        return reason if reason.startswith("like ") else "marked"
-    causes: dict[str, None] = {}
-    for dim, axes in enumerate(sharding.dims):
-        for atom in axes:
-            chain = propagated.why(value, dim, atom)
-            causes[f"from {w.source_text(chain[-1])}" if chain else "the planner's choice"] = None
-    return "; ".join(causes) or "no mark reaches it"
+    if (mark := plan.propagated.marks.get(value)) is not None:
+        return mark.reason if mark.reason.startswith("like ") else "marked"
+    places = [(dim, atom) for dim, axes in enumerate(sharding.dims) for atom in axes]
+    chains = [plan.propagated.why(value, dim, atom) for dim, atom in places]
+    causes = [
+        f"from {w.source_text(chain[-1])}" if chain else "the planner's choice" for chain in chains
+    ]
+    return "; ".join(dict.fromkeys(causes)) or "no mark reaches it"
 
 
 def split_text(leaves: Sequence[Leaf]) -> str:

@@ -52,22 +52,15 @@ T = TypeVar("T")
 MOST_TRIES = 5  # marks without which a program is planned again for a report
 MOST_CONFLICTS = 24  # kinds of conflicts whose losing claims are priced, the largest values first
 MOST_OTHERS = 5  # other shardings of one argument for which a program is planned again
-
+# Ops of all programs that are timed for one part of a report: of large ones fewer are timed.
 MOST_OPS = 28_000
-"""Ops of the programs that are timed for one part of a report: of large programs, each of which
-takes long to time, fewer decisions are priced."""
-
 # Programs that are timed while one is planned again; and those of a conflict's losing claims.
 TIMED_FOR_MARK, TIMED_FOR_CONFLICT = 6, 2
-
 LEAST_SHARE = 0.2  # the part of a run that a mark costs if it is spoken of
 OBVIOUS_SHARE = 0.5  # of the planner's sum around a mark, from which on nobody has to ask about it
-
+# Predicted time of a run from which on marks are looked at without being asked. To plan again what
+# takes less would take longer than a mark costs in a thousand runs.
 LEAST_SECONDS = 1e-4
-"""Predicted time of a run from which on marks are looked at without being asked. What takes less
-mostly starts kernels and waits for links; to plan it again would take longer than a mark costs in a
-thousand runs."""
-
 # How much larger a device's arguments may be without a mark: else it is there to save memory.
 MOST_MORE = 0.1
 MOST_SUSPECTS = 2  # marks without which a program is planned again if nobody asked
@@ -170,9 +163,8 @@ class Prices:
         wanted = [move.wanted.full() for move in plan.moves if move.value == value]
         # One dim over one axis of the mesh, larger axes first; then whole.
         for atoms in sorted(plan.mesh.axis_atoms.values(), key=plan.mesh.extent, reverse=True):
-            dims = range(type_.rank if atoms else 0)
-            each = (tuple(atoms if d == dim else () for d in range(type_.rank)) for dim in dims)
-            wanted += map(Sharding, each)
+            for dim in range(type_.rank if atoms else 0):
+                wanted.append(Sharding(tuple(atoms * (d == dim) for d in range(type_.rank))))
         wanted.append(Sharding(((),) * type_.rank))
         legal = [
             sharding

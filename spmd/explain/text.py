@@ -126,7 +126,7 @@ def summarize(facts: Facts, costly: Relief | None = None) -> str:
     if constants:
         lines.append(f"  constants    {split_text(constants)}; {rows['constants']}")
     traffic = costs.traffic_section(facts.collectives).table
-    lines.append(f"  collectives  {costs.sent_text(facts.collectives)}")
+    lines.append(f"  collectives  {costs.collective_section(facts.collectives).remark}")
     lines += [f"    {line}" for line in traffic._replace(rows=traffic.rows[:8]).lines()]
     if facts.use is not None:
         more = f"; {facts.compiled_text}" if facts.compiled_text else ""
@@ -178,8 +178,7 @@ def _titled(title: str, rows: Iterable[PipelineRow | RingRow]) -> w.Lines:
 # ---------------------------------------------------------------------------------------------
 # One value: why each dim is split or not, and who reshards it.
 
-Found = list[tuple[str, Value, Sharding | None]]
-"""(title, value, what it lies in) of values that are asked for."""
+Found = list[tuple[str, Value, Sharding | None]]  # (title, value, what it lies in)
 
 
 def explain_value(stages: Stages, name: str, prices: Prices | None = None) -> str:
