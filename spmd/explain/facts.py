@@ -249,49 +249,20 @@ def leaf_sections(facts: Facts) -> list[w.Section]:
 def _leaf_table(leaves: Sequence[Leaf], mesh: Mesh) -> w.Table:
     rows = []
     for group in group_leaves(leaves):
-        leaf, several = group.leaves[0], len(group.leaves) > 1
-        parts = tuple((leaf.name, leaf.origin) for leaf in group.leaves) if several else ()
+        leaf, held = group[0], sum(leaf.local.bytes for leaf in group)
+        parts = tuple((leaf.name, leaf.origin) for leaf in group) if len(group) > 1 else ()
         row = (
-            w.Cell(group.pattern, "name", style="w", parts=parts),
-            w.count(len(group.leaves)),
+            w.Cell(pattern(leaf.name for leaf in group), "name", style="w", parts=parts),
+            w.count(len(group)),
             w.code(w.type_text(leaf.type)),
             w.code(w.spec_text(leaf.sharding, mesh)),
             w.code(w.type_text(leaf.local)),
-            w.size(group.bytes),
-            w.Cell(pattern(leaf.origin for leaf in group.leaves), "path", style="w"),
+            w.size(held),
+            w.Cell(pattern(leaf.origin for leaf in group), "path", style="w"),
         )
         rows.append(row)
     heads = ("name", "n", "type", "sharding", "local", "per device", "origin")
     return w.Table(heads, rows, search="a name or a sharding" if len(rows) > 6 else "")
-
-
-class LeafGroup(NamedTuple):
-    """Groups leaves of one type and sharding whose names differ in numbers or in single parts.
-
-    It has a leaf (or one for each number) for every combination of the parts of names: with two
-    layers, `layers/*/{mu,nu}/w` stands for four leaves.
-    """
-
-    parts: tuple[frozenset[str], ...]  # of names, in which numbers are `*`
-    look: object  # what they have in common beside names
-    leaves: tuple[Leaf, ...]
-
-    @property
-    def pattern(self) -> str:
-        """The leaves' common name, `layers/*/{mu,nu}/weight`."""
-        return pattern(leaf.name for leaf in self.leaves)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes per device of all leaves together."""
-        return sum(leaf.local.bytes for leaf in self.leaves)
-
-    def differs_in_one_part(self, other: LeafGroup) -> bool:
-        """Whether both are a group together: names differ in one part, not the first or last."""
-        if self.look != other.look or len(self.parts) != len(other.parts):
-            return False
-        different = [a != b for a, b in zip(self.parts, other.parts, strict=True)]
-        return sum(different[1:-1]) == 1 and not different[0] and not different[-1]
 
 
 def _look(leaf: Leaf) -> object:
@@ -301,26 +272,35 @@ def _look(leaf: Leaf) -> object:
 
 def group_leaves(
     leaves: Iterable[Leaf], look_of: Callable[[Leaf], object] = _look
-) -> tuple[LeafGroup, ...]:
+) -> list[list[Leaf]]:
     """Groups leaves that look the same and have names alike, in order of the first.
 
-    Names that differ only in numbers go together, then groups whose names differ in one part, as
-    long as the result holds every combination: `{mu,nu}/{w,b}` stands for four leaves.
+    Names that differ only in numbers go together, then groups whose names differ in one part, not
+    the first or last, as long as the result holds every combination: `{mu,nu}/*/{w,b}/x` stands for
+    four leaves of each number.
     """
     alike = w.grouped(leaves, lambda leaf: (re.sub(r"\d+", "*", leaf.name), look_of(leaf)))
-    merged: list[LeafGroup] = []
-    for (name, common), members in alike.items():
-        parts = tuple(frozenset((part,)) for part in name.split("/"))
-        group = LeafGroup(parts, common, tuple(members))
-        place = len(merged)
+    # (look, for each part of the names what stands there, leaves)
+    merged: list[tuple[object, list[frozenset[str]], list[Leaf]]] = []
+
+    def fitting(look: object, parts: Sequence[frozenset[str]]) -> int | None:
+        """Returns the place of a group that makes one with this, if there is any."""
+        for place, (other, names, _) in enumerate(merged):
+            if look == other and len(parts) == len(names):
+                different = [a != b for a, b in zip(parts, names, strict=True)]
+                if sum(different) == sum(different[1:-1]) == 1:
+                    return place
+        return None
+
+    for (name, look), members in alike.items():
+        parts, place = [frozenset((part,)) for part in name.split("/")], len(merged)
         # A union may be one part away from yet another group: look again until none is left.
-        while fitting := [i for i, g in enumerate(merged) if g.differs_in_one_part(group)]:
-            other = merged.pop(fitting[0])
-            parts = tuple(a | b for a, b in zip(other.parts, group.parts, strict=True))
-            group = LeafGroup(parts, common, other.leaves + group.leaves)
-            place = min(place, fitting[0])
-        merged.insert(place, group)
-    return tuple(merged)
+        while (at := fitting(look, parts)) is not None:
+            _, others, before = merged.pop(at)
+            parts = [a | b for a, b in zip(others, parts, strict=True)]
+            members, place = before + members, min(place, at)
+        merged.insert(place, (look, parts, members))
+    return [members for *_, members in merged]
 
 
 def pattern(names: Iterable[str]) -> str:

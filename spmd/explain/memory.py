@@ -61,24 +61,13 @@ class Memory(NamedTuple):
         return Memory(*held, 0, True, use.constants)
 
 
-class Alive(NamedTuple):
-    """Groups values live at the peak that look alike, with the bytes of all of them."""
-
-    kind: str  # one of `KINDS`
-    label: str  # the op that makes them, or the name of the argument or result
-    type: str  # of one device's piece
-    source: str
-    values: int
-    bytes: int
-
-
 class MemoryCurve(NamedTuple):
     """Holds the bytes that are live at each kernel of a run, and the values live at the peak."""
 
     # for each kernel as they run, a loop's before the loop itself, bytes of each of `KINDS`
     steps: tuple[tuple[int, ...], ...]
     peak: int  # the step with the most bytes
-    at_peak: tuple[Alive, ...]  # what is held there, the largest first
+    at_peak: w.Table  # what is held there, values that look alike together, the largest first
 
 
 def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
@@ -99,7 +88,7 @@ def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
         changes[buffer.start][KINDS.index(kind)] += buffer.bytes
         changes[min(buffer.end + 1, count)][KINDS.index(kind)] -= buffer.bytes
     curve = accumulate(changes[:-1], lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
-    # What is held at the peak, values that look alike together.
+    # What is held at the peak: (kind, op or name, type of a piece, source line, bytes).
     types, body = program.types, program.body
     held = [
         (kind, b.label, b.type, b.op.loc.trail, b.bytes)
@@ -118,8 +107,19 @@ def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
     ):
         held += [(kind, numberless(name), types[v], "", types[v].bytes) for name, v in leaves]
     alike = w.grouped(held, lambda row: (row[0], row[1], w.type_text(row[2]), row[3]))
-    rows = [Alive(*key, len(rows), sum(size for *_, size in rows)) for key, rows in alike.items()]
-    at_peak = tuple(sorted(rows, key=lambda row: -row.bytes))
+    rows = [
+        (
+            w.size(sum(size for *_, size in values)),
+            w.count(len(values)),
+            w.Cell(kind, style="t"),
+            w.Cell(label, "name", style="w"),
+            w.code(type_),
+            w.source(trail),
+        )
+        for (kind, label, type_, trail), values in alike.items()
+    ]
+    heads = ("bytes", "n", "alive as", "made by", "local type", "source")
+    at_peak = w.Table(heads, rows).by("bytes")
     return MemoryCurve(tuple(map(tuple, curve)), use.peak_at, at_peak)
 
 

@@ -22,6 +22,7 @@ from spmd.explain.facts import (
     largest_table,
     leaf_sections,
     memory_rows,
+    pattern,
     split_text,
     values_inside,
 )
@@ -447,14 +448,14 @@ def _changed_leaves(
     changed = [leaf for leaf in every if change(leaf)[1]]
     rows = []
     for group in group_leaves(changed, change):
-        names = [leaf.name for leaf in group.leaves]
+        names = [leaf.name for leaf in group]
         sizes = [
             sum(leaves[name].local.bytes for name in names if name in leaves)
             for leaves in (before, after)
         ]
-        name = f"{group.pattern} ({len(names)})" if names[1:] else group.pattern
+        name = pattern(names) + (f" ({len(names)})" if names[1:] else "")
         text = " -> ".join(map(w.bytes_text, sizes))
-        rows.append((max(sizes), (name, *change(group.leaves[0]), text)))
+        rows.append((max(sizes), (name, *change(group[0]), text)))
     title = f"{what}: {len(changed)} of {len(every)} lie otherwise"
     return _some_rows(title, rows)
 

@@ -244,18 +244,7 @@ def _memory(facts: Facts) -> Html:
     if facts.use is None:
         return Html()
     curve = memory_curve(facts.use, facts.stages.optimized.program)
-    rows = [
-        (
-            w.size(row.bytes),
-            w.count(row.values),
-            w.Cell(row.kind, style="t"),
-            w.Cell(row.label, "name", style="w"),
-            w.code(row.type),
-            w.source(row.source),
-        )
-        for row in curve.at_peak[:TOP_VALUES]
-    ]
-    heads = ("bytes", "n", "alive as", "made by", "local type", "source")
+    largest = curve.at_peak._replace(rows=curve.at_peak.rows[:TOP_VALUES])
     intro = tag(
         "p",
         "Predicted from the local program: only values that XLA stores count. Arguments and "
@@ -266,6 +255,6 @@ def _memory(facts: Facts) -> Html:
         intro,
         h.legend(zip(KINDS, pictures.MEMORY_COLOURS, strict=True)),
         pictures.memory_svg(curve, facts.plan.topology.hbm_bytes),
-        h.folded("the largest at the peak", h.table(w.Table(heads, rows, sort="bytes"))),
+        h.folded("the largest at the peak", h.table(largest)),
         h.folded("totals", h.facts(memory_rows(facts))),
     )

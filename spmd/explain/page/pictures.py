@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.explain.costs import Nested, nested
-from spmd.explain.facts import Facts, group_leaves
+from spmd.explain.facts import Facts, group_leaves, pattern
 from spmd.explain.memory import KINDS, MemoryCurve
 from spmd.explain.page.html import (
     Html,
@@ -474,15 +474,15 @@ def tiles(facts: Facts) -> Html:
     more = f", the first {MAX_DEVICES} of {mesh.size}" if mesh.size > MAX_DEVICES else ""
     shown = [(mesh_picture(mesh), "the mesh", f"{mesh}{more}", "device ids")]
     # The largest argument of every sharding first, then the next largest ones.
-    groups = [g for g in group_leaves(facts.arguments) if g.leaves[0].type.rank]
-    groups.sort(key=lambda group: -group.leaves[0].type.bytes)
-    largest = {group.leaves[0].sharding: group for group in reversed(groups)}
-    groups.sort(key=lambda group: largest[group.leaves[0].sharding] is not group)
+    groups = [group for group in group_leaves(facts.arguments) if group[0].type.rank]
+    groups.sort(key=lambda group: -group[0].type.bytes)
+    largest = {group[0].sharding: group for group in reversed(groups)}
+    groups.sort(key=lambda group: largest[group[0].sharding] is not group)
     for group in groups[: PICTURES - 1]:
-        leaf = group.leaves[0]
+        leaf, name = group[0], pattern(leaf.name for leaf in group)
         caption = f"{type_text(leaf.type)} {spec_text(leaf.sharding, mesh)}"
         picture = tile_picture(leaf.type, leaf.sharding, mesh)
-        shown.append((picture, group.pattern, caption, f"{type_text(leaf.local)} on each device"))
+        shown.append((picture, name, caption, f"{type_text(leaf.local)} on each device"))
     figures = []
     for svg, title, *captions in shown:
         lines = [tag("span", tag("code", text)) for text in captions]
