@@ -205,7 +205,27 @@ class Prices:
 
         A claim that no plan can honour (an axis that the factor cannot take) has no price.
         """
-        places = [self._factor(conflict) for conflict in conflicts]
+        units, domains = self._built.units, self._built.domains
+
+        def place_of(conflict: Conflict) -> tuple[int, tuple[Axes, ...]] | None:
+            """Returns the variable that a conflict is about, and the factor's axes by choice.
+
+            None where the network does not choose: around values made anew for every use.
+            """
+            if conflict.op.results:
+                number = units.of[conflict.op.results[0]][0]
+                if number < 0:
+                    return None
+                options = domains.choices[number]
+                if options and conflict.factor < len(options[0].assignment):
+                    return number, tuple(c.assignment[conflict.factor] for c in options)
+            for _, value, dim in conflict.claims:
+                number, index = units.of[value]
+                if number >= 0 and units.units[number].role == CARRY:
+                    return number, tuple(s.dims[dim] for s in domains.left[number][index])
+            return None
+
+        places = [place_of(conflict) for conflict in conflicts]
         together = tuple(sorted({place[0] for place in places if place is not None}))
         found: list[tuple[tuple[Axes, Price], ...]] = []
         for conflict, place in zip(conflicts, places, strict=True):
@@ -232,25 +252,6 @@ class Prices:
         labels = [bool(a[factor]) if rest(a) == rest(taken) else None for a in choices]
         found = self._priced(number, labels, bool(taken[factor]), (number,))
         return found[0][1] if found else None
-
-    def _factor(self, conflict: Conflict) -> tuple[int, tuple[Axes, ...]] | None:
-        """Returns the network's variable that a conflict is about, and the factor's axes by choice.
-
-        None where the network does not choose: around values made anew for every use.
-        """
-        op, units = conflict.op, self._built.units
-        if op.results:
-            number = units.of[op.results[0]][0]
-            if number < 0:
-                return None
-            options = self._built.domains.choices[number]
-            if options and conflict.factor < len(options[0].assignment):
-                return number, tuple(c.assignment[conflict.factor] for c in options)
-        for _, value, dim in conflict.claims:
-            number, index = units.of[value]
-            if number >= 0 and units.units[number].role == CARRY:
-                return number, tuple(s.dims[dim] for s in self._built.domains.left[number][index])
-        return None
 
     def _priced(
         self, number: int, labels: Sequence[T | None], taken: T | None, together: tuple[int, ...]
@@ -448,9 +449,9 @@ def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> R
 
     price = price_of(plan, other)
     for first in group.values:
-        have = Sharding(marks[first].dims)
-        if lies(first) != have:
-            return Relief(group._replace(sharding=have), price, plan.run_seconds, lies(first))
+        marked = Sharding(marks[first].dims)
+        if lies(first) != marked:
+            return Relief(group._replace(sharding=marked), price, plan.run_seconds, lies(first))
     # They would lie as they are marked: the largest value that lies otherwise. What follows from it
     # differs, too; of equally large ones the first is closest to the cause.
     values = [*plan.program.body.args, *(v for op in plan.program.walk() for v in op.results)]

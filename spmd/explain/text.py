@@ -39,7 +39,7 @@ from spmd.explain.prices import (
 from spmd.explain.steps import PipelineRow, RingRow, pipeline_rows, ring_rows
 from spmd.ir.program import Op, Region, Value
 from spmd.ir.types import local_type
-from spmd.mesh.sharding import Sharding
+from spmd.mesh.sharding import Axes, Sharding
 from spmd.planning.plan import Plan
 from spmd.reshard.comm import wire_bytes
 
@@ -307,52 +307,73 @@ def _others(plan: Plan, value: Value, prices: Prices) -> w.Lines:
 
 def _dim(plan: Plan, value: Value, sharding: Sharding, dim: int) -> w.Lines:
     """Yields why one dim is split over the axes that split it, and why not over the others."""
-    size, axes = plan.program.types[value].shape[dim], sharding.dims[dim]
-    if not axes:
-        yield f"dim {dim} (size {size}) is not split"
-        mark = plan.propagated.marks.get(value)
-        if mark is not None and not mark.open[dim]:
-            yield f"  closed by the mark: {w.source_text(mark.reason)}"
-            return
-        for name, atoms in plan.mesh.axis_atoms.items():
-            if atoms:
-                yield f"  {name}: {_why_not(plan, value, sharding, dim, name)}"
+    mesh, propagated, size = plan.mesh, plan.propagated, plan.program.types[value].shape[dim]
+
+    def why_not(axis: str, atoms: Axes) -> str:
+        """Says why the dim is not split over an axis: the first reason that holds."""
+        other = next((d for d, axes in enumerate(sharding.dims) if set(axes) & set(atoms)), None)
+        if other is not None:
+            return f"it already splits dim {other}"
+        if set(sharding.partial) & set(atoms):
+            return "the value is partial over it: a sum is still owed"
+        if size % mesh.shape[axis]:
+            return f"its size {mesh.shape[axis]} does not divide {size}"
+        if set(propagated.proposals[value][dim]) & set(atoms):
+            chain = next(filter(None, (propagated.why(value, dim, a) for a in atoms)), ("",))
+            cause = w.source_text(chain[-1]) or "a neighbour"
+            return f"{cause} suggests it; the planner chose otherwise"
+        for conflict in propagated.conflicts:
+            if any(v == value and d == dim for _, v, d in conflict.claims):
+                where = w.source_text(conflict.op.loc.trail)
+                return f"its neighbours disagree around {conflict.op.label} at {where}"
+        return "no mark reaches it"
+
+    if axes := sharding.dims[dim]:
+        yield f"dim {dim} (size {size}) is split over {w.axes_text(axes, mesh)}"
+        chains = w.grouped(axes, lambda a: tuple(map(w.source_text, propagated.why(value, dim, a))))
+        for chain, alike in chains.items():
+            yield f"  {w.axes_text(tuple(alike), mesh)}:"
+            reasons = chain or ("no mark asks for it: the planner's choice",)
+            yield from (f"    {reason}" for reason in reasons)
         return
-    yield f"dim {dim} (size {size}) is split over {w.axes_text(axes, plan.mesh)}"
-    why = plan.propagated.why
-    chains = w.grouped(axes, lambda atom: tuple(map(w.source_text, why(value, dim, atom))))
-    for chain, alike in chains.items():
-        yield f"  {w.axes_text(tuple(alike), plan.mesh)}:"
-        reasons = chain or ("no mark asks for it: the planner's choice",)
-        yield from (f"    {reason}" for reason in reasons)
-
-
-def _why_not(plan: Plan, value: Value, sharding: Sharding, dim: int, axis: str) -> str:
-    """Says why a dim that is not split is not split over an axis: the first reason that holds."""
-    mesh, propagated = plan.mesh, plan.propagated
-    atoms, size = mesh.axis_atoms[axis], plan.program.types[value].shape[dim]
-    other = next((d for d, axes in enumerate(sharding.dims) if set(axes) & set(atoms)), None)
-    if other is not None:
-        return f"it already splits dim {other}"
-    if set(sharding.partial) & set(atoms):
-        return "the value is partial over it: a sum is still owed"
-    if size % mesh.shape[axis]:
-        return f"its size {mesh.shape[axis]} does not divide {size}"
-    if set(propagated.proposals[value][dim]) & set(atoms):
-        chain = next(filter(None, (propagated.why(value, dim, atom) for atom in atoms)), ("",))
-        cause = w.source_text(chain[-1]) or "a neighbour"
-        return f"{cause} suggests it; the planner chose otherwise"
-    for conflict in propagated.conflicts:
-        if any(v == value and d == dim for _, v, d in conflict.claims):
-            where = w.source_text(conflict.op.loc.trail)
-            return f"its neighbours disagree around {conflict.op.label} at {where}"
-    return "no mark reaches it"
+    yield f"dim {dim} (size {size}) is not split"
+    mark = propagated.marks.get(value)
+    if mark is not None and not mark.open[dim]:
+        yield f"  closed by the mark: {w.source_text(mark.reason)}"
+        return
+    for axis, atoms in mesh.axis_atoms.items():
+        if atoms:
+            yield f"  {axis}: {why_not(axis, atoms)}"
 
 
 def _uses(plan: Plan, value: Value, state: Sharding | None) -> w.Lines:
     """Yields who reads a value in which sharding, and the collectives that take it there."""
     type_, mesh = plan.program.types[value], plan.mesh
-    for label, wanted in _wants(plan, value, plan.program.body, None):
+
+    def wants(region: Region, owner: Op | None) -> Iterator[tuple[str, Sharding | None]]:
+        """Yields (reader, wanted sharding) in a region and those inside it, in order."""
+        for op in region.ops:
+            choice = plan.choices.get(op.results[0]) if op.results else None
+            where = f" at {w.source_text(op.loc.trail)}" if op.loc.frames else ""
+            for i, operand in enumerate(op.operands):
+                if operand == value:
+                    yield (
+                        f"operand {i} of {op.label}{where}",
+                        choice.operands[i] if choice else None,
+                    )
+            for inner in op.regions:
+                yield from wants(inner, op)
+        for i in (i for i, result in enumerate(region.results) if result == value):
+            if owner is None:
+                yield f"result {plan.program.result_names[i]}", plan.results[i]
+            elif owner.is_loop and region is owner.regions[0]:
+                yield f"the condition of {owner.name}", None
+            else:
+                choice = plan.choices.get(owner.results[0])
+                label = f"result {i} of the body of {owner.name}"
+                yield label, choice.results[i] if choice else None
+
+    for label, wanted in wants(plan.program.body, None):
         if wanted is None:
             yield label
             continue
@@ -367,31 +388,6 @@ def _uses(plan: Plan, value: Value, state: Sharding | None) -> w.Lines:
             sent = wire_bytes(step.kind, mesh.extent(step.axes), before, after)
             what = f"{w.bytes_text(sent)} sent" if sent else "free"
             yield f"  {step.kind} over {w.axes_text(step.axes, mesh)}: {what}"
-
-
-def _wants(
-    plan: Plan, value: Value, region: Region, owner: Op | None
-) -> Iterator[tuple[str, Sharding | None]]:
-    """Yields (reader, wanted sharding) of a value in a region and those inside it, in order."""
-    for op in region.ops:
-        choice = plan.choices.get(op.results[0]) if op.results else None
-        for i, operand in enumerate(op.operands):
-            if operand == value:
-                where = f" at {w.source_text(op.loc.trail)}" if op.loc.frames else ""
-                yield f"operand {i} of {op.label}{where}", choice.operands[i] if choice else None
-        for inner in op.regions:
-            yield from _wants(plan, value, inner, op)
-    for i, result in enumerate(region.results):
-        if result != value:
-            continue
-        if owner is None:
-            yield f"result {plan.program.result_names[i]}", plan.results[i]
-        elif owner.is_loop and region is owner.regions[0]:
-            yield f"the condition of {owner.name}", None
-        else:
-            choice = plan.choices.get(owner.results[0])
-            label = f"result {i} of the body of {owner.name}"
-            yield label, choice.results[i] if choice else None
 
 
 # ---------------------------------------------------------------------------------------------

@@ -11,30 +11,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from spmd.explain import words as w
 from spmd.explain.costs import Nested, nested
 from spmd.explain.facts import Facts, group_leaves, pattern
 from spmd.explain.memory import KINDS, MemoryCurve
-from spmd.explain.page.html import (
-    Html,
-    breakable,
-    drawing,
-    facts,
-    joined,
-    line,
-    rect,
-    source,
-    tag,
-    words,
-)
+from spmd.explain.page import html as h
+from spmd.explain.page.html import Html, drawing, joined, line, rect, tag, words
 from spmd.explain.steps import PipelineRow, RingRow, pipeline_rows, ring_rows
-from spmd.explain.words import (
-    axes_text,
-    bytes_text,
-    seconds_text,
-    source_text,
-    spec_text,
-    type_text,
-)
 from spmd.ir.control_flow import UNKNOWN_TRIPS
 from spmd.ir.pipelines import Pipeline
 from spmd.ir.types import TensorType
@@ -178,8 +161,8 @@ def timeline_svg(timeline: Bars, axes: Sequence[str], what: str) -> Html:
     parts: list[Html] = []
     for loop in timeline.loops:
         x, width = LEFT + loop.start * scale, loop.seconds * scale
-        label = f"{loop.title}, {seconds_text(loop.seconds)}"
-        title = f"{loop.title} at {source_text(loop.place)}: {seconds_text(loop.seconds)}"
+        label = f"{loop.title}, {w.seconds_text(loop.seconds)}"
+        title = f"{loop.title} at {w.source_text(loop.place)}: {w.seconds_text(loop.seconds)}"
         parts += [
             rect("loop", (x, top - 4, width, bottom - top - _GAP + 8), title),
             tag("path.bracket", d=f"M{x:.1f} {top - 2}v-6h{width:.1f}v6"),
@@ -198,7 +181,7 @@ def timeline_svg(timeline: Bars, axes: Sequence[str], what: str) -> Html:
     power = 10.0 ** math.floor(math.log10(least)) if least > 0 else 1.0
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= least * 0.999)
     for k in range(int(total / step) + 1):
-        x, text = LEFT + k * step * scale, seconds_text(k * step) if k else "0"
+        x, text = LEFT + k * step * scale, w.seconds_text(k * step) if k else "0"
         anchor = "end" if x > _RIGHT - 32 else "middle" if k else "start"
         parts.append(line("tick", x, bottom - 4, x, bottom))
         parts.append(words(x, bottom + 14, text, "soft", text_anchor=anchor))
@@ -212,8 +195,8 @@ def _bar(s: Segment, scale: float, y: int) -> Html:
     if s.label and s.ops > 1:
         what += f" ({s.ops} ops)"
     place = "at " if s.group and not s.group.startswith("in ") else ""
-    where = f" {place}{source_text(s.group)}" if s.group else ""
-    title = f"{what}{where}: {seconds_text(s.seconds)}, from {seconds_text(s.start)}"
+    where = f" {place}{w.source_text(s.group)}" if s.group else ""
+    title = f"{what}{where}: {w.seconds_text(s.seconds)}, from {w.seconds_text(s.start)}"
     drawn = rect("seg", (x, y, width, _LANE), title, fill=f"var(--{s.kind})")
     # The caller says more than a helper.
     name = next(iter(functions_of(s.group)), "")
@@ -238,7 +221,7 @@ def memory_svg(curve: MemoryCurve, limit: int) -> Html:
     parts: list[Html] = []
     for level in (most * quarter / 4 for quarter in range(5)):
         y = y_of(level)
-        label = words(LEFT - 8, y + 4, bytes_text(level), "soft", text_anchor="end")
+        label = words(LEFT - 8, y + 4, w.bytes_text(level), "soft", text_anchor="end")
         parts += [line("grid", LEFT, y, _RIGHT, y), label]
     # Only steps at which bytes change; of long runs, the worst moment of each stretch.
     width = max(1, math.ceil(count / _STEPS))
@@ -258,14 +241,14 @@ def memory_svg(curve: MemoryCurve, limit: int) -> Html:
         parts.append(tag("path", tag("title", KINDS[kind]), fill=MEMORY_COLOURS[kind], d=path))
     x = LEFT + (curve.peak + 0.5) * ACROSS / count
     shift, anchor = (-10, "end") if x > LEFT + ACROSS / 2 else (10, "start")
-    peak = f"peak {bytes_text(most)}"
+    peak = f"peak {w.bytes_text(most)}"
     parts += [
         line("peak", x, peak_y, x, base),
         tag("circle.mark", cx=x, cy=peak_y, r=4),
         words(x + shift, max(peak_y - 6, 12), peak, "strong", text_anchor=anchor),
     ]
     if is_near:
-        y, text = y_of(limit), f"the device's {bytes_text(limit)}"
+        y, text = y_of(limit), f"the device's {w.bytes_text(limit)}"
         parts += [line("limit", LEFT, y, _RIGHT, y), words(_RIGHT, y - 5, text, text_anchor="end")]
     last = f"last of {count} kernels of the local program"
     parts.append(words(LEFT, base + 16, "first kernel", "soft"))
@@ -308,8 +291,8 @@ def rings(facts: Facts) -> Html:
 
 
 def _head(row: PipelineRow | RingRow) -> Html:
-    title = tag("p.entry", tag("b", row.title), " at ", source(row.source))
-    return joined(title, facts(row.parts))
+    title = tag("p.entry", tag("b", row.title), " at ", h.source(row.source))
+    return joined(title, h.facts(row.parts))
 
 
 def _stages(of: Pipeline) -> Html:
@@ -480,13 +463,13 @@ def tiles(facts: Facts) -> Html:
     groups.sort(key=lambda group: largest[group[0].sharding] is not group)
     for group in groups[: PICTURES - 1]:
         leaf, name = group[0], pattern(leaf.name for leaf in group)
-        caption = f"{type_text(leaf.type)} {spec_text(leaf.sharding, mesh)}"
+        caption = f"{w.type_text(leaf.type)} {w.spec_text(leaf.sharding, mesh)}"
         picture = tile_picture(leaf.type, leaf.sharding, mesh)
-        shown.append((picture, name, caption, f"{type_text(leaf.local)} on each device"))
+        shown.append((picture, name, caption, f"{w.type_text(leaf.local)} on each device"))
     figures = []
     for svg, title, *captions in shown:
         lines = [tag("span", tag("code", text)) for text in captions]
-        title = tag("b", breakable(title))
+        title = tag("b", h.breakable(title))
         figures.append(tag("figure", svg, tag("figcaption", title, *lines)))
     intro = tag(
         "p",
@@ -519,19 +502,17 @@ def tile_picture(type_: TensorType, sharding: Sharding, mesh: Mesh) -> Html:
         tile = mesh.coordinate(position, down), mesh.coordinate(position, across)
         if max(tile) < MAX_PIECES:
             holders.setdefault(tile, []).append(position)
-    text_across = _dim_text(size_across, across, mesh) if shown else ""
-    text_down = _dim_text(size_down, down, mesh) if len(shown) == 2 else ""
+    texts = []
+    for size, axes in shown:
+        pieces = mesh.extent(axes)
+        more = f" ({MAX_PIECES} of {pieces})" if pieces > MAX_PIECES else ""
+        texts.append(f"{size} over {w.axes_text(axes, mesh)}{more}" if axes else str(size))
+    text_down, text_across = [""] * (2 - len(shown)) + texts
     # The dims' ratio, softened so that both can be seen.
     ratio = math.sqrt(max(size_down, 1) / max(size_across, 1))
     height = max(_TILE_LEAST, min(_TILE_HEIGHT, round(_TILE_WIDTH * ratio)))
     width = max(_TILE_LEAST * 2, min(_TILE_WIDTH, round(height / ratio)))
     return _tiled(mesh, holders, width, height, text_down, text_across, "the tensor's tiles")
-
-
-def _dim_text(size: int, axes: Sequence[int], mesh: Mesh) -> str:
-    pieces = mesh.extent(axes)
-    shown = f" ({MAX_PIECES} of {pieces})" if pieces > MAX_PIECES else ""
-    return f"{size} over {axes_text(tuple(axes), mesh)}{shown}" if axes else str(size)
 
 
 def _tiled(
