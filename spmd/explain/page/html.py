@@ -46,9 +46,6 @@ def joined(*parts: str, by: str = "") -> Html:
     return Html(by.join(p if isinstance(p, Html) else escape(p) for p in parts))
 
 
-BREAK = tag("br")
-
-
 def drawing(
     look: str, width: float, height: float, shapes: Iterable[Html], label: str, **attributes: object
 ) -> Html:
@@ -83,7 +80,7 @@ _LOOKS: dict[Look, Callable[[str], Html]] = {
     "name": lambda text: tag("code", breakable(text)),
     "source": lambda text: source(text),
     "kind": lambda text: joined(dot(f"var(--{text})"), text),
-    "lines": lambda text: joined(*map(breakable, text.splitlines()), by=BREAK),
+    "lines": lambda text: joined(*map(breakable, text.splitlines()), by=tag("br")),
 }
 """How a cell's text is shown; other looks show it as it is."""
 

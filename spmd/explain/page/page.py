@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.resources import files
-from typing import NamedTuple
 
 from spmd.explain import costs
 from spmd.explain import words as w
@@ -23,13 +22,21 @@ from spmd.explain.page.html import Html, joined, tag
 from spmd.explain.prices import conflicts, mark_rows
 from spmd.predict.timeline import COMPUTE
 
+Part = tuple[str, str, Html, bool]  # title, remark, body, whether it is unfolded at first
+
 TOP_VALUES = 15  # rows of the table of what is alive at the peak
 
 
 def render(facts: Facts) -> str:
     """Makes the page: what `explain_program` says, with pictures, without outside resources."""
     plan = facts.plan
-    parts = [part for part in _parts(facts) if part.body]
+    links, parts = [], []
+    for title, remark, shown, is_open in _parts(facts):
+        if shown:
+            anchor = title.lower().replace(" ", "-")
+            links.append(tag("a", title, href=f"#{anchor}"))
+            summary = tag("summary", tag("h2", title, tag("small", remark), id=anchor))
+            parts.append(tag("section", tag("details.part", summary, shown, open=is_open)))
     texts = dict.fromkeys([*(form.text for form in plan.forms), *plan.notes])
     notes = [tag("li", w.source_text(text)) for text in texts]
     devices = w.plural(plan.mesh.size, "device")
@@ -51,8 +58,8 @@ def render(facts: Facts) -> str:
         tag("header", tag("h1", title), tag("p.lead", lead)),
         tag("ul.notes", *notes) if notes else "",
         _first_screen(facts),
-        tag("nav", *(tag("a", part.title, href=f"#{part.anchor}") for part in parts)),
-        tag("main", *(part.folded() for part in parts)),
+        tag("nav", *links),
+        tag("main", *parts),
         tag("script", _resource("report.js")),
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
@@ -74,57 +81,36 @@ def _resource(name: str) -> Html:
     return Html(files("spmd.explain.page").joinpath(name).read_text(encoding="utf-8"))
 
 
-class _Part(NamedTuple):
-    """Holds one part of the page; left out if it has no body."""
-
-    title: str
-    remark: str
-    body: Html
-    is_open: bool = False
-
-    @property
-    def anchor(self) -> str:
-        return self.title.lower().replace(" ", "-")
-
-    def folded(self) -> Html:
-        head = tag("h2", self.title, tag("small", self.remark), id=self.anchor)
-        part = tag("details.part", tag("summary", head), self.body, open=self.is_open)
-        return tag("section", part)
-
-
-def _tabled(section: w.Section) -> _Part:
-    """Shows what is a table in the text, too."""
+def _tabled(section: w.Section) -> Part:
+    """Makes the part of the page for a table that the text prints, too."""
     empty = tag("p", section.empty) if section.empty else Html()
-    return _Part(section.title.capitalize(), section.remark, h.table(section.table) or empty)
+    return section.title.capitalize(), section.remark, h.table(section.table) or empty, False
 
 
-def _parts(facts: Facts) -> list[_Part]:
+def _parts(facts: Facts) -> list[Part]:
     collectives, priced = costs.collective_section(facts.collectives), facts.prices
     marks = Html()
     if priced is not None and priced.marks.groups:
         title, rows = mark_rows(priced)
         marks = joined(tag("p", f"{title.capitalize()}."), h.facts(rows))
+    side_by_side = "compute and links at the same time where neither waits for the other"
+    largest = h.table(largest_table(facts.plan, 20))
     return [
-        _Part("Timeline", "predicted; compute and links at the same time where neither waits for "
-              "the other", _timeline(facts), True),
-        _Part("Measured", facts.measured.title if facts.measured else "", _measured(facts), True),
-        _Part("Pipelines", "which stage works on what in which step", pictures.pipelines(facts),
-              True),
-        _Part("Rings", "operands that come piece by piece, and those that could",
-              pictures.rings(facts), True),
-        _Part("The plan", "against the greedy one and the best there can be",
-              h.facts(header_rows(facts)), True),
+        ("Timeline", f"predicted; {side_by_side}", _timeline(facts), True),
+        ("Measured", facts.measured.title if facts.measured else "", _measured(facts), True),
+        ("Pipelines", "which stage works on what in which step", pictures.pipelines(facts), True),
+        ("Rings", "operands that come in pieces, and that could", pictures.rings(facts), True),
+        ("The plan", "beside the greedy one and the best", h.facts(header_rows(facts)), True),
         _tabled(collectives._replace(table=collectives.table.by("ms"))),
         _tabled(costs.traffic_section(facts.collectives)),
-        _Part("Prices of marks", "what would have been cheaper, and which mark forbids it", marks),
+        ("Prices of marks", "what would be cheaper without which mark", marks, False),
         _tabled(conflicts(facts.stages, priced)),
-        _Part("Memory over time", "of each device", _memory(facts), True),
+        ("Memory over time", "of each device", _memory(facts), True),
         _tabled(recomputed(facts.plan, facts.timeline)),
-        _Part("Mesh and tiles", "who holds what", pictures.tiles(facts)),
+        ("Mesh and tiles", "who holds what", pictures.tiles(facts), False),
         *map(_tabled, leaf_sections(facts)),
-        _Part("Largest values", "made inside the program, bytes per device",
-              h.table(largest_table(facts.plan, 20))),
-    ]  # fmt: skip
+        ("Largest values", "made inside the program, bytes per device", largest, False),
+    ]
 
 
 def _first_screen(facts: Facts) -> Html:
