@@ -300,54 +300,42 @@ def conflicts(stages: Stages, prices: Prices | None = None) -> w.Section:
     The conflicts about the most bytes come first; with `prices`, the first few get prices.
     """
     plan, every = stages.plan, stages.propagated.conflicts
-    mesh, types = plan.mesh, plan.program.types
-
-    def taken(conflict: Conflict) -> str:
-        return w.axes_text(taken_axes(plan, conflict), mesh) or NO_AXIS
-
-    def claims(conflict: Conflict) -> list[tuple[str, str]]:
-        """Returns the name of each value, and what it wants."""
-        return [
-            (
-                numberless(w.value_name(plan.program, value)),
-                f"{w.type_text(types[value])} dim {dim} wants {w.axes_text(axes, mesh)}",
-            )
+    program, mesh, types = plan.program, plan.mesh, plan.program.types
+    found = []  # ((op, source line, who wants what but for their names, what was taken), conflict)
+    for conflict in every:
+        wishes = tuple(
+            f"{w.type_text(types[value])} dim {dim} wants {w.axes_text(axes, mesh)}"
             for axes, value, dim in conflict.claims
-        ]
-
-    def look(conflict: Conflict) -> object:
-        wishes = tuple(wish for _, wish in claims(conflict))
-        return conflict.op.label, conflict.op.loc.trail, wishes, taken(conflict)
-
-    alike = sorted(
-        w.grouped(every, look).values(),
-        key=lambda alike: -len(alike) * max(types[v].bytes for _, v, _ in alike[0].claims),
+        )
+        taken = w.axes_text(taken_axes(plan, conflict), mesh) or NO_AXIS
+        found.append(((conflict.op.label, conflict.op.loc.trail, wishes, taken), conflict))
+    groups = sorted(
+        w.grouped(found, lambda row: row[0]).items(),
+        key=lambda group: (
+            -len(group[1]) * max(types[value].bytes for _, value, _ in group[1][0][1].claims)
+        ),
     )
-    asked = [] if prices is None else [first for first, *_ in alike[: prices.most_conflicts]]
-    priced = prices.of_conflicts(asked) if prices is not None else ()
+    asked = [] if prices is None else groups[: prices.most_conflicts]
+    priced = prices.of_conflicts([alike[0][1] for _, alike in asked]) if prices is not None else ()
     rows = []
-    for i, (conflict, *others) in enumerate(alike):
-        losers: dict[str, str] = {}
-        least = math.inf
+    for i, ((op, trail, wishes, taken), alike) in enumerate(groups):
+        claims = alike[0][1].claims
+        names = [numberless(w.value_name(program, value)) for _, value, _ in claims]
+        losers, least = dict[str, str](), math.inf
         if i < len(asked):
-            # The losing claims, the cheapest first; those without a price last.
-            found = {w.axes_text(axes, mesh) or NO_AXIS: price.text for axes, price in priced[i]}
-            every_claim = [*(w.axes_text(axes, mesh) for axes, _, _ in conflict.claims), NO_AXIS]
-            losers = found | {axes: UNPRICED for axes in every_claim if axes not in found}
-            losers.pop(taken(conflict), None)
             least = min((price.seconds for _, price in priced[i]), default=math.inf)
+            # The losing claims, the cheapest first; those without a price last.
+            losers = {w.axes_text(axes, mesh) or NO_AXIS: price.text for axes, price in priced[i]}
+            for axes in (*(w.axes_text(axes, mesh) for axes, _, _ in claims), NO_AXIS):
+                losers.setdefault(axes, UNPRICED)
+            losers.pop(taken, None)
         row = (
-            w.Cell(conflict.op.label, style="w"),
-            w.count(1 + len(others)),
-            w.Cell("\n".join(" ".join(claim) for claim in claims(conflict)), "lines", style="w"),
-            w.Cell(taken(conflict), style="t"),
-            w.Cell(
-                "\n".join(f"{axes} instead: {text}" for axes, text in losers.items()),
-                "lines",
-                least,
-                "w",
-            ),
-            w.source(conflict.op.loc.trail),
+            w.Cell(op, style="w"),
+            w.count(len(alike)),
+            w.Cell("\n".join(map(" ".join, zip(names, wishes, strict=True))), "lines", style="w"),
+            w.Cell(taken, style="t"),
+            w.Cell("\n".join(f"{a} instead: {p}" for a, p in losers.items()), "lines", least, "w"),
+            w.source(trail),
         )
         rows.append(row)
     said = f"{len(every)}"
