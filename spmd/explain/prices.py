@@ -406,18 +406,20 @@ def mark_prices(plan: Plan, tries: int, options: Options | None = None) -> MarkP
     return MarkPrices(tuple(worth), len(found), len(groups))
 
 
-def mark_rows(prices: Prices) -> tuple[str, list[tuple[str, str]]]:
-    """Returns how many kinds of marks were tried, and (without which, what it saves) of each."""
-    found = prices.marks
-    title = f"the {found.groups} kinds of marks that collectives come from"
-    if found.tried == found.groups:
-        title = f"without each of {title} in turn, the program was planned again"
-    else:
-        title = f"without {found.tried} of {title}, one at a time, the program was planned again"
+def mark_rows(prices: Prices | None) -> tuple[str, list[tuple[str, str]]]:
+    """Returns how many kinds of marks were tried, and (without which, what it saves) of each.
+
+    Empty where nobody asks for prices, or no mark is next to a reshard.
+    """
+    if prices is None or not prices.marks.groups:
+        return "", []
+    reliefs, tried, groups = prices.marks
+    kinds = f"the {groups} kinds of marks that collectives come from"
+    tries = f"each of {kinds} in turn" if tried == groups else f"{tried} of {kinds}, one at a time"
     mesh = prices.plan.mesh
-    rows = [(f"without {marks.text(mesh)}", price.text) for marks, price, *_ in found.reliefs]
-    none = ("none of them costs 1% of the collectives' time or more", "")
-    return title, rows or [none]
+    rows = [(f"without {marks.text(mesh)}", price.text) for marks, price, *_ in reliefs]
+    title = f"without {tries}, the program was planned again"
+    return title, rows or [("none of them costs 1% of the collectives' time or more", "")]
 
 
 def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> Relief:

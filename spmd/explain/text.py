@@ -69,12 +69,10 @@ def explain_program(facts: Facts) -> str:
         w.source_text(text) + (f" ({n} times)" if n > 1 else "")
         for text, n in Counter(plan.notes).items()
     ]
-    marks: list[str] = []
-    if facts.prices is not None and facts.prices.marks.groups:
-        tried, priced = mark_rows(facts.prices)
-        marks.append(f"{tried}:")
-        for which, price in priced:
-            marks += [f"{which}:", f"  {price}"] if price else [which]
+    tried, priced = mark_rows(facts.prices)
+    marks = [f"{tried}:"] if tried else []
+    for which, price in priced:
+        marks += [f"{which}:", f"  {price}"] if price else [which]
     settled, conflict_lines = conflicts(stages, facts.prices), list[str]()
     for op, number, claims, taken, losers, place in settled.table.rows:
         more = f" ({number.text} alike)" if number.key != 1 else ""

@@ -88,11 +88,9 @@ def _tabled(section: w.Section) -> Part:
 
 
 def _parts(facts: Facts) -> list[Part]:
-    collectives, priced = costs.collective_section(facts.collectives), facts.prices
-    marks = Html()
-    if priced is not None and priced.marks.groups:
-        title, rows = mark_rows(priced)
-        marks = joined(tag("p", f"{title.capitalize()}."), h.facts(rows))
+    collectives = costs.collective_section(facts.collectives)
+    tried, rows = mark_rows(facts.prices)
+    marks = joined(tag("p", f"{tried.capitalize()}."), h.facts(rows)) if tried else Html()
     side_by_side = "compute and links at the same time where neither waits for the other"
     largest = h.table(largest_table(facts.plan, 20))
     return [
@@ -104,7 +102,7 @@ def _parts(facts: Facts) -> list[Part]:
         _tabled(collectives._replace(table=collectives.table.by("ms"))),
         _tabled(costs.traffic_section(facts.collectives)),
         ("Prices of marks", "what would be cheaper without which mark", marks, False),
-        _tabled(conflicts(facts.stages, priced)),
+        _tabled(conflicts(facts.stages, facts.prices)),
         ("Memory over time", "of each device", _memory(facts), True),
         _tabled(recomputed(facts.plan, facts.timeline)),
         ("Mesh and tiles", "who holds what", pictures.tiles(facts), False),
