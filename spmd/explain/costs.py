@@ -116,21 +116,21 @@ def _ordered(found: Iterable[Total]) -> tuple[Total, ...]:
 
 def collective_section(collectives: Sequence[Collective]) -> w.Section:
     """Lists collectives, equal ones together, each with its reason below it."""
-    cells = [
+    rows = [
         (
-            w.Cell(row.like.kind, "kind", style="t"),
-            w.Cell(", ".join(row.like.axes), style="t"),
-            w.size(row.like.bytes),
-            w.count(row.like.count),
-            w.count(row.ops),
-            w.size(row.bytes),
-            w.number(f"{row.seconds * 1e3:.4f}", row.seconds),
-            w.source(row.like.source, row.like.reason),
+            row.like.kind,
+            ", ".join(row.like.axes),
+            row.like.bytes,
+            row.like.count,
+            row.ops,
+            row.bytes,
+            row.seconds,
+            (row.like.source, row.like.reason),
         )
         for row in collective_rows(collectives)
     ]
     heads = ("kind", "axes", "bytes", "times", "ops", "total", "ms", "source")
-    table = w.Table(heads, cells, search="all_gather data mlp")
+    table = w.Table(heads, rows, search="all_gather data mlp")
     sent = w.bytes_text(sum(c.bytes * c.count for c in collectives))
     said = f"{len(collectives)}, {sent} sent by each device in one run"
     return w.Section("collectives", said, table, "none")
@@ -139,14 +139,7 @@ def collective_section(collectives: Sequence[Collective]) -> w.Section:
 def traffic_section(collectives: Iterable[Collective], by_axes: bool = True) -> w.Section:
     """Lists what collectives do in one run, those of one kind (and axes) together."""
     rows = [
-        (
-            w.Cell(row.like.kind, "kind"),
-            w.Cell(", ".join(row.like.axes)),
-            w.count(row.ops),
-            w.count(row.runs),
-            w.size(row.bytes),
-            w.time(row.seconds),
-        )
+        (row.like.kind, ", ".join(row.like.axes), row.ops, row.runs, row.bytes, row.seconds)
         for row in traffic(collectives, by_axes)
     ]
     table = w.Table(("kind", "axes", "ops", "runs", "bytes", "time"), rows)

@@ -249,18 +249,11 @@ def leaf_sections(facts: Facts) -> list[w.Section]:
 def _leaf_table(leaves: Sequence[Leaf], mesh: Mesh) -> w.Table:
     rows = []
     for group in group_leaves(leaves):
-        leaf, held = group[0], sum(leaf.local.bytes for leaf in group)
-        parts = tuple((leaf.name, leaf.origin) for leaf in group) if len(group) > 1 else ()
-        row = (
-            w.Cell(pattern(leaf.name for leaf in group), "name", style="w", parts=parts),
-            w.count(len(group)),
-            w.code(w.type_text(leaf.type)),
-            w.code(w.spec_text(leaf.sharding, mesh)),
-            w.code(w.type_text(leaf.local)),
-            w.size(held),
-            w.Cell(pattern(leaf.origin for leaf in group), "path", style="w"),
-        )
-        rows.append(row)
+        leaf, several = group[0], group if len(group) > 1 else ()
+        name = pattern(leaf.name for leaf in group), [(leaf.name, leaf.origin) for leaf in several]
+        types = w.type_text(leaf.type), w.spec_text(leaf.sharding, mesh), w.type_text(leaf.local)
+        held = sum(leaf.local.bytes for leaf in group)
+        rows.append((name, len(group), *types, held, pattern(leaf.origin for leaf in group)))
     heads = ("name", "n", "type", "sharding", "local", "per device", "origin")
     return w.Table(heads, rows, search="a name or a sharding" if len(rows) > 6 else "")
 
@@ -340,17 +333,8 @@ def largest_table(plan: Plan, n: int) -> w.Table:
     """Makes a table of the `n` largest values inside the program, alike ones in one row."""
     rows = []
     for (what, type_, sharding, trail), values in values_inside(plan).items():
-        local = local_type(type_, sharding, plan.mesh)
-        row = (
-            w.size(local.bytes),
-            w.count(values),
-            w.code(w.type_text(type_)),
-            w.code(w.spec_text(sharding, plan.mesh), "w"),
-            w.code(w.type_text(local)),
-            w.Cell(what, style="w"),
-            w.source(trail),
-        )
-        rows.append(row)
+        local, spec = local_type(type_, sharding, plan.mesh), w.spec_text(sharding, plan.mesh)
+        types = w.type_text(type_), spec, w.type_text(local)
+        rows.append((local.bytes, values, *types, what, trail))
     heads = ("per device", "n", "type", "sharding", "local", "op", "source")
-    made = w.Table(heads, rows).by("per device")
-    return made._replace(rows=made.rows[:n])
+    return w.Table(heads, rows).by("per device").first(n)

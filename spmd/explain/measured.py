@@ -100,11 +100,10 @@ class Measured:
     def lines(self) -> w.Lines:
         """Yields the tables as lines of text."""
         for part in self.sections():
-            rows = part.table.rows
-            more = f", the first {MOST} of {len(rows)}" if len(rows) > MOST else ""
-            yield from part._replace(
-                remark=part.remark + more, table=part.table._replace(rows=rows[:MOST])
-            ).lines()
+            count = len(part.table.rows)
+            more = f", the first {MOST} of {count}" if count > MOST else ""
+            shown = part._replace(remark=part.remark + more, table=part.table.first(MOST))
+            yield from shown.lines()
 
     def sections(self) -> tuple[w.Section, ...]:
         """Returns the time by kind of work, by layer and by collective, as tables."""
@@ -112,19 +111,12 @@ class Measured:
         whole += f", mean of {w.plural(self.devices, 'device')}"
         whole += " that share one machine" * (self.platform == "cpu")
 
-        def cell(seconds: float) -> w.Cell:
-            return w.number(w.seconds_text(seconds) if seconds else "-", seconds)
-
-        made = []
-        for title, remark, parts in (
-            ("measured by kind", whole, self.kinds),
-            ("measured by layer", "", self.layers),
-            ("measured by collective", "", self.collectives),
-        ):
-            rows = [(w.Cell(p.name, style="w"), cell(p.predicted), cell(p.measured)) for p in parts]
-            table = w.Table(("what", "predicted", "measured"), rows)
-            made.append(w.Section(title, remark, table))
-        return tuple(made)
+        heads = ("what", "predicted", "measured")
+        return (
+            w.Section("measured by kind", whole, w.Table(heads, self.kinds)),
+            w.Section("measured by layer", "", w.Table(heads, self.layers)),
+            w.Section("measured by collective", "", w.Table(heads, self.collectives)),
+        )
 
 
 def compare(

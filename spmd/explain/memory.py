@@ -107,17 +107,7 @@ def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
     ):
         held += [(kind, numberless(name), types[v], "", types[v].bytes) for name, v in leaves]
     alike = w.grouped(held, lambda row: (row[0], row[1], w.type_text(row[2]), row[3]))
-    rows = [
-        (
-            w.size(sum(size for *_, size in values)),
-            w.count(len(values)),
-            w.Cell(kind, style="t"),
-            w.Cell(label, "name", style="w"),
-            w.code(type_),
-            w.source(trail),
-        )
-        for (kind, label, type_, trail), values in alike.items()
-    ]
+    rows = [(sum(size for *_, size in values), len(values), *key) for key, values in alike.items()]
     heads = ("bytes", "n", "alive as", "made by", "local type", "source")
     at_peak = w.Table(heads, rows).by("bytes")
     return MemoryCurve(tuple(map(tuple, curve)), use.peak_at, at_peak)
@@ -125,17 +115,8 @@ def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
 
 def recomputed(plan: Plan, timeline: Timeline) -> w.Section:
     """Lists what a program recomputes (remat), by op and source line."""
-    rows = [
-        (
-            w.size(sum(v.bytes for v in values)),
-            w.count(len(values)),
-            w.Cell(name, style="w"),
-            w.source(trail),
-        )
-        for (name, trail), values in w.grouped(
-            plan.recomputed, lambda value: (value.name, value.loc.trail)
-        ).items()
-    ]
+    alike = w.grouped(plan.recomputed, lambda value: (value.name, value.loc.trail))
+    rows = [(sum(v.bytes for v in values), len(values), *key) for key, values in alike.items()]
     slots = [slot for slot in timeline.slots if AGAIN in slot.op.loc.note and not slot.op.regions]
     arithmetic = sum(slot.seconds * slot.trips for slot in slots if slot.lane == COMPUTE)
     exchanges = sum(slot.seconds * slot.trips for slot in slots if slot.lane != COMPUTE)

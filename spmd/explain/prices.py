@@ -321,29 +321,24 @@ def conflicts(stages: Stages, prices: Prices | None = None) -> w.Section:
     for i, ((op, trail, wishes, taken), alike) in enumerate(groups):
         claims = alike[0][1].claims
         names = [numberless(w.value_name(program, value)) for _, value, _ in claims]
-        losers, least = dict[str, str](), math.inf
+        losers: dict[str, Price | None] = {}
         if i < len(asked):
-            least = min((price.seconds for _, price in priced[i]), default=math.inf)
             # The losing claims, the cheapest first; those without a price last.
-            losers = {w.axes_text(axes, mesh) or NO_AXIS: price.text for axes, price in priced[i]}
+            losers |= {w.axes_text(axes, mesh) or NO_AXIS: price for axes, price in priced[i]}
             for axes in (*(w.axes_text(axes, mesh) for axes, _, _ in claims), NO_AXIS):
-                losers.setdefault(axes, UNPRICED)
+                losers.setdefault(axes, None)
             losers.pop(taken, None)
-        row = (
-            w.Cell(op, style="w"),
-            w.count(len(alike)),
-            w.Cell("\n".join(map(" ".join, zip(names, wishes, strict=True))), "lines", style="w"),
-            w.Cell(taken, style="t"),
-            w.Cell("\n".join(f"{a} instead: {p}" for a, p in losers.items()), "lines", least, "w"),
-            w.source(trail),
-        )
-        rows.append(row)
+        wants = "\n".join(map(" ".join, zip(names, wishes, strict=True)))
+        instead = [f"{axes} instead: {p.text if p else UNPRICED}" for axes, p in losers.items()]
+        least = min((p.seconds for p in losers.values() if p), default=math.inf)
+        rows.append((op, len(alike), wants, taken, ("\n".join(instead), least), trail))
     said = f"{len(every)}"
     if asked:
         said += f", of {len(rows)} kinds; what the claims that lost would cost"
         said += "" if len(asked) == len(rows) else f" (the first {len(asked)})"
     heads = ("op", "n", "who wants what", "the plan took", "what else would cost", "source")
-    return w.Section("conflicts", said, w.Table(heads, rows, search="an op, an argument, an axis"))
+    table = w.Table(heads, rows, search="an op, an argument, an axis")
+    return w.Section("conflicts", said, table)
 
 
 # ---------------------------------------------------------------------------------------------

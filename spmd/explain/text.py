@@ -74,12 +74,10 @@ def explain_program(facts: Facts) -> str:
     for which, price in priced:
         marks += [f"{which}:", f"  {price}"] if price else [which]
     settled, conflict_lines = conflicts(stages, facts.prices), list[str]()
-    for op, number, claims, taken, losers, place in settled.table.rows:
-        more = f" ({number.text} alike)" if number.key != 1 else ""
-        at = w.source_text(place.text)
-        conflict_lines.append(f"{op.text} at {at}{more}: took {taken.text}")
-        said = [*claims.text.splitlines(), *losers.text.splitlines()]
-        conflict_lines += [f"  {line}" for line in said]
+    for op, count, claims, taken, (losers, _), trail in settled.table.rows:
+        more = f" ({count} alike)" if count > 1 else ""
+        conflict_lines.append(f"{op} at {w.source_text(trail)}{more}: took {taken}")
+        conflict_lines += [f"  {x}" for x in (*claims.splitlines(), *losers.splitlines())]
     sections = (
         w.section(title, opening),
         w.section(f"program {facts.title}", w.aligned(header_rows(facts))),
@@ -126,7 +124,7 @@ def summarize(facts: Facts, costly: Relief | None = None) -> str:
         lines.append(f"  constants    {split_text(constants)}; {rows['constants']}")
     traffic = costs.traffic_section(facts.collectives).table
     lines.append(f"  collectives  {costs.collective_section(facts.collectives).remark}")
-    lines += [f"    {line}" for line in traffic._replace(rows=traffic.rows[:8]).lines()]
+    lines += [f"    {line}" for line in traffic.first(8).lines()]
     if facts.use is not None:
         more = f"; {facts.compiled_text}" if facts.compiled_text else ""
         lines.append(

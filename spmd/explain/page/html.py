@@ -89,17 +89,18 @@ def table(given: Table) -> Html:
     """Makes a sortable table; nothing where it has no rows."""
     if not given.rows:
         return Html()
+    rows = given.cells()
     heads = [
         tag(
             "th.n" if cell.look == "number" else "th",
             tag("button", name, type="button"),
             aria_sort="descending" if name == given.sort else None,
         )
-        for name, cell in zip(given.heads, given.rows[0], strict=True)
+        for name, cell in zip(given.heads, rows[0], strict=True)
     ]
     box = tag("input", type="search", placeholder=given.search)
-    found = tag("output", f"{len(given.rows)} rows")
-    body = tag("tbody", *(tag("tr", *map(_td, row)) for row in given.rows))
+    found = tag("output", f"{len(rows)} rows")
+    body = tag("tbody", *(tag("tr", *map(_td, row)) for row in rows))
     return tag(
         "div.tabled",
         tag("label.filter", "filter ", box, found) if given.search else "",

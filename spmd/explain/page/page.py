@@ -177,13 +177,11 @@ def _timeline(facts: Facts) -> Html:
         "do not overlap.",
     )
     slots = [slot for slot in timeline.slots if not slot.op.regions]
-    rows = []
+    rows, busy = [], timeline.compute_seconds + timeline.comm_seconds
     for trail, alike in w.grouped(slots, lambda slot: slot.op.loc.trail).items():
         compute = sum(slot.seconds * slot.trips for slot in alike if slot.lane == COMPUTE)
         comm = sum(slot.seconds * slot.trips for slot in alike if slot.lane != COMPUTE)
-        both, busy = compute + comm, timeline.compute_seconds + timeline.comm_seconds
-        share = w.number(w.share_text(both, busy), both)
-        rows.append((w.source(trail), w.time(compute), w.time(comm), w.time(both), share))
+        rows.append((trail, compute, comm, compute + comm, (compute + comm, busy)))
     heads = ("source", "compute", "collectives", "together", "share")
     by_line = w.Table(heads, rows, search="a function or a file").by("together")
     lost = timeline.seconds - drawn.seconds
@@ -228,7 +226,7 @@ def _memory(facts: Facts) -> Html:
     if facts.use is None:
         return Html()
     curve = memory_curve(facts.use, facts.stages.optimized.program)
-    largest = curve.at_peak._replace(rows=curve.at_peak.rows[:TOP_VALUES])
+    largest = curve.at_peak.first(TOP_VALUES)
     intro = tag(
         "p",
         "Predicted from the local program: only values that XLA stores count. Arguments and "
