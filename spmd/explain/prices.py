@@ -158,8 +158,7 @@ class Prices:
         plan = self.plan
         if value not in plan.program.body.args:
             return self.of_value(value)
-        type_ = plan.program.types[value]
-        have = plan.arguments[plan.program.body.args.index(value)]
+        type_, have = plan.program.types[value], plan.arguments[plan.program.body.args.index(value)]
         wanted = [move.wanted.full() for move in plan.moves if move.value == value]
         # One dim over one axis of the mesh, larger axes first; then whole.
         for atoms in sorted(plan.mesh.axis_atoms.values(), key=plan.mesh.extent, reverse=True):

@@ -100,8 +100,7 @@ class Cell(NamedTuple):
     note: str = ""  # a sentence below it
 
 
-def number(text: str, key: float) -> Cell:
-    """Makes a cell of a number as text, which sorts by `key`."""
+def _number(text: str, key: float) -> Cell:
     return Cell(text, "number", key)
 
 
@@ -110,14 +109,14 @@ def _source(trail: str, note: str = "") -> Cell:
 
 
 COLUMNS: dict[str, Callable[[Any], Cell]] = {
-    **dict.fromkeys(("n", "ops", "runs", "times"), lambda count: number(str(count), count)),
-    **dict.fromkeys(("bytes", "total", "per device"), lambda size: number(bytes_text(size), size)),
+    **dict.fromkeys(("n", "ops", "runs", "times"), lambda count: _number(str(count), count)),
+    **dict.fromkeys(("bytes", "total", "per device"), lambda size: _number(bytes_text(size), size)),
     **dict.fromkeys(
-        ("time", "compute", "collectives", "together"), lambda s: number(seconds_text(s), s)
+        ("time", "compute", "collectives", "together"), lambda s: _number(seconds_text(s), s)
     ),
-    **dict.fromkeys(("predicted", "measured"), lambda s: number(seconds_text(s) if s else "-", s)),
-    "ms": lambda seconds: number(f"{seconds * 1e3:.4f}", seconds),
-    "share": lambda parts: number(share_text(*parts), parts[0]),  # (part, whole)
+    **dict.fromkeys(("predicted", "measured"), lambda s: _number(seconds_text(s) if s else "-", s)),
+    "ms": lambda seconds: _number(f"{seconds * 1e3:.4f}", seconds),
+    "share": lambda parts: _number(share_text(*parts), parts[0]),  # (part, whole)
     **dict.fromkeys(("type", "local", "local type", "sharding"), partial(Cell, look="code")),
     "kind": partial(Cell, look="kind"),
     **dict.fromkeys(("axes", "alive as", "the plan took"), Cell),

@@ -174,8 +174,21 @@ def timeline_svg(timeline: Bars, axes: Sequence[str], what: str) -> Html:
             words(0, y + 13, lane if len(lane) <= 13 else f"{lane[:12]}…"),
             words(0, y + 26, f"busy {timeline.lane_seconds(lane) / total:.0%}", "soft"),
             rect("lane", (LEFT, y, ACROSS, _LANE)),
-            *(_bar(s, scale, y) for s in shown if lane in s.lanes),
         ]
+        for s in (s for s in shown if lane in s.lanes):
+            x, width = LEFT + s.start * scale, max(s.seconds * scale, 0.5)
+            width -= 0.6 if width > 3 else 0.0  # tells it from the next one
+            what = s.label or (f"{s.ops} ops" if s.kind == COMPUTE else f"{s.ops} {s.kind}")
+            if s.label and s.ops > 1:
+                what += f" ({s.ops} ops)"
+            place = "at " if s.group and not s.group.startswith("in ") else ""
+            where = f" {place}{w.source_text(s.group)}" if s.group else ""
+            title = f"{what}{where}: {w.seconds_text(s.seconds)}, from {w.seconds_text(s.start)}"
+            parts.append(rect("seg", (x, y, width, _LANE), title, fill=f"var(--{s.kind})"))
+            # The caller says more than a helper.
+            name = next(iter(functions_of(s.group)), "")
+            if name and s.kind == COMPUTE and width > 7.2 * len(name) + 8:
+                parts.append(words(x + 5, y + 19, name, "in"))
     # A tick at each multiple of the next larger 1, 2 or 5 times a power of ten.
     least = total / 8
     power = 10.0 ** math.floor(math.log10(least)) if least > 0 else 1.0
@@ -186,23 +199,6 @@ def timeline_svg(timeline: Bars, axes: Sequence[str], what: str) -> Html:
         parts.append(line("tick", x, bottom - 4, x, bottom))
         parts.append(words(x, bottom + 14, text, "soft", text_anchor=anchor))
     return _chart("timeline", bottom + 24, parts, what)
-
-
-def _bar(s: Segment, scale: float, y: int) -> Html:
-    x, width = LEFT + s.start * scale, max(s.seconds * scale, 0.5)
-    width -= 0.6 if width > 3 else 0.0  # tells it from the next one
-    what = s.label or (f"{s.ops} ops" if s.kind == COMPUTE else f"{s.ops} {s.kind}")
-    if s.label and s.ops > 1:
-        what += f" ({s.ops} ops)"
-    place = "at " if s.group and not s.group.startswith("in ") else ""
-    where = f" {place}{w.source_text(s.group)}" if s.group else ""
-    title = f"{what}{where}: {w.seconds_text(s.seconds)}, from {w.seconds_text(s.start)}"
-    drawn = rect("seg", (x, y, width, _LANE), title, fill=f"var(--{s.kind})")
-    # The caller says more than a helper.
-    name = next(iter(functions_of(s.group)), "")
-    if name and s.kind == COMPUTE and width > 7.2 * len(name) + 8:
-        return joined(drawn, words(x + 5, y + 19, name, "in"))
-    return drawn
 
 
 def memory_svg(curve: MemoryCurve, limit: int) -> Html:
