@@ -119,7 +119,7 @@ COLUMNS: dict[str, Callable[[Any], Cell]] = {
     "share": lambda parts: _number(share_text(*parts), parts[0]),  # (part, whole)
     **dict.fromkeys(("type", "local", "local type", "sharding"), partial(Cell, look="code")),
     "kind": partial(Cell, look="kind"),
-    **dict.fromkeys(("axes", "alive as", "the plan took"), Cell),
+    **dict.fromkeys(("op", "axes", "alive as", "the plan took"), Cell),
     "name": lambda named: Cell(named[0], "name", style="w", parts=named[1]),  # (name, parts)
     "made by": partial(Cell, look="name", style="w"),
     "origin": partial(Cell, look="path", style="w"),
