@@ -127,8 +127,8 @@ def folded(title: str, body: Html) -> Html:
     return tag("details", tag("summary", title), body)
 
 
-def facts(rows: Iterable[tuple[str, str]]) -> Html:
-    """Makes a list of (what, what is said of it)."""
+def pairs(rows: Iterable[tuple[str, str]]) -> Html:
+    """Lists pairs of what, and what is said of it."""
     return tag("dl.facts", *(joined(tag("dt", what), tag("dd", text)) for what, text in rows))
 
 

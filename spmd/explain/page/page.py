@@ -90,7 +90,7 @@ def _tabled(section: w.Section) -> Part:
 def _parts(facts: Facts) -> list[Part]:
     collectives = costs.collective_section(facts.collectives)
     tried, rows = mark_rows(facts.prices)
-    marks = joined(tag("p", f"{tried.capitalize()}."), h.facts(rows)) if tried else Html()
+    marks = joined(tag("p", f"{tried.capitalize()}."), h.pairs(rows)) if tried else Html()
     side_by_side = "compute and links at the same time where neither waits for the other"
     largest = h.table(largest_table(facts.plan, 20))
     return [
@@ -98,7 +98,7 @@ def _parts(facts: Facts) -> list[Part]:
         ("Measured", facts.measured.title if facts.measured else "", _measured(facts), True),
         ("Pipelines", "which stage works on what in which step", pictures.pipelines(facts), True),
         ("Rings", "operands that come in pieces, and that could", pictures.rings(facts), True),
-        ("The plan", "beside the greedy one and the best", h.facts(header_rows(facts)), True),
+        ("The plan", "beside the greedy one and the best", h.pairs(header_rows(facts)), True),
         _tabled(collectives._replace(table=collectives.table.by("ms"))),
         _tabled(costs.traffic_section(facts.collectives)),
         ("Prices of marks", "what would be cheaper without which mark", marks, False),
@@ -238,5 +238,5 @@ def _memory(facts: Facts) -> Html:
         h.legend(zip(KINDS, pictures.MEMORY_COLOURS, strict=True)),
         pictures.memory_svg(curve, facts.plan.topology.hbm_bytes),
         h.folded("the largest at the peak", h.table(largest)),
-        h.folded("totals", h.facts(memory_rows(facts))),
+        h.folded("totals", h.pairs(memory_rows(facts))),
     )

@@ -288,7 +288,7 @@ def rings(facts: Facts) -> Html:
 
 def _head(row: PipelineRow | RingRow) -> Html:
     title = tag("p.entry", tag("b", row.title), " at ", h.source(row.source))
-    return joined(title, h.facts(row.parts))
+    return joined(title, h.pairs(row.parts))
 
 
 def _stages(of: Pipeline) -> Html:
