@@ -522,50 +522,42 @@ def _tiled(
 ) -> Html:
     """Draws tiles that fill a box, with a text beside two of its sides.
 
-    `holders` are (row, column) -> positions in the mesh of the devices that hold this tile.
+    `holders` are (row, column) -> positions in the mesh of the devices that hold this tile. It has
+    bands of their colours, hatched for several, and their ids.
     """
     rows, columns = (1 + max(place) for place in zip(*holders, strict=True))
     wide, high = width / columns, height / rows
+    first = mesh.sizes[0] if mesh.sizes else 1
+    rest = max(1, mesh.size // first)
+    shapes: list[Html] = []
+    for (row, column), held in holders.items():
+        x, y = _TILE_LEFT + column * wide, _TILE_TOP + row * high
+        drawn = held[:_MAX_BANDS]
+        band = wide / len(drawn)
+        for i, place in enumerate(drawn):
+            down_mesh, across_mesh = divmod(place, rest)
+            hue = (205 + 300 * down_mesh / first) % 360
+            light = 62 + (20 * across_mesh / (rest - 1) if rest > 1 else 8)
+            colour = f"hsl({hue:.0f} 52% {light:.0f}%)"
+            shapes.append(rect("", (x + i * band, y, band, high), fill=colour))
+        if len(drawn) > 1:
+            shapes.append(rect("", (x, y, wide, high), fill="url(#hatch)"))
+        shapes.append(rect("edge", (x, y, wide, high)))
+        ids = [str(mesh.device_ids[place]) for place in held]
+        labels = ids if len(held) <= _MAX_BANDS else [f"×{len(held)}"]
+        share = wide / len(labels)
+        if max(map(len, labels)) * 6.8 <= share and high >= 12:
+            shapes += [
+                words(x + (i + 0.5) * share, y + high / 2 + 4, label, "on", text_anchor="middle")
+                for i, label in enumerate(labels)
+            ]
     middle = _TILE_TOP + height / 2
     turn = f"rotate(-90 14 {middle:.0f})"
-    shapes = [
-        *(
-            _tile(mesh, (_TILE_LEFT + column * wide, _TILE_TOP + row * high, wide, high), held)
-            for (row, column), held in holders.items()
-        ),
+    shapes += [
         rect("frame", (_TILE_LEFT, _TILE_TOP, width, height)),
         words(_TILE_LEFT, 13, across, "soft"),
         words(14, middle, down, "soft", text_anchor="middle", transform=turn),
     ]
     # Labels may be longer than the side that they are written beside.
-    return drawing(
-        "", _TILE_LEFT + max(width, _TILE_WIDTH) + 2, _TILE_TOP + height + 2, shapes, what
-    )
-
-
-def _tile(mesh: Mesh, box: tuple[float, float, float, float], held: Sequence[int]) -> Html:
-    """Draws one tile: bands of its holders' colours, hatched for several, and their ids."""
-    x, y, width, height = box
-    drawn = held[:_MAX_BANDS]
-    band = width / len(drawn)
-    first = mesh.sizes[0] if mesh.sizes else 1
-    rest = max(1, mesh.size // first)
-    parts = []
-    for i, place in enumerate(drawn):
-        row, column = divmod(place, rest)
-        hue = (205 + 300 * row / first) % 360
-        light = 62 + (20 * column / (rest - 1) if rest > 1 else 8)
-        colour = f"hsl({hue:.0f} 52% {light:.0f}%)"
-        parts.append(rect("", (x + i * band, y, band, height), fill=colour))
-    if len(drawn) > 1:
-        parts.append(rect("", box, fill="url(#hatch)"))
-    parts.append(rect("edge", box))
-    ids = [str(mesh.device_ids[place]) for place in held]
-    labels = ids if len(held) <= _MAX_BANDS else [f"×{len(held)}"]
-    share = width / len(labels)
-    if max(map(len, labels)) * 6.8 <= share and height >= 12:
-        parts += [
-            words(x + (i + 0.5) * share, y + height / 2 + 4, label, "on", text_anchor="middle")
-            for i, label in enumerate(labels)
-        ]
-    return joined(*parts)
+    whole = _TILE_LEFT + max(width, _TILE_WIDTH) + 2
+    return drawing("", whole, _TILE_TOP + height + 2, shapes, what)
