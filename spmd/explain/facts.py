@@ -129,6 +129,59 @@ class Facts:
             return ""
         return f"XLA allocates {w.bytes_text(self.compiled.peak_bytes)}"
 
+    @property
+    def header(self) -> list[tuple[str, str]]:
+        """(What, as text) of a program: where it runs, how long, and how good its plan is."""
+        plan, stages, seconds = self.plan, self.stages, self.timeline.seconds
+        rows = [
+            ("mesh", f"{plan.mesh} ({plan.mesh.size} devices)"),
+            ("topology", str(plan.topology)),
+            ("solver", proof_text(plan) + "; in an earlier start" * stages.is_read),
+            ("predicted", self.time_text),
+        ]
+        if self.measured is not None:
+            rows.append(("measured", self.measured.title))
+        greedy, bound = self.greedy_seconds, self.least_seconds
+        # A greedy plan that is faster is one that takes more memory than there is.
+        if greedy > seconds * (1 - CLOSE) and plan.solver != "greedy":
+            more = greedy / seconds - 1 if seconds else 0.0
+            slower = f"{more:.1%} slower than" if more >= CLOSE else "as fast as"
+            rows.append(("greedy plan", f"{w.seconds_text(greedy)}, {slower} this one"))
+        if bound:
+            even = "arithmetic alone, split evenly over all devices"
+            rows.append(("lower bound", f"{w.seconds_text(bound)}: {even}"))
+        took = [f"{stage} {w.seconds_text(own)}" for stage, own in stages.seconds.items()]
+        return [*rows, ("stages", ", ".join(took))] if took else rows
+
+    @property
+    def memory(self) -> tuple[tuple[str, str], ...]:
+        """(What, bytes as text) per device: those predicted, and the peak that XLA reports."""
+        use = self.use
+        rows = [("arguments", _against(self.arguments)), ("results", _against(self.results))]
+        if use is not None:
+            limit = w.bytes_text(self.plan.topology.hbm_bytes)
+            rows += [
+                ("results in donated arguments", w.bytes_text(use.aliased)),
+                ("temporary", w.bytes_text(use.temporary)),
+                ("peak, predicted", f"{w.bytes_text(use.peak)} of {limit}"),
+                ("on the device", room_for(use.peak, self.plan.topology)),
+            ]
+            if use.constants:
+                rows.insert(2, ("constants", _against(self.constants, use.constants)))
+        if self.compiled is not None and self.compiled.peak_bytes:
+            rows.append(("peak, as XLA allocates it", w.bytes_text(self.compiled.peak_bytes)))
+        return tuple(rows)
+
+    @property
+    def leaves(self) -> list[w.Section]:
+        """The arguments, the results and the constants (if any) as tables."""
+        ends = {"arguments": self.arguments, "results": self.results}
+        ends |= {"constants": self.constants} if self.constants else {}
+        return [
+            w.Section(what, split_text(leaves), _leaf_table(leaves, self.plan.mesh), "none")
+            for what, leaves in ends.items()
+        ]
+
 
 def proof_text(plan: Plan) -> str:
     """Says which solver made a plan, and how much at most its sum of costs exceeds the least."""
@@ -141,49 +194,6 @@ def proof_text(plan: Plan) -> str:
     if plan.gap < CLOSE:
         return f"{plan.solver}: of {over} none has a smaller sum of costs"
     return f"{plan.solver}: its sum of costs is at most {plan.gap:.1%} above the least of {over}"
-
-
-def header_rows(facts: Facts) -> list[tuple[str, str]]:
-    """Returns (what, as text) of a program: where it runs, how long, and how good its plan is."""
-    plan, stages, seconds = facts.plan, facts.stages, facts.timeline.seconds
-    rows = [
-        ("mesh", f"{plan.mesh} ({plan.mesh.size} devices)"),
-        ("topology", str(plan.topology)),
-        ("solver", proof_text(plan) + "; in an earlier start" * stages.is_read),
-        ("predicted", facts.time_text),
-    ]
-    if facts.measured is not None:
-        rows.append(("measured", facts.measured.title))
-    greedy, bound = facts.greedy_seconds, facts.least_seconds
-    # A greedy plan that is faster is one that takes more memory than there is.
-    if greedy > seconds * (1 - CLOSE) and plan.solver != "greedy":
-        more = greedy / seconds - 1 if seconds else 0.0
-        slower = f"{more:.1%} slower than" if more >= CLOSE else "as fast as"
-        rows.append(("greedy plan", f"{w.seconds_text(greedy)}, {slower} this one"))
-    if bound:
-        even = "arithmetic alone, split evenly over all devices"
-        rows.append(("lower bound", f"{w.seconds_text(bound)}: {even}"))
-    took = [f"{stage} {w.seconds_text(seconds)}" for stage, seconds in stages.seconds.items()]
-    return [*rows, ("stages", ", ".join(took))] if took else rows
-
-
-def memory_rows(facts: Facts) -> tuple[tuple[str, str], ...]:
-    """Returns (what, bytes as text) per device: those predicted, and the peak that XLA reports."""
-    use = facts.use
-    rows = [("arguments", _against(facts.arguments)), ("results", _against(facts.results))]
-    if use is not None:
-        limit = w.bytes_text(facts.plan.topology.hbm_bytes)
-        rows += [
-            ("results in donated arguments", w.bytes_text(use.aliased)),
-            ("temporary", w.bytes_text(use.temporary)),
-            ("peak, predicted", f"{w.bytes_text(use.peak)} of {limit}"),
-            ("on the device", room_for(use.peak, facts.plan.topology)),
-        ]
-        if use.constants:
-            rows.insert(2, ("constants", _against(facts.constants, use.constants)))
-    if facts.compiled is not None and facts.compiled.peak_bytes:
-        rows.append(("peak, as XLA allocates it", w.bytes_text(facts.compiled.peak_bytes)))
-    return tuple(rows)
 
 
 def _against(leaves: Sequence[Leaf], held: int | None = None) -> str:
@@ -234,16 +244,6 @@ def split_text(leaves: Sequence[Leaf]) -> str:
     """Says how many leaves there are, and how many of them are split: `8, 6 of them split`."""
     split = sum(any(leaf.sharding.dims) for leaf in leaves)
     return f"{len(leaves)}, {split} of them split"
-
-
-def leaf_sections(facts: Facts) -> list[w.Section]:
-    """Returns the arguments, the results and the constants (if any) as tables."""
-    ends = {"arguments": facts.arguments, "results": facts.results}
-    ends |= {"constants": facts.constants} if facts.constants else {}
-    return [
-        w.Section(what, split_text(leaves), _leaf_table(leaves, facts.plan.mesh), "none")
-        for what, leaves in ends.items()
-    ]
 
 
 def _leaf_table(leaves: Sequence[Leaf], mesh: Mesh) -> w.Table:

@@ -18,10 +18,7 @@ from spmd.explain.facts import (
     Leaf,
     boundary,
     group_leaves,
-    header_rows,
     largest_table,
-    leaf_sections,
-    memory_rows,
     pattern,
     split_text,
     values_inside,
@@ -80,9 +77,9 @@ def explain_program(facts: Facts) -> str:
         conflict_lines += [f"  {x}" for x in (*claims.splitlines(), *losers.splitlines())]
     sections = (
         w.section(title, opening),
-        w.section(f"program {facts.title}", w.aligned(header_rows(facts))),
+        w.section(f"program {facts.title}", w.aligned(facts.header)),
         facts.measured.lines() if facts.measured is not None else (),
-        *(part.lines() for part in leaf_sections(facts)),
+        *(part.lines() for part in facts.leaves),
         w.section("largest values inside", largest_table(plan, 12).without("local").lines()),
         costs.collective_section(found).lines(),
         costs.traffic_section(found, by_axes=False).lines(),
@@ -94,7 +91,7 @@ def explain_program(facts: Facts) -> str:
         _titled("pipelines", pipeline_rows(stages)),
         w.section("forms", [form.text for form in plan.forms]),
         w.section("notes", notes),
-        w.section("memory per device", w.aligned(memory_rows(facts))),
+        w.section("memory per device", w.aligned(facts.memory)),
     )
     return _joined(line for lines in sections for line in lines)
 
@@ -105,7 +102,7 @@ def _joined(lines: Iterable[str]) -> str:
 
 def summarize(facts: Facts, costly: Relief | None = None) -> str:
     """Writes the short report for a terminal; `costly` is a mark to warn of, if any."""
-    plan, rows, constants = facts.plan, dict(memory_rows(facts)), facts.constants
+    plan, rows, constants = facts.plan, dict(facts.memory), facts.constants
     split = [leaf for leaf in facts.arguments if any(leaf.sharding.dims)]
     inferred = sum(leaf.origin != "marked" for leaf in split)
     # The shardings of which each device holds the most, with how many arguments have them.

@@ -7,14 +7,7 @@ from importlib.resources import files
 
 from spmd.explain import costs
 from spmd.explain import words as w
-from spmd.explain.facts import (
-    Facts,
-    header_rows,
-    largest_table,
-    leaf_sections,
-    memory_rows,
-    proof_text,
-)
+from spmd.explain.facts import Facts, largest_table, proof_text
 from spmd.explain.memory import KINDS, memory_curve, recomputed
 from spmd.explain.page import html as h
 from spmd.explain.page import pictures
@@ -98,7 +91,7 @@ def _parts(facts: Facts) -> list[Part]:
         ("Measured", facts.measured.title if facts.measured else "", _measured(facts), True),
         ("Pipelines", "which stage works on what in which step", pictures.pipelines(facts), True),
         ("Rings", "operands that come in pieces, and that could", pictures.rings(facts), True),
-        ("The plan", "beside the greedy one and the best", h.pairs(header_rows(facts)), True),
+        ("The plan", "beside the greedy one and the best", h.pairs(facts.header), True),
         _tabled(collectives._replace(table=collectives.table.by("ms"))),
         _tabled(costs.traffic_section(facts.collectives)),
         ("Prices of marks", "what would be cheaper without which mark", marks, False),
@@ -106,7 +99,7 @@ def _parts(facts: Facts) -> list[Part]:
         ("Memory over time", "of each device", _memory(facts), True),
         _tabled(recomputed(facts.plan, facts.timeline)),
         ("Mesh and tiles", "who holds what", pictures.tiles(facts), False),
-        *map(_tabled, leaf_sections(facts)),
+        *map(_tabled, facts.leaves),
         ("Largest values", "made inside the program, bytes per device", largest, False),
     ]
 
@@ -238,5 +231,5 @@ def _memory(facts: Facts) -> Html:
         h.legend(zip(KINDS, pictures.MEMORY_COLOURS, strict=True)),
         pictures.memory_svg(curve, facts.plan.topology.hbm_bytes),
         h.folded("the largest at the peak", h.table(largest)),
-        h.folded("totals", h.pairs(memory_rows(facts))),
+        h.folded("totals", h.pairs(facts.memory)),
     )
