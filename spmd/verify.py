@@ -277,7 +277,18 @@ class _Search(NamedTuple):
         return self.descend(equal, op, wrong) or self.culprit(op, wrong)
 
     def culprit(self, op: Op, wrong: tuple[Comparison, ...], *inside: str) -> Culprit:
-        return Culprit(op, _describe(self.plan, op), self.inside + inside, wrong)
+        plan = self.plan
+        lines = [format_op(op, plan.mesh), f"  at: {op.loc.source or 'an unknown place'}"]
+        choice = plan.choices.get(op.results[0])
+        for i, value in enumerate(op.operands):
+            state = plan.states[value]
+            have = format_sharding(state, plan.mesh) if state else "made for each use"
+            needed = f", needed {format_sharding(choice.operands[i], plan.mesh)}" if choice else ""
+            lines.append(f"  operand {i}: %{value} is {have}{needed}")
+        for i, value in enumerate(op.results):
+            state = plan.states[value] or probe_sharding(plan, value)
+            lines.append(f"  result {i}: %{value} is {format_sharding(state, plan.mesh)}")
+        return Culprit(op, "\n".join(lines), self.inside + inside, wrong)
 
     def wrong_at(self, cut: int) -> tuple[Comparison, ...]:
         """Compares the values needed behind the first `cut` ops, and returns those that differ."""
@@ -427,17 +438,3 @@ def _use_of_cheap(plan: Plan, value: Value) -> Sharding:
 
 def _place(op: Op) -> str:
     return f"{op.name} at {op.loc.source or 'an unknown place'}"
-
-
-def _describe(plan: Plan, op: Op) -> str:
-    lines = [f"{format_op(op, plan.mesh)}", f"  at: {op.loc.source or 'an unknown place'}"]
-    choice = plan.choices.get(op.results[0])
-    for i, value in enumerate(op.operands):
-        state = plan.states[value]
-        have = format_sharding(state, plan.mesh) if state else "made for each use"
-        needed = f", needed {format_sharding(choice.operands[i], plan.mesh)}" if choice else ""
-        lines.append(f"  operand {i}: %{value} is {have}{needed}")
-    for i, value in enumerate(op.results):
-        state = plan.states[value] or probe_sharding(plan, value)
-        lines.append(f"  result {i}: %{value} is {format_sharding(state, plan.mesh)}")
-    return "\n".join(lines)

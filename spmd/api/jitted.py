@@ -23,7 +23,7 @@ from spmd.api.specs import arg_specs, check_memory, mesh_of, result_specs, speci
 from spmd.api.tracing import Call, Recipe, take_apart, trace_call
 from spmd.compiler import Request, compile_module
 from spmd.errors import ArgumentError, described
-from spmd.explain.marks import costly_text
+from spmd.explain.prices import costly_text
 from spmd.explain.words import idle_text, plural
 from spmd.frontend.trace import ClosedOverTracer, note_mesh
 from spmd.mesh.mesh import Mesh

@@ -9,21 +9,12 @@ from __future__ import annotations
 
 import linecache
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from spmd.explain.words import (
-    Cell,
-    Table,
-    bytes_text,
-    count,
-    number,
-    plural,
-    seconds_text,
-    share_text,
-    source,
-)
+from spmd.explain import words as w
+from spmd.explain.words import K
 from spmd.ir.control_flow import Index
 from spmd.ir.program import Frame, Op, Region, numberless
 from spmd.lowering.partition import Partitioned
@@ -33,8 +24,6 @@ from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
 from spmd.predict.ops import Transfer
 from spmd.predict.timeline import COMPUTE, Slot, Timeline
-
-K = TypeVar("K", bound=Hashable)
 
 MOST = 5  # costs that a report opens with; the largest collective follows where none is among them
 
@@ -98,63 +87,65 @@ class Total(NamedTuple):
 
 def collective_rows(collectives: Iterable[Collective]) -> tuple[Total, ...]:
     """Sums up equal collectives, whatever their layer; most bytes first, then most time."""
-    return _ordered(totals(collectives, lambda c: c._replace(layer="")))
+    return _ordered(totals(collectives, lambda c: c._replace(layer="")).values())
 
 
 def traffic(collectives: Iterable[Collective], by_axes: bool = True) -> tuple[Total, ...]:
     """Sums up collectives by kind and axes (or kind alone); most bytes first, then most time."""
     ordered = sorted(collectives, key=lambda c: c.kind)
-    return _ordered(totals(ordered, lambda c: (c.kind, c.axes if by_axes else ())))
+    return _ordered(totals(ordered, lambda c: (c.kind, c.axes if by_axes else ())).values())
 
 
 def totals(collectives: Iterable[Collective], look: Callable[[Collective], K]) -> dict[K, Total]:
     """Sums up collectives by what `look` returns for each."""
-    found: dict[K, Total] = {}
-    for c in collectives:
-        like, ops, runs, sent, seconds = found.get(look(c), Total(c))
-        sent, seconds = sent + c.bytes * c.count, seconds + c.seconds * c.count
-        found[look(c)] = Total(like, ops + 1, runs + c.count, sent, seconds)
-    return found
-
-
-def _ordered(found: Mapping[K, Total]) -> tuple[Total, ...]:
-    return tuple(sorted(found.values(), key=lambda total: (-total.bytes, -total.seconds)))
-
-
-def collective_table(rows: Iterable[Total]) -> Table:
-    """Makes a table of collectives, equal ones together, each with its reason below it."""
-    heads = ("kind", "axes", "bytes", "times", "ops", "total", "ms", "time", "source")
-    cells = [
-        (
-            Cell(row.like.kind, "kind", style="t"),
-            Cell(", ".join(row.like.axes), style="t"),
-            number(bytes_text(row.like.bytes), row.like.bytes),
-            count(row.like.count),
-            count(row.ops),
-            number(bytes_text(row.bytes), row.bytes),
-            number(f"{row.seconds * 1e3:.4f}", row.seconds),
-            number(seconds_text(row.seconds), row.seconds),
-            source(row.like.source, row.like.reason),
+    return {
+        key: Total(
+            alike[0],
+            len(alike),
+            sum(c.count for c in alike),
+            sum(c.bytes * c.count for c in alike),
+            sum(c.seconds * c.count for c in alike),
         )
-        for row in rows
-    ]
-    return Table(heads, cells, sort="time", search="all_gather data mlp")
+        for key, alike in w.grouped(collectives, look).items()
+    }
 
 
-def traffic_table(rows: Iterable[Total]) -> Table:
-    """Makes a table of totals by kind and axes."""
-    cells = [
+def _ordered(found: Iterable[Total]) -> tuple[Total, ...]:
+    return tuple(sorted(found, key=lambda total: (-total.bytes, -total.seconds)))
+
+
+def collective_section(collectives: Sequence[Collective]) -> w.Section:
+    """Lists collectives, equal ones together, each with its reason below it."""
+    rows = [
         (
-            Cell(row.like.kind, "kind"),
-            Cell(", ".join(row.like.axes)),
-            count(row.ops),
-            count(row.runs),
-            number(bytes_text(row.bytes), row.bytes),
-            number(seconds_text(row.seconds), row.seconds),
+            row.like.kind,
+            ", ".join(row.like.axes),
+            row.like.bytes,
+            row.like.count,
+            row.ops,
+            row.bytes,
+            row.seconds,
+            (row.like.source, row.like.reason),
         )
-        for row in rows
+        for row in collective_rows(collectives)
     ]
-    return Table(("kind", "axes", "ops", "runs", "bytes", "time"), cells)
+    heads = ("kind", "axes", "bytes", "times", "ops", "total", "ms", "source")
+    table = w.Table(heads, rows, search="all_gather data mlp")
+    sent = w.bytes_text(sum(c.bytes * c.count for c in collectives))
+    said = f"{len(collectives)}, {sent} sent by each device in one run"
+    return w.Section("collectives", said, table, "none")
+
+
+def traffic_section(collectives: Iterable[Collective], by_axes: bool = True) -> w.Section:
+    """Lists what collectives do in one run, those of one kind (and axes) together."""
+    rows = [
+        (row.like.kind, ", ".join(row.like.axes), row.ops, row.runs, row.bytes, row.seconds)
+        for row in traffic(collectives, by_axes)
+    ]
+    table = w.Table(("kind", "axes", "ops", "runs", "bytes", "time"), rows)
+    if by_axes:
+        return w.Section("totals by kind and axes", "", table)
+    return w.Section("totals by kind", "", table.without("axes"))
 
 
 class Nested(NamedTuple):
@@ -162,6 +153,10 @@ class Nested(NamedTuple):
 
     slot: Slot
     inside: tuple[Nested, ...]
+
+    def slots(self) -> list[Slot]:
+        """Returns it and all that is inside it."""
+        return [self.slot, *(slot for inner in self.inside for slot in inner.slots())]
 
 
 def nested(slots: Sequence[Slot]) -> tuple[Nested, ...]:
@@ -205,7 +200,7 @@ def spent(timeline: Timeline, topology: Topology) -> list[Spent]:
 
 
 class Cost(NamedTuple):
-    """Holds what one source line costs in compute, or in one kind of collective."""
+    """Holds what some ops cost: of one source line, in compute or in one kind of collective."""
 
     kind: str  # `compute`, or the collective's kind
     axes: str  # the mesh axes over which a collective goes, as text
@@ -226,49 +221,51 @@ class Cost(NamedTuple):
     @property
     def remark(self) -> str:
         """Its other figures: `24 ops, 12 MiB sent, 0.1 ms more hidden behind compute`."""
-        parts = [plural(self.ops, "op") + (f" in {self.runs} runs" * (self.runs > self.ops))]
-        parts += [f"{bytes_text(self.bytes)} sent"] * (self.kind != COMPUTE)
-        parts += [f"{seconds_text(self.hidden)} more hidden behind compute"] * (self.hidden > 0)
+        parts = [w.plural(self.ops, "op") + (f" in {self.runs} runs" * (self.runs > self.ops))]
+        parts += [f"{w.bytes_text(self.bytes)} sent"] * (self.kind != COMPUTE)
+        parts += [f"{w.seconds_text(self.hidden)} more hidden behind compute"] * (self.hidden > 0)
         return ", ".join(parts)
 
 
 def costs(timeline: Timeline, mesh: Mesh, topology: Topology) -> tuple[Cost, ...]:
     """Returns what a run's time is spent on, by source line and kind; the largest cost first."""
-    found: dict[tuple[str, str, tuple[Frame, ...]], list[Spent]] = {}
-    for part in spent(timeline, topology):
-        key = (part.slot.lane, part.slot.kind, part.slot.op.loc.user_frames[:2])
-        found.setdefault(key, []).append(part)
-    made = []
-    for (lane, kind, frames), parts in found.items():
-        slots = [part.slot for part in parts]
-        longest = max(slots, key=lambda slot: slot.seconds * slot.trips)
-        exchanges = [] if lane == COMPUTE else slots
-        made.append(
-            Cost(
-                kind,
-                "" if lane == COMPUTE else lane,
-                frames,
-                numberless(longest.op.loc.note),
-                len(slots),
-                sum(slot.trips for slot in slots),
-                sum(sent_bytes(slot.op, mesh, topology) * slot.trips for slot in exchanges),
-                sum(part.seconds for part in parts),
-                sum(part.hidden for part in parts),
-            )
-        )
+    alike = w.grouped(
+        spent(timeline, topology),
+        lambda part: (part.slot.lane, part.slot.kind, part.slot.op.loc.user_frames[:2]),
+    )
+    made = [cost_of(parts, mesh, topology) for parts in alike.values()]
     return tuple(sorted(made, key=lambda cost: -cost.seconds))
+
+
+def cost_of(parts: Sequence[Spent], mesh: Mesh, topology: Topology) -> Cost:
+    """Sums up slots of one kind and source line, one at least."""
+    slots = [part.slot for part in parts]
+    longest = max(slots, key=lambda slot: slot.seconds * slot.trips)
+    is_compute = slots[0].lane == COMPUTE
+    exchanges = [] if is_compute else slots
+    return Cost(
+        slots[0].kind,
+        "" if is_compute else slots[0].lane,
+        slots[0].op.loc.user_frames[:2],
+        numberless(longest.op.loc.note),
+        len(slots),
+        sum(slot.trips for slot in slots),
+        sum(sent_bytes(slot.op, mesh, topology) * slot.trips for slot in exchanges),
+        sum(part.seconds for part in parts),
+        sum(part.hidden for part in parts),
+    )
 
 
 def largest(found: Sequence[Cost], seconds: float) -> tuple[str, tuple[Cost, ...]]:
     """Picks the costs that a report opens with, and their title; `found` has the largest first."""
     most = [cost for cost in found[:MOST] if cost.seconds]
-    title = f"the {len(most)} largest of {plural(len(found), 'cost')}"
+    title = f"the {len(most)} largest of {w.plural(len(found), 'cost')}"
     if all(cost.kind == COMPUTE for cost in most):
         more = [cost for cost in found if cost.kind != COMPUTE and cost.seconds][:1]
         title += ", and the largest collective" * len(more)
         most += more
-    share = share_text(sum(cost.seconds for cost in most), seconds)
-    return f"{title}: {share} of the predicted {seconds_text(seconds)}", tuple(most)
+    share = w.share_text(sum(cost.seconds for cost in most), seconds)
+    return f"{title}: {share} of the predicted {w.seconds_text(seconds)}", tuple(most)
 
 
 def seconds_by_kind(found: Iterable[Cost]) -> dict[str, float]:

@@ -10,23 +10,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 from spmd.compiler import Stages, timed
+from spmd.explain import words as w
 from spmd.explain.costs import Collective, Cost, costs
 from spmd.explain.measured import Measured
 from spmd.explain.memory import Memory
 from spmd.explain.prices import Prices
-from spmd.explain.words import (
-    Cell,
-    Table,
-    bytes_text,
-    code,
-    count,
-    number,
-    seconds_text,
-    source,
-    source_text,
-    spec_text,
-    type_text,
-)
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType, local_type
 from spmd.mesh.mesh import Mesh
@@ -38,7 +26,6 @@ from spmd.planning.plan import Plan
 from spmd.predict.backends import room_for
 from spmd.predict.memory import MemoryUse
 from spmd.predict.timeline import Timeline, least_seconds
-from spmd.propagation.propagate import Propagated
 
 CLOSE = 5e-4  # relative difference of two times that a report does not show
 
@@ -99,11 +86,10 @@ class Facts:
     @cached_property
     def _leaves(self) -> list[Leaf]:
         plan, types = self.plan, self.plan.program.types
-        leaves = []
-        for _, name, v, s in boundary(plan):
-            origin = _origin(plan.propagated, v, s)
-            leaves.append(Leaf(name, types[v], s, local_type(types[v], s, plan.mesh), origin))
-        return leaves
+        return [
+            Leaf(name, types[v], s, local_type(types[v], s, plan.mesh), _origin(plan, v, s))
+            for _, name, v, s in boundary(plan)
+        ]
 
     @property
     def arguments(self) -> Sequence[Leaf]:
@@ -126,16 +112,75 @@ class Facts:
         return sum(c.bytes * c.count for c in self.collectives)
 
     @property
-    def sent_text(self) -> str:
-        """`sent_bytes` in words: `3.2 MiB sent by each device in one run`."""
-        return f"{bytes_text(self.sent_bytes)} sent by each device in one run"
+    def time_text(self) -> str:
+        """The predicted time, in words: `1.2 ms a run, bound by compute (...)`."""
+        seconds, compute, comm = map(
+            w.seconds_text,
+            (self.timeline.seconds, self.timeline.compute_seconds, self.timeline.comm_seconds),
+        )
+        is_sending = self.timeline.comm_seconds > self.timeline.compute_seconds
+        bound = "communication" if is_sending else "compute"
+        return f"{seconds} a run, bound by {bound} (compute {compute}, collectives {comm})"
 
     @property
     def compiled_text(self) -> str:
         """The peak of memory that XLA reports, in words; empty where it reports none."""
         if self.compiled is None or not self.compiled.peak_bytes:
             return ""
-        return f"XLA allocates {bytes_text(self.compiled.peak_bytes)}"
+        return f"XLA allocates {w.bytes_text(self.compiled.peak_bytes)}"
+
+    @property
+    def header(self) -> list[tuple[str, str]]:
+        """(What, as text) of a program: where it runs, how long, and how good its plan is."""
+        plan, stages, seconds = self.plan, self.stages, self.timeline.seconds
+        rows = [
+            ("mesh", f"{plan.mesh} ({plan.mesh.size} devices)"),
+            ("topology", str(plan.topology)),
+            ("solver", proof_text(plan) + "; in an earlier start" * stages.is_read),
+            ("predicted", self.time_text),
+        ]
+        if self.measured is not None:
+            rows.append(("measured", self.measured.title))
+        greedy, bound = self.greedy_seconds, self.least_seconds
+        # A greedy plan that is faster is one that takes more memory than there is.
+        if greedy > seconds * (1 - CLOSE) and plan.solver != "greedy":
+            more = greedy / seconds - 1 if seconds else 0.0
+            slower = f"{more:.1%} slower than" if more >= CLOSE else "as fast as"
+            rows.append(("greedy plan", f"{w.seconds_text(greedy)}, {slower} this one"))
+        if bound:
+            even = "arithmetic alone, split evenly over all devices"
+            rows.append(("lower bound", f"{w.seconds_text(bound)}: {even}"))
+        took = [f"{stage} {w.seconds_text(own)}" for stage, own in stages.seconds.items()]
+        return [*rows, ("stages", ", ".join(took))] if took else rows
+
+    @property
+    def memory(self) -> tuple[tuple[str, str], ...]:
+        """(What, bytes as text) per device: those predicted, and the peak that XLA reports."""
+        use = self.use
+        rows = [("arguments", _against(self.arguments)), ("results", _against(self.results))]
+        if use is not None:
+            limit = w.bytes_text(self.plan.topology.hbm_bytes)
+            rows += [
+                ("results in donated arguments", w.bytes_text(use.aliased)),
+                ("temporary", w.bytes_text(use.temporary)),
+                ("peak, predicted", f"{w.bytes_text(use.peak)} of {limit}"),
+                ("on the device", room_for(use.peak, self.plan.topology)),
+            ]
+            if use.constants:
+                rows.insert(2, ("constants", _against(self.constants, use.constants)))
+        if self.compiled is not None and self.compiled.peak_bytes:
+            rows.append(("peak, as XLA allocates it", w.bytes_text(self.compiled.peak_bytes)))
+        return tuple(rows)
+
+    @property
+    def leaves(self) -> list[w.Section]:
+        """The arguments, the results and the constants (if any) as tables."""
+        ends = {"arguments": self.arguments, "results": self.results}
+        ends |= {"constants": self.constants} if self.constants else {}
+        return [
+            w.Section(what, split_text(leaves), _leaf_table(leaves, self.plan.mesh), "none")
+            for what, leaves in ends.items()
+        ]
 
 
 def proof_text(plan: Plan) -> str:
@@ -151,52 +196,13 @@ def proof_text(plan: Plan) -> str:
     return f"{plan.solver}: its sum of costs is at most {plan.gap:.1%} above the least of {over}"
 
 
-def quality_rows(facts: Facts) -> tuple[tuple[str, float, str], ...]:
-    """Returns (what, seconds, as text) of the greedy plan and the lower bound, to compare with."""
-    seconds, greedy = facts.timeline.seconds, facts.greedy_seconds
-    rows = []
-    # A greedy plan that is faster is one that takes more memory than there is.
-    if greedy > seconds * (1 - CLOSE) and facts.plan.solver != "greedy":
-        more = greedy / seconds - 1 if seconds else 0.0
-        slower = f"{more:.1%} slower than" if more >= CLOSE else "as fast as"
-        text = f"{seconds_text(greedy)}, {slower} this one"
-        rows.append(("greedy plan", greedy, text))
-    bound = facts.least_seconds
-    if bound:
-        text = f"{seconds_text(bound)}: arithmetic alone, split evenly over all devices"
-        rows.append(("lower bound", bound, text))
-    return tuple(rows)
-
-
-def memory_rows(facts: Facts) -> tuple[tuple[str, str], ...]:
-    """Returns (what, bytes as text) per device: those predicted, and the peak that XLA reports."""
-    use = facts.use
-    rows = [("arguments", _against(facts.arguments)), ("results", _against(facts.results))]
-    if use is not None:
-        limit = bytes_text(facts.plan.topology.hbm_bytes)
-        rows += [
-            ("results in donated arguments", bytes_text(use.aliased)),
-            ("temporary", bytes_text(use.temporary)),
-            ("peak, predicted", f"{bytes_text(use.peak)} of {limit}"),
-            ("on the device", room_for(use.peak, facts.plan.topology)),
-        ]
-        if use.constants:
-            rows.insert(2, ("constants", _against(facts.constants, use.constants)))
-    if facts.compiled is not None and facts.compiled.peak_bytes:
-        rows.append(("peak, as XLA allocates it", bytes_text(facts.compiled.peak_bytes)))
-    return tuple(rows)
-
-
 def _against(leaves: Sequence[Leaf], held: int | None = None) -> str:
-    """Says how many bytes of some values one device holds, and how many they have unpartitioned.
-
-    `held` is given where a device holds more than `leaves`, as with constants that are not split.
-    """
+    """Says how many bytes a device holds of `leaves`, or `held`, and how many unpartitioned."""
     pieces = sum(leaf.local.bytes for leaf in leaves)
     part = pieces if held is None else held
     whole = sum(leaf.type.bytes for leaf in leaves) + part - pieces
     ratio = f", {whole / part:.3g}x less" if 0 < part < whole else ""
-    return f"{bytes_text(part)} (unpartitioned {bytes_text(whole)}{ratio})"
+    return f"{w.bytes_text(part)} (unpartitioned {w.bytes_text(whole)}{ratio})"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -221,18 +227,17 @@ def boundary(plan: Plan) -> list[tuple[str, str, Value, Sharding]]:
     return [*(("argument", *end) for end in arguments), *(("result", *end) for end in results)]
 
 
-def _origin(propagated: Propagated, value: Value, sharding: Sharding) -> str:
+def _origin(plan: Plan, value: Value, sharding: Sharding) -> str:
     if not sharding.dims:
         return "-"
-    if value in propagated.marks:
-        reason = propagated.marks[value].reason
-        return reason if reason.startswith("like ") else "marked"
-    causes: dict[str, None] = {}
-    for dim, axes in enumerate(sharding.dims):
-        for atom in axes:
-            chain = propagated.why(value, dim, atom)
-            causes[f"from {source_text(chain[-1])}" if chain else "the planner's choice"] = None
-    return "; ".join(causes) or "no mark reaches it"
+    if (mark := plan.propagated.marks.get(value)) is not None:
+        return mark.reason if mark.reason.startswith("like ") else "marked"
+    places = [(dim, atom) for dim, axes in enumerate(sharding.dims) for atom in axes]
+    chains = [plan.propagated.why(value, dim, atom) for dim, atom in places]
+    causes = [
+        f"from {w.source_text(chain[-1])}" if chain else "the planner's choice" for chain in chains
+    ]
+    return "; ".join(dict.fromkeys(causes)) or "no mark reaches it"
 
 
 def split_text(leaves: Sequence[Leaf]) -> str:
@@ -241,53 +246,16 @@ def split_text(leaves: Sequence[Leaf]) -> str:
     return f"{len(leaves)}, {split} of them split"
 
 
-def leaf_table(leaves: Sequence[Leaf], mesh: Mesh) -> Table:
-    """Makes a table of arguments or results, those that are alike in one row."""
+def _leaf_table(leaves: Sequence[Leaf], mesh: Mesh) -> w.Table:
     rows = []
     for group in group_leaves(leaves):
-        leaf, several = group.leaves[0], len(group.leaves) > 1
-        parts = tuple((leaf.name, leaf.origin) for leaf in group.leaves) if several else ()
-        row = (
-            Cell(group.pattern, "name", style="w", parts=parts),
-            count(len(group.leaves)),
-            code(type_text(leaf.type)),
-            code(spec_text(leaf.sharding, mesh)),
-            code(type_text(leaf.local)),
-            number(bytes_text(group.bytes), group.bytes),
-            Cell(pattern(leaf.origin for leaf in group.leaves), "path", style="w"),
-        )
-        rows.append(row)
+        leaf, several = group[0], group if len(group) > 1 else ()
+        name = pattern(leaf.name for leaf in group), [(leaf.name, leaf.origin) for leaf in several]
+        types = w.type_text(leaf.type), w.spec_text(leaf.sharding, mesh), w.type_text(leaf.local)
+        held = sum(leaf.local.bytes for leaf in group)
+        rows.append((name, len(group), *types, held, pattern(leaf.origin for leaf in group)))
     heads = ("name", "n", "type", "sharding", "local", "per device", "origin")
-    return Table(heads, rows, search="a name or a sharding" if len(rows) > 6 else "")
-
-
-class LeafGroup(NamedTuple):
-    """Groups leaves of one type and sharding whose names differ in numbers or in single parts.
-
-    It has a leaf (or one for each number) for every combination of the parts of names: with two
-    layers, `layers/*/{mu,nu}/w` stands for four leaves.
-    """
-
-    parts: tuple[frozenset[str], ...]  # of names, in which numbers are `*`
-    look: object  # what they have in common beside names
-    leaves: tuple[Leaf, ...]
-
-    @property
-    def pattern(self) -> str:
-        """The leaves' common name, `layers/*/{mu,nu}/weight`."""
-        return pattern(leaf.name for leaf in self.leaves)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes per device of all leaves together."""
-        return sum(leaf.local.bytes for leaf in self.leaves)
-
-    def differs_in_one_part(self, other: LeafGroup) -> bool:
-        """Whether both are a group together: names differ in one part, not the first or last."""
-        if self.look != other.look or len(self.parts) != len(other.parts):
-            return False
-        different = [a != b for a, b in zip(self.parts, other.parts, strict=True)]
-        return sum(different[1:-1]) == 1 and not different[0] and not different[-1]
+    return w.Table(heads, rows, search="a name or a sharding" if len(rows) > 6 else "")
 
 
 def _look(leaf: Leaf) -> object:
@@ -297,28 +265,35 @@ def _look(leaf: Leaf) -> object:
 
 def group_leaves(
     leaves: Iterable[Leaf], look_of: Callable[[Leaf], object] = _look
-) -> tuple[LeafGroup, ...]:
+) -> list[list[Leaf]]:
     """Groups leaves that look the same and have names alike, in order of the first.
 
-    Names that differ only in numbers go together, then groups whose names differ in one part, as
-    long as the result holds every combination: `{mu,nu}/{w,b}` stands for four leaves.
+    Names that differ only in numbers go together, then groups whose names differ in one part, not
+    the first or last, as long as the result holds every combination: `{mu,nu}/*/{w,b}/x` stands for
+    four leaves of each number.
     """
-    alike: dict[tuple[str, object], list[Leaf]] = {}
-    for leaf in leaves:
-        alike.setdefault((re.sub(r"\d+", "*", leaf.name), look_of(leaf)), []).append(leaf)
-    merged: list[LeafGroup] = []
-    for (name, common), members in alike.items():
-        parts = tuple(frozenset((part,)) for part in name.split("/"))
-        group = LeafGroup(parts, common, tuple(members))
-        place = len(merged)
+    alike = w.grouped(leaves, lambda leaf: (re.sub(r"\d+", "*", leaf.name), look_of(leaf)))
+    # (look, for each part of the names what stands there, leaves)
+    merged: list[tuple[object, list[frozenset[str]], list[Leaf]]] = []
+
+    def fitting(look: object, parts: Sequence[frozenset[str]]) -> int | None:
+        """Returns the place of a group that makes one with this, if there is any."""
+        for place, (other, names, _) in enumerate(merged):
+            if look == other and len(parts) == len(names):
+                different = [a != b for a, b in zip(parts, names, strict=True)]
+                if sum(different) == sum(different[1:-1]) == 1:
+                    return place
+        return None
+
+    for (name, look), members in alike.items():
+        parts, place = [frozenset((part,)) for part in name.split("/")], len(merged)
         # A union may be one part away from yet another group: look again until none is left.
-        while fitting := [i for i, g in enumerate(merged) if g.differs_in_one_part(group)]:
-            other = merged.pop(fitting[0])
-            parts = tuple(a | b for a, b in zip(other.parts, group.parts, strict=True))
-            group = LeafGroup(parts, common, other.leaves + group.leaves)
-            place = min(place, fitting[0])
-        merged.insert(place, group)
-    return tuple(merged)
+        while (at := fitting(look, parts)) is not None:
+            _, others, before = merged.pop(at)
+            parts = [a | b for a, b in zip(others, parts, strict=True)]
+            members, place = before + members, min(place, at)
+        merged.insert(place, (look, parts, members))
+    return [members for *_, members in merged]
 
 
 def pattern(names: Iterable[str]) -> str:
@@ -354,21 +329,12 @@ def values_inside(plan: Plan) -> Counter[tuple[str, TensorType, Sharding, str]]:
     return found
 
 
-def largest_table(plan: Plan, n: int) -> Table:
+def largest_table(plan: Plan, n: int) -> w.Table:
     """Makes a table of the `n` largest values inside the program, alike ones in one row."""
     rows = []
     for (what, type_, sharding, trail), values in values_inside(plan).items():
-        local = local_type(type_, sharding, plan.mesh)
-        row = (
-            number(bytes_text(local.bytes), local.bytes),
-            count(values),
-            code(type_text(type_)),
-            code(spec_text(sharding, plan.mesh), "w"),
-            code(type_text(local)),
-            Cell(what, style="w"),
-            source(trail),
-        )
-        rows.append((local.bytes, row))
-    rows.sort(key=lambda sized: -sized[0])
+        local, spec = local_type(type_, sharding, plan.mesh), w.spec_text(sharding, plan.mesh)
+        types = w.type_text(type_), spec, w.type_text(local)
+        rows.append((local.bytes, values, *types, what, trail))
     heads = ("per device", "n", "type", "sharding", "local", "op", "source")
-    return Table(heads, [row for _, row in rows[:n]], sort="per device")
+    return w.Table(heads, rows).by("per device").first(n)

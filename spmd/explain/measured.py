@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from spmd.explain import words as w
 from spmd.explain.costs import spent
-from spmd.explain.words import Cell, Lines, Table, number, plural, seconds_text, section
 from spmd.measure.labels import (
     ATTENTION,
     COPIES,
@@ -89,56 +89,44 @@ class Measured:
     def title(self) -> str:
         """The step's time in one line, measured and predicted."""
         text = (
-            f"{seconds_text(self.seconds)} a step, the median of {len(self.times)} "
-            f"({seconds_text(min(self.times))} to {seconds_text(max(self.times))})"
+            f"{w.seconds_text(self.seconds)} a step, the median of {len(self.times)} "
+            f"({w.seconds_text(min(self.times))} to {w.seconds_text(max(self.times))})"
         )
         if self.predicted:
             ratio = self.seconds / self.predicted
-            text += f", {ratio:.3g}x the predicted {seconds_text(self.predicted)}"
+            text += f", {ratio:.3g}x the predicted {w.seconds_text(self.predicted)}"
         return text
 
-    def lines(self) -> Lines:
+    def lines(self) -> w.Lines:
         """Yields the tables as lines of text."""
-        for title, parts in self.tables():
-            shown = f"{title}, the first {MOST} of {len(parts)}" if len(parts) > MOST else title
-            yield from section(shown, part_table(parts[:MOST]).lines())
+        for part in self.sections():
+            count = len(part.table.rows)
+            more = f", the first {MOST} of {count}" if count > MOST else ""
+            shown = part._replace(remark=part.remark + more, table=part.table.first(MOST))
+            yield from shown.lines()
 
-    def tables(self) -> tuple[tuple[str, tuple[Part, ...]], ...]:
-        """Returns (title, parts) of the time by kind of work, by layer and by collective."""
-        whole = f"profiled steps of {seconds_text(self.profiled)}"
-        whole += f", mean of {plural(self.devices, 'device')}"
+    def sections(self) -> tuple[w.Section, ...]:
+        """Returns the time by kind of work, by layer and by collective, as tables."""
+        whole = f"profiled steps of {w.seconds_text(self.profiled)}"
+        whole += f", mean of {w.plural(self.devices, 'device')}"
         whole += " that share one machine" * (self.platform == "cpu")
+
+        heads = ("what", "predicted", "measured")
         return (
-            (f"measured by kind: {whole}", self.kinds),
-            ("measured by layer", self.layers),
-            ("measured by collective", self.collectives),
+            w.Section("measured by kind", whole, w.Table(heads, self.kinds)),
+            w.Section("measured by layer", "", w.Table(heads, self.layers)),
+            w.Section("measured by collective", "", w.Table(heads, self.collectives)),
         )
-
-
-def part_table(parts: Sequence[Part]) -> Table:
-    """Makes a table of parts: predicted and measured seconds."""
-
-    def cell(seconds: float) -> Cell:
-        return number(seconds_text(seconds) if seconds else "-", seconds)
-
-    rows = [(Cell(p.name, style="w"), cell(p.predicted), cell(p.measured)) for p in parts]
-    return Table(("what", "predicted", "measured"), rows)
 
 
 def compare(
     run: Run, labels: Labels, timeline: Timeline, mesh: Mesh, topology: Topology, platform: str
 ) -> Measured:
     """Labels the measured events, and sets their times beside the predicted ones."""
-    rows = [
-        _Row(label_of(part.slot.op, mesh), part.seconds, part.hidden)
-        for part in spent(timeline, topology)
-    ]
     launched = Order(labels)
     devices: list[tuple[Worked, ...]] = []  # what each device did in each step; the first one last
     for step in run.steps:
-        found: dict[int, list[Event]] = {}
-        for event in step.events:
-            found.setdefault(event.device, []).append(event)
+        found = w.grouped(step.events, lambda event: event.device)
         for _, events in sorted(found.items(), reverse=True):
             labelled = [(event, labels.of(event)) for event in launched.name(events)]
             done = [(event, label) for event, label in labelled if label is not None]
@@ -146,21 +134,28 @@ def compare(
             parts = zip(done, shares(spans), strict=True)
             devices.append(tuple(Worked(*what, *share) for what, share in parts))
     count = len(devices)
-    rows += [
-        _Row(work.label, measured=work.seconds / count, measured_hidden=work.hidden / count)
-        for device in devices
-        for work in device
-    ]
+    # (label, whether other work hides it, predicted seconds, measured seconds)
+    times: list[tuple[Label, bool, float, float]] = []
+    for part in spent(timeline, topology):
+        label = label_of(part.slot.op, mesh)
+        times += [(label, False, part.seconds, 0.0), (label, True, part.hidden, 0.0)]
+    for work in (work for device in devices for work in device):
+        own, hidden = work.seconds / count, work.hidden / count
+        times += [(work.label, False, 0.0, own), (work.label, True, 0.0, hidden)]
     profiled = sum(step.seconds for step in run.steps) / len(run.steps)
+    idle = max(0.0, profiled - sum(own for _, is_hidden, _, own in times if not is_hidden))
+    kinds = [(IDLE, 0.0, idle)]
+    layers, collectives = [], []
+    for label, is_hidden, predicted, own in times:
+        exposed = EXPOSED if label.collective else label.kind
+        kinds.append((HIDDEN if is_hidden else exposed, predicted, own))
+        layer = label.layer or NOWHERE
+        if not is_hidden:
+            layers.append((layer, predicted, own))
+        if label.collective:
+            collectives.append((f"{label.collective} in {layer}", predicted, own))
     # All kinds but the last add up to the whole step.
     order = (MATRIX, ATTENTION, OTHER, COPIES, EXPOSED, IDLE, HIDDEN)
-    divided = [(IDLE, 0.0, max(0.0, profiled - sum(row.measured for row in rows)))]
-    for row in rows:
-        kind = EXPOSED if row.label.collective else row.label.kind
-        divided.append((kind, row.predicted, row.measured))
-        divided.append((HIDDEN, row.predicted_hidden, row.measured_hidden))
-    kinds = _parts(divided)
-    layers = [(row.label.layer or NOWHERE, row) for row in rows]
     return Measured(
         seconds=run.seconds,
         predicted=timeline.seconds,
@@ -168,36 +163,18 @@ def compare(
         profiled=profiled,
         devices=count // len(run.steps),
         platform=platform,
-        kinds=tuple(sorted(kinds, key=lambda part: order.index(part.name))) if count else (),
-        layers=_parts((layer, row.predicted, row.measured) for layer, row in layers),
-        collectives=_parts(
-            (
-                f"{row.label.collective} in {layer}",
-                row.predicted + row.predicted_hidden,
-                row.measured + row.measured_hidden,
-            )
-            for layer, row in layers
-            if row.label.collective
-        ),
+        kinds=tuple(sorted(_parts(kinds), key=lambda p: order.index(p.name))) if count else (),
+        layers=_parts(layers),
+        collectives=_parts(collectives),
         step=devices[-1] if devices else (),
     )
 
 
-class _Row(NamedTuple):
-    """Holds the label of an op or event, and its seconds: predicted, measured, and hidden ones."""
-
-    label: Label
-    predicted: float = 0.0
-    predicted_hidden: float = 0.0
-    measured: float = 0.0
-    measured_hidden: float = 0.0
-
-
 def _parts(rows: Iterable[tuple[str, float, float]]) -> tuple[Part, ...]:
     """Sums up rows of one name, the longest first; those that take no time are left out."""
-    found: dict[str, Part] = {}
-    for name, predicted, measured in rows:
-        part = found.get(name, Part(name, 0.0, 0.0))
-        found[name] = Part(name, part.predicted + predicted, part.measured + measured)
-    parts = [part for part in found.values() if part.predicted or part.measured]
+    found = [
+        Part(name, sum(predicted for _, predicted, _ in alike), sum(own for *_, own in alike))
+        for name, alike in w.grouped(rows, lambda row: row[0]).items()
+    ]
+    parts = [part for part in found if part.predicted or part.measured]
     return tuple(sorted(parts, key=lambda part: -max(part.predicted, part.measured)))

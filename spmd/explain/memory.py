@@ -9,21 +9,11 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from spmd.explain.words import (
-    Cell,
-    Table,
-    bytes_text,
-    count,
-    number,
-    plural,
-    seconds_text,
-    source,
-    type_text,
-)
+from spmd.explain import words as w
 from spmd.ir.description import CONSTANT
 from spmd.ir.program import Program, numberless
 from spmd.lowering.recompute.again import AGAIN
-from spmd.planning.plan import Plan, Recomputed
+from spmd.planning.plan import Plan
 from spmd.predict.memory import Buffer, MemoryUse
 from spmd.predict.timeline import COMPUTE, Timeline
 
@@ -71,24 +61,13 @@ class Memory(NamedTuple):
         return Memory(*held, 0, True, use.constants)
 
 
-class Alive(NamedTuple):
-    """Groups values live at the peak that look alike, with the bytes of all of them."""
-
-    kind: str  # one of `KINDS`
-    label: str  # the op that makes them, or the name of the argument or result
-    type: str  # of one device's piece
-    source: str
-    values: int
-    bytes: int
-
-
 class MemoryCurve(NamedTuple):
     """Holds the bytes that are live at each kernel of a run, and the values live at the peak."""
 
     # for each kernel as they run, a loop's before the loop itself, bytes of each of `KINDS`
     steps: tuple[tuple[int, ...], ...]
     peak: int  # the step with the most bytes
-    at_peak: tuple[Alive, ...]  # what is held there, the largest first
+    at_peak: w.Table  # what is held there, values that look alike together, the largest first
 
 
 def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
@@ -109,7 +88,7 @@ def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
         changes[buffer.start][KINDS.index(kind)] += buffer.bytes
         changes[min(buffer.end + 1, count)][KINDS.index(kind)] -= buffer.bytes
     curve = accumulate(changes[:-1], lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
-    # What is held at the peak, values that look alike together.
+    # What is held at the peak: (kind, op or name, type of a piece, source line, bytes).
     types, body = program.types, program.body
     held = [
         (kind, b.label, b.type, b.op.loc.trail, b.bytes)
@@ -127,33 +106,25 @@ def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
         (RESULTS, [leaf for i, leaf in enumerate(results) if i not in use.reused]),
     ):
         held += [(kind, numberless(name), types[v], "", types[v].bytes) for name, v in leaves]
-    rows: dict[tuple[str, str, str, str], Alive] = {}
-    for kind, label, type_, trail, size in held:
-        key = (kind, label, type_text(type_), trail)
-        old = rows.get(key, Alive(*key, 0, 0))
-        rows[key] = old._replace(values=old.values + 1, bytes=old.bytes + size)
-    at_peak = tuple(sorted(rows.values(), key=lambda row: -row.bytes))
+    alike = w.grouped(held, lambda row: (row[0], row[1], w.type_text(row[2]), row[3]))
+    rows = [(sum(size for *_, size in values), len(values), *key) for key, values in alike.items()]
+    heads = ("bytes", "n", "alive as", "made by", "local type", "source")
+    at_peak = w.Table(heads, rows).by("bytes")
     return MemoryCurve(tuple(map(tuple, curve)), use.peak_at, at_peak)
 
 
-def recomputed(plan: Plan, timeline: Timeline) -> tuple[str, Table]:
-    """Returns a title and a table of what a program recomputes (remat), by op and source line."""
-    found: dict[tuple[str, str], list[Recomputed]] = {}
-    for value in plan.recomputed:
-        found.setdefault((value.name, value.loc.trail), []).append(value)
-    sized = [(sum(v.bytes for v in values), key, values) for key, values in found.items()]
-    sized.sort(key=lambda row: -row[0])
-    rows = [
-        (number(bytes_text(size), size), count(len(values)), Cell(name, style="w"), source(trail))
-        for size, (name, trail), values in sized
-    ]
+def recomputed(plan: Plan, timeline: Timeline) -> w.Section:
+    """Lists what a program recomputes (remat), by op and source line."""
+    alike = w.grouped(plan.recomputed, lambda value: (value.name, value.loc.trail))
+    rows = [(sum(v.bytes for v in values), len(values), *key) for key, values in alike.items()]
     slots = [slot for slot in timeline.slots if AGAIN in slot.op.loc.note and not slot.op.regions]
     arithmetic = sum(slot.seconds * slot.trips for slot in slots if slot.lane == COMPUTE)
     exchanges = sum(slot.seconds * slot.trips for slot in slots if slot.lane != COMPUTE)
-    sent = f" and {seconds_text(exchanges)} of collectives" if exchanges else ""
-    title = (
-        f"made again rather than held: {plural(len(plan.recomputed), 'value')} of "
-        f"{bytes_text(sum(v.bytes for v in plan.recomputed))}, "
-        f"in {seconds_text(arithmetic)} of arithmetic{sent}"
+    sent = f" and {w.seconds_text(exchanges)} of collectives" if exchanges else ""
+    said = (
+        f"{w.plural(len(plan.recomputed), 'value')} of "
+        f"{w.bytes_text(sum(v.bytes for v in plan.recomputed))}, "
+        f"in {w.seconds_text(arithmetic)} of arithmetic{sent}"
     )
-    return title, Table(("per device", "n", "op", "source"), rows, sort="per device")
+    table = w.Table(("per device", "n", "op", "source"), rows).by("per device")
+    return w.Section("made again rather than held", said, table)

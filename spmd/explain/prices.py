@@ -1,4 +1,4 @@
-"""What a plan decided against, and its prices: asked of the planner when needed, and kept.
+"""What a plan decided against, and its prices: other choices, and the program without some marks.
 
 A decision is a variable of the planner's network. With another choice alone left to it the network
 that the plan was taken from is solved again; what it says is a plan, which is brought down to a
@@ -6,59 +6,110 @@ local program and timed like the plan itself. So a price counts everything that 
 seconds of the same kind as all that a report shows. The planner's sum only finds the plan.
 
     price of a choice  =  time of the best plan that makes it  -  time of the plan
+
+Without a mark the program is propagated and planned again, which takes as long as planning did: for
+few marks, those next to the most expensive reshards. A mark that makes a program much slower is
+said without being asked, but not where a program is fast anyway.
+
+    share of a mark  =  1  -  time of the program planned without it  /  time of the program
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
-from spmd.compiler import Stages, timed
-from spmd.explain.marks import (
-    LEAST_SECONDS,
-    LEAST_SHARE,
-    OBVIOUS_SHARE,
-    MarkPrices,
-    Price,
-    Relief,
-    costly_mark,
-    mark_prices,
-    price_of,
-    replanned,
-)
-from spmd.explain.words import axes_text, type_text, value_name
+from spmd.compiler import Stages, plan_problem, timed
+from spmd.errors import PlanError
+from spmd.explain import words as w
+from spmd.explain.costs import with_runs
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Value, numberless
-from spmd.mesh.sharding import Axes, Sharding, is_legal
+from spmd.ir.rewrite import Now, edit_ops
+from spmd.ir.types import local_type
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes, Mark, Sharding, is_legal
 from spmd.mesh.spec import has_parts
 from spmd.options import Options
 from spmd.planning.exact import weighed
 from spmd.planning.network import CostNetwork, decoded
-from spmd.planning.plan import Plan
+from spmd.planning.plan import Move, Plan
+from spmd.planning.problem import posed
 from spmd.planning.solver import FORBIDDEN, Reduced
 from spmd.planning.units import CARRY, OP
+from spmd.predict.ops import arithmetic_seconds
+from spmd.predict.timeline import least_seconds
 from spmd.propagation.projection import Assignment
 from spmd.propagation.propagate import Conflict
 
 T = TypeVar("T")
 
 MOST_TRIES = 5  # marks without which a program is planned again for a report
-
 MOST_CONFLICTS = 24  # kinds of conflicts whose losing claims are priced, the largest values first
 MOST_OTHERS = 5  # other shardings of one argument for which a program is planned again
-
+# Ops of all programs that are timed for one part of a report: of large ones fewer are timed.
 MOST_OPS = 28_000
-"""Ops of the programs that are timed for one part of a report: of large programs, each of which
-takes long to time, fewer decisions are priced."""
-
 # Programs that are timed while one is planned again; and those of a conflict's losing claims.
 TIMED_FOR_MARK, TIMED_FOR_CONFLICT = 6, 2
+LEAST_SHARE = 0.2  # the part of a run that a mark costs if it is spoken of
+OBVIOUS_SHARE = 0.5  # of the planner's sum around a mark, from which on nobody has to ask about it
+# Predicted time of a run from which on marks are looked at without being asked. To plan again what
+# takes less would take longer than a mark costs in a thousand runs.
+LEAST_SECONDS = 1e-4
+# How much larger a device's arguments may be without a mark: else it is there to save memory.
+MOST_MORE = 0.1
+MOST_SUSPECTS = 2  # marks without which a program is planned again if nobody asked
+WORTH = 0.01  # the part of the time of all reshards that a mark must cost to be mentioned
 
 NO_AXIS = "no axis"
-
-Losers = tuple[tuple[str, Price | None], ...]
-
 UNPRICED = "no plan that was weighed does so"  # said of a claim that lost, and has no price
+
+
+class Price(NamedTuple):
+    """Holds what a run with another decision costs more; negative numbers are savings."""
+
+    seconds: float  # predicted time of one run
+    bytes: int  # what each device sends, reshards only
+    argument_bytes: int = 0  # what each device holds of the arguments: open ones may be held whole
+
+    @property
+    def run_text(self) -> str:
+        """Its figures: `1.2 ms more, 30 MiB more sent`, `1.2 ms less, but 3 MiB more sent`."""
+        sent = f"{w.bytes_text(abs(self.bytes))} {'more' if self.bytes > 0 else 'less'} sent"
+        if abs(self.seconds) < 1e-9:
+            return f"the same time, {sent}" if self.bytes else "costs the same"
+        time = f"{w.seconds_text(abs(self.seconds))} {'more' if self.seconds > 0 else 'less'}"
+        if not self.bytes:
+            return f"{time}, the same bytes sent"
+        return f"{time}, {'' if (self.seconds > 0) == (self.bytes > 0) else 'but '}{sent}"
+
+    @property
+    def text(self) -> str:
+        """`run_text`, and how many bytes of the arguments each device holds more."""
+        held = self.argument_bytes
+        more = f"{w.bytes_text(abs(held))} {'more' if held > 0 else 'less'} per device"
+        return f"{self.run_text}; arguments take {more}" if held else self.run_text
+
+
+def price_of(plan: Plan, other: Plan) -> Price:
+    """Returns what `other` costs more than `plan`, by the predicted times of their programs."""
+
+    def sent(of: Plan) -> int:
+        return sum(move.bytes for move in of.moves)
+
+    seconds = other.run_seconds - plan.run_seconds
+    return Price(seconds, sent(other) - sent(plan), held_bytes(other) - held_bytes(plan))
+
+
+def held_bytes(plan: Plan) -> int:
+    """Returns the bytes of the arguments that each device holds."""
+    leaves = zip(plan.program.body.args, plan.arguments, strict=True)
+    return sum(local_type(plan.program.types[v], s, plan.mesh).bytes for v, s in leaves)
 
 
 class Prices:
@@ -67,7 +118,6 @@ class Prices:
     def __init__(self, plan: Plan, options: Options | None = None) -> None:
         self.plan = plan
         self.options = options or Options()
-        self._prices: dict[tuple[int, tuple[int, ...]], Price | None] = {}
         self._reduced: dict[tuple[int, ...], Reduced] = {}
         self._timed: dict[object, Plan] = {}
 
@@ -108,14 +158,12 @@ class Prices:
         plan = self.plan
         if value not in plan.program.body.args:
             return self.of_value(value)
-        type_ = plan.program.types[value]
-        have = plan.arguments[plan.program.body.args.index(value)]
+        type_, have = plan.program.types[value], plan.arguments[plan.program.body.args.index(value)]
         wanted = [move.wanted.full() for move in plan.moves if move.value == value]
         # One dim over one axis of the mesh, larger axes first; then whole.
         for atoms in sorted(plan.mesh.axis_atoms.values(), key=plan.mesh.extent, reverse=True):
-            dims = range(type_.rank if atoms else 0)
-            each = (tuple(atoms if d == dim else () for d in range(type_.rank)) for dim in dims)
-            wanted += map(Sharding, each)
+            for dim in range(type_.rank if atoms else 0):
+                wanted.append(Sharding(tuple(atoms * (d == dim) for d in range(type_.rank))))
         wanted.append(Sharding(((),) * type_.rank))
         legal = [
             sharding
@@ -156,7 +204,27 @@ class Prices:
 
         A claim that no plan can honour (an axis that the factor cannot take) has no price.
         """
-        places = [self._factor(conflict) for conflict in conflicts]
+        units, domains = self._built.units, self._built.domains
+
+        def place_of(conflict: Conflict) -> tuple[int, tuple[Axes, ...]] | None:
+            """Returns the variable that a conflict is about, and the factor's axes by choice.
+
+            None where the network does not choose: around values made anew for every use.
+            """
+            if conflict.op.results:
+                number = units.of[conflict.op.results[0]][0]
+                if number < 0:
+                    return None
+                options = domains.choices[number]
+                if options and conflict.factor < len(options[0].assignment):
+                    return number, tuple(c.assignment[conflict.factor] for c in options)
+            for _, value, dim in conflict.claims:
+                number, index = units.of[value]
+                if number >= 0 and units.units[number].role == CARRY:
+                    return number, tuple(s.dims[dim] for s in domains.left[number][index])
+            return None
+
+        places = [place_of(conflict) for conflict in conflicts]
         together = tuple(sorted({place[0] for place in places if place is not None}))
         found: list[tuple[tuple[Axes, Price], ...]] = []
         for conflict, place in zip(conflicts, places, strict=True):
@@ -184,64 +252,34 @@ class Prices:
         found = self._priced(number, labels, bool(taken[factor]), (number,))
         return found[0][1] if found else None
 
-    def _factor(self, conflict: Conflict) -> tuple[int, tuple[Axes, ...]] | None:
-        """Returns the network's variable that a conflict is about, and the factor's axes by choice.
-
-        None where the network does not choose: around values made anew for every use.
-        """
-        op, units = conflict.op, self._built.units
-        if op.results:
-            number = units.of[op.results[0]][0]
-            if number < 0:
-                return None
-            options = self._built.domains.choices[number]
-            if options and conflict.factor < len(options[0].assignment):
-                return number, tuple(c.assignment[conflict.factor] for c in options)
-        for _, value, dim in conflict.claims:
-            number, index = units.of[value]
-            if number >= 0 and units.units[number].role == CARRY:
-                return number, tuple(s.dims[dim] for s in self._built.domains.left[number][index])
-        return None
-
     def _priced(
         self, number: int, labels: Sequence[T | None], taken: T | None, together: tuple[int, ...]
     ) -> tuple[tuple[T, Price], ...]:
         """Returns each label but the one taken with its price, the cheapest first.
 
         `labels` say what each choice of variable `number` amounts to, None where nobody asks.
-        `together` are the variables that are asked about, this one included.
+        `together` are the variables that are asked about, this one included. What no plan does has
+        no price.
         """
-        groups: dict[T, list[int]] = {}
-        for state, (choice, _) in enumerate(self._built.variables[number].rows):
-            label = labels[choice]
-            if label is not None and label != taken:
-                groups.setdefault(label, []).append(state)
-        found = [
-            (label, price)
-            for label, states in groups.items()
-            if (price := self._price(number, tuple(states), together)) is not None
-        ]
-        return tuple(sorted(found, key=lambda pair: pair[1].seconds))
-
-    def _price(
-        self, number: int, states: tuple[int, ...], together: tuple[int, ...]
-    ) -> Price | None:
-        """Prices the best plan with a variable in one of some states; None if it is forbidden."""
-        if (number, states) in self._prices:
-            return self._prices[number, states]
         variables = self._built.variables
-        if together not in self._reduced:
-            kept = frozenset(variables[n].number for n in together)
-            self._reduced[together] = Reduced(self._built.network, kept)
-        solution = self._reduced[together].solve({variables[number].number: states})
-        price = None
-        if solution.cost < FORBIDDEN / 2:
-            if solution.states not in self._timed:  # many questions have the same answer
-                other = decoded(self._built, solution)._replace(byte_price=self.plan.byte_price)
-                self._timed[solution.states] = timed(other, self.options)
-            price = price_of(self.plan, self._timed[solution.states])
-        self._prices[number, states] = price
-        return price
+        asked = {
+            state: label
+            for state, (choice, _) in enumerate(variables[number].rows)
+            if (label := labels[choice]) is not None and label != taken
+        }
+        found = []
+        for label, states in w.grouped(asked, asked.__getitem__).items():
+            if together not in self._reduced:
+                kept = frozenset(variables[n].number for n in together)
+                self._reduced[together] = Reduced(self._built.network, kept)
+            reduced = self._reduced[together]
+            solution = reduced.solve({variables[number].number: tuple(states)})
+            if solution.cost < FORBIDDEN / 2:
+                if solution.states not in self._timed:  # many questions have the same answer
+                    other = decoded(self._built, solution)._replace(byte_price=self.plan.byte_price)
+                    self._timed[solution.states] = timed(other, self.options)
+                found.append((label, price_of(self.plan, self._timed[solution.states])))
+        return tuple(sorted(found, key=lambda pair: pair[1].seconds))
 
 
 def taken_axes(plan: Plan, conflict: Conflict) -> Axes:
@@ -255,61 +293,312 @@ def taken_axes(plan: Plan, conflict: Conflict) -> Axes:
     return state.dims[dim] if state is not None else ()
 
 
-class ConflictRow(NamedTuple):
-    """Holds values around an op that want different axes, and what the planner made of it."""
-
-    op: str
-    source: str
-    # (value's name, its type, dim, axes that it wants there)
-    claims: tuple[tuple[str, str, int, str], ...]
-    taken: str  # the axes that the plan took
-    ops: int  # how many ops are like this
-    # the axes of the claims that lost, or `no axis`, with the price of taking them, None if no plan
-    # that was weighed does so. None where prices were not asked for
-    losers: Losers | None = None
-
-
-def conflict_rows(stages: Stages, prices: Prices | None = None) -> tuple[ConflictRow, ...]:
-    """Returns every conflict of the propagation and how it was settled, equal ones in one row.
+def conflicts(stages: Stages, prices: Prices | None = None) -> w.Section:
+    """Lists every conflict of the propagation and how it was settled, equal ones in one row.
 
     The conflicts about the most bytes come first; with `prices`, the first few get prices.
     """
-    plan, types = stages.plan, stages.plan.program.types
-    groups: dict[object, list[Conflict]] = {}
-    for conflict in stages.propagated.conflicts:
-        row = _conflict_row(plan, conflict)
-        wishes = tuple(claim[1:] for claim in row.claims)
-        groups.setdefault((row.op, row.source, wishes, row.taken), []).append(conflict)
-    ordered = sorted(
-        groups.values(),
-        key=lambda alike: -len(alike) * max(types[v].bytes for _, v, _ in alike[0].claims),
+    plan, every = stages.plan, stages.propagated.conflicts
+    program, mesh, types = plan.program, plan.mesh, plan.program.types
+    found = []  # ((op, source line, who wants what but for their names, what was taken), conflict)
+    for conflict in every:
+        wishes = tuple(
+            f"{w.type_text(types[value])} dim {dim} wants {w.axes_text(axes, mesh)}"
+            for axes, value, dim in conflict.claims
+        )
+        taken = w.axes_text(taken_axes(plan, conflict), mesh) or NO_AXIS
+        found.append(((conflict.op.label, conflict.op.loc.trail, wishes, taken), conflict))
+    groups = sorted(
+        w.grouped(found, lambda row: row[0]).items(),
+        key=lambda group: (
+            -len(group[1]) * max(types[value].bytes for _, value, _ in group[1][0][1].claims)
+        ),
     )
-    rows = [_conflict_row(plan, alike[0])._replace(ops=len(alike)) for alike in ordered]
-    if prices is not None:
-        first = [alike[0] for alike in ordered[: prices.most_conflicts]]
-        for i, priced in enumerate(prices.of_conflicts(first)):
+    asked = [] if prices is None else groups[: prices.most_conflicts]
+    priced = prices.of_conflicts([alike[0][1] for _, alike in asked]) if prices is not None else ()
+    rows = []
+    for i, ((op, trail, wishes, taken), alike) in enumerate(groups):
+        claims = alike[0][1].claims
+        names = [numberless(w.value_name(program, value)) for _, value, _ in claims]
+        losers: dict[str, Price | None] = {}
+        if i < len(asked):
             # The losing claims, the cheapest first; those without a price last.
-            found = {axes_text(axes, plan.mesh) or NO_AXIS: price for axes, price in priced}
-            claims = (*(axes for *_, axes in rows[i].claims), NO_AXIS)
-            every = found | {axes: None for axes in claims if axes not in found}
-            losers = tuple((axes, price) for axes, price in every.items() if axes != rows[i].taken)
-            rows[i] = rows[i]._replace(losers=losers)
-    return tuple(rows)
+            losers |= {w.axes_text(axes, mesh) or NO_AXIS: price for axes, price in priced[i]}
+            for axes in (*(w.axes_text(axes, mesh) for axes, _, _ in claims), NO_AXIS):
+                losers.setdefault(axes, None)
+            losers.pop(taken, None)
+        wants = "\n".join(map(" ".join, zip(names, wishes, strict=True)))
+        instead = [f"{axes} instead: {p.text if p else UNPRICED}" for axes, p in losers.items()]
+        least = min((p.seconds for p in losers.values() if p), default=math.inf)
+        rows.append((op, len(alike), wants, taken, ("\n".join(instead), least), trail))
+    said = f"{len(every)}"
+    if asked:
+        said += f", of {len(rows)} kinds; what the claims that lost would cost"
+        said += "" if len(asked) == len(rows) else f" (the first {len(asked)})"
+    heads = ("op", "n", "who wants what", "the plan took", "what else would cost", "source")
+    table = w.Table(heads, rows, search="an op, an argument, an axis")
+    return w.Section("conflicts", said, table)
 
 
-def _conflict_row(plan: Plan, conflict: Conflict) -> ConflictRow:
-    program, mesh = plan.program, plan.mesh
-    claims = []
-    for axes, value, dim in conflict.claims:
-        name = numberless(value_name(program, value))
-        claims.append((name, type_text(program.types[value]), dim, axes_text(axes, mesh)))
-    taken = axes_text(taken_axes(plan, conflict), mesh) or NO_AXIS
-    return ConflictRow(conflict.op.label, conflict.op.loc.trail, tuple(claims), taken, 1)
+# ---------------------------------------------------------------------------------------------
+# Marks.
 
 
-def marks_title(found: MarkPrices) -> str:
-    """Says how many kinds of marks were tried, of how many."""
-    kinds = f"the {found.groups} kinds of marks that collectives come from"
-    if found.tried == found.groups:
-        return f"without each of {kinds} in turn, the program was planned again"
-    return f"without {found.tried} of {kinds}, one at a time, the program was planned again"
+class MarkGroup(NamedTuple):
+    """Groups marks that a person made as one: at one line, or of arguments like `layers/*/w`."""
+
+    name: str  # `mark_sharding at model.py:12 (f)`, `argument layers/*/w`
+    values: tuple[Value, ...]
+    # what the first of them says; in a `Relief`, the first that would lie otherwise
+    sharding: Sharding
+    seconds: float  # time of the reshards that are next to them
+
+    def text(self, mesh: Mesh) -> str:
+        """Names them, with the first one's sharding: `argument x ("data", None) and 2 more`."""
+        more = f" and {len(self.values) - 1} more" if len(self.values) > 1 else ""
+        return f"{w.source_text(self.name)} {w.spec_text(self.sharding, mesh)}{more}"
+
+
+class Relief(NamedTuple):
+    """Holds some marks, and what the program would cost without them."""
+
+    marks: MarkGroup
+    price: Price
+    seconds: float  # predicted time of one run with them
+    # how the marked value would lie; None if it would be made anew for every use
+    instead: Sharding | None
+    # where the marked values would lie as they are marked, the value that lies as `instead` says:
+    # `argument w`, `multiply at model.py:12 (f)`. Empty if it is a marked one
+    elsewhere: str = ""
+
+    @property
+    def without(self) -> float:
+        """Predicted time of one run without the marks."""
+        return self.seconds + self.price.seconds
+
+    @property
+    def share(self) -> float:
+        """The share of a run's time that the marks cost."""
+        return 1 - self.without / self.seconds
+
+
+class MarkPrices(NamedTuple):
+    """Holds the marks that cost enough to mention, those first without which most is saved."""
+
+    reliefs: tuple[Relief, ...]
+    tried: int  # how many groups of marks were left out, one after the other
+    groups: int  # of so many that are next to any reshard
+
+
+def mark_prices(plan: Plan, tries: int, options: Options | None = None) -> MarkPrices:
+    """Plans again without each of `tries` groups of marks, those next to the costliest reshards."""
+    groups = mark_groups(plan)
+    least = WORTH * sum(move.seconds for move in plan.moves)
+    found = [relief_of(plan, group, options) for group in groups[:tries]]
+    worth = [relief for relief in found if 0 < -relief.price.seconds >= least]
+    worth.sort(key=lambda relief: relief.price.seconds)
+    return MarkPrices(tuple(worth), len(found), len(groups))
+
+
+def mark_rows(prices: Prices | None) -> tuple[str, list[tuple[str, str]]]:
+    """Returns how many kinds of marks were tried, and (without which, what it saves) of each.
+
+    Empty where nobody asks for prices, or no mark is next to a reshard.
+    """
+    if prices is None or not prices.marks.groups:
+        return "", []
+    reliefs, tried, groups = prices.marks
+    kinds = f"the {groups} kinds of marks that collectives come from"
+    tries = f"each of {kinds} in turn" if tried == groups else f"{tried} of {kinds}, one at a time"
+    mesh = prices.plan.mesh
+    rows = [(f"without {marks.text(mesh)}", price.text) for marks, price, *_ in reliefs]
+    title = f"without {tries}, the program was planned again"
+    return title, rows or [("none of them costs 1% of the collectives' time or more", "")]
+
+
+def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> Relief:
+    """Plans again without a group of marks, and returns what that would save."""
+    other, marks = replanned(plan, drop=group.values, options=options), plan.propagated.marks
+    body, producers = other.program.body, plan.problem.index.producers
+
+    def lies(value: Value) -> Sharding | None:
+        while value in group.values and (op := producers.get(value)) is not None and op.is_mark:
+            value = op.operands[0]  # what is marked keeps its number, the mark's own is gone
+        if value in body.args:
+            return other.arguments[body.args.index(value)]
+        if value in body.results:
+            return other.results[body.results.index(value)]
+        state = other.states[value]
+        return None if state is None else state.full()
+
+    price = price_of(plan, other)
+    for first in group.values:
+        marked = Sharding(marks[first].dims)
+        if lies(first) != marked:
+            return Relief(group._replace(sharding=marked), price, plan.run_seconds, lies(first))
+    # They would lie as they are marked: the largest value that lies otherwise. What follows from it
+    # differs, too; of equally large ones the first is closest to the cause.
+    values = [*plan.program.body.args, *(v for op in plan.program.walk() for v in op.results)]
+    moved = [
+        (plan.program.types[value].bytes, value, state.full())
+        for value in values
+        if (have := plan.states[value]) is not None
+        and (state := other.states[value]) is not None
+        and have.full() != state.full()
+    ]
+    if not moved:
+        return Relief(group, price, plan.run_seconds, lies(group.values[0]))
+    _, value, instead = max(moved, key=lambda sized: sized[0])
+    op, name = producers.get(value), w.value_name(plan.program, value)
+    if value in plan.program.body.args:
+        elsewhere = f"argument {name}"
+    elif op is None:
+        elsewhere = f"the loop's carry {name}"
+    else:
+        elsewhere = f"{op.label} at {op.loc.trail}" if op.loc.frames else op.label
+    return Relief(group, price, plan.run_seconds, instead, elsewhere)
+
+
+def costly_mark(plan: Plan, options: Options, suspicion: float) -> Relief | None:
+    """Returns the mark that costs the most, if that is more than `LEAST_SHARE` of a run.
+
+    A mark that keeps arguments small does not count: its time pays for the memory. Only marks
+    are tried around which the planner's sum of costs has a share of `suspicion` or more.
+    """
+    most = (1 - LEAST_SHARE) * plan.run_seconds
+    if least_seconds(plan.problem.index, plan.mesh, plan.topology) >= most:
+        return None
+    # Arithmetic that several devices repeat, by its first result.
+    again: dict[Value, float] = {}
+    for op, times in with_runs(plan.program.body, plan.problem.index):
+        choice = plan.choices.get(op.results[0]) if op.results else None
+        if op.kind.about.flops is not None and choice is not None:
+            split = plan.mesh.extent({a for axes in choice.assignment for a in axes})
+            whole = arithmetic_seconds(op.kind, plan.topology)
+            seconds = times * whole * (1 / split - 1 / plan.mesh.size)
+            if seconds > 0:
+                again[op.results[0]] = seconds
+    blamed = mark_groups(plan, every=True, shares=True)
+    pairs = zip(blamed, _seconds_behind(plan, blamed, again), strict=True)
+    groups = [group._replace(seconds=group.seconds + more) for group, more in pairs]
+    groups.sort(key=lambda group: -group.seconds)
+    suspects = [group for group in groups if group.seconds > suspicion * plan.seconds]
+    found = []
+    for group in suspects[:MOST_SUSPECTS]:
+        try:
+            relief = relief_of(plan, group, options)
+        except PlanError:  # without the mark nothing fits into the memory
+            continue
+        more = relief.price.argument_bytes
+        if relief.without < most and more <= MOST_MORE * held_bytes(plan):
+            found.append(relief)
+    return max(found, key=lambda relief: relief.share, default=None)
+
+
+def _seconds_behind(
+    plan: Plan, groups: Sequence[MarkGroup], seconds: Mapping[Value, float]
+) -> list[float]:
+    """Sums up, for each group, the seconds of what it marks and of all that is computed from it."""
+    # One pass with a bit for each group: on Explicit axes there are marks on most lines.
+    behind: defaultdict[Value, int] = defaultdict(int)
+    for bit, group in enumerate(groups):
+        for value in group.values:
+            behind[value] |= 1 << bit
+    for op in plan.program.walk():
+        bits = functools.reduce(operator.or_, [behind.get(v, 0) for v in op.operands], 0)
+        if bits:
+            for value in op.results:
+                behind[value] |= bits
+    return [
+        sum(spent for value, spent in seconds.items() if behind.get(value, 0) >> bit & 1)
+        for bit in range(len(groups))
+    ]
+
+
+def costly_text(relief: Relief, mesh: Mesh) -> str:
+    """Says what marks cost, and how values would lie without them."""
+    instead, held = relief.instead, relief.price.argument_bytes
+    where = "computed anew for each use" if instead is None else w.spec_text(instead, mesh)
+    where = f"{w.source_text(relief.elsewhere)} as {where}" if relief.elsewhere else where
+    more = f"; arguments take {w.bytes_text(held)} more per device" if held > 0 else ""
+    return (
+        f"{relief.marks.text(mesh)} costs {w.share_text(relief.share, 1.0)} of a predicted run: "
+        f"{w.seconds_text(relief.seconds)}, without it {w.seconds_text(relief.without)}, "
+        f"with {where} instead{more}"
+    )
+
+
+def mark_groups(plan: Plan, every: bool = False, shares: bool = False) -> tuple[MarkGroup, ...]:
+    """Groups the marks next to reshards, or every mark; those next to the most time first.
+
+    With `shares`, arguments that a reshard's axes come from share its time with the other marks:
+    without one of them it would most likely be there still.
+    """
+    propagated, body = plan.propagated, plan.program.body
+    # Arguments that are marked like another one belong to that one's group.
+    names = {
+        value: numberless(mark.reason.removeprefix("like "))
+        for value, mark in propagated.marks.items()
+    }
+    members = w.grouped(names, names.__getitem__)
+    arguments = {names[v] for v in body.args if v in names} if shares else set()
+    seconds = dict.fromkeys(members, 0.0) if every else {}
+    for move in plan.moves:
+        at = [move.value, *(move.user.results if move.user else ())]
+        if move.user is None and move.value in body.results:
+            # It became the result that updates an argument, and had to look like that.
+            argument = plan.problem.links.get(body.results.index(move.value))
+            at += [] if argument is None else [body.args[argument]]
+        ends = dict.fromkeys(names[v] for v in at if v in names)
+        # What a manual region makes comes from no mark.
+        roots = dict.fromkeys(names[v] for v in _roots(plan, move) if v in names)
+        for name in ends | roots:
+            parts = len(ends | roots) if name in arguments and name not in ends else 1
+            seconds[name] = seconds.get(name, 0.0) + move.seconds / parts
+    groups = [
+        MarkGroup(name, tuple(marked), Sharding(propagated.marks[marked[0]].dims), seconds[name])
+        for name, marked in ((name, members[name]) for name in seconds)
+    ]
+    return tuple(sorted(groups, key=lambda group: -group.seconds))
+
+
+def _roots(plan: Plan, move: Move) -> Iterator[Value]:
+    """Yields the marked values from which the axes that a reshard moves were propagated."""
+    propagated = plan.propagated
+    reads = (*move.user.operands, *move.user.results) if move.user else ()
+    before, after = (
+        {(dim, atom) for dim, axes in enumerate(sharding.dims) for atom in axes}
+        for sharding in (move.have, move.wanted)
+    )
+    atoms = {atom for _, atom in before ^ after}.union(move.have.partial)
+    for value in (move.value, *reads):
+        for dim, axes in enumerate(propagated.proposals[value]):
+            roots = (propagated.root(value, dim, atom) for atom in axes if atom in atoms)
+            yield from (root for root in roots if root is not None)
+
+
+def replanned(
+    plan: Plan,
+    drop: Collection[Value] = (),
+    change: Mapping[Value, Sharding] | None = None,
+    options: Options | None = None,
+) -> Plan:
+    """Plans the program again without the marks of `drop`, with arguments split as in `change`."""
+    old = plan.propagated
+    links = tuple(plan.problem.links.items())
+
+    def edit(_: Builder, op: Op, __: Now) -> Sequence[Value] | None:
+        return op.operands if op.is_mark and op.results[0] in drop else None
+
+    program = edit_ops(old.program, edit) if drop else old.program
+    marks = {value: mark for value, mark in old.marks.items() if value not in drop}
+    for value, sharding in (change or {}).items():
+        reason = f"argument {old.program.arg_names[old.program.body.args.index(value)]}"
+        marks[value] = Mark(sharding.dims, (False,) * len(sharding.dims), reason)
+    wanted: list[Sharding | None] = [
+        None if value in drop else mark
+        for value, mark in zip(old.program.body.results, plan.problem.results, strict=True)
+    ]
+    problem = posed(program, old.mesh, marks, plan.topology, wanted, links)
+    donated = tuple(plan.problem.links.values())
+    return plan_problem(problem, options or Options(), donated).plan

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from spmd.compiler import Stages
-from spmd.explain.costs import Nested, Spent, nested, sent_bytes, spent
-from spmd.explain.marks import Price
-from spmd.explain.prices import Prices
-from spmd.explain.words import axes_text, bytes_text, plural, seconds_text, share_text
+from spmd.explain import words as w
+from spmd.explain.costs import Cost, Nested, cost_of, nested, spent
+from spmd.explain.prices import Price, Prices
 from spmd.ir.dialect.composites import arguments_of
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.pipelines import SHIFT, Pipeline, pipeline_of
@@ -22,33 +21,19 @@ from spmd.ops.attention_split import ring_reason
 from spmd.planning.plan import Plan
 from spmd.predict.ops import ring_pieces, ring_seconds, share_seconds
 from spmd.predict.timeline import Slot
-from spmd.propagation.projection import Assignment, ring_axes
+from spmd.propagation.projection import ring_axes
 
 # Pieces that a device has while they go round: its own, one that it reads, and one that comes.
 AT_ONCE = 3
 
 
-class Travel(NamedTuple):
-    """Holds what one device sends to its neighbour in one run."""
-
-    sends: int  # how many times
-    sent: int  # bytes in all
-    waited: float  # seconds by which a run is longer; the rest is hidden behind arithmetic
-
-    @property
-    def text(self) -> str:
-        """Its figures: `704 KiB in 22 permutes, 12 us of waiting`."""
-        waiting = f"{seconds_text(self.waited)} of" if self.waited else "no"
-        return f"{bytes_text(self.sent)} in {plural(self.sends, 'permute')}, {waiting} waiting"
-
-
-def _travel(parts: Sequence[Spent], stages: Stages) -> Travel:
-    mesh, topology = stages.plan.mesh, stages.plan.topology
-    return Travel(
-        sum(part.slot.trips for part in parts),
-        sum(part.slot.trips * sent_bytes(part.slot.op, mesh, topology) for part in parts),
-        sum(part.seconds for part in parts),
-    )
+def _travel_text(travel: Cost | None) -> str:
+    """Says what one device sends: `704 KiB in 22 permutes, 12 us of waiting`."""
+    if travel is None:
+        return "0 B in 0 permutes, no waiting"
+    waiting = f"{w.seconds_text(travel.seconds)} of" if travel.seconds else "no"
+    sends = w.plural(travel.runs, "permute")
+    return f"{w.bytes_text(travel.bytes)} in {sends}, {waiting} waiting"
 
 
 class PipelineRow(NamedTuple):
@@ -60,7 +45,7 @@ class PipelineRow(NamedTuple):
     # stage computes what is wanted
     steps: int
     seconds: float  # what its loops are predicted to take, forward and backward
-    travel: Travel  # what goes to the next stage
+    travel: Cost | None  # what goes to the next stage, if anything
     # bytes that forward loops leave to backward ones, and of steps that are computed again those of
     # one window; 0 without a gradient
     held: int
@@ -76,7 +61,7 @@ class PipelineRow(NamedTuple):
         of = self.of
         chunks = f" of {of.chunks} chunks" if of.chunks > 1 else ""
         return (
-            f"{plural(of.stages, 'stage')}{chunks} over {of.axis}, "
+            f"{w.plural(of.stages, 'stage')}{chunks} over {of.axis}, "
             f"{of.microbatches} microbatches, schedule {of.schedule}"
         )
 
@@ -84,24 +69,27 @@ class PipelineRow(NamedTuple):
     def parts(self) -> tuple[tuple[str, str], ...]:
         """(what, figures) pairs for a report: bubble, bytes sent, bytes held."""
         bubble = (
-            f"{share_text(self.seconds * self.idle, self.seconds)} of {seconds_text(self.seconds)} "
-            f"in its loops: {self.steps - self.of.busy_steps} of {self.steps} steps fill and drain"
+            f"{w.share_text(self.seconds * self.idle, self.seconds)} of "
+            f"{w.seconds_text(self.seconds)} in its loops: "
+            f"{self.steps - self.of.busy_steps} of {self.steps} steps fill and drain"
         )
-        rows = [("bubble", bubble), ("sent to neighbours", self.travel.text)]
+        rows = [("bubble", bubble), ("sent to neighbours", _travel_text(self.travel))]
         if self.held:
-            rows.append(("held for the gradient", bytes_text(self.held)))
+            rows.append(("held for the gradient", w.bytes_text(self.held)))
         return tuple(rows)
 
 
 def pipeline_rows(stages: Stages) -> list[PipelineRow]:
     """Returns the figures of each pipeline of a program, in order."""
-    found: dict[tuple[Pipeline, str], list[Nested]] = {}
-    for loop in nested(stages.timeline.slots):  # the outermost ones
-        of = pipeline_of(loop.slot.op.loc.scope) if loop.slot.op.is_loop else None
-        if of is not None:
-            found.setdefault((of, loop.slot.op.loc.trail), []).append(loop)
+    plan = stages.plan
+    outermost = [loop for loop in nested(stages.timeline.slots) if loop.slot.op.is_loop]
+    found = w.grouped(
+        outermost, lambda loop: (pipeline_of(loop.slot.op.loc.scope), loop.slot.op.loc.trail)
+    )
     rows = []
     for (of, source), loops in found.items():
+        if of is None:
+            continue
         forward = [loop for loop in loops if "transpose(" not in loop.slot.op.loc.scope]
         backward = [loop for loop in loops if "transpose(" in loop.slot.op.loc.scope]
         steps = 0
@@ -111,10 +99,10 @@ def pipeline_rows(stages: Stages) -> list[PipelineRow]:
                 steps += max(slot.trips * (slot.runs or 1) for slot in windows)
             else:
                 steps += runs or 0
-        inside = {id(slot) for loop in loops for slot in _slots_of(loop)}
+        inside = {id(slot) for loop in loops for slot in loop.slots()}
         shifts = [
             part
-            for part in spent(stages.timeline, stages.plan.topology)
+            for part in spent(stages.timeline, plan.topology)
             if id(part.slot) in inside
             and part.slot.op.collective
             and SHIFT in part.slot.op.loc.scope
@@ -122,13 +110,10 @@ def pipeline_rows(stages: Stages) -> list[PipelineRow]:
         held = _passed([loop.slot for loop in forward], [loop.slot for loop in backward])
         again = (_passed(inner[:-1], inner[1:]) for inner in map(_loops_in, backward))
         seconds = sum(loop.slot.seconds for loop in loops)
-        figures = steps or of.steps, seconds, _travel(shifts, stages)
+        travel = cost_of(shifts, plan.mesh, plan.topology) if shifts else None
+        figures = steps or of.steps, seconds, travel
         rows.append(PipelineRow(of, source, *figures, held + max(again, default=0)))
     return rows
-
-
-def _slots_of(loop: Nested) -> list[Slot]:
-    return [loop.slot, *(slot for inner in loop.inside for slot in _slots_of(inner))]
 
 
 def _loops_in(loop: Nested) -> list[Slot]:
@@ -163,24 +148,9 @@ class RingRow(NamedTuple):
     exchange: float
     arithmetic: float
     # of those that go round, all ops of this name at this line together
-    travel: Travel | None = None
+    travel: Cost | None = None
     # what the other way would cost; None if that was not asked, or no plan goes it
     other: Price | None = None
-
-    @property
-    def held_round(self) -> int:
-        """Bytes of the pieces that a device holds at a time while they go round."""
-        return min(AT_ONCE, self.pieces) * self.piece
-
-    @property
-    def held_gathered(self) -> int:
-        """Bytes of all pieces together, which a device holds if they are gathered."""
-        return self.pieces * self.piece
-
-    @property
-    def sent_once(self) -> int:
-        """Bytes that a device sends for one op, whether pieces are gathered or go round."""
-        return (self.pieces - 1) * self.piece
 
     @property
     def title(self) -> str:
@@ -193,22 +163,24 @@ class RingRow(NamedTuple):
     @property
     def parts(self) -> tuple[tuple[str, str], ...]:
         """(what, figures) pairs for a report: time, bytes sent and held, price of the other way."""
-        exchange, arithmetic = seconds_text(self.exchange), seconds_text(self.arithmetic)
-        going, gathered = bytes_text(self.held_round), bytes_text(self.held_gathered)
+        exchange, arithmetic = w.seconds_text(self.exchange), w.seconds_text(self.arithmetic)
+        going = w.bytes_text(min(AT_ONCE, self.pieces) * self.piece)
+        gathered = w.bytes_text(self.pieces * self.piece)
+        sent = w.bytes_text((self.pieces - 1) * self.piece)
         if self.goes_round:
             held, other = f"{going}; gathered {gathered}", "gathered instead"
         else:
             held, other = f"{gathered}; going round {going}", "going round instead"
         rows = [
             ("time to go round", f"{exchange}, beside {arithmetic} of arithmetic"),
-            ("each sends", f"{bytes_text(self.sent_once)}, gathered or round"),
+            ("each sends", f"{sent}, gathered or round"),
             ("each holds", held),
         ]
-        if self.travel is not None:
-            rows.append(("in a run", self.travel.text))
+        if self.goes_round:
+            rows.append(("in a run", _travel_text(self.travel)))
         if self.other is not None:
             more = "more" if self.other.seconds > 0 else "less"  # bytes on the links are the same
-            rows.append((other, f"{seconds_text(abs(self.other.seconds))} {more}"))
+            rows.append((other, f"{w.seconds_text(abs(self.other.seconds))} {more}"))
         return tuple(rows)
 
 
@@ -218,49 +190,49 @@ def ring_rows(stages: Stages, prices: Prices | None = None) -> list[RingRow]:
     With `prices`, the first few get the price of the other way.
     """
     plan = stages.plan
-    groups: dict[RingRow, list[tuple[Op, int]]] = {}
-    for op in plan.program.walk():
-        choice = plan.choices.get(op.results[0]) if op.results else None
-        if choice is not None and not op.regions and not op.is_mark:
-            for number, _ in rule_of(op.kind, op.loc).rings:
-                row = _ring(plan, op, number, choice.assignment)
-                if row is not None:
-                    groups.setdefault(row, []).append((op, number))
-    rows = [row._replace(ops=len(alike)) for row, alike in groups.items()]
-    if not rows:
+    found = [
+        (row, op, factor)
+        for op in plan.program.walk()
+        if op.results and op.results[0] in plan.choices and not op.regions and not op.is_mark
+        for factor, _ in rule_of(op.kind, op.loc).rings
+        if (row := _ring(plan, op, factor)) is not None
+    ]
+    if not found:
         return []
     exchanges = [part for part in spent(stages.timeline, plan.topology) if part.slot.op.collective]
-    for i, row in enumerate(rows):
+    rows: list[RingRow] = []
+    for row, ((_, op, factor), *others) in w.grouped(found, lambda ring: ring[0]).items():
+        travel = other = None
         if row.goes_round:
+            reason = ring_reason(row.op)
             own = [
                 part
                 for part in exchanges
-                if part.slot.op.loc.note.startswith(ring_reason(row.op))
-                and part.slot.op.loc.trail == row.source
+                if part.slot.op.loc.note.startswith(reason) and part.slot.op.loc.trail == row.source
             ]
-            rows[i] = row._replace(travel=_travel(own, stages))
-    if prices is not None:
-        firsts = [alike[0] for alike in groups.values()][: prices.most_conflicts]
-        for i, first in enumerate(firsts):
-            rows[i] = rows[i]._replace(other=prices.of_ring(*first))
+            travel = cost_of(own, plan.mesh, plan.topology) if own else None
+        if prices is not None and len(rows) < prices.most_conflicts:
+            other = prices.of_ring(op, factor)
+        rows.append(row._replace(ops=1 + len(others), travel=travel, other=other))
     return rows
 
 
-def _ring(plan: Plan, op: Op, number: int, assignment: Assignment) -> RingRow | None:
+def _ring(plan: Plan, op: Op, factor: int) -> RingRow | None:
     """Returns the figures of one op's ring factor; None if its pieces cannot go round."""
     rule, mesh, topology = rule_of(op.kind, op.loc), plan.mesh, plan.topology
-    axes = ring_axes(rule, number, assignment, mesh.atom_sizes)
+    assignment = plan.choice(op).assignment
+    axes = ring_axes(rule, factor, assignment, mesh.atom_sizes)
     if not axes:
         return None
-    going = tuple(axes if i == number else own for i, own in enumerate(assignment))
+    going = tuple(axes if i == factor else own for i, own in enumerate(assignment))
     said = arguments_of(op.kind)
     return RingRow(
         op.label,
         op.loc.trail,
         1,
-        axes_text(axes, mesh),
+        w.axes_text(axes, mesh),
         mesh.extent(axes),
-        bool(assignment[number]),
+        bool(assignment[factor]),
         said.get("zigzag", 1) > 1,
         bool(said.get("causal")),
         sum(piece.bytes for _, piece in ring_pieces(op.kind, rule, going, mesh)),

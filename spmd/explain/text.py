@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from spmd.compiler import Stages
 from spmd.errors import ArgumentError
 from spmd.explain import costs
+from spmd.explain import words as w
 from spmd.explain.facts import (
     CLOSE,
     Facts,
@@ -18,35 +19,24 @@ from spmd.explain.facts import (
     boundary,
     group_leaves,
     largest_table,
-    leaf_table,
-    memory_rows,
-    proof_text,
-    quality_rows,
+    pattern,
     split_text,
     values_inside,
 )
-from spmd.explain.marks import Relief, costly_text, mark_groups, relief_of
 from spmd.explain.memory import recomputed
-from spmd.explain.prices import UNPRICED, Prices, conflict_rows, marks_title
-from spmd.explain.steps import PipelineRow, RingRow, pipeline_rows, ring_rows
-from spmd.explain.words import (
-    Lines,
-    aligned,
-    axes_text,
-    bytes_text,
-    idle_text,
-    plural,
-    seconds_text,
-    section,
-    share_text,
-    source_text,
-    spec_text,
-    type_text,
-    value_name,
+from spmd.explain.prices import (
+    Prices,
+    Relief,
+    conflicts,
+    costly_text,
+    mark_groups,
+    mark_rows,
+    relief_of,
 )
+from spmd.explain.steps import PipelineRow, RingRow, pipeline_rows, ring_rows
 from spmd.ir.program import Op, Region, Value
 from spmd.ir.types import local_type
-from spmd.mesh.sharding import Sharding
+from spmd.mesh.sharding import Axes, Sharding
 from spmd.planning.plan import Plan
 from spmd.reshard.comm import wire_bytes
 
@@ -61,36 +51,47 @@ MOST_CHANGES = 12  # rows of each part of a difference that are shown, the large
 def explain_program(facts: Facts) -> str:
     """Writes the whole report: what costs most, what is sharded how, why, and what it costs."""
     plan, found, stages = facts.plan, facts.collectives, facts.stages
-    collectives = costs.collective_table(costs.collective_rows(found)).without("time")
-    by_kind = costs.traffic_table(costs.traffic(found, by_axes=False)).without("axes")
-    ends = [("arguments", facts.arguments), ("results", facts.results)]
-    ends += [("constants", facts.constants)] if facts.constants else []
-    leaves = [
-        section(f"{what}: {split_text(given)}", leaf_table(given, plan.mesh).lines() or ["none"])
-        for what, given in ends
+    whole = facts.timeline.seconds
+    title, most = costs.largest(facts.costs, whole)
+    rows = [
+        (w.share_text(cost.seconds, whole), w.seconds_text(cost.seconds), cost.title, cost.remark)
+        for cost in most
     ]
-    again, made_again = recomputed(plan, facts.timeline)
+    opening: list[str] = []
+    for head, cost in zip(w.aligned(rows, right=(0, 1)), most, strict=True):
+        why = [w.source_text(cost.reason)] if cost.reason else []
+        why += w.aligned([(w.source_text(place), text) for place, text in costs.code_lines(cost)])
+        opening += [head, *(f"    {line}" for line in why)]
     notes = [
-        source_text(text) + (f" ({n} times)" if n > 1 else "")
+        w.source_text(text) + (f" ({n} times)" if n > 1 else "")
         for text, n in Counter(plan.notes).items()
     ]
+    tried, priced = mark_rows(facts.prices)
+    marks = [f"{tried}:"] if tried else []
+    for which, price in priced:
+        marks += [f"{which}:", f"  {price}"] if price else [which]
+    settled, conflict_lines = conflicts(stages, facts.prices), list[str]()
+    for op, count, claims, taken, (losers, _), trail in settled.table.rows:
+        more = f" ({count} alike)" if count > 1 else ""
+        conflict_lines.append(f"{op} at {w.source_text(trail)}{more}: took {taken}")
+        conflict_lines += [f"  {x}" for x in (*claims.splitlines(), *losers.splitlines())]
     sections = (
-        _costs(facts),
-        section(f"program {facts.title}", _header(facts)),
+        w.section(title, opening),
+        w.section(f"program {facts.title}", w.aligned(facts.header)),
         facts.measured.lines() if facts.measured is not None else (),
-        *leaves,
-        section("largest values inside", largest_table(plan, 12).without("local").lines()),
-        section(f"collectives: {len(found)}, {facts.sent_text}", collectives.lines() or ["none"]),
-        section("totals by kind", by_kind.lines()),
-        section("totals by kind and axes", costs.traffic_table(costs.traffic(found)).lines()),
-        _marks(facts),
-        _conflicts(facts),
+        *(part.lines() for part in facts.leaves),
+        w.section("largest values inside", largest_table(plan, 12).without("local").lines()),
+        costs.collective_section(found).lines(),
+        costs.traffic_section(found, by_axes=False).lines(),
+        costs.traffic_section(found).lines(),
+        w.section("marks that forbid something cheaper", marks),
+        w.section(settled.heading, conflict_lines),
         _titled("rings", ring_rows(stages, facts.prices)),
-        section(again, made_again.lines()),
+        recomputed(plan, facts.timeline).lines(),
         _titled("pipelines", pipeline_rows(stages)),
-        section("forms", [form.text for form in plan.forms]),
-        section("notes", notes),
-        section("memory per device", aligned(memory_rows(facts))),
+        w.section("forms", [form.text for form in plan.forms]),
+        w.section("notes", notes),
+        w.section("memory per device", w.aligned(facts.memory)),
     )
     return _joined(line for lines in sections for line in lines)
 
@@ -101,48 +102,44 @@ def _joined(lines: Iterable[str]) -> str:
 
 def summarize(facts: Facts, costly: Relief | None = None) -> str:
     """Writes the short report for a terminal; `costly` is a mark to warn of, if any."""
-    plan, rows, constants = facts.plan, dict(memory_rows(facts)), facts.constants
+    plan, rows, constants = facts.plan, dict(facts.memory), facts.constants
     split = [leaf for leaf in facts.arguments if any(leaf.sharding.dims)]
     inferred = sum(leaf.origin != "marked" for leaf in split)
     # The shardings of which each device holds the most, with how many arguments have them.
-    bytes_of: dict[str, list[int]] = {}
-    for leaf in facts.arguments:
-        spec = spec_text(leaf.sharding, plan.mesh)
-        bytes_of.setdefault(spec, []).append(leaf.local.bytes)
-    most = sorted(bytes_of.items(), key=lambda item: -sum(item[1]))[:6]
+    alike = w.grouped(facts.arguments, lambda leaf: w.spec_text(leaf.sharding, plan.mesh))
+    sized = [(sum(x.local.bytes for x in leaves), spec, leaves) for spec, leaves in alike.items()]
     shardings = [
-        (spec, f"{len(held)} arguments", f"{bytes_text(sum(held))} per device")
-        for spec, held in most
+        (spec, f"{len(leaves)} arguments", f"{w.bytes_text(held)} per device")
+        for held, spec, leaves in sorted(sized, key=lambda row: -row[0])[:6]
     ]
     lines = [
         f"spmd: {plan.mesh.size} devices ({plan.mesh}) on {plan.topology}",
         f"  arguments    {split_text(facts.arguments)} ({inferred} inferred); {rows['arguments']}",
-        *(f"    {line}" for line in aligned(shardings)),
+        *(f"    {line}" for line in w.aligned(shardings)),
     ]
     if constants:
         lines.append(f"  constants    {split_text(constants)}; {rows['constants']}")
-    traffic = costs.traffic_table(costs.traffic(facts.collectives)[:8])
-    lines.append(f"  collectives  {len(facts.collectives)}, {facts.sent_text}")
-    lines += [f"    {line}" for line in traffic.lines()]
+    traffic = costs.traffic_section(facts.collectives).table
+    lines.append(f"  collectives  {costs.collective_section(facts.collectives).remark}")
+    lines += [f"    {line}" for line in traffic.first(8).lines()]
     if facts.use is not None:
         more = f"; {facts.compiled_text}" if facts.compiled_text else ""
         lines.append(
             f"  memory       {rows['peak, predicted']} predicted, {rows['temporary']} of it "
             f"temporary: {rows['on the device']}{more}"
         )
-    lines.append(f"  time         {_time(facts)}")
+    lines.append(f"  time         {facts.time_text}")
     if facts.stages.is_read:
         lines.append("  plan         as an earlier start made it")
     if facts.measured is not None:
         lines.append(f"  measured     {facts.measured.title}")
     if plan.recomputed:
-        again = recomputed(plan, facts.timeline)[0]
-        lines.append(f"  {again.replace(' rather than held:', '  ')}")
+        lines.append(f"  made again   {recomputed(plan, facts.timeline).remark}")
     for row in pipeline_rows(facts.stages):
         lines.append(f"  pipeline     {row.title}: {row.parts[0][1]}")
     lines += [f"  form         {form.text}" for form in plan.forms if not form.refusal]
     if plan.choices and plan.idle_axes:
-        lines.append(f"  note         {idle_text(plan.idle_axes)}")
+        lines.append(f"  note         {w.idle_text(plan.idle_axes)}")
     if costly is not None:
         lines.append(f"  note         {costly_text(costly, plan.mesh)}")
     return "\n".join(lines) + "\n"
@@ -156,98 +153,26 @@ def brief(what: str, facts: Facts) -> str:
     """
     mesh, chip, use = facts.plan.mesh, facts.plan.topology.chip.name, facts.use
     figures = (
-        plural(len(facts.collectives), "collective"),
-        f"{bytes_text(facts.sent_bytes)} sent per device",
-        f"{bytes_text(use.peak if use else 0)} memory per device",
-        f"predicted {seconds_text(facts.timeline.seconds)}",
+        w.plural(len(facts.collectives), "collective"),
+        f"{w.bytes_text(facts.sent_bytes)} sent per device",
+        f"{w.bytes_text(use.peak if use else 0)} memory per device",
+        f"predicted {w.seconds_text(facts.timeline.seconds)}",
     )
     return f"<spmd.{what} {facts.name} on {mesh} ({mesh.size} {chip}): {', '.join(figures)}>"
 
 
-def _costs(facts: Facts) -> Lines:
-    whole = facts.timeline.seconds
-    title, most = costs.largest(facts.costs, whole)
-    rows = [
-        (share_text(cost.seconds, whole), seconds_text(cost.seconds), cost.title, cost.remark)
-        for cost in most
-    ]
-    lines: list[str] = []
-    for head, cost in zip(aligned(rows, right=(0, 1)), most, strict=True):
-        why = [source_text(cost.reason)] if cost.reason else []
-        why += aligned([(source_text(place), text) for place, text in costs.code_lines(cost)])
-        lines += [head, *(f"    {line}" for line in why)]
-    return section(title, lines)
-
-
-def _header(facts: Facts) -> list[str]:
-    plan, seconds = facts.plan, facts.stages.seconds
-    times = ", ".join(f"{stage} {seconds_text(taken)}" for stage, taken in seconds.items())
-    rows = [
-        ("mesh", f"{plan.mesh} ({plan.mesh.size} devices)"),
-        ("topology", str(plan.topology)),
-        ("solver", proof_text(plan) + ("; in an earlier start" if facts.stages.is_read else "")),
-        ("predicted", _time(facts)),
-        ("measured", facts.measured.title if facts.measured else ""),
-        *((what, text) for what, _, text in quality_rows(facts)),
-        ("stages", times),
-    ]
-    return aligned([row for row in rows if row[1]])
-
-
-def _time(facts: Facts) -> str:
-    compute, comm = facts.timeline.compute_seconds, facts.timeline.comm_seconds
-    return (
-        f"{seconds_text(facts.timeline.seconds)} a run, bound by "
-        f"{'communication' if comm > compute else 'compute'} "
-        f"(compute {seconds_text(compute)}, collectives {seconds_text(comm)})"
-    )
-
-
-def _titled(title: str, rows: Iterable[PipelineRow | RingRow]) -> Lines:
+def _titled(title: str, rows: Iterable[PipelineRow | RingRow]) -> w.Lines:
     lines: list[str] = []
     for row in rows:
-        lines.append(f"{row.title}, at {source_text(row.source)}")
-        lines += [f"  {line}" for line in aligned(row.parts)]
-    return section(title, lines)
-
-
-def _marks(facts: Facts) -> Lines:
-    if facts.prices is None or not facts.prices.marks.groups:
-        return iter(())
-    lines = [f"{marks_title(facts.prices.marks)}:"]
-    for relief in facts.prices.marks.reliefs:
-        lines += [f"without {relief.marks.text(facts.plan.mesh)}:", f"  {relief.price.text}"]
-    if len(lines) == 1:
-        lines.append("none of them costs 1% of the collectives' time or more")
-    return section("marks that forbid something cheaper", lines)
-
-
-def _conflicts(facts: Facts) -> Lines:
-    lines: list[str] = []
-    rows = conflict_rows(facts.stages, facts.prices)
-    for row in rows:
-        more = f" ({row.ops} alike)" if row.ops > 1 else ""
-        lines.append(f"{row.op} at {source_text(row.source)}{more}: took {row.taken}")
-        lines += [
-            f"  {name} {type_} dim {dim} wants {axes}" for name, type_, dim, axes in row.claims
-        ]
-        lines += [
-            f"  {axes} instead: {price.text if price else UNPRICED}"
-            for axes, price in row.losers or ()
-        ]
-    asked = sum(row.losers is not None for row in rows)
-    title = f"conflicts: {len(facts.stages.propagated.conflicts)}"
-    if asked:
-        title += f", of {len(rows)} kinds; what the claims that lost would cost"
-        title += "" if asked == len(rows) else f" (the first {asked})"
-    return section(title, lines)
+        lines.append(f"{row.title}, at {w.source_text(row.source)}")
+        lines += [f"  {line}" for line in w.aligned(row.parts)]
+    return w.section(title, lines)
 
 
 # ---------------------------------------------------------------------------------------------
 # One value: why each dim is split or not, and who reshards it.
 
-Found = list[tuple[str, Value, Sharding | None]]
-"""(title, value, what it lies in) of values that are asked for."""
+Found = list[tuple[str, Value, Sharding | None]]  # (title, value, what it lies in)
 
 
 def explain_value(stages: Stages, name: str, prices: Prices | None = None) -> str:
@@ -295,63 +220,58 @@ def _found(plan: Plan, name: str) -> tuple[Found, str]:
     if digits.isdecimal() and int(digits) < len(program.types):
         number, title = int(digits), f"value {name}"
         if number in program.body.args:
-            title = f"argument {value_name(program, number)} ({name})"
+            title = f"argument {w.value_name(program, number)} ({name})"
         return [(title, number, plan.states[number])], ""
     if not re.search(r":\d+$", name):
         return [], ""
     # What the ops of a source line make; results that are alike are shown once.
-    alike: dict[object, list[tuple[Op, Value]]] = {}
-    for op in program.walk():
-        places = [f"{frame.file}:{frame.line}" for frame in op.loc.user_frames[:2]]
-        if any(place == name or place.endswith(f"/{name}") for place in places):
-            for value in op.results:
-                key = (op.label, program.types[value], plan.states[value])
-                alike.setdefault(key, []).append((op, value))
-    made = []
-    for (op, value), *others in alike.values():
+    there = [
+        (op.label, value)
+        for op in program.walk()
+        if any(f"/{f.file}:{f.line}".endswith(f"/{name}") for f in op.loc.user_frames[:2])
+        for value in op.results
+    ]
+    alike = w.grouped(there, lambda m: (m[0], program.types[m[1]], plan.states[m[1]]))
+    made: Found = []
+    for (label, value), *others in alike.values():
         more = f" and {len(others)} alike" if others else ""
-        made.append((f"value %{value}, {op.label}{more}", value, plan.states[value]))
+        made.append((f"value %{value}, {label}{more}", value, plan.states[value]))
     return made, f"are made at {name}"
 
 
 def _value_lines(
     plan: Plan, title: str, value: Value, sharding: Sharding | None, prices: Prices | None
-) -> Lines:
+) -> w.Lines:
     """Yields all about one value; without a `sharding`, that every use makes its own copy."""
-    type_ = plan.program.types[value]
-    yield f"{title}: {type_text(type_)}"
-    lines = ["it costs nothing to make, so that every use makes its own copy as it wants it"]
-    if sharding is not None:
-        lines = _facts(plan, value, sharding)
+    type_, state = plan.program.types[value], plan.states[value]
+    yield f"{title}: {w.type_text(type_)}"
+    if sharding is None:
+        yield "  it costs nothing to make, so that every use makes its own copy as it wants it"
+    else:
+        local = local_type(type_, sharding, plan.mesh)
+        rows = [
+            ("sharding", w.spec_text(sharding, plan.mesh)),
+            ("local", w.type_text(local)),
+            ("per device", f"{w.bytes_text(local.bytes)} of {w.bytes_text(type_.bytes)}"),
+        ]
+        if (op := plan.problem.index.producers.get(value)) is not None:
+            rows.append(("made by", f"{op.label} at {w.source_text(op.loc.trail)}"))
+        if (mark := plan.propagated.marks.get(value)) is not None:
+            rows.append(("mark", w.source_text(mark.reason)))
+        if state is not None and state != sharding:
+            rows.append(("as made", w.spec_text(state, plan.mesh)))
+        lines = w.aligned(rows)
         for dim in range(type_.rank):
             lines += _dim(plan, value, sharding, dim)
         lines += [] if prices is None else _others(plan, value, prices)
-    yield from (f"  {line}" for line in lines)
-    uses = list(_uses(plan, value, plan.states[value] or sharding))
+        yield from (f"  {line}" for line in lines)
+    uses = list(_uses(plan, value, state or sharding))
     yield "  uses" if uses else "  no uses"
     yield from (f"    {line}" for line in uses)
     yield ""
 
 
-def _facts(plan: Plan, value: Value, sharding: Sharding) -> list[str]:
-    """Returns lines on a value's sharding, its bytes, and the op or mark that it comes from."""
-    type_ = plan.program.types[value]
-    local = local_type(type_, sharding, plan.mesh)
-    rows = [
-        ("sharding", spec_text(sharding, plan.mesh)),
-        ("local", type_text(local)),
-        ("per device", f"{bytes_text(local.bytes)} of {bytes_text(type_.bytes)}"),
-    ]
-    if (op := plan.problem.index.producers.get(value)) is not None:
-        rows.append(("made by", f"{op.label} at {source_text(op.loc.trail)}"))
-    if (mark := plan.propagated.marks.get(value)) is not None:
-        rows.append(("mark", source_text(mark.reason)))
-    if (state := plan.states[value]) is not None and state != sharding:
-        rows.append(("as made", spec_text(state, plan.mesh)))
-    return aligned(rows)
-
-
-def _others(plan: Plan, value: Value, prices: Prices) -> Lines:
+def _others(plan: Plan, value: Value, prices: Prices) -> w.Lines:
     producer = plan.problem.index.producers.get(value)
     if producer is not None and producer.is_mark:
         # Without the mark of a value and those that belong to it.
@@ -369,69 +289,88 @@ def _others(plan: Plan, value: Value, prices: Prices) -> Lines:
     is_argument = value in plan.program.body.args
     how = "planned again with each" if is_argument else "the rest of the plan adapting"
     yield f"instead ({how}):"
-    rows = [(spec_text(sharding, plan.mesh), price.text) for sharding, price in others]
-    yield from (f"  {line}" for line in aligned(rows))
+    rows = [(w.spec_text(sharding, plan.mesh), price.text) for sharding, price in others]
+    yield from (f"  {line}" for line in w.aligned(rows))
     if others[0][1].seconds < -CLOSE * plan.run_seconds:
-        spec = spec_text(others[0][0], plan.mesh)
+        spec = w.spec_text(others[0][0], plan.mesh)
         is_marked = value in plan.propagated.marks
         why = "its mark forbids what is faster" if is_marked else "the planner did not find it"
         yield f"  {why}: mark it {spec}"
 
 
-def _dim(plan: Plan, value: Value, sharding: Sharding, dim: int) -> Lines:
+def _dim(plan: Plan, value: Value, sharding: Sharding, dim: int) -> w.Lines:
     """Yields why one dim is split over the axes that split it, and why not over the others."""
-    size, axes = plan.program.types[value].shape[dim], sharding.dims[dim]
-    if not axes:
-        yield f"dim {dim} (size {size}) is not split"
-        mark = plan.propagated.marks.get(value)
-        if mark is not None and not mark.open[dim]:
-            yield f"  closed by the mark: {source_text(mark.reason)}"
-            return
-        for name, atoms in plan.mesh.axis_atoms.items():
-            if atoms:
-                yield f"  {name}: {_why_not(plan, value, sharding, dim, name)}"
+    mesh, propagated, size = plan.mesh, plan.propagated, plan.program.types[value].shape[dim]
+
+    def why_not(axis: str, atoms: Axes) -> str:
+        """Says why the dim is not split over an axis: the first reason that holds."""
+        other = next((d for d, axes in enumerate(sharding.dims) if set(axes) & set(atoms)), None)
+        if other is not None:
+            return f"it already splits dim {other}"
+        if set(sharding.partial) & set(atoms):
+            return "the value is partial over it: a sum is still owed"
+        if size % mesh.shape[axis]:
+            return f"its size {mesh.shape[axis]} does not divide {size}"
+        if set(propagated.proposals[value][dim]) & set(atoms):
+            chain = next(filter(None, (propagated.why(value, dim, a) for a in atoms)), ("",))
+            cause = w.source_text(chain[-1]) or "a neighbour"
+            return f"{cause} suggests it; the planner chose otherwise"
+        for conflict in propagated.conflicts:
+            if any(v == value and d == dim for _, v, d in conflict.claims):
+                where = w.source_text(conflict.op.loc.trail)
+                return f"its neighbours disagree around {conflict.op.label} at {where}"
+        return "no mark reaches it"
+
+    if axes := sharding.dims[dim]:
+        yield f"dim {dim} (size {size}) is split over {w.axes_text(axes, mesh)}"
+        chains = w.grouped(axes, lambda a: tuple(map(w.source_text, propagated.why(value, dim, a))))
+        for chain, alike in chains.items():
+            yield f"  {w.axes_text(tuple(alike), mesh)}:"
+            reasons = chain or ("no mark asks for it: the planner's choice",)
+            yield from (f"    {reason}" for reason in reasons)
         return
-    yield f"dim {dim} (size {size}) is split over {axes_text(axes, plan.mesh)}"
-    chains: dict[tuple[str, ...], tuple[int, ...]] = {}
-    for atom in axes:
-        chain = tuple(map(source_text, plan.propagated.why(value, dim, atom)))
-        chains[chain] = (*chains.get(chain, ()), atom)
-    for chain, atoms in chains.items():
-        yield f"  {axes_text(atoms, plan.mesh)}:"
-        reasons = chain or ("no mark asks for it: the planner's choice",)
-        yield from (f"    {reason}" for reason in reasons)
+    yield f"dim {dim} (size {size}) is not split"
+    mark = propagated.marks.get(value)
+    if mark is not None and not mark.open[dim]:
+        yield f"  closed by the mark: {w.source_text(mark.reason)}"
+        return
+    for axis, atoms in mesh.axis_atoms.items():
+        if atoms:
+            yield f"  {axis}: {why_not(axis, atoms)}"
 
 
-def _why_not(plan: Plan, value: Value, sharding: Sharding, dim: int, axis: str) -> str:
-    """Says why a dim that is not split is not split over an axis: the first reason that holds."""
-    mesh, propagated = plan.mesh, plan.propagated
-    atoms, size = mesh.axis_atoms[axis], plan.program.types[value].shape[dim]
-    other = next((d for d, axes in enumerate(sharding.dims) if set(axes) & set(atoms)), None)
-    if other is not None:
-        return f"it already splits dim {other}"
-    if set(sharding.partial) & set(atoms):
-        return "the value is partial over it: a sum is still owed"
-    if size % mesh.shape[axis]:
-        return f"its size {mesh.shape[axis]} does not divide {size}"
-    if set(propagated.proposals[value][dim]) & set(atoms):
-        chain = next(filter(None, (propagated.why(value, dim, atom) for atom in atoms)), ("",))
-        cause = source_text(chain[-1]) or "a neighbour"
-        return f"{cause} suggests it; the planner chose otherwise"
-    for conflict in propagated.conflicts:
-        if any(v == value and d == dim for _, v, d in conflict.claims):
-            where = source_text(conflict.op.loc.trail)
-            return f"its neighbours disagree around {conflict.op.label} at {where}"
-    return "no mark reaches it"
-
-
-def _uses(plan: Plan, value: Value, state: Sharding | None) -> Lines:
+def _uses(plan: Plan, value: Value, state: Sharding | None) -> w.Lines:
     """Yields who reads a value in which sharding, and the collectives that take it there."""
     type_, mesh = plan.program.types[value], plan.mesh
-    for label, wanted in _wants(plan, value, plan.program.body, None):
+
+    def wants(region: Region, owner: Op | None) -> Iterator[tuple[str, Sharding | None]]:
+        """Yields (reader, wanted sharding) in a region and those inside it, in order."""
+        for op in region.ops:
+            choice = plan.choices.get(op.results[0]) if op.results else None
+            where = f" at {w.source_text(op.loc.trail)}" if op.loc.frames else ""
+            for i, operand in enumerate(op.operands):
+                if operand == value:
+                    yield (
+                        f"operand {i} of {op.label}{where}",
+                        choice.operands[i] if choice else None,
+                    )
+            for inner in op.regions:
+                yield from wants(inner, op)
+        for i in (i for i, result in enumerate(region.results) if result == value):
+            if owner is None:
+                yield f"result {plan.program.result_names[i]}", plan.results[i]
+            elif owner.is_loop and region is owner.regions[0]:
+                yield f"the condition of {owner.name}", None
+            else:
+                choice = plan.choices.get(owner.results[0])
+                label = f"result {i} of the body of {owner.name}"
+                yield label, choice.results[i] if choice else None
+
+    for label, wanted in wants(plan.program.body, None):
         if wanted is None:
             yield label
             continue
-        yield f"{label} takes it as {spec_text(wanted, mesh)}"
+        yield f"{label} takes it as {w.spec_text(wanted, mesh)}"
         if state is None or wanted == state:
             continue
         if not set(wanted.partial) <= set(state.partial):
@@ -440,33 +379,8 @@ def _uses(plan: Plan, value: Value, state: Sharding | None) -> Lines:
         for step in plan.problem.resharder.path(value, state, wanted).steps:
             before, after = (local_type(type_, s, mesh).bytes for s in (step.before, step.after))
             sent = wire_bytes(step.kind, mesh.extent(step.axes), before, after)
-            what = f"{bytes_text(sent)} sent" if sent else "free"
-            yield f"  {step.kind} over {axes_text(step.axes, mesh)}: {what}"
-
-
-def _wants(
-    plan: Plan, value: Value, region: Region, owner: Op | None
-) -> Iterator[tuple[str, Sharding | None]]:
-    """Yields (reader, wanted sharding) of a value in a region and those inside it, in order."""
-    for op in region.ops:
-        choice = plan.choices.get(op.results[0]) if op.results else None
-        for i, operand in enumerate(op.operands):
-            if operand == value:
-                where = f" at {source_text(op.loc.trail)}" if op.loc.frames else ""
-                yield f"operand {i} of {op.label}{where}", choice.operands[i] if choice else None
-        for inner in op.regions:
-            yield from _wants(plan, value, inner, op)
-    for i, result in enumerate(region.results):
-        if result != value:
-            continue
-        if owner is None:
-            yield f"result {plan.program.result_names[i]}", plan.results[i]
-        elif owner.is_loop and region is owner.regions[0]:
-            yield f"the condition of {owner.name}", None
-        else:
-            choice = plan.choices.get(owner.results[0])
-            label = f"result {i} of the body of {owner.name}"
-            yield label, choice.results[i] if choice else None
+            what = f"{w.bytes_text(sent)} sent" if sent else "free"
+            yield f"  {step.kind} over {w.axes_text(step.axes, mesh)}: {what}"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -485,7 +399,7 @@ def diff_text(a: Facts, b: Facts) -> str:
     return _joined([*_changed_costs(a, b), *lines])
 
 
-def _changed_costs(a: Facts, b: Facts) -> Lines:
+def _changed_costs(a: Facts, b: Facts) -> w.Lines:
     about = [
         (key, facts.title, f"{facts.plan.mesh} on {facts.plan.topology}")
         for key, facts in (("a", a), ("b", b))
@@ -497,115 +411,112 @@ def _changed_costs(a: Facts, b: Facts) -> Lines:
         change = f"{'-' if new < old else '+'}{text(abs(new - old))}{share}"
         rows.append((what, text(old), text(new), "the same" if old == new else change))
 
-    compare("predicted time", a.timeline.seconds, b.timeline.seconds, seconds_text)
+    compare("predicted time", a.timeline.seconds, b.timeline.seconds, w.seconds_text)
     if a.measured and b.measured:
-        compare("measured time", a.measured.seconds, b.measured.seconds, seconds_text)
-    compare("sent by each device", a.sent_bytes, b.sent_bytes, bytes_text)
+        compare("measured time", a.measured.seconds, b.measured.seconds, w.seconds_text)
+    compare("sent by each device", a.sent_bytes, b.sent_bytes, w.bytes_text)
     if a.use and b.use:
-        compare("peak memory, predicted", a.use.peak, b.use.peak, bytes_text)
-    return section("programs", [*aligned(about), *aligned(rows, right=(1, 2, 3))])
+        compare("peak memory, predicted", a.use.peak, b.use.peak, w.bytes_text)
+    return w.section("programs", [*w.aligned(about), *w.aligned(rows, right=(1, 2, 3))])
 
 
 def _changed_leaves(
     what: str, a: Facts, b: Facts, old: Iterable[Leaf], new: Iterable[Leaf]
-) -> Lines:
+) -> w.Lines:
     """Lists arguments or results whose sharding changed; those whose names are alike together."""
     before, after = ({leaf.name: leaf for leaf in leaves} for leaves in (old, new))
 
     def spec(leaf: Leaf | None, facts: Facts) -> str:
-        return "none" if leaf is None else spec_text(leaf.sharding, facts.plan.mesh)
+        return "none" if leaf is None else w.spec_text(leaf.sharding, facts.plan.mesh)
 
     def change(leaf: Leaf) -> tuple[str, str]:
         old, new = spec(before.get(leaf.name), a), spec(after.get(leaf.name), b)
-        return type_text(leaf.type), f"{old} -> {new}" if old != new else ""
+        return w.type_text(leaf.type), f"{old} -> {new}" if old != new else ""
 
     every = [*before.values(), *(leaf for name, leaf in after.items() if name not in before)]
     changed = [leaf for leaf in every if change(leaf)[1]]
     rows = []
     for group in group_leaves(changed, change):
-        names = [leaf.name for leaf in group.leaves]
+        names = [leaf.name for leaf in group]
         sizes = [
             sum(leaves[name].local.bytes for name in names if name in leaves)
             for leaves in (before, after)
         ]
-        name = f"{group.pattern} ({len(names)})" if names[1:] else group.pattern
-        text = " -> ".join(map(bytes_text, sizes))
-        rows.append((max(sizes), (name, *change(group.leaves[0]), text)))
+        name = pattern(names) + (f" ({len(names)})" if names[1:] else "")
+        text = " -> ".join(map(w.bytes_text, sizes))
+        rows.append((max(sizes), (name, *change(group[0]), text)))
     title = f"{what}: {len(changed)} of {len(every)} lie otherwise"
     return _some_rows(title, rows)
 
 
-def _changed_values(a: Facts, b: Facts) -> Lines:
+def _changed_values(a: Facts, b: Facts) -> w.Lines:
     """Lists inner values whose sharding changed, a row for those of one op at one source line."""
 
-    def shardings(facts: Facts) -> dict[tuple[str, str, str], tuple[str, int]]:
+    def shardings(plan: Plan) -> dict[tuple[str, str, str], tuple[str, int]]:
         """Maps (op, type, source line) to its values' shardings, and the largest piece's bytes."""
-        mesh = facts.plan.mesh
-        found: dict[tuple[str, str, str], tuple[set[str], int]] = {}
-        for op, type_, sharding, trail in values_inside(facts.plan):
-            if not op.startswith("copy for "):  # what copies cost is among the collectives
-                key = (op, type_text(type_), trail)
-                specs, most = found.get(key, (set(), 0))
-                size = local_type(type_, sharding, mesh).bytes
-                found[key] = specs | {spec_text(sharding, mesh)}, max(most, size)
-        return {key: (" and ".join(sorted(specs)), most) for key, (specs, most) in found.items()}
+        # What copies cost is among the collectives.
+        inside = [value for value in values_inside(plan) if not value[0].startswith("copy for ")]
+        alike = w.grouped(inside, lambda value: (value[0], w.type_text(value[1]), value[3]))
+        return {
+            key: (
+                " and ".join(sorted({w.spec_text(s, plan.mesh) for _, _, s, _ in values})),
+                max(local_type(type_, s, plan.mesh).bytes for _, type_, s, _ in values),
+            )
+            for key, values in alike.items()
+        }
 
     # How many there are may differ by what is computed twice: only their shardings are compared.
-    before, after = shardings(a), shardings(b)
+    before, after = shardings(a.plan), shardings(b.plan)
     rows = []
-    for key in dict.fromkeys([*before, *after]):
+    for op, type_, source in dict.fromkeys([*before, *after]):
+        key = op, type_, source
         (old, held), (new, holds) = before.get(key, ("none", 0)), after.get(key, ("none", 0))
         if old != new:
-            op, type_, source = key
-            place = source_text(source).partition(" <- ")[0]
+            place = w.source_text(source).partition(" <- ")[0]
             rows.append((max(held, holds), (op, type_, place, f"{old} -> {new}")))
     title = f"values inside: {len(rows)} kinds lie otherwise, the largest first"
     return _some_rows(title, rows, MOST_CHANGES // 2)
 
 
-def _changed_collectives(a: Iterable[costs.Collective], b: Iterable[costs.Collective]) -> Lines:
+def _changed_collectives(a: Iterable[costs.Collective], b: Iterable[costs.Collective]) -> w.Lines:
     """Lists what `b` has added (+), removed (-) or resized (~) against `a`, by layer and line."""
 
     def place(c: costs.Collective) -> tuple[str, str, str]:
         return c.layer, c.source, f"{c.kind} over {', '.join(c.axes)}"
 
     def text(total: costs.Total) -> str:
-        sent, seconds = bytes_text(total.bytes), seconds_text(total.seconds)
-        return f"{plural(total.runs, 'run')}, {sent}, {seconds}"
+        sent, seconds = w.bytes_text(total.bytes), w.seconds_text(total.seconds)
+        return f"{w.plural(total.runs, 'run')}, {sent}, {seconds}"
 
     # What never runs is not there.
     before, after = (costs.totals((c for c in run if c.count), place) for run in (a, b))
-    changed: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
-    sizes: Counter[tuple[str, str]] = Counter()
-    signs: Counter[str] = Counter()
-    for layer, source, what in dict.fromkeys([*before, *after]):
-        old, new = before.get((layer, source, what)), after.get((layer, source, what))
-        if old and new and (old.runs, old.bytes) == (new.runs, new.bytes):
-            continue
-        sign = "~" if old and new else "+" if new else "-"
-        figures = " -> ".join(text(total) for total in (old, new) if total)
-        changed.setdefault((layer, source), []).append((sign, what, figures))
-        sizes[layer, source] += abs((new.bytes if new else 0) - (old.bytes if old else 0))
-        signs[sign] += 1
-    words = (("+", "added"), ("-", "removed"), ("~", "resized"))
-    title = ", ".join(f"{signs[sign]} {word}" for sign, word in words if signs[sign])
+    changes = []  # (layer, source line, bytes, row)
+    for key in dict.fromkeys([*before, *after]):
+        (layer, source, what), old, new = key, before.get(key), after.get(key)
+        if not (old and new and (old.runs, old.bytes) == (new.runs, new.bytes)):
+            sign = "~" if old and new else "+" if new else "-"
+            figures = " -> ".join(text(total) for total in (old, new) if total)
+            size = abs((new.bytes if new else 0) - (old.bytes if old else 0))
+            changes.append((layer, source, size, (sign, what, figures)))
+    signs = [sign for *_, (sign, _, _) in changes]
+    words = {"+": "added", "-": "removed", "~": "resized"}
+    counts = [f"{signs.count(sign)} {word}" for sign, word in words.items() if sign in signs]
+    places = list(w.grouped(changes, lambda change: change[:2]).items())
+    places.sort(key=lambda place: -sum(size for _, _, size, _ in place[1]))
     lines: list[str] = []
-    places = [key for key, _ in sizes.most_common()]
-    for layer, source in places[:MOST_CHANGES]:
-        line = source_text(source) or "no source line"
+    for (layer, source), alike in places[:MOST_CHANGES]:
+        line = w.source_text(source) or "no source line"
         is_said = all(f"({name})" in line for name in layer.split("/"))  # functions, no scope
         lines.append(line if is_said or not layer else f"{layer}, {line}")
-        lines += [f"  {row}" for row in aligned(sorted(changed[layer, source]))]
+        lines += [f"  {row}" for row in w.aligned(sorted(row for *_, row in alike))]
     if len(places) > MOST_CHANGES:
         lines.append(f"and at {len(places) - MOST_CHANGES} more places")
-    return section(f"collectives: {title}", lines)
+    return w.section(f"collectives: {', '.join(counts)}", lines)
 
 
 def _some_rows(
     title: str, sized: Iterable[tuple[int, Sequence[str]]], most: int = MOST_CHANGES
-) -> Lines:
+) -> w.Lines:
     rows = [row for _, row in sorted(sized, key=lambda row: -row[0])]
-    lines = aligned(rows[:most])
-    if len(rows) > most:
-        lines.append(f"and {len(rows) - most} more")
-    return section(title, lines)
+    more = [f"and {len(rows) - most} more"] if len(rows) > most else []
+    return w.section(title, w.aligned(rows[:most]) + more)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from spmd.errors import bytes_text as bytes_text
 from spmd.ir.program import Program, Value
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, axis_refs
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 
 def spec_text(sharding: Sharding, mesh: Mesh) -> str:
@@ -79,9 +83,9 @@ def idle_text(axes: Sequence[str]) -> str:
 # ---------------------------------------------------------------------------------------------
 # Tables, before they are text or a part of a page; and how text is laid out.
 
-Look = Literal["text", "number", "code", "path", "name", "source", "kind"]
+Look = Literal["text", "number", "code", "path", "name", "source", "kind", "lines"]
 """What a cell holds: a `path` may break at its slashes, a `name` is a path in a fixed-width font, a
-`source` is a source line and its caller's, a `kind` that of a collective."""
+`source` is a source line and its caller's, a `kind` that of a collective, `lines` are several."""
 
 
 class Cell(NamedTuple):
@@ -90,39 +94,55 @@ class Cell(NamedTuple):
     text: str
     look: Look = "text"
     key: str | float | None = None  # what the page's table sorts by; the text if left out
-    style: str = ""  # its class on the page: `t` stays on one line, `w` takes the room that is left
+    style: str = "t"  # its class on the page: `t` stays on one line, `w` takes what room is left
     # what the page unfolds: (name, remark) of each thing that the cell stands for
-    parts: tuple[tuple[str, str], ...] = ()
+    parts: Sequence[tuple[str, str]] = ()
     note: str = ""  # a sentence below it
 
 
-def count(number: int) -> Cell:
-    """Makes a cell of a number as it is."""
-    return Cell(str(number), "number", number)
-
-
-def number(text: str, key: float) -> Cell:
-    """Makes a cell of a number as text, which sorts by `key`."""
+def _number(text: str, key: float) -> Cell:
     return Cell(text, "number", key)
 
 
-def code(text: str, style: str = "t") -> Cell:
-    """Makes a cell of text in a fixed-width font."""
-    return Cell(text, "code", style=style)
-
-
-def source(trail: str, note: str = "") -> Cell:
-    """Makes a cell of a source line and its caller's."""
+def _source(trail: str, note: str = "") -> Cell:
     return Cell(trail, "source", style="w", note=note)
 
 
+COLUMNS: dict[str, Callable[[Any], Cell]] = {
+    **dict.fromkeys(("n", "ops", "runs", "times"), lambda count: _number(str(count), count)),
+    **dict.fromkeys(("bytes", "total", "per device"), lambda size: _number(bytes_text(size), size)),
+    **dict.fromkeys(
+        ("time", "compute", "collectives", "together"), lambda s: _number(seconds_text(s), s)
+    ),
+    **dict.fromkeys(("predicted", "measured"), lambda s: _number(seconds_text(s) if s else "-", s)),
+    "ms": lambda seconds: _number(f"{seconds * 1e3:.4f}", seconds),
+    "share": lambda parts: _number(share_text(*parts), parts[0]),  # (part, whole)
+    **dict.fromkeys(("type", "local", "local type", "sharding"), partial(Cell, look="code")),
+    "kind": partial(Cell, look="kind"),
+    **dict.fromkeys(("op", "axes", "alive as", "the plan took"), Cell),
+    "name": lambda named: Cell(named[0], "name", style="w", parts=named[1]),  # (name, parts)
+    "made by": partial(Cell, look="name", style="w"),
+    "origin": partial(Cell, look="path", style="w"),
+    "who wants what": partial(Cell, look="lines", style="w"),
+    "what else would cost": lambda said: Cell(said[0], "lines", said[1], "w"),  # (text, least cost)
+    "source": lambda place: _source(*([place] if isinstance(place, str) else place)),
+}
+"""How the facts of each column are shown, by its head; others are text that takes what room is
+left."""
+
+
 class Table(NamedTuple):
-    """Holds a table, to print as text or to show on the page."""
+    """Holds facts in rows, to print as text or to show on the page."""
 
     heads: tuple[str, ...]
-    rows: Sequence[tuple[Cell, ...]]
+    rows: Sequence[tuple[Any, ...]]
     sort: str = ""  # the column by which the rows are in order already, descending
     search: str = ""  # what the rows are, for a box on the page that filters them; no box if empty
+
+    def by(self, head: str) -> Table:
+        """Returns the table in order of a column of numbers, the largest first."""
+        at = self.heads.index(head)
+        return self._replace(rows=sorted(self.rows, key=lambda row: -row[at]), sort=head)
 
     def without(self, head: str) -> Table:
         """Returns the table without one column."""
@@ -130,17 +150,45 @@ class Table(NamedTuple):
         rows = [(*row[:at], *row[at + 1 :]) for row in self.rows]
         return self._replace(heads=(*self.heads[:at], *self.heads[at + 1 :]), rows=rows)
 
+    def first(self, most: int) -> Table:
+        """Returns the table's first rows."""
+        return self._replace(rows=self.rows[:most])
+
+    def cells(self) -> list[list[Cell]]:
+        """Returns its rows as cells."""
+        shows = [COLUMNS.get(head, partial(Cell, style="w")) for head in self.heads]
+        return [[show(fact) for show, fact in zip(shows, r, strict=True)] for r in self.rows]
+
     def lines(self) -> list[str]:
         """Returns lines of text: numbers flush right, notes below their rows; none without rows."""
         if not self.rows:
             return []
-        cells = [self.heads, *([source_text(cell.text) for cell in row] for row in self.rows)]
-        right = [i for i, cell in enumerate(self.rows[0]) if cell.look == "number"]
-        head, *lines = aligned(cells, right)
+        rows = self.cells()
+        right = [i for i, cell in enumerate(rows[0]) if cell.look == "number"]
+        texts = [[source_text(cell.text) for cell in row] for row in rows]
+        head, *lines = aligned([self.heads, *texts], right)
         made = [head]
-        for line, row in zip(lines, self.rows, strict=True):
+        for line, row in zip(lines, rows, strict=True):
             made += [line, *(f"    {source_text(cell.note)}" for cell in row if cell.note)]
         return made
+
+
+class Section(NamedTuple):
+    """Holds one part of a report: what it is called, what is said beside that, and its table."""
+
+    title: str
+    remark: str
+    table: Table
+    empty: str = ""  # what is said of a table without rows; if nothing, the section is left out
+
+    @property
+    def heading(self) -> str:
+        """Its title and remark in one line."""
+        return f"{self.title}: {self.remark}" if self.remark else self.title
+
+    def lines(self) -> Lines:
+        """Yields it as lines of text."""
+        return section(self.heading, self.table.lines() or [self.empty] * bool(self.empty))
 
 
 Lines = Iterator[str]  # what a part of a text yields, without line ends
@@ -164,3 +212,11 @@ def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[st
         ).rstrip()
         for row in rows
     ]
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Puts items with one key together, keys in order of their first item."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups

@@ -279,27 +279,30 @@ def _stem(name: str) -> str:
 def _scheduled(module: hlo.Module, computation: str) -> Iterator[tuple[hlo.Instruction, bool]]:
     """Yields what a computation runs, loops written out, and whether it surely runs so often."""
     for instruction in module.computations.get(computation, ()):
-        rest = instruction.rest
+        rest, inside = instruction.rest, list[tuple[str, bool]]()
         if instruction.opcode == "call":
-            for name in hlo.names_of(rest, "to_apply"):
-                yield from _scheduled(module, name)
+            inside = [(name, True) for name in hlo.names_of(rest, "to_apply")]
         elif instruction.opcode == "while":
             count = hlo.stated_trips(instruction)
-            for name in hlo.names_of(rest, "body") * (1 if count is None else count):
-                inside = _scheduled(module, name)
-                yield from ((i, often and count is not None) for i, often in inside)
-            for name in hlo.names_of(rest, "condition"):  # not run where the count is known
-                yield from ((i, False) for i, _ in _scheduled(module, name))
+            body = [(name, count is not None) for name in hlo.names_of(rest, "body")]
+            inside = body * (1 if count is None else count)
+            # Not run where the count is known.
+            inside += [(name, False) for name in hlo.names_of(rest, "condition")]
         elif instruction.opcode == "conditional":
             for key in ("branch_computations", "true_computation", "false_computation"):
-                for name in hlo.names_of(rest, key):
-                    yield from ((i, False) for i, _ in _scheduled(module, name))
+                inside += [(name, False) for name in hlo.names_of(rest, key)]
         else:
             yield instruction, True
+        for name, surely in inside:
+            yield from ((i, often and surely) for i, often in _scheduled(module, name))
 
 
 def _align(events: Sequence[Event], ops: Sequence[str]) -> dict[Event, str]:
     """Pairs events of one sort with ops, between those that name theirs; empty if they disagree."""
+
+    def paired(events: Sequence[Event], ops: Sequence[str]) -> dict[Event, str]:
+        return dict(zip(events, ops, strict=True)) if len(events) == len(ops) else {}
+
     found: dict[Event, str] = {}
     at, between = 0, list[Event]()
     for event in events:
@@ -307,12 +310,8 @@ def _align(events: Sequence[Event], ops: Sequence[str]) -> dict[Event, str]:
             between.append(event)
         elif event.op in ops[at:]:
             end = ops.index(event.op, at)
-            found |= _pair(between, ops[at:end])
+            found |= paired(between, ops[at:end])
             at, between = end + 1, []
         elif event.op != ops[at - 1] or between:  # an op may launch several kernels
             return {}
-    return found | _pair(between, ops[at:])
-
-
-def _pair(events: Sequence[Event], ops: Sequence[str]) -> dict[Event, str]:
-    return dict(zip(events, ops, strict=True)) if len(events) == len(ops) else {}
+    return found | paired(between, ops[at:])

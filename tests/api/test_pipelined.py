@@ -168,7 +168,7 @@ def test_the_report_has_the_bubble(name: str, steps: int, bubble: str, request: 
     assert (row.steps, row.of.steps) == (steps, steps)
     loops = [s for s in compiled.timeline.slots if s.op.is_loop and s.depth == 0]
     assert row.seconds == pytest.approx(sum(slot.seconds for slot in loops))
-    assert row.travel.sends == 2 * steps
+    assert row.travel is not None and row.travel.runs == 2 * steps
     text = compiled.explain(prices=False).partition("\npipelines\n")[2]
     assert f"schedule {name}, at" in text
     assert f"bubble                 {bubble} of" in text

@@ -10,8 +10,7 @@ import pytest
 
 import spmd
 from spmd.compiler import timed
-from spmd.explain.marks import mark_groups, mark_prices, replanned
-from spmd.explain.prices import Prices, taken_axes
+from spmd.explain.prices import Prices, mark_groups, mark_prices, replanned, taken_axes
 from spmd.explain.words import spec_text
 from spmd.ir.program import Op
 from spmd.options import Options

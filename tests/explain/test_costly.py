@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from spmd.explain.marks import (
+from spmd.explain.prices import (
     LEAST_SECONDS,
     LEAST_SHARE,
     MarkGroup,
@@ -90,7 +90,7 @@ def test_where_the_marked_values_lie_as_they_are_marked_another_one_is_named(
     program, _ = lowered(lambda x, v, w: products(x, v, w, ("model", None)))
     plan, other = program.stages.plan, lowered(products)[0].stages.plan
     without = replanned(plan, [v for v in plan.propagated.marks if v not in plan.program.body.args])
-    monkeypatch.setattr("spmd.explain.marks.replanned", lambda *_, **__: without)
+    monkeypatch.setattr("spmd.explain.prices.replanned", lambda *_, **__: without)
     x = next(group for group in mark_groups(plan, every=True) if group.name == "argument x")
     relief = relief_of(plan, x)
     assert relief.elsewhere.startswith("dot_general at ")
@@ -121,7 +121,7 @@ def test_nothing_is_planned_again_where_arithmetic_takes_nearly_all_of_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("spmd.explain.marks.relief_of", lambda *args: asked.append(args))
+    monkeypatch.setattr("spmd.explain.prices.relief_of", lambda *args: asked.append(args))
     lowered(lambda x, v, w: products(x, v, w, ("data", "model")))
     assert not asked
 

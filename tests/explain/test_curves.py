@@ -103,7 +103,7 @@ def test_memory_over_a_chain_of_products() -> None:
         (arguments, piece, 0, piece),
         (arguments, piece, 0, 0),
     )
-    assert [row.kind for row in curve.at_peak].count(RESULTS) == 1
+    assert [kind for _, _, kind, *_ in curve.at_peak.rows].count(RESULTS) == 1
     options = {"out_specs": ("data", None), "donate_argnums": (0,)}
     donated = lowered(chain, shape, shape, specs=specs, **options)
     again = memory_curve(donated.predicted_memory, donated.stages.optimized.program)
@@ -116,7 +116,8 @@ def test_memory_of_a_training_step(training: Any) -> None:
     assert {step[0] for step in curve.steps} == {use.arguments + use.constants}
     assert max(map(sum, curve.steps)) == sum(curve.steps[curve.peak]) == use.peak
     assert max(step[KINDS.index("saved for the gradient")] for step in curve.steps) > 0
-    held = sum(row.bytes for row in curve.at_peak if row.kind == ARGUMENTS)
+    rows = curve.at_peak.rows
+    held = sum(size for size, _, kind, *_ in rows if kind == ARGUMENTS)
     assert held == use.arguments + use.constants
-    assert sum(row.bytes for row in curve.at_peak) == use.peak
-    assert any("model.py" in row.source for row in curve.at_peak)
+    assert sum(size for size, *_ in rows) == use.peak
+    assert any("model.py" in place for *_, place in rows)

@@ -12,8 +12,7 @@ import pytest
 
 import spmd
 from spmd.explain import prices
-from spmd.explain.marks import Price
-from spmd.explain.prices import Prices
+from spmd.explain.prices import Price, Prices
 from spmd.ir.program import Frame, Loc, numberless
 from spmd.mesh.sharding import Sharding
 from tests.programs import llama, mlp

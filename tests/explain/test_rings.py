@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
+from spmd.explain.costs import Cost
 from spmd.explain.page.page import render
 from spmd.explain.page.pictures import rings
-from spmd.explain.steps import RingRow, Travel, ring_rows
+from spmd.explain.steps import RingRow, ring_rows
+from spmd.explain.words import bytes_text
 
 LENGTH, HEADS, KEY_HEADS, WIDTH = 131_072, 32, 4, 128  # heads that eight devices do not divide
 
@@ -37,7 +39,7 @@ def long() -> Any:
     return lowered(LENGTH, 8)
 
 
-def travels(rows: list[RingRow]) -> list[Travel]:
+def travels(rows: list[RingRow]) -> list[Cost]:
     assert all(row.travel is not None for row in rows)
     return [row.travel for row in rows if row.travel is not None]
 
@@ -51,12 +53,13 @@ def test_what_goes_round_is_counted(long: Any) -> None:
         8, True, True, True
     )  # fmt: skip
     assert forward.piece == piece and backward.piece == 2 * piece
-    assert forward.sent_once == 7 * piece
-    assert (forward.held_round, forward.held_gathered) == (3 * piece, 8 * piece)
+    assert dict(forward.parts)["each sends"] == f"{bytes_text(7 * piece)}, gathered or round"
+    held = f"{bytes_text(3 * piece)}; gathered {bytes_text(8 * piece)}"
+    assert dict(forward.parts)["each holds"] == held
     own = [c for c in long.collectives if c.kind == "collective_permute"]
-    assert sum(t.sent for t in travels(rows)) == sum(c.bytes * c.count for c in own)
-    assert sum(t.sends for t in travels(rows)) == sum(c.count for c in own)
-    assert all(0 <= t.waited < forward.arithmetic for t in travels(rows))
+    assert sum(t.bytes for t in travels(rows)) == sum(c.bytes * c.count for c in own)
+    assert sum(t.runs for t in travels(rows)) == sum(c.count for c in own)
+    assert all(0 <= t.seconds < forward.arithmetic for t in travels(rows))
 
 
 def test_text_and_page_have_the_same_facts(long: Any) -> None:

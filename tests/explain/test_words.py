@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd.explain.marks import Price
+from spmd.explain.prices import Price
 from spmd.explain.words import bytes_text, seconds_text, source_text, spec_text
 from spmd.mesh.mesh import Mesh
 from tests.mesh.shardings import parse_sharding

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from html import escape
 
 from spmd.explain.words import Cell, Look, Table, source_text
@@ -80,6 +80,7 @@ _LOOKS: dict[Look, Callable[[str], Html]] = {
     "name": lambda text: tag("code", breakable(text)),
     "source": lambda text: source(text),
     "kind": lambda text: joined(dot(f"var(--{text})"), text),
+    "lines": lambda text: joined(*map(breakable, text.splitlines()), by=tag("br")),
 }
 """How a cell's text is shown; other looks show it as it is."""
 
@@ -88,17 +89,18 @@ def table(given: Table) -> Html:
     """Makes a sortable table; nothing where it has no rows."""
     if not given.rows:
         return Html()
+    rows = given.cells()
     heads = [
         tag(
             "th.n" if cell.look == "number" else "th",
             tag("button", name, type="button"),
             aria_sort="descending" if name == given.sort else None,
         )
-        for name, cell in zip(given.heads, given.rows[0], strict=True)
+        for name, cell in zip(given.heads, rows[0], strict=True)
     ]
     box = tag("input", type="search", placeholder=given.search)
-    found = tag("output", f"{len(given.rows)} rows")
-    body = tag("tbody", *(tag("tr", *map(_td, row)) for row in given.rows))
+    found = tag("output", f"{len(rows)} rows")
+    body = tag("tbody", *(tag("tr", *map(_td, row)) for row in rows))
     return tag(
         "div.tabled",
         tag("label.filter", "filter ", box, found) if given.search else "",
@@ -125,6 +127,11 @@ def folded(title: str, body: Html) -> Html:
     return tag("details", tag("summary", title), body)
 
 
+def pairs(rows: Iterable[tuple[str, str]]) -> Html:
+    """Lists pairs of what, and what is said of it."""
+    return tag("dl.facts", *(joined(tag("dt", what), tag("dd", text)) for what, text in rows))
+
+
 def source(trail: str) -> Html:
     """Shows a source line with its caller; the whole paths are shown on hovering."""
     first, _, rest = source_text(trail).partition(" <- ")
@@ -144,19 +151,3 @@ def dot(colour: str) -> Html:
 def legend(colours: Iterable[tuple[str, str]]) -> Html:
     """Makes a row of names, each with a dot of its colour, from (name, CSS colour)."""
     return tag("p.legend", *(tag("span", dot(colour), name) for name, colour in colours))
-
-
-def bars(rows: Sequence[tuple[str, float, str, str]]) -> Html:
-    """Draws (label, amount, text, CSS colour) as horizontal bars, the largest one full."""
-    most = max((amount for _, amount, _, _ in rows), default=0) or 1
-    cells = [
-        joined(
-            tag("div", label),
-            tag(
-                "div.track", tag("div.bar", style=f"width:{amount / most:.2%};background:{colour}")
-            ),
-            tag("div.value", remark),
-        )
-        for label, amount, remark, colour in rows
-    ]
-    return tag("div.bars", *cells) if rows else Html()

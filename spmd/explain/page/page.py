@@ -2,55 +2,37 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from importlib.resources import files
-from typing import NamedTuple
 
 from spmd.explain import costs
-from spmd.explain.facts import (
-    Facts,
-    largest_table,
-    leaf_table,
-    memory_rows,
-    proof_text,
-    quality_rows,
-    split_text,
-)
-from spmd.explain.measured import part_table
+from spmd.explain import words as w
+from spmd.explain.facts import Facts, largest_table, proof_text
 from spmd.explain.memory import KINDS, memory_curve, recomputed
 from spmd.explain.page import html as h
 from spmd.explain.page import pictures
 from spmd.explain.page.html import Html, joined, tag
-from spmd.explain.prices import UNPRICED, ConflictRow, conflict_rows, marks_title
-from spmd.explain.words import (
-    Cell,
-    Table,
-    bytes_text,
-    code,
-    count,
-    number,
-    plural,
-    seconds_text,
-    share_text,
-    source,
-    source_text,
-    spec_text,
-)
-from spmd.predict.timeline import COMPUTE, Timeline
+from spmd.explain.prices import conflicts, mark_rows
+from spmd.predict.timeline import COMPUTE
+
+Part = tuple[str, str, Html, bool]  # title, remark, body, whether it is unfolded at first
 
 TOP_VALUES = 15  # rows of the table of what is alive at the peak
-
-BREAK = tag("br")
 
 
 def render(facts: Facts) -> str:
     """Makes the page: what `explain_program` says, with pictures, without outside resources."""
     plan = facts.plan
-    sections = [section for section in _sections(facts) if section.body]
+    links, parts = [], []
+    for title, remark, shown, is_open in _parts(facts):
+        if shown:
+            anchor = title.lower().replace(" ", "-")
+            links.append(tag("a", title, href=f"#{anchor}"))
+            summary = tag("summary", tag("h2", title, tag("small", remark), id=anchor))
+            parts.append(tag("section", tag("details.part", summary, shown, open=is_open)))
     texts = dict.fromkeys([*(form.text for form in plan.forms), *plan.notes])
-    notes = [tag("li", source_text(text)) for text in texts]
-    devices = plural(plan.mesh.size, "device")
+    notes = [tag("li", w.source_text(text)) for text in texts]
+    devices = w.plural(plan.mesh.size, "device")
     title = f"{facts.title} on {devices}"
     lead = f"Mesh {plan.mesh} on {plan.topology}, planned by the solver, {proof_text(plan)}. "
     if plan.topology.platform == "cpu":
@@ -68,11 +50,9 @@ def render(facts: Facts) -> str:
         pictures.HATCH,
         tag("header", tag("h1", title), tag("p.lead", lead)),
         tag("ul.notes", *notes) if notes else "",
-        _cards(facts),
-        _spent(facts),
-        _most_costly(facts),
-        tag("nav", *(tag("a", s.title, href=f"#{s.anchor}") for s in sections)),
-        tag("main", *(section.folded() for section in sections)),
+        _first_screen(facts),
+        tag("nav", *links),
+        tag("main", *parts),
         tag("script", _resource("report.js")),
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
@@ -85,9 +65,7 @@ def notebook_cell(facts: Facts) -> Html:
         "div.spmd spmd-cell",
         tag("style", _resource("first.css")),
         tag("p.title", tag("b", facts.title), on),
-        _cards(facts),
-        _spent(facts),
-        _most_costly(facts),
+        _first_screen(facts),
     )
 
 
@@ -96,135 +74,91 @@ def _resource(name: str) -> Html:
     return Html(files("spmd.explain.page").joinpath(name).read_text(encoding="utf-8"))
 
 
-class _Section(NamedTuple):
-    """Holds one part of the page; left out if it has no body."""
-
-    anchor: str
-    title: str
-    remark: str
-    body: Html
-    is_open: bool = False
-
-    def folded(self) -> Html:
-        head = tag("h2", self.title, tag("small", self.remark), id=self.anchor)
-        part = tag("details.part", tag("summary", head), self.body, open=self.is_open)
-        return tag("section", part)
+def _tabled(section: w.Section) -> Part:
+    """Makes the part of the page for a table that the text prints, too."""
+    empty = tag("p", section.empty) if section.empty else Html()
+    return section.title.capitalize(), section.remark, h.table(section.table) or empty, False
 
 
-def _sections(facts: Facts) -> list[_Section]:
-    stages, mesh = facts.stages, facts.plan.mesh
-    conflicts = conflict_rows(stages, facts.prices)
-    again, made_again = recomputed(facts.plan, facts.timeline)
-    times = [(stage, n, seconds_text(n), "var(--accent)") for stage, n in stages.seconds.items()]
-    own = facts.timeline.seconds
-    quality = [("this plan", own, seconds_text(own), "var(--accent)")]
-    quality += [(*row, "var(--soft)") for row in quality_rows(facts)]
+def _parts(facts: Facts) -> list[Part]:
+    collectives = costs.collective_section(facts.collectives)
+    tried, rows = mark_rows(facts.prices)
+    marks = joined(tag("p", f"{tried.capitalize()}."), h.pairs(rows)) if tried else Html()
+    side_by_side = "compute and links at the same time where neither waits for the other"
+    largest = h.table(largest_table(facts.plan, 20))
     return [
-        _Section("timeline", "Timeline", "predicted; compute and links at the same time where "
-                 "neither waits for the other", _timeline(facts), True),
-        _Section("measured", "Measured", facts.measured.title if facts.measured else "",
-                 _measured(facts), True),
-        _Section("pipelines", "Pipelines", "which stage works on what in which step",
-                 pictures.pipelines(facts), True),
-        _Section("rings", "Rings", "operands that come piece by piece, and those that could",
-                 pictures.rings(facts), True),
-        _Section("plan", "The plan", "against the greedy one and the best there can be",
-                 h.bars(quality), True),
-        _Section("collectives", "Collectives", f"{plural(len(facts.collectives), 'op')}, "
-                 f"{facts.sent_text}", _collectives(facts)),
-        _Section("bytes", "Bytes by kind", "sent by each device, executions, time",
-                 _traffic(facts)),
-        _Section("marks", "Prices of marks", "what would have been cheaper, and which mark forbids "
-                 "it", _marks(facts)),
-        _Section("conflicts", "Conflicts", f"{len(stages.propagated.conflicts)} disagreements of "
-                 f"{plural(len(conflicts), 'kind')}, and how the plan settled them",
-                 _conflicts(conflicts)),
-        _Section("memory", "Memory over time", "of each device",
-                 _memory(facts), True),
-        _Section("again", "Made again", again.partition(": ")[2], h.table(made_again)),
-        _Section("mesh", "Mesh and tiles", "who holds what", pictures.tiles(facts)),
-        _Section("arguments", "Arguments", split_text(facts.arguments),
-                 h.table(leaf_table(facts.arguments, mesh))),
-        _Section("results", "Results", split_text(facts.results),
-                 h.table(leaf_table(facts.results, mesh))),
-        _Section("constants", "Constants", split_text(facts.constants),
-                 h.table(leaf_table(facts.constants, mesh))),
-        _Section("largest", "Largest values", "made inside the program, bytes per device",
-                 h.table(largest_table(facts.plan, 20))),
-        _Section("stages", "Stage times", "of this compiler, without XLA", h.bars(times)),
-    ]  # fmt: skip
+        ("Timeline", f"predicted; {side_by_side}", _timeline(facts), True),
+        ("Measured", facts.measured.title if facts.measured else "", _measured(facts), True),
+        ("Pipelines", "which stage works on what in which step", pictures.pipelines(facts), True),
+        ("Rings", "operands that come in pieces, and that could", pictures.rings(facts), True),
+        ("The plan", "beside the greedy one and the best", h.pairs(facts.header), True),
+        _tabled(collectives._replace(table=collectives.table.by("ms"))),
+        _tabled(costs.traffic_section(facts.collectives)),
+        ("Prices of marks", "what would be cheaper without which mark", marks, False),
+        _tabled(conflicts(facts.stages, facts.prices)),
+        ("Memory over time", "of each device", _memory(facts), True),
+        _tabled(recomputed(facts.plan, facts.timeline)),
+        ("Mesh and tiles", "who holds what", pictures.tiles(facts), False),
+        *map(_tabled, facts.leaves),
+        ("Largest values", "made inside the program, bytes per device", largest, False),
+    ]
 
 
-def _cards(facts: Facts) -> Html:
+def _first_screen(facts: Facts) -> Html:
+    """Shows the figures of a program as cards, what its time is spent on, and what costs most."""
     use, mesh, waits = facts.use, facts.plan.mesh, facts.timeline.exposed_seconds
-    given = bytes_text(sum(leaf.local.bytes for leaf in facts.arguments))
-    whole = bytes_text(sum(leaf.type.bytes for leaf in facts.arguments))
-    held, remark = given, f"arguments, of {whole} unpartitioned"
+    given = w.bytes_text(sum(leaf.local.bytes for leaf in facts.arguments))
+    unpartitioned = w.bytes_text(sum(leaf.type.bytes for leaf in facts.arguments))
+    held, remark = given, f"arguments, of {unpartitioned} unpartitioned"
     if use is not None:
-        held = bytes_text(use.peak)
+        held = w.bytes_text(use.peak)
         more = f"; {facts.compiled_text}" if facts.compiled_text else ""
-        remark = f"predicted peak{more}; arguments {given} of {whole}"
-    waiting = f"{seconds_text(waits)} of it waiting for collectives" if waits else "all compute"
+        remark = f"predicted peak{more}; arguments {given} of {unpartitioned}"
+    waiting = f"{w.seconds_text(waits)} of it waiting for collectives" if waits else "all compute"
     if facts.measured is not None:
-        waiting += f"; measured {seconds_text(facts.measured.seconds)}"
+        waiting += f"; measured {w.seconds_text(facts.measured.seconds)}"
     senders = f"in one run, by {len(facts.collectives)} collective ops"
-    cards = (
-        ("devices", str(mesh.size), str(mesh)),
-        ("predicted time of one run", seconds_text(facts.timeline.seconds), waiting),
-        ("sent by each device", bytes_text(facts.sent_bytes), senders),
-        ("memory of each device", held, remark),
-    )
-    return tag(
-        "div.cards",
-        *(
-            tag("div.card", tag("span.label", label), tag("b", value), tag("span", remark))
-            for label, value, remark in cards
-        ),
-    )
-
-
-def _spent(facts: Facts) -> Html:
-    totals = costs.seconds_by_kind(facts.costs)
-    whole = sum(totals.values())
-    if not whole:
-        return Html()
+    cards = [
+        tag("div.card", tag("span.label", label), tag("b", value), tag("span", remark))
+        for label, value, remark in (
+            ("devices", str(mesh.size), str(mesh)),
+            ("predicted time of one run", w.seconds_text(facts.timeline.seconds), waiting),
+            ("sent by each device", w.bytes_text(facts.sent_bytes), senders),
+            ("memory of each device", held, remark),
+        )
+    ]
+    whole, totals = facts.timeline.seconds, costs.seconds_by_kind(facts.costs)
     parts, kinds = [], []
     for kind, seconds in totals.items():
         colour = f"background:var(--{kind})"
-        title = f"{kind}: {seconds_text(seconds)}"
-        share = share_text(seconds, facts.timeline.seconds)
-        parts.append(tag("span", style=f"flex:{seconds / whole:.4f};{colour}", title=title))
-        kinds.append(tag("span", tag("i", style=colour), f"{kind} {share}"))
-    return joined(tag("div.spent", *parts), tag("p.kinds", *kinds))
-
-
-def _most_costly(facts: Facts) -> Html:
-    whole = facts.timeline.seconds
+        share = f"flex:{seconds / sum(totals.values()):.4f};{colour}"
+        parts.append(tag("span", style=share, title=f"{kind}: {w.seconds_text(seconds)}"))
+        kinds.append(tag("span", tag("i", style=colour), f"{kind} {w.share_text(seconds, whole)}"))
     title, most = costs.largest(facts.costs, whole)
     rows = []
     for cost in most:
         width = f"width:{cost.seconds / most[0].seconds:.1%};background:var(--{cost.kind})"
         lines = [
-            joined(tag("span", source_text(place), title=place), tag("code", text))
+            joined(tag("span", w.source_text(place), title=place), tag("code", text))
             for place, text in costs.code_lines(cost)
         ]
         figures = tag(
             "div",
-            tag("b", share_text(cost.seconds, whole)),
+            tag("b", w.share_text(cost.seconds, whole)),
             " ",
-            tag("span.soft", seconds_text(cost.seconds)),
+            tag("span.soft", w.seconds_text(cost.seconds)),
             tag("i", style=width),
         )
-        reason = tag("p.why", source_text(cost.reason)) if cost.reason else ""
+        reason = tag("p.why", w.source_text(cost.reason)) if cost.reason else ""
         said = (tag("b", cost.title), " ", tag("span.soft", cost.remark), reason)
         rows.append(tag("li", figures, tag("div", *said, tag("div.code", *lines))))
-    if not rows:
-        return Html()
-    return joined(tag("p.head", tag("b", title.capitalize())), tag("ol.costs", *rows))
+    spent = (tag("div.spent", *parts), tag("p.kinds", *kinds)) if parts else ()
+    costly = (tag("p.head", tag("b", title.capitalize())), tag("ol.costs", *rows)) if rows else ()
+    return joined(tag("div.cards", *cards), *spent, *costly)
 
 
 def _timeline(facts: Facts) -> Html:
-    drawn = pictures.bars_of(facts.timeline, facts.plan.mesh)
+    timeline, drawn = facts.timeline, pictures.bars_of(facts.timeline, facts.plan.mesh)
     if not drawn.seconds:
         return Html()
     axes = [name for name, atoms in facts.plan.mesh.axis_atoms.items() if atoms]
@@ -235,10 +169,18 @@ def _timeline(facts: Facts) -> Html:
         "there and its links are free; whoever reads its result waits for it. Iterations of a loop "
         "do not overlap.",
     )
-    lost = facts.timeline.seconds - drawn.seconds
+    slots = [slot for slot in timeline.slots if not slot.op.regions]
+    rows, busy = [], timeline.compute_seconds + timeline.comm_seconds
+    for trail, alike in w.grouped(slots, lambda slot: slot.op.loc.trail).items():
+        compute = sum(slot.seconds * slot.trips for slot in alike if slot.lane == COMPUTE)
+        comm = sum(slot.seconds * slot.trips for slot in alike if slot.lane != COMPUTE)
+        rows.append((trail, compute, comm, compute + comm, (compute + comm, busy)))
+    heads = ("source", "compute", "collectives", "together", "share")
+    by_line = w.Table(heads, rows, search="a function or a file").by("together")
+    lost = timeline.seconds - drawn.seconds
     slower = tag(
         "p",
-        f"The prediction adds {seconds_text(lost)} to what is drawn: on this chip arithmetic and "
+        f"The prediction adds {w.seconds_text(lost)} to what is drawn: on this chip arithmetic and "
         "communication that run side by side slow each other.",
     )
     return joined(
@@ -247,13 +189,13 @@ def _timeline(facts: Facts) -> Html:
         h.legend((kind, f"var(--{kind})") for kind in kinds),
         pictures.timeline_svg(drawn, axes, "timeline of one run"),
         *(_loop(loop, axes) for loop in drawn.loops),
-        h.folded("time by source line", _by_line(facts.timeline)),
+        h.folded("time by source line", h.table(by_line)),
     )
 
 
 def _loop(loop: pictures.Bars, axes: Sequence[str]) -> Html:
     """Shows one iteration of a loop, to unfold, with the loops inside it."""
-    each = f": {seconds_text(loop.once)}"
+    each = f": {w.seconds_text(loop.once)}"
     return tag(
         "details.iteration",
         tag("summary", f"one iteration of the {loop.title} at ", h.source(loop.place), each),
@@ -262,52 +204,14 @@ def _loop(loop: pictures.Bars, axes: Sequence[str]) -> Html:
     )
 
 
-def _by_line(timeline: Timeline) -> Html:
-    totals: dict[str, list[float]] = {}
-    for slot in timeline.slots:
-        if not slot.op.regions:
-            both = totals.setdefault(slot.op.loc.trail, [0.0, 0.0])
-            both[slot.lane != COMPUTE] += slot.seconds * slot.trips
-    busy = timeline.compute_seconds + timeline.comm_seconds
-    rows = [
-        (
-            source(trail),
-            number(seconds_text(compute), compute),
-            number(seconds_text(comm), comm),
-            number(seconds_text(compute + comm), compute + comm),
-            number(share_text(compute + comm, busy), compute + comm),
-        )
-        for trail, (compute, comm) in sorted(totals.items(), key=lambda item: -sum(item[1]))
-    ]
-    heads = ("source", "compute", "collectives", "together", "share")
-    return h.table(Table(heads, rows, sort="together", search="a function or a file"))
-
-
-def _collectives(facts: Facts) -> Html:
-    ordered = sorted(costs.collective_rows(facts.collectives), key=lambda row: -row.seconds)
-    made = costs.collective_table(ordered).without("ms")
-    made = made._replace(heads=(*made.heads[:-1], "source and reason"))
-    return h.table(made) or tag("p", "None: no device ever waits for another.")
-
-
-def _traffic(facts: Facts) -> Html:
-    rows = []
-    for total in costs.traffic(facts.collectives):
-        kind, colour = total.like.kind, f"var(--{total.like.kind})"
-        over = tag("span.soft", f" over {', '.join(total.like.axes)}")
-        figures = f"{bytes_text(total.bytes)}, {total.runs}x, {seconds_text(total.seconds)}"
-        rows.append((joined(h.dot(colour), kind, over), total.bytes, figures, colour))
-    return h.bars(rows)
-
-
 def _measured(facts: Facts) -> Html:
     if facts.measured is None:
         return Html()
-    (title, kinds), *others = facts.measured.tables()
+    kinds, *others = facts.measured.sections()
     return joined(
-        tag("p", title[:1].upper(), title[1:]),
-        h.table(part_table(kinds)),
-        *(h.folded(title, h.table(part_table(parts))) for title, parts in others),
+        tag("p", kinds.heading.capitalize()),
+        h.table(kinds.table),
+        *(h.folded(part.title, h.table(part.table)) for part in others),
     )
 
 
@@ -315,19 +219,7 @@ def _memory(facts: Facts) -> Html:
     if facts.use is None:
         return Html()
     curve = memory_curve(facts.use, facts.stages.optimized.program)
-    rows = [
-        (
-            number(bytes_text(row.bytes), row.bytes),
-            count(row.values),
-            Cell(row.kind, style="t"),
-            Cell(row.label, "name", style="w"),
-            code(row.type),
-            source(row.source),
-        )
-        for row in curve.at_peak[:TOP_VALUES]
-    ]
-    heads = ("bytes", "n", "alive as", "made by", "local type", "source")
-    figures = [(Cell(what), Cell(size)) for what, size in memory_rows(facts)]
+    largest = curve.at_peak.first(TOP_VALUES)
     intro = tag(
         "p",
         "Predicted from the local program: only values that XLA stores count. Arguments and "
@@ -338,56 +230,6 @@ def _memory(facts: Facts) -> Html:
         intro,
         h.legend(zip(KINDS, pictures.MEMORY_COLOURS, strict=True)),
         pictures.memory_svg(curve, facts.plan.topology.hbm_bytes),
-        h.folded("the largest at the peak", h.table(Table(heads, rows, sort="bytes"))),
-        h.folded("totals", h.table(Table(("what", "bytes"), figures))),
+        h.folded("the largest at the peak", h.table(largest)),
+        h.folded("totals", h.pairs(facts.memory)),
     )
-
-
-def _marks(facts: Facts) -> Html:
-    if facts.prices is None or not facts.prices.marks.groups:
-        return Html()
-    found = facts.prices.marks
-    rows = [
-        (
-            source(marks.name),
-            code(spec_text(marks.sharding, facts.plan.mesh)),
-            count(len(marks.values)),
-            number(seconds_text(-price.seconds), -price.seconds),
-            Cell(price.text, style="w"),
-        )
-        for marks, price, *_ in found.reliefs
-    ]
-    heads = ("mark", "sharding", "values", "costs", "without it")
-    none = tag("p", "None of them costs 1% of the collectives' time or more.")
-    shown = h.table(Table(heads, rows, sort="costs")) or none
-    return joined(tag("p", f"{marks_title(found).capitalize()}."), shown)
-
-
-def _conflicts(conflicts: Sequence[ConflictRow]) -> Html:
-    rows = []
-    for row in conflicts:
-        place = joined(row.op, BREAK, h.source(row.source))
-        losers, least = tag("span.soft", "not asked"), math.inf
-        if row.losers is not None:
-            shown = (
-                joined(tag("b", axes), f": {price.text if price else UNPRICED}")
-                for axes, price in row.losers
-            )
-            losers = joined(*shown, by=BREAK)
-            least = min((price.seconds for _, price in row.losers if price), default=math.inf)
-        claims = [
-            joined(tag("b", axes), f" on dim {dim} of ", tag("code", h.breakable(name)), " ",
-                   tag("code.soft", type_))
-            for name, type_, dim, axes in row.claims
-        ]  # fmt: skip
-        rows.append(
-            (
-                Cell(place, key=f"{row.op} {row.source}", style="w"),
-                count(row.ops),
-                Cell(joined(*claims, by=BREAK), key=str(row.claims), style="w"),
-                Cell(tag("b", row.taken), key=row.taken, style="t"),
-                Cell(losers, key=least, style="w"),
-            )
-        )
-    heads = ("op", "n", "who wants what", "the plan took", "what else would cost")
-    return h.table(Table(heads, rows, search="an op, an argument, an axis"))

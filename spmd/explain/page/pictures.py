@@ -11,19 +11,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from spmd.explain import words as w
 from spmd.explain.costs import Nested, nested
-from spmd.explain.facts import Facts, group_leaves
+from spmd.explain.facts import Facts, group_leaves, pattern
 from spmd.explain.memory import KINDS, MemoryCurve
-from spmd.explain.page.html import Html, breakable, drawing, joined, line, rect, source, tag, words
+from spmd.explain.page import html as h
+from spmd.explain.page.html import Html, drawing, joined, line, rect, tag, words
 from spmd.explain.steps import PipelineRow, RingRow, pipeline_rows, ring_rows
-from spmd.explain.words import (
-    axes_text,
-    bytes_text,
-    seconds_text,
-    source_text,
-    spec_text,
-    type_text,
-)
 from spmd.ir.control_flow import UNKNOWN_TRIPS
 from spmd.ir.pipelines import Pipeline
 from spmd.ir.types import TensorType
@@ -64,8 +58,8 @@ class Segment(NamedTuple):
 class Bars(NamedTuple):
     """Holds what happens, in order, in a program, in a branch, or in one iteration of a loop."""
 
-    segments: tuple[Segment, ...]  # ops and collectives outside of inner loops
-    loops: tuple[Bars, ...]  # the loops and conditionals, of whose equal iterations one is shown
+    segments: Sequence[Segment]  # ops and collectives outside of inner loops
+    loops: Sequence[Bars]  # the loops and conditionals, of whose equal iterations one is shown
     once: float  # seconds of all of it, once
     start: float  # when it begins first, seconds after what is around it began
     seconds: float  # all iterations together
@@ -87,33 +81,31 @@ class Bars(NamedTuple):
 
 def bars_of(timeline: Timeline, mesh: Mesh) -> Bars:
     """Returns the predicted run of a program on a mesh, as bars."""
+
+    def region(slots: Iterable[Nested], begin: float) -> tuple[list[Segment], list[Bars]]:
+        """Returns a region's ops and loops, timed from `begin`."""
+        segments: list[Segment] = []
+        loops: list[Bars] = []
+        for slot, inside in slots:
+            op, start, trail = slot.op, slot.start - begin, slot.op.loc.trail
+            if op.regions:
+                once = slot.seconds / ((UNKNOWN_TRIPS if slot.runs is None else slot.runs) or 1)
+                trips = "loop, taken as ×16" if slot.runs is None else f"loop ×{slot.runs}"
+                title, place = trips if op.is_loop else "conditional", trail or "an unknown place"
+                body = region(inside, slot.start)
+                loops.append(Bars(*body, once, start, slot.seconds, title, place))
+            elif slot.lane == COMPUTE:
+                segments.append(Segment((COMPUTE,), COMPUTE, op.label, trail, start, slot.seconds))
+            else:
+                transfer = Transfer.of(op, mesh)
+                atoms = transfer.axes if transfer else ()
+                axes = dict.fromkeys(mesh.axis_names[mesh.atoms[a].axis] for a in atoms)
+                label = f"{slot.kind} over {slot.lane}"
+                segments.append(Segment(tuple(axes), slot.kind, label, trail, start, slot.seconds))
+        return segments, loops
+
     whole = timeline.scheduled_seconds
-    return Bars(*_region(nested(timeline.slots), mesh, 0.0), whole, 0.0, whole)
-
-
-def _region(
-    slots: Iterable[Nested], mesh: Mesh, begin: float
-) -> tuple[tuple[Segment, ...], tuple[Bars, ...]]:
-    """Returns a region's ops and loops, timed from `begin`; those in a loop from its own start."""
-    segments: list[Segment] = []
-    loops: list[Bars] = []
-    for slot, inside in slots:
-        op, start, trail = slot.op, slot.start - begin, slot.op.loc.trail
-        if op.regions:
-            once = slot.seconds / ((UNKNOWN_TRIPS if slot.runs is None else slot.runs) or 1)
-            trips = "loop, taken as ×16" if slot.runs is None else f"loop ×{slot.runs}"
-            title, place = trips if op.is_loop else "conditional", trail or "an unknown place"
-            body = _region(inside, mesh, slot.start)
-            loops.append(Bars(*body, once, start, slot.seconds, title, place))
-        elif slot.lane == COMPUTE:
-            segments.append(Segment((COMPUTE,), COMPUTE, op.label, trail, start, slot.seconds))
-        else:
-            transfer = Transfer.of(op, mesh)
-            atoms = transfer.axes if transfer else ()
-            axes = dict.fromkeys(mesh.axis_names[mesh.atoms[a].axis] for a in atoms)
-            label = f"{slot.kind} over {slot.lane}"
-            segments.append(Segment(tuple(axes), slot.kind, label, trail, start, slot.seconds))
-    return tuple(segments), tuple(loops)
+    return Bars(*region(nested(timeline.slots), 0.0), whole, 0.0, whole)
 
 
 def merged(segments: Sequence[Segment], least: float) -> list[Segment]:
@@ -125,28 +117,31 @@ def merged(segments: Sequence[Segment], least: float) -> list[Segment]:
     last: dict[tuple[str, ...], int] = {}
     made: list[Segment] = []
     for s in sorted(segments, key=lambda s: s.start):
-        if s.lanes in last and (joint := _joint(made[last[s.lanes]], s, least)):
-            made[last[s.lanes]] = joint
-        else:
+        before = made[last[s.lanes]] if s.lanes in last else None
+        group = None if before is None else _common_group(before, s, least)
+        if before is None or group is None:
             last[s.lanes] = len(made)
             made.append(s)
+        else:
+            label = before.label if before.label == s.label else ""
+            seconds, ops = s.end - before.start, before.ops + s.ops
+            joint = before._replace(label=label, group=group, seconds=seconds, ops=ops)
+            made[last[s.lanes]] = joint
     return made
 
 
-def _joint(before: Segment, after: Segment, least: float) -> Segment | None:
-    """Returns two neighbours of one lane as one segment, None if they do not belong together."""
+def _common_group(before: Segment, after: Segment, least: float) -> str | None:
+    """Returns what two neighbours of one lane have in common; None if they are not joined."""
     if before.kind != after.kind or after.start - before.end > least / 4:
         return None
-    group = before.group if before.group == after.group else ""
-    if not group and before.kind == COMPUTE:
+    if before.group and before.group == after.group:
+        return before.group
+    if before.kind == COMPUTE:
         names = functions_of(after.group)
-        common = next((name for name in functions_of(before.group) if name in names), None)
-        group = f"in ({common})" if common is not None else ""
-    if not group and min(before.seconds, after.seconds) >= least:
-        return None
-    label = before.label if before.label == after.label else ""
-    seconds, ops = after.end - before.start, before.ops + after.ops
-    return before._replace(label=label, group=group, seconds=seconds, ops=ops)
+        for name in functions_of(before.group):
+            if name in names:
+                return f"in ({name})"
+    return None if min(before.seconds, after.seconds) >= least else ""
 
 
 def functions_of(group: str) -> tuple[str, ...]:
@@ -162,55 +157,48 @@ def timeline_svg(timeline: Bars, axes: Sequence[str], what: str) -> Html:
     scale = ACROSS / total
     shown = merged(list(timeline.flat()), total / _FINEST)
     top = _TOP + (24 if timeline.loops else 0)
-    parts = [_bracket(loop, scale, top, len(lanes)) for loop in timeline.loops]
+    bottom = top + len(lanes) * (_LANE + _GAP)
+    parts: list[Html] = []
+    for loop in timeline.loops:
+        x, width = LEFT + loop.start * scale, loop.seconds * scale
+        label = f"{loop.title}, {w.seconds_text(loop.seconds)}"
+        title = f"{loop.title} at {w.source_text(loop.place)}: {w.seconds_text(loop.seconds)}"
+        parts += [
+            rect("loop", (x, top - 4, width, bottom - top - _GAP + 8), title),
+            tag("path.bracket", d=f"M{x:.1f} {top - 2}v-6h{width:.1f}v6"),
+            words(x + 4, top - 12, label, "soft") if width > 6.8 * len(label) else Html(),
+        ]
     for row, lane in enumerate(lanes):
         y = top + row * (_LANE + _GAP)
         parts += [
             words(0, y + 13, lane if len(lane) <= 13 else f"{lane[:12]}…"),
             words(0, y + 26, f"busy {timeline.lane_seconds(lane) / total:.0%}", "soft"),
             rect("lane", (LEFT, y, ACROSS, _LANE)),
-            *(_bar(s, scale, y) for s in shown if lane in s.lanes),
         ]
-    bottom = top + len(lanes) * (_LANE + _GAP)
+        for s in (s for s in shown if lane in s.lanes):
+            x, width = LEFT + s.start * scale, max(s.seconds * scale, 0.5)
+            width -= 0.6 if width > 3 else 0.0  # tells it from the next one
+            what = s.label or (f"{s.ops} ops" if s.kind == COMPUTE else f"{s.ops} {s.kind}")
+            if s.label and s.ops > 1:
+                what += f" ({s.ops} ops)"
+            place = "at " if s.group and not s.group.startswith("in ") else ""
+            where = f" {place}{w.source_text(s.group)}" if s.group else ""
+            title = f"{what}{where}: {w.seconds_text(s.seconds)}, from {w.seconds_text(s.start)}"
+            parts.append(rect("seg", (x, y, width, _LANE), title, fill=f"var(--{s.kind})"))
+            # The caller says more than a helper.
+            name = next(iter(functions_of(s.group)), "")
+            if name and s.kind == COMPUTE and width > 7.2 * len(name) + 8:
+                parts.append(words(x + 5, y + 19, name, "in"))
     # A tick at each multiple of the next larger 1, 2 or 5 times a power of ten.
     least = total / 8
     power = 10.0 ** math.floor(math.log10(least)) if least > 0 else 1.0
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= least * 0.999)
     for k in range(int(total / step) + 1):
-        x, text = LEFT + k * step * scale, seconds_text(k * step) if k else "0"
+        x, text = LEFT + k * step * scale, w.seconds_text(k * step) if k else "0"
         anchor = "end" if x > _RIGHT - 32 else "middle" if k else "start"
         parts.append(line("tick", x, bottom - 4, x, bottom))
         parts.append(words(x, bottom + 14, text, "soft", text_anchor=anchor))
     return _chart("timeline", bottom + 24, parts, what)
-
-
-def _bar(s: Segment, scale: float, y: int) -> Html:
-    x, width = LEFT + s.start * scale, max(s.seconds * scale, 0.5)
-    width -= 0.6 if width > 3 else 0.0  # tells it from the next one
-    what = s.label or (f"{s.ops} ops" if s.kind == COMPUTE else f"{s.ops} {s.kind}")
-    if s.label and s.ops > 1:
-        what += f" ({s.ops} ops)"
-    place = "at " if s.group and not s.group.startswith("in ") else ""
-    where = f" {place}{source_text(s.group)}" if s.group else ""
-    title = f"{what}{where}: {seconds_text(s.seconds)}, from {seconds_text(s.start)}"
-    drawn = rect("seg", (x, y, width, _LANE), title, fill=f"var(--{s.kind})")
-    # The caller says more than a helper.
-    name = next(iter(functions_of(s.group)), "")
-    if name and s.kind == COMPUTE and width > 7.2 * len(name) + 8:
-        return joined(drawn, words(x + 5, y + 19, name, "in"))
-    return drawn
-
-
-def _bracket(loop: Bars, scale: float, top: int, lanes: int) -> Html:
-    x, width = LEFT + loop.start * scale, loop.seconds * scale
-    height = lanes * (_LANE + _GAP) - _GAP + 8
-    label = f"{loop.title}, {seconds_text(loop.seconds)}"
-    title = f"{loop.title} at {source_text(loop.place)}: {seconds_text(loop.seconds)}"
-    return joined(
-        rect("loop", (x, top - 4, width, height), title),
-        tag("path.bracket", d=f"M{x:.1f} {top - 2}v-6h{width:.1f}v6"),
-        words(x + 4, top - 12, label, "soft") if width > 6.8 * len(label) else "",
-    )
 
 
 def memory_svg(curve: MemoryCurve, limit: int) -> Html:
@@ -229,7 +217,7 @@ def memory_svg(curve: MemoryCurve, limit: int) -> Html:
     parts: list[Html] = []
     for level in (most * quarter / 4 for quarter in range(5)):
         y = y_of(level)
-        label = words(LEFT - 8, y + 4, bytes_text(level), "soft", text_anchor="end")
+        label = words(LEFT - 8, y + 4, w.bytes_text(level), "soft", text_anchor="end")
         parts += [line("grid", LEFT, y, _RIGHT, y), label]
     # Only steps at which bytes change; of long runs, the worst moment of each stretch.
     width = max(1, math.ceil(count / _STEPS))
@@ -249,14 +237,14 @@ def memory_svg(curve: MemoryCurve, limit: int) -> Html:
         parts.append(tag("path", tag("title", KINDS[kind]), fill=MEMORY_COLOURS[kind], d=path))
     x = LEFT + (curve.peak + 0.5) * ACROSS / count
     shift, anchor = (-10, "end") if x > LEFT + ACROSS / 2 else (10, "start")
-    peak = f"peak {bytes_text(most)}"
+    peak = f"peak {w.bytes_text(most)}"
     parts += [
         line("peak", x, peak_y, x, base),
         tag("circle.mark", cx=x, cy=peak_y, r=4),
         words(x + shift, max(peak_y - 6, 12), peak, "strong", text_anchor=anchor),
     ]
     if is_near:
-        y, text = y_of(limit), f"the device's {bytes_text(limit)}"
+        y, text = y_of(limit), f"the device's {w.bytes_text(limit)}"
         parts += [line("limit", LEFT, y, _RIGHT, y), words(_RIGHT, y - 5, text, text_anchor="end")]
     last = f"last of {count} kernels of the local program"
     parts.append(words(LEFT, base + 16, "first kernel", "soft"))
@@ -299,9 +287,8 @@ def rings(facts: Facts) -> Html:
 
 
 def _head(row: PipelineRow | RingRow) -> Html:
-    facts = [joined(tag("dt", what), tag("dd", text)) for what, text in row.parts]
-    title = tag("p.entry", tag("b", row.title), " at ", source(row.source))
-    return joined(title, tag("dl.facts", *facts))
+    title = tag("p.entry", tag("b", row.title), " at ", h.source(row.source))
+    return joined(title, h.pairs(row.parts))
 
 
 def _stages(of: Pipeline) -> Html:
@@ -466,19 +453,19 @@ def tiles(facts: Facts) -> Html:
     more = f", the first {MAX_DEVICES} of {mesh.size}" if mesh.size > MAX_DEVICES else ""
     shown = [(mesh_picture(mesh), "the mesh", f"{mesh}{more}", "device ids")]
     # The largest argument of every sharding first, then the next largest ones.
-    groups = [g for g in group_leaves(facts.arguments) if g.leaves[0].type.rank]
-    groups.sort(key=lambda group: -group.leaves[0].type.bytes)
-    largest = {group.leaves[0].sharding: group for group in reversed(groups)}
-    groups.sort(key=lambda group: largest[group.leaves[0].sharding] is not group)
+    groups = [group for group in group_leaves(facts.arguments) if group[0].type.rank]
+    groups.sort(key=lambda group: -group[0].type.bytes)
+    largest = {group[0].sharding: group for group in reversed(groups)}
+    groups.sort(key=lambda group: largest[group[0].sharding] is not group)
     for group in groups[: PICTURES - 1]:
-        leaf = group.leaves[0]
-        caption = f"{type_text(leaf.type)} {spec_text(leaf.sharding, mesh)}"
+        leaf, name = group[0], pattern(leaf.name for leaf in group)
+        caption = f"{w.type_text(leaf.type)} {w.spec_text(leaf.sharding, mesh)}"
         picture = tile_picture(leaf.type, leaf.sharding, mesh)
-        shown.append((picture, group.pattern, caption, f"{type_text(leaf.local)} on each device"))
+        shown.append((picture, name, caption, f"{w.type_text(leaf.local)} on each device"))
     figures = []
     for svg, title, *captions in shown:
         lines = [tag("span", tag("code", text)) for text in captions]
-        title = tag("b", breakable(title))
+        title = tag("b", h.breakable(title))
         figures.append(tag("figure", svg, tag("figcaption", title, *lines)))
     intro = tag(
         "p",
@@ -511,19 +498,17 @@ def tile_picture(type_: TensorType, sharding: Sharding, mesh: Mesh) -> Html:
         tile = mesh.coordinate(position, down), mesh.coordinate(position, across)
         if max(tile) < MAX_PIECES:
             holders.setdefault(tile, []).append(position)
-    text_across = _dim_text(size_across, across, mesh) if shown else ""
-    text_down = _dim_text(size_down, down, mesh) if len(shown) == 2 else ""
+    texts = []
+    for size, axes in shown:
+        pieces = mesh.extent(axes)
+        more = f" ({MAX_PIECES} of {pieces})" if pieces > MAX_PIECES else ""
+        texts.append(f"{size} over {w.axes_text(axes, mesh)}{more}" if axes else str(size))
+    text_down, text_across = [""] * (2 - len(shown)) + texts
     # The dims' ratio, softened so that both can be seen.
     ratio = math.sqrt(max(size_down, 1) / max(size_across, 1))
     height = max(_TILE_LEAST, min(_TILE_HEIGHT, round(_TILE_WIDTH * ratio)))
     width = max(_TILE_LEAST * 2, min(_TILE_WIDTH, round(height / ratio)))
     return _tiled(mesh, holders, width, height, text_down, text_across, "the tensor's tiles")
-
-
-def _dim_text(size: int, axes: Sequence[int], mesh: Mesh) -> str:
-    pieces = mesh.extent(axes)
-    shown = f" ({MAX_PIECES} of {pieces})" if pieces > MAX_PIECES else ""
-    return f"{size} over {axes_text(tuple(axes), mesh)}{shown}" if axes else str(size)
 
 
 def _tiled(
@@ -537,50 +522,42 @@ def _tiled(
 ) -> Html:
     """Draws tiles that fill a box, with a text beside two of its sides.
 
-    `holders` are (row, column) -> positions in the mesh of the devices that hold this tile.
+    `holders` are (row, column) -> positions in the mesh of the devices that hold this tile. It has
+    bands of their colours, hatched for several, and their ids.
     """
     rows, columns = (1 + max(place) for place in zip(*holders, strict=True))
     wide, high = width / columns, height / rows
+    first = mesh.sizes[0] if mesh.sizes else 1
+    rest = max(1, mesh.size // first)
+    shapes: list[Html] = []
+    for (row, column), held in holders.items():
+        x, y = _TILE_LEFT + column * wide, _TILE_TOP + row * high
+        drawn = held[:_MAX_BANDS]
+        band = wide / len(drawn)
+        for i, place in enumerate(drawn):
+            down_mesh, across_mesh = divmod(place, rest)
+            hue = (205 + 300 * down_mesh / first) % 360
+            light = 62 + (20 * across_mesh / (rest - 1) if rest > 1 else 8)
+            colour = f"hsl({hue:.0f} 52% {light:.0f}%)"
+            shapes.append(rect("", (x + i * band, y, band, high), fill=colour))
+        if len(drawn) > 1:
+            shapes.append(rect("", (x, y, wide, high), fill="url(#hatch)"))
+        shapes.append(rect("edge", (x, y, wide, high)))
+        ids = [str(mesh.device_ids[place]) for place in held]
+        labels = ids if len(held) <= _MAX_BANDS else [f"×{len(held)}"]
+        share = wide / len(labels)
+        if max(map(len, labels)) * 6.8 <= share and high >= 12:
+            shapes += [
+                words(x + (i + 0.5) * share, y + high / 2 + 4, label, "on", text_anchor="middle")
+                for i, label in enumerate(labels)
+            ]
     middle = _TILE_TOP + height / 2
     turn = f"rotate(-90 14 {middle:.0f})"
-    shapes = [
-        *(
-            _tile(mesh, (_TILE_LEFT + column * wide, _TILE_TOP + row * high, wide, high), held)
-            for (row, column), held in holders.items()
-        ),
+    shapes += [
         rect("frame", (_TILE_LEFT, _TILE_TOP, width, height)),
         words(_TILE_LEFT, 13, across, "soft"),
         words(14, middle, down, "soft", text_anchor="middle", transform=turn),
     ]
     # Labels may be longer than the side that they are written beside.
-    return drawing(
-        "", _TILE_LEFT + max(width, _TILE_WIDTH) + 2, _TILE_TOP + height + 2, shapes, what
-    )
-
-
-def _tile(mesh: Mesh, box: tuple[float, float, float, float], held: Sequence[int]) -> Html:
-    """Draws one tile: bands of its holders' colours, hatched for several, and their ids."""
-    x, y, width, height = box
-    drawn = held[:_MAX_BANDS]
-    band = width / len(drawn)
-    first = mesh.sizes[0] if mesh.sizes else 1
-    rest = max(1, mesh.size // first)
-    parts = []
-    for i, place in enumerate(drawn):
-        row, column = divmod(place, rest)
-        hue = (205 + 300 * row / first) % 360
-        light = 62 + (20 * column / (rest - 1) if rest > 1 else 8)
-        colour = f"hsl({hue:.0f} 52% {light:.0f}%)"
-        parts.append(rect("", (x + i * band, y, band, height), fill=colour))
-    if len(drawn) > 1:
-        parts.append(rect("", box, fill="url(#hatch)"))
-    parts.append(rect("edge", box))
-    ids = [str(mesh.device_ids[place]) for place in held]
-    labels = ids if len(held) <= _MAX_BANDS else [f"×{len(held)}"]
-    share = width / len(labels)
-    if max(map(len, labels)) * 6.8 <= share and height >= 12:
-        parts += [
-            words(x + (i + 0.5) * share, y + height / 2 + 4, label, "on", text_anchor="middle")
-            for i, label in enumerate(labels)
-        ]
-    return joined(*parts)
+    whole = _TILE_LEFT + max(width, _TILE_WIDTH) + 2
+    return drawing("", whole, _TILE_TOP + height + 2, shapes, what)
