@@ -12,7 +12,7 @@ from jaxlib.mlir.dialects import stablehlo
 
 from spmd.errors import FrontendError
 from spmd.frontend.bytecode import MAGIC
-from spmd.frontend.importer.attributes import ops_in
+from spmd.frontend.importer.contents import ops_in
 from spmd.frontend.trace import trace
 
 

@@ -23,18 +23,20 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 from jaxlib.mlir.passmanager import PassManager
 
 from spmd.errors import FrontendError
-from spmd.frontend.importer.attributes import (
+from spmd.frontend.importer.contents import (
     MARKS,
+    Contents,
     cloned,
     defining_op,
     entries_of,
     function_type,
     items_of,
     location_of,
+    named_ops,
     ops_in,
+    stated_of,
     tensor_type,
 )
-from spmd.frontend.importer.contents import Contents, named_ops, stated_of
 from spmd.frontend.importer.handlers import DEEPEST_CALLS, SAME, is_manual_call
 from spmd.frontend.importer.module import malformed
 from spmd.frontend.importer.ops import MOST_OPS

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxlib.mlir import ir
@@ -15,21 +15,20 @@ from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.dialects import stablehlo as hlo
 
 from spmd.errors import FrontendError, UnsupportedOpError
-from spmd.frontend.importer.attributes import (
-    MARKS,
-    composite_attribute,
-    defining_op,
-    entries_of,
-    items_of,
-)
 from spmd.frontend.importer.contents import (
+    MARKS,
     NO_AXES,
     Contents,
     Scope,
     Stated,
     atoms_of_refs,
+    composite_attribute,
+    defining_op,
     ends_of,
+    entries_of,
+    items_of,
     manual_refs,
+    mesh_of,
     refs_of,
     shardings_of,
 )
@@ -115,18 +114,21 @@ def _any_custom_call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> No
         keep(importer.op(op, env, attrs=attrs), ops)
 
 
-def _make_tuple(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+def _tuple(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
     # A tuple never becomes a value: it is remembered as the values that it was made of.
     #   %3 = tuple %1, %2; %4 = get_tuple_element %3[1]      %4 is %2, and no op is appended
-    if not all(v in env for v in op.operands):
-        _refuse_tuple(importer, op)
-    importer.tuples[op.results[0]] = tuple([env[v] for v in op.operands])
-
-
-def _take_element(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
-    if op.operands[0] not in importer.tuples:
-        _refuse_tuple(importer, op)
-    env[op.results[0]] = importer.tuples[op.operands[0]][op.attributes["index"].value]
+    try:
+        if op.name == "stablehlo.tuple":
+            importer.tuples[op.results[0]] = tuple([env[v] for v in op.operands])
+        else:
+            index = op.attributes["index"].value
+            env[op.results[0]] = importer.tuples[op.operands[0]][index]
+    except KeyError as error:  # of an argument, of a tuple inside a tuple
+        raise FrontendError(
+            f"{op.name} of tuples that the module does not make itself",
+            source=importer.loc(op.location).source,
+            fix="pass the elements one by one, without nesting",
+        ) from error
 
 
 def _call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
@@ -182,15 +184,6 @@ def _callback(importer: Importer, op: Any, env: Env) -> Op:
     results = tuple([importer.bind(env, result) for result in op.results])
     reads, makes = (tuple([importer.types[v] for v in values]) for values in (operands, results))
     return Op(OpKind(CALLBACK, reads, makes, attrs), operands, results, (), loc)
-
-
-def _refuse_tuple(importer: Importer, op: Any) -> NoReturn:
-    """Raises FrontendError for a tuple that is an argument, or made by anything but `tuple`."""
-    raise FrontendError(
-        f"{op.name} of tuples that the module does not make itself",
-        source=importer.loc(op.location).source,
-        fix="pass the elements one by one, without nesting",
-    )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -502,14 +495,8 @@ def _groups(stated: Any, contents: Contents) -> Groups:
         return tuple(tuple(p for p in row if p >= 0) for row in np.asarray(stated).tolist())
     over = hlo.ReplicaGroupMeshAxesAttr(stated)
     named: Any = over.mesh
-    mesh: Mesh | None
-    if isinstance(named, ir.FlatSymbolRefAttr):
-        mesh = contents.meshes[named.value]
-    else:
-        own: Any = hlo.MeshAttr(named)
-        parts = [hlo.MeshAxisAttr(axis) for axis in own.axes]
-        ids = None if own.device_ids is None else list(own.device_ids)
-        mesh = Mesh(ids, [part.size for part in parts], [part.name for part in parts])
+    is_named = isinstance(named, ir.FlatSymbolRefAttr)
+    mesh = contents.meshes[named.value] if is_named else mesh_of(named, hlo)
     if mesh is None:
         return ((0,),)
     groups = mesh.groups(atoms_of_refs(refs_of(ir.ArrayAttr(over.axes), hlo), mesh))
@@ -575,8 +562,8 @@ HANDLERS: Mapping[str, Handler] = MappingProxyType(
         "func.call": _call,
         "stablehlo.composite": _composite,
         "stablehlo.custom_call": _any_custom_call,
-        "stablehlo.get_tuple_element": _take_element,
-        "stablehlo.tuple": _make_tuple,
+        "stablehlo.get_tuple_element": _tuple,
+        "stablehlo.tuple": _tuple,
         **LEGALIZED,
         **dict.fromkeys(COLLECTIVES, _collective),
         "sdy.manual_computation": _manual,

@@ -1,7 +1,7 @@
 """StableHLO module -> `Program`: the entry points of the importer.
 
-    attributes (what the bindings hand out, as data) -> contents (functions, meshes)
-    -> ops (blocks, op by op) -> handlers (ops that become others)
+    contents (what the module states, as data) -> ops (blocks, op by op)
+    -> handlers (ops that become others)
 
 Function calls and composites that nobody registered are inlined on the way in, so that later
 stages see one function. Scalar bodies (of reduce, scatter, sort, ...) become hashable attributes;
@@ -27,13 +27,14 @@ from jaxlib.mlir.passmanager import PassManager
 
 from spmd.errors import FrontendError, SpmdError
 from spmd.frontend.bytecode import MAGIC, bytecode_to_text
-from spmd.frontend.importer.attributes import function_type, tensor_type
 from spmd.frontend.importer.contents import (
     Contents,
     argument_paths,
     ends_of,
+    function_type,
     path_of,
     result_names,
+    tensor_type,
 )
 from spmd.frontend.importer.handlers import HANDLERS
 from spmd.frontend.importer.ops import Importer

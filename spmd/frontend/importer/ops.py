@@ -17,8 +17,11 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 from jaxlib.mlir.passmanager import PassManager
 
 from spmd.errors import FrontendError, MeshError, SpecError, UnsupportedOpError
-from spmd.frontend.importer.attributes import (
+from spmd.frontend.importer.contents import (
     MARKS,
+    Contents,
+    Scope,
+    atoms_of_refs,
     attribute,
     cloned,
     defining_op,
@@ -26,7 +29,6 @@ from spmd.frontend.importer.attributes import (
     location_of,
     tensor_type,
 )
-from spmd.frontend.importer.contents import Contents, Scope, atoms_of_refs
 from spmd.ir.dialect.callbacks import FLAG
 from spmd.ir.dialect.collectives import DEVICE_IDS
 from spmd.ir.dialect.reducers import NEUTRAL, body_reducer, is_identity
@@ -481,7 +483,7 @@ _REFUSALS: Mapping[Refusal, tuple[str, ...]] = {
     ): ("stablehlo.uniform_dequantize", "stablehlo.uniform_quantize"),
 }  # fmt: skip
 
-REFUSED: Mapping[str, Refusal] = {name: why for why, names in _REFUSALS.items() for name in names}
+REFUSED = {name: why for why, names in _REFUSALS.items() for name in names}
 """Op (or `custom_call:` and its target) -> why the importer refuses it."""
 
 

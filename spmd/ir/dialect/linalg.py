@@ -82,7 +82,7 @@ def _batched_call(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched 
 
     found = in_front()(kind, count, differs)
     attrs = {name: changed(name, value) for name, value in kind.attrs.items()}
-    return found and Batched(OpKind(kind.name, found.kind.operands, found.kind.results, attrs))
+    return found and found.with_attrs(attrs)
 
 
 @op(*MATRIX_CALLS, batched=_batched_call, is_same_locally=True)

@@ -9,15 +9,7 @@ from __future__ import annotations
 import math
 
 from spmd.ir.description import Role
-from spmd.ir.dialect.batched import (
-    all_of_it,
-    at_a_place,
-    behind_first,
-    first,
-    in_front,
-    second_half,
-    shifted,
-)
+from spmd.ir.dialect.batched import at_a_place, in_front, second_half
 from spmd.ir.dialect.bodies import is_elementwise
 from spmd.ir.dialect.halo import Window
 from spmd.ir.dialect.reducers import NEUTRAL
@@ -43,12 +35,7 @@ def _source(kind: OpKind) -> Rule:
     return build.build([], [[build.factor(size) for size in kind.results[0].shape]])
 
 
-@op(
-    "stablehlo.broadcast_in_dim",
-    batched=in_front(broadcast_dimensions=behind_first),
-    is_same_locally=True,
-    role=Role.INSIDE,
-)
+@op("stablehlo.broadcast_in_dim", batched=in_front(), is_same_locally=True, role=Role.INSIDE)
 def _broadcast_in_dim(kind: OpKind) -> Rule:
     """`i -> i j`: new and expanded dims belong to the result alone."""
     build = RuleBuilder()
@@ -60,12 +47,7 @@ def _broadcast_in_dim(kind: OpKind) -> Rule:
     return build.build([operand], [result], linear=((0,),), moves=True)
 
 
-@op(
-    "stablehlo.transpose",
-    batched=in_front(permutation=behind_first),
-    is_same_locally=True,
-    role=Role.INSIDE,
-)
+@op("stablehlo.transpose", batched=in_front(), is_same_locally=True, role=Role.INSIDE)
 def _transpose(kind: OpKind) -> Rule:
     """`i j -> j i`: any dim may be split."""
     build = RuleBuilder()
@@ -150,10 +132,7 @@ def _term_kind(kind: OpKind) -> str:
     return "or" if kind.operands[0].dtype == "i1" else "add"
 
 
-_SLICED = in_front(start_indices=first(0), limit_indices=all_of_it, strides=first(1))
-
-
-@op("stablehlo.slice", batched=_SLICED, reads_pieces=True, role=Role.INSIDE)
+@op("stablehlo.slice", batched=in_front(), reads_pieces=True, role=Role.INSIDE)
 def _slice(kind: OpKind) -> Rule:
     """Dims taken whole share a factor; a dim cut to one element is summed, others have halos.
 
@@ -178,7 +157,7 @@ def _slice(kind: OpKind) -> Rule:
     return build.build([operand], [result], **more)
 
 
-@op("stablehlo.reverse", batched=in_front(dimensions=shifted), role=Role.INSIDE)
+@op("stablehlo.reverse", batched=in_front(), role=Role.INSIDE)
 def _reverse(kind: OpKind) -> Rule:
     """A reversed dim's tile comes from the device at the other end."""
     build = RuleBuilder()
@@ -192,12 +171,7 @@ def _reverse(kind: OpKind) -> Rule:
     return build.build([dims], [dims], linear=((0,),), moves=True)
 
 
-_PADDED = in_front(
-    lambda _: 1, edge_padding_low=first(0), edge_padding_high=first(0), interior_padding=first(0)
-)
-
-
-@op("stablehlo.pad", batched=_PADDED, role=Role.INSIDE)
+@op("stablehlo.pad", batched=in_front(lambda _: 1), role=Role.INSIDE)
 def _pad(kind: OpKind) -> Rule:
     """Dims without padding share a factor, others have halos; padded by zeros it may be partial.
 
@@ -218,7 +192,7 @@ def _pad(kind: OpKind) -> Rule:
     return build.build([operand, []], [result], linear=linear)
 
 
-@op("stablehlo.concatenate", batched=in_front(dimension=shifted), role=Role.INSIDE)
+@op("stablehlo.concatenate", batched=in_front(), role=Role.INSIDE)
 def _concatenate(kind: OpKind) -> Rule:
     """Each operand is read as if it were padded to the result; the other dims share factors."""
     build = RuleBuilder()
@@ -243,12 +217,7 @@ def _concatenate(kind: OpKind) -> Rule:
     return build.build(operands, [result], linear=(every,), moves=True)
 
 
-@op(
-    "stablehlo.dynamic_slice",
-    batched=at_a_place(1, slice_sizes=all_of_it),
-    reads_pieces=True,
-    role=Role.INSIDE,
-)
+@op("stablehlo.dynamic_slice", batched=at_a_place(1), reads_pieces=True, role=Role.INSIDE)
 def _dynamic_slice(kind: OpKind) -> Rule:
     """Dims taken whole share a factor; others are summed: a device adds what its piece holds."""
     build = RuleBuilder()
@@ -319,17 +288,7 @@ def running_dim(kind: OpKind) -> int | None:
     return d if runs else None
 
 
-_WINDOWED = in_front(
-    second_half,
-    window_dimensions=first(1),
-    window_strides=first(1),
-    base_dilations=first(1),
-    window_dilations=first(1),
-    padding=first((0, 0)),
-)
-
-
-@op("stablehlo.reduce_window", batched=_WINDOWED, role=Role.FOLD)
+@op("stablehlo.reduce_window", batched=in_front(second_half), role=Role.FOLD)
 def _reduce_window(kind: OpKind) -> Rule:
     """Dims with windows of one element share a factor, whole dims are reduced, others have halos.
 
