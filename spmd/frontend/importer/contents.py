@@ -66,8 +66,7 @@ def _dense(attr: Any) -> Dense:
         if type_.size == 0:
             return Dense(type_, b"", False)
         if attr.is_splat and type_.size > 1:
-            element = np.asarray(attr).reshape(-1)[:1]
-            return Dense(type_, element.tobytes(), True)
+            return Dense(type_, np.asarray(attr).reshape(-1)[:1].tobytes(), True)
         return Dense.of(np.asarray(attr), type_.dtype)
     except (TypeError, AttributeError, ValueError):
         return _dense_from_text(str(attr))
@@ -83,9 +82,8 @@ def _dense_from_text(text: str) -> Dense:
         raw = bytes.fromhex(match[1][3:-1])
     else:
         part = numpy_dtype(re.sub(r"complex<(.*)>", r"\1", type_.dtype))
-        raw = b"".join(
-            [element_bytes(word, part) for word in re.findall(r"[^\s,()\[\]]+", match[1])]
-        )
+        words = re.findall(r"[^\s,()\[\]]+", match[1])
+        raw = b"".join([element_bytes(word, part) for word in words])
     elements = np.frombuffer(raw, numpy_dtype(type_.dtype))
     if elements.size == 1:
         return Dense.of(np.broadcast_to(elements.reshape(()), type_.shape), type_.dtype)
@@ -363,8 +361,7 @@ class Contents:
         """
         found = []
         for i, (attrs, rank) in enumerate(ends):
-            name = next((name for name in MARKS if name in attrs), None)
-            attr = None if name is None else shardings_of(attrs[name])[0]
+            attr = next((shardings_of(attrs[name])[0] for name in MARKS if name in attrs), None)
             stated = None if attr is None else self.stated(attr, rank)
             if what and stated is not None and stated.unreduced:
                 axes = ", ".join(name for name, _, _ in stated.unreduced)
@@ -405,12 +402,6 @@ def ends_of(function: Any) -> tuple[list[End], list[End]]:
         list(zip(stated_of(function, "arg_attrs"), args, strict=True)),
         list(zip(stated_of(function, "res_attrs"), results, strict=True)),
     )
-
-
-def argument_paths(function: Any) -> list[str]:
-    """Returns the paths of the arguments, `params/w`, from their locations; "" where unknown."""
-    block = function.regions[0].blocks[0]
-    return [path_of(location_of(arg.location)[0]) for arg in block.arguments]
 
 
 def result_names(function: Any) -> tuple[str, ...]:

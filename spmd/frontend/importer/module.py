@@ -29,9 +29,9 @@ from spmd.errors import FrontendError, SpmdError
 from spmd.frontend.bytecode import MAGIC, bytecode_to_text
 from spmd.frontend.importer.contents import (
     Contents,
-    argument_paths,
     ends_of,
     function_type,
+    location_of,
     path_of,
     result_names,
     tensor_type,
@@ -151,16 +151,18 @@ def boundary_names(module: ir.Module) -> tuple[tuple[str, ...], tuple[str, ...]]
     They come from the arguments' locations and the results' attributes. Where one has no name, or
     two have the same, they are `arg0`, `arg1`, ... and `result0`, ...
     """
+    arguments = argument_names(module)
     with module.context, malformed():
-        main = Contents(module).main()
-        results = [path_of(name) for name in result_names(main)]
-        return _unique("arg", argument_paths(main)), _unique("result", results)
+        results = map(path_of, result_names(Contents(module).main()))
+        return arguments, _unique("result", list(results))
 
 
 def argument_names(module: ir.Module, start: int = 0) -> tuple[str, ...]:
     """Names of the arguments from number `start` on, as in `boundary_names`, at any shapes."""
     with module.context, malformed():
-        return _unique("arg", argument_paths(Contents(module).main())[start:])
+        arguments = Contents(module).main().regions[0].blocks[0].arguments
+        paths = [path_of(location_of(arg.location)[0]) for arg in arguments]
+        return _unique("arg", paths[start:])
 
 
 def dialect_ops() -> tuple[str, ...]:

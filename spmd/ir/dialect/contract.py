@@ -300,7 +300,7 @@ def _top_k(kind: OpKind) -> Rule:
     """`i j -> i k, i k {j: merge}`: the largest are among the largest `k` of each piece."""
     build = RuleBuilder()
     *outer, searched = kind.operands[0].shape
-    shared = [build.factor(size) for size in outer]
+    shared = build.dims(outer)
     along = build.factor(searched, MERGE)
     found = [*shared, build.factor(kind.results[0].shape[-1], REPLICATE)]
     merge = Merge(along[0], tuple((type_, (*shared, ())) for type_ in kind.results))

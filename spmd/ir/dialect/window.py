@@ -15,6 +15,7 @@ from spmd.ir.dialect.halo import Window
 from spmd.ir.dialect.reducers import NEUTRAL
 from spmd.ir.dialect.registry import op
 from spmd.ir.dialect.rule import (
+    PASS,
     REDUCE,
     REPLICATE,
     WINDOW,
@@ -32,14 +33,14 @@ from spmd.ir.types import ConvDims
 def _source(kind: OpKind) -> Rule:
     """`-> i j`: any piece can be made locally."""
     build = RuleBuilder()
-    return build.build([], [[build.factor(size) for size in kind.results[0].shape]])
+    return build.build([], [build.dims(kind.results[0].shape)])
 
 
 @op("stablehlo.broadcast_in_dim", batched=in_front(), is_same_locally=True, role=Role.INSIDE)
 def _broadcast_in_dim(kind: OpKind) -> Rule:
     """`i -> i j`: new and expanded dims belong to the result alone."""
     build = RuleBuilder()
-    result = [build.factor(size) for size in kind.results[0].shape]
+    result = build.dims(kind.results[0].shape)
     operand = [
         result[to] if size == kind.results[0].shape[to] else build.factor(size)
         for size, to in zip(kind.operands[0].shape, kind.attrs["broadcast_dimensions"], strict=True)
@@ -51,7 +52,7 @@ def _broadcast_in_dim(kind: OpKind) -> Rule:
 def _transpose(kind: OpKind) -> Rule:
     """`i j -> j i`: any dim may be split."""
     build = RuleBuilder()
-    operand = [build.factor(size) for size in kind.operands[0].shape]
+    operand = build.dims(kind.operands[0].shape)
     result = [operand[p] for p in kind.attrs["permutation"]]
     return build.build([operand], [result], linear=((0,),), moves=True)
 
@@ -106,9 +107,9 @@ def _bitcast_convert(kind: OpKind) -> Rule:
     """All dims may be split but a minor one that a change of element width adds or drops."""
     build = RuleBuilder()
     source, target = kind.operands[0].shape, kind.results[0].shape
-    shared = [build.factor(n) for n in source[: min(len(source), len(target))]]
-    operand = shared + [build.factor(n, REPLICATE) for n in source[len(shared) :]]
-    result = shared + [build.factor(n, REPLICATE) for n in target[len(shared) :]]
+    shared = build.dims(source[: len(target)])
+    operand = shared + build.dims(source[len(shared) :], REPLICATE)
+    result = shared + build.dims(target[len(shared) :], REPLICATE)
     return build.build([operand], [result])
 
 
@@ -120,7 +121,7 @@ def _passes(kind: OpKind) -> Rule:
     What a mark says of its closed dims is not in its rule: `collect_marks` reads it.
     """
     build = RuleBuilder()
-    dims = [build.factor(size) for size in kind.operands[0].shape]
+    dims = build.dims(kind.operands[0].shape)
     return build.build([dims], [dims], linear=((0,),), moves=True)
 
 
@@ -142,9 +143,8 @@ def _slice(kind: OpKind) -> Rule:
     # as 0 1 | 2 3 | 4 5 | 6 7. One round brings 2 3, 4 and 6 one tile to the left.
     build = RuleBuilder()
     pairs: list[Pair] = []
-    for d, (size, out) in enumerate(
-        zip(kind.operands[0].shape, kind.results[0].shape, strict=True)
-    ):
+    for d, size in enumerate(kind.operands[0].shape):
+        out = kind.results[0].shape[d]
         if size == out:
             pairs.append(build.passes(size))
         elif out == 1:
@@ -198,7 +198,7 @@ def _concatenate(kind: OpKind) -> Rule:
     build = RuleBuilder()
     along = kind.attrs["dimension"]
     shape = kind.results[0].shape
-    result = [build.factor(size) for size in shape]
+    result = build.dims(shape)
     if shape[along] > 1 and len(kind.operands) > 1:
         build.factors[result[along][0]] = build.factors[result[along][0]]._replace(kind=WINDOW)
     operands = []
@@ -221,11 +221,10 @@ def _concatenate(kind: OpKind) -> Rule:
 def _dynamic_slice(kind: OpKind) -> Rule:
     """Dims taken whole share a factor; others are summed: a device adds what its piece holds."""
     build = RuleBuilder()
-    operand, result = [], []
-    for size, out in zip(kind.operands[0].shape, kind.results[0].shape, strict=True):
-        shared = build.factor(size) if size == out else None
-        operand.append(shared or build.factor(size, REDUCE))
-        result.append(shared or build.factor(out, REPLICATE))
+    sizes = zip(kind.operands[0].shape, kind.results[0].shape, strict=True)
+    operand, result = sides(
+        [build.passes(n) if n == out else build.apart(n, out, REDUCE) for n, out in sizes]
+    )
     starts: list[list[DimFactors]] = [[] for _ in kind.operands[1:]]
     more = {"reduction": _term_kind(kind), "linear": ((0,),), "moves": True}
     return build.build([operand, *starts], [result], **more)
@@ -235,10 +234,10 @@ def _dynamic_slice(kind: OpKind) -> Rule:
 def _dynamic_update_slice(kind: OpKind) -> Rule:
     """Each device writes what falls into its piece; only dims that the update covers split it."""
     build = RuleBuilder()
-    operand, update = [], []
-    for size, part in zip(kind.operands[0].shape, kind.operands[1].shape, strict=True):
-        operand.append(build.factor(size))
-        update.append(operand[-1] if size == part else build.factor(part, REPLICATE))
+    sizes = zip(kind.operands[0].shape, kind.operands[1].shape, strict=True)
+    operand, update = sides(
+        [build.passes(n) if n == part else build.apart(n, part, PASS) for n, part in sizes]
+    )
     starts: list[list[DimFactors]] = [[] for _ in kind.operands[2:]]
     return build.build([operand, update, *starts], [operand], linear=((0, 1),), moves=True)
 
@@ -302,11 +301,8 @@ def _reduce_window(kind: OpKind) -> Rule:
     neutral = bool(kind.attrs.get(NEUTRAL))
     pairs: list[Pair] = []
     for d, size in enumerate(kind.operands[0].shape):
-        width, low, out = (
-            kind.attrs["window_dimensions"][d],
-            sliding.padding[d][0],
-            kind.results[0].shape[d],
-        )
+        width, low = kind.attrs["window_dimensions"][d], sliding.padding[d][0]
+        out = kind.results[0].shape[d]
         # whether one window covers the whole dim, so that the terms of its pieces can be reduced
         is_undilated = (sliding.base[d], sliding.window[d]) == (1, 1)
         covers = size > 1 and out == 1 and is_undilated and low >= 0 and width >= low + size
