@@ -354,9 +354,9 @@ def _take_apart(module: ir.Module, main: Any) -> dict[str, Taken]:
         op, around = waiting.pop()
         count += 1
         if op.name in SAME and op.results and not _is_static(op.results[0].type):
-            number = ir.StringAttr.get(str(count))
-            barrier = Taken(BARRIER, {STANDS_FOR: number}, op.location)
-            taken[number.value] = _replace(op, barrier, list(op.operands))
+            barrier = Taken(BARRIER, {STANDS_FOR: ir.StringAttr.get(str(count))}, op.location)
+            taken[str(count)] = _replace(op, barrier, list(op.operands))
+            continue
         if op.name not in _CALLEES:
             continue
         callee, problem = op.attributes[_CALLEES[op.name]].value, None
@@ -379,8 +379,8 @@ def _take_apart(module: ir.Module, main: Any) -> dict[str, Taken]:
             op.attributes["callee"] = call.attributes["callee"]
         elif op.operands and op.results:
             with ir.InsertionPoint(op):
-                barrier = hlo.OptimizationBarrierOp(list(op.operands))
-            taken[name] = _replace(op, call, list(barrier.results))
+                hidden = hlo.OptimizationBarrierOp(list(op.operands))
+            taken[name] = _replace(op, call, list(hidden.results))
         else:
             _replace(op, call, list(op.operands))
     for function in functions.values():

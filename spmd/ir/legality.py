@@ -105,11 +105,12 @@ def regions_fit(view: View, op: Op) -> str | None:
         names = ", ".join(name for name, _, _ in regions) or "none: it is not control flow"
         return f"{len(op.regions)} regions instead of {names}"
     for region, (name, taken, given) in zip(op.regions, regions, strict=True):
-        problem = _same(view, f"arguments of {name}", region.args, taken) or _same(
-            view, f"results of {name}", region.results, given
-        )
-        if problem:
-            return problem
+        sides = ("arguments", region.args, taken), ("results", region.results, given)
+        for what, values, types in sides:
+            have = tuple(view.types[v] for v in values)
+            if have != types:
+                said, asked = (", ".join(map(str, side)) for side in (have, types))
+                return f"the {what} of {name} are ({said}) instead of ({asked})"
     return None
 
 
@@ -163,16 +164,6 @@ def _visible(view: View, values: Sequence[Value]) -> str | None:
             where = "before its definition or outside its region"
             return f"%{value} is read {where if value in view.defined else 'but not defined yet'}"
     return None
-
-
-def _same(
-    view: View, what: str, values: Sequence[Value], wanted: Sequence[TensorType]
-) -> str | None:
-    have = [view.types[v] for v in values]
-    if have == list(wanted):
-        return None
-    said, asked = (", ".join(map(str, types)) for types in (have, wanted))
-    return f"the {what} are ({said}) instead of ({asked})"
 
 
 # ---------------------------------------------------------------------------------------------

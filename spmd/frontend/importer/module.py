@@ -85,7 +85,7 @@ def import_module(
         body = importer.region(main.regions[0].blocks[0], {})
         program = Program(
             main.attributes["sym_name"].value,
-            tuple(importer.types),
+            tuple(importer.b.types),
             body,
             tuple(arg_names) or tuple(f"arg{i}" for i in range(len(body.args))),
             result_names(main),
