@@ -56,11 +56,9 @@ def held_atoms(program: Program) -> dict[Value, tuple[int, ...]]:
             if not held and not op.regions:
                 continue
             is_manual = op.kind.about.region == "manual"
+            around = (held + op.kind.attrs["axes"], held) if is_manual else (held, outer)
             for inner in op.regions:
-                if is_manual:
-                    visit(inner, held + op.kind.attrs["axes"], held)
-                else:
-                    visit(inner, held, outer)
+                visit(inner, *around)
             own = outer if op.name == FROM_MANUAL else held
             found.update((v, own) for v in op.results if own)
 

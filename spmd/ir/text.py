@@ -254,18 +254,9 @@ def dense_text(dense: Dense) -> str:
         return _element(dense.data, dtype)
     if whole and dense.type.size <= READABLE_ELEMENTS:
         texts = [_element(dense.data[i : i + size], dtype) for i in range(0, len(dense.data), size)]
-        return _nested(texts, dense.type.shape or (1,))
+        shape = (dense.type.shape or (1,)) if texts else (0,)
+        return str(np.array(texts, object).reshape(shape).tolist()).replace("'", "")
     return raw
-
-
-def _nested(texts: Sequence[str], shape: Sequence[int]) -> str:
-    if not shape:
-        return texts[0]
-    if not texts:
-        return "[]"
-    piece = len(texts) // shape[0]
-    rows = [_nested(texts[i * piece :][:piece], shape[1:]) for i in range(shape[0])]
-    return "[" + ", ".join(rows) + "]"
 
 
 def _element(raw: bytes, dtype: np.dtype[Any]) -> str:

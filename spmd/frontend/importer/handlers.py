@@ -251,14 +251,11 @@ def _manual(importer: Importer, op: Any, env: Env) -> None:
     own = next((stated.mesh for stated in (*ins, *outs) if any(stated.dims)), None)
     if own is None:  # nothing is split: the manual axes tell the mesh
         wanted = set(names)
-        if outer and wanted <= set(outer.own.axis_names):
-            own = outer.own
-        else:
-            known = [mesh for mesh in contents.meshes.values() if mesh]
-            fits = (mesh for mesh in known if wanted <= set(mesh.axis_names))
-            own = next(fits, None if wanted else NO_AXES)
-        if own is None and None in contents.meshes.values():  # along the axes of a single device
-            own = Mesh(None, (1,) * len(wanted), sorted(wanted))
+        known = [outer.own] if outer else []
+        known += [mesh for mesh in contents.meshes.values() if mesh] + [NO_AXES]
+        if None in contents.meshes.values():  # along the axes of a single device
+            known.append(Mesh(None, (1,) * len(wanted), sorted(wanted)))
+        own = next((mesh for mesh in known if wanted <= set(mesh.axis_names)), None)
         if own is None:
             raise FrontendError(f"the module has no mesh with the axes {', '.join(sorted(wanted))}")
     axes = tuple(sorted(contents.atoms(own, [(name, 1, 0) for name in names])))

@@ -79,7 +79,7 @@ class Importer:
         self._handlers = handlers
         self._count = 0
         self._depth = 0
-        self._constants: dict[Value, Dense] = {}
+        self._producers: dict[Value, Op] = {}
         self._loc_cache: dict[Any, Loc] = {}
         self._kind_cache: dict[Any, OpKind] = {}
 
@@ -188,12 +188,7 @@ class Importer:
         self.b.loc = loc
         outs = self.b.repeat(kind, inputs, regions)
         env.update(zip(op.results, outs, strict=False))  # that flag is no value of the module
-        if name == "stablehlo.constant" and kind.attrs["value"].splat:
-            self._constants[outs[0]] = kind.attrs["value"]
-        # Of a scalar to a scalar, as jax does for windows' initial values.
-        is_wrapped = name == "stablehlo.broadcast_in_dim" and kind.results[0].rank == 0
-        if is_wrapped and inputs[0] in self._constants:
-            self._constants[outs[0]] = self._constants[inputs[0]]
+        self._producers.update(dict.fromkeys(outs, self.b.last))
 
     def flag(self, loc: Loc) -> Op:
         """Makes a constant, to be the result of control flow that only has effects."""
@@ -221,10 +216,7 @@ class Importer:
                     actual=f"{format_axes(tuple(sorted(held)), mesh)} of the mesh ({mesh})",
                     fix="mark the other axes alone, or mark outside of shard_map",
                 )
-        marked = self.add("spmd.mark", value, self.b.types[value], {"sharding": sharding}, loc)
-        if value in self._constants:
-            self._constants[marked] = self._constants[value]
-        return marked
+        return self.add("spmd.mark", value, self.b.types[value], {"sharding": sharding}, loc)
 
     def _kind(
         self, op: Any, name: str, inputs: tuple[Value, ...], given: Attrs | None, loc: Loc
@@ -262,11 +254,7 @@ class Importer:
         # flow through it; from 1 every device's term would bring a 1 of its own.
         count = 1 if name == "stablehlo.pad" else len(inputs) // 2
         reducer = kind.attrs.get("reducer", "add")
-        neutral = all(
-            value in self._constants
-            and is_identity(self._constants[value], self.b.types[value].dtype, reducer)
-            for value in inputs[-count:]
-        )
+        neutral = all(is_identity(value, self._producers, reducer) for value in inputs[-count:])
         return OpKind(name, kind.operands, kind.results, {**kind.attrs, NEUTRAL: neutral})
 
     # Scalar bodies.
@@ -285,8 +273,8 @@ class Importer:
 
     def body(self, region: Any, name: str) -> Body:
         """Reads a region of scalar ops; FrontendError if it reads non-constants from outside."""
-        outer = self.b, self._constants  # values are numbered anew
-        self.b, self._constants = Builder(), {}
+        outer = self.b, self._producers  # values are numbered anew
+        self.b, self._producers = Builder(), {}
         self.in_bodies += 1
         try:
             block = region.blocks[0]
@@ -306,7 +294,7 @@ class Importer:
         except KeyError as error:
             raise FrontendError(f"the body of {name} reads a value from outside it") from error
         finally:
-            self.b, self._constants = outer
+            self.b, self._producers = outer
             self.in_bodies -= 1
 
 
