@@ -84,13 +84,12 @@ class Block:
 
     def shape(self, place: int) -> Hashable:
         """Returns what ops of one row share (kind, regions); None if it cannot be stacked."""
+        op = self.ops[place]
+        if not op.regions:
+            return op.kind
         if place not in self._shapes:
-            op = self.ops[place]
-            self._shapes[place] = op.kind
-            if op.regions:
-                is_closed = op.is_loop and not any(map(free_values, op.regions))
-                can = is_closed and not has_effect(op)
-                self._shapes[place] = (op.kind, *map(_structure, op.regions)) if can else None
+            can = op.is_loop and not any(map(free_values, op.regions)) and not has_effect(op)
+            self._shapes[place] = (op.kind, *map(_structure, op.regions)) if can else None
         return self._shapes[place]
 
     def same(self, values: Iterable[Value]) -> bool:
@@ -267,22 +266,18 @@ def _structure(region: Region) -> Hashable:
 def carries_that_differ(op: Op, count: int, differs: Sequence[bool]) -> list[bool] | None:
     """Returns which carries of a loop differ among lanes; None if the loop cannot be batched."""
     cond, body = op.regions
-    carried = list(differs)
-    while True:
-        env = dict(zip(body.args, carried, strict=True))
-        if not _spread(body, count, env):
+    carried, after = list[bool](), list(differs)
+    while after != carried:
+        carried, found = after, _spread(body, count, after)
+        if found is None:
             return None
-        after = [a or env[v] for a, v in zip(carried, body.results, strict=True)]
-        if after == carried:
-            break
-        carried = after
-    env = dict(zip(cond.args, carried, strict=True))
-    is_shared = _spread(cond, count, env) and not any(env[v] for v in cond.results)
-    return carried if is_shared else None
+        after = [a or b for a, b in zip(carried, found, strict=True)]
+    return carried if _spread(cond, count, carried) == [False] else None
 
 
-def _spread(region: Region, count: int, env: dict[Value, bool]) -> bool:
-    """Adds to `env` which values of a region differ among lanes; False if it can't be batched."""
+def _spread(region: Region, count: int, given: Sequence[bool]) -> list[bool] | None:
+    """Returns which results of a region differ if its arguments do so; None if it has no form."""
+    env = dict(zip(region.args, given, strict=True))
     for op in region.ops:
         differs = [env.get(v, False) for v in op.operands]
         found: Sequence[bool] | None = [False] * len(op.results)
@@ -294,9 +289,9 @@ def _spread(region: Region, count: int, env: dict[Value, bool]) -> bool:
         elif any(env.get(v, False) for v in reads(op)):
             found = None
         if found is None:
-            return False
+            return None
         env.update(zip(op.results, found, strict=True))
-    return True
+    return [env[v] for v in region.results]
 
 
 # ---------------------------------------------------------------------------------------------

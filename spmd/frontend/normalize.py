@@ -263,12 +263,10 @@ def lift_constants(imported: Imported) -> Imported:
         return imported
     lifted: dict[Dense, Value] = {}
 
-    def edit(_: Builder, op: Op, __: Now) -> Sequence[Value] | None:
-        if not op.results or op.results[0] not in large:
-            return None
+    def edit(_: Builder, op: Op, __: Now) -> Sequence[Value]:
         return (lifted.setdefault(op.kind.attrs["value"], op.results[0]),)
 
-    program = edit_ops(program, edit)
+    program = edit_ops(program, edit, large)
     body = program.body._replace(args=(*program.body.args, *lifted.values()))
     names = [f"constants/{number}" for number in range(len(lifted))]
     program = program._replace(
