@@ -172,28 +172,6 @@ DEVICE_KINDS = (
 )
 
 
-def chip_to_json(chip: Chip) -> dict[str, Any]:
-    """A chip as a dict that `json` can write."""
-    data = {
-        name: value._asdict() if isinstance(value, Link) else value
-        for name, value in vars(chip).items()
-    }
-    data |= {"flops": dict(chip.flops), "efficiency": dict(chip.efficiency)}
-    data["measured"] = [m._asdict() for m in chip.measured]
-    return data
-
-
-def chip_from_json(data: dict[str, Any]) -> Chip:
-    """Reads what `chip_to_json` makes; KeyError, TypeError or ValueError for anything else."""
-    own: dict[str, Any] = {
-        name: Link(**data[name]) for name in ("ici", "dcn", "core") if data.get(name)
-    }
-    own["flops"] = tuple((dtype, float(data["flops"][dtype])) for dtype in DTYPES)
-    own["efficiency"] = tuple(data.get("efficiency", {}).items())
-    own["measured"] = tuple(CollectiveSpeed(**m) for m in data.get("measured", ()))
-    return Chip(**{**data, **own})
-
-
 @dataclass(frozen=True, init=False)
 class Topology:
     """Devices of one kind and how they are wired; predictions of time and memory start from it.
@@ -335,7 +313,10 @@ class Topology:
 
     def save(self, path: str | Path) -> None:
         """Writes the topology as JSON, to be edited and read back with `load`."""
-        text = json.dumps({"name": self.name, "chip": chip_to_json(self.chip)}, indent=2)
+        chip = {n: v._asdict() if isinstance(v, Link) else v for n, v in vars(self.chip).items()}
+        chip |= {"flops": dict(self.chip.flops), "efficiency": dict(self.chip.efficiency)}
+        chip["measured"] = [speed._asdict() for speed in self.chip.measured]
+        text = json.dumps({"name": self.name, "chip": chip}, indent=2)
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     @staticmethod
@@ -347,7 +328,14 @@ class Topology:
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-            return Topology(data["name"], chip_from_json(data["chip"]))
+            stated = data["chip"]
+            own: dict[str, Any] = {
+                name: Link(**stated[name]) for name in ("ici", "dcn", "core") if stated.get(name)
+            }
+            own["flops"] = tuple((dtype, float(stated["flops"][dtype])) for dtype in DTYPES)
+            own["efficiency"] = tuple(stated.get("efficiency", {}).items())
+            own["measured"] = tuple(CollectiveSpeed(**m) for m in stated.get("measured", ()))
+            return Topology(data["name"], Chip(**{**stated, **own}))
         except (KeyError, TypeError, ValueError) as error:
             raise MeshError(
                 f"{path} does not hold a topology: {error}",
