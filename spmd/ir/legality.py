@@ -69,10 +69,8 @@ def reads_visible(view: View, op: Op) -> str | None:
 
 def kind_has_types(view: View, op: Op) -> str | None:
     """The types in an op's kind are those of its operands and results."""
-    for what, values, types in (
-        ("operand", op.operands, op.kind.operands),
-        ("result", op.results, op.kind.results),
-    ):
+    sides = ("operand", op.operands, op.kind.operands), ("result", op.results, op.kind.results)
+    for what, values, types in sides:
         if len(values) != len(types):
             return f"{len(values)} {what}s, but its kind has {len(types)}"
         for i, (value, type_) in enumerate(zip(values, types, strict=True)):
@@ -95,10 +93,8 @@ def regions_fit(view: View, op: Op) -> str | None:
         operands, regions = (selector,), [(f"branch {i}", (), results) for i in range(count)]
     elif about.region == "manual":
         operands, regions = (), [("the body", (), results)]
-    for what, have, wanted in (
-        ("operands", op.kind.operands, operands),
-        ("results", op.kind.results, results),
-    ):
+    ends = ("operands", op.kind.operands, operands), ("results", op.kind.results, results)
+    for what, have, wanted in ends:
         if have != wanted:
             return f"its {what} are not ({', '.join(map(str, wanted))})"
     if len(op.regions) != len(regions):

@@ -32,15 +32,7 @@ from spmd.frontend.importer.contents import (
     refs_of,
     shardings_of,
 )
-from spmd.frontend.importer.ops import (
-    LEGALIZED,
-    Attrs,
-    Env,
-    Handler,
-    Importer,
-    refusal,
-    refuse,
-)
+from spmd.frontend.importer.ops import LEGALIZED, Attrs, Env, Handler, Importer, refusal, refuse
 from spmd.ir.description import FROM_MANUAL
 from spmd.ir.dialect.callbacks import CALLBACK, FLAG
 from spmd.ir.dialect.collectives import COLLECTIVES

@@ -262,14 +262,9 @@ class Importer:
     def bodies(self, op: Any) -> dict[str, Attribute]:
         """Returns an op's regions as `Body` attributes, and its `reducer`: `add`, ..., or ""."""
         is_scatter = op.name == "stablehlo.select_and_scatter"
-        names = ("select", "scatter") if is_scatter else ("body", "body1")
-        attrs: dict[str, Attribute] = {}
-        for attr_name, region in zip(names, op.regions, strict=False):
-            body = self.body(region, op.name)
-            attrs[attr_name] = body
-            if attr_name in ("body", "scatter"):
-                attrs["reducer"] = body_reducer(body)
-        return attrs
+        bodies = [self.body(region, op.name) for region in op.regions]
+        named = zip(("select", "scatter") if is_scatter else ("body",), bodies, strict=False)
+        return {**dict(named), "reducer": body_reducer(bodies[-1])}
 
     def body(self, region: Any, name: str) -> Body:
         """Reads a region of scalar ops; FrontendError if it reads non-constants from outside."""
