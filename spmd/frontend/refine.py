@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import io
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -92,7 +92,16 @@ def refine(
         module.operation.write_bytecode(data)
         copy = ir.Module.parse(data.getvalue())
         main = Contents(copy).main()
-        _bind(copy, _symbols(main), symbols)
+        own = _symbols(main).values()
+        missing = [name for name in own if name not in symbols]
+        if missing:
+            raise FrontendError(
+                f"the module has the symbolic dim {missing[0]}, which has no size",
+                fix=f"give it: symbols={{{missing[0]!r}: 128}}",
+            )
+        # A `main` that takes none computes them from its arguments' shapes; the passes fold that.
+        symbols = symbols if own else NO_SYMBOLS
+        _bind(main, symbols)
         types = function_type(main)[0]
         if len(types) != len(shapes):
             raise FrontendError(
@@ -100,7 +109,7 @@ def refine(
                 required="one for each argument",
             )
         static = [_refined(i, *pair) for i, pair in enumerate(zip(types, shapes, strict=True))]
-        taken = _take_apart(copy, main)
+        taken = _take_apart(copy, main, symbols)
         try:
             PassManager.parse(_PASSES.format(types=",".join(static))).run(copy.operation)
         except ir.MLIRError as error:
@@ -241,56 +250,43 @@ def _symbols(function: Any) -> dict[int, str]:
     return {i: str(attrs[SYMBOL].value) for i, attrs in stated if SYMBOL in attrs}
 
 
-def _bind(module: ir.Module, own: Mapping[int, str], symbols: Mapping[str, int]) -> None:
-    """Puts constants in place of the arguments that are values of symbols, in all functions."""
-    missing = [name for name in own.values() if name not in symbols]
-    if missing:
-        raise FrontendError(
-            f"the module has the symbolic dim {missing[0]}, which has no size",
-            fix=f"give it: symbols={{{missing[0]!r}: 128}}",
-        )
-    if not own:  # `main` computes them from the shapes of its arguments, and the passes fold that
-        return
+def _bind(function: Any, symbols: Mapping[str, int]) -> set[int]:
+    """Makes constants of the arguments that are values of symbols; returns which these were."""
+    own = _symbols(function)
+    if not own:
+        return set()
+    block = function.regions[0].blocks[0]
+    with ir.InsertionPoint.at_block_begin(block):
+        for position, symbol in own.items():
+            type_ = block.arguments[position].type
+            number = ir.IntegerAttr.get(ir.ShapedType(type_).element_type, symbols[symbol])
+            constant = hlo.ConstantOp(ir.DenseElementsAttr.get_splat(type_, number))
+            block.arguments[position].replace_all_uses_with(constant.result)
+    for position in sorted(own, reverse=True):
+        block.erase_argument(position)
+    inputs, results = function_type(function)
+    kept = [i for i in range(len(inputs)) if i not in own]
+    attrs = list(function.attributes["arg_attrs"])
+    type_ = ir.FunctionType.get([inputs[i] for i in kept], results)
+    function.attributes["function_type"] = ir.TypeAttr.get(type_)
+    function.attributes["arg_attrs"] = ir.ArrayAttr.get([attrs[i] for i in kept])
+    return set(own)
+
+
+def _sized(attributes: Mapping[str, Any], symbols: Mapping[str, int]) -> Mapping[str, Any]:
+    """Returns a composite's attributes with sizes in place of symbolic dims among its own."""
 
     def sized(attr: Any) -> Any:
-        """Returns a composite's attribute, or the size that it stands for as a symbolic dim."""
         if not isinstance(attr, ir.StringAttr) or not attr.value.startswith(DIM):
             return attr
         size = size_of(attr.value.removeprefix(DIM), symbols)
         return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), size)
 
-    gone: dict[str, set[int]] = {}
-    for name, function in named_ops(module, "func.func").items():
-        found = _symbols(function)
-        if found:
-            _drop_arguments(function, {i: symbols[symbol] for i, symbol in found.items()})
-            gone[name] = set(found)
-    for op, callee in list(_calls_in(module.operation)):
-        if op.name == "stablehlo.composite" and "composite_attributes" in op.attributes:
-            stated = items_of(op.attributes["composite_attributes"])
-            attrs = {name: sized(attr) for name, attr in stated.items()}
-            op.attributes["composite_attributes"] = ir.DictAttr.get(attrs)
-        if callee in gone:
-            operands = [value for i, value in enumerate(op.operands) if i not in gone[callee]]
-            _replace(op, Taken(op.name, dict(entries_of(op)), op.location), operands)
-
-
-def _drop_arguments(function: Any, values: Mapping[int, int]) -> None:
-    block = function.regions[0].blocks[0]
-    with ir.InsertionPoint.at_block_begin(block):
-        for position, value in values.items():
-            argument = block.arguments[position]
-            number = ir.IntegerAttr.get(ir.ShapedType(argument.type).element_type, value)
-            constant = hlo.ConstantOp(ir.DenseElementsAttr.get_splat(argument.type, number))
-            argument.replace_all_uses_with(constant.result)
-    for position in sorted(values, reverse=True):
-        block.erase_argument(position)
-    inputs, results = function_type(function)
-    kept = [i for i in range(len(inputs)) if i not in values]
-    type_ = ir.FunctionType.get([inputs[i] for i in kept], results)
-    attrs = list(function.attributes["arg_attrs"])
-    function.attributes["function_type"] = ir.TypeAttr.get(type_)
-    function.attributes["arg_attrs"] = ir.ArrayAttr.get([attrs[i] for i in kept])
+    key = "composite_attributes"
+    if not symbols or key not in attributes:
+        return attributes
+    own = {name: sized(attr) for name, attr in items_of(attributes[key]).items()}
+    return {**attributes, key: ir.DictAttr.get(own)}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -317,12 +313,6 @@ class Taken(NamedTuple):
     location: Any
 
 
-def _calls_in(root: Any) -> Iterator[tuple[Any, str]]:
-    for op in ops_in(root):
-        if op.name in _CALLEES:
-            yield op, op.attributes[_CALLEES[op.name]].value
-
-
 def _is_static(type_: Any) -> bool:
     return not isinstance(type_, ir.RankedTensorType) or bool(type_.has_static_shape)
 
@@ -339,7 +329,7 @@ def _replace(op: Any, by: Taken, operands: Sequence[Any]) -> Taken:
     return was
 
 
-def _take_apart(module: ir.Module, main: Any) -> dict[str, Taken]:
+def _take_apart(module: ir.Module, main: Any, symbols: Mapping[str, int]) -> dict[str, Taken]:
     """Gives each call a function of its own; puts calls and barriers in place of what is not known.
 
     Returns the ops for which they stand, which `_put_together` restores: composites by the name of
@@ -373,16 +363,18 @@ def _take_apart(module: ir.Module, main: Any) -> dict[str, Taken]:
         name = f"{callee}.{count}"
         copy.attributes["sym_name"] = ir.StringAttr.get(name)
         copy.attributes["sym_visibility"] = ir.StringAttr.get("private")
+        bound = _bind(copy, symbols) if symbols else ()
+        operands = [value for i, value in enumerate(op.operands) if i not in bound]
         waiting += [(item, (*around, callee)) for item in ops_in(copy)]
-        call = Taken("func.call", {"callee": ir.FlatSymbolRefAttr.get(name)}, op.location)
-        if op.name == "func.call":
-            op.attributes["callee"] = call.attributes["callee"]
-        elif op.operands and op.results:
+        stated = dict(entries_of(op)) if op.name == "func.call" else {}
+        called = {**stated, "callee": ir.FlatSymbolRefAttr.get(name)}
+        is_composite = op.name != "func.call" and operands and op.results
+        if is_composite:
             with ir.InsertionPoint(op):
-                hidden = hlo.OptimizationBarrierOp(list(op.operands))
-            taken[name] = _replace(op, call, list(hidden.results))
-        else:
-            _replace(op, call, list(op.operands))
+                operands = list(hlo.OptimizationBarrierOp(operands).results)
+        was = _replace(op, Taken("func.call", called, op.location), operands)
+        if is_composite:
+            taken[name] = was._replace(attributes=_sized(was.attributes, symbols))
     for function in functions.values():
         if function != main:
             function.erase()
