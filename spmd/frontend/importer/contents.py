@@ -353,17 +353,22 @@ class Contents:
         opened = _numbers(found[1]) if found else ()
         return [self.mark(attr, rank, opened) for attr, rank in zip(attrs, ranks, strict=True)]
 
-    def boundary_marks(self, ends: Sequence[End], what: str = "") -> list[ShardingAttr | None]:
-        """Returns the mark of each argument, or of each result, of a function; None for no mark.
+    def boundary_marks(
+        self, function: Any, what: str, is_main: bool = False
+    ) -> tuple[ShardingAttr | None, ...]:
+        """Returns the mark of each `argument`, or each `result`, of a function; None for no mark.
 
-        `what` is `argument` or `result`, if they are those of the program: SpecError if one of
-        these is partial.
+        SpecError if one of the program's own (`is_main`) is partial.
         """
         found = []
-        for i, (attrs, rank) in enumerate(ends):
+        is_result = what == "result"
+        attributes = stated_of(function, "res_attrs" if is_result else "arg_attrs")
+        types = function_type(function)[is_result]
+        for i, (attrs, type_) in enumerate(zip(attributes, types, strict=True)):
             attr = next((shardings_of(attrs[name])[0] for name in MARKS if name in attrs), None)
+            rank = tensor_type(type_).rank
             stated = None if attr is None else self.stated(attr, rank)
-            if what and stated is not None and stated.unreduced:
+            if is_main and stated is not None and stated.unreduced:
                 axes = ", ".join(name for name, _, _ in stated.unreduced)
                 raise SpecError(
                     f"{what} {i} is unreduced over {axes}: each device would have one term of it",
@@ -371,9 +376,9 @@ class Contents:
                     fix="leave `unreduced` out at the boundary, and reshard inside the program",
                 )
             # jax says so of what is placed on a device: that it is whole says nothing of a mesh.
-            is_placed = what and stated and stated.mesh == NO_AXES and self._is_of_one_device
+            is_placed = is_main and stated and stated.mesh == NO_AXES and self._is_of_one_device
             found.append(None if stated is None or is_placed else self.mark(attr, rank))
-        return found
+        return tuple(found)
 
 
 def named_ops(module: Any, kind: str) -> dict[str, Any]:
@@ -385,23 +390,12 @@ def named_ops(module: Any, kind: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------
 # The boundary of a function.
 
-End = tuple[Mapping[str, Any], int]  # of an argument or a result: its attributes, and its rank
-
 
 def stated_of(function: Any, name: str) -> list[dict[str, Any]]:
     """The attributes of each of a function's arguments (`arg_attrs`) or results (`res_attrs`)."""
     if name not in function.attributes:
         return [{} for _ in function_type(function)[name == "res_attrs"]]
     return [items_of(item) for item in function.attributes[name]]
-
-
-def ends_of(function: Any) -> tuple[list[End], list[End]]:
-    """The attributes and the rank of each argument, and of each result."""
-    args, results = ([tensor_type(t).rank for t in types] for types in function_type(function))
-    return (
-        list(zip(stated_of(function, "arg_attrs"), args, strict=True)),
-        list(zip(stated_of(function, "res_attrs"), results, strict=True)),
-    )
 
 
 def result_names(function: Any) -> tuple[str, ...]:

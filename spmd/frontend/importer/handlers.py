@@ -24,7 +24,6 @@ from spmd.frontend.importer.contents import (
     atoms_of_refs,
     composite_attribute,
     defining_op,
-    ends_of,
     entries_of,
     items_of,
     manual_refs,
@@ -146,7 +145,8 @@ def _inline(importer: Importer, op: Any, callee: str, env: Env) -> None:
     importer.call_loc = importer.loc(op.location)
     importer.calls.append(callee)
     block = function.regions[0].blocks[0]
-    args, ends = map(importer.contents.boundary_marks, ends_of(function))
+    sides = "argument", "result"
+    args, ends = (importer.contents.boundary_marks(function, side) for side in sides)
     arguments = _marked(importer, [env[v] for v in op.operands], args, importer.call_loc)
     results = importer.block(block, dict(zip(block.arguments, arguments, strict=True)))
     results = _marked(importer, results, ends, importer.call_loc)

@@ -29,7 +29,6 @@ from spmd.errors import FrontendError, SpmdError
 from spmd.frontend.bytecode import MAGIC, bytecode_to_text
 from spmd.frontend.importer.contents import (
     Contents,
-    ends_of,
     function_type,
     location_of,
     path_of,
@@ -91,11 +90,8 @@ def import_module(
             result_names(main),
             tuple(callbacks),
         )
-        marks = [
-            tuple(contents.boundary_marks(ends, what))
-            for ends, what in zip(ends_of(main), ("argument", "result"), strict=True)
-        ]
-        return Imported(program, *marks)
+        sides = "argument", "result"
+        return Imported(program, *(contents.boundary_marks(main, side, True) for side in sides))
 
 
 def parse_module(source: Any) -> ir.Module:
