@@ -19,10 +19,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd.mesh.chips import CollectiveSpeed, Link
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import jax_mesh
-from spmd.mesh.topology import Topology
+from spmd.mesh.topology import CollectiveSpeed, Link, Topology
 from spmd.reshard.comm import latency_steps, wire_bytes
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute")

@@ -12,7 +12,7 @@ from jaxlib.mlir.dialects import stablehlo
 
 from spmd.errors import FrontendError
 from spmd.frontend.bytecode import MAGIC
-from spmd.frontend.importer.attributes import ops_in
+from spmd.frontend.importer.contents import named_ops, ops_in
 from spmd.frontend.trace import trace
 
 
@@ -34,8 +34,8 @@ def function_artifact(
     """
     module, out, *_ = trace(fn, args, {}, platform=platform)
     with module.context:
-        main = next(op for op in module.body.operations if op.name.value == "main")
-        for argument, name in zip(main.arguments, names, strict=False):
+        block = named_ops(module, "func.func")["main"].regions[0].blocks[0]
+        for argument, name in zip(block.arguments, names, strict=False):
             argument.set_location(ir.Location.name(f"[{name!r}]"))  # as jax names a part of a tree
     return module_artifact(module), out, calls_of(module)
 

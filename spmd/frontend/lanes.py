@@ -17,8 +17,9 @@ results, are a row, too, if they are of one kind. No op of a lane may need one o
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
 import numpy as np
@@ -83,13 +84,12 @@ class Block:
 
     def shape(self, place: int) -> Hashable:
         """Returns what ops of one row share (kind, regions); None if it cannot be stacked."""
+        op = self.ops[place]
+        if not op.regions:
+            return op.kind
         if place not in self._shapes:
-            op = self.ops[place]
-            self._shapes[place] = op.kind
-            if op.regions:
-                is_closed = op.is_loop and not any(map(free_values, op.regions))
-                can = is_closed and not has_effect(op)
-                self._shapes[place] = (op.kind, *map(_structure, op.regions)) if can else None
+            can = op.is_loop and not any(map(free_values, op.regions)) and not has_effect(op)
+            self._shapes[place] = (op.kind, *map(_structure, op.regions)) if can else None
         return self._shapes[place]
 
     def same(self, values: Iterable[Value]) -> bool:
@@ -116,19 +116,16 @@ class Block:
 
     def grown(self, seeds: Row, taken: Iterable[int] = ()) -> list[Row]:
         """Returns the rows that are found from the row `seeds`, at places that are not taken."""
-        lanes = {place: (seeds, lane) for lane, place in enumerate(seeds)}
-        rows, used = {seeds: None}, set(taken)
         if not self._fits(seeds):
             return []
-        waiting = [seeds]
+        rows, waiting, used = [seeds], [seeds], {*taken, *seeds}
         while waiting:
             for row in self._beside(waiting.pop()):
-                free = used.isdisjoint(row) and lanes.keys().isdisjoint(row)
-                if free and len(set(row)) == len(row) and self._fits(row):
-                    lanes.update((place, (row, lane)) for lane, place in enumerate(row))
-                    rows[row] = None
+                if used.isdisjoint(row) and len(set(row)) == len(row) and self._fits(row):
+                    used.update(row)
+                    rows.append(row)
                     waiting.append(row)
-        return list(rows)
+        return rows
 
     def _beside(self, row: Row) -> Iterator[Row]:
         """Yields the rows that make an operand of a row, and those that read a result of it."""
@@ -178,25 +175,21 @@ class Block:
                     ahead[value] = ahead.get(value, 0) | lanes
         behind = self._led_to_by(seed, span)
 
-        def is_apart(row: Row) -> bool:
-            return all(
-                not (behind.get(place, 0) | ahead.get(self.ops[place].results[0], 0)) & ~(1 << lane)
-                for lane, place in enumerate(row)
-            )
+        def is_apart(row: Row, lanes: Callable[[int], int]) -> bool:
+            """Whether the lanes at the place of each op are none but its own."""
+            return not any(lanes(place) & ~(1 << lane) for lane, place in enumerate(row))
 
-        kept = [row for row in rows if is_apart(row)]
-        while True:
+        def beside(place: int) -> int:
+            return behind.get(place, 0) | ahead.get(self.ops[place].results[0], 0)
+
+        fine = [row for row in rows if is_apart(row, beside)]
+        kept: list[Row] = []
+        while len(fine) != len(kept):
+            kept = fine
             own = {place: 1 << lane for row in kept for lane, place in enumerate(row)}
             found = self._led_to_by(own, span)
-            fine = [
-                row
-                for row in kept
-                if row == seeds
-                or not any(found[place] & ~(1 << lane) for lane, place in enumerate(row))
-            ]
-            if len(fine) == len(kept):
-                return kept
-            kept = fine
+            fine = [row for row in kept if row == seeds or is_apart(row, found.__getitem__)]
+        return kept
 
     def _led_to_by(self, own: Mapping[int, int], span: range) -> dict[int, int]:
         """Returns for each place the lanes (bits) of the ops that lead to it, its own included."""
@@ -232,24 +225,20 @@ class Block:
             if len(node) == 1 and has_effect(self.ops[place]):
                 mine.update((effect,) if effect is not None else ())
                 effect = node
-            if node in mine:
-                return None
-        behind: dict[Row, list[Row]] = {}
-        for node, mine in before.items():
-            for other in mine:
-                behind.setdefault(other, []).append(node)
-        missing = {node: len(mine) for node, mine in before.items()}
-        ready = [(max(node), node) for node, count in missing.items() if not count]
-        heapq.heapify(ready)
+        sorter = TopologicalSorter(before)
+        try:
+            sorter.prepare()
+        except CycleError:
+            return None
+        ready: list[tuple[int, Row]] = []
         ordered = []
-        while ready:
+        while sorter.is_active():
+            for node in sorter.get_ready():
+                heapq.heappush(ready, (max(node), node))
             _, node = heapq.heappop(ready)
             ordered.append(node)
-            for other in behind.get(node, ()):
-                missing[other] -= 1
-                if not missing[other]:
-                    heapq.heappush(ready, (max(other), other))
-        return ordered if len(ordered) == len(before) else None
+            sorter.done(node)
+        return ordered
 
 
 def _structure(region: Region) -> Hashable:
@@ -277,22 +266,18 @@ def _structure(region: Region) -> Hashable:
 def carries_that_differ(op: Op, count: int, differs: Sequence[bool]) -> list[bool] | None:
     """Returns which carries of a loop differ among lanes; None if the loop cannot be batched."""
     cond, body = op.regions
-    carried = list(differs)
-    while True:
-        env = dict(zip(body.args, carried, strict=True))
-        if not _spread(body, count, env):
+    carried, after = list[bool](), list(differs)
+    while after != carried:
+        carried, found = after, _spread(body, count, after)
+        if found is None:
             return None
-        after = [a or env[v] for a, v in zip(carried, body.results, strict=True)]
-        if after == carried:
-            break
-        carried = after
-    env = dict(zip(cond.args, carried, strict=True))
-    is_shared = _spread(cond, count, env) and not any(env[v] for v in cond.results)
-    return carried if is_shared else None
+        after = [a or b for a, b in zip(carried, found, strict=True)]
+    return carried if _spread(cond, count, carried) == [False] else None
 
 
-def _spread(region: Region, count: int, env: dict[Value, bool]) -> bool:
-    """Adds to `env` which values of a region differ among lanes; False if it can't be batched."""
+def _spread(region: Region, count: int, given: Sequence[bool]) -> list[bool] | None:
+    """Returns which results of a region differ if its arguments do so; None if it has no form."""
+    env = dict(zip(region.args, given, strict=True))
     for op in region.ops:
         differs = [env.get(v, False) for v in op.operands]
         found: Sequence[bool] | None = [False] * len(op.results)
@@ -304,9 +289,9 @@ def _spread(region: Region, count: int, env: dict[Value, bool]) -> bool:
         elif any(env.get(v, False) for v in reads(op)):
             found = None
         if found is None:
-            return False
+            return None
         env.update(zip(op.results, found, strict=True))
-    return True
+    return [env[v] for v in region.results]
 
 
 # ---------------------------------------------------------------------------------------------

@@ -44,29 +44,18 @@ The plan shards them. They are placed once, when the program is compiled, and pa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from spmd.frontend.importer.module import Imported
 from spmd.ir.control_flow import held_atoms, producers_of, users_of
-from spmd.ir.description import BARRIER, BROADCAST, CONSTANT, RESHAPE, SCATTER
+from spmd.ir.description import BARRIER, CONSTANT, RESHAPE, SCATTER
 from spmd.ir.dialect.bodies import separated
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.reducers import NEUTRAL, body_reducer, is_identity
 from spmd.ir.program import Body, Op, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops, rewrite_ops
 from spmd.ir.types import Dense, DotDims, dtype_bits
-
-
-def _starts_at_identity(value: Value, producers: Mapping[Value, Op], reducer: str) -> bool:
-    """Whether a value is the identity of a reduction: a constant, or one that was broadcast."""
-    op = producers.get(value)
-    while op is not None and op.name == BROADCAST:
-        op = producers.get(op.operands[0])
-    if op is None or op.name != CONSTANT:
-        return False
-    return is_identity(op.kind.attrs["value"], op.kind.results[0].dtype, reducer)
-
 
 # ---------------------------------------------------------------------------------------------
 # Unflatten.
@@ -178,8 +167,7 @@ def accumulate(program: Program) -> Program:
     sums = {
         op.results[0]: made
         for op, made in _sums_in(program.body)
-        if len(users[made.results[0]]) == 1
-        and _starts_at_identity(made.operands[0], producers, "add")
+        if len(users[made.results[0]]) == 1 and is_identity(made.operands[0], producers, "add")
     }
     scattered = {made.results[0] for made in sums.values()}
     parts: dict[Value, tuple[Value, ...]] = {}  # result of a scatter -> what it reads, in the new
@@ -250,7 +238,7 @@ def separate(program: Program) -> Program:
             reducer = body_reducer(body)
             attrs = {**op.kind.attrs, "body": body, "reducer": reducer}
             if NEUTRAL in attrs:
-                attrs[NEUTRAL] = _starts_at_identity(op.operands[k - count], producers, reducer)
+                attrs[NEUTRAL] = is_identity(op.operands[k - count], producers, reducer)
             own = (operands[k], *shared, operands[k - count])
             made += b.op(op.name, own, (types[k],), attrs)
         return made or None
@@ -275,12 +263,10 @@ def lift_constants(imported: Imported) -> Imported:
         return imported
     lifted: dict[Dense, Value] = {}
 
-    def edit(_: Builder, op: Op, __: Now) -> Sequence[Value] | None:
-        if not op.results or op.results[0] not in large:
-            return None
+    def edit(_: Builder, op: Op, __: Now) -> Sequence[Value]:
         return (lifted.setdefault(op.kind.attrs["value"], op.results[0]),)
 
-    program = edit_ops(program, edit)
+    program = edit_ops(program, edit, large)
     body = program.body._replace(args=(*program.body.args, *lifted.values()))
     names = [f"constants/{number}" for number in range(len(lifted))]
     program = program._replace(

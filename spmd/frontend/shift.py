@@ -54,11 +54,10 @@ def shift_heads(program: Program, proposals: Sequence[Sequence[Axes]]) -> Progra
     if not found:
         return program
 
-    def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
-        shifts = found.get(op.results[0]) if op.results else None
-        return shifts and (_chosen(b, now, producers, shifts, op),)
+    def edit(b: Builder, op: Op, now: Now) -> Sequence[Value]:
+        return (_chosen(b, now, producers, found[op.results[0]], op),)
 
-    return remove_dead(dedupe(edit_ops(program, edit)))
+    return remove_dead(dedupe(edit_ops(program, edit, found)))
 
 
 class _Shifts(NamedTuple):

@@ -335,14 +335,14 @@ class _OwnCallbacks:
     def __init__(self, on_callbacks: OnCallbacks) -> None:
         self.on_callbacks = on_callbacks
         self.callbacks: list[Callback] = []  # those seen so far
-        self._calls: dict[int, bool] = {}
         self._done: dict[int, Jaxpr] = {}
 
     def without_jax(self, program: ClosedJaxpr, name: str) -> Callable[..., Any] | None:
         """Returns the program, with callbacks replaced, as a flat function; None if it has none."""
-        if not self._calls_python(program.jaxpr):
+        own = self._rewritten(program)
+        if own is program:
             return None
-        fun = jaxpr_as_fun(self._rewritten(program))
+        fun = jaxpr_as_fun(own)
 
         def flat(*args: Any) -> Any:
             return fun(*args)
@@ -356,67 +356,54 @@ class _OwnCallbacks:
         Some libraries have primitives that trace what they do only when they are lowered.
         """
 
-        def rule(primitive: Primitive) -> Any:
-            def lower(ctx: Any, *args: Any, **params: Any) -> Any:
-                if _is_ordered(params):
-                    raise FrontendError(
-                        f"an ordered {_jax_callbacks()[primitive]} inside a primitive of a library",
-                        fix="call it with ordered=False, or from outside that library",
-                    )
-                own = self._called(primitive, params)
-                return [] if own is None else _lower_callback(ctx, *args, **own)
-
-            return lower
-
-        return tuple((primitive, rule(primitive)) for primitive in _jax_callbacks())
-
-    def _calls_python(self, jaxpr: Jaxpr) -> bool:
-        """Whether a jaxpr, or one inside it, has callbacks, or effects of a branch that has."""
-        found = self._calls.get(id(jaxpr))
-        if found is None:
-            found = any(isinstance(effect, _callback_effects()) for effect in jaxpr.effects)
-            found = self._calls[id(jaxpr)] = found or any(
-                eqn.primitive in _jax_callbacks()
-                or (
-                    eqn.primitive.name not in _KERNELS
-                    and any(self._calls_python(inner) for inner in jaxprs_in_params(eqn.params))
+        def lower(ctx: Any, *args: Any, primitive: Primitive, **params: Any) -> Any:
+            if _is_ordered(params):
+                raise FrontendError(
+                    f"an ordered {_of_jax().labels[primitive]} inside a primitive of a library",
+                    fix="call it with ordered=False, or from outside that library",
                 )
-                for eqn in jaxpr.eqns
-            )
-        return found
+            own = self._called(primitive, params)
+            return [] if own is None else _lower_callback(ctx, *args, **own)
+
+        return tuple((p, functools.partial(lower, primitive=p)) for p in _of_jax().labels)
 
     def _rewritten(self, value: Any) -> Any:
-        """Returns a parameter of a primitive, with callbacks replaced in the jaxprs inside."""
+        """Returns a parameter of a primitive, with callbacks replaced in the jaxprs inside.
+
+        One without callbacks, or effects of a branch that has some, is returned as it is.
+        """
         if isinstance(value, ClosedJaxpr) and value.jaxpr is not value:  # jax 0.11 has one class
             inner = self._rewritten(value.jaxpr)
             return value if inner is value.jaxpr else value.replace(jaxpr=inner)
         if type(value) in (tuple, list):
             return type(value)(map(self._rewritten, value))
-        if not isinstance(value, Jaxpr) or not self._calls_python(value):
+        if not isinstance(value, Jaxpr):
             return value
         if id(value) not in self._done:
             eqns = [made for eqn in value.eqns for made in self._eqn(eqn)]
-            made = value.replace(eqns=eqns, effects=_own_effects(value.effects))
-            self._done[id(value)] = made
+            effects = _own_effects(value.effects)
+            is_same = effects == value.effects and [*map(id, eqns)] == [*map(id, value.eqns)]
+            self._done[id(value)] = value if is_same else value.replace(eqns=eqns, effects=effects)
         return self._done[id(value)]
 
     def _eqn(self, eqn: Any) -> Sequence[Any]:
         """Returns an equation with its callbacks replaced; () for a callback that is dropped."""
         effects = _own_effects(eqn.effects)
-        if eqn.primitive in _jax_callbacks():
+        if eqn.primitive in _of_jax().labels:
             own = self._called(eqn.primitive, eqn.params)
             if own is None:
                 return ()
             own["results"] = tuple(v.aval for v in eqn.outvars)
             return (eqn.replace(primitive=_callback, params=own, effects=effects),)
-        if eqn.primitive.name in _KERNELS:
+        inside = [] if eqn.primitive.name in _KERNELS else list(jaxprs_in_params(eqn.params))
+        if effects == eqn.effects and all(self._rewritten(i) is i for i in inside):
             return (eqn,)
         params = {name: self._rewritten(value) for name, value in eqn.params.items()}
         return (eqn.replace(params=params, effects=effects),)
 
     def _called(self, primitive: Primitive, params: Mapping[str, Any]) -> dict[str, Any] | None:
         """Returns the parameters of the call that replaces a callback; None if it is dropped."""
-        label = _jax_callbacks()[primitive]
+        label = _of_jax().labels[primitive]
         is_debug = label.startswith("jax.debug.")
         if is_debug and self.on_callbacks == "drop":
             return None
@@ -424,13 +411,11 @@ class _OwnCallbacks:
         name = getattr(getattr(function, "callback_func", None), "__name__", "")
         has_effect = label != "jax.pure_callback"
         is_ordered = _is_ordered(params)
-        callback = Callback(
-            function, f"{label} of {name}" if name else label, is_debug, has_effect, is_ordered
-        )
-        self.callbacks.append(callback)
+        label = f"{label} of {name}" if name else label
+        self.callbacks.append(Callback(function, label, is_debug, has_effect, is_ordered))
         return {
             "number": len(self.callbacks) - 1,
-            "called": callback.label,
+            "called": label,
             "ordered": is_ordered,
             "partitioned": bool(params.get("partitioned", False)),
             "is_pure": not has_effect,
@@ -438,64 +423,53 @@ class _OwnCallbacks:
         }
 
 
-# jax's primitives and their effects have no public names: they are read off small traces.
+class _OfJax(NamedTuple):
+    """jax's callbacks: its primitives, by their names for users, and its effects."""
 
-
-def _traced(call: Callable[[], Any]) -> Any:
-    return jax.make_jaxpr(call)().eqns[0]
-
-
-def _nothing() -> None:
-    return None
+    labels: Mapping[Primitive, str]  # as `jax.debug.print`
+    ordered: tuple[type, ...]  # effects of ordered ones
+    effects: tuple[type, ...]  # of all
+    own: Any  # the effect of our calls: that of `jax.debug.callback`, which jax allows everywhere
 
 
 @functools.cache
-def _jax_callbacks() -> dict[Primitive, str]:
-    """Maps every primitive that calls Python to its name for users, as `jax.debug.print`."""
-    return {
-        _traced(lambda: jax.debug.print("")).primitive: "jax.debug.print",
-        _traced(lambda: jax.debug.callback(_nothing)).primitive: "jax.debug.callback",
-        _traced(lambda: jax.pure_callback(_nothing, None)).primitive: "jax.pure_callback",
-        _traced(lambda: io_callback(_nothing, None)).primitive: "io_callback",
+def _of_jax() -> _OfJax:
+    # They have no public names, and are read off small traces.
+    def traced(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return jax.make_jaxpr(lambda: call(*args, **options))().eqns[0]
+
+    def nothing() -> None:
+        return None
+
+    debug, io = traced(jax.debug.callback, nothing), traced(io_callback, nothing, None)
+    labels = {
+        traced(jax.debug.print, "").primitive: "jax.debug.print",
+        debug.primitive: "jax.debug.callback",
+        traced(jax.pure_callback, nothing, None).primitive: "jax.pure_callback",
+        io.primitive: "io_callback",
     }
-
-
-@functools.cache
-def _ordered_effects() -> tuple[type, ...]:
-    calls = (
-        lambda: jax.debug.callback(_nothing, ordered=True),
-        lambda: io_callback(_nothing, None, ordered=True),
+    ordered = (
+        *traced(jax.debug.callback, nothing, ordered=True).effects,
+        *traced(io_callback, nothing, None, ordered=True).effects,
     )
-    return tuple(type(effect) for call in calls for effect in _traced(call).effects)
+    own, *_ = debug.effects
+    effects = tuple(map(type, (*ordered, *io.effects, own)))
+    return _OfJax(labels, tuple(map(type, ordered)), effects, own)
 
 
 def _is_ordered(params: Mapping[str, Any]) -> bool:
     effect = params.get("effect")
-    return bool(params.get("ordered", isinstance(effect, _ordered_effects())))
-
-
-@functools.cache
-def _own_effect() -> Any:
-    """The effect of our calls: that of `jax.debug.callback`, which jax allows everywhere."""
-    (effect,) = _traced(lambda: jax.debug.callback(_nothing)).effects
-    return effect
-
-
-@functools.cache
-def _callback_effects() -> tuple[type, ...]:
-    (io,) = _traced(lambda: io_callback(_nothing, None)).effects
-    return (*_ordered_effects(), type(io), type(_own_effect()))
+    return bool(params.get("ordered", isinstance(effect, _of_jax().ordered)))
 
 
 def _own_effects(effects: Any) -> Any:
-    """Returns effects with those of jax's callbacks replaced by `_own_effect()`."""
-    own = _callback_effects()
-    return frozenset(_own_effect() if isinstance(e, own) else e for e in effects)
+    """Returns effects with our own in place of those of jax's callbacks."""
+    return frozenset(_of_jax().own if isinstance(e, _of_jax().effects) else e for e in effects)
 
 
 @_callback.def_effectful_abstract_eval  # type: ignore[untyped-decorator]
 def _callback_type(*_: Any, results: Any, is_pure: bool, **__: Any) -> Any:
-    return list(results), frozenset() if is_pure else frozenset({_own_effect()})
+    return list(results), frozenset() if is_pure else frozenset({_of_jax().own})
 
 
 def _lower_callback(ctx: Any, *args: Any, number: int, called: str, **params: Any) -> Any:

@@ -61,7 +61,7 @@ def unroll(program: Program, most: int) -> Program:
             chosen[op.results[0]] = trips
     if not chosen:
         return program
-    return remove_dead(edit_ops(program, _Unroller(index, chosen).edit))
+    return remove_dead(edit_ops(program, _Unroller(index, chosen).edit, chosen))
 
 
 class _Collected(NamedTuple):
@@ -95,14 +95,11 @@ class _Unroller:
         self.env = _Same()
         self.cotangents: list[Value] = []
 
-    def edit(self, b: Builder, op: Op, _now: Now) -> Sequence[Value] | None:
-        """Writes a chosen loop out and returns its results; None for any other op."""
-        trips = self.chosen.get(op.results[0]) if op.is_loop and op.results else None
-        if trips is None:
-            return None
+    def edit(self, b: Builder, op: Op, _now: Now) -> Sequence[Value]:
+        """Writes a chosen loop out and returns its results."""
         body, carried = op.regions[1], list(op.operands)
         self.loop = op.results[0]
-        for _ in range(trips):
+        for _ in range(self.chosen[self.loop]):
             env = self.env = _Same(zip(body.args, carried, strict=True))
             pairs = zip(body.args, body.results, strict=True)
             new = [a for a, result in pairs if a != result and b.types[a].rank]
@@ -137,7 +134,7 @@ class _Unroller:
                 stack = self.stacks.get(value, _Collected(value, {}))
                 self.stacks[made] = _Collected(stack.under, {**stack.pieces, place: piece})
             return (made,)
-        return None if op.regions else self._repeated(b, op.kind, operands)
+        return self._repeated(b, op.kind, operands)
 
     def _repeated(self, b: Builder, kind: OpKind, operands: tuple[Value, ...]) -> Sequence[Value]:
         """Appends an op, behind a barrier if it is remat of what another loop computed."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -34,13 +34,11 @@ def ties(op: Op) -> tuple[Tie, ...]:
     # A branch has no arguments: it reads what is around it, where nothing has to be shared.
     if op.is_loop:
         cond, body = op.regions
-        return tuple(
-            Tie(op.operands[i], (cond.args[i], body.args[i], body.results[i]), op.results[i])
-            for i in range(len(op.results))
-        )
+        inside = zip(cond.args, body.args, body.results, strict=True)
+        return tuple(map(Tie, op.operands, inside, op.results))
     return tuple(
-        Tie(None, tuple(branch.results[i] for branch in op.regions), op.results[i])
-        for i in range(len(op.results))
+        Tie(None, tuple(branch.results[i] for branch in op.regions), result)
+        for i, result in enumerate(op.results)
     )
 
 
@@ -58,11 +56,9 @@ def held_atoms(program: Program) -> dict[Value, tuple[int, ...]]:
             if not held and not op.regions:
                 continue
             is_manual = op.kind.about.region == "manual"
+            around = (held + op.kind.attrs["axes"], held) if is_manual else (held, outer)
             for inner in op.regions:
-                if is_manual:
-                    visit(inner, held + op.kind.attrs["axes"], held)
-                else:
-                    visit(inner, held, outer)
+                visit(inner, *around)
             own = outer if op.name == FROM_MANUAL else held
             found.update((v, own) for v in op.results if own)
 
@@ -111,20 +107,9 @@ class Index:
 
     program: Program
 
-    @cached_property
-    def producers(self) -> Mapping[Value, Op]:
-        """The op that defines each value; arguments have none."""
-        return producers_of(self.program)
-
-    @cached_property
-    def users(self) -> Mapping[Value, Sequence[tuple[Op | None, int]]]:
-        """For each value, its uses as (op, operand index); a region's return is (None, index)."""
-        return users_of(self.program)
-
-    @cached_property
-    def held(self) -> Mapping[Value, tuple[int, ...]]:
-        """For each value inside a manual region, the atoms over which it is held (`held_atoms`)."""
-        return held_atoms(self.program)
+    producers = cached_property(lambda self: producers_of(self.program))
+    users = cached_property(lambda self: users_of(self.program))
+    held = cached_property(lambda self: held_atoms(self.program))
 
     @cached_property
     def trips(self) -> Mapping[Value, int | None]:

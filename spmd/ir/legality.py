@@ -69,10 +69,8 @@ def reads_visible(view: View, op: Op) -> str | None:
 
 def kind_has_types(view: View, op: Op) -> str | None:
     """The types in an op's kind are those of its operands and results."""
-    for what, values, types in (
-        ("operand", op.operands, op.kind.operands),
-        ("result", op.results, op.kind.results),
-    ):
+    sides = ("operand", op.operands, op.kind.operands), ("result", op.results, op.kind.results)
+    for what, values, types in sides:
         if len(values) != len(types):
             return f"{len(values)} {what}s, but its kind has {len(types)}"
         for i, (value, type_) in enumerate(zip(values, types, strict=True)):
@@ -95,21 +93,20 @@ def regions_fit(view: View, op: Op) -> str | None:
         operands, regions = (selector,), [(f"branch {i}", (), results) for i in range(count)]
     elif about.region == "manual":
         operands, regions = (), [("the body", (), results)]
-    for what, have, wanted in (
-        ("operands", op.kind.operands, operands),
-        ("results", op.kind.results, results),
-    ):
+    ends = ("operands", op.kind.operands, operands), ("results", op.kind.results, results)
+    for what, have, wanted in ends:
         if have != wanted:
             return f"its {what} are not ({', '.join(map(str, wanted))})"
     if len(op.regions) != len(regions):
         names = ", ".join(name for name, _, _ in regions) or "none: it is not control flow"
         return f"{len(op.regions)} regions instead of {names}"
     for region, (name, taken, given) in zip(op.regions, regions, strict=True):
-        problem = _same(view, f"arguments of {name}", region.args, taken) or _same(
-            view, f"results of {name}", region.results, given
-        )
-        if problem:
-            return problem
+        sides = ("arguments", region.args, taken), ("results", region.results, given)
+        for what, values, types in sides:
+            have = tuple(view.types[v] for v in values)
+            if have != types:
+                said, asked = (", ".join(map(str, side)) for side in (have, types))
+                return f"the {what} of {name} are ({said}) instead of ({asked})"
     return None
 
 
@@ -163,16 +160,6 @@ def _visible(view: View, values: Sequence[Value]) -> str | None:
             where = "before its definition or outside its region"
             return f"%{value} is read {where if value in view.defined else 'but not defined yet'}"
     return None
-
-
-def _same(
-    view: View, what: str, values: Sequence[Value], wanted: Sequence[TensorType]
-) -> str | None:
-    have = [view.types[v] for v in values]
-    if have == list(wanted):
-        return None
-    said, asked = (", ".join(map(str, types)) for types in (have, wanted))
-    return f"the {what} are ({said}) instead of ({asked})"
 
 
 # ---------------------------------------------------------------------------------------------

@@ -121,13 +121,9 @@ class OpKind:
         key = (name, operands, results, items, tuple(flavours))
         kind = cls._interned.get(key)
         if kind is None:
-            kind = super().__new__(cls)
-            kind.name = name
-            kind.operands = operands
-            kind.results = results
-            kind.attrs = dict(items)
-            kind._cache = {}
-            cls._interned[key] = kind
+            kind = cls._interned[key] = super().__new__(cls)
+            kind.name, kind.operands, kind.results = name, operands, results
+            kind.attrs, kind._cache = dict(items), {}
         return kind
 
     def __getattr__(self, name: str) -> Description:

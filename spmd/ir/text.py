@@ -115,20 +115,17 @@ class _Printer:
 
     def ops(self, region: Region, types: Sequence[TensorType]) -> Iterator[str]:
         for op in region.ops:
-            yield from self.op(op, types)
-
-    def op(self, op: Op, types: Sequence[TensorType]) -> Iterator[str]:
-        *before, last = self.head(op).split("\n")
-        yield from before
-        opening = " {" if op.regions else ""
-        yield last + opening + self.comment(op.results, op.loc)
-        for region in op.regions:
-            yield f"  region({_arguments(region, types)}) {{{self.comment(region.args)}"
-            yield from _indent(self.ops(region, types), 2)
-            yield f"    {_return(region)}"
-            yield "  }"
-        if op.regions:
-            yield "}"
+            *before, last = self.head(op).split("\n")
+            yield from before
+            opening = " {" if op.regions else ""
+            yield last + opening + self.comment(op.results, op.loc)
+            for inner in op.regions:
+                yield f"  region({_arguments(inner, types)}) {{{self.comment(inner.args)}"
+                yield from _indent(self.ops(inner, types), 2)
+                yield f"    {_return(inner)}"
+                yield "  }"
+            if op.regions:
+                yield "}"
 
     def head(self, op: Op) -> str:
         """Returns an op's text without its regions: one line, or several if it has a body."""
@@ -141,9 +138,7 @@ class _Printer:
             pairs = kind.attrs.items()
             attrs = (f"{_name(n, ATTR_NAME)} = {self.attribute(n, a)}" for n, a in pairs)
             text += f" {{{', '.join(attrs)}}}"
-        results = _types(kind.results)
-        if len(kind.results) == 1:
-            results = str(kind.results[0])
+        results = str(kind.results[0]) if len(kind.results) == 1 else _types(kind.results)
         return f"{text} : {_types(kind.operands)} -> {results}"
 
     def comment(self, values: Sequence[Value], loc: Loc = Loc()) -> str:  # noqa: B008 (frozen)
@@ -192,15 +187,13 @@ class _Printer:
         reducer = body_reducer(body)
         if reducer and body == reducer_body(reducer, body.types[0].dtype):
             return f"{reducer}<{body.types[0].dtype}>"
-        head = f"({_arguments(body.region, body.types)}) {{"
+        types, region = body
+        head = f"({_arguments(region, types)}) {{"
         if not self.whole:
             return head + "...}"
-        lines = [
-            *_Printer(self.mesh).ops(body.region, body.types),
-            _return(body.region),
-            *_unused(body.region, body.types),
-        ]
-        return "\n".join([head, *_indent(lines), "}"])
+        ops = _Printer(self.mesh).ops(region, types)
+        lines = _indent([*ops, _return(region), *_unused(region, types)])
+        return "\n".join([head, *lines, "}"])
 
 
 def _indent(lines: Iterable[str], levels: int = 1) -> Iterator[str]:
@@ -261,18 +254,9 @@ def dense_text(dense: Dense) -> str:
         return _element(dense.data, dtype)
     if whole and dense.type.size <= READABLE_ELEMENTS:
         texts = [_element(dense.data[i : i + size], dtype) for i in range(0, len(dense.data), size)]
-        return _nested(texts, dense.type.shape or (1,))
+        shape = (dense.type.shape or (1,)) if texts else (0,)
+        return str(np.array(texts, object).reshape(shape).tolist()).replace("'", "")
     return raw
-
-
-def _nested(texts: Sequence[str], shape: Sequence[int]) -> str:
-    if not shape:
-        return texts[0]
-    if not texts:
-        return "[]"
-    piece = len(texts) // shape[0]
-    rows = [_nested(texts[i * piece :][:piece], shape[1:]) for i in range(shape[0])]
-    return "[" + ", ".join(rows) + "]"
 
 
 def _element(raw: bytes, dtype: np.dtype[Any]) -> str:

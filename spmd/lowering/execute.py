@@ -26,7 +26,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func, stablehlo
 
 from spmd.errors import MeshError, UnsupportedOpError
-from spmd.frontend.importer.attributes import MARKS, tensor_type
+from spmd.frontend.importer.contents import MARKS, tensor_type
 from spmd.frontend.importer.handlers import LEAVES, SAME
 from spmd.ir.description import CUSTOM_CALL
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG

@@ -63,11 +63,8 @@ class Mesh:
         names = tuple(axis_names)
         _check_axes(sizes, names)
         count = math.prod(sizes)
-        ids = (
-            tuple(range(count))
-            if device_ids is None
-            else tuple(int(i) for i in np.asarray(tuple(device_ids)).reshape(-1))
-        )
+        given = range(count) if device_ids is None else np.asarray(tuple(device_ids)).reshape(-1)
+        ids = tuple(int(i) for i in given)
         if len(ids) != count:
             raise MeshError(
                 f"shape {sizes} needs {count} devices and {len(ids)} ids were given",
@@ -91,9 +88,8 @@ class Mesh:
         return Mesh, (self.device_ids, self.sizes, self.axis_names, self.dcn_sizes)
 
     def __repr__(self) -> str:
-        ids: object = self.device_ids
-        if self.device_ids == tuple(range(self.size)):
-            ids = range(self.size)
+        every = range(self.size)
+        ids = every if self.device_ids == tuple(every) else self.device_ids
         return f"Mesh(device_ids={ids}, shape={self.sizes}, axis_names={self.axis_names})"
 
     def __str__(self) -> str:
@@ -154,11 +150,10 @@ class Mesh:
         """
         pieces = self.pieces()
         sizes, dcn_sizes = [], []
-        for axis, name in enumerate(self.axis_names):
+        for name, crossing in zip(self.axis_names, self.dcn_sizes, strict=True):
             atoms = [self.atoms[i] for i in self.axis_atoms[name]]
-            sizes += [atom.size for atom in atoms] or [1]
-            crosses = [atom.pre * atom.size <= self.dcn_sizes[axis] for atom in atoms]
-            dcn_sizes += [a.size if c else 1 for a, c in zip(atoms, crosses, strict=True)] or [1]
+            sizes += [a.size for a in atoms] or [1]
+            dcn_sizes += [a.size if a.pre * a.size <= crossing else 1 for a in atoms] or [1]
         names = [piece for name in self.axis_names for piece in pieces[name]]
         return Mesh(self.device_ids, sizes, names, dcn_sizes)
 

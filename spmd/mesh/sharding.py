@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -119,10 +120,8 @@ def is_legal(sharding: Sharding, shape: Sequence[int], mesh: Mesh, *, even: bool
 
 def piece_sizes(size: int, axes: Axes, mesh: Mesh) -> tuple[int, ...]:
     """Size of a dim's pieces after each atom, the whole first: 10 over {2, 2} is (10, 5, 3)."""
-    sizes = [size]
-    for a in axes:
-        sizes.append(-(-sizes[-1] // mesh.atom_sizes[a]))
-    return tuple(sizes)
+    atom_sizes = [mesh.atom_sizes[a] for a in axes]
+    return tuple(accumulate(atom_sizes, lambda piece, atom: -(-piece // atom), initial=size))
 
 
 def local_shape(shape: Sequence[int], sharding: Sharding, mesh: Mesh) -> tuple[int, ...]:

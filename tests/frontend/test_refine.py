@@ -138,6 +138,25 @@ def test_a_composite_keeps_a_constant_operand() -> None:
     np.testing.assert_array_equal(ours, 3 * x)
 
 
+def test_marks_inside_calls_and_composites(mesh: spmd.Mesh) -> None:
+    """A function that is called at two sizes, and a composite, each with a mark of its own."""
+
+    def marked(x: Any) -> Any:
+        return jnp.sin(spmd.mark_sharding(x, mesh, ("data", None)))
+
+    def fn(x: Any) -> Any:
+        inner = jax.jit(marked)
+        return jax.lax.composite(marked, "test.marked")(x) + inner(x) + inner(x[:4]).sum()
+
+    (n,) = export.symbolic_shape("n", constraints=["n >= 4"])
+    data, *_ = function_artifact(fn, [struct(n, 4)], platform="cpu")
+    refined = refine(parse_module(data), [(8, 4)], {"n": 8})
+    assert str(refined).count("sdy.sharding_constraint") == 3
+    x = np.random.default_rng(0).standard_normal((8, 4), np.float32)
+    (ours,) = spmd.compile_stablehlo(refined, mesh)(x)
+    np.testing.assert_allclose(ours, fn(x), rtol=1e-5)
+
+
 def body(text: str) -> str:
     return f"module {{ func.func @main(%x: tensor<?x4xf32>, %i: tensor<2xi32>) {text} }}"
 

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from spmd.errors import MeshError
-from spmd.mesh.chips import DTYPES, Chip, Link
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.topology import Topology
+from spmd.mesh.topology import DTYPES, Chip, Link, Topology
 
 NAMES = ["v4:4x4x8", "v5e:4x4", "v5p:4x4x4", "v6e:2x4", "a100:8", "h100:16", "h200:8", "cpu:8"]
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from spmd.mesh.chips import CollectiveSpeed, Link
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.topology import Topology
+from spmd.mesh.topology import CollectiveSpeed, Link, Topology
 from spmd.reshard.comm import collective_seconds
 from tools import calibrate
 from tools.calibration import KINDS, Sample, axis_sets, calibrated, fit_link

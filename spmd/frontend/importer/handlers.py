@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxlib.mlir import ir
@@ -15,40 +15,29 @@ from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.dialects import stablehlo as hlo
 
 from spmd.errors import FrontendError, UnsupportedOpError
-from spmd.frontend.importer.attributes import (
-    MARKS,
-    composite_attribute,
-    defining_op,
-    entries_of,
-    items_of,
-)
 from spmd.frontend.importer.contents import (
+    MARKS,
     NO_AXES,
     Contents,
     Scope,
     Stated,
     atoms_of_refs,
-    ends_of,
+    composite_attribute,
+    defining_op,
+    entries_of,
+    items_of,
     manual_refs,
+    mesh_of,
     refs_of,
     shardings_of,
 )
-from spmd.frontend.importer.ops import (
-    LEGALIZED,
-    Attrs,
-    Env,
-    Handler,
-    Importer,
-    keep,
-    refusal,
-    refuse,
-)
+from spmd.frontend.importer.ops import LEGALIZED, Attrs, Env, Handler, Importer, refusal, refuse
 from spmd.ir.description import FROM_MANUAL
 from spmd.ir.dialect.callbacks import CALLBACK, FLAG
 from spmd.ir.dialect.collectives import COLLECTIVES
 from spmd.ir.dialect.manual import MANUAL, TO_MANUAL
 from spmd.ir.pipelines import SHIFT
-from spmd.ir.program import Loc, Op, OpKind, Region, Value, has_effect
+from spmd.ir.program import Loc, Value, has_effect
 from spmd.ir.types import Attribute, ShardingAttr
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
@@ -80,25 +69,25 @@ Marks = Sequence[ShardingAttr | None]
 # Calls, composites, tuples, and custom calls that name a function.
 
 
-def _composite(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+def _composite(importer: Importer, op: Any, env: Env) -> None:
     name = op.attributes["name"].value
     has_own = "composite_attributes" in op.attributes
     own = items_of(op.attributes["composite_attributes"]) if has_own else {}
     if name in _CHLO_COMPOSITES:
         attrs = {n: importer.attribute(n, attr) for n, attr in own.items()}
-        ops.append(importer.op(op, env, name, attrs))
+        importer.op(op, env, name, attrs)
     elif name in importer.composites:
         attrs = {f"with.{n}": composite_attribute(attr) for n, attr in own.items()}
         attrs = {"name": name, **importer.composites[name], **attrs}
-        ops.append(importer.op(op, env, attrs=attrs))
+        importer.op(op, env, attrs=attrs)
     else:
-        _inline(importer, op, op.attributes["decomposition"].value, env, ops)
+        _inline(importer, op, op.attributes["decomposition"].value, env)
 
 
-def _any_custom_call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+def _any_custom_call(importer: Importer, op: Any, env: Env) -> None:
     target = op.attributes["call_target_name"].value
     if target == CALLBACK:
-        ops.append(_callback(importer, op, env))
+        _callback(importer, op, env)
     elif target in ("Sharding", "xla.sdy.FuncResultSharding"):  # their attributes mark it
         env[op.results[0]] = env[op.operands[0]]
     elif target in (ENTERS, LEAVES):
@@ -112,36 +101,39 @@ def _any_custom_call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> No
             attrs = {n: importer.attribute(n, attr) for n, attr in entries_of(op)}
             del attrs["called_computations"]
             attrs["body"] = importer.body(function.regions[0], op.name)
-        keep(importer.op(op, env, attrs=attrs), ops)
+        importer.op(op, env, attrs=attrs)
 
 
-def _make_tuple(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+def _tuple(importer: Importer, op: Any, env: Env) -> None:
     # A tuple never becomes a value: it is remembered as the values that it was made of.
     #   %3 = tuple %1, %2; %4 = get_tuple_element %3[1]      %4 is %2, and no op is appended
-    if not all(v in env for v in op.operands):
-        _refuse_tuple(importer, op)
-    importer.tuples[op.results[0]] = tuple([env[v] for v in op.operands])
+    try:
+        if op.name == "stablehlo.tuple":
+            importer.tuples[op.results[0]] = tuple([env[v] for v in op.operands])
+        else:
+            index = op.attributes["index"].value
+            env[op.results[0]] = importer.tuples[op.operands[0]][index]
+    except KeyError as error:  # of an argument, of a tuple inside a tuple
+        raise FrontendError(
+            f"{op.name} of tuples that the module does not make itself",
+            source=importer.loc(op.location).source,
+            fix="pass the elements one by one, without nesting",
+        ) from error
 
 
-def _take_element(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
-    if op.operands[0] not in importer.tuples:
-        _refuse_tuple(importer, op)
-    env[op.results[0]] = importer.tuples[op.operands[0]][op.attributes["index"].value]
-
-
-def _call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+def _call(importer: Importer, op: Any, env: Env) -> None:
     if is_manual_call(op):
-        _manual_call(importer, op, env, ops)
+        _manual_call(importer, op, env)
     else:
-        _inline(importer, op, op.attributes["callee"].value, env, ops)
+        _inline(importer, op, op.attributes["callee"].value, env)
 
 
-def _inline(importer: Importer, op: Any, callee: str, env: Env, ops: list[Op]) -> None:
+def _inline(importer: Importer, op: Any, callee: str, env: Env) -> None:
     """Appends the ops of a function in place of its call."""
     # before: func @f(%a) { %b = tanh %a; return %b }   and   %5 = call @f(%4); %6 = call @f(%5)
     # after:  %5 = tanh %4; %6 = tanh %5
-    # The body is imported anew for each call, with `inner` naming the arguments: two calls may get
-    # different shardings, and their ops carry the line of their own call.
+    # The body is imported anew for each call: two calls may get different shardings, and their ops
+    # carry the line of their own call.
     function = importer.contents.functions.get(callee)
     if callee in importer.calls or function is None or not function.regions[0].blocks:
         problem = "calls itself" if callee in importer.calls else "has no body in the module"
@@ -153,24 +145,23 @@ def _inline(importer: Importer, op: Any, callee: str, env: Env, ops: list[Op]) -
     importer.call_loc = importer.loc(op.location)
     importer.calls.append(callee)
     block = function.regions[0].blocks[0]
-    args, ends = map(importer.contents.boundary_marks, ends_of(function))
-    arguments = [env[v] for v in op.operands]
-    arguments = _marked(importer, ops, arguments, args, importer.call_loc)
-    inner_ops, results = importer.block(block, dict(zip(block.arguments, arguments, strict=True)))
-    ops.extend(inner_ops)
-    results = tuple(_marked(importer, ops, results, ends, importer.call_loc))
+    sides = "argument", "result"
+    args, ends = (importer.contents.boundary_marks(function, side) for side in sides)
+    arguments = _marked(importer, [env[v] for v in op.operands], args, importer.call_loc)
+    results = importer.block(block, dict(zip(block.arguments, arguments, strict=True)))
+    results = _marked(importer, results, ends, importer.call_loc)
     env.update(zip(op.results, results, strict=True))
     importer.calls.pop()
     importer.call_loc = outer
 
 
 def _marked(
-    importer: Importer, ops: list[Op], values: Sequence[Value], marks: Marks, loc: Loc
-) -> list[Value]:
-    return [importer.mark(ops, v, mark, loc) for v, mark in zip(values, marks, strict=True)]
+    importer: Importer, values: Sequence[Value], marks: Marks, loc: Loc
+) -> tuple[Value, ...]:
+    return tuple([importer.mark(v, mark, loc) for v, mark in zip(values, marks, strict=True)])
 
 
-def _callback(importer: Importer, op: Any, env: Env) -> Op:
+def _callback(importer: Importer, op: Any, env: Env) -> None:
     loc = importer.loc(op.location)
     stated = dict(entries_of(op))
     names = ("number", "called", "ordered", "partitioned")
@@ -178,19 +169,9 @@ def _callback(importer: Importer, op: Any, env: Env) -> Op:
     if not 0 <= int(attrs.get("number", -1)) < importer.callbacks:
         refuse(f"custom_call:{CALLBACK}", loc)
     attrs["held"] = importer.scopes[-1].held if importer.scopes else ()
-    operands = tuple([env[v] for v in op.operands])
-    results = tuple([importer.bind(env, result) for result in op.results])
-    reads, makes = (tuple([importer.types[v] for v in values]) for values in (operands, results))
-    return Op(OpKind(CALLBACK, reads, makes, attrs), operands, results, (), loc)
-
-
-def _refuse_tuple(importer: Importer, op: Any) -> NoReturn:
-    """Raises FrontendError for a tuple that is an argument, or made by anything but `tuple`."""
-    raise FrontendError(
-        f"{op.name} of tuples that the module does not make itself",
-        source=importer.loc(op.location).source,
-        fix="pass the elements one by one, without nesting",
-    )
+    importer.b.loc, types = loc, [importer.type(result.type) for result in op.results]
+    results = importer.b.op(CALLBACK, [env[v] for v in op.operands], types, attrs)
+    env.update(zip(op.results, results, strict=True))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -212,40 +193,40 @@ class _End(NamedTuple):
 
 
 _Ends = tuple[Sequence[_End], Sequence[_End]]  # of what comes in, and of what goes out
-_Body = Callable[[Env, list[Op]], Sequence[Value]]
+_Body = Callable[[Env], Sequence[Value]]
 
 
-def _region(
-    importer: Importer, env: Env, ops: list[Op], loc: Loc, scope: Scope, ends: _Ends, body: _Body
-) -> None:
+def _region(importer: Importer, env: Env, loc: Loc, scope: Scope, ends: _Ends, body: _Body) -> None:
     """Appends a manual region: what enters it, the ops that `body` imports, and what leaves it."""
-    inside: list[Op] = []
-    inner: Env = {}
+    b, inner = importer.b, dict[Any, Value]()
+    b.begin()
     for end in ends[0]:
         attrs: Attrs = {"axes": scope.held, "dims": end.dims}
         type_ = importer.type(end.inner.type)
-        entered = importer.add(inside, TO_MANUAL, env[end.outer], type_, attrs, loc)
-        inner[end.inner] = importer.mark(inside, entered, end.mark, loc)
+        entered = importer.add(TO_MANUAL, env[end.outer], type_, attrs, loc)
+        inner[end.inner] = importer.mark(entered, end.mark, loc)
     importer.scopes.append(scope)
-    results = body(inner, inside)
+    results = body(inner)
     importer.scopes.pop()
     returned = []
     for end, value in zip(ends[1], results, strict=True):
         attrs = {"axes": scope.held, "dims": end.dims}
-        marked = importer.mark(inside, value, end.mark, loc)
+        marked = importer.mark(value, end.mark, loc)
         type_ = importer.type(end.outer.type)
-        returned.append(importer.add(inside, FROM_MANUAL, marked, type_, attrs, loc))
-    found = tuple([importer.bind(env, end.outer) for end in ends[1]])
-    if not found and any(map(has_effect, inside)):  # ops go by their results: it gets one
-        inside.append(flag := importer.flag(loc))
+        returned.append(importer.add(FROM_MANUAL, marked, type_, attrs, loc))
+    if not ends[1]:  # ops go by their results: it gets one
+        b.append(flag := importer.flag(loc))
         attrs = {"axes": scope.held, "dims": ()}
-        returned.append(importer.add(inside, FROM_MANUAL, flag.results[0], FLAG, attrs, loc))
-        found = (importer.value(FLAG),)
-    kind = OpKind(MANUAL, (), tuple([importer.types[v] for v in found]), {"axes": scope.axes})
-    keep(Op(kind, (), found, (Region((), tuple(inside), tuple(returned)),), loc), ops)
+        returned.append(importer.add(FROM_MANUAL, flag.results[0], FLAG, attrs, loc))
+    region = b.end((), returned)
+    if not ends[1] and not any(map(has_effect, region.ops)):
+        return
+    b.loc, types = loc, [b.types[v] for v in returned]
+    made = b.op(MANUAL, (), types, {"axes": scope.axes}, (region,))
+    env.update(zip([end.outer for end in ends[1]], made, strict=False))
 
 
-def _manual(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+def _manual(importer: Importer, op: Any, env: Env) -> None:
     loc, contents = importer.loc(op.location), importer.contents
     block = op.regions[0].blocks[0]
     sides = ("in_shardings", block.arguments), ("out_shardings", op.results)
@@ -262,14 +243,11 @@ def _manual(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
     own = next((stated.mesh for stated in (*ins, *outs) if any(stated.dims)), None)
     if own is None:  # nothing is split: the manual axes tell the mesh
         wanted = set(names)
-        if outer and wanted <= set(outer.own.axis_names):
-            own = outer.own
-        else:
-            known = [mesh for mesh in contents.meshes.values() if mesh]
-            fits = (mesh for mesh in known if wanted <= set(mesh.axis_names))
-            own = next(fits, None if wanted else NO_AXES)
-        if own is None and None in contents.meshes.values():  # along the axes of a single device
-            own = Mesh(None, (1,) * len(wanted), sorted(wanted))
+        known = [outer.own] if outer else []
+        known += [mesh for mesh in contents.meshes.values() if mesh] + [NO_AXES]
+        if None in contents.meshes.values():  # along the axes of a single device
+            known.append(Mesh(None, (1,) * len(wanted), sorted(wanted)))
+        own = next((mesh for mesh in known if wanted <= set(mesh.axis_names)), None)
         if own is None:
             raise FrontendError(f"the module has no mesh with the axes {', '.join(sorted(wanted))}")
     axes = tuple(sorted(contents.atoms(own, [(name, 1, 0) for name in names])))
@@ -285,14 +263,10 @@ def _manual(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
         rest = None if scope.is_whole else contents.written(stated._replace(dims=free))
         return _End(inner, outer, dims, rest)
 
-    def body(inner: Env, inside: list[Op]) -> Sequence[Value]:
-        found, results = importer.block(block, inner)
-        inside += found
-        return results
-
     entries = list(map(end, block.arguments, op.operands, ins))
     exits = list(map(end, op.results, op.results, outs))
-    _region(importer, env, ops, loc, scope, (entries, exits), body)
+    ends = entries, exits
+    _region(importer, env, loc, scope, ends, lambda inner: importer.block(block, inner))
 
 
 def _whole(stated: Stated | None, rank: int, loc: Loc) -> Stated:
@@ -376,7 +350,7 @@ def _cross(importer: Importer, op: Any, target: str, env: Env) -> None:
     env[op.results[0]] = env[op.operands[0]]
 
 
-def _manual_call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+def _manual_call(importer: Importer, op: Any, env: Env) -> None:
     loc, contents = importer.loc(op.location), importer.contents
     entries = list(filter(None, map(_entry, op.operands)))
     exits = list(filter(None, map(_exit, op.results)))
@@ -399,11 +373,11 @@ def _manual_call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
             refuse(f"custom_call:{ENTERS}", loc)
         return _End(crossing.inner, crossing.outer, dims, None)
 
-    def body(inner: Env, inside: list[Op]) -> Sequence[Value]:
-        _inline(importer, op, op.attributes["callee"].value, inner, inside)
+    def body(inner: Env) -> Sequence[Value]:
+        _inline(importer, op, op.attributes["callee"].value, inner)
         return [inner[crossing.inner] for crossing in exits]
 
-    _region(importer, env, ops, loc, scope, (list(map(end, entries)), list(map(end, exits))), body)
+    _region(importer, env, loc, scope, (list(map(end, entries)), list(map(end, exits))), body)
     env.update((crossing.inner, env[crossing.outer]) for crossing in exits)
 
 
@@ -424,7 +398,7 @@ _WITH_REPLICAS = ("stablehlo.all_gather", "stablehlo.all_reduce", "stablehlo.red
 """Collectives whose groups are of replicas, unless `use_global_device_ids` says otherwise."""
 
 
-def _collective(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+def _collective(importer: Importer, op: Any, env: Env) -> None:
     # A variadic collective, as jax writes for `psum` of a tree, becomes one op for each operand:
     # rules and rewrites know only these, and `combine` joins small ones again.
     loc = importer.loc(op.location)
@@ -438,7 +412,7 @@ def _collective(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
     loc = loc._replace(note=BY_PIPELINE if SHIFT in loc.scope else BY_USER)
     for result, value in zip(op.results, op.operands, strict=True):
         type_ = importer.type(result.type)
-        env[result] = importer.add(ops, op.name, env[value], type_, attrs, loc)
+        env[result] = importer.add(op.name, env[value], type_, attrs, loc)
 
 
 def _exchange(
@@ -492,7 +466,7 @@ def _exchange(
     if permutes:
         return {"axes": crossed or scope.axes, "pairs": groups}
     dims = {name: attrs[name].value for name in _DIMS if name in attrs}
-    axes = _axes_of_groups(groups, mesh)
+    axes = _axes_of_groups(groups, crossed, mesh)
     return {**dims, "axes": crossed, "groups": groups} if axes is None else {**dims, "axes": axes}
 
 
@@ -502,35 +476,27 @@ def _groups(stated: Any, contents: Contents) -> Groups:
         return tuple(tuple(p for p in row if p >= 0) for row in np.asarray(stated).tolist())
     over = hlo.ReplicaGroupMeshAxesAttr(stated)
     named: Any = over.mesh
-    mesh: Mesh | None
-    if isinstance(named, ir.FlatSymbolRefAttr):
-        mesh = contents.meshes[named.value]
-    else:
-        own: Any = hlo.MeshAttr(named)
-        parts = [hlo.MeshAxisAttr(axis) for axis in own.axes]
-        ids = None if own.device_ids is None else list(own.device_ids)
-        mesh = Mesh(ids, [part.size for part in parts], [part.name for part in parts])
+    is_named = isinstance(named, ir.FlatSymbolRefAttr)
+    mesh = contents.meshes[named.value] if is_named else mesh_of(named, hlo)
     if mesh is None:
         return ((0,),)
     groups = mesh.groups(atoms_of_refs(refs_of(ir.ArrayAttr(over.axes), hlo), mesh))
     return tuple(tuple(mesh.device_ids[p] for p in group) for group in groups)
 
 
-def _axes_of_groups(groups: Groups, mesh: Mesh) -> Axes | None:
-    """The atoms whose `Mesh.groups` are these groups; None if there are no such atoms."""
+def _axes_of_groups(groups: Groups, crossed: Axes, mesh: Mesh) -> Axes | None:
+    """The atoms `crossed`, so ordered that these are their `Mesh.groups`; None if they are not."""
+
     # The first group tells which atoms vary, and in which order: the major one changes last. On
     # (data=2, model=2), whose devices are 0 1 | 2 3:
     #   (0, 2, 1, 3)   data differs from member 1 on, model from member 2 on: (model, data)
     #   (0, 3)         both differ at once, but groups of both have four members: None
     # The test at the end decides; before it this is a guess.
-    first = groups[0]
-    place: dict[int, int] = {}
-    for index, position in enumerate(first):
-        for a in range(len(mesh.atoms)):
-            differs = mesh.coordinate(position, [a]) != mesh.coordinate(first[0], [a])
-            if differs and a not in place:
-                place[a] = index
-    axes = tuple(sorted(place, key=lambda a: -place[a]))
+    def place(atom: int) -> int:
+        first = [mesh.coordinate(position, [atom]) for position in groups[0]]
+        return next((i for i, coordinate in enumerate(first) if coordinate != first[0]), 0)
+
+    axes = tuple(sorted(crossed, key=lambda atom: -place(atom)))
     return axes if set(mesh.groups(axes)) == set(groups) else None
 
 
@@ -538,35 +504,34 @@ def _axes_of_groups(groups: Groups, mesh: Mesh) -> Axes | None:
 # Shardy's other ops: marks and named computations.
 
 
-def _marks(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+def _marks(importer: Importer, op: Any, env: Env) -> None:
     """Imports an op that reshards its operand as a mark; as the operand if it states nothing."""
     # Whatever such an op exchanges, the value is the same. It is a mark, and what is sent for it is
     # planned as for any other.
     value, loc = env[op.operands[0]], importer.loc(op.location)
     name = next((name for name in ("sharding", "out_sharding") if name in op.attributes), None)
-    rank = importer.types[value].rank
+    rank = importer.b.types[value].rank
     stated = importer.contents.mark(op.attributes[name], rank) if name else None
-    marked = importer.mark(ops, value, stated, loc)
+    marked = importer.mark(value, stated, loc)
     env[op.results[0]] = marked
     if next(iter(op.results[0].uses), None) is None:  # of a constraint, which speaks of its operand
         env[op.operands[0]] = marked
 
 
-def _named(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+def _named(importer: Importer, op: Any, env: Env) -> None:
     """Imports the ops inside an `sdy.named_computation`, between the marks that it states."""
 
     def marked(values: Sequence[Value], name: str) -> Sequence[Value]:
         if name not in op.attributes:
             return values
-        ranks = [importer.types[v].rank for v in values]
+        ranks = [importer.b.types[v].rank for v in values]
         pairs = zip(shardings_of(op.attributes[name]), ranks, strict=True)
         marks = [importer.contents.mark(attr, rank) for attr, rank in pairs]
-        return _marked(importer, ops, values, marks, importer.loc(op.location))
+        return _marked(importer, values, marks, importer.loc(op.location))
 
     block = op.regions[0].blocks[0]
     entered = marked([env[v] for v in op.operands], "in_shardings")
-    body, results = importer.block(block, dict(zip(block.arguments, entered, strict=True)))
-    ops += body
+    results = importer.block(block, dict(zip(block.arguments, entered, strict=True)))
     env.update(zip(op.results, marked(results, "out_shardings"), strict=True))
 
 
@@ -575,15 +540,13 @@ HANDLERS: Mapping[str, Handler] = MappingProxyType(
         "func.call": _call,
         "stablehlo.composite": _composite,
         "stablehlo.custom_call": _any_custom_call,
-        "stablehlo.get_tuple_element": _take_element,
-        "stablehlo.tuple": _make_tuple,
+        "stablehlo.get_tuple_element": _tuple,
+        "stablehlo.tuple": _tuple,
         **LEGALIZED,
         **dict.fromkeys(COLLECTIVES, _collective),
         "sdy.manual_computation": _manual,
         **dict.fromkeys(SAME, _marks),
-        "sdy.constant": lambda importer, op, env, ops: ops.append(
-            importer.op(op, env, "stablehlo.constant")
-        ),
+        "sdy.constant": lambda importer, op, env: importer.op(op, env, "stablehlo.constant"),
         "sdy.named_computation": _named,
         # It has no results, and only guides Shardy's own propagation.
         "sdy.sharding_group": lambda *_: None,

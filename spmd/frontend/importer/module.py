@@ -1,7 +1,7 @@
 """StableHLO module -> `Program`: the entry points of the importer.
 
-    attributes (what the bindings hand out, as data) -> contents (functions, meshes)
-    -> ops (blocks, op by op) -> handlers (ops that become others)
+    contents (what the module states, as data) -> ops (blocks, op by op)
+    -> handlers (ops that become others)
 
 Function calls and composites that nobody registered are inlined on the way in, so that later
 stages see one function. Scalar bodies (of reduce, scatter, sort, ...) become hashable attributes;
@@ -27,13 +27,13 @@ from jaxlib.mlir.passmanager import PassManager
 
 from spmd.errors import FrontendError, SpmdError
 from spmd.frontend.bytecode import MAGIC, bytecode_to_text
-from spmd.frontend.importer.attributes import function_type, tensor_type
 from spmd.frontend.importer.contents import (
     Contents,
-    argument_paths,
-    ends_of,
+    function_type,
+    location_of,
     path_of,
     result_names,
+    tensor_type,
 )
 from spmd.frontend.importer.handlers import HANDLERS
 from spmd.frontend.importer.ops import Importer
@@ -84,17 +84,14 @@ def import_module(
         body = importer.region(main.regions[0].blocks[0], {})
         program = Program(
             main.attributes["sym_name"].value,
-            tuple(importer.types),
+            tuple(importer.b.types),
             body,
             tuple(arg_names) or tuple(f"arg{i}" for i in range(len(body.args))),
             result_names(main),
             tuple(callbacks),
         )
-        marks = [
-            tuple(contents.boundary_marks(ends, what))
-            for ends, what in zip(ends_of(main), ("argument", "result"), strict=True)
-        ]
-        return Imported(program, *marks)
+        sides = "argument", "result"
+        return Imported(program, *(contents.boundary_marks(main, side, True) for side in sides))
 
 
 def parse_module(source: Any) -> ir.Module:
@@ -150,16 +147,18 @@ def boundary_names(module: ir.Module) -> tuple[tuple[str, ...], tuple[str, ...]]
     They come from the arguments' locations and the results' attributes. Where one has no name, or
     two have the same, they are `arg0`, `arg1`, ... and `result0`, ...
     """
+    arguments = argument_names(module)
     with module.context, malformed():
-        main = Contents(module).main()
-        results = [path_of(name) for name in result_names(main)]
-        return _unique("arg", argument_paths(main)), _unique("result", results)
+        results = map(path_of, result_names(Contents(module).main()))
+        return arguments, _unique("result", list(results))
 
 
 def argument_names(module: ir.Module, start: int = 0) -> tuple[str, ...]:
     """Names of the arguments from number `start` on, as in `boundary_names`, at any shapes."""
     with module.context, malformed():
-        return _unique("arg", argument_paths(Contents(module).main())[start:])
+        arguments = Contents(module).main().regions[0].blocks[0].arguments
+        paths = [path_of(location_of(arg.location)[0]) for arg in arguments]
+        return _unique("arg", paths[start:])
 
 
 def dialect_ops() -> tuple[str, ...]:

@@ -17,8 +17,11 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 from jaxlib.mlir.passmanager import PassManager
 
 from spmd.errors import FrontendError, MeshError, SpecError, UnsupportedOpError
-from spmd.frontend.importer.attributes import (
+from spmd.frontend.importer.contents import (
     MARKS,
+    Contents,
+    Scope,
+    atoms_of_refs,
     attribute,
     cloned,
     defining_op,
@@ -26,7 +29,7 @@ from spmd.frontend.importer.attributes import (
     location_of,
     tensor_type,
 )
-from spmd.frontend.importer.contents import Contents, Scope, atoms_of_refs
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.callbacks import FLAG
 from spmd.ir.dialect.collectives import DEVICE_IDS
 from spmd.ir.dialect.reducers import NEUTRAL, body_reducer, is_identity
@@ -43,7 +46,7 @@ _RETURNS = {"func.return", "stablehlo.return", "sdy.return"}
 
 Env = dict[Any, Value]  # maps a value of the module to its number in the program
 Attrs = Mapping[str, Attribute]
-Handler = Callable[["Importer", Any, Env, list[Op]], None]
+Handler = Callable[["Importer", Any, Env], None]
 """Imports an op of the module: appends ops, and enters its results into the environment."""
 
 
@@ -66,7 +69,7 @@ class Importer:
         self.composites = composites  # that stay one op -> attributes besides their own
         self.callbacks = callbacks  # how many Python functions are there to be called
         self.tuples: dict[Any, tuple[Value, ...]] = {}  # of the module -> what they are made of
-        self.types: list[TensorType] = []  # of each value so far
+        self.b = Builder()  # appends ops; has the type of each value so far
         self.type = functools.cache(tensor_type)  # equal ones become the same object
         self.attribute = functools.cache(attribute)
         self.calls: list[str] = []  # functions that are being inlined, outermost first
@@ -76,7 +79,7 @@ class Importer:
         self._handlers = handlers
         self._count = 0
         self._depth = 0
-        self._constants: dict[Value, Dense] = {}
+        self._producers: dict[Value, Op] = {}
         self._loc_cache: dict[Any, Loc] = {}
         self._kind_cache: dict[Any, OpKind] = {}
 
@@ -84,13 +87,8 @@ class Importer:
 
     def bind(self, env: Env, value: Any) -> Value:
         """Makes a new value for one of the module's, and enters it into `env`."""
-        env[value] = self.value(self.type(value.type))
+        env[value] = self.b.value(self.type(value.type))
         return env[value]
-
-    def value(self, type_: TensorType) -> Value:
-        """Makes a new value of a type."""
-        self.types.append(type_)
-        return len(self.types) - 1
 
     def loc(self, location: Any) -> Loc:
         """Reads a location; inside an inlined call, the caller's scope and stack are added."""
@@ -122,13 +120,12 @@ class Importer:
 
     def region(self, block: Any, env: Env) -> Region:
         """Imports a block with its arguments as a region."""
-        args = tuple([self.bind(env, arg) for arg in block.arguments])
-        ops, results = self.block(block, env)
-        return Region(args, tuple(ops), results)
+        args = [self.bind(env, arg) for arg in block.arguments]
+        self.b.begin()
+        return self.b.end(args, self.block(block, env))
 
-    def block(self, block: Any, env: Env) -> tuple[list[Op], tuple[Value, ...]]:
-        """Imports the ops of a block; returns them and the values that it returns."""
-        ops: list[Op] = []
+    def block(self, block: Any, env: Env) -> tuple[Value, ...]:
+        """Appends the ops of a block; returns the values that it returns."""
         for item in block.operations:
             op = item.operation
             self._count += 1
@@ -138,27 +135,25 @@ class Importer:
                     fix="keep repeated parts in a loop",
                 )
             if op.name in _RETURNS:
-                return ops, tuple([env[v] for v in op.operands])
+                return tuple([env[v] for v in op.operands])
             try:
-                if op.name in self._handlers:
-                    self._handlers[op.name](self, op, env, ops)
-                else:
-                    keep(self.op(op, env), ops)
+                handler: Handler = self._handlers.get(op.name, Importer.op)
+                handler(self, op, env)
                 stated = op.attributes
                 if len(stated) and (MARKS[0] in stated or MARKS[1] in stated):
                     results = [r for r in op.results if r in env]  # no tuple has a value
-                    ranks = [self.types[env[r]].rank for r in results]
+                    ranks = [self.b.types[env[r]].rank for r in results]
                     marks = self.contents.marks_of(op, ranks) if results else ()
                     for r, sharding in zip(results, marks, strict=True):
-                        env[r] = self.mark(ops, env[r], sharding, self.loc(op.location))
+                        env[r] = self.mark(env[r], sharding, self.loc(op.location))
             except MeshError as error:
                 raise error.at(self.loc(op.location).source) from error
         raise FrontendError("a block of the module has no terminator")
 
     # Ops.
 
-    def op(self, op: Any, env: Env, name: str = "", attrs: Attrs | None = None) -> Op:
-        """Imports an op of the module as one op; its results are added to `env`.
+    def op(self, op: Any, env: Env, name: str = "", attrs: Attrs | None = None) -> None:
+        """Appends an op of the module as one op, unless it is control flow that does nothing.
 
         `name` and `attrs` replace its own; they must follow from the op alone, for equal ops share
         a kind. FrontendError if it reads a value that is not visible, UnsupportedOpError if it is
@@ -182,42 +177,30 @@ class Importer:
             self._depth += 1
             regions = tuple([self.region(region.blocks[0], dict(env)) for region in op.regions])
             self._depth -= 1
-        results = list(op.results)
-        start = len(self.types)
-        self.types.extend(kind.results)
-        outs = tuple(range(start, len(self.types)))
-        env.update(zip(results, outs, strict=True))
-        if name == "stablehlo.constant" and kind.attrs["value"].splat:
-            self._constants[outs[0]] = kind.attrs["value"]
-        # Of a scalar to a scalar, as jax does for windows' initial values.
-        is_wrapped = name == "stablehlo.broadcast_in_dim" and kind.results[0].rank == 0
-        if is_wrapped and inputs[0] in self._constants:
-            self._constants[outs[0]] = self._constants[inputs[0]]
-        made = Op(kind, inputs, outs, regions, loc)
-        if outs or not regions or not has_effect(made):
-            return made
-        # Control flow that is there for its effects alone gets a result, for ops go by theirs.
-        flags = [self.flag(loc) for _ in regions]
-        pairs = zip(regions, flags, strict=True)
-        regions = tuple([r._replace(ops=(*r.ops, f), results=f.results) for r, f in pairs])
-        kind = OpKind(name, kind.operands, (FLAG,), kind.attrs)
-        return Op(kind, inputs, (self.value(FLAG),), regions, loc)
+        if regions and not kind.results:
+            if not any(has_effect(inner) for region in regions for inner in region.ops):
+                return
+            # Control flow that is there for its effects alone gets a result, for ops go by theirs.
+            flags = [self.flag(loc) for _ in regions]
+            pairs = zip(regions, flags, strict=True)
+            regions = tuple([r._replace(ops=(*r.ops, f), results=f.results) for r, f in pairs])
+            kind = OpKind(name, kind.operands, (FLAG,), kind.attrs)
+        self.b.loc = loc
+        outs = self.b.repeat(kind, inputs, regions)
+        env.update(zip(op.results, outs, strict=False))  # that flag is no value of the module
+        self._producers.update(dict.fromkeys(outs, self.b.last))
 
     def flag(self, loc: Loc) -> Op:
         """Makes a constant, to be the result of control flow that only has effects."""
         kind = OpKind("stablehlo.constant", (), (FLAG,), {"value": Dense.of(0, FLAG.dtype)})
-        return Op(kind, (), (self.value(FLAG),), (), loc)
+        return Op(kind, (), (self.b.value(FLAG),), (), loc)
 
-    def add(
-        self, ops: list[Op], name: str, operand: Value, type_: TensorType, attrs: Attrs, loc: Loc
-    ) -> Value:
+    def add(self, name: str, operand: Value, type_: TensorType, attrs: Attrs, loc: Loc) -> Value:
         """Appends an op of one operand and one result."""
-        result = self.value(type_)
-        kind = OpKind(name, (self.types[operand],), (type_,), attrs)
-        ops.append(Op(kind, (operand,), (result,), (), loc))
-        return result
+        self.b.loc = loc
+        return self.b.op(name, (operand,), (type_,), attrs)[0]
 
-    def mark(self, ops: list[Op], value: Value, sharding: ShardingAttr | None, loc: Loc) -> Value:
+    def mark(self, value: Value, sharding: ShardingAttr | None, loc: Loc) -> Value:
         """Appends a mark and returns its result; the value itself if there is nothing to mark."""
         if self.in_bodies or sharding is None:
             return value
@@ -233,17 +216,13 @@ class Importer:
                     actual=f"{format_axes(tuple(sorted(held)), mesh)} of the mesh ({mesh})",
                     fix="mark the other axes alone, or mark outside of shard_map",
                 )
-        type_ = self.types[value]
-        marked = self.add(ops, "spmd.mark", value, type_, {"sharding": sharding}, loc)
-        if value in self._constants:
-            self._constants[marked] = self._constants[value]
-        return marked
+        return self.add("spmd.mark", value, self.b.types[value], {"sharding": sharding}, loc)
 
     def _kind(
         self, op: Any, name: str, inputs: tuple[Value, ...], given: Attrs | None, loc: Loc
     ) -> OpKind:
         entries = entries_of(op) if len(op.attributes) else ()
-        types = self.types
+        types = self.b.types
         operands = tuple([types[v] for v in inputs])
         is_whole = bool(self.scopes) and self.scopes[-1].is_whole  # all axes are manual here
         is_alone = name == "stablehlo.custom_call" and is_whole
@@ -275,11 +254,7 @@ class Importer:
         # flow through it; from 1 every device's term would bring a 1 of its own.
         count = 1 if name == "stablehlo.pad" else len(inputs) // 2
         reducer = kind.attrs.get("reducer", "add")
-        neutral = all(
-            value in self._constants
-            and is_identity(self._constants[value], self.types[value].dtype, reducer)
-            for value in inputs[-count:]
-        )
+        neutral = all(is_identity(value, self._producers, reducer) for value in inputs[-count:])
         return OpKind(name, kind.operands, kind.results, {**kind.attrs, NEUTRAL: neutral})
 
     # Scalar bodies.
@@ -287,46 +262,35 @@ class Importer:
     def bodies(self, op: Any) -> dict[str, Attribute]:
         """Returns an op's regions as `Body` attributes, and its `reducer`: `add`, ..., or ""."""
         is_scatter = op.name == "stablehlo.select_and_scatter"
-        names = ("select", "scatter") if is_scatter else ("body", "body1")
-        attrs: dict[str, Attribute] = {}
-        for attr_name, region in zip(names, op.regions, strict=False):
-            body = self.body(region, op.name)
-            attrs[attr_name] = body
-            if attr_name in ("body", "scatter"):
-                attrs["reducer"] = body_reducer(body)
-        return attrs
+        bodies = [self.body(region, op.name) for region in op.regions]
+        named = zip(("select", "scatter") if is_scatter else ("body",), bodies, strict=False)
+        return {**dict(named), "reducer": body_reducer(bodies[-1])}
 
     def body(self, region: Any, name: str) -> Body:
         """Reads a region of scalar ops; FrontendError if it reads non-constants from outside."""
-        outer = self.types, self._constants  # values are numbered anew
-        self.types, self._constants = [], {}
+        outer = self.b, self._producers  # values are numbered anew
+        self.b, self._producers = Builder(), {}
         self.in_bodies += 1
         try:
             block = region.blocks[0]
             env: Env = {}
-            args = tuple([self.bind(env, arg) for arg in block.arguments])
+            args = [self.bind(env, arg) for arg in block.arguments]
+            self.b.begin()
             # MLIR's folding moves constants out of bodies. They are repeated inside: a `Body` reads
             # nothing from around it, so that equal bodies are equal wherever they stand.
-            constants: list[Op] = []
             for value in [v for item in block.operations for v in item.operation.operands]:
                 owner: Any = None if value in env else defining_op(value)
                 is_outside = owner is not None and owner.block != block
                 if is_outside and owner.name == "stablehlo.constant":
-                    constants.append(self.op(owner, env))
-            ops, results = self.block(block, env)
-            plain = tuple([op._replace(loc=Loc()) for op in (*constants, *ops)])
-            return Body(tuple(self.types), Region(args, plain, results))
+                    self.op(owner, env)
+            region = self.b.end(args, self.block(block, env))
+            plain = tuple([op._replace(loc=Loc()) for op in region.ops])
+            return Body(tuple(self.b.types), region._replace(ops=plain))
         except KeyError as error:
             raise FrontendError(f"the body of {name} reads a value from outside it") from error
         finally:
-            self.types, self._constants = outer
+            self.b, self._producers = outer
             self.in_bodies -= 1
-
-
-def keep(op: Op, ops: list[Op]) -> None:
-    """Appends an op, unless it is control flow without results or effects."""
-    if op.results or not op.regions or has_effect(op):
-        ops.append(op)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -363,7 +327,7 @@ _FOLDED = {
 """Ops that sizes and amounts are made of."""
 
 
-def _legalize(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+def _legalize(importer: Importer, op: Any, env: Env) -> None:
     for result in op.results:
         importer.type(result.type)  # a dynamic shape is refused before the passes see it
     amounts = op.operands[_DATA[op.name] :]
@@ -395,9 +359,7 @@ def _legalize(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
             op=f"{op.name}({types}) -> {op.results[0].type}",
         )
     inner = dict(zip(block.arguments, [env[v] for v in given], strict=True))
-    found, results = importer.block(block, inner)
-    ops += found
-    env.update(zip(op.results, results, strict=True))
+    env.update(zip(op.results, importer.block(block, inner), strict=True))
 
 
 def _makers(values: Iterable[Any]) -> Iterator[Any]:
@@ -481,7 +443,7 @@ _REFUSALS: Mapping[Refusal, tuple[str, ...]] = {
     ): ("stablehlo.uniform_dequantize", "stablehlo.uniform_quantize"),
 }  # fmt: skip
 
-REFUSED: Mapping[str, Refusal] = {name: why for why, names in _REFUSALS.items() for name in names}
+REFUSED = {name: why for why, names in _REFUSALS.items() for name in names}
 """Op (or `custom_call:` and its target) -> why the importer refuses it."""
 
 

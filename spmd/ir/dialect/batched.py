@@ -3,8 +3,7 @@
     transpose %0 {permutation = [1, 0]}  ->  transpose %0 {permutation = [0, 2, 1]}
 
 Most ops differ in nothing but their types and in attributes that number dims or have an entry for
-each. An op's description names these attributes (`in_front`); where that is not all, it has a
-function of its own.
+each (`in_front`). Where that is not all, an op has a function of its own.
 """
 
 from __future__ import annotations
@@ -25,30 +24,46 @@ class Batched(NamedTuple):
     dim: int = 0  # which dim of its results is new
     start: int | None = None  # the operand that says where a place is along the new dim
 
+    def with_attrs(self, attrs: Mapping[str, Attribute]) -> Batched:
+        """Returns the same with other attributes of the op."""
+        kind = self.kind
+        return self._replace(kind=OpKind(kind.name, kind.operands, kind.results, attrs))
+
 
 Form = Callable[[OpKind, int, Sequence[bool]], "Batched | None"]
 """From an op's kind, how many there are, and which operands differ among them: the op that does all
 at once, None if there is none."""
 
 
-def shifted(dims: Any, _: int = 0) -> Any:
+def shifted(dims: Any) -> Any:
     """Adds 1 to each number of a dim, as there is a new dim 0: (0, 2) -> (1, 3)."""
     return dims + 1 if isinstance(dims, int) else tuple(dim + 1 for dim in dims)
 
 
-def behind_first(dims: Sequence[int], _: int) -> tuple[int, ...]:
-    """Adds a new dim 0 that is mapped to itself to a map of all dims: (1, 0) -> (0, 2, 1)."""
-    return (0, *shifted(dims))
+_ENTRIES: Mapping[str, Any] = {
+    "start_indices": 0,
+    "strides": 1,
+    "edge_padding_low": 0,
+    "edge_padding_high": 0,
+    "interior_padding": 0,
+    "window_dimensions": 1,
+    "window_strides": 1,
+    "base_dilations": 1,
+    "window_dilations": 1,
+    "padding": (0, 0),
+}
+"""Attribute with an entry for each dim -> what is there for a dim of which nothing is changed."""
 
 
-def first(entry: Any) -> Callable[[Any, int], Any]:
-    """Makes a function that puts an entry for the new dim in front of a list with one for each."""
-    return lambda entries, _: entries and (entry, *entries)
-
-
-def all_of_it(sizes: Sequence[int], count: int) -> tuple[int, ...]:
-    """Puts `count` in front of the sizes of a slice, which takes all of the new dim 0."""
-    return (count, *sizes)
+def _changed(name: str, value: Any, count: int) -> Any:
+    """Returns an attribute of the op that does `count` ops at once, along a new dim 0."""
+    if name in ("dimension", "dimensions"):
+        return shifted(value)
+    if name in ("broadcast_dimensions", "permutation"):  # the new dim is mapped to itself
+        return (0, *shifted(value))
+    if name in ("limit_indices", "slice_sizes"):  # all of the new dim is taken
+        return (count, *value)
+    return (_ENTRIES[name], *value) if value and name in _ENTRIES else value
 
 
 def second_half(kind: OpKind) -> int:
@@ -56,12 +71,11 @@ def second_half(kind: OpKind) -> int:
     return len(kind.operands) // 2
 
 
-def in_front(apart: Callable[[OpKind], int] = lambda _: 0, **changed: Any) -> Form:
-    """Makes the form of ops whose batched op differs only in types and `changed` attributes.
+def in_front(apart: Callable[[OpKind], int] = lambda _: 0) -> Form:
+    """Makes the form of ops whose batched op differs in types and in numbers of dims alone.
 
-    `changed` maps the name of an attribute to a function from its value and the count of ops to the
-    new value, as in `in_front(dimension=shifted)`. `apart` counts the scalars at the end of the
-    operands, which get no new dim: ops that differ in one of them have no batched form.
+    `apart` counts the scalars at the end of the operands, which get no new dim: ops that differ in
+    one of them have no batched form.
     """
 
     def form(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
@@ -69,21 +83,20 @@ def in_front(apart: Callable[[OpKind], int] = lambda _: 0, **changed: Any) -> Fo
         if any(differs[wide:]):
             return None
         operands = (*(_more(t, count) for t in kind.operands[:wide]), *kind.operands[wide:])
-        attrs = {k: changed[k](v, count) if k in changed else v for k, v in kind.attrs.items()}
+        attrs = {name: _changed(name, value, count) for name, value in kind.attrs.items()}
         return Batched(_like(kind, operands, count, attrs))
 
     return form
 
 
-def at_a_place(arrays: int, **changed: Any) -> Form:
+def at_a_place(arrays: int) -> Form:
     """Makes the form of dynamic slices and updates, with one more index: 0 along the new dim.
 
-    The first `arrays` operands are tensors, the indices follow; `changed` is as for `in_front`.
+    The first `arrays` operands are tensors, the indices follow.
     """
-    beside = in_front(lambda kind: len(kind.operands) - arrays, **changed)
 
     def form(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
-        found = beside(kind, count, differs)
+        found = in_front(lambda kind: len(kind.operands) - arrays)(kind, count, differs)
         if found is None or len(kind.operands) == arrays:
             return found
         operands = list(found.kind.operands)

@@ -28,8 +28,6 @@ describe(_CHECKS, "check_callback", dialect="spmd")
 def _callback(kind: OpKind) -> Rule:
     """No dim may be split but those of the operands of a callback that is `partitioned`."""
     build = RuleBuilder()
-    passes = PASS if kind.attrs["partitioned"] else REPLICATE
-    return build.build(
-        [[build.factor(size, passes) for size in t.shape] for t in kind.operands],
-        [[build.factor(size, REPLICATE) for size in t.shape] for t in kind.results],
-    )
+    given = PASS if kind.attrs["partitioned"] else REPLICATE
+    operands = [build.dims(t.shape, given) for t in kind.operands]
+    return build.build(operands, [build.dims(t.shape, REPLICATE) for t in kind.results])

@@ -83,7 +83,7 @@ def _product(
     return lhs, rhs, result
 
 
-@op("stablehlo.reduce", batched=in_front(second_half, dimensions=shifted), role=Role.FOLD)
+@op("stablehlo.reduce", batched=in_front(second_half), role=Role.FOLD)
 def _reduce(kind: OpKind) -> Rule:
     """`i k, -> i {k: reduce}`; with a body as argmax's, devices gather and combine their results.
 
@@ -196,7 +196,8 @@ def _batched_scatter(kind: OpKind, count: int, differs: Sequence[bool]) -> Batch
         input_batching_dims=(0, *shifted(dims.input_batching_dims)),
         scatter_indices_batching_dims=(0, *shifted(dims.scatter_indices_batching_dims)),
     )
-    return in_front(scatter_dimension_numbers=lambda *_: numbers)(kind, count, differs)
+    found = in_front()(kind, count, differs)
+    return found and found.with_attrs({**kind.attrs, "scatter_dimension_numbers": numbers})
 
 
 @op("stablehlo.gather", batched=_batched_gather, reads_pieces=True, role=Role.ONCE)
@@ -299,14 +300,14 @@ def _top_k(kind: OpKind) -> Rule:
     """`i j -> i k, i k {j: merge}`: the largest are among the largest `k` of each piece."""
     build = RuleBuilder()
     *outer, searched = kind.operands[0].shape
-    shared = [build.factor(size) for size in outer]
+    shared = build.dims(outer)
     along = build.factor(searched, MERGE)
     found = [*shared, build.factor(kind.results[0].shape[-1], REPLICATE)]
     merge = Merge(along[0], tuple((type_, (*shared, ())) for type_ in kind.results))
     return build.build([[*shared, along]], [found, found], merges=(merge,))
 
 
-@op("stablehlo.sort", batched=in_front(dimension=shifted), passes=_halvings, is_in_place=True)
+@op("stablehlo.sort", batched=in_front(), passes=_halvings, is_in_place=True)
 def _sort(kind: OpKind) -> Rule:
     """All dims but the sorted one may be split; that one, too, in large sorts (see `rounds`)."""
     build = RuleBuilder()

@@ -13,7 +13,7 @@ def elementwise_rule(kind: OpKind) -> Rule:
     """`i j, i j -> i j`; a rank-0 operand beside others (a select's predicate) has no factor."""
     build = RuleBuilder()
     shape = kind.results[0].shape
-    dims = [build.factor(size) for size in shape]
+    dims = build.dims(shape)
     operands = [dims if t.shape == shape else [] for t in kind.operands]
     linear = kind.about.linear
     if kind.name == CONVERT and widens(kind.operands[0].dtype, kind.results[0].dtype):

@@ -82,7 +82,7 @@ def _batched_call(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched 
 
     found = in_front()(kind, count, differs)
     attrs = {name: changed(name, value) for name, value in kind.attrs.items()}
-    return found and Batched(OpKind(kind.name, found.kind.operands, found.kind.results, attrs))
+    return found and found.with_attrs(attrs)
 
 
 @op(*MATRIX_CALLS, batched=_batched_call, is_same_locally=True)
@@ -117,14 +117,14 @@ def _batched(kind: OpKind, batch: int, right: int | None = None, free: int = -1)
     sizes = kind.operands[0].shape[:batch]
     if any(t.shape[:batch] != sizes for t in (*kind.operands, *kind.results) if t.rank):
         sizes = ()
-    shared = [build.factor(size) for size in sizes]
+    shared = build.dims(sizes)
     sides = () if right is None else kind.operands[right].shape
     column = build.factor(sides[free]) if sides else ()
 
     def dims(type_: TensorType, has_column: bool) -> list[DimFactors]:
         if not type_.rank:
             return []
-        found = [*shared, *(build.factor(n, REPLICATE) for n in type_.shape[len(shared) :])]
+        found = shared + build.dims(type_.shape[len(shared) :], REPLICATE)
         if has_column:
             found[free] = column
         return found
@@ -156,8 +156,5 @@ def _whole(kind: OpKind) -> Rule:
     manual is already written for one device.
     """
     build = RuleBuilder()
-    operands, results = (
-        [[build.factor(size, REPLICATE) for size in t.shape] for t in types]
-        for types in (kind.operands, kind.results)
-    )
-    return build.build(operands, results)
+    operands = [build.dims(t.shape, REPLICATE) for t in kind.operands]
+    return build.build(operands, [build.dims(t.shape, REPLICATE) for t in kind.results])

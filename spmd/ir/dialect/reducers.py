@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from spmd.ir.description import DESCRIPTIONS
+from spmd.ir.description import BROADCAST, CONSTANT, DESCRIPTIONS
 from spmd.ir.dialect import elementwise  # noqa: F401 (describes the ops)
-from spmd.ir.program import Body, Op, OpKind, Region
-from spmd.ir.types import Dense, TensorType, numpy_dtype
+from spmd.ir.program import Body, Op, OpKind, Region, Value
+from spmd.ir.types import TensorType, numpy_dtype
 
 REDUCER_OPS = {about.reducer: name for name, about in DESCRIPTIONS.items() if about.reducer}
 """Reduction kind (`add`, `max`, ...) -> the op that combines two terms."""
@@ -36,9 +37,18 @@ def reducer_body(kind: str, dtype: str) -> Body:
     return Body((scalar,) * 3, Region((0, 1), (Op(op_kind, (0, 1), (2,)),), (2,)))
 
 
-def is_identity(value: Dense, dtype: str, reducer: str) -> bool:
-    """Whether a constant is a reduction's identity, as 0 is of `add`; False if it has no name."""
-    return bool(reducer) and bool((value.array() == identity_element(reducer, dtype)).all())
+def is_identity(value: Value, producers: Mapping[Value, Op], reducer: str) -> bool:
+    """Whether a value is a reduction's identity, as 0 is of `add`; False if that has no name.
+
+    It is a constant, or one that was broadcast, as jax does with windows' initial values.
+    """
+    op = producers.get(value)
+    while op is not None and op.name == BROADCAST:
+        op = producers.get(op.operands[0])
+    if op is None or op.name != CONSTANT or not reducer:
+        return False
+    element = identity_element(reducer, op.kind.results[0].dtype)
+    return bool((op.kind.attrs["value"].array() == element).all())
 
 
 def identity_element(kind: str, dtype: str) -> Any:

@@ -103,8 +103,7 @@ def batch_rank(kind: OpKind) -> int | None:
 
 def rule_of(kind: OpKind, loc: Loc | None = None) -> Rule:
     """The rule of an op, made once for each kind; UnsupportedOpError if nobody wrote one."""
-    cache: dict[str, Any] = kind._cache
-    found = cache.get("rule")
+    found: Rule | None = kind._cache.get("rule")
     if found is None:
         name = rule_name(kind)
         function = DESCRIPTIONS.get(name, UNKNOWN).rule
@@ -116,6 +115,5 @@ def rule_of(kind: OpKind, loc: Loc | None = None) -> Rule:
                 source=loc.source if loc else None,
                 fix=f'register one: spmd.register_rule("{name}", "i j -> i j")',
             )
-        found = cache["rule"] = function(kind)
-    assert isinstance(found, Rule)
+        found = kind._cache["rule"] = function(kind)
     return found

@@ -223,6 +223,10 @@ class RuleBuilder:
         self.factors.append(Factor(size, kind, axes))
         return (len(self.factors) - 1,)
 
+    def dims(self, shape: Sequence[int], kind: str = PASS) -> list[DimFactors]:
+        """Adds a factor for each dim of a shape; returns the dims."""
+        return [self.factor(size, kind) for size in shape]
+
     def ring(self, size: int, along: DimFactors, wanted: int = 0) -> DimFactors:
         """Adds a factor whose pieces may go round the devices that split factor `along`."""
         self.factors.append(Factor(size, RING, ring=Ring(along[0], wanted)))

@@ -9,20 +9,13 @@ from __future__ import annotations
 import math
 
 from spmd.ir.description import Role
-from spmd.ir.dialect.batched import (
-    all_of_it,
-    at_a_place,
-    behind_first,
-    first,
-    in_front,
-    second_half,
-    shifted,
-)
+from spmd.ir.dialect.batched import at_a_place, in_front, second_half
 from spmd.ir.dialect.bodies import is_elementwise
 from spmd.ir.dialect.halo import Window
 from spmd.ir.dialect.reducers import NEUTRAL
 from spmd.ir.dialect.registry import op
 from spmd.ir.dialect.rule import (
+    PASS,
     REDUCE,
     REPLICATE,
     WINDOW,
@@ -40,19 +33,14 @@ from spmd.ir.types import ConvDims
 def _source(kind: OpKind) -> Rule:
     """`-> i j`: any piece can be made locally."""
     build = RuleBuilder()
-    return build.build([], [[build.factor(size) for size in kind.results[0].shape]])
+    return build.build([], [build.dims(kind.results[0].shape)])
 
 
-@op(
-    "stablehlo.broadcast_in_dim",
-    batched=in_front(broadcast_dimensions=behind_first),
-    is_same_locally=True,
-    role=Role.INSIDE,
-)
+@op("stablehlo.broadcast_in_dim", batched=in_front(), is_same_locally=True, role=Role.INSIDE)
 def _broadcast_in_dim(kind: OpKind) -> Rule:
     """`i -> i j`: new and expanded dims belong to the result alone."""
     build = RuleBuilder()
-    result = [build.factor(size) for size in kind.results[0].shape]
+    result = build.dims(kind.results[0].shape)
     operand = [
         result[to] if size == kind.results[0].shape[to] else build.factor(size)
         for size, to in zip(kind.operands[0].shape, kind.attrs["broadcast_dimensions"], strict=True)
@@ -60,16 +48,11 @@ def _broadcast_in_dim(kind: OpKind) -> Rule:
     return build.build([operand], [result], linear=((0,),), moves=True)
 
 
-@op(
-    "stablehlo.transpose",
-    batched=in_front(permutation=behind_first),
-    is_same_locally=True,
-    role=Role.INSIDE,
-)
+@op("stablehlo.transpose", batched=in_front(), is_same_locally=True, role=Role.INSIDE)
 def _transpose(kind: OpKind) -> Rule:
     """`i j -> j i`: any dim may be split."""
     build = RuleBuilder()
-    operand = [build.factor(size) for size in kind.operands[0].shape]
+    operand = build.dims(kind.operands[0].shape)
     result = [operand[p] for p in kind.attrs["permutation"]]
     return build.build([operand], [result], linear=((0,),), moves=True)
 
@@ -124,9 +107,9 @@ def _bitcast_convert(kind: OpKind) -> Rule:
     """All dims may be split but a minor one that a change of element width adds or drops."""
     build = RuleBuilder()
     source, target = kind.operands[0].shape, kind.results[0].shape
-    shared = [build.factor(n) for n in source[: min(len(source), len(target))]]
-    operand = shared + [build.factor(n, REPLICATE) for n in source[len(shared) :]]
-    result = shared + [build.factor(n, REPLICATE) for n in target[len(shared) :]]
+    shared = build.dims(source[: len(target)])
+    operand = shared + build.dims(source[len(shared) :], REPLICATE)
+    result = shared + build.dims(target[len(shared) :], REPLICATE)
     return build.build([operand], [result])
 
 
@@ -138,7 +121,7 @@ def _passes(kind: OpKind) -> Rule:
     What a mark says of its closed dims is not in its rule: `collect_marks` reads it.
     """
     build = RuleBuilder()
-    dims = [build.factor(size) for size in kind.operands[0].shape]
+    dims = build.dims(kind.operands[0].shape)
     return build.build([dims], [dims], linear=((0,),), moves=True)
 
 
@@ -150,10 +133,7 @@ def _term_kind(kind: OpKind) -> str:
     return "or" if kind.operands[0].dtype == "i1" else "add"
 
 
-_SLICED = in_front(start_indices=first(0), limit_indices=all_of_it, strides=first(1))
-
-
-@op("stablehlo.slice", batched=_SLICED, reads_pieces=True, role=Role.INSIDE)
+@op("stablehlo.slice", batched=in_front(), reads_pieces=True, role=Role.INSIDE)
 def _slice(kind: OpKind) -> Rule:
     """Dims taken whole share a factor; a dim cut to one element is summed, others have halos.
 
@@ -163,9 +143,8 @@ def _slice(kind: OpKind) -> Rule:
     # as 0 1 | 2 3 | 4 5 | 6 7. One round brings 2 3, 4 and 6 one tile to the left.
     build = RuleBuilder()
     pairs: list[Pair] = []
-    for d, (size, out) in enumerate(
-        zip(kind.operands[0].shape, kind.results[0].shape, strict=True)
-    ):
+    for d, size in enumerate(kind.operands[0].shape):
+        out = kind.results[0].shape[d]
         if size == out:
             pairs.append(build.passes(size))
         elif out == 1:
@@ -178,7 +157,7 @@ def _slice(kind: OpKind) -> Rule:
     return build.build([operand], [result], **more)
 
 
-@op("stablehlo.reverse", batched=in_front(dimensions=shifted), role=Role.INSIDE)
+@op("stablehlo.reverse", batched=in_front(), role=Role.INSIDE)
 def _reverse(kind: OpKind) -> Rule:
     """A reversed dim's tile comes from the device at the other end."""
     build = RuleBuilder()
@@ -192,12 +171,7 @@ def _reverse(kind: OpKind) -> Rule:
     return build.build([dims], [dims], linear=((0,),), moves=True)
 
 
-_PADDED = in_front(
-    lambda _: 1, edge_padding_low=first(0), edge_padding_high=first(0), interior_padding=first(0)
-)
-
-
-@op("stablehlo.pad", batched=_PADDED, role=Role.INSIDE)
+@op("stablehlo.pad", batched=in_front(lambda _: 1), role=Role.INSIDE)
 def _pad(kind: OpKind) -> Rule:
     """Dims without padding share a factor, others have halos; padded by zeros it may be partial.
 
@@ -218,13 +192,13 @@ def _pad(kind: OpKind) -> Rule:
     return build.build([operand, []], [result], linear=linear)
 
 
-@op("stablehlo.concatenate", batched=in_front(dimension=shifted), role=Role.INSIDE)
+@op("stablehlo.concatenate", batched=in_front(), role=Role.INSIDE)
 def _concatenate(kind: OpKind) -> Rule:
     """Each operand is read as if it were padded to the result; the other dims share factors."""
     build = RuleBuilder()
     along = kind.attrs["dimension"]
     shape = kind.results[0].shape
-    result = [build.factor(size) for size in shape]
+    result = build.dims(shape)
     if shape[along] > 1 and len(kind.operands) > 1:
         build.factors[result[along][0]] = build.factors[result[along][0]]._replace(kind=WINDOW)
     operands = []
@@ -243,20 +217,14 @@ def _concatenate(kind: OpKind) -> Rule:
     return build.build(operands, [result], linear=(every,), moves=True)
 
 
-@op(
-    "stablehlo.dynamic_slice",
-    batched=at_a_place(1, slice_sizes=all_of_it),
-    reads_pieces=True,
-    role=Role.INSIDE,
-)
+@op("stablehlo.dynamic_slice", batched=at_a_place(1), reads_pieces=True, role=Role.INSIDE)
 def _dynamic_slice(kind: OpKind) -> Rule:
     """Dims taken whole share a factor; others are summed: a device adds what its piece holds."""
     build = RuleBuilder()
-    operand, result = [], []
-    for size, out in zip(kind.operands[0].shape, kind.results[0].shape, strict=True):
-        shared = build.factor(size) if size == out else None
-        operand.append(shared or build.factor(size, REDUCE))
-        result.append(shared or build.factor(out, REPLICATE))
+    sizes = zip(kind.operands[0].shape, kind.results[0].shape, strict=True)
+    operand, result = sides(
+        [build.passes(n) if n == out else build.apart(n, out, REDUCE) for n, out in sizes]
+    )
     starts: list[list[DimFactors]] = [[] for _ in kind.operands[1:]]
     more = {"reduction": _term_kind(kind), "linear": ((0,),), "moves": True}
     return build.build([operand, *starts], [result], **more)
@@ -266,10 +234,10 @@ def _dynamic_slice(kind: OpKind) -> Rule:
 def _dynamic_update_slice(kind: OpKind) -> Rule:
     """Each device writes what falls into its piece; only dims that the update covers split it."""
     build = RuleBuilder()
-    operand, update = [], []
-    for size, part in zip(kind.operands[0].shape, kind.operands[1].shape, strict=True):
-        operand.append(build.factor(size))
-        update.append(operand[-1] if size == part else build.factor(part, REPLICATE))
+    sizes = zip(kind.operands[0].shape, kind.operands[1].shape, strict=True)
+    operand, update = sides(
+        [build.passes(n) if n == part else build.apart(n, part, PASS) for n, part in sizes]
+    )
     starts: list[list[DimFactors]] = [[] for _ in kind.operands[2:]]
     return build.build([operand, update, *starts], [operand], linear=((0, 1),), moves=True)
 
@@ -319,17 +287,7 @@ def running_dim(kind: OpKind) -> int | None:
     return d if runs else None
 
 
-_WINDOWED = in_front(
-    second_half,
-    window_dimensions=first(1),
-    window_strides=first(1),
-    base_dilations=first(1),
-    window_dilations=first(1),
-    padding=first((0, 0)),
-)
-
-
-@op("stablehlo.reduce_window", batched=_WINDOWED, role=Role.FOLD)
+@op("stablehlo.reduce_window", batched=in_front(second_half), role=Role.FOLD)
 def _reduce_window(kind: OpKind) -> Rule:
     """Dims with windows of one element share a factor, whole dims are reduced, others have halos.
 
@@ -343,11 +301,8 @@ def _reduce_window(kind: OpKind) -> Rule:
     neutral = bool(kind.attrs.get(NEUTRAL))
     pairs: list[Pair] = []
     for d, size in enumerate(kind.operands[0].shape):
-        width, low, out = (
-            kind.attrs["window_dimensions"][d],
-            sliding.padding[d][0],
-            kind.results[0].shape[d],
-        )
+        width, low = kind.attrs["window_dimensions"][d], sliding.padding[d][0]
+        out = kind.results[0].shape[d]
         # whether one window covers the whole dim, so that the terms of its pieces can be reduced
         is_undilated = (sliding.base[d], sliding.window[d]) == (1, 1)
         covers = size > 1 and out == 1 and is_undilated and low >= 0 and width >= low + size

@@ -16,9 +16,8 @@ import spmd
 from benchmarks.hlo.schedule import read_schedule
 from spmd.ir.program import Program
 from spmd.lowering.rewrites.ring import ring
-from spmd.mesh.chips import CHIPS, DTYPES, Link
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.topology import Topology
+from spmd.mesh.topology import CHIPS, DTYPES, Link, Topology
 from spmd.predict.timeline import predict_timeline
 from tests.compilers import needs_libtpu
 from tests.ir.text_parse import parse_program

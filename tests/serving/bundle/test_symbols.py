@@ -25,7 +25,7 @@ from serving.bundle.read import load_bundle
 from serving.bundle.write import write_bundle
 from spmd.cli.flags import Parser
 from spmd.errors import ArgumentError
-from spmd.mesh.chips import CHIPS
+from spmd.mesh.topology import CHIPS
 from tests.serving.conftest import struct
 from tests.two_processes import run_both
 

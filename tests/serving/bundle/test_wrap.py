@@ -17,7 +17,7 @@ from serving.bundle.manifest import Variant
 from serving.bundle.read import load_bundle
 from serving.bundle.wrap import matched, wrap_stablehlo
 from serving.tensor_backend import BundleInfer
-from spmd.mesh.chips import CHIPS
+from spmd.mesh.topology import CHIPS
 
 TEXT = """
 module @foreign {
