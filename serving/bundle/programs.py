@@ -26,7 +26,7 @@ from spmd.api import lower_stablehlo
 from spmd.auto import auto_specs
 from spmd.errors import SpmdError
 from spmd.frontend.refine import NO_SYMBOLS, is_dynamic, refine
-from spmd.lowering.emitted import Emitted
+from spmd.lowering.emit import Emitted
 from spmd.lowering.execute import compile_emitted, x64_if
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import jax_mesh

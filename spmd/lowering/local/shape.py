@@ -12,8 +12,14 @@ from spmd.ir.dialect.halo import reads_of
 from spmd.ir.dialect.reducers import identity_element
 from spmd.ir.program import Value
 from spmd.ir.types import Dense, GatherDims, ScatterDims, TensorType
-from spmd.lowering.expand import clamped_index
-from spmd.lowering.local.dims import Split, dynamic_take_dim, own_count, own_piece, start_of
+from spmd.lowering.local.dims import (
+    Split,
+    clamped_index,
+    dynamic_take_dim,
+    own_count,
+    own_piece,
+    start_of,
+)
 from spmd.lowering.local.fetch import assembled, base_of, note_of, parts_of, read_around
 from spmd.lowering.local.table import LocalOp, local, or_identity
 from spmd.propagation.projection import reduced_axes
