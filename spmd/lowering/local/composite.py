@@ -87,12 +87,11 @@ def append_composite(
         if is_kernel and platform not in composite_of(kind).kernels:
             continue
         traced = traced_composite(kind)
-        if traced is not None and (is_kernel or traced.program is None):
-            return b.op(
-                COMPOSITE, operands, results, {**kind.attrs, composites.WORKSPACE: traced.workspace}
-            )
-        if traced is not None and traced.program is not None:
+        if traced is not None and traced.program is not None and not is_kernel:
             return append_ops(b, traced.program, operands, loc=b.loc)
+        if traced is not None:
+            more = {composites.WORKSPACE: traced.workspace}
+            return b.op(COMPOSITE, operands, results, {**kind.attrs, **more})
     raise SpmdError(
         f"composite {attrs['name']} has nothing that computes it here",
         op=", ".join(map(str, types)),

@@ -98,17 +98,6 @@ def with_operands(op: Op, instead: Mapping[Value, Value]) -> Op:
 # shared fixed costs and network flows", Management Science 17(3), 1970).
 
 
-class CutPrices(NamedTuple):
-    """What `cheapest_cut` pays for each value and op, in seconds of one run of the program."""
-
-    # keeping a value; infinite where it cannot be kept, 0 where it is there anyway
-    keep: Callable[[Value], float]
-    again: Callable[[Op], float]  # doing an op again; infinite where that is not allowed
-    # of an op that is done again, for a value that it reads: having that value there from then on,
-    # though it is needed later
-    early: Callable[[Value, Op], float] = lambda value, op: 0.0
-
-
 class Cut(NamedTuple):
     """Values that are kept or there anyway, and the ops that are recomputed, in order."""
 
@@ -116,10 +105,19 @@ class Cut(NamedTuple):
     again: tuple[Op, ...]
 
 
-def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: CutPrices) -> Cut:
+def cheapest_cut(
+    ops: Sequence[Op],
+    needed: Iterable[Value],
+    keep: Callable[[Value], float],
+    redo: Callable[[Op], float],
+    early: Callable[[Value, Op], float] = lambda value, op: 0.0,
+) -> Cut:
     """Chooses which values to keep and which ops to recompute so that `needed` costs least.
 
-    Values that the ops read and none of them makes can only be kept.
+    `keep` is the price of keeping a value: infinite where it cannot be kept, 0 where it is there
+    anyway. `redo` is that of recomputing an op; `early` what such an op pays for having a value,
+    which it reads and which is needed later, from then on. Values that none of the ops makes can
+    only be kept.
     """
     makers = {value: op for op in ops for value in op.results}
     needed = tuple(dict.fromkeys(needed))
@@ -133,16 +131,15 @@ def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: CutPrices) 
     readers: dict[Value, list[Op]] = {}
     while waiting:
         value = waiting.pop()
-        keep = prices.keep(value)
-        maker = makers.get(value)
-        if maker is None or math.isinf(prices.again(maker)):
-            network.edge(SOURCE, ("value", value), keep)
-        elif keep:
+        price, maker = keep(value), makers.get(value)
+        if maker is None or math.isinf(redo(maker)):
+            network.edge(SOURCE, ("value", value), price)
+        elif price:
             node = ("op", maker.results[0])
-            network.edge(node, ("value", value), keep)
+            network.edge(node, ("value", value), price)
             if node not in known:
                 known.add(node)
-                network.edge(SOURCE, node, prices.again(maker))
+                network.edge(SOURCE, node, redo(maker))
                 for read in reads(maker):
                     readers.setdefault(read, []).append(maker)
                     if read not in seen:
@@ -151,21 +148,21 @@ def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: CutPrices) 
     for value in needed:
         network.edge(("value", value), SINK, math.inf)
     # A value that is read by ops which may be done again has to be there by then. The earlier that
-    # is, the longer it lies in memory, and the more it costs (`prices.early`); of several ops only
-    # the earliest counts. So prices are a staircase: each step costs what its op asks for beyond
-    # the step before. With early prices 1, 3 and 3: steps of 1, 2 and 0.
+    # is, the longer it lies in memory, and the more it costs (`early`); of several ops only the
+    # earliest counts. So prices are a staircase: each step costs what its op asks for beyond the
+    # step before. With early prices 1, 3 and 3: steps of 1, 2 and 0.
     for value, ops_again in readers.items():
         last, before = 0.0, None
-        waits = [(prices.early(value, op), op) for op in ops_again]
-        for early, op in sorted(waits, key=lambda pair: pair[0]):
+        waits = [(early(value, op), op) for op in ops_again]
+        for wait, op in sorted(waits, key=lambda pair: pair[0]):
             node = ("op", op.results[0])
             network.edge(("value", value), node, math.inf)
-            if early > last:
-                step = ("early", value, early)
-                network.edge(SOURCE, step, early - last)
+            if wait > last:
+                step = ("early", value, wait)
+                network.edge(SOURCE, step, wait - last)
                 if before is not None:
                     network.edge(before, step, math.inf)
-                last, before = early, step
+                last, before = wait, step
             if before is not None:
                 network.edge(before, node, math.inf)
     behind = network.behind_cut()
@@ -251,8 +248,9 @@ class _Block:
             self.needed_at.update(dict.fromkeys(op.results, when))
             for value in reads(op):
                 could[value] = min(could.get(value, when), when)
-        prices = CutPrices(self.keep, lambda op: runs * costs.again(op), self.early)
-        cut = cheapest_cut(self.before, self.crossing, prices)
+        cut = cheapest_cut(
+            self.before, self.crossing, self.keep, lambda op: runs * costs.again(op), self.early
+        )
         # Values that are made again behind the moment -> the ops that make them.
         self.again = {value: op for op in cut.again for value in op.results}
         self.made: dict[Value, Value] = {}  # what is not held, or is behind a barrier, now

@@ -24,7 +24,6 @@ from spmd.ir.rewrite import Carry, dedupe, recarried, remove_dead, repeat_op
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.lowering.recompute.again import (
     Costs,
-    CutPrices,
     again,
     cheapest_cut,
     recompute_in_block,
@@ -135,8 +134,8 @@ class _Rewrite:
                 return 0.0 if lives else costs.held(source)
             return costs.held(value, pair.trips) + trips * costs.moved(value)
 
-        prices = CutPrices(keep, lambda op: trips * costs.again(op))
-        self.cut = cheapest_cut(pair.forward.regions[1].ops, self.cores.values(), prices)
+        ops, needed = pair.forward.regions[1].ops, self.cores.values()
+        self.cut = cheapest_cut(ops, needed, keep, lambda op: trips * costs.again(op))
         # Two stacks of one value, which XLA would merge: the first is enough.
         self.stacks = {self.cores[s.written]: s for s in reversed(pair.stacks)}
         kept = [self.stacks[core] for core in self.cut.kept if core in self.stacks]

@@ -60,7 +60,7 @@ class Clock:
     """Predicts the seconds of a program's ops; ops that rewrites add to it take none."""
 
     def __init__(self, program: Program, mesh: Mesh, topology: Topology) -> None:
-        self.program, self.mesh, self.topology = program, mesh, topology
+        self.mesh, self.topology = mesh, topology
         self.index = Index(program)
         self.local = LocalTimes(program, topology, self.index)
         self.stored = self.local.stored
@@ -374,13 +374,23 @@ def _unpacked(b: Builder, op: Op, part: Value) -> None:
 _NEVER = float("inf")
 
 
-class _Traits(NamedTuple):
-    """What the order depends on for a kind of op: collectives move up, and cheap ops with them."""
+class _Spot(NamedTuple):
+    """An op of a block, and what its place depends on."""
 
+    op: Op
     is_cheap: bool  # whether it is computed inside its readers, or only another name
-    can_move: bool
-    grows: bool  # whether it is a collective that makes more than it takes
+    # whether its result takes memory from when it starts: it is a collective that makes more than
+    # it takes, or of something that is kept in any case
+    is_gather: bool
     links: frozenset[int]  # the atoms over which a collective runs
+    # the last op in front of it that it must stay behind, -1 if there is none: cheap ops and
+    # collectives that make its operands move along with it, so what makes theirs counts
+    ready: int
+    loop: int  # the last op with regions up to it, -1 if there is none
+
+    @property
+    def can_move(self) -> bool:
+        return self.is_cheap or bool(self.op.collective)
 
 
 def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
@@ -408,28 +418,19 @@ def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
 def _places(region: Region, clock: Clock, prefetch: int) -> list[float]:
     """Returns each op's place in the new order: 2.5 is behind op 2 and in front of op 3."""
     ops, starts = region.ops, clock.starts(region)
-    of_kind: dict[OpKind, _Traits] = {}
-    for kind in dict.fromkeys(op.kind for op in ops):
-        is_cheap, moves = kind.about.role in (Role.INSIDE, Role.ALIAS), bool(kind.about.collective)
-        grows = moves and kind.results[0].bytes > kind.operands[0].bytes
-        links = frozenset(kind.attrs.get("axes", ()))
-        of_kind[kind] = _Traits(is_cheap, is_cheap or moves, grows, links)
-    traits = [of_kind[op.kind] for op in ops]
-
-    # `ready`: the last op in front of each op that it must stay behind; -1 if there is none. Cheap
-    # ops and collectives that make its operands move along with it, so what makes theirs counts.
-    ready: list[int] = []
+    spots: list[_Spot] = []
     made: dict[Value, int] = {}
-    for i, (op, its) in enumerate(zip(ops, traits, strict=True)):
-        ready.append(max([made.get(v, -1) for v in op.operands], default=-1))
-        made.update((v, ready[i] if its.can_move else i) for v in op.results)
-    # Whether its result takes memory from when it starts: it is a collective that makes more than
-    # it takes, or of something that is kept in any case.
-    is_gather = [
-        its.grows or (bool(op.collective) and last < 0)
-        for op, its, last in zip(ops, traits, ready, strict=True)
-    ]
-    earliest = _earliest(ops, traits, is_gather, prefetch)
+    loop = -1
+    for i, op in enumerate(ops):
+        is_cheap = op.kind.about.role in (Role.INSIDE, Role.ALIAS)
+        links = frozenset(op.kind.attrs.get("axes", ()))
+        ready = max([made.get(v, -1) for v in op.operands], default=-1)
+        grows = op.collective and op.kind.results[0].bytes > op.kind.operands[0].bytes
+        is_gather = bool(grows or (op.collective and ready < 0))
+        loop = i if op.regions else loop
+        spots.append(_Spot(op, is_cheap, is_gather, links, ready, loop))
+        made.update((v, ready if spots[i].can_move else i) for v in op.results)
+    earliest = _earliest(spots, prefetch)
 
     # The walk goes backwards, so that the readers of a value have their places before its maker:
     # an op then stands no later than its first reader, and data flow stays in order. Products of
@@ -447,31 +448,29 @@ def _places(region: Region, clock: Clock, prefetch: int) -> list[float]:
     needed: dict[Value, float] = {}
     used: dict[Value, float] = {}
     links_free: dict[frozenset[int], float] = {}
-    for i, op in reversed(list(enumerate(ops))):
+    for i, (op, is_cheap, is_gather, links, ready, _) in reversed(list(enumerate(spots))):
         place = min([found[i], *(needed.get(v, _NEVER) for v in op.results)])
         use = min([used.get(v, _NEVER) for v in op.results], default=_NEVER)
-        if is_gather[i]:
+        if is_gather:
             # As late as the arithmetic in front of its use still hides it. Later gathers were
             # placed first, and keep the links busy from `links_free` on: this one has to end by
             # then. Its place is in front of the op that runs when it has to start.
-            links, reader = traits[i].links, math.ceil(min(use, len(ops) - 1))
+            reader = math.ceil(min(use, len(ops) - 1))
             end = min(starts[max(0, reader)], links_free.get(links, _NEVER))
             links_free[links] = start = end - clock.exchange(op)
             wanted = max(bisect_right(starts, start) - 1.5, float(earliest[i]))
-            place = min(place, max(wanted, ready[i] + 0.5))
+            place = min(place, max(wanted, ready + 0.5))
         elif op.collective:
-            place = min(place, ready[i] + 0.5)
+            place = min(place, ready + 0.5)
         found[i] = place
-        use = use if traits[i].is_cheap else place
+        use = use if is_cheap else place
         for v in reads(op):
             needed[v] = min(place, needed.get(v, _NEVER))
             used[v] = min(use, used.get(v, _NEVER))
     return found
 
 
-def _earliest(
-    ops: Sequence[Op], traits: Sequence[_Traits], is_gather: Sequence[bool], prefetch: int
-) -> dict[int, int]:
+def _earliest(spots: Sequence[_Spot], prefetch: int) -> dict[int, int]:
     """Returns, for each gather, the op that it must not start in front of; -1 if there is none.
 
     That is the later one of the last loop before it and the use of the gather `prefetch` uses
@@ -479,24 +478,20 @@ def _earliest(
     """
     # Gathers over the same links with uses at ops 4, 8 and 12, and prefetch = 2: the third one
     # waits for op 4. At most two of their results exist at any time.
-    loop, loops = -1, []
-    for i, op in enumerate(ops):
-        loop = i if op.regions else loop
-        loops.append(loop)
     used: dict[Value, int] = {}
     gathers: dict[frozenset[int], list[tuple[int, int]]] = {}
-    for i, op in reversed(list(enumerate(ops))):
+    for i, spot in reversed(list(enumerate(spots))):
         use = i
-        if traits[i].can_move:
-            use = min([used.get(v, len(ops)) for v in op.results], default=i)
-        if is_gather[i]:
-            gathers.setdefault(traits[i].links, []).append((use, i))
-        for v in reads(op):
-            used[v] = min(use, used.get(v, len(ops)))
+        if spot.can_move:
+            use = min([used.get(v, len(spots)) for v in spot.op.results], default=i)
+        if spot.is_gather:
+            gathers.setdefault(spot.links, []).append((use, i))
+        for v in reads(spot.op):
+            used[v] = min(use, used.get(v, len(spots)))
     found = {}
     for uses in gathers.values():
         in_order = sorted(uses)
         for number, (_, i) in enumerate(in_order):
             before = in_order[number - prefetch][0] if number >= prefetch else -1
-            found[i] = max(loops[i], before)
+            found[i] = max(spots[i].loop, before)
     return found

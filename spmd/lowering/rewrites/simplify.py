@@ -332,7 +332,9 @@ def _operand_cuts(op: Op, cut: _Kept, mesh: Mesh) -> list[_Kept | None] | None:
         passes = passes and set(cut.axes).isdisjoint(attrs["axes"])
         return [cut] if passes and cut.dim != attrs.get("all_gather_dim") else None
     dims = operand_dims(op.kind, cut.dim, mesh.extent(cut.axes))
-    return dims and [None if dim is None else cut._replace(dim=dim) for dim in dims]
+    if dims is None:
+        return None
+    return [None if dim is None else cut._replace(dim=dim) for dim in dims]
 
 
 def _shared(cuts: Sequence[_Kept]) -> _Kept | None:
@@ -401,36 +403,37 @@ def _ungathered(b: Builder, op: Op, axes: Axes, dim: int, mesh: Mesh) -> Value:
 # Gathers, and the moves in front of them.
 
 
+_Place = tuple[Value, int]  # a value, and the dim along which it is gathered, or could be
+
+
 class _Chain(NamedTuple):
-    """A gather, the moves that make its operand, and the dim to gather before each of them."""
+    """A gather, and the moves that make its operand."""
 
     gather: Op
-    values: list[Value]  # its operand, the value that this is a move of, and so on back
-    dims: list[int]  # for each of `values`, the dim along which it would be gathered instead
+    places: list[_Place]  # its operand, what this is a move of, and so on back
     moves: list[Op]  # the ops between them, the last one first
 
     @staticmethod
     def of(gather: Op, made: Mapping[Value, Op]) -> _Chain:
         """Follows moves back from a gather, as long as one dim corresponds to the gathered one."""
-        value, dim = gather.operands[0], gather.kind.attrs["all_gather_dim"]
-        chain = _Chain(gather, [value], [dim], [])
-        while (op := made.get(value)) is not None and is_move(op.kind):
-            before = operand_dim(op.kind, dim)
-            if before is None:
+        place = gather.operands[0], gather.kind.attrs["all_gather_dim"]
+        chain = _Chain(gather, [place], [])
+        while (op := made.get(place[0])) is not None and is_move(op.kind):
+            dim = operand_dim(op.kind, place[1])
+            if dim is None:
                 break
-            value, dim = op.operands[0], before
-            chain.values.append(value)
-            chain.dims.append(dim)
+            place = op.operands[0], dim
+            chain.places.append(place)
             chain.moves.append(op)
         return chain
 
-    def converts(self, source: Value) -> int:
-        return sum(op.name == CONVERT for op in self.moves[: self.values.index(source)])
+    def converts(self, source: _Place) -> int:
+        return sum(op.name == CONVERT for op in self.moves[: self.places.index(source)])
 
-    def repeated(self, b: Builder, source: Value, x: Value) -> Value:
+    def repeated(self, b: Builder, source: _Place, x: Value) -> Value:
         """Repeats on `x`, which is `source` gathered, the moves from `source` to the gather."""
-        moves = list(zip(self.moves, self.dims, strict=False))[: self.values.index(source)]
-        for op, dim in reversed(moves):
+        moves = list(zip(self.moves, self.places, strict=False))[: self.places.index(source)]
+        for op, (_, dim) in reversed(moves):
             b.loc = op.loc
             if op.name == CONVERT:
                 x = b.convert(x, op.kind.results[0].dtype)
@@ -452,15 +455,16 @@ def regather(program: Program) -> Program:
         # %2 = reduce_scatter %1 dim=0; %3 = transpose %2; %4 = all_gather %3 dim=1: the gathered
         # dim is dim 0 in front of the transpose, as the scattered one is.
         chain = _Chain.of(op, index.producers)
-        apart = index.producers.get(chain.values[-1])
+        source, dim = chain.places[-1]
+        apart = index.producers.get(source)
         scatters = apart is not None and apart.collective == "reduce_scatter"
         if apart is None or not (scatters or apart.name == LOCAL_SLICE):
             continue
         attrs, others = apart.kind.attrs, op.kind.attrs
-        same = attrs["axes"] == others["axes"] and attrs[apart.kind.about.along] == chain.dims[-1]
-        if not same or "groups" in attrs or "groups" in others or chain.converts(chain.values[-1]):
+        same = attrs["axes"] == others["axes"] and attrs[apart.kind.about.along] == dim
+        if not same or "groups" in attrs or "groups" in others or chain.converts((source, dim)):
             continue
-        if not scatters or all(len(index.users[v]) == 1 for v in chain.values):
+        if not scatters or all(len(index.users[v]) == 1 for v, _ in chain.places):
             undone[op.results[0]] = chain, apart
 
     def edit(b: Builder, op: Op, now: Now) -> Sequence[Value]:
@@ -471,16 +475,15 @@ def regather(program: Program) -> Program:
             b.loc = apart.loc._replace(note=note or apart.loc.note)
             attrs = apart.kind.attrs
             x = b.collective("all_reduce", x, b.types[x], attrs["axes"], body=attrs["body"])
-        return (chain.repeated(b, chain.values[-1], x),)
+        return (chain.repeated(b, chain.places[-1], x),)
 
     return remove_dead(edit_ops(program, edit, undone)) if undone else program
 
 
 class _Source(NamedTuple):
-    """A value to gather in place of several forms of it, along `dim` and converted to `dtype`."""
+    """What to gather in place of several forms of it, converted to `dtype`."""
 
-    value: Value
-    dim: int
+    place: _Place
     dtype: str
     forms: int
 
@@ -497,7 +500,7 @@ def share_gathers(program: Program) -> Program:
                 visit(inner)
             if _is_gather(op):
                 form, attrs = _Chain.of(op, made), op.kind.attrs
-                root = form.values[-1], form.dims[-1], attrs["axes"], attrs.get("groups")
+                root = form.places[-1], attrs["axes"], attrs.get("groups")
                 groups.setdefault(root, []).append(form)
         for forms in groups.values():
             source = _common(forms, program.types) if len(forms) > 1 else None
@@ -508,17 +511,18 @@ def share_gathers(program: Program) -> Program:
 
     def edit(b: Builder, op: Op, now: Now) -> Sequence[Value]:
         form, source = sources[op.results[0]]
-        attrs = {**op.kind.attrs, "all_gather_dim": source.dim}
+        value, dim = source.place
+        attrs = {**op.kind.attrs, "all_gather_dim": dim}
 
         def gathered() -> Value:
             note = f"{op.loc.note} (one gather for {source.forms} forms of it)".strip()
             b.loc = op.loc._replace(note=note)
-            x = b.convert(now(source.value), source.dtype)
-            return b.op(op.name, (x,), (b.types[x].scaled(source.dim, pieces_of(op)),), attrs)[0]
+            x = b.convert(now(value), source.dtype)
+            return b.op(op.name, (x,), (b.types[x].scaled(dim, pieces_of(op)),), attrs)[0]
 
         x = b.once(("gathered", source, attrs["axes"], attrs.get("groups")), gathered)
         b.loc = op.loc
-        return (form.repeated(b, source.value, x),)
+        return (form.repeated(b, source.place, x),)
 
     return edit_ops(program, edit, sources)
 
@@ -528,12 +532,11 @@ def _common(forms: Sequence[_Chain], types: Sequence[TensorType]) -> _Source | N
     # Of `%5 = transpose %1; %6 = convert %5`, gathers of %6 and of %5 share %5, gathers of %6 and
     # of %1 share %1: the first value of one chain that is in all others, by value and dim. Forms of
     # one narrower type share a gather in that type.
-    others = [set(zip(form.values, form.dims, strict=True)) for form in forms[1:]]
-    first = zip(forms[0].values, forms[0].dims, strict=True)
-    value, dim = next(place for place in first if all(place in other for other in others))
-    type_, wanted = types[value], {types[form.values[0]].dtype for form in forms}
-    if len(wanted) == 1 and all(form.converts(value) == 1 for form in forms):
+    place = next(p for p in forms[0].places if all(p in form.places for form in forms))
+    gathered = [form.gather.kind.operands[0] for form in forms]
+    type_, wanted = types[place[0]], {form.dtype for form in gathered}
+    if len(wanted) == 1 and all(form.converts(place) == 1 for form in forms):
         narrower = TensorType(type_.shape, next(iter(wanted)))
         type_ = min(type_, narrower, key=lambda t: t.bytes)
-    fits = type_.bytes <= sum(types[form.values[0]].bytes for form in forms)
-    return _Source(value, dim, type_.dtype, len(forms)) if fits else None
+    fits = type_.bytes <= sum(form.bytes for form in gathered)
+    return _Source(place, type_.dtype, len(forms)) if fits else None
