@@ -89,11 +89,6 @@ class Emitted:
         """The shardings of the constants."""
         return tuple(constant.sharding for constant in self.constants)
 
-    @property
-    def argument_specs(self) -> tuple[PartitionSpec, ...]:
-        """The `PartitionSpec` of each argument on `boundary_mesh`."""
-        return self.specs(self.arguments)
-
     def specs(self, shardings: Sequence[Sharding]) -> tuple[PartitionSpec, ...]:
         """Returns shardings as `PartitionSpec`s on `boundary_mesh`."""
         return tuple(partition_spec(sharding, self.boundary_mesh) for sharding in shardings)

@@ -227,7 +227,7 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
     mapped = jax.shard_map(
         (lambda *args: run(*args[count:], *args[:count])) if count else run,
         mesh=boundary,
-        in_specs=(*emitted.specs(emitted.constant_shardings), *emitted.argument_specs),
+        in_specs=emitted.specs((*emitted.constant_shardings, *emitted.arguments)),
         out_specs=emitted.specs(emitted.results),
         check_vma=False,
     )

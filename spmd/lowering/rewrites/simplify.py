@@ -148,12 +148,15 @@ def _agreed(
     users = users_of(program)
     found: dict[Value, _Part] = {}
     for op in reversed([*program.walk()]):
-        uses = users.get(op.results[0], ()) if len(op.results) == 1 and not op.regions else ()
-        parts = [None if use is None else asked(use, i, found) for use, i in uses]
-        known = [part for part in parts if part is not None]
-        part = shared(known) if known and len(known) == len(parts) else None
-        if part is not None:
-            found[op.results[0]] = part
+        parts: list[_Part] = []
+        for use, i in users.get(op.results[0], ()) if len(op.results) == 1 else ():
+            part = None if use is None or op.regions else asked(use, i, found)
+            if part is None:
+                break
+            parts.append(part)
+        else:
+            if parts and (part := shared(parts)) is not None:
+                found[op.results[0]] = part
     return found
 
 
