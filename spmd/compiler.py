@@ -38,7 +38,7 @@ from spmd.ir.legality import check_program
 from spmd.ir.program import Callback, Program
 from spmd.ir.rewrite import dedupe
 from spmd.ir.types import Order
-from spmd.lowering.emitted import Emitted, emit_local
+from spmd.lowering.emit import Emitted, emit_local
 from spmd.lowering.expand import expand
 from spmd.lowering.layouts import lay_out
 from spmd.lowering.legality import check_local

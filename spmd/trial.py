@@ -7,11 +7,10 @@ from functools import cached_property
 
 from spmd.ir.program import Program
 from spmd.lowering.partition import Partitioned, partition
-from spmd.lowering.recompute.loops import has_pairs
-from spmd.lowering.recompute.recompute import recompute
-from spmd.lowering.rewrites.clock import Room
-from spmd.lowering.rewrites.optimize import schedule, simplify
+from spmd.lowering.recompute.recompute import has_pairs, recompute
 from spmd.lowering.rewrites.ring import ring
+from spmd.lowering.rewrites.schedule import Room, schedule
+from spmd.lowering.rewrites.simplify import simplify
 from spmd.options import Options
 from spmd.planning.limit import bound_of
 from spmd.planning.plan import Plan

@@ -22,8 +22,7 @@ from spmd.ir.program import Op, Program, Region, Value, free_values
 from spmd.ir.rewrite import rewrite_ops
 from spmd.ir.text import format_op
 from spmd.ir.types import TensorType, numpy_dtype
-from spmd.lowering.emit import emit
-from spmd.lowering.emitted import Emitted
+from spmd.lowering.emit import Emitted, emit
 from spmd.lowering.execute import executable, executable_on, on_own_mesh, without_shardings
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, format_sharding

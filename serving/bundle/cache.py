@@ -27,7 +27,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import spmd
 from spmd.ir.types import Dense, Order, TensorType
-from spmd.lowering.emitted import Constant, Emitted
+from spmd.lowering.emit import Constant, Emitted
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 from spmd.mesh.spec import jax_mesh

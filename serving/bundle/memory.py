@@ -33,7 +33,7 @@ from serving.bundle.programs import (
 from serving.bundle.symbols import PlannedBundle, plan_sized, too_much
 from spmd.frontend.artifact import calls_of
 from spmd.frontend.trace import trace
-from spmd.lowering.emitted import Emitted
+from spmd.lowering.emit import Emitted
 from spmd.mesh.spec import as_mesh, platform_of
 from spmd.options import Options
 

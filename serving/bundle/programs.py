@@ -26,7 +26,7 @@ from spmd.api import lower_stablehlo
 from spmd.auto import auto_specs
 from spmd.errors import SpmdError
 from spmd.frontend.refine import NO_SYMBOLS, is_dynamic, refine
-from spmd.lowering.emitted import Emitted
+from spmd.lowering.emit import Emitted
 from spmd.lowering.execute import compile_emitted, x64_if
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import jax_mesh
@@ -211,7 +211,7 @@ class _Planner:
         symbols = tuple(sorted({**self.symbols, **sizes}.items()))
         emitted = self.lower(entry, FunctionKey(arguments, results, updates, symbols, self.auto))
         owned = {leaf.path for a in entry.arguments if a.role != "input" for leaf in a.leaves}
-        for leaf, spec in zip(leaves, emitted.argument_specs, strict=True):
+        for leaf, spec in zip(leaves, emitted.specs(emitted.arguments), strict=True):
             if leaf.path in owned:
                 self.decided.setdefault(leaf.path, tuple(spec))
         return emitted
@@ -298,7 +298,7 @@ def _compile(entry: Entrypoint, emitted: Emitted, options: Options) -> CompiledF
     except (RuntimeError, SpmdError) as error:
         raise BundleError(f"function {entry.name} cannot be compiled: {one_line(error)}") from error
     mesh = jax_mesh(emitted.mesh)
-    arguments = tuple(NamedSharding(mesh, spec) for spec in emitted.argument_specs)
+    arguments = tuple(NamedSharding(mesh, spec) for spec in emitted.specs(emitted.arguments))
     return CompiledFunction(entry, emitted, executable, arguments)
 
 
@@ -311,7 +311,7 @@ def placements(manifest: Manifest, emitted: Mapping[str, Emitted], mesh: Mesh) -
     }
     for name, program in emitted.items():
         leaves = _leaves(manifest.functions[name])
-        for leaf, spec in zip(leaves, program.argument_specs, strict=True):
+        for leaf, spec in zip(leaves, program.specs(program.arguments), strict=True):
             if leaf.path in placed:
                 placed[leaf.path] = NamedSharding(where, spec)
     return placed
@@ -325,7 +325,7 @@ def nothing_split(manifest: Manifest, emitted: Mapping[str, Emitted], mesh: Mesh
     specs = [
         (leaf.path, spec)
         for name, program in emitted.items()
-        for leaf, spec in zip(leaves[name], program.argument_specs, strict=True)
+        for leaf, spec in zip(leaves[name], program.specs(program.arguments), strict=True)
     ]
     weights = {leaf.path for leaf in manifest.weights}
     if any(any(spec) for path, spec in specs if path in weights):

@@ -46,7 +46,7 @@ from spmd.frontend.bytecode import BytecodeError, bytecode_to_text, bytecodes_to
 from spmd.frontend.importer.module import parse_module, signature
 from spmd.ir.dialect.registry import is_known_call
 from spmd.ir.types import numpy_dtype
-from spmd.lowering.emitted import Emitted
+from spmd.lowering.emit import Emitted
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import as_mesh, platform_of
 from spmd.options import Options

@@ -23,7 +23,7 @@ from serving.bundle.manifest import LeafEntry, Manifest, Sizes, Symbol
 from serving.bundle.programs import CompiledFunction, Placed, placements
 from spmd.errors import ArgumentError, bytes_text
 from spmd.frontend.sizes import sizes_of, symbols_in
-from spmd.lowering.emitted import Emitted
+from spmd.lowering.emit import Emitted
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import first_match, jax_mesh
 from spmd.mesh.topology import Topology

@@ -30,7 +30,7 @@ from spmd.ir.control_flow import Index
 from spmd.ir.types import needs_x64, numpy_dtype
 from spmd.lowering import execute
 from spmd.lowering.ahead import devices_ahead, is_here
-from spmd.lowering.emitted import Emitted, Placement, formats
+from spmd.lowering.emit import Emitted, Placement, formats
 from spmd.lowering.xla_options import xla_options
 from spmd.mesh.spec import jax_mesh
 from spmd.mesh.topology import Topology
@@ -456,8 +456,8 @@ class Boundary:
     """
 
     def __init__(self, interface: Interface, emitted: Emitted, mesh: JaxMesh) -> None:
-        self.arguments = emitted.argument_shardings(mesh)
-        results = emitted.result_shardings(mesh)
+        self.arguments = emitted.named(emitted.arguments, mesh)
+        results = emitted.named(emitted.results, mesh)
         ranks = [len(type_.shape) for type_ in emitted.result_types]
         specs = interface.out_specs or (None,) * len(results)
         self.results = tuple(map(_as_told, results, specs, ranks))

@@ -286,7 +286,7 @@ def _approx_top_k(site: Site) -> Sequence[Value]:
 # after:  `%1 = fft %0 [16]; %2 = transpose %1 [1, 0]; %3 = fft %2 [8]; %4 = transpose %3 [1, 0]`
 #
 # Where nothing is exchanged between them, one device's program gets the FFT of several dims back
-# (`spmd.lowering.rewrites.optimize`).
+# (`spmd.lowering.rewrites.simplify`).
 
 
 @canonical("stablehlo.fft")

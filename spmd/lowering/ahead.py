@@ -48,6 +48,7 @@ RESERVED = 1 << 10  # bytes of shared memory that CUDA keeps of every block
 
 
 def _target(gpu: _Gpu) -> str:
+    """Returns the text that describes a GPU to XLA."""
     major, minor = gpu.capability
     shared = gpu.shared << 10
     return f"""
@@ -77,10 +78,6 @@ dnn_version_info {{ major: 9 minor: 10 }}
 """
 
 
-GPU_TARGETS = {chip: _target(gpu) for chip, gpu in _GPUS.items()}
-"""Chip, as in `Topology` -> the text that describes it to XLA."""
-
-
 CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
@@ -103,7 +100,7 @@ def devices_ahead(mesh: Mesh, topology: Topology) -> list[Any]:
     Raises MeshError if no compiler for the machine is installed, or the mesh does not fit it.
     """
     is_tpu, chip = topology.platform == "tpu", topology.name.partition(":")[0]
-    if not is_tpu and (topology.platform != "cuda" or chip not in GPU_TARGETS):
+    if not is_tpu and (topology.platform != "cuda" or chip not in _GPUS):
         raise MeshError(
             f"XLA's compiler for {topology} is only where such devices are",
             actual="they are not visible here",
@@ -154,7 +151,7 @@ def _gpus(topology: Topology, chip: str) -> list[Any]:
         described = topologies.get_topology_desc(
             topology.name,
             "cuda",
-            target_config=GPU_TARGETS[chip],
+            target_config=_target(_GPUS[chip]),
             topology=f"1x{hosts}x{topology.count // hosts}",
         )
     except NotImplementedError as error:  # the plugin looked for CUDA's libraries

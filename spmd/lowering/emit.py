@@ -1,25 +1,146 @@
 """Emit: the local program as StableHLO text, with replica groups and source locations.
 
-Text is all that leaves the compiler; `execute` parses it once inside jax's own lowering. The
-generic form of MLIR is used throughout, so that no op needs a printer of its own.
+Text and plain data (`Emitted`) are all that leaves the compiler; `execute` parses the text once,
+inside jax's own lowering. The generic form of MLIR is used throughout, so that no op needs a
+printer of its own.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import NamedTuple
+
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh as JaxMesh
+from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.ir.description import COMPOSITE, CUSTOM_CALL, FROM_MANUAL
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK
 from spmd.ir.dialect.manual import MANUAL, TO_MANUAL
-from spmd.ir.program import Body, Loc, Op, OpKind, Program, Region, Value
-from spmd.ir.types import DIM_NUMBERS, Attribute, ConvDims, Dense, Opaque, TensorType
-from spmd.lowering.local.callbacks import FREE, LINKED
+from spmd.ir.program import Body, Callback, Loc, Op, OpKind, Program, Region, Value
+from spmd.ir.types import (
+    DIM_NUMBERS,
+    Attribute,
+    ConvDims,
+    Dense,
+    Opaque,
+    Order,
+    TensorType,
+    needs_x64,
+)
+from spmd.lowering.expand import LINKED
+from spmd.lowering.local.callbacks import FREE
 from spmd.lowering.local.composite import traced_composite
+from spmd.lowering.partition import Partitioned
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, axis_refs
+from spmd.mesh.sharding import Axes, Sharding, axis_refs
+from spmd.mesh.spec import has_parts, named_sharding, partition_spec
 from spmd.reshard.comm import group_size
+
+Placement = NamedSharding | Format
+"""Where an array lies: on the devices of a mesh, and in an order of its own in their memory."""
+
+
+class Constant(NamedTuple):
+    """A constant that the program takes as one more argument: its elements and its sharding."""
+
+    value: Dense
+    sharding: Sharding
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """A local program as text and plain data, which can be stored, compared and compiled later."""
+
+    name: str
+    mesh: Mesh
+    # StableHLO text with a function `main`, to be run on every device. It takes pieces of the
+    # arguments, and behind them those of the constants
+    module: str
+    # arguments, results: shardings of the global arguments and results
+    arguments: tuple[Sharding, ...]
+    results: tuple[Sharding, ...]
+    # argument_types, result_types: of the global arguments; of one device's pieces
+    argument_types: tuple[TensorType, ...]
+    result_types: tuple[TensorType, ...]
+    # argument_orders, result_orders: in which order their dims lie in memory
+    argument_orders: tuple[Order | None, ...]
+    result_orders: tuple[Order | None, ...]
+    donated: tuple[int, ...]  # flat indices of donated arguments
+    needs_x64: bool
+    callbacks: tuple[Callback, ...] = ()  # the Python functions that it calls, by number
+    # peak_bytes, seconds: of one device and run, predicted where somebody asked for it
+    peak_bytes: int | None = None
+    seconds: float | None = None
+    constants: tuple[Constant, ...] = ()  # what it takes behind its arguments
+
+    @cached_property
+    def boundary_mesh(self) -> Mesh:
+        """The mesh; if part of an axis splits an argument or result, with an axis for each atom."""
+        ends = (*self.arguments, *self.constant_shardings, *self.results)
+        has = any(has_parts(sharding, self.mesh) for sharding in ends)
+        return self.mesh.refined() if has else self.mesh
+
+    @property
+    def constant_shardings(self) -> tuple[Sharding, ...]:
+        """The shardings of the constants."""
+        return tuple(constant.sharding for constant in self.constants)
+
+    def specs(self, shardings: Sequence[Sharding]) -> tuple[PartitionSpec, ...]:
+        """Returns shardings as `PartitionSpec`s on `boundary_mesh`."""
+        return tuple(partition_spec(sharding, self.boundary_mesh) for sharding in shardings)
+
+    def named(self, shardings: Sequence[Sharding], where: JaxMesh) -> tuple[NamedSharding, ...]:
+        """Returns shardings on `where`, or on a finer mesh if parts of axes split them."""
+        return tuple(named_sharding(sharding, self.mesh, where) for sharding in shardings)
+
+    def major_to_minor(self) -> Emitted:
+        """Returns the program with the default layout in memory for all arguments and results."""
+        arguments, results = (None,) * len(self.arguments), (None,) * len(self.results)
+        return replace(self, argument_orders=arguments, result_orders=results)
+
+
+def formats(
+    shardings: Sequence[NamedSharding], orders: Sequence[Order | None]
+) -> tuple[Placement, ...]:
+    """Returns each sharding as a `Format` with its order of dims, or as it is if that is None."""
+    return tuple(
+        sharding if order is None else Format(Layout(order), sharding)
+        for sharding, order in zip(shardings, orders, strict=True)
+    )
+
+
+def emit_local(local: Partitioned, donated: tuple[int, ...] = ()) -> Emitted:
+    """Emits a local program after `expand`; `donated` are flat indices of donated arguments."""
+    program, mesh, arguments, results = local[:4]
+    types, body = program.types, program.body
+    count = len(body.args) - len(program.constants)
+    wholes = []
+    for value, sharding in zip(body.args[:count], arguments[:count], strict=True):
+        dims = zip(types[value].shape, sharding.dims, strict=True)  # which their axes divide
+        wholes.append(types[value].with_shape(tuple([n * mesh.extent(axes) for n, axes in dims])))
+    return Emitted(
+        name=program.name,
+        mesh=mesh,
+        module=emit(program, mesh),
+        arguments=arguments[:count],
+        results=results,
+        argument_types=tuple(wholes),
+        result_types=tuple(types[value] for value in body.results),
+        argument_orders=local.argument_orders[:count] or (None,) * count,
+        result_orders=local.result_orders or (None,) * len(results),
+        donated=donated,
+        needs_x64=needs_x64(types),
+        callbacks=program.callbacks,
+        constants=tuple(map(Constant, program.constants, arguments[count:])),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# The text.
 
 _MESH = "spmd_mesh"
 _NOT_EMITTED = {"reducer", "axes", "groups", "pairs"}

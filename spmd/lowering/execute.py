@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -26,20 +25,20 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func, stablehlo
 
 from spmd.errors import MeshError, UnsupportedOpError
-from spmd.frontend.importer.contents import MARKS, tensor_type
+from spmd.frontend.importer.contents import MARKS, ops_in, tensor_type
 from spmd.frontend.importer.handlers import LEAVES, SAME
 from spmd.ir.description import CUSTOM_CALL
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG
 from spmd.ir.program import Callback
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.launch.agree import check_same_program, digest
-from spmd.lowering.emitted import Emitted, Placement, formats
-from spmd.lowering.local.callbacks import FREE, LINKED
+from spmd.lowering.emit import Emitted, Placement, formats
+from spmd.lowering.expand import LINKED
+from spmd.lowering.local.callbacks import FREE
 from spmd.lowering.local.composite import inline_region
 from spmd.lowering.xla_options import options_within
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Sharding
-from spmd.mesh.spec import jax_mesh, partition_spec
+from spmd.mesh.spec import jax_mesh
 from spmd.mesh.topology import Topology
 
 _program = Primitive("spmd_program")
@@ -74,8 +73,11 @@ def _lower(ctx: Any, *args: Any, module: str, callbacks: Callbacks, **_: Any) ->
     name = mlir.merge_mlir_modules(
         ctx.module_context.module, "spmd_main", source, dst_symtab=ctx.module_context.symbol_table
     )
-    if callbacks:
-        _emit_callbacks(ctx, ctx.module_context.symbol_table[name], callbacks)
+    if callbacks:  # the calls of their numbers become jax's own callback calls
+        raised: list[Exception] = []
+        for op in ops_in(ctx.module_context.symbol_table[name].operation):
+            if op.name == CUSTOM_CALL and _target(op) in (CALLBACK, CHECK_CALLBACK):
+                _emit(ctx, op, callbacks[op.attributes["number"].value], raised)
         if ctx.tokens_in is not None:  # ordered within: jax's tokens order programs
             ctx.set_tokens_out(ctx.tokens_in)
     return func.CallOp(list(type_.results), ir.FlatSymbolRefAttr.get(name), args).results
@@ -128,7 +130,7 @@ class WithConstants:
     def __init__(self, compiled: Any, emitted: Emitted, outside: Outside) -> None:
         self.compiled, self.constants = compiled, list[jax.Array]()
         if outside.devices is None:
-            shardings = emitted.constant_shardings(outside.mesh)
+            shardings = emitted.named(emitted.constant_shardings, outside.mesh)
             for constant, sharding in zip(emitted.constants, shardings, strict=True):
                 elements = constant.value.array()
                 array = jax.make_array_from_callback(elements.shape, sharding, elements.__getitem__)
@@ -222,22 +224,19 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
     run = _runner(emitted.module, emitted.result_types, emitted.callbacks, outside.weak)
     count = len(emitted.constants)
 
-    def spec(sharding: Sharding) -> PartitionSpec:
-        return partition_spec(sharding, emitted.boundary_mesh)
-
     mapped = jax.shard_map(
         (lambda *args: run(*args[count:], *args[:count])) if count else run,
         mesh=boundary,
-        in_specs=(*(spec(c.sharding) for c in emitted.constants), *emitted.argument_specs),
-        out_specs=tuple(map(spec, emitted.results)),
+        in_specs=emitted.specs((*emitted.constant_shardings, *emitted.arguments)),
+        out_specs=emitted.specs(emitted.results),
         check_vma=False,
     )
     where = outside.mesh
-    arguments = formats(emitted.argument_shardings(where), emitted.argument_orders)
-    results = formats(emitted.result_shardings(where), emitted.result_orders)
+    arguments = formats(emitted.named(emitted.arguments, where), emitted.argument_orders)
+    results = formats(emitted.named(emitted.results, where), emitted.result_orders)
     return plain_jit(
         mapped,
-        in_shardings=(*emitted.constant_shardings(where), *arguments),
+        in_shardings=(*emitted.named(emitted.constant_shardings, where), *arguments),
         out_shardings=outside.results or results,
         donate_argnums=[count + i for i in emitted.donated],
         keep_unused=True,
@@ -282,51 +281,32 @@ def without_shardings(module: ir.Module) -> str:
 
     Raises UnsupportedOpError for a `jax.shard_map` in GSPMD's form: only its partitioner runs that.
     """
-
-    def without_sharding(op: Any) -> Any:
-        for name in (*MARKS, "arg_attrs", "res_attrs"):
-            if name in op.attributes:
-                del op.attributes[name]
-        if op.name in SAME:
-            _replace(op, op.operands)
-        elif op.name == "sdy.constant":
-            with ir.InsertionPoint(op), op.location:
-                _replace(op, [stablehlo.ConstantOp(op.attributes["value"]).result])
-        elif op.name == "sdy.named_computation":
-            inline_region(op)
-        elif op.name == "sdy.sharding_group":
-            op.erase()
-        return ir.WalkResult.ADVANCE
-
-    target = "call_target_name"
-    if _holds(module, lambda op: target in op.attributes and op.attributes[target].value == LEAVES):
+    if any(_target(op) == LEAVES for op in ops_in(module.operation)):
         raise UnsupportedOpError(
             "a jax.shard_map in a module for GSPMD cannot be run unpartitioned",
             fix="lower the program with jax_use_shardy_partitioner=True, and verify that",
         )
     with module.context:
         copy = ir.Module.parse(str(module.operation.get_asm(enable_debug_info=True)))
-        if not _holds(copy, lambda op: op.name == "sdy.manual_computation"):
-            for item in list(copy.body.operations):
-                if item.operation.name == "sdy.mesh":
-                    item.operation.erase()
-        copy.operation.walk(without_sharding)
+        ops = ops_in(copy.operation)
+        is_manual = any(op.name == "sdy.manual_computation" for op in ops)
+        for op in ops:
+            for name in (*MARKS, "arg_attrs", "res_attrs"):
+                if name in op.attributes:
+                    del op.attributes[name]
+            if op.name in SAME:
+                _replace(op, op.operands)
+            elif op.name == "sdy.constant":
+                with ir.InsertionPoint(op), op.location:
+                    _replace(op, [stablehlo.ConstantOp(op.attributes["value"]).result])
+            elif op.name == "sdy.named_computation":
+                inline_region(op)
+            elif op.name == "sdy.sharding_group" or (op.name == "sdy.mesh" and not is_manual):
+                op.erase()
         functions = [op for op in copy.body.operations if op.operation.name == "func.func"]
         if len(functions) == 1:
             functions[0].attributes["sym_name"] = ir.StringAttr.get("main")
         return str(copy.operation.get_asm(enable_debug_info=True))
-
-
-def _holds(module: ir.Module, is_wanted: Callable[[Any], bool]) -> bool:
-    found = False
-
-    def visit(op: Any) -> Any:
-        nonlocal found
-        found = found or is_wanted(op)
-        return ir.WalkResult.INTERRUPT if found else ir.WalkResult.ADVANCE
-
-    module.operation.walk(visit)
-    return found
 
 
 def _replace(op: Any, values: Sequence[Any]) -> None:
@@ -355,71 +335,52 @@ def _effect(ordered: bool) -> Any:
 
 def silent(callbacks: Callbacks) -> Callbacks:
     """Returns the callbacks, those of `jax.debug` replaced by functions that do nothing."""
-    return tuple(
-        Callback(lambda *_: (), c.label, c.is_debug, c.has_effect, c.is_ordered)
-        if c.is_debug
-        else c
-        for c in callbacks
-    )
-
-
-def _emit_callbacks(ctx: Any, function: Any, callbacks: Callbacks) -> None:
-    """Replaces a module's numbered calls of `callbacks` by jax's own callback calls, in place."""
-    calls = []
-
-    def visit(op: Any) -> Any:
-        if op.name == CUSTOM_CALL and _target(op) in (CALLBACK, CHECK_CALLBACK):
-            calls.append(op)
-        return ir.WalkResult.ADVANCE
-
-    function.operation.walk(visit)
-    raised = _Raised()
-    for op in calls:
-        _emit(ctx, op, callbacks[op.attributes["number"].value], raised)
+    return tuple(replace(c, function=lambda *_: ()) if c.is_debug else c for c in callbacks)
 
 
 def _target(op: Any) -> str:
-    return str(op.attributes["call_target_name"].value)
+    name = "call_target_name"
+    return str(op.attributes[name].value) if name in op.attributes else ""
 
 
-class _Raised:
-    """Keeps what a callback raised on the device that ran it, for this process's other devices."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._error: Exception | None = None
-
-    def keep(self, error: Exception) -> None:
-        with self._lock:
-            self._error = error
-
-    def again(self, label: str) -> Exception:
-        """Returns the error for another device, its traceback as text: XLA hands on no more."""
-        with self._lock:
-            error = self._error
-        if error is None:
-            return RuntimeError(f"{label} raised in another process, which says what")
-        return RuntimeError(f"{label} raised\n{''.join(traceback.format_exception(error))}")
-
-
-def _emit(ctx: Any, op: Any, callback: Callback, raised: _Raised) -> None:
+def _emit(ctx: Any, op: Any, callback: Callback, raised: list[Exception]) -> None:
+    """Replaces a call of a callback; `raised` has what one raised on this process's devices."""
     operands, results = list(op.operands), list(op.results)
-    run: Callable[..., _Arrays]
-    if _target(op) == CHECK_CALLBACK:
+    is_linked = LINKED in op.attributes
+    is_shared = FREE in op.attributes and op.attributes[FREE].value
+    types = [_aval(result.type) for result in results[1 : -1 if is_linked else None]]
 
-        def run(*_: Any) -> _Arrays:
-            raise raised.again(callback.label)
+    def check(*_: Any) -> _Arrays:
+        if not raised:
+            raise RuntimeError(f"{callback.label} raised in another process, which says what")
+        trace = "".join(traceback.format_exception(raised[-1]))  # XLA hands on no more
+        raise RuntimeError(f"{callback.label} raised\n{trace}")
 
-    else:
-        is_linked = LINKED in op.attributes
-        is_shared = FREE in op.attributes and op.attributes[FREE].value
-        types = [_aval(result.type) for result in results[1 : -1 if is_linked else None]]
-        run = functools.partial(_call, callback, raised if is_shared else None, types, is_linked)
+    def call(*args: Any) -> _Arrays:
+        """Returns an error flag, the callback's results and, if it is linked, the last argument."""
+        args, link = (args[:-1], args[-1:]) if is_linked else (args, ())
+        flag = 0
+        try:
+            found = _on_cpu(callback.function, args)
+            # They are of the types that were promised; Python's own numbers are converted.
+            dtypes = [jax.dtypes.canonicalize_dtype(result.dtype) for result in found]
+            have = ", ".join(f"{d}{list(r.shape)}" for r, d in zip(found, dtypes, strict=True))
+            want = ", ".join(f"{t.dtype}{list(t.shape)}" for t in types)
+            if have != want:
+                raise TypeError(f"the callback returned ({have}) instead of ({want})")
+            arrays = [np.asarray(result, t.dtype) for result, t in zip(found, types, strict=True)]
+        except Exception as error:
+            if not is_shared:
+                raise
+            raised[:] = [error]
+            flag, arrays = 1, [np.zeros(t.shape, t.dtype) for t in types]
+        return (np.asarray(flag, numpy_dtype(FLAG.dtype)), *arrays, *map(np.asarray, link))
+
     with ir.InsertionPoint(op), op.location:
         avals_in, avals_out = ([_aval(v.type) for v in values] for values in (operands, results))
         made, _, _ = mlir.emit_python_callback(
             ctx.replace(primitive=None, avals_in=avals_in, avals_out=avals_out),
-            run,
+            check if _target(op) == CHECK_CALLBACK else call,
             None,
             operands,
             avals_in,
@@ -433,29 +394,6 @@ def _emit(ctx: Any, op: Any, callback: Callback, raised: _Raised) -> None:
 def _aval(type_: Any) -> Any:
     tensor = tensor_type(type_)
     return jax.core.ShapedArray(tensor.shape, numpy_dtype(tensor.dtype))
-
-
-def _call(
-    callback: Callback, raised: _Raised | None, types: Sequence[Any], is_linked: bool, *args: Any
-) -> _Arrays:
-    """Runs a callback; returns an error flag, its results and the last argument if `is_linked`."""
-    args, link = (args[:-1], args[-1:]) if is_linked else (args, ())
-    flag = 0
-    try:
-        results = _on_cpu(callback.function, args)
-        # They are of the types that were promised; Python's own numbers are converted.
-        found = [jax.dtypes.canonicalize_dtype(result.dtype) for result in results]
-        have = ", ".join(f"{d}{list(r.shape)}" for r, d in zip(results, found, strict=True))
-        want = ", ".join(f"{t.dtype}{list(t.shape)}" for t in types)
-        if have != want:
-            raise TypeError(f"the callback returned ({have}) instead of ({want})")
-        results = [np.asarray(result, t.dtype) for result, t in zip(results, types, strict=True)]
-    except Exception as error:
-        if raised is None:
-            raise
-        raised.keep(error)
-        flag, results = 1, [np.zeros(t.shape, t.dtype) for t in types]
-    return (np.asarray(flag, numpy_dtype(FLAG.dtype)), *results, *map(np.asarray, link))
 
 
 def _on_cpu(function: Callable[..., Any], args: Sequence[Any]) -> Sequence[Any]:

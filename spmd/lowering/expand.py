@@ -15,21 +15,20 @@ after:  `%3 = dynamic_slice %2, clamp(0, %1, last); %4 = dynamic_slice %3, ...`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
+from collections.abc import Callable, Sequence
 
 from spmd.ir.control_flow import producers_of
 from spmd.ir.description import BROADCAST, DYNAMIC_SLICE
 from spmd.ir.dialect.builder import AXIS_INDEX, LOCAL_SLICE, Builder
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG
 from spmd.ir.dialect.collectives import DEVICE_IDS
-from spmd.ir.program import Op, Program, Value
-from spmd.ir.rewrite import rewrite_ops
-from spmd.ir.types import TensorType, numpy_dtype
-from spmd.lowering.local.callbacks import FREE, in_order, where
-from spmd.lowering.local.dims import dynamic_take_dim
-from spmd.lowering.rewrites.moves import is_move
+from spmd.ir.dialect.manual import IF
+from spmd.ir.program import Op, OpKind, Program, Region, Value
+from spmd.ir.rewrite import Carry, recarried, rewrite_ops
+from spmd.ir.types import TensorType
+from spmd.lowering.local.callbacks import FREE
+from spmd.lowering.local.dims import clamped_index, dynamic_take_dim
+from spmd.lowering.rewrites.simplify import is_move
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 
@@ -55,11 +54,11 @@ def expand(program: Program, mesh: Mesh) -> Program:
             index = _axis_index(b, op.kind.attrs[FREE], mesh)
             is_first = b.compare("EQ", index, b.constant(0, "i32"))
             types = op.kind.results
-            return where(b, is_first, op, operands, lambda: [b.splat(0, t) for t in types])
+            return _where(b, is_first, op, operands, lambda: [b.splat(0, t) for t in types])
         if op.name == CHECK_CALLBACK:
             flag, *values = operands
             is_set = b.compare("NE", flag, b.splat(0, FLAG))
-            return where(b, is_set, op, operands, lambda: values)
+            return _where(b, is_set, op, operands, lambda: values)
         if op.name == LOCAL_SLICE:
             dim = op.kind.attrs["dim"]
             size = op.kind.results[0].shape[dim]
@@ -74,6 +73,21 @@ def expand(program: Program, mesh: Mesh) -> Program:
         return b.op(op.name, (x, *clamped), op.kind.results, op.kind.attrs)
 
     return rewrite_ops(program, rewrite)
+
+
+def _where(
+    b: Builder,
+    flag: Value,
+    op: Op,
+    operands: tuple[Value, ...],
+    otherwise: Callable[[], Sequence[Value]],
+) -> Sequence[Value]:
+    """Appends a branch: the results of `op` where a flag is set, those of `otherwise` elsewhere."""
+    b.begin()
+    done = b.end((), b.repeat(op.kind, operands))
+    b.begin()
+    others = b.end((), otherwise())
+    return b.op(IF, (flag,), op.kind.results, {}, (done, others))
 
 
 def _axis_index(b: Builder, axes: Axes, mesh: Mesh) -> Value:
@@ -109,11 +123,64 @@ def _axis_index(b: Builder, axes: Axes, mesh: Mesh) -> Value:
     return b.once(("index", axes), make)
 
 
-def clamped_index(b: Builder, index: Value, last: int) -> Value:
-    """Clamps an index scalar of any integer type to the range from 0 to `last`."""
-    dtype = b.types[index].dtype
-    last = min(last, int(np.iinfo(numpy_dtype(dtype)).max))
-    if last == 0:
-        return b.constant(0, dtype)
-    above = b.binary("maximum", index, b.constant(0, dtype))
-    return b.binary("minimum", above, b.constant(last, dtype))
+# ---------------------------------------------------------------------------------------------
+# Ordered callbacks.
+
+LINKED = "linked"
+"""Attribute of a callback whose last operand and last result are a number that orders it."""
+
+
+def in_order(program: Program) -> Program:
+    """Links each ordered callback to the one before it, so that XLA cannot change their order.
+
+    Each takes a number from the one before and returns it, through loops and branches.
+
+    before: `spmd.callback %0 {ordered}; while { spmd.callback %1 {ordered} }`
+    after:  `%7 = spmd.callback %0, zero; while(%8 = %7) { %9 = spmd.callback %1, %8; return %9 }`
+    """
+    if not any(map(_is_ordered, program.body.ops)):
+        return program
+    b = Builder(program.types)
+    b.begin()
+    first = b.splat(0, FLAG)
+    start = b.end((), ()).ops
+    body, _ = _linked(b, program.body, first)
+    return program._replace(types=tuple(b.types), body=body._replace(ops=(*start, *body.ops)))
+
+
+def _is_ordered(op: Op) -> bool:
+    inner = (inner for region in op.regions for inner in region.ops)
+    return bool(op.name == CALLBACK and op.kind.attrs["ordered"]) or any(map(_is_ordered, inner))
+
+
+def _linked(b: Builder, region: Region, link: Value) -> tuple[Region, Value]:
+    ops = []
+    for op in region.ops:
+        if not _is_ordered(op):
+            ops.append(op)
+            continue
+        after, kind = b.value(FLAG), op.kind
+        if op.is_loop:
+            # What a condition calls comes after the body before it, for a loop runs one by one.
+            test, inside = b.value(FLAG), b.value(FLAG)
+            cond, _ = _linked(b, op.regions[0], test)
+            body, last = _linked(b, op.regions[1], inside)
+            carry = Carry(link, test, inside, last, after)
+            op = recarried(op._replace(regions=(cond, body)), b.types, more=(carry,))
+        elif op.regions:
+            made = [_linked(b, inner, link) for inner in op.regions]
+            op = op._replace(
+                kind=OpKind(op.name, kind.operands, (*kind.results, FLAG), kind.attrs),
+                results=(*op.results, after),
+                regions=tuple(inner._replace(results=(*inner.results, n)) for inner, n in made),
+            )
+        else:
+            types, attrs = (*kind.operands, FLAG), {**kind.attrs, LINKED: True}
+            op = op._replace(
+                kind=OpKind(op.name, types, (*kind.results, FLAG), attrs),
+                operands=(*op.operands, link),
+                results=(*op.results, after),
+            )
+        ops.append(op)
+        link = after
+    return region._replace(ops=tuple(ops)), link

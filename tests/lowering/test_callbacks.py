@@ -15,8 +15,7 @@ from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK
 from spmd.ir.legality import check_program
 from spmd.ir.program import Op, Program, Region, has_effect
 from spmd.ir.rewrite import remove_dead
-from spmd.lowering.expand import expand
-from spmd.lowering.local.callbacks import LINKED, in_order
+from spmd.lowering.expand import LINKED, expand, in_order
 from tests.two_processes import run_both
 
 X = np.ones((8, 4), np.float32)

@@ -25,6 +25,7 @@ from jaxlib.mlir import ir
 
 from spmd.errors import SpmdError
 from spmd.frontend.canonicalize import canonicalize
+from spmd.frontend.importer.attributes import ops_in
 from spmd.frontend.importer.module import import_module, signature
 from spmd.frontend.trace import trace
 from spmd.ir.description import COMPOSITE, FROM_MANUAL
@@ -86,12 +87,11 @@ def append_composite(
         if is_kernel and platform not in composite_of(kind).kernels:
             continue
         traced = traced_composite(kind)
-        if traced is not None and (is_kernel or traced.program is None):
-            return b.op(
-                COMPOSITE, operands, results, {**kind.attrs, composites.WORKSPACE: traced.workspace}
-            )
-        if traced is not None and traced.program is not None:
+        if traced is not None and traced.program is not None and not is_kernel:
             return append_ops(b, traced.program, operands, loc=b.loc)
+        if traced is not None:
+            more = {composites.WORKSPACE: traced.workspace}
+            return b.op(COMPOSITE, operands, results, {**kind.attrs, **more})
     raise SpmdError(
         f"composite {attrs['name']} has nothing that computes it here",
         op=", ".join(map(str, types)),
@@ -219,20 +219,16 @@ def _atom_name(atom: int) -> str:
 def _inline_manual(module: ir.Module, sizes: Sequence[int]) -> None:
     """Replaces a module's one `shard_map` by what is inside it, in place."""
     atom_of = {_atom_name(atom): atom for atom in range(len(sizes))}
-
-    def spell_out(op: Any) -> ir.WalkResult:
-        # From jax 0.11 on groups are axes of a mesh, which is a symbol of the module.
-        text = str(op.attributes["replica_groups"]) if "replica_groups" in op.attributes else ""
-        if "axes" in text:
-            atoms = [atom_of[name] for name in re.findall(r'"(\w+)"', text)]
-            others = [atom for atom in range(len(sizes)) if atom not in atoms]
-            devices = np.arange(math.prod(sizes)).reshape(sizes).transpose([*others, *atoms])
-            groups: Any = devices.reshape(-1, math.prod(sizes[atom] for atom in atoms))
-            op.attributes["replica_groups"] = ir.DenseElementsAttr.get(groups.copy())
-        return ir.WalkResult.ADVANCE
-
     with module.context, ir.Location.unknown():
-        module.operation.walk(spell_out)
+        for op in ops_in(module.operation):
+            # From jax 0.11 on groups are axes of a mesh, which is a symbol of the module.
+            text = str(op.attributes["replica_groups"]) if "replica_groups" in op.attributes else ""
+            if "axes" in text:
+                atoms = [atom_of[name] for name in re.findall(r'"(\w+)"', text)]
+                others = [atom for atom in range(len(sizes)) if atom not in atoms]
+                devices = np.arange(math.prod(sizes)).reshape(sizes).transpose([*others, *atoms])
+                groups: Any = devices.reshape(-1, math.prod(sizes[atom] for atom in atoms))
+                op.attributes["replica_groups"] = ir.DenseElementsAttr.get(groups.copy())
         for item in list(module.body.operations):
             if item.operation.name != "func.func":
                 item.operation.erase()

@@ -15,6 +15,7 @@ import numpy as np
 
 from spmd.ir.dialect.builder import Builder, resized
 from spmd.ir.program import Value
+from spmd.ir.types import numpy_dtype
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, is_even, piece_sizes
 
@@ -34,6 +35,16 @@ def dynamic_take_dim(b: Builder, x: Value, dim: int, start: Value, length: int) 
     zero = b.constant(0, b.types[start].dtype)
     starts = [start if d == dim else zero for d in range(len(shape))]
     return b.dynamic_slice(x, starts, resized(shape, dim, length))
+
+
+def clamped_index(b: Builder, index: Value, last: int) -> Value:
+    """Clamps an index scalar of any integer type to the range from 0 to `last`."""
+    dtype = b.types[index].dtype
+    last = min(last, int(np.iinfo(numpy_dtype(dtype)).max))
+    if last == 0:
+        return b.constant(0, dtype)
+    above = b.binary("maximum", index, b.constant(0, dtype))
+    return b.binary("minimum", above, b.constant(last, dtype))
 
 
 def gather_dim(b: Builder, x: Value, dim: int, axes: Axes, mesh: Mesh) -> Value:

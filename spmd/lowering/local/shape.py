@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from functools import reduce
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,8 +13,14 @@ from spmd.ir.dialect.halo import reads_of
 from spmd.ir.dialect.reducers import identity_element
 from spmd.ir.program import Value
 from spmd.ir.types import Dense, GatherDims, ScatterDims, TensorType
-from spmd.lowering.expand import clamped_index
-from spmd.lowering.local.dims import Split, dynamic_take_dim, own_count, own_piece, start_of
+from spmd.lowering.local.dims import (
+    Split,
+    clamped_index,
+    dynamic_take_dim,
+    own_count,
+    own_piece,
+    start_of,
+)
 from spmd.lowering.local.fetch import assembled, base_of, note_of, parts_of, read_around
 from spmd.lowering.local.table import LocalOp, local, or_identity
 from spmd.propagation.projection import reduced_axes
@@ -235,7 +242,7 @@ def _gather(op: LocalOp) -> tuple[Value, ...]:
     if not is_split and b.types[indices].size != len(places):
         return op.emit(slice_sizes=sizes)
     indices = _as_signed(b, indices)
-    vector = _VectorDim(b, indices, dims.index_vector_dim)
+    vector = _VectorDim(b, b.types[indices], dims.index_vector_dim)
     clamped = vector.clamped(indices, [place.size - wanted[place.dim] for place in places])
     if not is_split:  # XLA makes it a dynamic slice, which must be in range (see `expand`)
         return op.emit([table, clamped], slice_sizes=sizes)
@@ -272,7 +279,7 @@ def _scatter(op: LocalOp) -> tuple[Value, ...]:
     places = _indexed(op, dims.scatter_dims_to_operand_dims, dims.inserted_window_dims)
     if any(place.axes for place in places):
         indices = _as_signed(b, indices)
-        vector = _VectorDim(b, indices, dims.index_vector_dim)
+        vector = _VectorDim(b, b.types[indices], dims.index_vector_dim)
         starts = vector.join([start_of(b, place) for place in places])
         indices = b.binary("subtract", indices, starts)
         if b.types[indices].size == len(places):
@@ -292,7 +299,7 @@ def _scatter_one(
     windows = iter(dims.update_window_dims)
     single = {*dims.inserted_window_dims, *dims.input_batching_dims}
     sizes = [1 if d in single else update[next(windows)] for d in range(len(piece))]
-    vector = _VectorDim(b, indices, dims.index_vector_dim)
+    vector = _VectorDim(b, b.types[indices], dims.index_vector_dim)
     places = dims.scatter_dims_to_operand_dims
     room = [piece[d] - sizes[d] for d in places]
     first, last = vector.of([0] * len(places)), vector.of(room)
@@ -317,22 +324,20 @@ def _as_signed(b: Builder, indices: Value) -> Value:
     return indices if dtype in ("i32", "i64") else b.convert(indices, "i32")
 
 
-class _VectorDim:
+class _VectorDim(NamedTuple):
     """The dim of an index tensor that holds the components of one index; it may be implicit."""
 
-    def __init__(self, b: Builder, indices: Value, dim: int) -> None:
-        self.b = b
-        self.type = b.types[indices]
-        self.dim = dim
+    b: Builder
+    type: TensorType  # of the indices
+    dim: int
 
     def of(self, numbers: Sequence[int]) -> Value:
         """Broadcasts constants, one for each component of an index, to the shape of the indices."""
         return self.spread(self.b.constant(np.asarray(numbers), self.type.dtype))
 
     def clamped(self, indices: Value, last: Sequence[int]) -> Value:
-        b = self.b
-        above = b.binary("maximum", indices, self.of([0] * len(last)))
-        return b.binary("minimum", above, self.of(last))
+        above = self.b.binary("maximum", indices, self.of([0] * len(last)))
+        return self.b.binary("minimum", above, self.of(last))
 
     def join(self, scalars: Sequence[Value]) -> Value:
         """Broadcasts i32 scalars, one for each component of an index, to the indices' type."""
@@ -341,13 +346,9 @@ class _VectorDim:
         return self.spread(b.concatenate(parts, 0))
 
     def spread(self, vector: Value) -> Value:
-        b = self.b
-        if self.dim == self.type.rank:
-            return b.broadcast(b.reshape(vector, ()), self.type.shape)
-        return b.broadcast(vector, self.type.shape, (self.dim,))
+        is_implicit = self.dim == self.type.rank
+        x, dims = (self.b.reshape(vector, ()), ()) if is_implicit else (vector, (self.dim,))
+        return self.b.broadcast(x, self.type.shape, dims)
 
     def all(self, flags: Value) -> Value:
-        b = self.b
-        if self.dim == self.type.rank:
-            return flags
-        return b.reduce("and", flags, (self.dim,))
+        return flags if self.dim == self.type.rank else self.b.reduce("and", flags, (self.dim,))

@@ -1,4 +1,4 @@
-"""Remat of ops: which are computed again, at what cost, and where they stand."""
+"""Remat of ops: what it costs, the cheapest answer to what is held, and how a block holds less."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 from spmd.ir.description import BARRIER
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.min_cut import SINK, SOURCE, FlowNetwork
-from spmd.ir.program import Loc, Op, Program, Region, Value, reads
-from spmd.lowering.rewrites.clock import Clock
+from spmd.ir.program import Loc, Op, OpKind, Program, Region, Value, reads, walk_region
+from spmd.ir.rewrite import repeat_op
+from spmd.lowering.rewrites.schedule import Clock
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
+from spmd.planning.plan import Recomputed
 
 SPREAD = 0.25  # how much dearer a byte of the last value is than one of the first
 
@@ -70,20 +73,6 @@ def again(loc: Loc) -> Loc:
     return loc._replace(note=f"{loc.note} ({AGAIN})" if loc.note else AGAIN)
 
 
-def late(made: Sequence[Op], ops: Sequence[Op]) -> tuple[Op, ...]:
-    """Merges `made` into `ops`: each op of `made` stands in front of the first op that reads it."""
-    first: dict[Value, int] = {}
-    for i, op in reversed(list(enumerate(ops))):
-        first.update(dict.fromkeys(reads(op), i))
-    before: list[list[Op]] = [[] for _ in range(len(ops) + 1)]  # what goes in front of each op
-    for op in reversed(made):
-        place = min((first.get(v, len(ops)) for v in op.results), default=0)
-        before[place].insert(0, op)
-        for value in reads(op):
-            first[value] = min(first.get(value, place), place)
-    return tuple(op for i, own in enumerate(before) for op in (*own, *ops[i : i + 1]))
-
-
 def with_operands(op: Op, instead: Mapping[Value, Value]) -> Op:
     """Returns an op that reads `instead[v]` in place of `v`, in its regions as well."""
     operands = tuple(instead.get(v, v) for v in op.operands)
@@ -109,17 +98,6 @@ def with_operands(op: Op, instead: Mapping[Value, Value]) -> Op:
 # shared fixed costs and network flows", Management Science 17(3), 1970).
 
 
-class CutPrices(NamedTuple):
-    """What `cheapest_cut` pays for each value and op, in seconds of one run of the program."""
-
-    # keeping a value; infinite where it cannot be kept, 0 where it is there anyway
-    keep: Callable[[Value], float]
-    again: Callable[[Op], float]  # doing an op again; infinite where that is not allowed
-    # of an op that is done again, for a value that it reads: having that value there from then on,
-    # though it is needed later
-    early: Callable[[Value, Op], float] = lambda value, op: 0.0
-
-
 class Cut(NamedTuple):
     """Values that are kept or there anyway, and the ops that are recomputed, in order."""
 
@@ -127,10 +105,19 @@ class Cut(NamedTuple):
     again: tuple[Op, ...]
 
 
-def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: CutPrices) -> Cut:
+def cheapest_cut(
+    ops: Sequence[Op],
+    needed: Iterable[Value],
+    keep: Callable[[Value], float],
+    redo: Callable[[Op], float],
+    early: Callable[[Value, Op], float] = lambda value, op: 0.0,
+) -> Cut:
     """Chooses which values to keep and which ops to recompute so that `needed` costs least.
 
-    Values that the ops read and none of them makes can only be kept.
+    `keep` is the price of keeping a value: infinite where it cannot be kept, 0 where it is there
+    anyway. `redo` is that of recomputing an op; `early` what such an op pays for having a value,
+    which it reads and which is needed later, from then on. Values that none of the ops makes can
+    only be kept.
     """
     makers = {value: op for op in ops for value in op.results}
     needed = tuple(dict.fromkeys(needed))
@@ -144,16 +131,15 @@ def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: CutPrices) 
     readers: dict[Value, list[Op]] = {}
     while waiting:
         value = waiting.pop()
-        keep = prices.keep(value)
-        maker = makers.get(value)
-        if maker is None or math.isinf(prices.again(maker)):
-            network.edge(SOURCE, ("value", value), keep)
-        elif keep:
+        price, maker = keep(value), makers.get(value)
+        if maker is None or math.isinf(redo(maker)):
+            network.edge(SOURCE, ("value", value), price)
+        elif price:
             node = ("op", maker.results[0])
-            network.edge(node, ("value", value), keep)
+            network.edge(node, ("value", value), price)
             if node not in known:
                 known.add(node)
-                network.edge(SOURCE, node, prices.again(maker))
+                network.edge(SOURCE, node, redo(maker))
                 for read in reads(maker):
                     readers.setdefault(read, []).append(maker)
                     if read not in seen:
@@ -162,21 +148,21 @@ def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: CutPrices) 
     for value in needed:
         network.edge(("value", value), SINK, math.inf)
     # A value that is read by ops which may be done again has to be there by then. The earlier that
-    # is, the longer it lies in memory, and the more it costs (`prices.early`); of several ops only
-    # the earliest counts. So prices are a staircase: each step costs what its op asks for beyond
-    # the step before. With early prices 1, 3 and 3: steps of 1, 2 and 0.
+    # is, the longer it lies in memory, and the more it costs (`early`); of several ops only the
+    # earliest counts. So prices are a staircase: each step costs what its op asks for beyond the
+    # step before. With early prices 1, 3 and 3: steps of 1, 2 and 0.
     for value, ops_again in readers.items():
         last, before = 0.0, None
-        waits = [(prices.early(value, op), op) for op in ops_again]
-        for early, op in sorted(waits, key=lambda pair: pair[0]):
+        waits = [(early(value, op), op) for op in ops_again]
+        for wait, op in sorted(waits, key=lambda pair: pair[0]):
             node = ("op", op.results[0])
             network.edge(("value", value), node, math.inf)
-            if early > last:
-                step = ("early", value, early)
-                network.edge(SOURCE, step, early - last)
+            if wait > last:
+                step = ("early", value, wait)
+                network.edge(SOURCE, step, wait - last)
                 if before is not None:
                     network.edge(before, step, math.inf)
-                last, before = early, step
+                last, before = wait, step
             if before is not None:
                 network.edge(before, node, math.inf)
     behind = network.behind_cut()
@@ -184,3 +170,193 @@ def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: CutPrices) 
     made = {value for op in again for value in op.results}
     asked = dict.fromkeys((*needed, *(value for op in again for value in reads(op))))
     return Cut(frozenset(value for value in asked if value not in made), again)
+
+
+# ---------------------------------------------------------------------------------------------
+# Values across the fullest moment of a block: made again behind it rather than held.
+#
+# before: `%2 = dot %0, %w; %3 = tanh %2; (full here) %8 = dot ...; %9 = multiply %8, %3`
+# after:  `%2 = dot %0, %w; (no longer) %8 = dot ...;
+#          %10, %11 = optimization_barrier %2, %8; %12 = tanh %10; %9 = multiply %11, %12`
+#
+# The barrier lets what is made again begin no earlier than what has to wait for it anyway, and
+# keeps XLA from finding that it has the value already. A gather begins earlier, to be hidden.
+
+
+def recompute_in_block(
+    program: Program, costs: Costs, moment: Op
+) -> tuple[Program, list[Recomputed]]:
+    """Remats values held while `moment`, the op at the peak, runs, in every block around it."""
+    b = Builder(program.types)
+    dropped: list[Recomputed] = []
+
+    def holds(op: Op) -> bool:
+        return op is moment or any(
+            inner is moment for region in op.regions for inner in walk_region(region)
+        )
+
+    def region(old: Region, runs: int) -> Region:
+        full = next((i for i, op in enumerate(old.ops) if holds(op)), None)
+        if full is None:
+            return old
+        op = old.ops[full]
+        regions = tuple(region(inner, runs * costs.runs(op)) for inner in op.regions)
+        ops = (*old.ops[:full], op._replace(regions=regions), *old.ops[full + 1 :])
+        block = _Block(old._replace(ops=ops), full, costs, runs, b)
+        dropped.extend(block.dropped())
+        return block.rewritten()
+
+    body = region(program.body, 1)
+    return program._replace(types=tuple(b.types), body=body), dropped
+
+
+class _Block:
+    """A block of ops, and the one at which memory peaks: what is recomputed behind it.
+
+    Ops that are recomputed stand behind optimization barriers, in front of their first reader.
+    """
+
+    def __init__(self, region: Region, full: int, costs: Costs, runs: int, b: Builder) -> None:
+        self.region, self.costs, self.b = region, costs, b
+        self.before, self.after = region.ops[:full], region.ops[full:]
+        self.makers = {value: op for op in self.before for value in op.results}
+        # Values from before that moment -> the first op from then on that reads them.
+        self.crossing: dict[Value, int] = {}
+        for i, op in enumerate(self.after):
+            for value in reads(op):
+                if value in self.makers:
+                    self.crossing.setdefault(value, i)
+        self.returned = set(region.results)
+        # How often the ops are repeated that take most of the time: the weighted median.
+        seconds: dict[OpKind, list[float]] = {}
+        for op in self.before:
+            seconds.setdefault(op.kind, []).append(costs.clock.arithmetic(op))
+        counts = sorted((len(times), sum(times)) for times in seconds.values())
+        half, layers = sum(total for _, total in counts) / 2, 1
+        for count, total in counts:
+            layers, half = count, half - total
+            if half <= 0:
+                break
+        self.layer = len(self.after) / layers  # ops of a layer, on the average
+        # When values would have to be made again, in numbers of ops behind the fullest moment: when
+        # they are read; of values that no op reads, when what is made of them is needed.
+        self.needed_at: dict[Value, int] = {}
+        could: dict[Value, int] = {}
+        for op in reversed(self.before):
+            own = [self.crossing[v] for v in op.results if v in self.crossing]
+            when = min(own or [could[v] for v in op.results if v in could], default=len(self.after))
+            self.needed_at.update(dict.fromkeys(op.results, when))
+            for value in reads(op):
+                could[value] = min(could.get(value, when), when)
+        cut = cheapest_cut(
+            self.before, self.crossing, self.keep, lambda op: runs * costs.again(op), self.early
+        )
+        # Values that are made again behind the moment -> the ops that make them.
+        self.again = {value: op for op in cut.again for value in op.results}
+        self.made: dict[Value, Value] = {}  # what is not held, or is behind a barrier, now
+        self.now = 0.0  # seconds of arithmetic from the fullest moment on
+        self.past: list[tuple[float, Value]] = []  # what is stored by then, and from when on
+
+    def keep(self, value: Value) -> float:
+        """Returns the price of holding a value across the peak; 0 for the block's own ends."""
+        if value not in self.makers or value in self.returned:
+            return 0.0
+        # What is computed inside its readers has no memory of its own: what it is made of does.
+        is_stored = value in self.costs.clock.stored
+        return self.costs.held(value) if is_stored else math.inf
+
+    def early(self, value: Value, op: Op) -> float:
+        """Returns the price of having a value before its first reader, as a recomputed op needs it.
+
+        It then lies in memory from there on. For a layer's time or longer, that costs as much as
+        holding it.
+        """
+        # A layer's values, made again together, take the memory of one layer: little beside what
+        # all layers would hold. What is held for longer than that saves nothing: making the input
+        # of one layer again would hold the values of all those in front of it.
+        if value not in self.crossing or value in self.returned:
+            return 0.0
+        wait = self.crossing[value] - self.needed_at[op.results[0]]
+        return self.costs.held(value) * min(1.0, max(0, wait) / self.layer)
+
+    def dropped(self) -> list[Recomputed]:
+        types, stored = self.costs.program.types, self.costs.clock.stored
+        gone = [(v, self.makers[v]) for v in self.crossing if v in self.again and v in stored]
+        return [Recomputed(op.loc, op.label, types[v].bytes) for v, op in gone]
+
+    def rewritten(self) -> Region:
+        if not self.dropped():
+            return self.region
+        self.b.begin()
+        for op in self.before:
+            self.b.append(op)
+        stored, arithmetic = self.costs.clock.stored, self.costs.clock.arithmetic
+        last = [v for v in self.makers if v in stored and v not in self.again][-1:]
+        self.past += [(-math.inf, value) for value in last]
+        for op in self.after:
+            self.b.append(self.with_values_for(op))
+            self.now += arithmetic(op)
+            self.past += [(self.now, value) for value in op.results if value in stored]
+        results = [self.made.get(v, v) for v in self.region.results]
+        return self.b.end(self.region.args, results)
+
+    def with_values_for(self, op: Op) -> Op:
+        """Returns an op that reads recomputed values, once those that are missing are appended."""
+        missing: dict[Value, Op] = {}  # the ops that make values again, in order
+        waiting = [(value, False) for value in reversed(reads(op))]
+        while waiting:
+            value, ready = waiting.pop()
+            maker = self.again.get(value)
+            if maker is None or value in self.made or maker.results[0] in missing:
+                continue
+            if ready:
+                missing[maker.results[0]] = maker
+            else:
+                waiting.append((value, True))
+                waiting += [(v, False) for v in reads(maker)]
+        if missing:
+            self.repeat(op, missing)
+        return with_operands(op, self.made)
+
+    def repeat(self, reader: Op, missing: dict[Value, Op]) -> None:
+        fresh = {v for op in missing.values() for v in op.results}
+        gathers = [op for op in missing.values() if op.collective]
+        first = set[Value]()
+        for op in gathers:
+            first |= self.leading_to(op, missing)
+        early = {v: op for v, op in missing.items() if v in first}
+        rest = {v: op for v, op in missing.items() if v not in first}
+        seconds = sum(self.costs.clock.exchange(op) for op in gathers)
+        for ops, lead in ((early, seconds), (rest, 0.0)):
+            inputs = dict.fromkeys(
+                v for op in ops.values() for v in reads(op) if v not in fresh and v not in self.made
+            )
+            self.wait(inputs, lead, reader)
+            env = {v: self.made.get(v, v) for op in ops.values() for v in reads(op)}
+            for op in ops.values():
+                repeat_op(self.b, op, env, loc=again(op.loc))
+                self.made.update((v, env[v]) for v in op.results)
+
+    def leading_to(self, gather: Op, missing: dict[Value, Op]) -> set[Value]:
+        """Returns a gather and the ops that feed it; nothing if one of these is arithmetic."""
+        found, waiting = set[Value](), [gather]
+        while waiting:
+            op = waiting.pop()
+            if op is not gather and self.costs.clock.arithmetic(op):
+                return set()
+            found.add(op.results[0])
+            waiting += [missing[v] for v in reads(op) if v in missing and v not in found]
+        return found
+
+    def wait(self, inputs: Iterable[Value], lead: float, reader: Op) -> None:
+        """Puts `inputs` behind a barrier that opens `lead` seconds before the reader runs."""
+        inputs = [v for v in inputs if self.b.types[v].rank]
+        if not inputs:
+            return
+        due = self.now - lead
+        done = [value for end, value in self.past if end <= due or math.isclose(end, due)]
+        own = [v for v in done if v in reader.operands] if not lead else []
+        signal = (own or done)[-1:]
+        values = list(dict.fromkeys((*inputs, *signal)))
+        opened = self.b.barrier([self.made.get(v, v) for v in values])
+        self.made.update(zip(values, opened, strict=True))

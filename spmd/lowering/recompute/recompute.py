@@ -10,21 +10,33 @@ price of memory so that minimum cuts solve it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
+import numpy as np
+
+from spmd.ir.control_flow import Index, integer_of
+from spmd.ir.description import BROADCAST, CONVERT, DYNAMIC_SLICE, RESHAPE, SCATTER, SUBTRACT, Role
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.program import Op, OpKind, Program, Region, Value, reads, walk_region
-from spmd.ir.rewrite import dedupe, remove_dead, repeat_op
-from spmd.lowering.recompute.again import Costs, CutPrices, again, cheapest_cut, with_operands
-from spmd.lowering.recompute.loops import recompute_in_loops
+from spmd.ir.program import Op, Program, Region, Value, reads
+from spmd.ir.rewrite import Carry, dedupe, recarried, remove_dead, repeat_op
+from spmd.ir.types import TensorType, numpy_dtype
+from spmd.lowering.recompute.again import (
+    Costs,
+    again,
+    cheapest_cut,
+    recompute_in_block,
+    with_operands,
+)
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 from spmd.planning.plan import Recomputed
+from spmd.predict.fusion import is_untouched
 from spmd.predict.memory import peak_memory
 
-ROUNDS = 4  # moments of a program that are relieved, the fullest first
+MOMENTS = 4  # of a program that are relieved, the fullest first
+DEPTH = 8  # loops inside one another that are looked at, the outermost first
 
 
 def recompute(
@@ -42,11 +54,19 @@ def recompute(
     above `limit` bytes. `donated` are arguments that may be overwritten; with `exchanges`,
     collectives may be done again. Returns the program, and what it no longer holds.
     """
-    costs = Costs(program, mesh, topology, price, exchanges)
-    program, dropped = recompute_in_loops(program, costs)
+    costs, dropped = Costs(program, mesh, topology, price, exchanges), list[Recomputed]()
+    for _ in range(DEPTH):
+        b, more = Builder(program.types), list[Recomputed]()
+        body = _collecting_less(program.body, 1, costs, b, more)
+        if not more:
+            break
+        # An inner loop that is run again now lies beside the loop that reads what it collects.
+        dropped += more
+        program = remove_dead(program._replace(types=tuple(b.types), body=body))
+        costs = replace(costs, program=program)
     program = dedupe(program)
     memory = peak_memory(program, donated, topology.platform)
-    for _ in range(ROUNDS):
+    for _ in range(MOMENTS):
         if memory.peak <= limit or not memory.order:
             break
         moment = memory.order[memory.peak_at]
@@ -61,204 +81,362 @@ def recompute(
 
 
 # ---------------------------------------------------------------------------------------------
-# Values across the fullest moment of a block: made again behind it rather than held.
+# A backward loop recomputes what its forward loop would stack for it.
 #
-# before: `%2 = dot %0, %w; %3 = tanh %2; (full here) %8 = dot ...; %9 = multiply %8, %3`
-# after:  `%2 = dot %0, %w; (no longer) %8 = dot ...;
-#          %10, %11 = optimization_barrier %2, %8; %12 = tanh %10; %9 = multiply %11, %12`
+# before: `%5 = while { %p = dot %x, %w; %q = tanh %p; collect %x, %q }; while { read %q ... }`
+# after:  `%5 = while { %p = dot %x, %w; %q = tanh %p; collect %x }
+#          while { read %x; %p = dot %x, %w; %q = tanh %p ... }`
 #
-# The barrier lets what is made again begin no earlier than what has to wait for it anyway, and
-# keeps XLA from finding that it has the value already. A gather begins earlier, to be hidden.
+# Each value of the forward loop's body can be collected, at the price of its memory and of writing
+# and reading it, or made again in the backward loop of what is collected. What the forward loop
+# changes from trip to trip can only be collected; what it reads from around it is there.
 
 
-def recompute_in_block(
-    program: Program, costs: Costs, moment: Op
-) -> tuple[Program, list[Recomputed]]:
-    """Remats values held while `moment`, the op at the peak, runs, in every block around it."""
-    b = Builder(program.types)
-    dropped: list[Recomputed] = []
-
-    def holds(op: Op) -> bool:
-        return op is moment or any(
-            inner is moment for region in op.regions for inner in walk_region(region)
-        )
-
-    def region(old: Region, runs: int) -> Region:
-        full = next((i for i, op in enumerate(old.ops) if holds(op)), None)
-        if full is None:
-            return old
-        op = old.ops[full]
-        regions = tuple(region(inner, runs * costs.runs(op)) for inner in op.regions)
-        ops = (*old.ops[:full], op._replace(regions=regions), *old.ops[full + 1 :])
-        block = _Block(old._replace(ops=ops), full, costs, runs, b)
-        dropped.extend(block.dropped())
-        return block.rewritten()
-
-    body = region(program.body, 1)
-    return program._replace(types=tuple(b.types), body=body), dropped
+def _collecting_less(
+    region: Region, runs: int, costs: Costs, b: Builder, dropped: list[Recomputed]
+) -> Region:
+    """Rewrites a region that runs `runs` times: its loops stack only what is worth its price."""
+    changed = dict[Value, Sequence[Op]]()
+    for pair in pairs_of(region, costs.clock.index):
+        rewrite = _Rewrite(pair, costs, runs, b)
+        if rewrite.gone:
+            dropped += rewrite.dropped()
+            changed[pair.forward.results[0]] = rewrite.forward()
+            changed[pair.backward.results[0]] = (rewrite.backward(),)
+    ops: list[Op] = []
+    for op in region.ops:
+        if op.results and op.results[0] in changed:
+            ops += changed[op.results[0]]
+        else:
+            inside = runs * costs.runs(op), costs, b, dropped
+            regions = tuple(_collecting_less(inner, *inside) for inner in op.regions)
+            ops.append(op._replace(regions=regions))
+    return region._replace(ops=tuple(ops))
 
 
-class _Block:
-    """A block of ops, and the one at which memory peaks: what is recomputed behind it."""
+class _Rewrite:
+    """A pair of loops that runs `runs` times, and which of its values are stacked or recomputed."""
 
-    def __init__(self, region: Region, full: int, costs: Costs, runs: int, b: Builder) -> None:
-        self.region, self.costs, self.b = region, costs, b
-        self.before, self.after = region.ops[:full], region.ops[full:]
-        self.makers = {value: op for op in self.before for value in op.results}
-        # Values from before that moment -> the first op from then on that reads them.
-        self.crossing: dict[Value, int] = {}
-        for i, op in enumerate(self.after):
-            for value in reads(op):
-                if value in self.makers:
-                    self.crossing.setdefault(value, i)
-        self.returned = set(region.results)
-        # How often the ops are repeated that take most of the time: the weighted median.
-        seconds: dict[OpKind, list[float]] = {}
-        for op in self.before:
-            seconds.setdefault(op.kind, []).append(costs.clock.arithmetic(op))
-        counts = sorted((len(times), sum(times)) for times in seconds.values())
-        half, layers = sum(total for _, total in counts) / 2, 1
-        for count, total in counts:
-            layers, half = count, half - total
-            if half <= 0:
-                break
-        self.layer = len(self.after) / layers  # ops of a layer, on the average
-        # When values would have to be made again, in numbers of ops behind the fullest moment: when
-        # they are read; of values that no op reads, when what is made of them is needed.
-        self.needed_at: dict[Value, int] = {}
-        could: dict[Value, int] = {}
-        for op in reversed(self.before):
-            own = [self.crossing[v] for v in op.results if v in self.crossing]
-            when = min(own or [could[v] for v in op.results if v in could], default=len(self.after))
-            self.needed_at.update(dict.fromkeys(op.results, when))
-            for value in reads(op):
-                could[value] = min(could.get(value, when), when)
-        prices = CutPrices(self.keep, lambda op: runs * costs.again(op), self.early)
-        cut = cheapest_cut(self.before, self.crossing, prices)
-        # Values that are made again behind the moment -> the ops that make them.
-        self.again = {value: op for op in cut.again for value in op.results}
+    def __init__(self, pair: Pair, costs: Costs, runs: int, b: Builder) -> None:
+        self.pair, self.b, self.index = pair, b, costs.clock.index
+        self.around = _around(pair.forward, self.index)
+        self.cores = {stack.written: _core(stack.piece, self.index) for stack in pair.stacks}
+        trips = pair.trips * runs
+        carried = set(_around(pair.backward, self.index).values())
 
-    def keep(self, value: Value) -> float:
-        """Returns the price of holding a value across the peak; 0 for the block's own ends."""
-        if value not in self.makers or value in self.returned:
-            return 0.0
-        # What is computed inside its readers has no memory of its own: what it is made of does.
-        is_stored = value in self.costs.clock.stored
-        return self.costs.held(value) if is_stored else math.inf
+        def keep(value: Value) -> float:
+            """Returns the price, in seconds, of having a value in the backward loop."""
+            if value == pair.place:
+                return 0.0
+            if value in self.around:
+                source = self.around[value]
+                lives = source in carried or source not in self.index.producers
+                return 0.0 if lives else costs.held(source)
+            return costs.held(value, pair.trips) + trips * costs.moved(value)
 
-    def early(self, value: Value, op: Op) -> float:
-        """Returns the price of having a value before its first reader, as a recomputed op needs it.
+        ops, needed = pair.forward.regions[1].ops, self.cores.values()
+        self.cut = cheapest_cut(ops, needed, keep, lambda op: trips * costs.again(op))
+        # Two stacks of one value, which XLA would merge: the first is enough.
+        self.stacks = {self.cores[s.written]: s for s in reversed(pair.stacks)}
+        kept = [self.stacks[core] for core in self.cut.kept if core in self.stacks]
+        self.gone = [stack for stack in pair.stacks if stack not in kept]  # no longer collected
+        # What is collected instead, and the forward loop's results with the pieces.
+        there = {pair.place, *self.around, *self.stacks}
+        self.added = {v: b.value(self.stacked(v)) for v in sorted(self.cut.kept) if v not in there}
 
-        It then lies in memory from there on. For a layer's time or longer, that costs as much as
-        holding it.
-        """
-        # A layer's values, made again together, take the memory of one layer: little beside what
-        # all layers would hold. What is held for longer than that saves nothing: making the input
-        # of one layer again would hold the values of all those in front of it.
-        if value not in self.crossing or value in self.returned:
-            return 0.0
-        wait = self.crossing[value] - self.needed_at[op.results[0]]
-        return self.costs.held(value) * min(1.0, max(0, wait) / self.layer)
+    def stacked(self, value: Value) -> TensorType:
+        type_ = self.b.types[value]
+        return type_.with_shape((self.pair.trips, *type_.shape))
 
     def dropped(self) -> list[Recomputed]:
-        types, stored = self.costs.program.types, self.costs.clock.stored
-        gone = [(v, self.makers[v]) for v in self.crossing if v in self.again and v in stored]
-        return [Recomputed(op.loc, op.label, types[v].bytes) for v, op in gone]
-
-    def rewritten(self) -> Region:
-        if not self.dropped():
-            return self.region
-        b = self.b
-        b.begin()
-        for op in self.before:
-            b.append(op)
-        stored = self.costs.clock.stored
-        last = [v for v in self.makers if v in stored and v not in self.again][-1:]
-        behind = _Again(b, self.again, self.costs, last)
-        for op in self.after:
-            b.append(behind.with_values_for(op))
-            behind.ran(op)
-        results = tuple(behind.now(v) for v in self.region.results)
-        return b.end(self.region.args, results)
-
-
-class _Again:
-    """Appends recomputed ops to a block, behind optimization barriers, when they are first read."""
-
-    def __init__(
-        self, b: Builder, again: dict[Value, Op], costs: Costs, last: Sequence[Value]
-    ) -> None:
-        self.b, self.again, self.costs = b, again, costs
-        self.made: dict[Value, Value] = {}  # what is not held, or is behind a barrier, now
-        # (time of arithmetic by which it is stored, value) from the fullest moment on
-        self.past = [(-math.inf, value) for value in last]
-        self.clock = 0.0
-
-    def now(self, value: Value) -> Value:
-        return self.made.get(value, value)
-
-    def ran(self, op: Op) -> None:
-        self.clock += self.costs.clock.arithmetic(op)
-        stored = self.costs.clock.stored
-        self.past += [(self.clock, value) for value in op.results if value in stored]
-
-    def with_values_for(self, op: Op) -> Op:
-        """Returns an op that reads recomputed values, once those that are missing are appended."""
-        missing: dict[Value, Op] = {}  # the ops that make values again, in order
-        waiting = [(value, False) for value in reversed(reads(op))]
-        while waiting:
-            value, ready = waiting.pop()
-            maker = self.again.get(value)
-            if maker is None or value in self.made or maker.results[0] in missing:
-                continue
-            if ready:
-                missing[maker.results[0]] = maker
-            else:
-                waiting.append((value, True))
-                waiting += [(v, False) for v in reads(maker)]
-        if missing:
-            self.repeat(op, missing)
-        return with_operands(op, self.made)
-
-    def repeat(self, reader: Op, missing: dict[Value, Op]) -> None:
-        fresh = {v for op in missing.values() for v in op.results}
-        gathers = [op for op in missing.values() if op.collective]
-        first = set[Value]()
-        for op in gathers:
-            first |= self.leading_to(op, missing)
-        early = {v: op for v, op in missing.items() if v in first}
-        rest = {v: op for v, op in missing.items() if v not in first}
-        seconds = sum(self.costs.clock.exchange(op) for op in gathers)
-        for ops, lead in ((early, seconds), (rest, 0.0)):
-            inputs = dict.fromkeys(
-                v for op in ops.values() for v in reads(op) if v not in fresh and v not in self.made
-            )
-            self.wait(inputs, lead, reader)
-            env = {v: self.now(v) for op in ops.values() for v in reads(op)}
-            for op in ops.values():
-                repeat_op(self.b, op, env, loc=again(op.loc))
-                self.made.update((v, env[v]) for v in op.results)
-
-    def leading_to(self, gather: Op, missing: dict[Value, Op]) -> set[Value]:
-        """Returns a gather and the ops that feed it; nothing if one of these is arithmetic."""
-        found, waiting = set[Value](), [gather]
-        while waiting:
-            op = waiting.pop()
-            if op is not gather and self.costs.clock.arithmetic(op):
-                return set()
-            found.add(op.results[0])
-            waiting += [missing[v] for v in reads(op) if v in missing and v not in found]
+        found = []
+        for core in dict.fromkeys(self.cores[stack.written] for stack in self.gone):
+            op = self.index.producers.get(core)
+            if op is not None and core not in self.cut.kept:
+                size = self.b.types[core].bytes * self.pair.trips
+                found.append(Recomputed(op.loc, op.label, size))
         return found
 
-    def wait(self, inputs: Iterable[Value], lead: float, reader: Op) -> None:
-        """Puts `inputs` behind a barrier that opens `lead` seconds before the reader runs."""
-        inputs = [v for v in inputs if self.b.types[v].rank]
-        if not inputs:
-            return
-        due = self.clock - lead
-        done = [value for end, value in self.past if end <= due or math.isclose(end, due)]
-        own = [v for v in done if v in reader.operands] if not lead else []
-        signal = (own or done)[-1:]
-        values = list(dict.fromkeys((*inputs, *signal)))
-        opened = self.b.barrier([self.now(v) for v in values])
-        self.made.update(zip(values, opened, strict=True))
+    def forward(self) -> tuple[Op, ...]:
+        """Returns the forward loop, behind the empty stacks of what it now collects in addition."""
+        b, loop = self.b, self.pair.forward
+        b.loc = loop.loc
+        b.begin(isolated=True)
+        empty = {
+            value: b.broadcast(b.splat(0, b.types[value].with_shape(())), self.stacked(value).shape)
+            for value in self.added
+        }
+        before = b.end((), ()).ops
+        body = loop.regions[1]
+        b.begin(isolated=True)
+        for op in body.ops:
+            b.append(op)
+        carries = []
+        for value, result in self.added.items():
+            test, inside = (b.value(self.stacked(value)) for _ in range(2))
+            places = self.places(self.pair.place, value)
+            piece = b.reshape(value, (1, *b.types[value].shape))
+            after = b.dynamic_update_slice(inside, piece, places)
+            carries.append(Carry(empty[value], test, inside, after, result))
+        body = b.end(body.args, body.results)
+        loop = loop._replace(regions=(loop.regions[0], body))
+        return *before, recarried(loop, b.types, {s.written for s in self.gone}, carries)
+
+    def backward(self) -> Op:
+        """Returns the backward loop, with ops recomputed in front of the first that reads them."""
+        b, loop = self.b, self.pair.backward
+        body = loop.regions[1]
+        carries: list[Carry] = []
+        there = {source: value for value, source in _around(loop, self.index).items()}
+
+        def carried(source: Value) -> Value:
+            if source not in there:
+                test, inside, result = (b.value(b.types[source]) for _ in range(3))
+                carries.append(Carry(source, test, inside, inside, result))
+                there[source] = inside
+            return there[source]
+
+        b.begin(isolated=True)
+        b.loc = loop.loc
+        env = {self.pair.place: self.pair.read_at}
+        for value in sorted(self.cut.kept - env.keys()):
+            if value in self.around:
+                env[value] = carried(self.around[value])
+            else:
+                stack = self.stacks.get(value)
+                source = body.args[stack.read] if stack else carried(self.added[value])
+                shape = b.types[value].shape
+                places = self.places(self.pair.read_at, value)
+                env[value] = b.reshape(b.dynamic_slice(source, places, (1, *shape)), shape)
+        for op in self.cut.again:
+            repeat_op(b, op, env, loc=again(op.loc))
+        instead: dict[Value, Value] = {}
+        for stack in self.gone:
+            for op in stack.slices:
+                b.loc = op.loc
+                core = env[self.cores[stack.written]]
+                instead[op.results[0]] = b.reshape(core, op.kind.results[0].shape)
+        made = b.end((), ()).ops
+        read = {op.results[0] for stack in self.gone for op in stack.slices}
+        kept = (op for op in body.ops if not op.results or op.results[0] not in read)
+        ops = _late(made, [with_operands(op, instead) for op in kept])
+        results = tuple(instead.get(v, v) for v in body.results)
+        loop = loop._replace(regions=(loop.regions[0], Region(body.args, ops, results)))
+        return recarried(loop, b.types, {s.read for s in self.gone}, carries)
+
+    def places(self, first: Value, value: Value) -> list[Value]:
+        index = self.b.types[first]
+        return [first, *(self.b.splat(0, index) for _ in self.b.types[value].shape)]
+
+
+def _late(made: Sequence[Op], ops: Sequence[Op]) -> tuple[Op, ...]:
+    """Merges `made` into `ops`: each op of `made` stands in front of the first op that reads it."""
+    first: dict[Value, int] = {}
+    for i, op in reversed(list(enumerate(ops))):
+        first.update(dict.fromkeys(reads(op), i))
+    before: list[list[Op]] = [[] for _ in range(len(ops) + 1)]  # what goes in front of each op
+    for op in reversed(made):
+        place = min((first.get(v, len(ops)) for v in op.results), default=0)
+        before[place].insert(0, op)
+        for value in reads(op):
+            first[value] = min(first.get(value, place), place)
+    return tuple(op for i, own in enumerate(before) for op in (*own, *ops[i : i + 1]))
+
+
+def _core(piece: Value, index: Index) -> Value:
+    op = index.producers.get(piece)
+    if op is None or op.name not in (RESHAPE, BROADCAST):
+        return piece
+    dims = op.kind.attrs.get("broadcast_dimensions", ())
+    same = op.kind.operands[0].size == op.kind.results[0].size and list(dims) == sorted(dims)
+    return op.operands[0] if same else piece
+
+
+def _around(loop: Op, index: Index) -> dict[Value, Value]:
+    """Maps arguments of a loop's body that no trip changes to their values in front of the loop."""
+    found: dict[Value, Value] = {}
+    for i, (argument, value) in enumerate(zip(loop.regions[1].args, loop.operands, strict=True)):
+        if is_untouched(loop, i):
+            op = index.producers.get(value)
+            # Other loops may hand it on, too, under another name.
+            while op is not None and op.is_loop and is_untouched(op, op.results.index(value)):
+                value = op.operands[op.results.index(value)]
+                op = index.producers.get(value)
+            found[argument] = value
+    return found
+
+
+# ---------------------------------------------------------------------------------------------
+# What a loop collects, one piece in each trip, and a later loop reads again piece by piece.
+#
+#     %5 = while(%i = 0, %a = zeros) { %p = tanh ...; return %i + 1, dynamic_update_slice %a, %p }
+#     %9 = while(%j = 3, %c = %5) { %q = dynamic_slice %c, %j; ...; return %j - 1, %c }
+#
+# So the gradient of a scan keeps what its forward loop made: %q in one loop is %p in the other.
+
+
+class Residual(NamedTuple):
+    """A value that the forward loop stacks and the backward loop reads: both carries by number."""
+
+    written: int
+    read: int
+    piece: Value  # that the forward loop writes in each trip
+    slices: tuple[Op, ...]  # the ops that read one piece
+
+
+class Pair(NamedTuple):
+    """A forward loop, the backward loop that reads its residuals, and the stacks between them."""
+
+    forward: Op
+    backward: Op
+    trips: int  # how often the forward loop runs: the length of every stack
+    place: Value  # where the forward loop's body writes
+    read_at: Value  # where the backward loop's body reads
+    stacks: tuple[Residual, ...]
+
+
+def has_pairs(program: Program) -> bool:
+    """Whether any loop of a program stacks residuals that a later loop reads."""
+    index = Index(program)
+    regions = (region for op in program.walk() for region in op.regions)
+    return any(pairs_of(region, index) for region in (program.body, *regions))
+
+
+def pairs_of(region: Region, index: Index) -> list[Pair]:
+    """Returns the pairs of forward and backward loops in a region; no loop is in two of them."""
+    loops = {op.results[0]: op for op in region.ops if op.is_loop and op.results}
+    found: list[Pair] = []
+    taken: set[Value] = set()
+    for forward in loops.values():
+        pairs = [] if forward.results[0] in taken else _between(forward, loops, index)
+        pair = next((pair for pair in pairs if pair.backward.results[0] not in taken), None)
+        if pair is not None:
+            found.append(pair)
+            taken.update((forward.results[0], pair.backward.results[0]))
+    return found
+
+
+def _between(forward: Op, loops: Mapping[Value, Op], index: Index) -> list[Pair]:
+    """Returns pairs of the loop and one that reads its stacks, those with the most stacks first."""
+    types = index.program.types
+    found: dict[tuple[Value, Value, Value], list[Residual]] = {}
+    for number in range(len(forward.results)):
+        written = _written(forward, number, index)
+        reader = _reader(forward.results[number], loops, index)
+        if written is None or reader is None:
+            continue
+        (update, place), (backward, read) = written, reader
+        slices = _slices(backward, read, index)
+        places = {op.operands[1] for op in slices}
+        if len(places) == 1:
+            at = places.pop()
+            ends = _ends(backward, at, index)
+            last = update.kind.results[0].shape[0] - 1
+            # The one place stands for the other where what is read is made again.
+            if ends and min(ends) >= 0 and max(ends) <= last and types[place] == types[at]:
+                stack = Residual(number, read, update.operands[1], slices)
+                found.setdefault((backward.results[0], place, at), []).append(stack)
+    trips = index.trips[forward.results[0]] or 0
+    pairs = [
+        Pair(forward, loops[backward], trips, place, at, tuple(stacks))
+        for (backward, place, at), stacks in found.items()
+    ]
+    return sorted(pairs, key=lambda pair: -len(pair.stacks))
+
+
+def _written(loop: Op, number: int, index: Index) -> tuple[Op, Value] | None:
+    """Returns the update that fills a carry, a slice in each trip, and its index; else None."""
+    body = loop.regions[1]
+    carry = body.args[number]
+    update = index.producers.get(body.results[number])
+    if update is None or update.name == SCATTER or update.kind.about.role != Role.UPDATE:
+        return None
+    if update.operands[0] != carry or index.users.get(loop.regions[0].args[number]):
+        return None
+    # Nothing else may read the stack while it is filled.
+    if any(len(index.users[value]) != 1 for value in (carry, update.results[0])):
+        return None
+    shape, piece = (t.shape for t in update.kind.operands[:2])
+    place = update.operands[2]
+    if piece != (1, *shape[1:]):
+        return None
+    ends = _ends(loop, place, index)
+    fills = ends and sorted(ends) == [0, shape[0] - 1] and index.trips[loop.results[0]] == shape[0]
+    return (update, place) if fills else None
+
+
+def _reader(value: Value, loops: Mapping[Value, Op], index: Index) -> tuple[Op, int] | None:
+    """Returns the one loop that reads a value, as a carry it never changes, and its number."""
+    uses = index.users.get(value, ())
+    if len(uses) != 1:
+        return None
+    (op, number) = uses[0]
+    if op is None or not op.is_loop or not is_untouched(op, number):
+        return None
+    if loops.get(op.results[0]) is not op or index.users.get(op.results[number]):
+        return None
+    return None if index.users.get(op.regions[0].args[number]) else (op, number)
+
+
+def _slices(loop: Op, number: int, index: Index) -> tuple[Op, ...]:
+    """Returns the ops that each read one slice of a carry; none if anything else reads it."""
+    body = loop.regions[1]
+    uses = index.users.get(body.args[number], ())
+    ops = tuple(
+        op for op, place in uses if op is not None and op.name == DYNAMIC_SLICE and place == 0
+    )
+    for op in ops:
+        shape = op.kind.operands[0].shape
+        if op.kind.results[0].shape != (1, *shape[1:]):
+            return ()
+    own = {op.results[0] for op in body.ops if op.results}
+    inside = all(op.results[0] in own for op in ops)
+    # The carry is handed on by the body's return as well.
+    return ops if inside and len(uses) == len(ops) + 1 else ()
+
+
+def _ends(loop: Op, value: Value, index: Index) -> tuple[int, int] | None:
+    """Returns an integer of a loop's body in its first and last trip.
+
+    None if it is not made of constants and counters alone, or wraps around.
+    """
+    trips, dtype = index.trips.get(loop.results[0]), numpy_dtype(index.program.types[value].dtype)
+    if not trips or not np.issubdtype(dtype, np.integer):
+        return None
+    args, op = loop.regions[1].args, index.producers.get(value)
+    constant = loop.operands[args.index(value)] if value in args else value
+    begin = end = integer_of(index.producers, constant)
+    if value in args:
+        step = _step(loop, args.index(value), index)
+        end = None if begin is None or step is None else begin + step * (trips - 1)
+    elif begin is None and op is not None and (op.name == CONVERT or _sign(op)):
+        match [_ends(loop, v, index) for v in op.operands]:
+            case [(first, last)]:
+                begin, end = first, last
+            case [(first, last), (other, other_last)]:
+                begin, end = first + _sign(op) * other, last + _sign(op) * other_last
+    if begin is None or end is None:
+        return None
+    limits = np.iinfo(dtype)
+    return (begin, end) if limits.min <= min(begin, end) <= max(begin, end) <= limits.max else None
+
+
+def _step(loop: Op, number: int, index: Index) -> int | None:
+    """Returns by how much a carry grows in each trip; None if that is not always the same."""
+    if is_untouched(loop, number):
+        return 0
+    body = loop.regions[1]
+    step, carry = index.producers.get(body.results[number]), body.args[number]
+    if step is None or not _sign(step) or carry not in step.operands:
+        return None
+    others = [v for v in step.operands if v != carry]
+    by = integer_of(index.producers, others[0]) if len(others) == 1 else None
+    if by is None or (_sign(step) < 0 and step.operands[1] == carry):
+        return None
+    return _sign(step) * by
+
+
+def _sign(op: Op) -> int:
+    about = op.kind.about
+    is_sum = about.reducer == "add" and about.is_elementwise
+    return 1 if is_sum else -1 if op.name == SUBTRACT else 0

@@ -1,1 +1,5 @@
-"""Rewrites of the local program, one file each, in the order of `optimize.py`."""
+"""Rewrites of the local program: each one's result may give the next one more to do.
+
+`simplify` comes first, then recomputation (`spmd.lowering.recompute`), then `schedule`, of the
+program as it is and of the one whose sums travel (`ring`): `spmd.trial` takes the faster.
+"""

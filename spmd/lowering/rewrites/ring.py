@@ -37,7 +37,7 @@ from spmd.ir.rewrite import Now, edit_ops, remove_dead
 from spmd.ir.types import TensorType
 from spmd.lowering.local.dims import dynamic_take_dim, to_next
 from spmd.lowering.partition import HELD
-from spmd.lowering.rewrites.moves import again, operand_dim, pieces_of
+from spmd.lowering.rewrites.simplify import again, operand_dims, pieces_of
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 from spmd.mesh.topology import Topology
@@ -201,12 +201,12 @@ def _term(value: Value, dim: int, count: int, made: Mapping[Value, Op]) -> _Term
             operands = tuple(_Term(v, d) for v, d in zip(op.operands, cut, strict=True))
             if any(d is not None for d in cut):
                 return _Term(value, dim, op, operands)
-    inner = operand_dim(op.kind, dim)
-    if inner is None or any(t.shape[inner] % count for t in op.kind.operands if t.rank):
+    inner = operand_dims(op.kind, dim, count)
+    if inner is None:
         return _Term(value, dim)
     operands = tuple(
-        _term(v, inner, count, made) if type_.rank else _Term(v, None)  # a scalar is read whole
-        for v, type_ in zip(op.operands, op.kind.operands, strict=True)
+        _Term(v, None) if d is None else _term(v, d, count, made)
+        for v, d in zip(op.operands, inner, strict=True)
     )
     return _Term(value, dim, op, operands)
 

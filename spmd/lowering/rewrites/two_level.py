@@ -23,8 +23,8 @@ included. Cho et al. 2019, "BlueConnect".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from spmd.ir.control_flow import users_of
 from spmd.ir.dialect.builder import Builder
@@ -45,12 +45,13 @@ def two_level(program: Program, mesh: Mesh, topology: Topology) -> Program:
         return program
     chains = _chains(program)
 
-    def seconds(kind: str, axes: Axes, sent: TensorType, received: TensorType) -> float:
-        return collective_seconds(kind, axes, sent.bytes, received.bytes, mesh, topology)
+    def seconds(op: Op) -> float:
+        (sent,), (received,) = op.kind.operands, op.kind.results
+        axes = op.kind.attrs["axes"]
+        return collective_seconds(op.label, axes, sent.bytes, received.bytes, mesh, topology)
 
     def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
-        attrs = op.kind.attrs
-        if op.collective not in _PARTED or len(op.operands) != 1 or "groups" in attrs:
+        if op.collective not in _PARTED or len(op.operands) != 1 or "groups" in op.kind.attrs:
             return None
         chain = chains.get(op.results[0], [op])
         axes = tuple(a for part in chain for a in part.kind.attrs["axes"])
@@ -58,25 +59,15 @@ def two_level(program: Program, mesh: Mesh, topology: Topology) -> Program:
         slow = tuple(a for a in axes if is_slow[a])
         if not fast or not slow:
             return None
-        sums = op.collective == "all_reduce"
-        way = _summed(op, fast, slow, mesh) if sums else _joined(op, fast, slow, mesh)
-        as_it_is = in_parts = 0.0
-        for part in chain:
-            (sent,), (received,) = part.kind.operands, part.kind.results
-            as_it_is += seconds(part.label, part.kind.attrs["axes"], sent, received)
-        before = way.first
-        for kind, type_, over, _ in way.parts:
-            in_parts += seconds(kind, over, before, type_)
-            before = type_
-        if in_parts + 2 * way.copied / topology.hbm_bandwidth >= as_it_is:
+        x, split = now(chain[0].operands[0]), _summed if op.collective == "all_reduce" else _joined
+        trial = Builder(b.types)
+        trial.begin()
+        _, copied = split(trial, x, op, fast, slow, mesh)
+        parts = [part for part in trial.end((), ()).ops if part.collective]
+        in_parts = sum(map(seconds, parts)) + 2 * copied / topology.hbm_bandwidth
+        if in_parts >= sum(map(seconds, chain)):
             return None
-        x = way.before(b, now(chain[0].operands[0]))
-        for number, (kind, type_, over, more) in enumerate(way.parts, 1):
-            between = "between hosts" if over == slow else "within hosts"
-            note = f"{op.loc.note} ({between}, part {number} of {len(way.parts)})".strip()
-            b.loc = op.loc._replace(note=note)
-            x = b.collective(kind, x, type_, over, **more)
-        return (way.after(b, x),)
+        return split(b, x, op, fast, slow, mesh)[:1]
 
     return remove_dead(edit_ops(program, edit))
 
@@ -103,74 +94,65 @@ def _chains(program: Program) -> dict[Value, list[Op]]:
     return chains
 
 
-_Turn = Callable[[Builder, Value], Value]
+def _part(
+    b: Builder, op: Op, where: str, kind: str, x: Value, type_: TensorType, axes: Axes, **how: Any
+) -> Value:
+    """Appends one of the collectives that take the place of `op`."""
+    b.loc = op.loc._replace(note=f"{op.loc.note} ({where})".strip())
+    return b.collective(kind, x, type_, axes, **how)
 
 
-class _Way(NamedTuple):
-    """The collectives that take the place of one, and the copies before and after them."""
-
-    first: TensorType  # the type of what the first part takes
-    # the kind of each, the type of its result, its atoms and its other attributes
-    parts: tuple[tuple[str, TensorType, Axes, dict[str, Any]], ...]
-    # bytes that are copied to put pieces in order, or into a flat buffer and out of it
-    copied: int = 0
-    # before, after: those copies of the operand, and of the last part's result
-    before: _Turn = lambda b, x: x
-    after: _Turn = lambda b, x: x
-
-
-def _summed(op: Op, fast: Axes, slow: Axes, mesh: Mesh) -> _Way:
+def _summed(b: Builder, x: Value, op: Op, fast: Axes, slow: Axes, mesh: Mesh) -> tuple[Value, int]:
+    """Appends a sum of `x` in three parts; returns it, and the bytes copied around them."""
     # A dim that the fast devices divide is scattered in place. Without one the sum goes through a
     # flat buffer that is padded to a multiple: f32[3, 5] over 4 devices is f32[16], in fours.
-    type_, count, body = op.kind.results[0], mesh.extent(fast), {"body": op.kind.attrs["body"]}
-    found = (d for d, size in enumerate(type_.shape) if size and size % count == 0)
-    dim = next(found, None)
-    whole = type_ if dim is not None else type_.with_shape((-(-type_.size // count) * count,))
-    one = whole.scaled(dim or 0, 1, count)
-    parts = (
-        ("reduce_scatter", one, fast, {"scatter_dimension": dim or 0, **body}),
-        ("all_reduce", one, slow, body),
-        ("all_gather", whole, fast, {"all_gather_dim": dim or 0}),
-    )
-    if dim is not None:
-        return _Way(whole, parts)
-
-    def flat(b: Builder, x: Value) -> Value:
-        zero = b.splat(0, TensorType((), type_.dtype))
-        return b.pad_dim(b.reshape(x, (type_.size,)), 0, 0, whole.size - type_.size, zero)
-
-    def unflat(b: Builder, x: Value) -> Value:
-        return b.reshape(b.slice_dim(x, 0, 0, type_.size), type_.shape)
-
-    return _Way(whole, parts, 2 * whole.bytes, flat, unflat)
+    type_, count, body = op.kind.results[0], mesh.extent(fast), op.kind.attrs["body"]
+    found = [d for d, size in enumerate(type_.shape) if size and size % count == 0]
+    dim = found[0] if found else 0
+    if not found:
+        zero, missing = b.splat(0, TensorType((), type_.dtype)), -type_.size % count
+        x = b.pad_dim(b.reshape(x, (type_.size,)), 0, 0, missing, zero)
+    whole = b.types[x]
+    one = whole.scaled(dim, 1, count)
+    how = {"scatter_dimension": dim, "body": body}
+    x = _part(b, op, "within hosts, part 1 of 3", "reduce_scatter", x, one, fast, **how)
+    x = _part(b, op, "between hosts, part 2 of 3", "all_reduce", x, one, slow, body=body)
+    x = _part(b, op, "within hosts, part 3 of 3", "all_gather", x, whole, fast, all_gather_dim=dim)
+    if found:
+        return x, 0
+    return b.reshape(b.slice_dim(x, 0, 0, type_.size), type_.shape), 2 * whole.bytes
 
 
-def _joined(op: Op, fast: Axes, slow: Axes, mesh: Mesh) -> _Way:
+def _joined(b: Builder, x: Value, op: Op, fast: Axes, slow: Axes, mesh: Mesh) -> tuple[Value, int]:
+    """Appends a gather or reduce-scatter of `x` in two parts; returns what `_summed` does."""
     # A gather goes over the slow links first, a reduce-scatter last: while pieces are small.
     attrs, along, kind = op.kind.attrs, op.kind.about.along, op.collective
-    axes, dim, gathers = attrs["axes"], attrs[along], kind == "all_gather"
+    axes, dim, gathers = attrs["axes"], attrs[along], op.collective == "all_gather"
     (before,), (after,) = op.kind.operands, op.kind.results
     some = (before if gathers else after).scaled(dim, mesh.extent(slow))
     how = {name: attrs[name] for name in (along, "body") if name in attrs}
-    first, second = (slow, fast) if gathers else (fast, slow)
-    way = _Way(before, ((kind, some, first, how), (kind, after, second, how)))
-    if axes == fast + slow:
-        return way
     # data=4 made of host (slow, 2) and device (fast, 2). Piece hd belongs to device d of host h:
     #   in the order of data, which is (host, device):  00 01 10 11
     #   gathered over host, then over device:           00 10 01 11     (device, host)
     # The dim is taken apart into (device, host, piece), and the first two change places.
-    have, wanted = (fast + slow, axes) if gathers else (axes, fast + slow)
+    is_turned = axes != fast + slow
+    if is_turned and not gathers:
+        x = _turned(b, x, dim, axes, fast + slow, mesh)
+    for number, over in enumerate((slow, fast) if gathers else (fast, slow), 1):
+        where = f"{'between' if over == slow else 'within'} hosts, part {number} of 2"
+        x = _part(b, op, where, kind, x, some if number == 1 else after, over, **how)
+    if is_turned and gathers:
+        x = _turned(b, x, dim, fast + slow, axes, mesh)
+    return x, max(before.bytes, after.bytes) if is_turned else 0
 
-    def turn(b: Builder, x: Value) -> Value:
-        shape = b.types[x].shape
-        counts = [mesh.atom_sizes[a] for a in have]
-        piece = shape[dim] // mesh.extent(have)
-        apart = b.reshape(x, (*shape[:dim], *counts, piece, *shape[dim + 1 :]))
-        order = [dim + have.index(a) for a in wanted]
-        rank = len(shape) + len(have)
-        moved = b.transpose(apart, (*range(dim), *order, *range(dim + len(have), rank)))
-        return b.reshape(moved, shape)
 
-    moves = way._replace(after=turn) if gathers else way._replace(before=turn)
-    return moves._replace(copied=max(before.bytes, after.bytes))
+def _turned(b: Builder, x: Value, dim: int, have: Axes, wanted: Axes, mesh: Mesh) -> Value:
+    """Puts the pieces of a dim, which lie in the order of the atoms `have`, in that of `wanted`."""
+    shape = b.types[x].shape
+    counts = [mesh.atom_sizes[a] for a in have]
+    piece = shape[dim] // mesh.extent(have)
+    apart = b.reshape(x, (*shape[:dim], *counts, piece, *shape[dim + 1 :]))
+    order = [dim + have.index(a) for a in wanted]
+    rank = len(shape) + len(have)
+    moved = b.transpose(apart, (*range(dim), *order, *range(dim + len(have), rank)))
+    return b.reshape(moved, shape)

@@ -16,7 +16,7 @@ from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.halo import Need, Window, exchange, reads_of
 from spmd.ir.program import Program
 from spmd.ir.types import TensorType
-from spmd.lowering.emitted import emit_local
+from spmd.lowering.emit import emit_local
 from spmd.lowering.execute import executable
 from spmd.lowering.expand import expand
 from spmd.lowering.legality import check_local

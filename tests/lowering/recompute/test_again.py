@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from spmd.ir.program import Op, OpKind, Value
 from spmd.ir.types import TensorType
-from spmd.lowering.recompute.again import Cut, CutPrices, cheapest_cut
+from spmd.lowering.recompute.again import Cut, cheapest_cut
 
 F32 = TensorType((), "f32")
 
@@ -30,8 +30,8 @@ def never_early(value: Value, op: Op) -> float:
 
 
 def cut_of(keep: dict[Value, float], again: dict[Value, float], needed: Iterable[Value]) -> Cut:
-    prices = CutPrices(keep.__getitem__, lambda op: again[op.results[0]], never_early)
-    return cheapest_cut(CHAIN, needed, prices)
+    redo = lambda op: again[op.results[0]]  # noqa: E731
+    return cheapest_cut(CHAIN, needed, keep.__getitem__, redo, never_early)
 
 
 def test_what_is_cheap_to_make_is_made_again() -> None:
@@ -65,9 +65,9 @@ def test_what_is_early_pays_once() -> None:
     def early(value: Value, op: Op) -> float:
         return 3.0 if value == 1 else 0.0
 
-    prices = CutPrices(keep.__getitem__, lambda op: math.inf if op.results[0] == 1 else 1.0, early)
-    assert cheapest_cut(ops, (2, 3), prices).kept == {1}  # 2 + 3 + 1 + 1 < 4 + 4
-    assert cheapest_cut(ops, (2,), prices).kept == {2}  # 2 + 3 + 1 > 4
+    prices = keep.__getitem__, lambda op: math.inf if op.results[0] == 1 else 1.0, early
+    assert cheapest_cut(ops, (2, 3), *prices).kept == {1}  # 2 + 3 + 1 + 1 < 4 + 4
+    assert cheapest_cut(ops, (2,), *prices).kept == {2}  # 2 + 3 + 1 > 4
 
 
 costs = st.sampled_from((0.0, 1.0, 2.0, 5.0, 11.0, math.inf))
@@ -101,8 +101,8 @@ def test_no_answer_is_cheaper(
     problem: tuple[list[Op], list[Value], list[float], list[float]],
 ) -> None:
     ops, needed, keep, again = problem
-    prices = CutPrices(keep.__getitem__, lambda op: again[op.results[0]], never_early)
-    found = cheapest_cut(ops, needed, prices)
+    redo = lambda op: again[op.results[0]]  # noqa: E731
+    found = cheapest_cut(ops, needed, keep.__getitem__, redo, never_early)
     made = {op.results[0] for op in found.again}
     there = made | found.kept
     assert there >= set(needed)

@@ -15,8 +15,7 @@ from jax import lax
 import spmd
 from spmd.ir.control_flow import Index
 from spmd.ir.program import Program
-from spmd.lowering.recompute.loops import pairs_of
-from spmd.lowering.recompute.recompute import recompute
+from spmd.lowering.recompute.recompute import pairs_of, recompute
 from tests.lowering.rewrites.local_programs import arguments, run
 
 MESH = spmd.Mesh(None, (2,), ("a",))

@@ -21,8 +21,7 @@ from spmd.ir.program import Op, OpKind, Program
 from spmd.ir.text import format_program
 from spmd.lowering.legality import check_local
 from spmd.lowering.recompute.again import AGAIN, Costs
-from spmd.lowering.recompute.loops import pairs_of
-from spmd.lowering.recompute.recompute import recompute
+from spmd.lowering.recompute.recompute import pairs_of, recompute
 from spmd.predict.memory import peak_memory
 from tests.ir.text_parse import parse_program
 from tests.lowering.rewrites.local_programs import arguments, partitioned, rewritten, run

@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd.ir.program import Program
 from spmd.ir.types import numpy_dtype
-from spmd.lowering.emitted import emit_local
+from spmd.lowering.emit import emit_local
 from spmd.lowering.execute import executable
 from spmd.lowering.expand import expand
 from spmd.lowering.legality import check_local

@@ -7,9 +7,8 @@ from __future__ import annotations
 import pytest
 
 from spmd.ir.program import Program
-from spmd.lowering.rewrites import combine as combining
-from spmd.lowering.rewrites.clock import Clock
-from spmd.lowering.rewrites.combine import combine
+from spmd.lowering.rewrites import schedule
+from spmd.lowering.rewrites.schedule import Clock, combine
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 from tests.lowering.rewrites.local_programs import names, rewritten
@@ -139,7 +138,7 @@ def test_a_bucket_has_a_size() -> None:
 
 def test_nothing_waits_for_what_is_ready_far_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the two lies arithmetic that hides the first many times over."""
-    monkeypatch.setattr(combining, "FEW_BYTES", 0)
+    monkeypatch.setattr(schedule, "FEW_BYTES", 0)
     dot = "{dot_dimension_numbers = dot(lhs_contract = [1], rhs_contract = [0])}"
 
     def program(size: int) -> list[str]:

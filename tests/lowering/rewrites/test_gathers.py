@@ -8,7 +8,7 @@ import pytest
 
 from spmd.ir.program import Program
 from spmd.ir.rewrite import dedupe, remove_dead
-from spmd.lowering.rewrites.moves import regather, share_gathers
+from spmd.lowering.rewrites.simplify import regather, share_gathers
 from spmd.mesh.mesh import Mesh
 from tests.lowering.rewrites.local_programs import names, rewritten, sent
 

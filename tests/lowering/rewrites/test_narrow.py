@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from spmd.ir.rewrite import remove_dead
-from spmd.lowering.rewrites.moves import narrow
+from spmd.lowering.rewrites.simplify import narrow
 from spmd.mesh.mesh import Mesh
 from tests.lowering.rewrites.local_programs import names, rewritten, sent
 

@@ -12,8 +12,7 @@ import pytest
 
 import spmd
 from spmd.ir.program import Program
-from spmd.lowering.rewrites.clock import Clock, Room
-from spmd.lowering.rewrites.order import order
+from spmd.lowering.rewrites.schedule import Clock, Room, order
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 from spmd.predict.memory import peak_memory

@@ -11,8 +11,8 @@ from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.reducers import reducer_body
 from spmd.ir.program import Program, Value
 from spmd.ir.types import TensorType
-from spmd.lowering.rewrites.clock import Room
-from spmd.lowering.rewrites.optimize import schedule, simplify
+from spmd.lowering.rewrites.schedule import Room, schedule
+from spmd.lowering.rewrites.simplify import simplify
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 from spmd.mesh.topology import Topology

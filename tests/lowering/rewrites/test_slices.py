@@ -8,7 +8,7 @@ import pytest
 
 from spmd.ir.program import Program
 from spmd.ir.rewrite import remove_dead
-from spmd.lowering.rewrites.slices import slice_collectives
+from spmd.lowering.rewrites.simplify import slice_collectives
 from spmd.mesh.mesh import Mesh
 from tests.lowering.rewrites.local_programs import names, rewritten, sent
 

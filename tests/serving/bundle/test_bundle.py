@@ -20,7 +20,7 @@ from serving.bundle.memory import compile_bundle
 from serving.bundle.read import load_bundle
 from serving.bundle.write import write_bundle
 from serving.tensor_backend import BundleInfer
-from spmd.lowering.emitted import Emitted
+from spmd.lowering.emit import Emitted
 from spmd.lowering.execute import compile_emitted
 from tests.serving.conftest import (
     SPECS,

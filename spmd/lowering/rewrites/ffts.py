@@ -1,7 +1,10 @@
-"""The rewrites of the local program, in order: each one's result may give the next one more to do.
+"""Rewrite: FFTs of one dim after another become one of all of them, as XLA does them fastest.
 
-`simplify` comes first, then recomputation (`spmd.lowering.recompute`), then `schedule`, of the
-program as it is and of the one whose sums travel (`ring`): `spmd.trial` takes the faster.
+before: `%1 = fft %0 [16]; %2 = transpose %1 [1, 0]; %3 = fft %2 [8]; %4 = transpose %3 [1, 0]`
+after:  `%4 = fft %0 [8, 16]`
+
+They were taken apart (`spmd.frontend.canonicalize`), so that the plan may exchange the dims that
+are split in between.
 """
 
 from __future__ import annotations
@@ -13,49 +16,8 @@ from spmd.ir.control_flow import producers_of, users_of
 from spmd.ir.description import TRANSPOSE
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Value
-from spmd.ir.rewrite import Now, dedupe, edit_ops, remove_dead
+from spmd.ir.rewrite import Now, edit_ops, remove_dead
 from spmd.ir.types import Opaque
-from spmd.lowering.rewrites.clock import Clock, Room
-from spmd.lowering.rewrites.combine import combine
-from spmd.lowering.rewrites.moves import narrow, regather, share_gathers
-from spmd.lowering.rewrites.order import order
-from spmd.lowering.rewrites.slices import slice_collectives
-from spmd.lowering.rewrites.two_level import two_level
-from spmd.mesh.mesh import Mesh
-from spmd.mesh.topology import Topology
-
-
-def simplify(program: Program, mesh: Mesh, topology: Topology) -> Program:
-    """Runs the rewrites that save work: equal ops are done once, and gathers shared and sliced."""
-    # `regather` undoes pairs of scatter and gather, which `two_level` makes on purpose, so it comes
-    # before.
-    # XLA for CPUs lays an FFT of several dims as its readers like it, which it then refuses to run.
-    joined = program if topology.platform == "cpu" else join_ffts(program)
-    deduped = dedupe(joined)
-    program = share_gathers(regather(narrow(deduped)))
-    program = program if program is deduped else dedupe(program)
-    return remove_dead(slice_collectives(program, mesh))
-
-
-def schedule(
-    program: Program, mesh: Mesh, topology: Topology, combine_bytes: int, prefetch: int, room: Room
-) -> Program:
-    """Runs the rewrites that decide how and when collectives run: combine, two_level and order."""
-    # A flat buffer is split in levels, not each small collective in it. `order` comes last, since
-    # every other rewrite changes what there is to be ordered.
-    clock = Clock(program, mesh, topology)
-    program = combine(program, clock, combine_bytes)
-    program = two_level(program, mesh, topology)
-    return order(program, clock, prefetch, room)
-
-
-# ---------------------------------------------------------------------------------------------
-# FFTs of one dim after another become one of all of them, as XLA does them fastest. They were taken
-# apart (`spmd.frontend.canonicalize`), so that the plan may exchange the dims that are split in
-# between.
-#
-# before: `%1 = fft %0 [16]; %2 = transpose %1 [1, 0]; %3 = fft %2 [8]; %4 = transpose %3 [1, 0]`
-# after:  `%4 = fft %0 [8, 16]`
 
 LENGTHS = "fft_length"  # the attribute that FFTs alone have
 MOST_DIMS = 3  # XLA has no FFT of more
