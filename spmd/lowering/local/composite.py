@@ -25,7 +25,7 @@ from jaxlib.mlir import ir
 
 from spmd.errors import SpmdError
 from spmd.frontend.canonicalize import canonicalize
-from spmd.frontend.importer.attributes import ops_in
+from spmd.frontend.importer.contents import ops_in
 from spmd.frontend.importer.module import import_module, signature
 from spmd.frontend.trace import trace
 from spmd.ir.description import COMPOSITE, FROM_MANUAL
