@@ -54,19 +54,12 @@ from spmd.planning import choices
 
 
 class Row(NamedTuple):
-    """One configuration.
+    """One configuration."""
 
-    Attributes:
-      model: named config, or one of `MODELS`.
-      topology: the slice.
-      axes: sizes of the mesh's axes.
-      batch: sequences in a step.
-    """
-
-    model: str
-    topology: str
-    axes: Mapping[str, int]
-    batch: int
+    model: str  # named config, or one of `MODELS`
+    topology: str  # the slice
+    axes: Mapping[str, int]  # sizes of the mesh's axes
+    batch: int  # sequences in a step
 
 
 ROWS = {

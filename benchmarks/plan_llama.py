@@ -43,27 +43,16 @@ from spmd.predict.backends import room_for
 
 
 class Row(NamedTuple):
-    """One published configuration.
+    """One published configuration."""
 
-    Attributes:
-      model: named config.
-      topology: the slice.
-      mesh: sizes of the axes data and model.
-      batch: sequences in a step.
-      layers: how many layers; 0 for all of the model's.
-      seq_lens: tokens in a sequence.
-      optimizer: `adafactor` or `adamw`.
-      remat: which activations are kept.
-    """
-
-    model: str
-    topology: str
-    mesh: tuple[int, int]
-    batch: int
-    layers: int = 0
-    seq_lens: tuple[int, ...] = (1024, 2048)
-    optimizer: str = "adafactor"
-    remat: str = "full"
+    model: str  # named config
+    topology: str  # the slice
+    mesh: tuple[int, int]  # sizes of the axes data and model
+    batch: int  # sequences in a step
+    layers: int = 0  # how many layers; 0 for all of the model's
+    seq_lens: tuple[int, ...] = (1024, 2048)  # tokens in a sequence
+    optimizer: str = "adafactor"  # `adafactor` or `adamw`
+    remat: str = "full"  # which activations are kept
 
     @property
     def config(self) -> LlamaConfig:
@@ -92,17 +81,11 @@ MORE_ROWS = {
 
 
 class Built(NamedTuple):
-    """What the TPU compiler made of a program.
+    """What the TPU compiler made of a program."""
 
-    Attributes:
-      memory: its figures.
-      text: the optimized module, scheduled.
-      seconds: how long it took.
-    """
-
-    memory: Memory
-    text: str
-    seconds: float
+    memory: Memory  # its figures
+    text: str  # the optimized module, scheduled
+    seconds: float  # how long it took
 
 
 def make_parser() -> Parser:

@@ -45,21 +45,13 @@ from spmd.ir.pipelines import Pipeline
 
 
 class Row(NamedTuple):
-    """A model on a slice.
+    """A model on a slice."""
 
-    Attributes:
-      model: named config.
-      topology: the slice.
-      axes: sizes of the mesh's axes.
-      batch: sequences in a step.
-      microbatches: into how many the pipeline cuts them.
-    """
-
-    model: str
-    topology: str
-    axes: Mapping[str, int]
-    batch: int
-    microbatches: int = 1
+    model: str  # named config
+    topology: str  # the slice
+    axes: Mapping[str, int]  # sizes of the mesh's axes
+    batch: int  # sequences in a step
+    microbatches: int = 1  # into how many the pipeline cuts them
 
 
 ROWS = {

@@ -40,19 +40,12 @@ from spmd.mesh.spec import jax_mesh
 
 
 class Row(NamedTuple):
-    """One configuration, of Llama-2 7B's width.
+    """One configuration, of Llama-2 7B's width."""
 
-    Attributes:
-      topology: the slice.
-      mesh: sizes of the axes data and model.
-      scanned: whether layers are scanned, or written out.
-      remat: which activations are kept.
-    """
-
-    topology: str
-    mesh: tuple[int, int]
-    scanned: bool
-    remat: str = "none"
+    topology: str  # the slice
+    mesh: tuple[int, int]  # sizes of the axes data and model
+    scanned: bool  # whether layers are scanned, or written out
+    remat: str = "none"  # which activations are kept
 
 
 ROWS = {
@@ -79,17 +72,11 @@ PROGRAMS: Mapping[str, Mapping[str, str]] = {
 
 
 class Built(NamedTuple):
-    """What the TPU compiler made of a program.
+    """What the TPU compiler made of a program."""
 
-    Attributes:
-      text: its HLO.
-      temporary: bytes of temporary values on one device.
-      seconds: how long it took.
-    """
-
-    text: str
-    temporary: int
-    seconds: float
+    text: str  # its HLO
+    temporary: int  # bytes of temporary values on one device
+    seconds: float  # how long it took
 
 
 def config_of(row: Row, layers: int) -> LlamaConfig:

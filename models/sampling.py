@@ -56,19 +56,12 @@ FIELDS: dict[str, tuple[Any, float]] = {
 
 
 class History(NamedTuple):
-    """What each row's sequence says of its next token.
+    """What each row's sequence says of its next token."""
 
-    Attributes:
-      seen: (B, V) which tokens are in the sequence already, bools.
-      drawn: (B, V) how often each one has been drawn, int32.
-      bias: (B, V) what is added to the logits, float32.
-      allowed: (B, `words(V)`) a mask of the tokens that may be drawn, uint32.
-    """
-
-    seen: Any
-    drawn: Any
-    bias: Any
-    allowed: Any
+    seen: Any  # (B, V) which tokens are in the sequence already, bools
+    drawn: Any  # (B, V) how often each one has been drawn, int32
+    bias: Any  # (B, V) what is added to the logits, float32
+    allowed: Any  # (B, `words(V)`) a mask of the tokens that may be drawn, uint32
 
 
 def sample(logits_BV: Any, params: SamplingParams, history: History, positions_B: Any) -> Any:

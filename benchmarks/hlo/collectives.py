@@ -20,29 +20,21 @@ from spmd.reshard.comm import wire_bytes
 
 
 class HloCollective(NamedTuple):
-    """One collective.
+    """One collective."""
 
-    Attributes:
-      kind: `all_gather`, `all_reduce`, `reduce_scatter`, `all_to_all`, `collective_permute` or
-        `collective_broadcast`.
-      bytes: bytes that one device sends in one execution, by the convention of
-        `spmd.reshard.comm.wire_bytes`; for a combined collective, of all its operands.
-      count: executions in one run (loops multiply).
-      group_size: devices that exchange with one another.
-      op_name: the path of name scopes that it came from.
-      source: `file.py:line (function)`, empty where XLA does not know.
-      place: where its computation issues it.
-      end: where that waits for it; None of a synchronous one.
-    """
-
+    # `all_gather`, `all_reduce`, `reduce_scatter`, `all_to_all`, `collective_permute` or
+    # `collective_broadcast`
     kind: str
+    # bytes that one device sends in one execution, by the convention of
+    # `spmd.reshard.comm.wire_bytes`; for a combined collective, of all its operands
     bytes: int
+    # executions in one run (loops multiply)
     count: int  # type: ignore[assignment]  # hides tuple.count
-    group_size: int
-    op_name: str
-    source: str
-    place: int = 0
-    end: int | None = None
+    group_size: int  # devices that exchange with one another
+    op_name: str  # the path of name scopes that it came from
+    source: str  # `file.py:line (function)`, empty where XLA does not know
+    place: int = 0  # where its computation issues it
+    end: int | None = None  # where that waits for it; None of a synchronous one
 
     @property
     def flight(self) -> range:
@@ -51,17 +43,12 @@ class HloCollective(NamedTuple):
 
 
 class Account(NamedTuple):
-    """The collectives of a module.
-
-    Attributes:
-      module: the module.
-      collectives: computation -> those that it issues, in the order of the text.
-      runs: how often each computation runs; of a conditional only the branch that moves most.
-    """
+    """The collectives of a module."""
 
     module: Module
+    # computation -> those that it issues, in the order of the text
     collectives: Mapping[str, list[HloCollective]]
-    runs: Runs
+    runs: Runs  # how often each computation runs; of a conditional only the branch that moves most
 
 
 def hlo_collectives(

@@ -24,23 +24,15 @@ from spmd.measure.hlo import Instruction, Module, called, integer, kind_of
 
 
 class Issued(NamedTuple):
-    """A collective that a computation issues.
+    """A collective that a computation issues."""
 
-    Attributes:
-      kind: `all_gather`, `all_reduce`, ...: of what runs, whatever it is written as.
-      place: where in the computation; it is under way from behind that.
-      end: where it is waited for; None if it is synchronous.
-      collective: the instruction that says what is exchanged: that at `place`, or one inside.
-      group: devices that exchange with one another.
-      received: bytes that arrive at one device.
-    """
-
-    kind: str
-    place: int
-    end: int | None
+    kind: str  # `all_gather`, `all_reduce`, ...: of what runs, whatever it is written as
+    place: int  # where in the computation; it is under way from behind that
+    end: int | None  # where it is waited for; None if it is synchronous
+    # the instruction that says what is exchanged: that at `place`, or one inside
     collective: Instruction
-    group: int
-    received: int
+    group: int  # devices that exchange with one another
+    received: int  # bytes that arrive at one device
 
 
 class Reader:

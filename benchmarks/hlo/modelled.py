@@ -26,21 +26,15 @@ LARGE = 1 << 20
 
 
 class Modelled(NamedTuple):
-    """The parts of a step.
+    """The parts of a step."""
 
-    Attributes:
-      kernel_seconds: the compiler's cycles, at the chip's clock.
-      exposed_seconds: what collectives take beyond the kernels beside them.
-      sent: bytes that one device sends.
-      large, large_hidden: large collectives in one run, and those with kernels beside them.
-      synchronous: (collective, seconds of all its runs) of the large others.
-    """
-
-    kernel_seconds: float
-    exposed_seconds: float
-    sent: int
+    kernel_seconds: float  # the compiler's cycles, at the chip's clock
+    exposed_seconds: float  # what collectives take beyond the kernels beside them
+    sent: int  # bytes that one device sends
+    # large, large_hidden: large collectives in one run, and those with kernels beside them
     large: int
     large_hidden: int
+    # (collective, seconds of all its runs) of the large others
     synchronous: tuple[tuple[HloCollective, float], ...]
 
     @property

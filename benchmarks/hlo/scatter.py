@@ -46,17 +46,12 @@ _REARRANGES = {"bitcast", "bitcast-convert", "copy", "reshape", "transpose"}
 
 
 class _Uses(NamedTuple):
-    """Who reads what in a computation.
+    """Who reads what in a computation."""
 
-    Attributes:
-      users: name -> each instruction that reads it and at which operand.
-      parameters: number -> name.
-      roots: what the computation returns.
-    """
-
+    # name -> each instruction that reads it and at which operand
     users: Mapping[str, Sequence[tuple[Instruction, int]]]
-    parameters: Mapping[int, str]
-    roots: frozenset[str]
+    parameters: Mapping[int, str]  # number -> name
+    roots: frozenset[str]  # what the computation returns
 
 
 def _uses_of(computation: Sequence[Instruction]) -> _Uses:

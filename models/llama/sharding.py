@@ -87,17 +87,12 @@ RESIDUALS = ("inputs_embeds", "attention_output", "mlp_output")
 
 
 class SpecTable(NamedTuple):
-    """The specs of everything that is marked.
+    """The specs of everything that is marked."""
 
-    Attributes:
-        parameters: parameter -> spec of its dims, without the leading dim of stacked layers.
-        activations: point -> spec.
-        batch: spec of token ids (B, S).
-    """
-
+    # parameter -> spec of its dims, without the leading dim of stacked layers
     parameters: Mapping[str, Spec]
-    activations: Mapping[str, Spec]
-    batch: Spec = (BATCH, None)
+    activations: Mapping[str, Spec]  # point -> spec
+    batch: Spec = (BATCH, None)  # spec of token ids (B, S)
 
     def with_residuals(self, spec: Spec) -> SpecTable:
         """The same table with another spec of the residual stream."""

@@ -42,14 +42,10 @@ class StorePath:
     Folders are only the beginnings of their files' names, so an empty one is not there. A file
     appears whole when it is closed. There is no `rename`: see `move_tree`. It is no `os.PathLike`,
     so that nobody mistakes it for a local path.
-
-    Args:
-        scheme: `s3` or `gs`.
-        place: the bucket, and the path within it.
     """
 
-    scheme: str
-    place: str
+    scheme: str  # `s3` or `gs`
+    place: str  # the bucket, and the path within it
 
     @classmethod
     def parse(cls, url: str, scheme: str) -> StorePath:

@@ -29,39 +29,26 @@ JOB_LABEL = "jobset.sigs.k8s.io/job-index"
 
 @dataclass(frozen=True)
 class JobSet:
-    """Settings that only Kubernetes needs.
+    """Settings that only Kubernetes needs."""
 
-    Attributes:
-      image: the container image.
-      tpu: the slice that each Job gets; None for GPUs or CPUs.
-      slices: how many TPU slices.
-      namespace: the namespace; the current one if left out.
-      max_restarts: how many times a JobSet that failed is made anew; those after a saved SIGTERM
-        (`EXIT_PREEMPTED`) do not count.
-      grace_s: seconds between SIGTERM and SIGKILL.
-      cpu, memory: requests of each pod, as `8` and `64Gi`.
-      selector: further node labels.
-      queue: a Kueue local queue.
-      service_account: the pods' service account.
-      volumes: what the pods mount.
-      spot: take nodes that may be taken back; a saved SIGTERM does not count as a restart.
-      http_port: where process 0 serves HTTP; None if it does not.
-    """
-
-    image: str
-    tpu: TpuSlice | None = None
-    slices: int = 1
-    namespace: str | None = None
+    image: str  # the container image
+    tpu: TpuSlice | None = None  # the slice that each Job gets; None for GPUs or CPUs
+    slices: int = 1  # how many TPU slices
+    namespace: str | None = None  # the namespace; the current one if left out
+    # how many times a JobSet that failed is made anew; those after a saved SIGTERM
+    # (`EXIT_PREEMPTED`) do not count
     max_restarts: int = 0
-    grace_s: int = 120
+    grace_s: int = 120  # seconds between SIGTERM and SIGKILL
+    # cpu, memory: requests of each pod, as `8` and `64Gi`
     cpu: str | None = None
     memory: str | None = None
-    selector: dict[str, str] = field(default_factory=dict)
-    queue: str | None = None
-    service_account: str | None = None
-    volumes: tuple[Volume, ...] = ()
+    selector: dict[str, str] = field(default_factory=dict)  # further node labels
+    queue: str | None = None  # a Kueue local queue
+    service_account: str | None = None  # the pods' service account
+    volumes: tuple[Volume, ...] = ()  # what the pods mount
+    # take nodes that may be taken back; a saved SIGTERM does not count as a restart
     spot: bool = False
-    http_port: int | None = None
+    http_port: int | None = None  # where process 0 serves HTTP; None if it does not
 
 
 def jobset_yaml(job: Job, jobset: JobSet) -> str:

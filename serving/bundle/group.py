@@ -56,17 +56,11 @@ LOST_SECONDS = 30
 
 
 class Message(NamedTuple):
-    """What one process tells another.
+    """What one process tells another."""
 
-    Attributes:
-      kind: what to do.
-      names: what to do it with.
-      arrays: the inputs; their memory is read-only.
-    """
-
-    kind: str
-    names: Sequence[str] = ()
-    arrays: Sequence[Any] = ()
+    kind: str  # what to do
+    names: Sequence[str] = ()  # what to do it with
+    arrays: Sequence[Any] = ()  # the inputs; their memory is read-only
 
 
 def encode(message: Message) -> bytes:

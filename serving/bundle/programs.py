@@ -44,20 +44,14 @@ Placed = Mapping[str, NamedSharding]
 
 
 class FunctionKey(NamedTuple):
-    """What decides, besides its module, what becomes of a function.
+    """What decides, besides its module, what becomes of a function."""
 
-    Attributes:
-      arguments, results: a spec for each.
-      updates: (result, argument) of every leaf of the state.
-      symbols: (name, value) of every symbol of the bundle.
-      auto: whether specs are chosen for arguments that have none.
-    """
-
+    # arguments, results: a spec for each
     arguments: tuple[Spec, ...]
     results: tuple[Spec, ...]
-    updates: tuple[tuple[int, int], ...]
-    symbols: tuple[tuple[str, int], ...] = ()
-    auto: bool = False
+    updates: tuple[tuple[int, int], ...]  # (result, argument) of every leaf of the state
+    symbols: tuple[tuple[str, int], ...] = ()  # (name, value) of every symbol of the bundle
+    auto: bool = False  # whether specs are chosen for arguments that have none
 
 
 Lower = Callable[[Entrypoint, FunctionKey], Emitted]
@@ -66,38 +60,24 @@ Lower = Callable[[Entrypoint, FunctionKey], Emitted]
 
 @dataclasses.dataclass(frozen=True)
 class CompiledFunction:
-    """A function, compiled.
+    """A function, compiled."""
 
-    Attributes:
-      entry: what the manifest says of it.
-      emitted: what is compiled.
-      executable: takes and returns flat arrays.
-      arguments: their shardings.
-    """
-
-    entry: Entrypoint
-    emitted: Emitted
-    executable: Any
-    arguments: tuple[NamedSharding, ...]
+    entry: Entrypoint  # what the manifest says of it
+    emitted: Emitted  # what is compiled
+    executable: Any  # takes and returns flat arrays
+    arguments: tuple[NamedSharding, ...]  # their shardings
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What a bundle has on a mesh.
+    """What a bundle has on a mesh."""
 
-    Attributes:
-      programs: name -> program.
-      emitted: name -> what is compiled, of all functions.
-      later: name -> compiles it; of those that are not among `programs`.
-      weights: path -> array.
-      make_state: a program that makes the state; None where there is none.
-    """
-
-    programs: Mapping[str, CompiledFunction]
-    emitted: Mapping[str, Emitted]
+    programs: Mapping[str, CompiledFunction]  # name -> program
+    emitted: Mapping[str, Emitted]  # name -> what is compiled, of all functions
+    # name -> compiles it; of those that are not among `programs`
     later: Mapping[str, Callable[[], CompiledFunction]]
-    weights: Mapping[str, jax.Array]
-    make_state: Any
+    weights: Mapping[str, jax.Array]  # path -> array
+    make_state: Any  # a program that makes the state; None where there is none
 
 
 def plan_functions(

@@ -47,21 +47,13 @@ _LOG = logging.getLogger("serving")
 
 
 class PlannedBundle(NamedTuple):
-    """A bundle's functions, planned.
+    """A bundle's functions, planned."""
 
-    Attributes:
-      symbols: name -> value.
-      manifest: `Manifest.sized`.
-      emitted: name -> program.
-      notes: sentences on specs that do not fit.
-      room: bytes of each device that it may take, where these decided a size.
-    """
-
-    symbols: Mapping[str, Sizes]
-    manifest: Manifest
-    emitted: Mapping[str, Emitted]
-    notes: list[str]
-    room: int | None = None
+    symbols: Mapping[str, Sizes]  # name -> value
+    manifest: Manifest  # `Manifest.sized`
+    emitted: Mapping[str, Emitted]  # name -> program
+    notes: list[str]  # sentences on specs that do not fit
+    room: int | None = None  # bytes of each device that it may take, where these decided a size
 
 
 Plan = Callable[[Mapping[str, Sizes], bool], PlannedBundle]

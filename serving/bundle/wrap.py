@@ -56,19 +56,13 @@ class SizedType:
 
 
 class Read(NamedTuple):
-    """A module that was read.
+    """A module that was read."""
 
-    Attributes:
-      module: as it is to be written.
-      static: the same, or what it is at some sizes.
-      signature: the types of its arguments and results.
-      symbols: those that have no size yet.
-    """
-
-    module: Any
-    static: Any
+    module: Any  # as it is to be written
+    static: Any  # the same, or what it is at some sizes
+    # the types of its arguments and results
     signature: tuple[tuple[SizedType, ...], tuple[SizedType, ...]]
-    symbols: tuple[str, ...] = ()
+    symbols: tuple[str, ...] = ()  # those that have no size yet
 
 
 def read_module(source: Any, symbols: Mapping[str, int] | None) -> Read:

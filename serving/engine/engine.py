@@ -42,17 +42,11 @@ class _Call(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A step that is done.
+    """A step that is done."""
 
-    Attributes:
-      step: what was asked for.
-      results: what the backend returned.
-      seconds: how long the device worked on it.
-    """
-
-    step: EngineStep
-    results: Stepped
-    seconds: float
+    step: EngineStep  # what was asked for
+    results: Stepped  # what the backend returned
+    seconds: float  # how long the device worked on it
 
 
 class Calls:

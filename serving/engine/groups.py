@@ -128,35 +128,21 @@ class Pages:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Ongoing:
-    """A request that is not over, and how far it has come.
+    """A request that is not over, and how far it has come."""
 
-    Attributes:
-      job: what is asked for.
-      tokens: its prompt and the drawn tokens that are known.
-      wanted: tokens to draw in calls that have not begun.
-      order: as what number it got its first slot; the *oldest* request has the lowest.
-      slot: over all groups; -1 while it waits.
-      pages: of the slot, within the group.
-      room: positions of these pages.
-      end: so many tokens are run as chunks; the calls behind them each run the latest drawn one.
-      filled: positions whose calls have begun, or that pages held already.
-      paid: positions that had been filled when it lost its slot.
-      entered: how many of the pages are known by their tokens.
-      mask: the tokens that may be drawn next; None are all.
-    """
-
-    job: Job
-    tokens: array[int]
-    wanted: int
-    order: int = -1
-    slot: int = -1
-    pages: tuple[int, ...] = ()
-    room: int = 0
+    job: Job  # what is asked for
+    tokens: array[int]  # its prompt and the drawn tokens that are known
+    wanted: int  # tokens to draw in calls that have not begun
+    order: int = -1  # as what number it got its first slot; the *oldest* request has the lowest
+    slot: int = -1  # over all groups; -1 while it waits
+    pages: tuple[int, ...] = ()  # of the slot, within the group
+    room: int = 0  # positions of these pages
+    # so many tokens are run as chunks; the calls behind them each run the latest drawn one
     end: int = 0
-    filled: int = 0
-    paid: int = 0
-    entered: int = 0
-    mask: Words | None = None
+    filled: int = 0  # positions whose calls have begun, or that pages held already
+    paid: int = 0  # positions that had been filled when it lost its slot
+    entered: int = 0  # how many of the pages are known by their tokens
+    mask: Words | None = None  # the tokens that may be drawn next; None are all
 
     @property
     def key(self) -> int:

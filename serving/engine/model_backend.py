@@ -184,24 +184,16 @@ class ModelBackend:
 
 
 class _Placed(NamedTuple):
-    """Where the rows of parts go.
+    """Where the rows of parts go."""
 
-    Attributes:
-      parts: as they were given.
-      group, slot: of each part; the slot within its group.
-      begin: the row of its group with which each part begins.
-      count: how many rows each part has.
-      ends: how many positions each part's slot has with them.
-      per_slot: (A, B) rows of each slot.
-    """
-
-    parts: Sequence[SlotPart]
+    parts: Sequence[SlotPart]  # as they were given
+    # group, slot: of each part; the slot within its group
     group: Any
     slot: Any
-    begin: Any
-    count: Any
-    ends: Any
-    per_slot: Any
+    begin: Any  # the row of its group with which each part begins
+    count: Any  # how many rows each part has
+    ends: Any  # how many positions each part's slot has with them
+    per_slot: Any  # (A, B) rows of each slot
 
     @property
     def fullest(self) -> int:

@@ -32,21 +32,13 @@ KEPT = 16
 
 
 class Grammar(NamedTuple):
-    """A compiled grammar.
+    """A compiled grammar."""
 
-    Attributes:
-      matcher: at the beginning of a text; guides go on with copies.
-      left_out: what of a schema is not enforced.
-      ends: the ids that the matcher takes for an end.
-      stops: the model's own stop ids.
-      vocabulary: number of token ids.
-    """
-
-    matcher: llguidance.LLMatcher
-    left_out: tuple[str, ...]
-    ends: Words
-    stops: Words
-    vocabulary: int
+    matcher: llguidance.LLMatcher  # at the beginning of a text; guides go on with copies
+    left_out: tuple[str, ...]  # what of a schema is not enforced
+    ends: Words  # the ids that the matcher takes for an end
+    stops: Words  # the model's own stop ids
+    vocabulary: int  # number of token ids
 
     def guide(self, stop_ids: Collection[int] = (), min_tokens: int = 0) -> GrammarGuide:
         """An automaton at the beginning of a completion, its first mask made.

@@ -84,27 +84,16 @@ class JsonFormatter(logging.Formatter):
 
 @dataclasses.dataclass
 class HttpExchange:
-    """A request and what becomes of it; handlers find it as `request.state.exchange`.
+    """A request and what becomes of it; handlers find it as `request.state.exchange`."""
 
-    Attributes:
-      request_id: the client's, or our own.
-      method: of HTTP.
-      path: as the client sent it.
-      client: its address, or that which a trusted proxy says.
-      status: of the answer; 499 if the client went away before there was one.
-      model: whose tokens are counted; None where none are.
-      prompt_tokens: tokens of the prompts, each counted once.
-      stream: where the completions come from.
-    """
-
-    request_id: str
-    method: str
-    path: str
-    client: str
-    status: int = 499
-    model: str | None = None
-    prompt_tokens: int = 0
-    stream: Stream | None = None
+    request_id: str  # the client's, or our own
+    method: str  # of HTTP
+    path: str  # as the client sent it
+    client: str  # its address, or that which a trusted proxy says
+    status: int = 499  # of the answer; 499 if the client went away before there was one
+    model: str | None = None  # whose tokens are counted; None where none are
+    prompt_tokens: int = 0  # tokens of the prompts, each counted once
+    stream: Stream | None = None  # where the completions come from
 
     def generates(self, model: str, prompt_tokens: int, stream: Stream) -> None:
         """Notes that the answer is made of completions."""

@@ -21,19 +21,12 @@ OBJECT = {"type": "object"}
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """What a text has to be.
+    """What a text has to be."""
 
-    Attributes:
-      kind: how that is said.
-      value: a schema, a pattern, texts, or a grammar.
-      place: the field that says it.
-      lenient: whether what cannot be enforced of a schema is left out.
-    """
-
-    kind: Kind
-    value: Any
-    place: str
-    lenient: bool = False
+    kind: Kind  # how that is said
+    value: Any  # a schema, a pattern, texts, or a grammar
+    place: str  # the field that says it
+    lenient: bool = False  # whether what cannot be enforced of a schema is left out
 
     @property
     def param(self) -> str:

@@ -41,29 +41,21 @@ SIZES: Mapping[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How one `model_type` is read and written.
+    """How one `model_type` is read and written."""
 
-    Attributes:
-        architecture: transformers' class.
-        defaults: transformers' defaults where they are not those of a Llama.
-        attention_bias: the field of `LlamaConfig`; None if the key `attention_bias` decides.
-        qk_norm: the field.
-        window: the keys of a window: none, `sliding_window` for all layers, with a switch, or those
-            of `LAYERED`.
-        experts: the field of `LlamaConfig` -> the keys that say it, the first as transformers
-            writes it.
-        fixed: keys of experts -> the values that we support.
-        theta: transformers' default of the base of rotary frequencies.
-    """
-
-    architecture: str
-    defaults: Mapping[str, Any]
+    architecture: str  # transformers' class
+    defaults: Mapping[str, Any]  # transformers' defaults where they are not those of a Llama
+    # the field of `LlamaConfig`; None if the key `attention_bias` decides
     attention_bias: str | None = "none"
-    qk_norm: bool = False
+    qk_norm: bool = False  # the field
+    # the keys of a window: none, `sliding_window` for all layers, with a switch, or those of
+    # `LAYERED`
     window: Sequence[str] = ()
+    # the field of `LlamaConfig` -> the keys that say it, the first as transformers writes it
     experts: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    # keys of experts -> the values that we support
     fixed: tuple[tuple[str, tuple[Any, ...]], ...] = ()
-    theta: float = 10_000.0
+    theta: float = 10_000.0  # transformers' default of the base of rotary frequencies
 
     @property
     def keys(self) -> frozenset[str]:

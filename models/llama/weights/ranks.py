@@ -43,17 +43,11 @@ _BY_INPUTS = ("o_proj", "down_proj", "w2")
 
 @dataclasses.dataclass(frozen=True)
 class RankCut:
-    """How a tensor is split over ranks.
+    """How a tensor is split over ranks."""
 
-    Attributes:
-      dim: the dim that is split; None if every rank has the whole tensor.
-      pieces: number of equal pieces.
-      copies: so many neighbouring ranks have the same piece; pieces x copies is all ranks.
-    """
-
-    dim: int | None
-    pieces: int = 1
-    copies: int = 1
+    dim: int | None  # the dim that is split; None if every rank has the whole tensor
+    pieces: int = 1  # number of equal pieces
+    copies: int = 1  # so many neighbouring ranks have the same piece; pieces x copies is all ranks
 
     def index(self, shape: tuple[int, ...], rank: int) -> Index:
         """The slice of a tensor that a rank has."""

@@ -29,16 +29,11 @@ class CheckpointError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A checkpoint whose files are all there and undamaged.
+    """A checkpoint whose files are all there and undamaged."""
 
-    Args:
-        step: the step after which it was saved.
-        meta: what `meta.json` holds.
-        notes: a sentence for each later checkpoint that was passed over because it is damaged.
-    """
-
-    step: int
-    meta: Mapping[str, Any]
+    step: int  # the step after which it was saved
+    meta: Mapping[str, Any]  # what `meta.json` holds
+    # a sentence for each later checkpoint that was passed over because it is damaged
     notes: tuple[str, ...] = ()
 
     @property

@@ -101,15 +101,6 @@ class PackedTokens:
     end: a batch may hold the last samples of one epoch and the first of the next. Several parts are
     mixed by `shares`, and each has its own epochs.
 
-    Args:
-        parts: where the tokens come from.
-        seq_len: inputs of a sample.
-        batch_size: samples of a batch.
-        seed: decides the order.
-        shares: the share of each part in the samples, in any unit; None is equal shares.
-        boundaries: whether batches say which document a token belongs to.
-        mask_boundaries: whether a target that begins another document has weight 0.
-
     Raises:
         DataError: a part is too short for one sample, a size or share is not positive, or the
             seed is negative.
@@ -122,13 +113,14 @@ class PackedTokens:
         ((2, 4), (2, 4))
     """
 
-    parts: Sequence[CorpusPart]
-    seq_len: int
-    batch_size: int
-    seed: int = 0
+    parts: Sequence[CorpusPart]  # where the tokens come from
+    seq_len: int  # inputs of a sample
+    batch_size: int  # samples of a batch
+    seed: int = 0  # decides the order
+    # the share of each part in the samples, in any unit; None is equal shares
     shares: Sequence[float] | None = None
-    boundaries: bool = False
-    mask_boundaries: bool = True
+    boundaries: bool = False  # whether batches say which document a token belongs to
+    mask_boundaries: bool = True  # whether a target that begins another document has weight 0
 
     def __post_init__(self) -> None:
         if self.seq_len < 1 or self.batch_size < 1:

@@ -82,19 +82,16 @@ PACKINGS: tuple[Packing, ...] = ("boundaries", "none")
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """What to train on.
+    """What to train on."""
 
-    Args:
-        sources: folders made by `scripts/tokenize_data`, each with its share of the samples, as in
-            `folder@0.7` (1 if not given); or text files, directories and glob patterns. If empty,
-            Python's standard library.
-        tokenizer: of text; folders have their own, which has to be this one unless it is `bytes`.
-        packing: `boundaries` keeps documents that share a sample apart, `none` lets attention reach
-            from one into another.
-    """
-
+    # folders made by `scripts/tokenize_data`, each with its share of the samples, as in
+    # `folder@0.7` (1 if not given); or text files, directories and glob patterns. If empty,
+    # Python's standard library.
     sources: Sequence[str] = ()
+    # of text; folders have their own, which has to be this one unless it is `bytes`
     tokenizer: str = BYTES
+    # `boundaries` keeps documents that share a sample apart, `none` lets attention reach from one
+    # into another
     packing: Packing = "none"
 
 

@@ -34,36 +34,23 @@ FREE_TO_CHANGE = frozenset(
 class RunConfig:
     """What to train, on what data, and with which options.
 
-    Args:
-        model: a frozen dataclass of sizes and dtypes.
-        optimizer: the optimizer; its schedule ends with the run unless it says where.
-        options: how long the run is, and what it keeps, as for a run of any model.
-        mesh: axis -> size.
-        dcn: axis -> how many of its parts are on different slices, connected by slow links.
-        sharding: name of the table of specs.
-        seq_len: tokens of a sequence.
-        global_batch: sequences of a step, on all devices together.
-        z_loss: weight of the squared log-normalizer in the loss; 0 leaves it out.
-        data: names of the data, see `DataConfig.sources`.
-        tokenizer: for text that is not tokenized yet.
-        packing: whether documents that share a sequence are kept apart.
-
     Raises:
         RunError: a number is out of range, or numbers do not fit each other.
     """
 
-    model: Any
-    optimizer: OptimizerConfig
-    options: TrainerOptions
-    mesh: Mapping[str, int]
-    seq_len: int
-    global_batch: int
+    model: Any  # a frozen dataclass of sizes and dtypes
+    optimizer: OptimizerConfig  # the optimizer; its schedule ends with the run unless it says where
+    options: TrainerOptions  # how long the run is, and what it keeps, as for a run of any model
+    mesh: Mapping[str, int]  # axis -> size
+    seq_len: int  # tokens of a sequence
+    global_batch: int  # sequences of a step, on all devices together
+    # axis -> how many of its parts are on different slices, connected by slow links
     dcn: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    sharding: str = "2d"
-    z_loss: float = 0.0
-    data: tuple[str, ...] = ()
-    tokenizer: str = BYTES
-    packing: Packing = "none"
+    sharding: str = "2d"  # name of the table of specs
+    z_loss: float = 0.0  # weight of the squared log-normalizer in the loss; 0 leaves it out
+    data: tuple[str, ...] = ()  # names of the data, see `DataConfig.sources`
+    tokenizer: str = BYTES  # for text that is not tokenized yet
+    packing: Packing = "none"  # whether documents that share a sequence are kept apart
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "global_batch"):
@@ -154,19 +141,16 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """Where a run's results are.
-
-    Args:
-        path: the folder, with `config.json`, `settings.yaml`, `metrics.jsonl`, `report.html`, and
-            the folders `checkpoints`, `tensorboard`, `tokenizer`, `compiled` and `profile`.
-        kept: for a run on an object store, its folder there, with the same files; `path` is then a
-            temporary folder.
-    """
+    """Where a run's results are."""
 
     CHECKPOINTS: ClassVar[str] = "checkpoints"
     TOKENIZER: ClassVar[str] = "tokenizer"
 
+    # the folder, with `config.json`, `settings.yaml`, `metrics.jsonl`, `report.html`, and the
+    # folders `checkpoints`, `tensorboard`, `tokenizer`, `compiled` and `profile`
     path: Path
+    # for a run on an object store, its folder there, with the same files; `path` is then a
+    # temporary folder
     kept: StorePath | None = None
 
     @classmethod

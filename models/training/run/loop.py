@@ -46,21 +46,13 @@ class Saver(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What happens after which step.
+    """What happens after which step."""
 
-    Args:
-        steps: total number of steps, counted from the very first.
-        eval_every: steps between evaluations; 0 evaluates at the end only.
-        save_every: steps between checkpoints; 0 saves at the end only.
-        evaluates_first: whether to evaluate before the first step that is taken.
-        max_skipped: the most steps in a row that may be skipped; one more ends the run.
-    """
-
-    steps: int
-    eval_every: int = 0
-    save_every: int = 0
-    evaluates_first: bool = False
-    max_skipped: int = 10
+    steps: int  # total number of steps, counted from the very first
+    eval_every: int = 0  # steps between evaluations; 0 evaluates at the end only
+    save_every: int = 0  # steps between checkpoints; 0 saves at the end only
+    evaluates_first: bool = False  # whether to evaluate before the first step that is taken
+    max_skipped: int = 10  # the most steps in a row that may be skipped; one more ends the run
 
     def is_last(self, step: int) -> bool:
         """Whether this is the last step of the run, or beyond it."""
@@ -77,27 +69,16 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """How a run ended."""
 
-    Args:
-        state: after the last step.
-        first: the record of the first step; None if no step was taken.
-        last: the record of the last step; None if no step was taken.
-        eval_loss: the loss of the last evaluation; None if there was none.
-        typical_seconds: median time of a step, without the first one, which may compile.
-        seconds: time of the whole run.
-        skipped: number of steps that changed nothing because something was not finite.
-        is_stopped: whether the run was asked to stop before its last step.
-    """
-
-    state: TrainState
-    first: Record | None
-    last: Record | None
-    eval_loss: float | None
-    typical_seconds: float | None
-    seconds: float
-    skipped: int
-    is_stopped: bool
+    state: TrainState  # after the last step
+    first: Record | None  # the record of the first step; None if no step was taken
+    last: Record | None  # the record of the last step; None if no step was taken
+    eval_loss: float | None  # the loss of the last evaluation; None if there was none
+    typical_seconds: float | None  # median time of a step, without the first one, which may compile
+    seconds: float  # time of the whole run
+    skipped: int  # number of steps that changed nothing because something was not finite
+    is_stopped: bool  # whether the run was asked to stop before its last step
 
 
 def train(

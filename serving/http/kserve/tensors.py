@@ -48,15 +48,10 @@ class Binary:
 
 
 class Output(NamedTuple):
-    """An output that a request asks for.
-
-    Attributes:
-      name: its name.
-      binary: whether its numbers go behind the JSON.
-    """
+    """An output that a request asks for."""
 
     name: str
-    binary: bool
+    binary: bool  # whether its numbers go behind the JSON
 
 
 def parameters_of(value: Mapping[str, Any], place: str) -> Mapping[str, Any]:
