@@ -75,8 +75,6 @@ def measure(program: Program, options: spmd.Options, *, guess_trips: bool = Fals
     """Compiles a program three times and reads the results; failures go into the row.
 
     Args:
-      program: the program.
-      options: ours.
       guess_trips: whether loops whose trips XLA does not state may communicate.
     """
     errors: dict[str, str] = {}

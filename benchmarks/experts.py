@@ -149,7 +149,6 @@ def ragged(case: Case, most: float) -> Seconds:
     """The time of products of rows by their experts, at the chip's peak.
 
     Args:
-      case: the program.
       most: operations of one product if experts are chosen alike. There is room for more rows than
         that, which the kernel leaves out.
     """

@@ -62,8 +62,6 @@ class Clients:
     """Processes that ask a server; to be used in a `with` statement.
 
     Args:
-      url: of the server.
-      model: its name in requests.
       processes: how many; each has its share of a load's requests and of those at once.
     """
 

@@ -110,8 +110,6 @@ def lower(row: Row, seq_len: int, accumulate: int) -> spmd.Lowered:
     """Plans one training step: bf16 compute, layers scanned.
 
     Args:
-      row: the configuration.
-      seq_len: tokens in a sequence.
       accumulate: microbatches; gradients are summed over them in a loop.
     """
     config = dataclasses.replace(row.config, dtype="bfloat16", remat=row.remat)
@@ -160,7 +158,6 @@ def build(lowered: spmd.Lowered, cached: Path | None) -> Built:
     """Runs the TPU compiler, or reads what it made last time.
 
     Args:
-      lowered: the plan.
       cached: where that is kept, less the files' suffixes.
     """
     if cached is not None and cached.with_suffix(".json").exists():

@@ -97,9 +97,7 @@ def build(
     """Compiles one program.
 
     Args:
-      row: the configuration.
       name: of `PROGRAMS`.
-      layers: how many.
       shape: sequences in a batch, and tokens in each.
       options: compiler options besides those of `PROGRAMS`.
     """

@@ -65,9 +65,7 @@ class Loop:
     """A training loop: each step gets the state that the step before it left.
 
     Args:
-      step: the compiled step.
       params, state: donated to the first step.
-      batch: given to every step.
     """
 
     def __init__(self, step: Any, params: Any, state: Any, batch: Any) -> None:

@@ -103,9 +103,7 @@ def floor_seconds(workload: Workload, answers: Sequence[Answer], costs: Costs) -
         steps 4; tokens read 10 + 11 + 12 + 13, 10 + 11; tokens of prompts 20
 
     Args:
-      workload: what was asked.
       answers: whole ones.
-      costs: of the model.
     """
     drawn = [answer.tokens - 1 for answer in answers]
     together = min(costs.slots, workload.loads[0].concurrency)

@@ -68,9 +68,6 @@ def sample(logits_BV: Any, params: SamplingParams, history: History, positions_B
     """One token of each row.
 
     Args:
-      logits_BV: float32.
-      params: how.
-      history: the sequences.
       positions_B: of the tokens that are drawn; with the seed they decide the draw.
 
     Returns:
@@ -178,8 +175,6 @@ def report(logits_BV: Any, ids_B: Any, alternatives: int, wanted: Any = True) ->
     """What the model says of given tokens, and which it finds likeliest.
 
     Args:
-      logits_BV: float32.
-      ids_B: tokens.
       alternatives: P.
       wanted: whether the likeliest are; they are zero else. If that is known at run time alone,
         they are found one after the other: XLA's sort on GPUs cannot be in a CUDA graph, and a loop

@@ -79,7 +79,6 @@ def write_language_bundle(
     Args:
       folder: new or empty.
       model: what it computes.
-      shape: the sizes that it serves with.
       weights: the tree that `model` takes, of arrays or whatever else `write_bundle` reads.
       eos_token_ids: tokens that end a text.
       bos_token_id: the token that begins one, if there is any.
@@ -88,9 +87,7 @@ def write_language_bundle(
       golden_prompts: token ids; what the model goes on with is computed here, on all devices, and
         kept for servers to try.
       facts: on the model, for people; a `dtype` says how exact it is.
-      quantization: as for `write_bundle`.
       name: of the bundle.
-      console: progress bars go here.
       platforms: as for `write_bundle`.
 
     Raises:
@@ -169,9 +166,6 @@ def continue_prompts(
     """The likeliest continuation of each prompt, by those functions of a bundle that this takes.
 
     Args:
-      folder: the bundle.
-      mesh: where it is computed.
-      shape: the sizes that it was written with.
       prompts: token ids.
       count: how many tokens to draw behind each.
 

@@ -32,7 +32,6 @@ def load_model(bundle: Bundle, folder: str | Path, name: str | None = None) -> L
     """What the server serves, warm and compared with the bundle's goldens.
 
     Args:
-      bundle: loaded.
       folder: where it came from: the tokenizer is read there.
       name: in requests; the bundle's own if left out.
 
@@ -86,7 +85,6 @@ def check_goldens(backend: Backend, goldens: Any, tolerance: float) -> None:
     order may decide so.
 
     Args:
-      backend: runs the model.
       goldens: `prompt`, `tokens` and the tokens' `logprobs` of each.
       tolerance: how far log-probabilities may be apart.
 

@@ -26,11 +26,9 @@ class BundleInfer:
     """One function of a bundle, at one size or at several.
 
     Args:
-      bundle: loaded.
       function: its name; the primary one if left out.
 
     Attributes:
-      name: of the function.
       inputs, outputs: every array; names are paths, and -1 is a dim that has several sizes.
       batch_sizes: how many rows a call may have, where rows of several calls can be one call's:
         the first dim of all inputs and outputs is the same symbol, of several sizes, and rows do

@@ -147,9 +147,7 @@ class Runs:
         """Start a run, wait after its first step, send a signal.
 
         Args:
-            words: the command.
             log: where it writes what it says.
-            number: the signal.
             wait: seconds after its first step.
             before: called after that time, before the signal.
 

@@ -36,11 +36,7 @@ class Issued(NamedTuple):
 
 
 class Reader:
-    """Finds the collectives of a module's computations.
-
-    Args:
-      module: the module.
-    """
+    """Finds the collectives of a module's computations."""
 
     def __init__(self, module: Module) -> None:
         self.module = module

@@ -64,7 +64,6 @@ def modelled(
 
     Args:
       text: `compiled.as_text("hlo")`.
-      mesh: its mesh.
       topology: the slice, of a chip in `CLOCKS`.
       more: of kernels of which the compiler estimates nothing, what they take.
       turns: how often a loop runs of which nobody knows that.

@@ -39,7 +39,6 @@ class Runs:
     """What one run of a module runs.
 
     Args:
-      module: the module.
       sent: computation -> bytes that each collective of its own sends in one execution. Of a
         conditional's branches only the one that moves the most is followed, so that bytes are those
         of one run, at worst. None: every branch counts.

@@ -33,7 +33,6 @@ def largest_values(text: str, n: int = 10) -> tuple[HloValue, ...]:
 
     Args:
       text: `compiled.as_text("hlo")`.
-      n: how many.
 
     Returns:
       Largest first; shapes of equal bytes in the order of the text.

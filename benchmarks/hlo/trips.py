@@ -49,11 +49,7 @@ class _Value(NamedTuple):
 
 
 class Loops:
-    """The trip counts of a module's loops.
-
-    Args:
-      module: the module.
-    """
+    """The trip counts of a module's loops."""
 
     def __init__(self, module: Module) -> None:
         self._tables = {
@@ -160,7 +156,6 @@ class Loops:
         """The integer that a value is, or None.
 
         Args:
-          value: the value.
           bound: (computation, element of its parameter) -> what that is in this iteration.
         """
         value = self._origin(value)

@@ -173,8 +173,6 @@ def mark_params(params: Any, mesh: spmd.Mesh, config: LlamaConfig, table: SpecTa
     Args:
         params: a tree as from `fresh.init`.
         mesh: has axes of `MESH_AXES`; one that it lacks counts as one of size 1.
-        config: the model.
-        table: the specs.
     """
     return spmd.mark_tree(params, mesh, parameter_rules(config, mesh.shape, table))
 

@@ -72,7 +72,6 @@ def remove_tree(folder: AnyPath, first: str = "") -> None:
     """Removes a folder and all below it; nothing happens if it is not there.
 
     Args:
-        folder: what to remove.
         first: a file of it that goes before all others.
     """
     if isinstance(folder, Path):
@@ -87,7 +86,6 @@ def move_tree(folder: AnyPath, target: AnyPath, last: str = "") -> None:
     """Gives a folder another name; a store copies all files, then removes them.
 
     Args:
-        folder: what to move.
         target: is not there.
         last: a file that on a store is copied after all others, and removed before them.
     """
@@ -148,7 +146,6 @@ def array_spec(state: AnyPath, key: str, driver: str) -> dict[str, Any]:
     """The spec for tensorstore of an array in orbax's layout.
 
     Args:
-        state: the folder.
         key: the array's name, such as `params.w`.
         driver: `zarr` or `zarr3`.
     """

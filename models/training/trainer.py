@@ -67,7 +67,6 @@ class Trainer:
         marks: of the parameters, by path: `{"*/kernel": ("rows", "columns")}`. The rest is
             inferred.
         data: step -> the whole batch of that step, a dict of numpy arrays; steps count from 0.
-        mesh: where it runs.
         batch_marks: of a batch, by name.
         optimizer: which one, or one of optax. A schedule of ours ends with the run, unless it says
             where.
@@ -139,10 +138,7 @@ class Trainer:
 
         Args:
             compile_step: makes it.
-            data: as for `Trainer`.
-            options: as for `Trainer`.
-            held_out: as for `Trainer`.
-            hooks: as for `Trainer`.
+            data, options, held_out, hooks: as for `Trainer`.
             about: what checkpoints say of the run.
         """
         trainer = cls.__new__(cls)

@@ -108,8 +108,6 @@ def environment_of_devices(
     """For each process the variables that give it its devices.
 
     Args:
-      job: what is to be started.
-      env: the variables of this process.
       gpus: ids of the GPUs that may be used.
 
     Raises:

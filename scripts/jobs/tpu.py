@@ -77,8 +77,6 @@ def tpu_vm_command(
 
     Args:
       job: the command, its folder on the hosts and its variables.
-      tpu: the TPU VM's name.
-      zone: where it is.
       project: the cloud project; gcloud's own setting if left out.
       max_restarts: how many times every host starts a command again that failed: where one fails,
         all end, and meet again.

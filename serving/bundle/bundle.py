@@ -119,7 +119,6 @@ class Bundle:
 
     Attributes:
       manifest: what the bundle says of itself.
-      mesh: the mesh.
       symbols: symbol -> value, or values: the sizes of symbolic dims that it was loaded with.
       functions: name -> what it is: `tags`, and `inputs` and `outputs` with paths, shapes, dtypes.
       notes: sentences on specs that do not fit the mesh, and on a cache that could not be written.

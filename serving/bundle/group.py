@@ -115,8 +115,6 @@ def welcome(store: JobStore, processes: int, timeout_s: float) -> dict[int, sock
 
     Args:
       store: the job's store; members read there how to connect, and with which secret.
-      processes: how many there are.
-      timeout_s: seconds to wait for them.
 
     Raises:
       LaunchError: one did not come.
@@ -207,9 +205,6 @@ _LOG = logging.getLogger("serving")
 
 def join(timeout_s: float = 300.0) -> Leader | Follower | None:
     """Connects the processes of a job, after `spmd.initialize`.
-
-    Args:
-      timeout_s: seconds to wait for the others.
 
     Returns:
       What this process is; None if it is alone.
@@ -347,7 +342,6 @@ class Follower:
     Args:
       line: to process 0.
       process: which one this is.
-      processes: how many there are.
     """
 
     def __init__(self, line: socket.socket, process: int, processes: int) -> None:

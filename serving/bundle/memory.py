@@ -59,7 +59,6 @@ def compile_bundle(
       mesh: a `spmd.Mesh`, or jax's.
       weights: a pytree of arrays; or of `ShapeDtypeStruct`s, with `make_weights`.
       make_weights: makes the weights of the pytree of their shardings.
-      options: of the compiler.
       symbols, memory_share: as for `load_bundle`.
       contract: as for `write_bundle`.
 

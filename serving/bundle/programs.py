@@ -93,10 +93,7 @@ def plan_functions(
     Args:
       manifest: `Manifest.sized`.
       names: of the functions, variants where there are some.
-      mesh: what they are planned for.
-      lower: lowers one.
       say: is told which one it is.
-      symbols: name -> value.
 
     Returns:
       Name -> emitted program, and a sentence on each part of a spec that does not fit the mesh.
@@ -141,7 +138,6 @@ def emitted_of(module: Any, mesh: Mesh, asked: FunctionKey, options: Options) ->
     Args:
       module: its module, as `static_module` makes it.
       mesh, options: what it is lowered for.
-      asked: how.
     """
     arguments: Sequence[Spec] = asked.arguments
     if asked.auto:
@@ -239,11 +235,8 @@ def compile_functions(
     """Compiles planned functions, while the weights are read onto the mesh.
 
     Args:
-      manifest: describes functions, weights and state.
-      mesh: the mesh.
       emitted: every planned function.
       wanted: names of those to compile.
-      options: of the compiler.
       read_weights: path -> array of all weights, where they are to lie.
       waiting: is entered once they are read, and left when all is compiled.
       first: names of those that are compiled here, the others being left for later; None is all.

@@ -56,10 +56,6 @@ class Modules:
     """The modules of some functions of a bundle.
 
     Args:
-      folder, manifest: the bundle.
-      names: of the functions.
-      mesh: what the functions are lowered for.
-      options: of the compiler.
       cache: what was made of them before, if anything.
 
     Raises:
@@ -211,7 +207,6 @@ def load_bundle(
     Args:
       folder: as `write_bundle` made it; every process of a job has to see it.
       mesh: a `spmd.Mesh`, or jax's.
-      options: of the compiler.
       cache_dir: where plans and executables are kept for the next start, as
         `serving.bundle.cache.default_cache_dir()`; None keeps nothing.
       console: progress goes here if it is a terminal, else to the log.

@@ -75,10 +75,8 @@ def plan_sized(
       manifest: of the bundle, as it was written.
       given: symbol -> value. One that is not among them has to be in the state: it gets the largest
         value that it may have. One that is not in the state may have several values.
-      mesh: where it goes.
       options: of the compiler; the topology says how much memory there is.
       memory_share: of each device's memory, which all that the bundle has may take.
-      plan: plans functions.
 
     Raises:
       BundleError: a value that a symbol may not have, a symbol without one that memory says nothing

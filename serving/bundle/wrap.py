@@ -259,7 +259,6 @@ def wrap_stablehlo(
       specs: as for `write_bundle`; weights are called `weights/<name>`, or as the model calls them.
       contract: what callers have to know, for JSON.
       name: what the bundle is called.
-      console: progress bars go here.
       symbols: sizes of the module's symbolic dims, as for `spmd.compile_stablehlo`; if left out,
         whoever loads the bundle says them.
       auto: whether the compiler chooses specs where there are none, for the mesh that the bundle is

@@ -139,8 +139,6 @@ class Backend(Protocol):
         """Begins to set up a slot for another sequence, before any token of it is drawn.
 
         Args:
-          slot: which slot.
-          sampling: how its tokens are drawn.
           seen: the ids of the sequence so far, those of `drawn` among them.
           drawn: the tokens that were drawn already, for a sequence that is resumed.
         """

@@ -58,7 +58,6 @@ class CompletionText:
 
     Args:
       index: of the completion, among those of its request.
-      job: what is asked for.
       decode: turns token ids into text.
       pieces: the text of single tokens.
 
@@ -180,10 +179,7 @@ def read_scores(job: Job, scores: Tokens, decode: Decode, pieces: TokenTexts) ->
     thread: a long prompt would delay all other requests.
 
     Args:
-      job: whose prompt.
       scores: of the prompt's tokens, from a delta.
-      decode: turns token ids into text.
-      pieces: the text of single tokens.
     """
     detokenizer, offset, tokens = Detokenizer(decode), 0, list[Token]()
     last = len(job.prompt) - 1

@@ -50,11 +50,7 @@ class Done(NamedTuple):
 
 
 class Calls:
-    """A queue of the calls under way; only the engine's thread begins and finishes them.
-
-    Args:
-      backend: runs the calls, one after the other.
-    """
+    """A queue of the calls under way; only the engine's thread begins and finishes them."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -154,7 +150,6 @@ class Engine:
       decode: turns token ids into text.
       letter: ids of which the last one ends a word. Alternatives are shown as they would read
         behind it: some tokenizers drop a space at the beginning of a text.
-      observer: is told what happens.
       token_budget: rows of a group in a step that has both rows that draw and chunks of prompts;
         None takes the backend's.
       ahead: how many steps are begun before the results of the last one are there.

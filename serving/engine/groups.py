@@ -18,11 +18,7 @@ ROOT = -1
 
 
 class Pages:
-    """The pages of one pool, numbered from 0.
-
-    Args:
-      count: how many there are.
-    """
+    """The pages of one pool, numbered from 0."""
 
     def __init__(self, count: int) -> None:
         self._holders = [0] * count
@@ -168,10 +164,6 @@ class Ongoing:
 class Group:
     """The slots and pages of one group, and who has them.
 
-    Args:
-      limits: the backend's sizes.
-      index: which group.
-
     Attributes:
       pages: its pool.
       running: the requests that have a slot.
@@ -230,7 +222,6 @@ class Group:
         """Makes a request's pages known that are full once all calls that have begun are done.
 
         Args:
-          request: which request.
           replace: whether, if another page is known to have the same tokens, the request holds that
             one from now on and gives back its own. Not while a step is made that writes its own.
         """

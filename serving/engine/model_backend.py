@@ -42,9 +42,6 @@ class ModelBackend:
     """The `Backend` of a model whose functions are those of `models.decode.functions`.
 
     Args:
-      programs: the functions.
-      limits: the sizes for which they were compiled.
-      info: facts about the model for people.
       budget: rows of a group in one step beside which decoding does not wait long; None: as many as
         a step may have.
       names: of the functions that are there from the start; None is all. `add` adds others.

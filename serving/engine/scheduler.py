@@ -77,7 +77,6 @@ class Scheduler:
     """Distributes requests over the slots and pages of a backend.
 
     Args:
-      limits: the backend's sizes.
       budget: rows of a group in a step that has both rows that draw and chunks of prompts.
       ahead: how many steps are begun before the results of the last one are there.
 

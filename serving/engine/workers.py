@@ -86,7 +86,6 @@ class Workers:
     requests, and awaits one call at a time.
 
     Args:
-      name: of the threads.
       threads: how many calls run at a time.
       finished: is told of every call that has ended, on any thread.
       heed: is told what a call raised, before the one who waits is.

@@ -62,8 +62,6 @@ class Grammars:
     Compiling lets other threads run, and takes a few seconds at most.
 
     Args:
-      tokenizer: the model's.
-      vocabulary: the model's number of token ids.
       stop_ids: end completions.
       most_bytes: of a grammar, schemas included.
     """
@@ -86,7 +84,6 @@ class Grammars:
         """JSON that fits a schema.
 
         Args:
-          schema: a JSON value.
           lenient: whether what cannot be enforced is left out.
 
         Raises:

@@ -34,9 +34,6 @@ def address_of(host: str) -> str:
 class Budget:
     """So much of something, which clients take and give back.
 
-    Args:
-      limit: how much there is.
-
     Attributes:
       taken: how much of it clients have.
       peak: the most that they had.

@@ -77,7 +77,6 @@ class MeasuredApp:
 
     Args:
       app: the app; what it routes to is in the scope once it has answered.
-      traffic: where they are counted.
       routes: of the app. All paths beside them count as one, or strangers could make up as many as
         they like.
     """
@@ -130,7 +129,6 @@ class Access:
     """ASGI middleware around everything else, so that answers to errors have an id, too.
 
     Args:
-      app: what answers.
       tracing: makes spans of requests; None makes none.
     """
 

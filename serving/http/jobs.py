@@ -46,10 +46,8 @@ def restricted(
 
     Args:
       job: without any of that.
-      ask: the request.
       grammar: that its text has to fit, if any.
       bad: what must not come up, if there is anything.
-      language: the model.
 
     Raises:
       ApiError: no text can be as it is asked for.

@@ -43,9 +43,6 @@ class Language:
     """A language model with its engine, chat template and metrics.
 
     Args:
-      loaded: the model.
-      options: limits and keys.
-      requests: the metrics of all requests.
       heed: is told what the model raised.
 
     Raises:

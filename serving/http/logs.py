@@ -26,7 +26,6 @@ def set_up(level: str, form: LogFormat = "text") -> None:
 
     Args:
       level: least important lines to write.
-      form: of a line.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())

@@ -32,9 +32,7 @@ class Metrics:
     """What `/metrics` shows of a language model; it is the engine's observer.
 
     Args:
-      requests: what is noted of every request.
       backend: the model; `info` has its bandwidth and sizes.
-      state: returns the engine's present state.
     """
 
     def __init__(

@@ -164,7 +164,6 @@ def warnings(ignored: Sequence[str], notes: Sequence[str]) -> list[str]:
     """`Warning` headers (RFC 7234, section 5.5) that say what was not heeded.
 
     Args:
-      ignored: names of fields.
       notes: what of a schema is not enforced.
 
     Example:

@@ -249,7 +249,6 @@ def parse_completion(body: Mapping[str, Any], bounds: Bounds) -> CompletionAsk:
     """Checks a request for completions.
 
     Args:
-      body: the JSON object.
       bounds: the most that it may ask for.
 
     Raises:
@@ -277,7 +276,6 @@ def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
     """Checks a request for chat completions.
 
     Args:
-      body: the JSON object.
       bounds: the most that it may ask for.
 
     Raises:
@@ -380,7 +378,6 @@ def seeds(ask: Ask, fresh: int) -> Sequence[int]:
     """The seed of each of a prompt's `n` completions: consecutive, so that they differ.
 
     Args:
-      ask: the request.
       fresh: a random seed, for requests without one.
     """
     first = fresh if ask.seed is None else ask.seed

@@ -27,7 +27,6 @@ def completion_logprobs(tokens: Sequence[Token], asked: int | None) -> Json | No
     """Those of a completion's tokens.
 
     Args:
-      tokens: with their alternatives.
       asked: for how many alternatives; None for no log-probabilities.
     """
     if asked is None:
@@ -57,7 +56,6 @@ def prompt_logprobs(
     """Those of a prompt's tokens, in vLLM's form: by token id.
 
     Args:
-      prompt: its ids.
       scores: row i is what the model says of the token behind token i.
       asked: for how many alternatives.
       piece: the text of a token.
@@ -110,8 +108,6 @@ class Answer:
     """The answer to one request: either `chunks` of each delta, or the `whole` of all deltas.
 
     Args:
-      model: the model's name.
-      ask: the request.
       work: its prompts and jobs.
       engine: reads the scores of prompts, and knows the texts of tokens.
     """
@@ -156,11 +152,7 @@ class Answer:
         return {**self._head, **self._kind(), "choices": [], "usage": self._usage()}
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
-        """The answer in one object.
-
-        Args:
-          deltas: all deltas of all completions.
-        """
+        """The answer in one object."""
         by_choice: list[list[Delta]] = [[] for _ in self._work.jobs]
         for delta in deltas:
             self._generated[delta.choice] = delta.generated

@@ -81,8 +81,6 @@ class Server(uvicorn.Server):
     """uvicorn's server, but the engine drains before the port closes.
 
     Args:
-      service: what is served.
-      log_level: of uvicorn's messages.
       http: TLS, proxies, other sites, traces.
 
     Raises:
@@ -233,7 +231,6 @@ def serve(
     Args:
       load: loads the model, in a thread of its own. Until it is done, `/health` says 503.
       host: where to listen; `0.0.0.0` listens on all interfaces.
-      port: where to listen.
       options: limits and keys.
       http: TLS, proxies, other sites, traces.
       log_level: of the messages on stderr.

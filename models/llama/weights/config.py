@@ -66,7 +66,6 @@ def read_config(path: str | AnyPath, ignore_keys: Collection[str] = ()) -> Llama
 
     Args:
         path: the file, or the folder that it is in.
-        ignore_keys: unknown keys that are to be ignored.
 
     Raises:
         ConfigError: there is no such file, it is not a JSON object, the architecture is not
@@ -161,7 +160,6 @@ def to_hf(config: LlamaConfig, dtype: str) -> dict[str, Any]:
     """The content of a `config.json` that transformers reads, from version 4.43 on.
 
     Args:
-        config: the model.
         dtype: of the stored weights.
 
     Raises:

@@ -26,8 +26,6 @@ def read_parts(values: Mapping[str, Any], family: Family, layers: int) -> dict[s
 
     Args:
         values: the content of a `config.json`.
-        family: its family.
-        layers: how many there are.
 
     Raises:
         ConfigError: a key has a value that is not one of its own, or windows are not in the last

@@ -52,13 +52,10 @@ def write_run(
     memory at a time. The folder appears when it is complete.
 
     Args:
-        source: the tensors.
         folder: new or empty.
         mesh: axis -> size; each array is stored in the pieces that these devices hold.
         table: name of the specs by which arrays are split.
-        scan_layers: whether layers are stacked.
         dtype: what to convert to; None keeps every tensor's bits.
-        console: where a progress bar goes.
 
     Returns:
         The folder of the checkpoint.

@@ -53,7 +53,6 @@ def load(
         config: the model, as from `read_config`; `scan_layers` and the dtypes may be changed.
         shardings: a tree like that of `fresh.init` of `jax.sharding.Sharding`s, such as
             `compiled.in_shardings[0]` of a training step; None puts all on the first device.
-        console: where a progress bar goes if it is a terminal and loading takes long.
 
     Returns:
         Parameters as from `fresh.init`.

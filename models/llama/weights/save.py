@@ -91,12 +91,10 @@ def save(
 
     Args:
         params: as from `fresh.init`, with any shardings.
-        config: the model.
         folder: new or empty.
         dtype: of the stored weights; None takes `config.param_dtype`.
         max_shard_bytes: the most bytes of tensors in one file; a larger tensor gets its own file.
         tokenizer_from: a folder whose tokenizer files are copied.
-        console: where a progress bar goes if it is a terminal and saving takes long.
 
     Raises:
         WeightsError: the folder is not empty or cannot be written, the dtype is unknown, or the

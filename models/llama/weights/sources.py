@@ -76,7 +76,6 @@ def checkpoint_source(run_dir: str | AnyPath, step: int | str = AUTO) -> Iterato
     Layers that are stored together are read together, all layers of a parameter at once.
 
     Args:
-      run_dir: the run's folder.
       step: the checkpoint's, or `auto` for the latest that is whole.
 
     Raises:

@@ -46,7 +46,6 @@ def find_saved(folder: AnyPath, wanted: int | str = AUTO) -> Found:
     """Finds a checkpoint to read from.
 
     Args:
-        folder: holds checkpoints.
         wanted: a step, or `"auto"` for the latest checkpoint that is whole.
 
     Raises:
@@ -111,7 +110,6 @@ def first_whole(
     """The first checkpoint that is whole; None if there is none.
 
     Args:
-        folder: holds the checkpoints.
         steps: the steps to try, in this order.
         damage_of: says what is wrong with a checkpoint's folder, or None.
         notes: gets a sentence for each damaged checkpoint.

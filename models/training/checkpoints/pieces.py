@@ -93,7 +93,6 @@ def chunks(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Index]:
     """Cuts an array into a grid of parts; the last dim varies fastest.
 
     Args:
-        shape: of the array.
         chunk: shape of a part; those at the ends may be smaller.
 
     Example:

@@ -50,11 +50,7 @@ class StoreManager:
     """Does for a folder on an object store what orbax's manager does for one on a disk.
 
     Args:
-        folder: holds checkpoints.
-        keep_last: how many of the latest are kept.
-        keep_every: those of every n-th step are kept too; 0 keeps none of them.
         describe: called on process 0 when all arrays are written; writes the manifest at its end.
-        together: how processes wait for each other.
     """
 
     def __init__(

@@ -41,7 +41,6 @@ def find(folder: AnyPath, wanted: int | str, notes: list[str]) -> Found | None:
     """Finds a checkpoint to go on from; see `Checkpoints.find`.
 
     Args:
-        folder: holds the checkpoints.
         wanted: a step, or `"auto"`.
         notes: gets a sentence for each damaged checkpoint.
     """

@@ -265,7 +265,6 @@ class Checkpoints:
         it.
 
         Args:
-            found: which checkpoint.
             targets: `ShapeDtypeStruct`s with shardings.
 
         Raises:

@@ -104,7 +104,6 @@ def mismatch(
     Args:
         saved: path -> `shape` and `dtype`, from `meta.json`.
         wanted: path -> struct.
-        any_dtype: whether dtypes may differ.
 
     Returns:
         A sentence; None if they are the same.

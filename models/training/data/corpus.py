@@ -144,7 +144,6 @@ def from_documents(
 
     Args:
         documents: the tokens of each document, with the token that ends it; none may be empty.
-        vocab_size: number of token ids.
         name: what error messages call it.
 
     Raises:
@@ -175,7 +174,6 @@ def split_held_out(corpus: Corpus, every: int = HELD_OUT_EVERY) -> tuple[CorpusP
     it evaluated on before.
 
     Args:
-        corpus: the whole corpus.
         every: one chunk of so many is held out.
 
     Returns:

@@ -26,7 +26,6 @@ class MixtureShares(grain.transforms.DatasetSelectionMap):  # type: ignore[misc]
 
     Args:
         shares: of each part, positive, in any unit.
-        length: how many samples the mixture is to have.
     """
 
     def __init__(self, shares: Sequence[float], length: int) -> None:
@@ -47,9 +46,6 @@ def cycle(shares: tuple[float, ...]) -> tuple[Int64s, Int64s, Int64s]:
     """The order of parts in one cycle.
 
     A part's samples are spread evenly over the cycle, and every part has at least one.
-
-    Args:
-        shares: of each part.
 
     Returns:
         For each place of the cycle the part (C,), and how many samples of that part come before it

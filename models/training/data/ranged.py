@@ -17,8 +17,6 @@ class RangedTokens:
 
     Args:
         path: the file; it holds tokens and nothing else.
-        dtype: of the tokens.
-        count: how many there are.
     """
 
     def __init__(self, path: StorePath, dtype: np.dtype[Any], count: int) -> None:

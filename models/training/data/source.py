@@ -106,9 +106,6 @@ def load_datasets(
     """Opens the data of a run and splits it.
 
     Args:
-        config: what to train on.
-        seq_len: tokens of a sample.
-        batch_size: samples of a batch.
         seed: decides the order of samples.
         vocab_size: number of ids that the model has; None does not check it.
 

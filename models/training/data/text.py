@@ -53,7 +53,6 @@ def load_corpus(
 
     Args:
         files: in the order of the documents.
-        max_bytes: the most bytes of text to read.
         tokenizer: None takes the byte tokenizer.
         name: what error messages call the corpus.
         whole: whether more text than `max_bytes` is an error.

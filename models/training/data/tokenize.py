@@ -45,8 +45,6 @@ def tokenize(
 
     Args:
         files: what to read; their order is that of the documents.
-        folder: where the tokens go.
-        options: how to tokenize.
         workers: number of processes.
         overwrite: whether to replace a folder that holds tokens of something else.
         report: called for every shard that is done, including those of an earlier run.

@@ -89,11 +89,6 @@ class FileTokenizer:
     A special token that a text spells out, such as "</s>", becomes that token, as in other
     programs that read such files.
 
-    Args:
-        path: the file.
-        eos_id: the id that ends a document.
-        bos_id: the id that begins a document, if there is one.
-
     Raises:
         DataError: the file cannot be read.
     """

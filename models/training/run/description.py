@@ -93,7 +93,6 @@ def check_same_model(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
 
     Args:
         saved: `RunConfig.to_json()` of the run that saved.
-        run: the run that resumes.
 
     Returns:
         A line such as `"seq_len: 128 -> 256"` for each field that may change but that changes what

@@ -106,7 +106,6 @@ def train(
         batches: iterates over the batches, beginning with that of the next step.
         schedule: what happens after which step.
         cost: turns seconds into rates.
-        sinks: get the records.
         evaluate: parameters -> held-out loss.
         saver: saves checkpoints, also before a stop.
         profiler: traces some steps.

@@ -85,8 +85,6 @@ def default_learning_rate(name: str, parameters: int, *, tuned: bool = False) ->
     """A peak learning rate that is rarely bad.
 
     Args:
-        name: of the optimizer.
-        parameters: how many the model has.
         tuned: whether it starts from trained weights, which a large one would spoil.
     """
     _check_name(name)

@@ -39,7 +39,6 @@ def make_sinks(
     Args:
         options: which files are written, and how often a line is printed.
         folder: holds the files; None writes none.
-        console: shows the lines.
         step: the one to go on from: what files have of later ones is dropped.
     """
     if not launch.is_main_process():
@@ -60,10 +59,7 @@ def write_report(
     """Writes the page on the partitioning, on process 0.
 
     Args:
-        step: the compiled training step.
-        path: where to.
         folder: the run's, if it has one: says where people find the page.
-        console: gets a line.
         prices: whether the page says what other decisions would have cost, which takes a while.
     """
     if not launch.is_main_process():
@@ -86,9 +82,6 @@ def ending(
     """What training achieved, and if it was stopped, how to go on.
 
     Args:
-        outcome: of the loop.
-        options: of the run.
-        cost: what a step processes.
         signal: what it was stopped by.
         folder: where it was saved.
     """

@@ -24,9 +24,7 @@ class MetricsReader:
     """Reads the metrics of steps, one step late, and collects what an `Outcome` needs.
 
     Args:
-        cost: turns seconds into rates.
         max_skipped: the most steps in a row that may be skipped; one more ends the run.
-        sinks: get the records.
         watch: gets a beat for each step whose metrics have arrived.
     """
 

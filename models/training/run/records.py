@@ -94,7 +94,6 @@ class TensorBoard:
     """Writes scalars into TensorBoard's event files.
 
     Args:
-        folder: where the files go.
         after: if a run resumes from this step, TensorBoard is told to hide later ones.
     """
 

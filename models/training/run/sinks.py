@@ -68,8 +68,6 @@ class Terminal:
     """Prints lines of progress, and shows a bar if there is a terminal.
 
     Args:
-        console: where they go.
-        steps: total number of steps.
         log_every: training steps between lines. Evaluations and checkpoints always have a line.
     """
 

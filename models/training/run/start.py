@@ -63,8 +63,6 @@ def opened(
     """The checkpoints of a run's folder, which is made and kept up meanwhile; None without one.
 
     Args:
-        folder: the run's.
-        options: which checkpoints are kept.
         about: what checkpoints say of the run.
     """
     if folder is None:
@@ -121,12 +119,7 @@ def first_state(
     """The state to go on from: a checkpoint's, or a fresh one, perhaps with given weights.
 
     Args:
-        program: whose state it is.
-        checkpoints: of the run folder, if there is one.
-        found: the checkpoint, if there is one.
         first_params: makes the parameters of a fresh one; None draws them.
-        seed: draws them.
-        console: gets a line on what is restored.
     """
     if checkpoints is None or found is None:
         return program.fresh_state(first_params(program), seed=seed)

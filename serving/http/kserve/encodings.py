@@ -22,7 +22,6 @@ def unpack(body: bytes, most: int) -> bytes:
     """A body as it was before it was compressed.
 
     Args:
-      body: compressed.
       most: bytes that it may have then.
 
     Raises:

@@ -15,8 +15,6 @@ def calls_grammar(grammars: Grammars, format: Format, tools: Tools, content: Any
     """The grammar of a message with calls.
 
     Args:
-      grammars: compiles it.
-      format: how calls are written.
       tools: what may be called, and whether something has to be.
       content: the schema of messages without calls, where they have one. Else they have any text.
 

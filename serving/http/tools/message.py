@@ -25,7 +25,6 @@ class MessageReader:
 
     Args:
       tools: what may be called.
-      format: how the model writes calls.
     """
 
     def __init__(self, tools: Tools, format: Format) -> None:

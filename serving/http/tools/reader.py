@@ -47,8 +47,6 @@ class CallsReader:
     """Reads one message.
 
     Args:
-      format: how the model writes calls.
-      names: of the tools.
       most: so many calls are read; more are dropped.
     """
 

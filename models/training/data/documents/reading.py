@@ -63,7 +63,6 @@ def as_text(value: Any, what: str) -> str:
     """Returns the value if it is text that UTF-8 can encode.
 
     Args:
-        value: from a file.
         what: names it in the message.
 
     Raises:
