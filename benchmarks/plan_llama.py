@@ -42,7 +42,7 @@ from spmd.explain.memory import Memory
 from spmd.predict.backends import room_for
 
 
-class Row(NamedTuple):
+class Setup(NamedTuple):
     """One published configuration."""
 
     model: str  # named config
@@ -63,14 +63,14 @@ class Row(NamedTuple):
 
 
 ROWS = {
-    "7b": Row("llama2-7b", "v4:2x2x4", (16, 1), 256),
-    "13b": Row("llama2-13b", "v4:2x4x4", (32, 1), 256),
-    "70b": Row("llama2-70b", "v4:4x4x8", (32, 4), 512),
+    "7b": Setup("llama2-7b", "v4:2x2x4", (16, 1), 256),
+    "13b": Setup("llama2-13b", "v4:2x4x4", (32, 1), 256),
+    "70b": Setup("llama2-70b", "v4:4x4x8", (32, 4), 512),
 }
 """Those of the report."""
 
 SLICES = {"v5p:2x2x4": 16, "v5p:4x4x4": 64, "v5p:4x4x8": 128, "v5p:8x8x8": 512}
-WIDE = Row("llama3-70b", "v5p:4x4x8", (128, 1), 128, 0, (8192,), "adamw", "none")
+WIDE = Setup("llama3-70b", "v5p:4x4x8", (128, 1), 128, 0, (8192,), "adamw", "none")
 MORE_ROWS = {
     **{f"weak-{count}": WIDE._replace(topology=name, mesh=(count, 1), batch=count, layers=4)
        for name, count in SLICES.items()},
@@ -106,7 +106,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def lower(row: Row, seq_len: int, accumulate: int) -> spmd.Lowered:
+def lower(row: Setup, seq_len: int, accumulate: int) -> spmd.Lowered:
     """Plans one training step: bf16 compute, layers scanned.
 
     Args:
@@ -175,7 +175,7 @@ def build(lowered: spmd.Lowered, cached: Path | None) -> Built:
     return Built(compiled.memory, text, seconds)
 
 
-def fewest_microbatches(row: Row, seq_len: int, wanted: int) -> tuple[int, spmd.Lowered]:
+def fewest_microbatches(row: Setup, seq_len: int, wanted: int) -> tuple[int, spmd.Lowered]:
     """The fewest microbatches, a power of two, for which the prediction fits; and the plan."""
     accumulate = wanted or 1
     while True:
@@ -186,7 +186,7 @@ def fewest_microbatches(row: Row, seq_len: int, wanted: int) -> tuple[int, spmd.
         accumulate *= 2
 
 
-def mfu(row: Row, seq_len: int, seconds: float) -> str:
+def mfu(row: Setup, seq_len: int, seconds: float) -> str:
     """Both conventions of `models.llama.flops.flops_per_token`: causal, and PaLM's."""
     config, topology = row.config, spmd.Topology(row.topology)
     peak = topology.peak_flops("bf16") * topology.count * seconds
@@ -195,7 +195,7 @@ def mfu(row: Row, seq_len: int, seconds: float) -> str:
     return " / ".join(f"{share:.1%}" for share in shares)
 
 
-def plan_cells(row: Row, seq_len: int, accumulate: int, lowered: spmd.Lowered) -> list[str]:
+def plan_cells(row: Setup, seq_len: int, accumulate: int, lowered: spmd.Lowered) -> list[str]:
     """What is known without the TPU compiler."""
     timeline, memory = lowered.timeline, lowered.predicted_memory
     sent = sum(c.bytes * c.count for c in lowered.collectives)

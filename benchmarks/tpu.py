@@ -39,7 +39,7 @@ from spmd.lowering.ahead import devices_ahead
 from spmd.mesh.spec import jax_mesh
 
 
-class Row(NamedTuple):
+class Setup(NamedTuple):
     """One configuration, of Llama-2 7B's width."""
 
     topology: str  # the slice
@@ -49,15 +49,15 @@ class Row(NamedTuple):
 
 
 ROWS = {
-    "v5e-16-scanned": Row("v5e:4x4", (16, 1), True),
-    "v5e-16-unrolled": Row("v5e:4x4", (16, 1), False),
-    "v5e-8x2-scanned": Row("v5e:4x4", (8, 2), True, "full"),
-    "v5e-4x4-scanned": Row("v5e:4x4", (4, 4), True),
-    "v5e-4x4-unrolled": Row("v5e:4x4", (4, 4), False),
-    "v4-16-scanned": Row("v4:2x2x4", (16, 1), True),
-    "v4-4x4-scanned": Row("v4:2x2x4", (4, 4), True),
-    "v5p-16-scanned": Row("v5p:2x2x4", (16, 1), True),
-    "v5p-4x4-scanned": Row("v5p:2x2x4", (4, 4), True),
+    "v5e-16-scanned": Setup("v5e:4x4", (16, 1), True),
+    "v5e-16-unrolled": Setup("v5e:4x4", (16, 1), False),
+    "v5e-8x2-scanned": Setup("v5e:4x4", (8, 2), True, "full"),
+    "v5e-4x4-scanned": Setup("v5e:4x4", (4, 4), True),
+    "v5e-4x4-unrolled": Setup("v5e:4x4", (4, 4), False),
+    "v4-16-scanned": Setup("v4:2x2x4", (16, 1), True),
+    "v4-4x4-scanned": Setup("v4:2x2x4", (4, 4), True),
+    "v5p-16-scanned": Setup("v5p:2x2x4", (16, 1), True),
+    "v5p-4x4-scanned": Setup("v5p:2x2x4", (4, 4), True),
 }
 
 PROGRAMS: Mapping[str, Mapping[str, str]] = {
@@ -79,7 +79,7 @@ class Built(NamedTuple):
     seconds: float  # how long it took
 
 
-def config_of(row: Row, layers: int) -> LlamaConfig:
+def config_of(row: Setup, layers: int) -> LlamaConfig:
     """Its model."""
     return dataclasses.replace(
         named_config("llama2-7b"),
@@ -92,7 +92,7 @@ def config_of(row: Row, layers: int) -> LlamaConfig:
 
 
 def build(
-    row: Row, name: str, layers: int, shape: tuple[int, int], options: Mapping[str, str]
+    row: Setup, name: str, layers: int, shape: tuple[int, int], options: Mapping[str, str]
 ) -> Built:
     """Compiles one program.
 
@@ -171,7 +171,7 @@ def built(given: Any, row: str, name: str) -> Built:
     return made
 
 
-def cells(row: Row, name: str, made: Built) -> list[str]:
+def cells(row: Setup, name: str, made: Built) -> list[str]:
     """A line of the table."""
     mesh, topology = spmd.Mesh(None, row.mesh, ("data", "model")), spmd.Topology(row.topology)
     step = modelled(made.text, mesh, topology)
@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 _list(ROWS[row], made)
 
 
-def _list(row: Row, made: Built) -> None:
+def _list(row: Setup, made: Built) -> None:
     """Prints the large collectives that nothing runs beside."""
     mesh = spmd.Mesh(None, row.mesh, ("data", "model"))
     for c, waited in modelled(made.text, mesh, spmd.Topology(row.topology)).synchronous:

@@ -94,8 +94,14 @@ def write_language_bundle(
       BundleError: sizes that do not fit, or a folder that cannot be written.
     """
     check_shape(shape)
+    longest = shape.max_length - GOLDEN_TOKENS
     for prompt in golden_prompts:
-        _check_prompt(prompt, shape, model.vocab_size)
+        if not 1 <= len(prompt) <= longest:
+            raise BundleError(
+                f"--golden_prompts: a prompt has {len(prompt)} tokens; 1 to {longest} fit"
+            )
+        if max(prompt) >= model.vocab_size:
+            raise BundleError(f"--golden_prompts: token {max(prompt)} is not in the vocabulary")
     structs = jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype), weights)
     exported, state, specs, primary = functions(model, shape, structs)
     goldens = functools.partial(_goldens, prompts=golden_prompts, shape=shape)
@@ -131,16 +137,6 @@ def contract(
         "unread": list(model.unread),
         "sampler": {"fields": list(sampling.FIELDS), "temperature_0": "takes the likeliest token"},
     }
-
-
-def _check_prompt(prompt: Sequence[int], shape: ServingShape, vocab_size: int) -> None:
-    longest = shape.max_length - GOLDEN_TOKENS
-    if not 1 <= len(prompt) <= longest:
-        raise BundleError(
-            f"--golden_prompts: a prompt has {len(prompt)} tokens; 1 to {longest} fit"
-        )
-    if max(prompt) >= vocab_size:
-        raise BundleError(f"--golden_prompts: token {max(prompt)} is not in the vocabulary")
 
 
 def _goldens(

@@ -51,7 +51,9 @@ class BundleInfer:
         if not variants or variants[0].name not in bundle.functions:
             names = ", ".join(dict.fromkeys(_origin(e).name for e in bundle.functions.values()))
             raise BundleError(f"there is no function {self.name!r}; there are {names}")
-        self._functions = {_shapes(entry.inputs): entry.name for entry in variants}
+        self._functions = {
+            tuple(tuple(leaf.shape) for leaf in entry.inputs): entry.name for entry in variants
+        }
         last, origin = variants[-1], _origin(variants[-1])
         several = last.sizes if isinstance(last, Variant) else {}
         self.inputs = tuple(map(_spec(several), last.inputs, origin.inputs))
@@ -140,10 +142,6 @@ class BundleInfer:
 
 def _origin(entry: Entrypoint) -> Entrypoint:
     return entry.origin if isinstance(entry, Variant) else entry
-
-
-def _shapes(leaves: Sequence[LeafEntry]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(leaf.shape) for leaf in leaves)
 
 
 def _spec(several: Mapping[str, int]) -> Callable[[LeafEntry, LeafEntry], TensorSpec]:

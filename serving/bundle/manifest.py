@@ -1,6 +1,6 @@
 """All that a bundle says of itself, as values; and the same at chosen sizes.
 
-`manifest_json.py` reads and writes them, `manifest_checks.py` says what must hold.
+`manifest_json.py` reads and writes them, and says what must hold.
 """
 
 from __future__ import annotations
@@ -98,11 +98,12 @@ class Entrypoint:
     @property
     def inputs(self) -> tuple[LeafEntry, ...]:
         """The leaves of all arguments that come with a call, in order."""
-        return tuple(leaf for a in self.arguments if a.role == "input" for leaf in a.leaves)
+        return self.leaves("input")
 
-    def leaves(self, role: Role) -> tuple[LeafEntry, ...]:
-        """The leaves of the arguments of a role, in order."""
-        return tuple(leaf for a in self.arguments if a.role == role for leaf in a.leaves)
+    def leaves(self, *roles: Role) -> tuple[LeafEntry, ...]:
+        """The leaves of the arguments of these roles, or of all, in order."""
+        chosen = [a for a in self.arguments if not roles or a.role in roles]
+        return tuple(leaf for a in chosen for leaf in a.leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +139,7 @@ class Manifest:
     state: tuple[Filled, ...]
     # pattern of paths -> what splits each dim unless the mesh says otherwise
     specs: Mapping[str, tuple[Entry, ...]]
-    # what callers have to know: sampling, tokens that end a text,
+    # what callers have to know: sampling, tokens that end a text, ...
     contract: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     goldens: tuple[Mapping[str, Any], ...] = ()  # inputs and what they give, to be tried at start
     quantization: Mapping[str, Any] | None = None  # how the weights were made smaller, or None
@@ -196,8 +197,7 @@ def _family(
 
 def symbols_of(entry: Entrypoint) -> tuple[str, ...]:
     """The symbols in the shapes of a function."""
-    leaves = [*(leaf for a in entry.arguments for leaf in a.leaves), *entry.outputs]
-    return symbols_in({dim for leaf in leaves for dim in leaf.shape})
+    return symbols_in({dim for leaf in (*entry.leaves(), *entry.outputs) for dim in leaf.shape})
 
 
 def _at(entry: Entrypoint, values: Mapping[str, int]) -> Entrypoint:

@@ -160,18 +160,14 @@ def static_module(module: Any, entry: Entrypoint, asked: FunctionKey) -> Any:
     """
     if not is_dynamic(module):
         return module
-    return refine(module, [leaf.shape for leaf in _leaves(entry)], dict(asked.symbols))
+    return refine(module, [leaf.shape for leaf in entry.leaves()], dict(asked.symbols))
 
 
 class _Planner:
     """Plans functions one after the other; what the first ones decide holds for the others."""
 
     def __init__(
-        self,
-        manifest: Manifest,
-        mesh: Mesh,
-        lower: Lower,
-        symbols: Mapping[str, int],
+        self, manifest: Manifest, mesh: Mesh, lower: Lower, symbols: Mapping[str, int]
     ) -> None:
         self.manifest, self.mesh, self.lower, self.symbols = manifest, mesh, lower, symbols
         self.auto = bool(manifest.contract.get(AUTO))
@@ -179,14 +175,15 @@ class _Planner:
         self.decided: dict[str, Spec] = {}
 
     def plan(self, entry: Entrypoint) -> Emitted:
-        leaves = _leaves(entry)
-        updates = _updates(entry)
+        leaves, state = entry.leaves(), set(entry.leaves("state"))
+        # The leaves of the state come first among the results.
+        updates = tuple(enumerate(i for i, leaf in enumerate(leaves) if leaf in state))
         arguments = tuple(self.spec(leaf) for leaf in leaves)
         results = (*(None for _ in updates), *map(self.output, entry.outputs))
         sizes = entry.sizes if isinstance(entry, Variant) else {}
         symbols = tuple(sorted({**self.symbols, **sizes}.items()))
         emitted = self.lower(entry, FunctionKey(arguments, results, updates, symbols, self.auto))
-        owned = {leaf.path for a in entry.arguments if a.role != "input" for leaf in a.leaves}
+        owned = {leaf.path for leaf in entry.leaves("weights", "state")}
         for leaf, spec in zip(leaves, emitted.argument_specs, strict=True):
             if leaf.path in owned:
                 self.decided.setdefault(leaf.path, tuple(spec))
@@ -206,17 +203,6 @@ class _Planner:
         if jax.process_count() > 1:
             return ()  # each process reads all of it
         return self.spec(dataclasses.replace(leaf, path=f"outputs/{leaf.path}"))
-
-
-def _leaves(entry: Entrypoint) -> list[LeafEntry]:
-    return [leaf for argument in entry.arguments for leaf in argument.leaves]
-
-
-def _updates(entry: Entrypoint) -> tuple[tuple[int, int], ...]:
-    """(result, argument) of every leaf of the state: it comes first among the results."""
-    roles = [a.role for a in entry.arguments for _ in a.leaves]
-    held = [number for number, role in enumerate(roles) if role == "state"]
-    return tuple(enumerate(held))
 
 
 # Compiling
@@ -283,7 +269,7 @@ def placements(manifest: Manifest, emitted: Mapping[str, Emitted], mesh: Mesh) -
         for leaf in (*manifest.weights, *manifest.state)
     }
     for name, program in emitted.items():
-        leaves = _leaves(manifest.functions[name])
+        leaves = manifest.functions[name].leaves()
         for leaf, spec in zip(leaves, program.argument_specs, strict=True):
             if leaf.path in placed:
                 placed[leaf.path] = NamedSharding(where, spec)
@@ -294,7 +280,7 @@ def nothing_split(manifest: Manifest, emitted: Mapping[str, Emitted], mesh: Mesh
     """A sentence, where nobody said how arrays are split, and every device has all of them."""
     if mesh.size == 1 or manifest.specs:
         return []
-    leaves = {name: _leaves(manifest.functions[name]) for name in emitted}
+    leaves = {name: manifest.functions[name].leaves() for name in emitted}
     specs = [
         (leaf.path, spec)
         for name, program in emitted.items()

@@ -293,7 +293,7 @@ def wrap_stablehlo(
         custom_calls=calls.custom_calls,
         composites=calls.composites,
     )
-    paths = [leaf.path for a in arguments for leaf in a.leaves]
+    paths = [leaf.path for leaf in entry.leaves()]
     paths += [f"outputs/{leaf.path}" for leaf in entry.outputs]
     manifest = Manifest(
         name=name,

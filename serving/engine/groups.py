@@ -56,7 +56,9 @@ class Pages:
         if count > self.available:
             raise ValueError(f"{count} pages are wanted, {self.available} can be had")
         while len(self._free) < count:
-            self._forget_one()
+            page, _ = self._cached.popitem(last=False)
+            del self._found[self._places.pop(page)]
+            self._free.append(page)
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._holders[page] = 1
@@ -115,11 +117,6 @@ class Pages:
                 self._cached[page] = None
             else:
                 self._free.append(page)
-
-    def _forget_one(self) -> None:
-        page, _ = self._cached.popitem(last=False)
-        del self._found[self._places.pop(page)]
-        self._free.append(page)
 
 
 @dataclasses.dataclass(eq=False, slots=True)

@@ -118,7 +118,13 @@ class ModelBackend:
             made = _taken(drawn(), drawing)
             if scores is None:
                 return Stepped(made, (None,) * len(parts))
-            return Stepped(made, _scores_of(placed, scores()))
+            of_rows, found = scores(), list[Tokens | None]()
+            for part, group, begin, count in zip(
+                parts, placed.group, placed.begin, placed.count, strict=True
+            ):
+                rows = group, slice(begin, begin + count)
+                found.append(None if part.targets is None else _taken(of_rows, rows))
+            return Stepped(made, tuple(found))
 
         return results
 
@@ -153,7 +159,11 @@ class ModelBackend:
         drawing, fields["draws"] = _draws(placed, rows, limits)
         is_scored = kind == "score"
         if is_scored:
-            fields["targets"] = _targets(placed, rows, limits)
+            fields["targets"] = np.zeros((limits.groups, rows), np.int32)
+            for i, part in enumerate(placed.parts):
+                if part.targets is not None:
+                    begin, end = placed.begin[i], placed.begin[i] + placed.count[i]
+                    fields["targets"][placed.group[i], begin:end] = part.targets
         slots, table = limits.slots // limits.groups, length // limits.page
         packed = pack_rows(fields, row_shapes(slots, rows, table, scores=is_scored))
         wanted = np.bool_(alternatives and limits.top_logprobs > 0)
@@ -213,16 +223,6 @@ def _place(parts: Sequence[SlotPart], limits: Limits) -> _Placed:
     count = np.array([1 if p.tokens is None else len(p.tokens) for p in parts], np.int32)
     ends = np.array([p.start for p in parts], np.int32) + count
     of_all = np.array([p.slot for p in parts], np.int32)
-    _check(parts, of_all, ends, count, limits)
-    per_slot = np.zeros((limits.groups, slots), np.int32)
-    per_slot.reshape(-1)[of_all] = count
-    before = np.cumsum(per_slot, axis=1) - per_slot
-    return _Placed(
-        parts, of_all // slots, of_all % slots, before.reshape(-1)[of_all], count, ends, per_slot
-    )
-
-
-def _check(parts: Sequence[SlotPart], of_all: Any, ends: Any, count: Any, limits: Limits) -> None:
     if len(set(of_all.tolist())) != len(parts):
         raise ValueError(f"a step has two parts of one slot: {of_all.tolist()}")
     for part, end, rows in zip(parts, ends.tolist(), count.tolist(), strict=True):
@@ -233,6 +233,12 @@ def _check(parts: Sequence[SlotPart], of_all: Any, ends: Any, count: Any, limits
             )
         if len(part.pages) * limits.page < end:
             raise ValueError(f"slot {part.slot}: {len(part.pages)} pages do not reach {end}")
+    per_slot = np.zeros((limits.groups, slots), np.int32)
+    per_slot.reshape(-1)[of_all] = count
+    before = np.cumsum(per_slot, axis=1) - per_slot
+    return _Placed(
+        parts, of_all // slots, of_all % slots, before.reshape(-1)[of_all], count, ends, per_slot
+    )
 
 
 def _row_inputs(placed: _Placed, rows: int, limits: Limits) -> dict[str, Any]:
@@ -271,25 +277,6 @@ def _draws(placed: _Placed, rows: int, limits: Limits) -> tuple[Any, Any]:
     number = np.cumsum(is_of, axis=0)[np.arange(len(group)), group] - 1
     draws[group, number] = last
     return (group, number), draws
-
-
-def _targets(placed: _Placed, rows: int, limits: Limits) -> Any:
-    """(A, R); zeros for rows of parts without targets."""
-    targets = np.zeros((limits.groups, rows), np.int32)
-    for i, part in enumerate(placed.parts):
-        if part.targets is not None:
-            begin = placed.begin[i]
-            targets[placed.group[i], begin : begin + placed.count[i]] = part.targets
-    return targets
-
-
-def _scores_of(placed: _Placed, scores: Tokens) -> tuple[Tokens | None, ...]:
-    """The scores of each part that has targets."""
-    found: list[Tokens | None] = []
-    for i, part in enumerate(placed.parts):
-        rows = slice(placed.begin[i], placed.begin[i] + placed.count[i])
-        found.append(None if part.targets is None else _taken(scores, (placed.group[i], rows)))
-    return tuple(found)
 
 
 class _Tables:

@@ -174,19 +174,18 @@ class Grammars:
     def _ll(self) -> llguidance.LLTokenizer:
         """The tokenizer for llguidance; with a hundred thousand tokens that takes a second."""
         with self._lock:
-            if self._made is None:
-                self._made = self._make()
+            if self._made is not None:
+                return self._made
+            source: Any = self._tokenizer.spec
+            if source is None:
+                source = byte_tokenizer(self._tokenizer.eos_id, BYTE_VOCABULARY)
+            how: Any = {"n_vocab": self._vocabulary, "eos_token": self._ends}
+            try:
+                self._made = llguidance.LLTokenizer(source, **how)
+            except Exception as error:
+                text = f"this model's tokenizer cannot be used for it: {error}"
+                raise GrammarError(text) from error
             return self._made
-
-    def _make(self) -> llguidance.LLTokenizer:
-        spec = self._tokenizer.spec
-        source: Any = spec
-        if spec is None:
-            source = byte_tokenizer(self._tokenizer.eos_id, BYTE_VOCABULARY)
-        try:
-            return llguidance.LLTokenizer(source, n_vocab=self._vocabulary, eos_token=self._ends)
-        except Exception as error:
-            raise GrammarError(f"this model's tokenizer cannot be used for it: {error}") from error
 
 
 def inline(schema: Any, *, lenient: bool = False) -> str:

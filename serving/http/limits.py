@@ -50,25 +50,19 @@ class HttpOptions:
                 )
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path, re.ASCII):
             raise ServingError(f"root_path: {self.root_path!r} is not like /models/llama")
-        for address in self.forwarded_allow_ips:
-            if address != ANY:
-                _check_address(address)
+        for address in (one for one in self.forwarded_allow_ips if one != ANY):
+            try:  # uvicorn would take what is none for a name that no client ever has
+                ipaddress.ip_network(address)
+            except ValueError as error:
+                raise ServingError(
+                    f"forwarded_allow_ips: {error}; 10.0.0.7 and 10.0.0.0/8 are examples"
+                ) from error
         if self.otlp_endpoint is not None:
             parts = urlsplit(self.otlp_endpoint)
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ServingError(
                     f"otlp_endpoint: {self.otlp_endpoint!r} is not like http://localhost:4318"
                 )
-
-
-def _check_address(address: str) -> None:
-    """Refuses what is no address: uvicorn would take it for a name that no client ever has."""
-    try:
-        ipaddress.ip_network(address)
-    except ValueError as error:
-        raise ServingError(
-            f"forwarded_allow_ips: {error}; 10.0.0.7 and 10.0.0.0/8 are examples"
-        ) from error
 
 
 @dataclasses.dataclass(frozen=True)

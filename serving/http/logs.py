@@ -34,7 +34,7 @@ def set_up(level: str, form: LogFormat = "text") -> None:
         logging.captureWarnings(True)
     if level != "debug":  # what libraries tell of themselves; the server says it in its own words
         logging.getLogger("jax").setLevel(logging.WARNING)
-        logging.getLogger("uvicorn.error").addFilter(_is_a_problem)
+        logging.getLogger("uvicorn.error").addFilter(lambda r: r.levelno >= logging.WARNING)
 
 
 def last_line(text: str) -> str:
@@ -43,10 +43,6 @@ def last_line(text: str) -> str:
     return JsonFormatter().format(
         logging.LogRecord("serving", logging.CRITICAL, "", 0, text, None, None)
     )
-
-
-def _is_a_problem(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING
 
 
 class TextFormatter(logging.Formatter):

@@ -82,22 +82,16 @@ def check_ranks(config: LlamaConfig, ranks: int) -> None:
     Raises:
       WeightsError: it cannot; the message names numbers that are possible.
     """
-    possible = [n for n in range(1, config.num_attention_heads + 1) if _divides(config, n)]
+    heads, keys, width = config.num_attention_heads, config.kv_heads, config.expert_width
+    possible = [
+        n for n in range(1, heads + 1) if not (heads % n or width % n or (keys % n and n % keys))
+    ]
     if ranks not in possible:
         raise WeightsError(
-            f"{config.num_attention_heads} query heads, {config.kv_heads} key heads and an MLP of "
-            f"{config.expert_width} do not divide into {ranks} ranks; "
+            f"{heads} query heads, {keys} key heads and an MLP of {width} do not divide into "
+            f"{ranks} ranks; "
             f"{', '.join(map(str, possible))} ranks are possible"
         )
-
-
-def _divides(config: LlamaConfig, ranks: int) -> bool:
-    keys = config.kv_heads
-    return not (
-        config.num_attention_heads % ranks
-        or config.expert_width % ranks
-        or (keys % ranks and ranks % keys)
-    )
 
 
 def _cut(name: str, shape: tuple[int, ...], config: LlamaConfig, ranks: int) -> RankCut:

@@ -168,8 +168,8 @@ def place(batch: Any, shardings: Any) -> Any:
         batch: the whole batch, the same on every process.
         shardings: a matching tree of `jax.sharding.Sharding`.
     """
-    return jax.tree.map(_place_leaf, batch, shardings)
 
+    def one(leaf: npt.NDArray[Any], sharding: Sharding) -> jax.Array:
+        return jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
 
-def _place_leaf(leaf: npt.NDArray[Any], sharding: Sharding) -> jax.Array:
-    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+    return jax.tree.map(one, batch, shardings)

@@ -111,13 +111,14 @@ def _begin_worker() -> None:
     """Sets up a worker process: one tokenizer thread, and it ends when its parent does."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    if parent is None:
+        return
 
+    def end_with_parent() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
 
-def _end_with(sentinel: int) -> None:
-    multiprocessing.connection.wait([sentinel])
-    os._exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def make_shard(job: ShardJob) -> Record:

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from models.training.data.corpus import Corpus, Int64s, Shard
-from models.training.data.ranged import RangedTokens
+from models.training.data.corpus import Corpus, Int64s, RangedTokens, Shard
 from models.training.data.shard_writer import (
     MANIFEST,
     PLAN,

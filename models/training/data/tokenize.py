@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import shutil
 from collections.abc import Sequence
@@ -66,7 +67,9 @@ def tokenize(
             report(record, len(manifest["shards"]))
         return manifest
     tokenizer = options.load_tokenizer()
-    jobs = _jobs(files, folder, options)
+    cuts = (documents.cut(path, options.source, options.piece_bytes) for path in files)
+    pieces = itertools.chain.from_iterable(cuts)
+    jobs = [ShardJob(f"{i:05d}", piece, options, folder) for i, piece in enumerate(pieces)]
     manifest = _manifest(plan, options, tokenizer, run_jobs(jobs, workers, report))
     if not manifest["totals"]["tokens"]:
         raise DataError(f"none of {len(files)} files contains a document")
@@ -129,15 +132,6 @@ def _found_plan(folder: AnyPath) -> str | None:
             except (OSError, ValueError, KeyError, TypeError):
                 return ""
     return None
-
-
-def _jobs(files: Sequence[AnyPath], folder: AnyPath, options: TokenizeOptions) -> list[ShardJob]:
-    pieces = [
-        piece
-        for path in files
-        for piece in documents.cut(path, options.source, options.piece_bytes)
-    ]
-    return [ShardJob(f"{i:05d}", piece, options, folder) for i, piece in enumerate(pieces)]
 
 
 def _manifest(

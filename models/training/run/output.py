@@ -15,8 +15,7 @@ from models.training.run.background import Background
 from models.training.run.description import RunFolder
 from models.training.run.loop import Outcome
 from models.training.run.metrics import StepCost
-from models.training.run.records import JsonLines, TensorBoard
-from models.training.run.sinks import Forgiving, Sinks, Terminal
+from models.training.run.sinks import Forgiving, JsonLines, Sinks, TensorBoard, Terminal
 from spmd import launch
 
 

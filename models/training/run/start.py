@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
 from models.training.checkpoints.found import Found
@@ -19,10 +21,36 @@ from models.training.data.batches import Dataset, fingerprint
 from models.training.errors import RunError
 from models.training.options import TrainerOptions
 from models.training.program import TrainingProgram
-from models.training.run.compiled import keeping_compiled
 from models.training.run.description import RunFolder
 from models.training.run.loop import TrainState
 from spmd import launch
+
+# Compiled programs that a restart finds.
+
+
+@contextlib.contextmanager
+def keeping_compiled(folder: Path) -> Iterator[None]:
+    """Programs that are compiled inside are kept: a restart compiles none of them again."""
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:  # the user's place
+        yield
+        return
+    settings = {
+        "jax_compilation_cache_dir": str(folder.absolute()),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        _configure(settings)
+        yield
+    finally:
+        _configure(before)
+
+
+def _configure(settings: Mapping[str, Any]) -> None:
+    compilation_cache.reset_cache()  # it looks at the settings once
+    for name, value in settings.items():
+        jax.config.update(name, value)
 
 
 def agree(options: TrainerOptions, data: Dataset) -> None:
