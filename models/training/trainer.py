@@ -39,8 +39,6 @@ from models.training.run.step import LossFn
 from models.training.run.stop import STOPPED_EXIT_CODE, StopSignals
 from spmd import launch
 
-# What a program adds to the run of a `Trainer`.
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hooks:

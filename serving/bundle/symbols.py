@@ -82,7 +82,8 @@ def planner(
     def plan(values: Mapping[str, Sizes], whole: bool) -> PlannedBundle:
         sized = manifest.sized(values)
         names = with_primary(sized, wanted if whole else heaviest(manifest, wanted))
-        return PlannedBundle(values, sized, *plan_functions(sized, names, mesh, lower, say, values))
+        planned = plan_functions(sized, names, mesh, lower, say, symbols=values)
+        return PlannedBundle(values, sized, *planned)
 
     return plan
 

@@ -168,12 +168,10 @@ def _lower(op: LocalOp) -> tuple[Value, ...]:
 def _kernel(name: str, send: experts_exchange.Send, product: experts_local.Product) -> Any:
 
     def run(*operands: Any, count: int, axes: tuple[str, ...] = ()) -> Any:
-        how = {"count": count, "product": product}
+        how: dict[str, Any] = {"count": count, "product": product}
         if not axes:
             return getattr(experts_local, name)(*operands, **how)
-        x, gates, chosen, _, *rest = operands  # every device knows which experts it has
-        exchange = getattr(experts_exchange, name)
-        return exchange(x, gates, chosen, *rest, axes=axes, send=send, **how)
+        return getattr(experts_exchange, name)(*operands, axes=axes, send=send, **how)
 
     return run
 

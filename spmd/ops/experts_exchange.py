@@ -67,10 +67,10 @@ def by_gather(x: Any, out: Any, places: Places, axes: tuple[str, ...]) -> Any:
 def forward(*operands: Any, count: int, axes: tuple[str, ...], send: Send, product: Product) -> Any:
     """Returns the sum of the chosen experts of this device's rows, wherever these experts are.
 
-    Takes `experts_local.forward`'s operands but the numbers, and axes: those of the devices that
-    exchange, which split the experts evenly. `send` exchanges rows.
+    Takes `experts_local.forward`'s operands, and axes: those of the devices that exchange, which
+    split the experts evenly. `send` exchanges rows.
     """
-    x_BSH, gates_BSC, chosen_BSC, *weights = operands
+    x_BSH, gates_BSC, chosen_BSC, _, *weights = operands  # each device knows which experts it has
     route = _Route.of(chosen_BSC, weights[0].shape[0], count, axes)
     x_XH = route.sorted(x_BSH)
 
@@ -91,7 +91,7 @@ def gradient(
     *operands: Any, count: int, axes: tuple[str, ...], send: Send, product: Product
 ) -> Any:
     """Returns gradients of rows, gates and weights; takes `forward`'s operands, then `dout`."""
-    x_BSH, gates_BSC, chosen_BSC, *weights, dout_BSH = operands
+    x_BSH, gates_BSC, chosen_BSC, _, *weights, dout_BSH = operands
     route = _Route.of(chosen_BSC, weights[0].shape[0], count, axes)
     width = x_BSH.shape[-1]
     sent_XW = jnp.concatenate([route.sorted(x_BSH), route.sorted(dout_BSH)], axis=1)

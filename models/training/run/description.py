@@ -58,9 +58,6 @@ class RunConfig:
                 raise RunError(f"{name} must be positive, not {getattr(self, name)}")
         if self.z_loss < 0:
             raise RunError(f"z_loss must not be negative, and is {self.z_loss}")
-        self._check_batch()
-
-    def _check_batch(self) -> None:
         axes = ("replica", "data", "expert", *(("model",) if self.sharding == "fsdp" else ()))
         split = [axis for axis in axes if self.mesh.get(axis, 1) > 1] or ["data"]
         ways = math.prod(self.mesh.get(axis, 1) for axis in split)
@@ -111,7 +108,7 @@ def check_same_model(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
             f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in fatal
         )
         raise RunError(f"the checkpoint is of another run: {listed}; use its values or start anew")
-    told = (
+    learned = [
         "optimizer.",
         "seq_len",
         "tokenizer",
@@ -120,8 +117,8 @@ def check_same_model(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
         "data",
         "packing",
         "z_loss",
-    )
-    return [f"{k}: {theirs[k]} -> {ours[k]}" for k in changed if k.startswith(told)]
+    ]
+    return [f"{k}: {theirs[k]} -> {ours[k]}" for k in changed if k.startswith(tuple(learned))]
 
 
 def _plain(value: Any) -> Any:

@@ -84,31 +84,23 @@ def ending(
         signal: what it was stopped by.
         folder: where it was saved.
     """
-    achieved = _achieved(outcome, options.steps, cost)
-    if achieved:
-        yield achieved
+    first, last, seconds = outcome.first, outcome.last, outcome.typical_seconds
+    if first is not None and last is not None and seconds is not None:
+        rate = cost.tokens / seconds
+        held_out = "" if outcome.eval_loss is None else f", held out {outcome.eval_loss:.3f}"
+        skipped = f"; {outcome.skipped} steps skipped" if outcome.skipped else ""
+        yield (
+            f"loss {first['loss']:.3f} -> {last['loss']:.3f}{held_out}; "
+            f"{1000 * seconds:.0f} ms a step, {rate:,.0f} {cost.unit}/s; "
+            f"{outcome.seconds:.0f} s in all{skipped}"
+        )
+    elif not outcome.is_stopped:
+        yield f"nothing left to do: {options.steps} steps have been taken"
     if outcome.is_stopped:
-        yield _stopped(outcome, signal, folder)
-
-
-def _achieved(outcome: Outcome, steps: int, cost: StepCost) -> str:
-    if outcome.first is None or outcome.last is None or outcome.typical_seconds is None:
-        return "" if outcome.is_stopped else f"nothing left to do: {steps} steps have been taken"
-    rate = cost.tokens / outcome.typical_seconds
-    held_out = "" if outcome.eval_loss is None else f", held out {outcome.eval_loss:.3f}"
-    skipped = f"; {outcome.skipped} steps skipped" if outcome.skipped else ""
-    return (
-        f"loss {outcome.first['loss']:.3f} -> {outcome.last['loss']:.3f}{held_out}; "
-        f"{1000 * outcome.typical_seconds:.0f} ms a step, {rate:,.0f} {cost.unit}/s; "
-        f"{outcome.seconds:.0f} s in all{skipped}"
-    )
-
-
-def _stopped(outcome: Outcome, signal: str | None, folder: RunFolder | None) -> str:
-    if folder is None:
-        then = "nothing was saved: there is no run_dir"
-    elif outcome.last is None:
-        then = "there was nothing new to save, resuming goes on"
-    else:
-        then = f"saved in {folder.checkpoints}, resuming goes on"
-    return f"stopped by {signal} after step {outcome.state.step}: {then}"
+        if folder is None:
+            then = "nothing was saved: there is no run_dir"
+        elif last is None:
+            then = "there was nothing new to save, resuming goes on"
+        else:
+            then = f"saved in {folder.checkpoints}, resuming goes on"
+        yield f"stopped by {signal} after step {outcome.state.step}: {then}"

@@ -25,8 +25,6 @@ from models.training.run.description import RunFolder
 from models.training.run.loop import TrainState
 from spmd import launch
 
-# Compiled programs that a restart finds.
-
 
 @contextlib.contextmanager
 def keeping_compiled(folder: Path) -> Iterator[None]:
