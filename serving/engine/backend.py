@@ -116,18 +116,13 @@ class Stepped(NamedTuple):
 
 
 class Backend(Protocol):
-    """A model with slots for sequences.
+    """A model with slots for sequences."""
 
-    Attributes:
-      limits: the sizes for which it was compiled.
-      info: facts about it for people and metrics: the mesh, the device kind, the bytes that a
-        step reads, the devices' bandwidth.
-      budget: rows of a group in one step beside which decoding slots do not wait long for it.
-    """
-
-    limits: Limits
+    limits: Limits  # the sizes for which it was compiled
+    # facts about it for people and metrics: the mesh, the device kind, the bytes that a step reads,
+    # the devices' bandwidth
     info: dict[str, Any]
-    budget: int
+    budget: int  # rows of a group in one step beside which decoding slots do not wait long for it
 
     @property
     def compile_total(self) -> int:

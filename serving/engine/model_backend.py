@@ -19,16 +19,11 @@ NONE = -1
 
 
 class Functions(Protocol):
-    """Compiled functions with the weights and the state that they share; a bundle is one.
-
-    Attributes:
-      functions: by name, each with `tags`.
-      compile_total: how many programs have been compiled.
-    """
+    """Compiled functions with the weights and the state that they share; a bundle is one."""
 
     @property
     def functions(self) -> Mapping[str, Any]:
-        """The functions by name."""
+        """The functions by name, each with `tags`."""
 
     @property
     def compile_total(self) -> int:
