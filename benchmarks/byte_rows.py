@@ -28,54 +28,38 @@ from spmd.mesh.spec import jax_mesh, partition_spec
 
 
 class Moved(NamedTuple):
-    """What one device does in one run of a compiled program.
+    """What one device does in one run of a compiled program."""
 
-    Attributes:
-      bytes: bytes that it sends, an all-reduce of which only slices are used counting as a
-        reduce-scatter, which it becomes on GPU and TPU.
-      raw_bytes: the same without that allowance.
-      collectives: how many collectives run, those in loops once for each trip.
-      kinds: bytes by kind of collective.
-      temporary: bytes of intermediate values alive at once, by XLA's buffer assignment.
-      arguments: bytes of its arguments.
-      flops: of its matrix products and convolutions: fewer bytes may be bought by computing the
-        same on several devices.
-      seconds: XLA's compilation.
-    """
-
+    # bytes that it sends, an all-reduce of which only slices are used counting as a reduce-scatter,
+    # which it becomes on GPU and TPU
     bytes: int
-    raw_bytes: int
-    collectives: int
-    kinds: Mapping[str, int]
-    temporary: int
-    arguments: int
+    raw_bytes: int  # the same without that allowance
+    collectives: int  # how many collectives run, those in loops once for each trip
+    kinds: Mapping[str, int]  # bytes by kind of collective
+    temporary: int  # bytes of intermediate values alive at once, by XLA's buffer assignment
+    arguments: int  # bytes of its arguments
+    # of its matrix products and convolutions: fewer bytes may be bought by computing the same on
+    # several devices
     flops: int
-    seconds: float
+    seconds: float  # XLA's compilation
 
 
 class Row(NamedTuple):
-    """One program.
+    """One program."""
 
-    Attributes:
-      name: of the program.
-      spmd, alone, given: ours, XLA's left alone, XLA's given our argument shardings; None where
-        compilation failed.
-      predicted: bytes that our plan says it moves.
-      planning: seconds that our plan took to make, with nothing remembered of other programs.
-      explained: how many of our collectives name a source line and a reason, and of how many.
-      errors: what failed -> the first line of why.
-      stages: seconds that all of our stages took, planning among them.
-    """
-
-    name: str
+    name: str  # of the program
+    # spmd, alone, given: ours, XLA's left alone, XLA's given our argument shardings; None where
+    # compilation failed
     spmd: Moved | None = None
     alone: Moved | None = None
     given: Moved | None = None
-    predicted: int | None = None
+    predicted: int | None = None  # bytes that our plan says it moves
+    # seconds that our plan took to make, with nothing remembered of other programs
     planning: float | None = None
+    # how many of our collectives name a source line and a reason, and of how many
     explained: tuple[int, int] = (0, 0)
-    errors: Mapping[str, str] = {}
-    stages: float = 0.0
+    errors: Mapping[str, str] = {}  # what failed -> the first line of why
+    stages: float = 0.0  # seconds that all of our stages took, planning among them
 
     @property
     def ratio(self) -> float | None:
@@ -91,8 +75,6 @@ def measure(program: Program, options: spmd.Options, *, guess_trips: bool = Fals
     """Compiles a program three times and reads the results; failures go into the row.
 
     Args:
-      program: the program.
-      options: ours.
       guess_trips: whether loops whose trips XLA does not state may communicate.
     """
     errors: dict[str, str] = {}

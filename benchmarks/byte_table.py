@@ -62,7 +62,6 @@ def program_lines(results: Sequence[Result], everything: bool) -> list[list[str]
     """One line for each program.
 
     Args:
-      results: of all programs.
       everything: whether families that are `SUMMED_UP` show each of their programs, not just
         those in which somebody moves less than we do.
     """

@@ -25,46 +25,29 @@ from spmd.explain.memory import Memory
 
 
 class Built(NamedTuple):
-    """What became of a program; None where nothing says so.
+    """What became of a program; None where nothing says so."""
 
-    Attributes:
-      seconds, waiting, peak: as predicted.
-      sent: bytes that one device sends in a step.
-      kernels: seconds by the cycles that the machine's compiler estimates.
-      exposed: what collectives take beside these in its schedule, by our figures of the links.
-      alive: the most bytes that are alive at once in that schedule.
-      allocated: bytes on one device, as that compiler lays them.
-      compiling: seconds.
-      text: the compiler's HLO.
-    """
-
+    # seconds, waiting, peak: as predicted
     seconds: float | None = None
     waiting: float | None = None
     peak: int | None = None
-    sent: int | None = None
-    kernels: float | None = None
+    sent: int | None = None  # bytes that one device sends in a step
+    kernels: float | None = None  # seconds by the cycles that the machine's compiler estimates
+    # what collectives take beside these in its schedule, by our figures of the links
     exposed: float | None = None
-    alive: int | None = None
-    allocated: int | None = None
-    compiling: float | None = None
-    text: str = ""
+    alive: int | None = None  # the most bytes that are alive at once in that schedule
+    allocated: int | None = None  # bytes on one device, as that compiler lays them
+    compiling: float | None = None  # seconds
+    text: str = ""  # the compiler's HLO
 
 
 class Case(NamedTuple):
-    """A training step on a mesh of a slice.
+    """A training step on a mesh of a slice."""
 
-    Attributes:
-      config: the model.
-      mesh: without devices.
-      topology: the slice.
-      shape: sequences in a batch, and tokens in each.
-      table: the specs.
-    """
-
-    config: LlamaConfig
-    mesh: spmd.Mesh
-    topology: spmd.Topology
-    shape: tuple[int, int]
+    config: LlamaConfig  # the model
+    mesh: spmd.Mesh  # without devices
+    topology: spmd.Topology  # the slice
+    shape: tuple[int, int]  # sequences in a batch, and tokens in each
     table: sharding.SpecTable = sharding.TWO_D
 
     @property

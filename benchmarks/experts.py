@@ -53,27 +53,22 @@ from spmd.measure.hlo import Instruction
 from spmd.planning import choices
 
 
-class Row(NamedTuple):
-    """One configuration.
+class Setup(NamedTuple):
+    """One configuration."""
 
-    Attributes:
-      model: named config, or one of `MODELS`.
-      topology: the slice.
-      axes: sizes of the mesh's axes.
-      batch: sequences in a step.
-    """
-
-    model: str
-    topology: str
-    axes: Mapping[str, int]
-    batch: int
+    model: str  # named config, or one of `MODELS`
+    topology: str  # the slice
+    axes: Mapping[str, int]  # sizes of the mesh's axes
+    batch: int  # sequences in a step
 
 
 ROWS = {
-    "mixtral-64": Row("mixtral-8x7b", "v5p:4x4x4", {"data": 8, "expert": 8}, 128),
-    "mixtral-64-model": Row("mixtral-8x7b", "v5p:4x4x4", {"data": 4, "expert": 8, "model": 2}, 128),
-    "mixtral-64-data": Row("mixtral-8x7b", "v5p:4x4x4", {"data": 64}, 128),
-    "256-512": Row("256-experts", "v5p:8x8x8", {"data": 8, "expert": 64}, 512),
+    "mixtral-64": Setup("mixtral-8x7b", "v5p:4x4x4", {"data": 8, "expert": 8}, 128),
+    "mixtral-64-model": Setup(
+        "mixtral-8x7b", "v5p:4x4x4", {"data": 4, "expert": 8, "model": 2}, 128
+    ),
+    "mixtral-64-data": Setup("mixtral-8x7b", "v5p:4x4x4", {"data": 64}, 128),
+    "256-512": Setup("256-experts", "v5p:8x8x8", {"data": 8, "expert": 64}, 512),
 }
 
 MODELS: Mapping[str, Any] = {
@@ -95,7 +90,7 @@ CAPACITY = 1.25
 """Places of an expert (`one-hot`), or rows on a device (`exchanged`), over its share of choices."""
 
 
-def config_of(given: Any, row: Row) -> LlamaConfig:
+def config_of(given: Any, row: Setup) -> LlamaConfig:
     """The model: layers scanned and recomputed."""
     if row.model in MODELS:
         config = dataclasses.replace(named_config("qwen3-235b-a22b"), **MODELS[row.model])
@@ -107,7 +102,7 @@ def config_of(given: Any, row: Row) -> LlamaConfig:
     )
 
 
-def case_of(given: Any, row: Row) -> Case:
+def case_of(given: Any, row: Setup) -> Case:
     """The training step, on its machine."""
     shape = (given.batch or row.batch, given.seq_len)
     topology, table = spmd.Topology(row.topology), sharding.table_named(given.sharding)
@@ -140,7 +135,7 @@ def build(given: Any, name: str, case: Case) -> Built:
         return by_spmd(case, given.compile)[0] if name in OURS else by_jax(case, given.compile)
 
 
-def judged(given: Any, row: Row, name: str, case: Case, built: Built) -> Modelled | None:
+def judged(given: Any, row: Setup, name: str, case: Case, built: Built) -> Modelled | None:
     """Time by the compiler's schedule."""
     if not built.text:
         return None
@@ -156,7 +151,6 @@ def ragged(case: Case, most: float) -> Seconds:
     """The time of products of rows by their experts, at the chip's peak.
 
     Args:
-      case: the program.
       most: operations of one product if experts are chosen alike. There is room for more rows than
         that, which the kernel leaves out.
     """

@@ -22,19 +22,13 @@ class Kernel(NamedTuple):
 
 
 class Kinds(NamedTuple):
-    """Milliseconds of one step on one device.
+    """Milliseconds of one step on one device."""
 
-    Attributes:
-      busy: in which anything ran.
-      kinds: of each of `KINDS`, kernel by kernel; those that ran at once count twice.
-      exposed: of communication beside which nothing else ran.
-      hidden: of the rest of it.
-    """
-
-    busy: float
+    busy: float  # in which anything ran
+    # of each of `KINDS`, kernel by kernel; those that ran at once count twice
     kinds: tuple[float, ...]
-    exposed: float
-    hidden: float
+    exposed: float  # of communication beside which nothing else ran
+    hidden: float  # of the rest of it
 
     def cells(self) -> list[str]:
         """As `HEADER` has them."""

@@ -31,15 +31,10 @@ TOLERANCE = 1.05
 
 
 class Kept(NamedTuple):
-    """A plan within a limit.
+    """A plan within a limit."""
 
-    Attributes:
-      seconds: predicted for a run.
-      reported: XLA's figure for its memory; 0 if it was not compiled.
-    """
-
-    seconds: float
-    reported: int
+    seconds: float  # predicted for a run
+    reported: int  # XLA's figure for its memory; 0 if it was not compiled
 
 
 def planned(program: Program, limit: int | None, compile_too: bool) -> Kept | int:

@@ -28,75 +28,49 @@ class BenchError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """One request.
-
-    Attributes:
-      number: which.
-      prompt: its text; begins with the number, so that no two are the same.
-      max_tokens: to draw.
-      leave_after: go away after so many pieces; None reads to the end.
-      delay: seconds after the start at which it is sent; 0 where concurrency decides.
-    """
+    """One request."""
 
     number: int
-    prompt: str
-    max_tokens: int
-    leave_after: int | None
-    delay: float
+    prompt: str  # its text; begins with the number, so that no two are the same
+    max_tokens: int  # to draw
+    leave_after: int | None  # go away after so many pieces; None reads to the end
+    delay: float  # seconds after the start at which it is sent; 0 where concurrency decides
 
 
 @dataclasses.dataclass
 class Answer:
-    """What came of a request; times in seconds.
-
-    Attributes:
-      problem: what is wrong, if something is.
-      began: when it was asked, on a clock that all processes of the machine share.
-      first: until the first token; None if there was none.
-      between: between two pieces of text.
-      total: until the end.
-      prompt_tokens, tokens: as the server counts them.
-    """
+    """What came of a request; times in seconds."""
 
     ask: Ask
     outcome: Outcome = "failed"
-    problem: str = ""
+    problem: str = ""  # what is wrong, if something is
     id: str = ""
     text: str = ""
     finish: str | None = None
-    began: float = 0.0
-    first: float | None = None
-    between: list[float] = dataclasses.field(default_factory=list)
-    total: float = 0.0
+    began: float = 0.0  # when it was asked, on a clock that all processes of the machine share
+    first: float | None = None  # until the first token; None if there was none
+    between: list[float] = dataclasses.field(default_factory=list)  # between two pieces of text
+    total: float = 0.0  # until the end
+    # prompt_tokens, tokens: as the server counts them
     prompt_tokens: int = 0
     tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What to put on a server.
+    """What to put on a server."""
 
-    Attributes:
-      requests: how many.
-      concurrency: at once, where no rate is given.
-      rate: requests a second, at times as of a Poisson process; None goes by concurrency.
-      words: least and most words of a prompt.
-      tokens: least and most tokens of an answer.
-      disconnect: share of the requests that leave before the end.
-      chat: as chats rather than completions.
-      ignore_eos: ask for all tokens even if the model would end before (not every server knows it).
-      seed: of everything random.
-    """
-
-    requests: int
-    concurrency: int = 16
+    requests: int  # how many
+    concurrency: int = 16  # at once, where no rate is given
+    # requests a second, at times as of a Poisson process; None goes by concurrency
     rate: float | None = None
-    words: tuple[int, int] = (8, 128)
-    tokens: tuple[int, int] = (16, 128)
-    disconnect: float = 0.0
-    chat: bool = False
+    words: tuple[int, int] = (8, 128)  # least and most words of a prompt
+    tokens: tuple[int, int] = (16, 128)  # least and most tokens of an answer
+    disconnect: float = 0.0  # share of the requests that leave before the end
+    chat: bool = False  # as chats rather than completions
+    # ask for all tokens even if the model would end before (not every server knows it)
     ignore_eos: bool = False
-    seed: int = 0
+    seed: int = 0  # of everything random
 
 
 def make_asks(load: Load) -> list[Ask]:

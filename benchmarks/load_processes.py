@@ -23,17 +23,12 @@ from benchmarks.load_client import Answer, Ask, Load, open_client, run_load
 
 
 class Asked(NamedTuple):
-    """What came of a load.
+    """What came of a load."""
 
-    Attributes:
-      answers: in the order of the requests.
-      seconds: from the first request to the end of the last answer.
-      busy: share of that time for which the busiest of the processes computed; near 1 the clients
-        are what is measured.
-    """
-
-    answers: list[Answer]
-    seconds: float
+    answers: list[Answer]  # in the order of the requests
+    seconds: float  # from the first request to the end of the last answer
+    # share of that time for which the busiest of the processes computed; near 1 the clients are
+    # what is measured
     busy: float
 
     @property
@@ -67,8 +62,6 @@ class Clients:
     """Processes that ask a server; to be used in a `with` statement.
 
     Args:
-      url: of the server.
-      model: its name in requests.
       processes: how many; each has its share of a load's requests and of those at once.
     """
 

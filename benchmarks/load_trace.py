@@ -20,17 +20,11 @@ GAP_SECONDS = 0.2e-3
 
 
 class Busy(NamedTuple):
-    """What devices did in a span of time.
+    """What devices did in a span of time."""
 
-    Attributes:
-      share: of the time in which a device ran anything.
-      gaps: how often it ran nothing for longer than `GAP_SECONDS`.
-      longest: the longest of these, in seconds; 0 if there are none.
-    """
-
-    share: float
-    gaps: int
-    longest: float
+    share: float  # of the time in which a device ran anything
+    gaps: int  # how often it ran nothing for longer than `GAP_SECONDS`
+    longest: float  # the longest of these, in seconds; 0 if there are none
 
 
 def busy(spans: Sequence[tuple[float, float]], seconds: float) -> Busy:

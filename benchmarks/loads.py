@@ -67,16 +67,10 @@ CROWDED = 0.8
 
 
 class Server(NamedTuple):
-    """A server that runs.
+    """A server that runs."""
 
-    Attributes:
-      url: where.
-      facts: what it said when the model was there.
-      process: its process.
-    """
-
-    url: str
-    facts: Mapping[str, Any]
+    url: str  # where
+    facts: Mapping[str, Any]  # what it said when the model was there
     process: subprocess.Popen[str]
 
     @property

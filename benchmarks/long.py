@@ -44,7 +44,7 @@ from spmd.cli.flags import Parser, Switch, words
 from spmd.ir.dialect import rule
 
 
-class Row(NamedTuple):
+class Setup(NamedTuple):
     """A machine, and the sizes of the mesh's axes."""
 
     topology: str
@@ -52,16 +52,16 @@ class Row(NamedTuple):
 
 
 ROWS = {
-    "v5p-8": Row("v5p:2x2x2", {"seq": 8}),
-    "v5p-16": Row("v5p:2x2x4", {"seq": 8, "model": 2}),
-    "h200-8": Row("h200:8", {"seq": 8}),
-    "h200-4x2": Row("h200:8", {"seq": 4, "model": 2}),
+    "v5p-8": Setup("v5p:2x2x2", {"seq": 8}),
+    "v5p-16": Setup("v5p:2x2x4", {"seq": 8, "model": 2}),
+    "h200-8": Setup("h200:8", {"seq": 8}),
+    "h200-4x2": Setup("h200:8", {"seq": 4, "model": 2}),
 }
 
 PROGRAMS = ("ring", "gathered", "usual", "jax.jit")
 
 
-def config_of(given: Any, row: Row, name: str) -> LlamaConfig:
+def config_of(given: Any, row: Setup, name: str) -> LlamaConfig:
     """The model: layers scanned and recomputed."""
     config = named_config(given.model)
     return dataclasses.replace(
@@ -73,7 +73,7 @@ def config_of(given: Any, row: Row, name: str) -> LlamaConfig:
     )
 
 
-def build(given: Any, row: Row, name: str) -> Built:
+def build(given: Any, row: Setup, name: str) -> Built:
     """Plans a program, and compiles it where a compiler is."""
     case = Case(
         config_of(given, row, name),
@@ -87,7 +87,7 @@ def build(given: Any, row: Row, name: str) -> Built:
     return by_spmd(case, given.compile)[0]
 
 
-def attempted(given: Any, row: Row, name: str) -> tuple[Built, str]:
+def attempted(given: Any, row: Setup, name: str) -> tuple[Built, str]:
     """What became of a program, or why nothing did."""
     most = rule.MOST_PIECES
     rule.MOST_PIECES = 1 if name == "gathered" else most

@@ -50,19 +50,12 @@ LLAMA = LlamaConfig(
 
 
 class Program(NamedTuple):
-    """A function with marked arguments.
+    """A function with marked arguments."""
 
-    Attributes:
-      fn: a function for one device.
-      args: `ShapeDtypeStruct`s.
-      donate: which arguments are donated.
-      mesh: sizes of the axes data and model.
-    """
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    donate: tuple[int, ...]
-    mesh: tuple[int, int]
+    fn: Callable[..., Any]  # a function for one device
+    args: tuple[Any, ...]  # `ShapeDtypeStruct`s
+    donate: tuple[int, ...]  # which arguments are donated
+    mesh: tuple[int, int]  # sizes of the axes data and model
 
     def lower(
         self, topology: spmd.Topology | None = None, options: spmd.Options | None = None

@@ -14,8 +14,6 @@ Example:
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +25,7 @@ import optax
 from jax import lax
 
 import spmd
+from benchmarks.attention import milliseconds
 from spmd.cli.flags import Parser, positive, words
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -201,17 +200,6 @@ def row(given: argparse.Namespace, name: str) -> str:
     cells = [name, *(f"{t:.2f}" for t in times), f"{times[0] / times[1]:.2f}"]
     cells += [f"{times[2] / times[1]:.2f}", *(f"{each.cost * 1e3:.2f}" for each in ours)]
     return f"| {' | '.join([*cells, *(f'{mib:.0f}' for mib in sent), f'{apart:.1e}'])} |"
-
-
-def milliseconds(given: argparse.Namespace, run: Callable[..., Any], args: Sequence[Any]) -> float:
-    """Median time of a run."""
-    times = []
-    for number in range(given.steps + 2):
-        start = time.perf_counter()
-        jax.block_until_ready(run(*args))
-        if number >= 2:
-            times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times)
 
 
 def _apart(one: Any, other: Any) -> float:

@@ -42,28 +42,17 @@ from spmd.explain.memory import Memory
 from spmd.predict.backends import room_for
 
 
-class Row(NamedTuple):
-    """One published configuration.
+class Setup(NamedTuple):
+    """One published configuration."""
 
-    Attributes:
-      model: named config.
-      topology: the slice.
-      mesh: sizes of the axes data and model.
-      batch: sequences in a step.
-      layers: how many layers; 0 for all of the model's.
-      seq_lens: tokens in a sequence.
-      optimizer: `adafactor` or `adamw`.
-      remat: which activations are kept.
-    """
-
-    model: str
-    topology: str
-    mesh: tuple[int, int]
-    batch: int
-    layers: int = 0
-    seq_lens: tuple[int, ...] = (1024, 2048)
-    optimizer: str = "adafactor"
-    remat: str = "full"
+    model: str  # named config
+    topology: str  # the slice
+    mesh: tuple[int, int]  # sizes of the axes data and model
+    batch: int  # sequences in a step
+    layers: int = 0  # how many layers; 0 for all of the model's
+    seq_lens: tuple[int, ...] = (1024, 2048)  # tokens in a sequence
+    optimizer: str = "adafactor"  # `adafactor` or `adamw`
+    remat: str = "full"  # which activations are kept
 
     @property
     def config(self) -> LlamaConfig:
@@ -74,14 +63,14 @@ class Row(NamedTuple):
 
 
 ROWS = {
-    "7b": Row("llama2-7b", "v4:2x2x4", (16, 1), 256),
-    "13b": Row("llama2-13b", "v4:2x4x4", (32, 1), 256),
-    "70b": Row("llama2-70b", "v4:4x4x8", (32, 4), 512),
+    "7b": Setup("llama2-7b", "v4:2x2x4", (16, 1), 256),
+    "13b": Setup("llama2-13b", "v4:2x4x4", (32, 1), 256),
+    "70b": Setup("llama2-70b", "v4:4x4x8", (32, 4), 512),
 }
 """Those of the report."""
 
 SLICES = {"v5p:2x2x4": 16, "v5p:4x4x4": 64, "v5p:4x4x8": 128, "v5p:8x8x8": 512}
-WIDE = Row("llama3-70b", "v5p:4x4x8", (128, 1), 128, 0, (8192,), "adamw", "none")
+WIDE = Setup("llama3-70b", "v5p:4x4x8", (128, 1), 128, 0, (8192,), "adamw", "none")
 MORE_ROWS = {
     **{f"weak-{count}": WIDE._replace(topology=name, mesh=(count, 1), batch=count, layers=4)
        for name, count in SLICES.items()},
@@ -92,17 +81,11 @@ MORE_ROWS = {
 
 
 class Built(NamedTuple):
-    """What the TPU compiler made of a program.
+    """What the TPU compiler made of a program."""
 
-    Attributes:
-      memory: its figures.
-      text: the optimized module, scheduled.
-      seconds: how long it took.
-    """
-
-    memory: Memory
-    text: str
-    seconds: float
+    memory: Memory  # its figures
+    text: str  # the optimized module, scheduled
+    seconds: float  # how long it took
 
 
 def make_parser() -> Parser:
@@ -123,12 +106,10 @@ def make_parser() -> Parser:
     return parser
 
 
-def lower(row: Row, seq_len: int, accumulate: int) -> spmd.Lowered:
+def lower(row: Setup, seq_len: int, accumulate: int) -> spmd.Lowered:
     """Plans one training step: bf16 compute, layers scanned.
 
     Args:
-      row: the configuration.
-      seq_len: tokens in a sequence.
       accumulate: microbatches; gradients are summed over them in a loop.
     """
     config = dataclasses.replace(row.config, dtype="bfloat16", remat=row.remat)
@@ -177,7 +158,6 @@ def build(lowered: spmd.Lowered, cached: Path | None) -> Built:
     """Runs the TPU compiler, or reads what it made last time.
 
     Args:
-      lowered: the plan.
       cached: where that is kept, less the files' suffixes.
     """
     if cached is not None and cached.with_suffix(".json").exists():
@@ -195,7 +175,7 @@ def build(lowered: spmd.Lowered, cached: Path | None) -> Built:
     return Built(compiled.memory, text, seconds)
 
 
-def fewest_microbatches(row: Row, seq_len: int, wanted: int) -> tuple[int, spmd.Lowered]:
+def fewest_microbatches(row: Setup, seq_len: int, wanted: int) -> tuple[int, spmd.Lowered]:
     """The fewest microbatches, a power of two, for which the prediction fits; and the plan."""
     accumulate = wanted or 1
     while True:
@@ -206,7 +186,7 @@ def fewest_microbatches(row: Row, seq_len: int, wanted: int) -> tuple[int, spmd.
         accumulate *= 2
 
 
-def mfu(row: Row, seq_len: int, seconds: float) -> str:
+def mfu(row: Setup, seq_len: int, seconds: float) -> str:
     """Both conventions of `models.llama.flops.flops_per_token`: causal, and PaLM's."""
     config, topology = row.config, spmd.Topology(row.topology)
     peak = topology.peak_flops("bf16") * topology.count * seconds
@@ -215,7 +195,7 @@ def mfu(row: Row, seq_len: int, seconds: float) -> str:
     return " / ".join(f"{share:.1%}" for share in shares)
 
 
-def plan_cells(row: Row, seq_len: int, accumulate: int, lowered: spmd.Lowered) -> list[str]:
+def plan_cells(row: Setup, seq_len: int, accumulate: int, lowered: spmd.Lowered) -> list[str]:
     """What is known without the TPU compiler."""
     timeline, memory = lowered.timeline, lowered.predicted_memory
     sent = sum(c.bytes * c.count for c in lowered.collectives)

@@ -37,22 +37,16 @@ from spmd.mesh.topology import Topology
 
 
 class Way(NamedTuple):
-    """One way to split the step.
+    """One way to split the step."""
 
-    Attributes:
-      name: what the table calls it.
-      data, model: sizes of the mesh axes, as fractions of the devices.
-      parameters: whether parameters are marked with the table, or all whole.
-      activations: `table`, `sequence` (residuals split along the sequence), or `none`.
-      planner: as in `spmd.Options`.
-    """
-
-    name: str
+    name: str  # what the table calls it
+    # data, model: sizes of the mesh axes, as fractions of the devices
     data: int
     model: int
-    parameters: bool = True
+    parameters: bool = True  # whether parameters are marked with the table, or all whole
+    # `table`, `sequence` (residuals split along the sequence), or `none`
     activations: str = "table"
-    planner: Any = "exact"
+    planner: Any = "exact"  # as in `spmd.Options`
 
 
 class Row(NamedTuple):

@@ -38,20 +38,14 @@ Axis = tuple[str, int, int]
 
 
 class Value(NamedTuple):
-    """One value of a module after Shardy's propagation.
+    """One value of a module after Shardy's propagation."""
 
-    Attributes:
-      lines: line of the op that makes it, then of the calls around that, innermost first; empty
-        for arguments and results of the module.
-      op: the op's name, `argument` or `result`.
-      number: which of the op's results.
-      dims: axes of each dim, major first.
-    """
-
+    # line of the op that makes it, then of the calls around that, innermost first; empty for
+    # arguments and results of the module
     lines: tuple[int, ...]
-    op: str
-    number: int
-    dims: tuple[tuple[Axis, ...], ...]
+    op: str  # the op's name, `argument` or `result`
+    number: int  # which of the op's results
+    dims: tuple[tuple[Axis, ...], ...]  # axes of each dim, major first
 
 
 class Failure(NamedTuple):

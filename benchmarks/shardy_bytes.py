@@ -51,17 +51,11 @@ AXES = {
 
 
 class Peer(NamedTuple):
-    """What Shardy did with a program.
+    """What Shardy did with a program."""
 
-    Attributes:
-      bytes: bytes that one device sends in one run, or None.
-      collectives: how many run.
-      failure: `aborts`, or why it failed.
-    """
-
-    bytes: int | None
-    collectives: int = 0
-    failure: str = ""
+    bytes: int | None  # bytes that one device sends in one run, or None
+    collectives: int = 0  # how many run
+    failure: str = ""  # `aborts`, or why it failed
 
 
 Work = Callable[[Sequence[str]], Iterator[tuple[str, Peer]]]

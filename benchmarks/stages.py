@@ -44,31 +44,23 @@ from spmd.explain.words import share_text
 from spmd.ir.pipelines import Pipeline
 
 
-class Row(NamedTuple):
-    """A model on a slice.
+class Setup(NamedTuple):
+    """A model on a slice."""
 
-    Attributes:
-      model: named config.
-      topology: the slice.
-      axes: sizes of the mesh's axes.
-      batch: sequences in a step.
-      microbatches: into how many the pipeline cuts them.
-    """
-
-    model: str
-    topology: str
-    axes: Mapping[str, int]
-    batch: int
-    microbatches: int = 1
+    model: str  # named config
+    topology: str  # the slice
+    axes: Mapping[str, int]  # sizes of the mesh's axes
+    batch: int  # sequences in a step
+    microbatches: int = 1  # into how many the pipeline cuts them
 
 
 ROWS = {
-    "7b-1": Row("llama2-7b", "v5p:2x2x4", {"data": 8, "model": 2}, 128),
-    "7b-2": Row("llama2-7b", "v5p:2x2x4", {"stage": 2, "data": 4, "model": 2}, 128, 16),
-    "7b-4": Row("llama2-7b", "v5p:2x2x4", {"stage": 4, "data": 2, "model": 2}, 128, 32),
-    "70b-1": Row("llama2-70b", "v5p:4x4x4", {"data": 16, "model": 4}, 256),
-    "70b-2": Row("llama2-70b", "v5p:4x4x4", {"stage": 2, "data": 8, "model": 4}, 256, 16),
-    "70b-4": Row("llama2-70b", "v5p:4x4x4", {"stage": 4, "data": 4, "model": 4}, 256, 32),
+    "7b-1": Setup("llama2-7b", "v5p:2x2x4", {"data": 8, "model": 2}, 128),
+    "7b-2": Setup("llama2-7b", "v5p:2x2x4", {"stage": 2, "data": 4, "model": 2}, 128, 16),
+    "7b-4": Setup("llama2-7b", "v5p:2x2x4", {"stage": 4, "data": 2, "model": 2}, 128, 32),
+    "70b-1": Setup("llama2-70b", "v5p:4x4x4", {"data": 16, "model": 4}, 256),
+    "70b-2": Setup("llama2-70b", "v5p:4x4x4", {"stage": 2, "data": 8, "model": 4}, 256, 16),
+    "70b-4": Setup("llama2-70b", "v5p:4x4x4", {"stage": 4, "data": 4, "model": 4}, 256, 32),
 }
 
 PROGRAMS = ("gpipe", "1f1b", "interleaved", "auto", "jax.jit")
@@ -83,7 +75,7 @@ class Found(NamedTuple):
     bubble: str = "-"
 
 
-def case_of(given: Any, row: Row, schedule: str) -> Case:
+def case_of(given: Any, row: Setup, schedule: str) -> Case:
     """The training step: layers scanned and recomputed."""
     config = named_config(row.model)
     stages = row.axes.get("stage", 1)
@@ -101,7 +93,7 @@ def case_of(given: Any, row: Row, schedule: str) -> Case:
     return Case(config, mesh_of(row.axes), spmd.Topology(row.topology), shape)
 
 
-def find(given: Any, row: Row, program: str) -> Found:
+def find(given: Any, row: Setup, program: str) -> Found:
     """Plans a program, and compiles it."""
     if program == "jax.jit":
         built = by_jax(case_of(given, row, "gpipe"), given.compile)
@@ -134,7 +126,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def programs_of(given: Any, row: Row) -> list[str]:
+def programs_of(given: Any, row: Setup) -> list[str]:
     """The programs of a row: what depends on a schedule needs stages."""
     if "stage" in row.axes:
         return list(given.programs)

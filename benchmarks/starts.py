@@ -52,21 +52,13 @@ ROWS, LENGTHS = (1, 8, 256), (256, 1024)
 
 
 class Start(NamedTuple):
-    """Seconds from the start of the process.
+    """Seconds from the start of the process."""
 
-    Attributes:
-      listens: until its port is open.
-      ready: until it takes requests.
-      answered: until the first answer is there.
-      all_there: until all functions are compiled.
-      functions: how many were there when it was ready, and how many there are.
-    """
-
-    listens: float
-    ready: float
-    answered: float
-    all_there: float
-    functions: tuple[int, int]
+    listens: float  # until its port is open
+    ready: float  # until it takes requests
+    answered: float  # until the first answer is there
+    all_there: float  # until all functions are compiled
+    functions: tuple[int, int]  # how many were there when it was ready, and how many there are
 
 
 def write_bundle(folder: Path, groups: int, platform: str) -> None:

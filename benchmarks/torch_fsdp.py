@@ -30,27 +30,16 @@ WARM, PROFILED = 3, 2
 
 
 class Result(NamedTuple):
-    """What the peer took.
+    """What the peer took."""
 
-    Attributes:
-      seconds: of one step, the median.
-      ahead: of one step where none is waited for.
-      joules: of process 0's GPU in such a step.
-      compile_seconds: until the first steps were done.
-      bytes: the most memory that was held.
-      loss: the last one.
-      version: PyTorch's.
-      kinds: of process 0's GPU.
-    """
-
-    seconds: float
-    ahead: float
-    joules: float
-    compile_seconds: float
-    bytes: int
-    loss: float
-    version: str
-    kinds: Kinds
+    seconds: float  # of one step, the median
+    ahead: float  # of one step where none is waited for
+    joules: float  # of process 0's GPU in such a step
+    compile_seconds: float  # until the first steps were done
+    bytes: int  # the most memory that was held
+    loss: float  # the last one
+    version: str  # PyTorch's
+    kinds: Kinds  # of process 0's GPU
 
 
 def measure(model: str, layers: int, gpus: int, batch: int, seq_len: int, steps: int) -> Result:

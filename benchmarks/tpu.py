@@ -39,32 +39,25 @@ from spmd.lowering.ahead import devices_ahead
 from spmd.mesh.spec import jax_mesh
 
 
-class Row(NamedTuple):
-    """One configuration, of Llama-2 7B's width.
+class Setup(NamedTuple):
+    """One configuration, of Llama-2 7B's width."""
 
-    Attributes:
-      topology: the slice.
-      mesh: sizes of the axes data and model.
-      scanned: whether layers are scanned, or written out.
-      remat: which activations are kept.
-    """
-
-    topology: str
-    mesh: tuple[int, int]
-    scanned: bool
-    remat: str = "none"
+    topology: str  # the slice
+    mesh: tuple[int, int]  # sizes of the axes data and model
+    scanned: bool  # whether layers are scanned, or written out
+    remat: str = "none"  # which activations are kept
 
 
 ROWS = {
-    "v5e-16-scanned": Row("v5e:4x4", (16, 1), True),
-    "v5e-16-unrolled": Row("v5e:4x4", (16, 1), False),
-    "v5e-8x2-scanned": Row("v5e:4x4", (8, 2), True, "full"),
-    "v5e-4x4-scanned": Row("v5e:4x4", (4, 4), True),
-    "v5e-4x4-unrolled": Row("v5e:4x4", (4, 4), False),
-    "v4-16-scanned": Row("v4:2x2x4", (16, 1), True),
-    "v4-4x4-scanned": Row("v4:2x2x4", (4, 4), True),
-    "v5p-16-scanned": Row("v5p:2x2x4", (16, 1), True),
-    "v5p-4x4-scanned": Row("v5p:2x2x4", (4, 4), True),
+    "v5e-16-scanned": Setup("v5e:4x4", (16, 1), True),
+    "v5e-16-unrolled": Setup("v5e:4x4", (16, 1), False),
+    "v5e-8x2-scanned": Setup("v5e:4x4", (8, 2), True, "full"),
+    "v5e-4x4-scanned": Setup("v5e:4x4", (4, 4), True),
+    "v5e-4x4-unrolled": Setup("v5e:4x4", (4, 4), False),
+    "v4-16-scanned": Setup("v4:2x2x4", (16, 1), True),
+    "v4-4x4-scanned": Setup("v4:2x2x4", (4, 4), True),
+    "v5p-16-scanned": Setup("v5p:2x2x4", (16, 1), True),
+    "v5p-4x4-scanned": Setup("v5p:2x2x4", (4, 4), True),
 }
 
 PROGRAMS: Mapping[str, Mapping[str, str]] = {
@@ -79,20 +72,14 @@ PROGRAMS: Mapping[str, Mapping[str, str]] = {
 
 
 class Built(NamedTuple):
-    """What the TPU compiler made of a program.
+    """What the TPU compiler made of a program."""
 
-    Attributes:
-      text: its HLO.
-      temporary: bytes of temporary values on one device.
-      seconds: how long it took.
-    """
-
-    text: str
-    temporary: int
-    seconds: float
+    text: str  # its HLO
+    temporary: int  # bytes of temporary values on one device
+    seconds: float  # how long it took
 
 
-def config_of(row: Row, layers: int) -> LlamaConfig:
+def config_of(row: Setup, layers: int) -> LlamaConfig:
     """Its model."""
     return dataclasses.replace(
         named_config("llama2-7b"),
@@ -105,14 +92,12 @@ def config_of(row: Row, layers: int) -> LlamaConfig:
 
 
 def build(
-    row: Row, name: str, layers: int, shape: tuple[int, int], options: Mapping[str, str]
+    row: Setup, name: str, layers: int, shape: tuple[int, int], options: Mapping[str, str]
 ) -> Built:
     """Compiles one program.
 
     Args:
-      row: the configuration.
       name: of `PROGRAMS`.
-      layers: how many.
       shape: sequences in a batch, and tokens in each.
       options: compiler options besides those of `PROGRAMS`.
     """
@@ -186,7 +171,7 @@ def built(given: Any, row: str, name: str) -> Built:
     return made
 
 
-def cells(row: Row, name: str, made: Built) -> list[str]:
+def cells(row: Setup, name: str, made: Built) -> list[str]:
     """A line of the table."""
     mesh, topology = spmd.Mesh(None, row.mesh, ("data", "model")), spmd.Topology(row.topology)
     step = modelled(made.text, mesh, topology)
@@ -247,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 _list(ROWS[row], made)
 
 
-def _list(row: Row, made: Built) -> None:
+def _list(row: Setup, made: Built) -> None:
     """Prints the large collectives that nothing runs beside."""
     mesh = spmd.Mesh(None, row.mesh, ("data", "model"))
     for c, waited in modelled(made.text, mesh, spmd.Topology(row.topology)).synchronous:

@@ -65,9 +65,7 @@ class Loop:
     """A training loop: each step gets the state that the step before it left.
 
     Args:
-      step: the compiled step.
       params, state: donated to the first step.
-      batch: given to every step.
     """
 
     def __init__(self, step: Any, params: Any, state: Any, batch: Any) -> None:
@@ -107,29 +105,20 @@ def time_steps(
 
 @dataclasses.dataclass
 class Row:
-    """One program's line in the tables.
+    """One program's line in the tables."""
 
-    Attributes:
-      name, mesh: the program, and how it is split.
-      seconds, ahead: of one step, waited for or not.
-      joules: of the first GPU in one step.
-      compile_seconds: until it could run.
-      bytes: memory of one device at its fullest.
-      loss: of the last step.
-      kinds: where the time of the first device went, if that was asked for.
-      parts: of our own program, kind by kind what was predicted and measured.
-    """
-
+    # name, mesh: the program, and how it is split
     name: str
     mesh: str
+    # seconds, ahead: of one step, waited for or not
     seconds: float
     ahead: float
-    joules: float
-    compile_seconds: float
-    bytes: int
-    loss: float
-    kinds: Kinds | None = None
-    parts: Sequence[Part] = ()
+    joules: float  # of the first GPU in one step
+    compile_seconds: float  # until it could run
+    bytes: int  # memory of one device at its fullest
+    loss: float  # of the last step
+    kinds: Kinds | None = None  # where the time of the first device went, if that was asked for
+    parts: Sequence[Part] = ()  # of our own program, kind by kind what was predicted and measured
 
     def cells(self, given: argparse.Namespace, config: LlamaConfig, devices: int) -> list[str]:
         """As `HEADER` has them."""

@@ -19,16 +19,12 @@ from benchmarks.load_client import WORDS, Answer, Ask, Load, make_asks
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One load, of requests of one or several kinds.
+    """One load, of requests of one or several kinds."""
 
-    Attributes:
-      loads: the kinds; their requests alternate. They have the same concurrency and other seeds, as
-        have those of other loads, or prompts would be found in the cache.
-      common: words with which all prompts begin.
-    """
-
+    # the kinds; their requests alternate. They have the same concurrency and other seeds, as have
+    # those of other loads, or prompts would be found in the cache.
     loads: tuple[Load, ...]
-    common: int = 0
+    common: int = 0  # words with which all prompts begin
 
     @property
     def longest(self) -> int:
@@ -87,21 +83,13 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
 
 
 class Costs(NamedTuple):
-    """What a model costs on its devices.
+    """What a model costs on its devices."""
 
-    Attributes:
-      slots: sequences that run together at most.
-      weight_bytes: that a step reads on one device.
-      token_bytes: of a token's keys and values, on one device.
-      bandwidth: bytes/s of one device.
-      token_seconds: of the products for one token of a prompt, split over all devices.
-    """
-
-    slots: int
-    weight_bytes: float
-    token_bytes: float
-    bandwidth: float
-    token_seconds: float
+    slots: int  # sequences that run together at most
+    weight_bytes: float  # that a step reads on one device
+    token_bytes: float  # of a token's keys and values, on one device
+    bandwidth: float  # bytes/s of one device
+    token_seconds: float  # of the products for one token of a prompt, split over all devices
 
 
 def floor_seconds(workload: Workload, answers: Sequence[Answer], costs: Costs) -> float:
@@ -115,9 +103,7 @@ def floor_seconds(workload: Workload, answers: Sequence[Answer], costs: Costs) -
         steps 4; tokens read 10 + 11 + 12 + 13, 10 + 11; tokens of prompts 20
 
     Args:
-      workload: what was asked.
       answers: whole ones.
-      costs: of the model.
     """
     drawn = [answer.tokens - 1 for answer in answers]
     together = min(costs.slots, workload.loads[0].concurrency)

@@ -12,37 +12,28 @@ Role = Literal["weights", "state", "input"]
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A function to export.
+    """A function to export."""
 
-    Attributes:
-      name: what callers ask for: letters, digits, `_`, `-` and `.`, as in `step_r8_t512`.
-      fn: pure, of the positional arguments `args`. One with a state returns (state, outputs), the
-        state with the same structure, shapes and dtypes; any other returns its outputs.
-      args: a pytree of `jax.ShapeDtypeStruct`s for each argument; those of the state and of inputs
-        may have symbolic dims, as `jax.export.symbolic_shape` makes them.
-      arg_names: a name for each, which begins the paths of its leaves: `("weights", "state", "x")`.
-      roles: of each argument. At most one has the weights and at most one the state, which is
-        donated.
-      tags: how callers choose among functions: `{"kind": "step", "length": 512}`.
-    """
-
-    name: str
+    name: str  # what callers ask for: letters, digits, `_`, `-` and `.`, as in `step_r8_t512`
+    # pure, of the positional arguments `args`. One with a state returns (state, outputs), the state
+    # with the same structure, shapes and dtypes; any other returns its outputs.
     fn: Callable[..., Any]
+    # a pytree of `jax.ShapeDtypeStruct`s for each argument; those of the state and of inputs may
+    # have symbolic dims, as `jax.export.symbolic_shape` makes them
     args: tuple[Any, ...]
+    # a name for each, which begins the paths of its leaves: `("weights", "state", "x")`
     arg_names: tuple[str, ...]
+    # of each argument. At most one has the weights and at most one the state, which is donated.
     roles: tuple[Role, ...]
+    # how callers choose among functions: `{"kind": "step", "length": 512}`
     tags: Mapping[str, int | str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class StateLeaf:
-    """One array of a state: it begins filled with a number.
+    """One array of a state: it begins filled with a number."""
 
-    Attributes:
-      shape, dtype: of the array; a dim may be symbolic. `dtype` is what `jnp.dtype` takes.
-      fill: the number.
-    """
-
+    # shape, dtype: of the array; a dim may be symbolic. `dtype` is what `jnp.dtype` takes.
     shape: tuple[Any, ...]
     dtype: Any
-    fill: float = 0
+    fill: float = 0  # the number

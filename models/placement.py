@@ -18,15 +18,10 @@ Spec = tuple[Entry, ...]
 
 
 class Fitted(NamedTuple):
-    """A spec for the axes that a mesh has.
+    """A spec for the axes that a mesh has."""
 
-    Attributes:
-        spec: an axis that the mesh lacks is not in it, nor one that does not divide its dim.
-        notes: a sentence on each dim that its axes do not divide.
-    """
-
-    spec: Spec
-    notes: tuple[str, ...]
+    spec: Spec  # an axis that the mesh lacks is not in it, nor one that does not divide its dim
+    notes: tuple[str, ...]  # a sentence on each dim that its axes do not divide
 
 
 def fitted(

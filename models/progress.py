@@ -22,7 +22,6 @@ def bytes_bar(what: str, total: int, console: Console | None) -> Iterator[Advanc
 
     Args:
         what: what is going on, such as "loading weights".
-        total: bytes of the whole.
         console: where it goes; None is nowhere.
     """
     if console is None or not console.is_terminal or jax.process_index() or total < _LONG_BYTES:

@@ -56,28 +56,18 @@ FIELDS: dict[str, tuple[Any, float]] = {
 
 
 class History(NamedTuple):
-    """What each row's sequence says of its next token.
+    """What each row's sequence says of its next token."""
 
-    Attributes:
-      seen: (B, V) which tokens are in the sequence already, bools.
-      drawn: (B, V) how often each one has been drawn, int32.
-      bias: (B, V) what is added to the logits, float32.
-      allowed: (B, `words(V)`) a mask of the tokens that may be drawn, uint32.
-    """
-
-    seen: Any
-    drawn: Any
-    bias: Any
-    allowed: Any
+    seen: Any  # (B, V) which tokens are in the sequence already, bools
+    drawn: Any  # (B, V) how often each one has been drawn, int32
+    bias: Any  # (B, V) what is added to the logits, float32
+    allowed: Any  # (B, `words(V)`) a mask of the tokens that may be drawn, uint32
 
 
 def sample(logits_BV: Any, params: SamplingParams, history: History, positions_B: Any) -> Any:
     """One token of each row.
 
     Args:
-      logits_BV: float32.
-      params: how.
-      history: the sequences.
       positions_B: of the tokens that are drawn; with the seed they decide the draw.
 
     Returns:
@@ -185,8 +175,6 @@ def report(logits_BV: Any, ids_B: Any, alternatives: int, wanted: Any = True) ->
     """What the model says of given tokens, and which it finds likeliest.
 
     Args:
-      logits_BV: float32.
-      ids_B: tokens.
       alternatives: P.
       wanted: whether the likeliest are; they are zero else. If that is known at run time alone,
         they are found one after the other: XLA's sort on GPUs cannot be in a CUDA graph, and a loop

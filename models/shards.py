@@ -30,7 +30,6 @@ def put_shards(
     all local devices on the host at once.
 
     Args:
-        shape, dtype, sharding: of the array.
         read: index of a shard -> the shard, in the array's dtype.
         advance: is told the bytes of each shard.
     """

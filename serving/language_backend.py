@@ -13,7 +13,7 @@ from models.decode import PAGES
 from models.decode.packing import row_shapes, width
 from serving.bundle.bundle import Bundle
 from serving.bundle.function import BundleError, one_line
-from serving.bundle.manifest import Entrypoint, Manifest
+from serving.bundle.manifest import Manifest
 from serving.engine.backend import Limits
 from serving.engine.model_backend import ModelBackend
 from spmd.mesh.topology import Topology
@@ -101,30 +101,23 @@ def _limits(bundle: Bundle) -> Limits:
     if limits.slots % limits.groups or limits.rows[-1] < limits.slots // limits.groups:
         raise ValueError("slots do not fit groups and rows")
     # Who serves nobody, but draws for itself, need not load `allow`.
-    loaded, written = map(_kinds, (bundle.functions, bundle.manifest.functions))
+    loaded, written = (
+        {entry.tags.get("kind") for entry in functions.values()}
+        for functions in (bundle.functions, bundle.manifest.functions)
+    )
     missing = ({"begin", "step"} - loaded) | ({"allow"} - written)
     if missing:
         raise ValueError(f"there is no function {min(missing)}")
-    for entry in bundle.functions.values():
-        _check_inputs(entry, limits)
-    return limits
-
-
-def _check_inputs(entry: Entrypoint, limits: Limits) -> None:
-    """Raise a `ValueError` unless a step takes what `ModelBackend` gives."""
-    kind, tags = entry.tags.get("kind"), entry.tags
-    if kind not in ("step", "score"):
-        return
-    rows, table = int(tags["rows"]), int(tags["length"]) // limits.page
     slots = limits.slots // limits.groups
-    shapes = row_shapes(slots, rows, table, scores=kind == "score")
-    wanted = {"inputs/alternatives": (), "inputs/rows": (limits.groups, width(shapes))}
-    if {leaf.path: leaf.shape for leaf in entry.inputs} != wanted:
-        raise ValueError(f"{entry.name} takes other inputs than {wanted}")
-
-
-def _kinds(functions: Mapping[str, Entrypoint]) -> set[Any]:
-    return {entry.tags.get("kind") for entry in functions.values()}
+    for entry in bundle.functions.values():
+        kind, tags = entry.tags.get("kind"), entry.tags
+        if kind in ("step", "score"):
+            rows, table = int(tags["rows"]), int(tags["length"]) // limits.page
+            shapes = row_shapes(slots, rows, table, scores=kind == "score")
+            wanted = {"inputs/alternatives": (), "inputs/rows": (limits.groups, width(shapes))}
+            if {leaf.path: leaf.shape for leaf in entry.inputs} != wanted:
+                raise ValueError(f"{entry.name} takes other inputs than {wanted}")
+    return limits
 
 
 def _budget(bundle: Bundle, limits: Limits, facts: Mapping[str, Any]) -> int:

@@ -79,7 +79,6 @@ def write_language_bundle(
     Args:
       folder: new or empty.
       model: what it computes.
-      shape: the sizes that it serves with.
       weights: the tree that `model` takes, of arrays or whatever else `write_bundle` reads.
       eos_token_ids: tokens that end a text.
       bos_token_id: the token that begins one, if there is any.
@@ -88,17 +87,21 @@ def write_language_bundle(
       golden_prompts: token ids; what the model goes on with is computed here, on all devices, and
         kept for servers to try.
       facts: on the model, for people; a `dtype` says how exact it is.
-      quantization: as for `write_bundle`.
       name: of the bundle.
-      console: progress bars go here.
       platforms: as for `write_bundle`.
 
     Raises:
       BundleError: sizes that do not fit, or a folder that cannot be written.
     """
     check_shape(shape)
+    longest = shape.max_length - GOLDEN_TOKENS
     for prompt in golden_prompts:
-        _check_prompt(prompt, shape, model.vocab_size)
+        if not 1 <= len(prompt) <= longest:
+            raise BundleError(
+                f"--golden_prompts: a prompt has {len(prompt)} tokens; 1 to {longest} fit"
+            )
+        if max(prompt) >= model.vocab_size:
+            raise BundleError(f"--golden_prompts: token {max(prompt)} is not in the vocabulary")
     structs = jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype), weights)
     exported, state, specs, primary = functions(model, shape, structs)
     goldens = functools.partial(_goldens, prompts=golden_prompts, shape=shape)
@@ -136,16 +139,6 @@ def contract(
     }
 
 
-def _check_prompt(prompt: Sequence[int], shape: ServingShape, vocab_size: int) -> None:
-    longest = shape.max_length - GOLDEN_TOKENS
-    if not 1 <= len(prompt) <= longest:
-        raise BundleError(
-            f"--golden_prompts: a prompt has {len(prompt)} tokens; 1 to {longest} fit"
-        )
-    if max(prompt) >= vocab_size:
-        raise BundleError(f"--golden_prompts: token {max(prompt)} is not in the vocabulary")
-
-
 def _goldens(
     folder: Path, *, prompts: Sequence[Sequence[int]], shape: ServingShape
 ) -> list[dict[str, Any]]:
@@ -169,9 +162,6 @@ def continue_prompts(
     """The likeliest continuation of each prompt, by those functions of a bundle that this takes.
 
     Args:
-      folder: the bundle.
-      mesh: where it is computed.
-      shape: the sizes that it was written with.
       prompts: token ids.
       count: how many tokens to draw behind each.
 

@@ -37,16 +37,12 @@ def write_llama_bundle(
     """Write the bundle of a Llama; weights are read, converted and quantized tensor by tensor.
 
     Args:
-      source: the model.
       folder: new or empty.
-      shape: the sizes that it serves with.
       dtype: of weights that are not quantized, and of activations.
       kind: one of `quantize.QUANTIZATIONS`.
-      name: of the bundle.
       golden_prompts: token ids; what the model goes on with is computed here, on all devices, and
         kept for servers to try.
       platforms: as for `write_bundle`.
-      console: progress bars go here.
 
     Raises:
       BundleError: sizes that do not fit, or a folder that cannot be written.

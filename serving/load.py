@@ -32,7 +32,6 @@ def load_model(bundle: Bundle, folder: str | Path, name: str | None = None) -> L
     """What the server serves, warm and compared with the bundle's goldens.
 
     Args:
-      bundle: loaded.
       folder: where it came from: the tokenizer is read there.
       name: in requests; the bundle's own if left out.
 
@@ -47,7 +46,16 @@ def load_model(bundle: Bundle, folder: str | Path, name: str | None = None) -> L
     dtype = bundle.manifest.contract["model"].get("dtype")
     check_goldens(backend, bundle.manifest.goldens, NEAR.get(str(dtype), NEAR_ELSE))
     files = Path(folder) / TOKENIZER
-    settings = _json(files / "tokenizer_config.json")
+    try:
+        settings = json.loads((files / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        settings = {}
+    settings = settings if isinstance(settings, dict) else {}
+    special = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in settings.items()
+        if name.endswith("_token")
+    }
     return Loaded(
         name,
         background=_adding(bundle, backend),
@@ -55,7 +63,7 @@ def load_model(bundle: Bundle, folder: str | Path, name: str | None = None) -> L
         tokenizer=_tokenizer(bundle, files),
         stop_ids=frozenset(bundle.manifest.contract.get("eos_token_ids", ())),
         chat_template=_chat_template(files, settings),
-        special_tokens=_special_tokens(settings),
+        special_tokens={name: text for name, text in special.items() if isinstance(text, str)},
     )
 
 
@@ -86,7 +94,6 @@ def check_goldens(backend: Backend, goldens: Any, tolerance: float) -> None:
     order may decide so.
 
     Args:
-      backend: runs the model.
       goldens: `prompt`, `tokens` and the tokens' `logprobs` of each.
       tolerance: how far log-probabilities may be apart.
 
@@ -135,20 +142,3 @@ def _chat_template(files: Path, settings: dict[str, Any]) -> str | None:
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
-
-
-def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    found = {}
-    for name, value in settings.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(content, str):
-            found[name] = content
-    return found
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

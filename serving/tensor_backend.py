@@ -26,11 +26,9 @@ class BundleInfer:
     """One function of a bundle, at one size or at several.
 
     Args:
-      bundle: loaded.
       function: its name; the primary one if left out.
 
     Attributes:
-      name: of the function.
       inputs, outputs: every array; names are paths, and -1 is a dim that has several sizes.
       batch_sizes: how many rows a call may have, where rows of several calls can be one call's:
         the first dim of all inputs and outputs is the same symbol, of several sizes, and rows do
@@ -53,7 +51,9 @@ class BundleInfer:
         if not variants or variants[0].name not in bundle.functions:
             names = ", ".join(dict.fromkeys(_origin(e).name for e in bundle.functions.values()))
             raise BundleError(f"there is no function {self.name!r}; there are {names}")
-        self._functions = {_shapes(entry.inputs): entry.name for entry in variants}
+        self._functions = {
+            tuple(tuple(leaf.shape) for leaf in entry.inputs): entry.name for entry in variants
+        }
         last, origin = variants[-1], _origin(variants[-1])
         several = last.sizes if isinstance(last, Variant) else {}
         self.inputs = tuple(map(_spec(several), last.inputs, origin.inputs))
@@ -142,10 +142,6 @@ class BundleInfer:
 
 def _origin(entry: Entrypoint) -> Entrypoint:
     return entry.origin if isinstance(entry, Variant) else entry
-
-
-def _shapes(leaves: Sequence[LeafEntry]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(leaf.shape) for leaf in leaves)
 
 
 def _spec(several: Mapping[str, int]) -> Callable[[LeafEntry, LeafEntry], TensorSpec]:

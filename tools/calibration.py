@@ -31,20 +31,14 @@ TRIPS = 16
 
 
 class Sample(NamedTuple):
-    """One measured collective.
+    """One measured collective."""
 
-    Attributes:
-      kind: as in `spmd.reshard.comm`.
-      axes: names of the mesh axes that it goes over.
-      local_in, local_out: bytes of one device's piece before and after.
-      seconds: median time.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
+    kind: str  # as in `spmd.reshard.comm`
+    axes: tuple[str, ...]  # names of the mesh axes that it goes over
+    # local_in, local_out: bytes of one device's piece before and after
     local_in: int
     local_out: int
-    seconds: float
+    seconds: float  # median time
 
 
 # ---------------------------------------------------------------------------------------------

@@ -14,23 +14,15 @@ TOLERANCE = 1e-9
 
 
 class Measured(NamedTuple):
-    """One program as one checkout lowers it.
+    """One program as one checkout lowers it."""
 
-    Attributes:
-      texts: stage -> hash of the program's text after it.
-      plan: seconds of one run, each part's added up.
-      run: predicted seconds of one run, what overlaps counting once: what the planner makes small.
-      bytes: that one device sends in one run.
-      stages: stage -> seconds that it took.
-      error: why it could not be lowered; all else is then empty.
-    """
-
-    texts: Mapping[str, str] = {}
-    plan: float = math.inf
+    texts: Mapping[str, str] = {}  # stage -> hash of the program's text after it
+    plan: float = math.inf  # seconds of one run, each part's added up
+    # predicted seconds of one run, what overlaps counting once: what the planner makes small
     run: float = math.inf
-    bytes: int = 0
-    stages: Mapping[str, float] = {}
-    error: str = ""
+    bytes: int = 0  # that one device sends in one run
+    stages: Mapping[str, float] = {}  # stage -> seconds that it took
+    error: str = ""  # why it could not be lowered; all else is then empty
 
     @property
     def result(self) -> Measured:

@@ -50,19 +50,12 @@ class Step(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A random program. Its values are numbered: arguments, then what each op makes.
+    """A random program. Its values are numbered: arguments, then what each op makes."""
 
-    Attributes:
-      specs: of each argument; None: it is open.
-      steps: the ops.
-      shapes: of every value.
-      results: the values that nothing reads.
-    """
-
-    specs: tuple[Spec | None, ...]
-    steps: tuple[Step, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    results: tuple[int, ...]
+    specs: tuple[Spec | None, ...]  # of each argument; None: it is open
+    steps: tuple[Step, ...]  # the ops
+    shapes: tuple[tuple[int, ...], ...]  # of every value
+    results: tuple[int, ...]  # the values that nothing reads
 
     @property
     def inner(self) -> list[int]:
@@ -185,20 +178,14 @@ def marks_of(program: Drawn, draws: int, draw: random.Random) -> Iterator[Marks]
 
 
 class Explored(NamedTuple):
-    """A program's free plan beside those with marks.
-
-    Attributes:
-      program: the program.
-      draws: how many marks were tried.
-      free, fastest: predicted seconds of the free plan, and of the fastest of all.
-      marks: those of the fastest.
-    """
+    """A program's free plan beside those with marks."""
 
     program: Drawn
-    draws: int
+    draws: int  # how many marks were tried
+    # free, fastest: predicted seconds of the free plan, and of the fastest of all
     free: float
     fastest: float
-    marks: Marks
+    marks: Marks  # those of the fastest
 
     @property
     def ratio(self) -> float:

@@ -36,7 +36,6 @@ def imports_of(source: str, path: Path, attributes: Container[str] = ()) -> tupl
     """Every import in a file; `from a import b` counts as `a.b`, whether or not b is a module.
 
     Args:
-      source: what is in the file.
       path: of the file, relative to the repository.
       attributes: attribute chains that count as imports, too.
     """

@@ -26,10 +26,11 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,54 @@ from models.training.run.stop import STOPPED_EXIT_CODE
 from scripts.flags.user_errors import one_message
 from scripts.jobs.local import free_port, with_device_count
 from spmd.cli.flags import Parser, Switch, positive
-from tools.faults import Disk, small_disk
+
+# Faults for tools/resume_test.py: a disk that fills up, and processes that share no folder.
+
+
+DISK_MIB = 48
+BLOCK = bytes(2**16)
+FILL = "fill"
+
+
+class Disk:
+    """A small file system in memory.
+
+    Args:
+        folder: where it is mounted.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def fill(self) -> None:
+        """Leaves no space: another program writes until nothing fits any more."""
+        with contextlib.suppress(OSError), (self.folder / FILL).open("ab", buffering=0) as file:
+            while True:
+                file.write(BLOCK)
+
+    def free(self) -> None:
+        """The other program's file is removed."""
+        (self.folder / FILL).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Disk | None]:
+    """Mounts a small disk; None where that is not allowed, as it is to root alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    call = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(folder)]
+    try:
+        is_there = subprocess.run(call, capture_output=True, check=False).returncode == 0
+    except OSError:
+        is_there = False
+    if not is_there:
+        yield None
+        return
+    try:
+        yield Disk(folder)
+    finally:
+        # Lazily: a process that was killed may not be gone yet.
+        subprocess.run(["umount", "--lazy", str(folder)], capture_output=True, check=False)
+
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -147,9 +195,7 @@ class Runs:
         """Start a run, wait after its first step, send a signal.
 
         Args:
-            words: the command.
             log: where it writes what it says.
-            number: the signal.
             wait: seconds after its first step.
             before: called after that time, before the signal.
 

@@ -44,10 +44,7 @@ class Group:
 
     Args:
       folder: for the log and the processes' ids.
-      bundle: what is served.
-      processes: how many.
       mesh: as `--mesh`.
-      cache: folder of the cache.
       max_restarts: the launcher's.
       flags: more of scripts/serve.
     """

@@ -147,7 +147,6 @@ class Crowd:
     """Clients, and what became of what they asked.
 
     Args:
-      server: whom they ask.
       expected: prompt -> the text that it is completed with.
 
     Attributes:

@@ -7,42 +7,272 @@ the two are compared by kind and in bytes, not one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from benchmarks.hlo.issued import Issued, Reader
-from benchmarks.hlo.read import source_of
+from benchmarks.hlo.groups import group_size, payload
+from benchmarks.hlo.read import array_bytes, arrays, operands, source_of
 from benchmarks.hlo.runs import Runs
-from benchmarks.hlo.scatter import scattered_bytes
 from spmd.ir.control_flow import UNKNOWN_TRIPS
-from spmd.measure.hlo import Instruction, Module, op_name_of, parse_module_text
+from spmd.measure.hlo import (
+    Instruction,
+    Module,
+    called,
+    integer,
+    kind_of,
+    names_of,
+    op_name_of,
+    parse_module_text,
+)
 from spmd.reshard.comm import wire_bytes
+
+# All-reduces of optimized HLO that could be reduce-scatters: each device reads just its share.
+#
+# The backend for GPUs makes reduce-scatters of them, the CPU's does not. The TPU compiler makes
+# them of some, and of a reduce-scatter over all chips of a slice it makes an all-reduce: what its
+# text says is what runs.
+
+
+def scattered_bytes(module: Module) -> dict[str, int]:
+    """Name of an all-reduce -> bytes of its operands of which each device reads only a share.
+
+    None of the TPU compiler's.
+    """
+    uses = {name: _uses_of(computation) for name, computation in module.computations.items()}
+    found: dict[str, int] = {}
+    for name, computation in module.computations.items():
+        for instruction in computation:
+            if instruction.opcode not in ("all-reduce", "all-reduce-start"):
+                continue
+            if _TILED in instruction.type:
+                continue
+            group = group_size(instruction, "all_reduce", module)
+            for index, (dtype, shape) in enumerate(arrays(payload(instruction))):
+                read = _read_elements(instruction.name, name, uses, index)
+                if group > 1 and read is not None and read * group == math.prod(shape):
+                    size = found.get(instruction.name, 0)
+                    found[instruction.name] = size + array_bytes(dtype, shape)
+    return found
+
+
+_TILED = ":T("
+"""A layout with tiles, which only the TPU compiler writes."""
+
+_REARRANGES = {"bitcast", "bitcast-convert", "copy", "reshape", "transpose"}
+"""Opcodes whose result has all elements of their operand, in some order."""
+
+
+class _Uses(NamedTuple):
+    """Who reads what in a computation."""
+
+    # name -> each instruction that reads it and at which operand
+    users: Mapping[str, Sequence[tuple[Instruction, int]]]
+    parameters: Mapping[int, str]  # number -> name
+    roots: frozenset[str]  # what the computation returns
+
+
+def _uses_of(computation: Sequence[Instruction]) -> _Uses:
+    users: dict[str, list[tuple[Instruction, int]]] = {}
+    for instruction in computation:
+        for index, operand in enumerate(operands(instruction)):
+            users.setdefault(operand, []).append((instruction, index))
+    parameters = {integer(r"(\d+)", i.rest): i.name for i in computation if i.opcode == "parameter"}
+    return _Uses(users, parameters, frozenset(i.name for i in computation if i.root))
+
+
+def _read_elements(
+    value: str, computation: str, uses: Mapping[str, _Uses], element: int = 0
+) -> int | None:
+    """The most elements of a value that any user slices from it, None where one reads it whole.
+
+    Args:
+      value: name of an array, or of a tuple.
+      computation: where it is.
+      uses: of every computation.
+      element: which element of a tuple is meant.
+    """
+    # Follows a value through rearrangements, tuples and fusions to the slices at the end:
+    #   %ar = all-reduce; %b = bitcast %ar; %f = fusion(%b), with dynamic-slice(param 0) of 2 in it
+    # reads 2 elements. Of 8 in a group of 4 that is a share, and a backend may scatter it.
+    here = uses[computation]
+    if value in here.roots or not here.users.get(value):
+        return None
+    most = 0
+    for user, index in here.users[value]:
+        read: int | None = None
+        if user.opcode == "dynamic-slice" and index == 0:
+            read = math.prod(arrays(user.type)[0][1])
+        elif user.opcode == "get-tuple-element":
+            if integer(r"\bindex=(\d+)", user.rest) != element:
+                continue
+            read = _read_elements(user.name, computation, uses)
+        elif user.opcode == "all-reduce-done":
+            read = _read_elements(user.name, computation, uses, element)
+        elif user.opcode in _REARRANGES:
+            read = _read_elements(user.name, computation, uses)
+        elif user.opcode == "fusion":
+            (callee,) = names_of(user.rest, "calls")
+            read = _read_elements(uses[callee].parameters[index], callee, uses)
+        if read is None:
+            return None
+        most = max(most, read)
+    return most or None
+
+
+# The collectives that a computation issues, and from where to where each is under way.
+#
+# Most backends write a collective as one instruction, or as a start and a done. The TPU compiler
+# has two more forms, both of them fusions:
+#
+#     all-reduce, then a slice                             a reduce-scatter, in one kernel
+#     all-gather, then custom-call "AsyncCollectiveStart"  the start of a gather
+#     all-gather beside a product                          the gather goes on while that computes
+#     all-gather, then custom-call "AsyncCollectiveDone"   its end
+#
+# The last three belong together: it is one gather, of one channel, that is written in each of them.
+
+
+class Issued(NamedTuple):
+    """A collective that a computation issues."""
+
+    kind: str  # `all_gather`, `all_reduce`, ...: of what runs, whatever it is written as
+    place: int  # where in the computation; it is under way from behind that
+    end: int | None  # where it is waited for; None if it is synchronous
+    # the instruction that says what is exchanged: that at `place`, or one inside
+    collective: Instruction
+    group: int  # devices that exchange with one another
+    received: int  # bytes that arrive at one device
+
+
+class Reader:
+    """Finds the collectives of a module's computations."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        # Names of gathers that start, and the channels of those: whatever else in a fusion has one
+        # of these is such a gather on its way.
+        self._starts = _marked(module, "AsyncCollectiveStart")
+        self._dones = _marked(module, "AsyncCollectiveDone")
+        self._channels = set(map(_channel, self._starts.values()))
+
+    def issued(self, computation: Sequence[Instruction]) -> Iterator[Issued]:
+        """Collectives of a computation that is no fusion's, in the order of the text."""
+        for place, instruction in enumerate(computation):
+            to_host = "is_host_transfer=true" in instruction.rest
+            if (kind := kind_of(instruction)) is not None and not to_host:
+                end = _done(computation, place)
+                yield self._made(kind, place, end, instruction, payload(instruction))
+            elif instruction.opcode in ("fusion", "async-start"):
+                yield from self._wrapped(computation, place)
+
+    def _wrapped(self, computation: Sequence[Instruction], place: int) -> Iterator[Issued]:
+        """The collectives that a fusion, or the start of a wrapped computation, issues."""
+        outer = computation[place]
+        end = _done(computation, place) if outer.opcode == "async-start" else None
+        for inner in self._inside(outer):
+            kind = kind_of(inner)
+            if kind is None:
+                continue
+            if inner.name in self._starts:
+                end = self._fused_done(computation, place, _channel(inner))
+            elif outer.opcode == "fusion" and _channel(inner) in self._channels:
+                continue
+            type_ = payload(inner)
+            if kind == "all_reduce" and self._keeps_a_share(outer, inner):
+                kind = "reduce_scatter"
+            yield self._made(kind, place, end, inner, type_)
+
+    def _made(
+        self, kind: str, place: int, end: int | None, collective: Instruction, type_: str
+    ) -> Issued:
+        group = group_size(collective, kind, self.module)
+        received = sum(array_bytes(*array) for array in arrays(type_))
+        if kind == "reduce_scatter" and kind_of(collective) == "all_reduce":
+            received //= group
+        return Issued(kind, place, end, collective, group, received)
+
+    def _keeps_a_share(self, outer: Instruction, reduce: Instruction) -> bool:
+        """Whether a fusion returns just one device's share of a sum."""
+        group = group_size(reduce, "all_reduce", self.module)
+        returned = outer.opcode == "fusion" and _elements(outer.type)
+        return group > 1 and returned * group == _elements(payload(reduce))
+
+    def _inside(self, instruction: Instruction) -> Iterator[Instruction]:
+        for inner in called(instruction, self.module):
+            yield inner
+            if inner.opcode == "fusion":
+                yield from self._inside(inner)
+
+    def _fused_done(
+        self, computation: Sequence[Instruction], place: int, channel: int
+    ) -> int | None:
+        """Where a fusion waits for the gather of a channel that starts at `place`."""
+        for end, instruction in enumerate(computation[place + 1 :], place + 1):
+            if instruction.opcode == "fusion":
+                names = {i.name for i in self._inside(instruction) if i.name in self._dones}
+                if any(_channel(self._dones[name]) == channel for name in names):
+                    return end
+        return None
+
+
+def _marked(module: Module, target: str) -> dict[str, Instruction]:
+    """The collectives that are operands of custom calls to a target, by name."""
+    found = {}
+    for computation in module.computations.values():
+        names = [
+            operand
+            for instruction in computation
+            if f'custom_call_target="{target}"' in instruction.rest
+            for operand in operands(instruction)
+        ]
+        for instruction in computation if names else ():
+            if instruction.name in names and kind_of(instruction) is not None:
+                found[instruction.name] = instruction
+    return found
+
+
+def _channel(collective: Instruction) -> int:
+    return integer(r"\bchannel_id=(\d+)", collective.rest)
+
+
+def _elements(type_: str) -> int:
+    return sum(math.prod(shape) for _, shape in arrays(type_))
+
+
+def _done(computation: Sequence[Instruction], place: int) -> int | None:
+    """Where what starts at `place` is waited for; None if it is no start."""
+    start = computation[place]
+    if not start.opcode.endswith("-start") and start.opcode != "send":
+        return None
+    names = {start.name}  # a start and the updates that hand it on
+    for end, instruction in enumerate(computation[place + 1 :], place + 1):
+        if instruction.opcode.endswith(("-done", "-update")):
+            first = re.match(r"%?([\w.-]+)", instruction.rest)
+            if first and first[1] in names:
+                if instruction.opcode.endswith("-done"):
+                    return end
+                names.add(instruction.name)
+    return None
 
 
 class HloCollective(NamedTuple):
-    """One collective.
+    """One collective."""
 
-    Attributes:
-      kind: `all_gather`, `all_reduce`, `reduce_scatter`, `all_to_all`, `collective_permute` or
-        `collective_broadcast`.
-      bytes: bytes that one device sends in one execution, by the convention of
-        `spmd.reshard.comm.wire_bytes`; for a combined collective, of all its operands.
-      count: executions in one run (loops multiply).
-      group_size: devices that exchange with one another.
-      op_name: the path of name scopes that it came from.
-      source: `file.py:line (function)`, empty where XLA does not know.
-      place: where its computation issues it.
-      end: where that waits for it; None of a synchronous one.
-    """
-
+    # `all_gather`, `all_reduce`, `reduce_scatter`, `all_to_all`, `collective_permute` or
+    # `collective_broadcast`
     kind: str
+    # bytes that one device sends in one execution, by the convention of
+    # `spmd.reshard.comm.wire_bytes`; for a combined collective, of all its operands
     bytes: int
+    # executions in one run (loops multiply)
     count: int  # type: ignore[assignment]  # hides tuple.count
-    group_size: int
-    op_name: str
-    source: str
-    place: int = 0
-    end: int | None = None
+    group_size: int  # devices that exchange with one another
+    op_name: str  # the path of name scopes that it came from
+    source: str  # `file.py:line (function)`, empty where XLA does not know
+    place: int = 0  # where its computation issues it
+    end: int | None = None  # where that waits for it; None of a synchronous one
 
     @property
     def flight(self) -> range:
@@ -51,17 +281,12 @@ class HloCollective(NamedTuple):
 
 
 class Account(NamedTuple):
-    """The collectives of a module.
-
-    Attributes:
-      module: the module.
-      collectives: computation -> those that it issues, in the order of the text.
-      runs: how often each computation runs; of a conditional only the branch that moves most.
-    """
+    """The collectives of a module."""
 
     module: Module
+    # computation -> those that it issues, in the order of the text
     collectives: Mapping[str, list[HloCollective]]
-    runs: Runs
+    runs: Runs  # how often each computation runs; of a conditional only the branch that moves most
 
 
 def hlo_collectives(

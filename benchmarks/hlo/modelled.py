@@ -26,21 +26,15 @@ LARGE = 1 << 20
 
 
 class Modelled(NamedTuple):
-    """The parts of a step.
+    """The parts of a step."""
 
-    Attributes:
-      kernel_seconds: the compiler's cycles, at the chip's clock.
-      exposed_seconds: what collectives take beyond the kernels beside them.
-      sent: bytes that one device sends.
-      large, large_hidden: large collectives in one run, and those with kernels beside them.
-      synchronous: (collective, seconds of all its runs) of the large others.
-    """
-
-    kernel_seconds: float
-    exposed_seconds: float
-    sent: int
+    kernel_seconds: float  # the compiler's cycles, at the chip's clock
+    exposed_seconds: float  # what collectives take beyond the kernels beside them
+    sent: int  # bytes that one device sends
+    # large, large_hidden: large collectives in one run, and those with kernels beside them
     large: int
     large_hidden: int
+    # (collective, seconds of all its runs) of the large others
     synchronous: tuple[tuple[HloCollective, float], ...]
 
     @property
@@ -70,7 +64,6 @@ def modelled(
 
     Args:
       text: `compiled.as_text("hlo")`.
-      mesh: its mesh.
       topology: the slice, of a chip in `CLOCKS`.
       more: of kernels of which the compiler estimates nothing, what they take.
       turns: how often a loop runs of which nobody knows that.

@@ -3,14 +3,234 @@
 from __future__ import annotations
 
 import functools
+import operator
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from benchmarks.hlo.trips import Loops
+from benchmarks.hlo.read import operands
 from spmd.errors import ArgumentError
 from spmd.ir.control_flow import UNKNOWN_TRIPS
-from spmd.measure.hlo import Instruction, Module, names_of
+from spmd.measure.hlo import Instruction, Module, names_of, stated_trips
+
+# How often the loops of an optimized HLO module run.
+#
+# XLA states it in the text (`known_trip_count`) on CPUs and GPUs. The TPU compiler does not, and it
+# writes several iterations of ours as one, so that `i < 8` may count 0, 2, 4, 6. So the counter is
+# followed: where it starts, what an iteration makes of it, and whether the condition still holds.
+
+
+MOST = 1 << 16
+"""A counter is followed for so many iterations."""
+
+_SAME = {"bitcast", "convert", "copy", "opt-barrier", "optimization-barrier", "reshape"}
+"""Opcodes whose result is their operand, if that is an integer; or a tuple of them."""
+
+_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "maximum": max,
+    "minimum": min,
+    "and": operator.and_,
+    "or": operator.or_,
+}
+_COMPARISONS: dict[str, Callable[[int, int], bool]] = {
+    "LT": operator.lt,
+    "LE": operator.le,
+    "GT": operator.gt,
+    "GE": operator.ge,
+    "EQ": operator.eq,
+    "NE": operator.ne,
+}
+
+
+class _Value(NamedTuple):
+    """A value of a computation: an instruction's result, or an element of it if it is a tuple."""
+
+    computation: str
+    name: str
+    element: int | None = None
+
+
+class Loops:
+    """The trip counts of a module's loops."""
+
+    def __init__(self, module: Module) -> None:
+        self._tables = {
+            name: {instruction.name: instruction for instruction in computation}
+            for name, computation in module.computations.items()
+        }
+        self._roots = {
+            name: instruction.name
+            for name, computation in module.computations.items()
+            for instruction in computation
+            if instruction.root
+        }
+        self._operands: dict[tuple[str, str], list[str]] = {}
+        # Computation -> where it is called, and by what.
+        self._callers: dict[str, list[tuple[str, Instruction]]] = {}
+        for name, computation in module.computations.items():
+            for instruction in computation:
+                if instruction.opcode in ("while", "fusion", "call"):
+                    for callee in _callees(instruction):
+                        self._callers.setdefault(callee, []).append((name, instruction))
+        self._known: dict[tuple[str, str], int | None] = {}
+
+    def trips(self, loop: Instruction, computation: str) -> int | None:
+        """How often a loop runs; None where that cannot be told.
+
+        Args:
+          loop: a `while`.
+          computation: the name of the one that it is in.
+        """
+        key = (computation, loop.name)
+        if key not in self._known:
+            stated = stated_trips(loop)
+            self._known[key] = self._followed(loop, computation) if stated is None else stated
+        return self._known[key]
+
+    def _followed(self, loop: Instruction, computation: str) -> int | None:
+        """The number of iterations, by the one counter that the condition looks at."""
+        (condition,), (body,) = names_of(loop.rest, "condition"), names_of(loop.rest, "body")
+        if condition not in self._roots or body not in self._roots:
+            return None
+        varying = {
+            value.element
+            for value in self._read(_Value(condition, self._roots[condition]))
+            if not self._is_kept(body, value.element)
+        }
+        if len(varying) != 1:
+            return None
+        (counter,) = varying
+        following = _Value(body, self._roots[body], counter)
+        at = self._number(_Value(computation, self._of(loop, computation)[0], counter), {})
+        for trips in range(MOST):
+            if at is None:
+                return None
+            bound = {(condition, counter): at, (body, counter): at}
+            goes_on = self._number(_Value(condition, self._roots[condition]), bound)
+            if not goes_on:
+                return trips if goes_on is not None else None
+            at = self._number(following, bound)
+        return None
+
+    def _of(self, instruction: Instruction, computation: str) -> list[str]:
+        key = (computation, instruction.name)
+        if key not in self._operands:
+            self._operands[key] = operands(instruction)
+        return self._operands[key]
+
+    def _is_kept(self, body: str, element: int | None) -> bool:
+        """Whether an iteration hands on an element of the loop's tuple as it came."""
+        value = self._origin(_Value(body, self._roots[body], element))
+        made = self._tables[body].get(value.name)
+        return made is not None and made.opcode == "parameter" and value.element == element
+
+    def _origin(self, value: _Value) -> _Value:
+        """The value of which this one is a copy within its computation."""
+        while (made := self._tables[value.computation].get(value.name)) is not None:
+            names = self._of(made, value.computation)
+            if made.opcode in _SAME:
+                value = value._replace(name=names[0])
+            elif made.opcode == "get-tuple-element" and value.element is None:
+                value = value._replace(name=names[0], element=_index(made))
+            elif made.opcode == "tuple" and value.element is not None:
+                value = _Value(value.computation, names[value.element])
+            else:
+                break
+        return value
+
+    def _read(self, value: _Value) -> set[_Value]:
+        """The elements of its computation's parameters that a value is computed from."""
+        found, waiting = set(), [value]
+        seen = set[_Value]()
+        while waiting:
+            if (value := self._origin(waiting.pop())) in seen:
+                continue
+            seen.add(value)
+            made = self._tables[value.computation][value.name]
+            if made.opcode == "parameter":
+                found.add(value)
+            else:
+                names = self._of(made, value.computation)
+                waiting += [_Value(value.computation, name) for name in names]
+        return found
+
+    def _number(self, value: _Value, bound: Mapping[tuple[str, int | None], int]) -> int | None:
+        """The integer that a value is, or None.
+
+        Args:
+          bound: (computation, element of its parameter) -> what that is in this iteration.
+        """
+        value = self._origin(value)
+        computation, name, element = value
+        made = self._tables[computation].get(name)
+        if made is None:
+            return None
+        if made.opcode == "parameter":
+            return self._given(value, made, bound)
+        names = self._of(made, computation)
+        if made.opcode == "constant":
+            return _constant(made)
+        if made.opcode == "fusion":
+            (callee,) = _callees(made)
+            return self._number(_Value(callee, self._roots[callee], element), bound)
+        if made.opcode == "while":
+            (body,) = names_of(made.rest, "body")
+            kept = body in self._roots and self._is_kept(body, element)
+            return self._number(value._replace(name=names[0]), bound) if kept else None
+        numbers = [self._number(_Value(computation, operand), bound) for operand in names]
+        return _computed(made, [number for number in numbers if number is not None], len(names))
+
+    def _given(
+        self, value: _Value, parameter: Instruction, bound: Mapping[tuple[str, int | None], int]
+    ) -> int | None:
+        """What a computation is called with; None where it is called with several values."""
+        computation, _, element = value
+        if (computation, element) in bound:
+            return bound[computation, element]
+        found = set()
+        for caller, call in self._callers.get(computation, ()):
+            names = self._of(call, caller)
+            number = 0 if call.opcode == "while" else int(parameter.rest.partition(")")[0])
+            if call.opcode == "while":
+                (body,) = names_of(call.rest, "body")
+                if body not in self._roots or not self._is_kept(body, element):
+                    return None
+            found.add(self._number(_Value(caller, names[number], element), bound))
+        return found.pop() if len(found) == 1 else None
+
+
+def _callees(instruction: Instruction) -> list[str]:
+    keys = ("calls", "to_apply", "condition", "body")
+    return [name for key in keys for name in names_of(instruction.rest, key)]
+
+
+def _index(instruction: Instruction) -> int:
+    match = re.search(r"\bindex=(\d+)", instruction.rest)
+    return int(match[1]) if match else 0
+
+
+def _constant(instruction: Instruction) -> int | None:
+    text = instruction.rest.partition(")")[0]
+    if text in ("true", "false"):
+        return text == "true"
+    return int(text) if re.fullmatch(r"-?\d+", text) else None
+
+
+def _computed(made: Instruction, known: list[int], count: int) -> int | None:
+    """What an instruction computes from its operands."""
+    if len(known) != 2 or count != 2:
+        return None
+    if made.opcode == "compare":
+        direction = re.search(r"direction=(\w+)", made.rest)
+        return _COMPARISONS[direction[1]](*known) if direction else None
+    if made.opcode in _ARITHMETIC:
+        return _ARITHMETIC[made.opcode](*known)
+    return None
+
 
 _CALLS = {
     "call": ("to_apply",),
@@ -39,7 +259,6 @@ class Runs:
     """What one run of a module runs.
 
     Args:
-      module: the module.
       sent: computation -> bytes that each collective of its own sends in one execution. Of a
         conditional's branches only the one that moves the most is followed, so that bytes are those
         of one run, at worst. None: every branch counts.

@@ -17,19 +17,13 @@ from spmd.measure.hlo import Instruction, integer
 
 
 class Schedule(NamedTuple):
-    """The collectives of a module and the work beside them.
+    """The collectives of a module and the work beside them."""
 
-    Attributes:
-      collectives: all that run, in the order of the text.
-      hidden: of each, whether something is computed while it is under way.
-      cycles: the compiler's estimate for all work but collectives in one run; 0 if it makes none.
-      hidden_cycles: of these, those during which at least one collective is under way.
-    """
-
-    collectives: tuple[HloCollective, ...]
-    hidden: tuple[bool, ...]
+    collectives: tuple[HloCollective, ...]  # all that run, in the order of the text
+    hidden: tuple[bool, ...]  # of each, whether something is computed while it is under way
+    # the compiler's estimate for all work but collectives in one run; 0 if it makes none
     cycles: int
-    hidden_cycles: int
+    hidden_cycles: int  # of these, those during which at least one collective is under way
 
     @property
     def runs(self) -> int:

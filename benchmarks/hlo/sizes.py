@@ -16,20 +16,13 @@ from spmd.measure.hlo import Instruction, kind_of, op_name_of, parse_module_text
 
 
 class HloValue(NamedTuple):
-    """All instructions outside fusions whose results have one and the same array shape.
+    """All instructions outside fusions whose results have one and the same array shape."""
 
-    Attributes:
-      dtype: XLA's element type (`f32`, `bf16`, `pred`).
-      shape: sizes on one device.
-      bytes: bytes on one device, without padding by layout tiles.
-      instructions: how many instructions have such a result.
-      opcode, op_name, source: of the first of them.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    bytes: int
-    instructions: int
+    dtype: str  # XLA's element type (`f32`, `bf16`, `pred`)
+    shape: tuple[int, ...]  # sizes on one device
+    bytes: int  # bytes on one device, without padding by layout tiles
+    instructions: int  # how many instructions have such a result
+    # opcode, op_name, source: of the first of them
     opcode: str
     op_name: str
     source: str
@@ -40,7 +33,6 @@ def largest_values(text: str, n: int = 10) -> tuple[HloValue, ...]:
 
     Args:
       text: `compiled.as_text("hlo")`.
-      n: how many.
 
     Returns:
       Largest first; shapes of equal bytes in the order of the text.

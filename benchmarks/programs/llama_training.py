@@ -74,7 +74,6 @@ def build(
       scan: whether the layers are scanned.
       split_sequence: whether the residual stream is split over `model` along the sequence.
       accumulate: a key of `ACCUMULATE`, or nothing for one batch.
-      schedule: the pipeline's.
     """
     config = dataclasses.replace(
         CONFIG,

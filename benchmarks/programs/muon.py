@@ -23,7 +23,6 @@ def build(mesh: spmd.Mesh, layers: int, hint: Any = None) -> Built:
 
     Args:
       mesh: with axes `data` and `model`.
-      layers: how many.
       hint: the spec of stacked matrices (L, rows, columns) while they are multiplied; None: open.
     """
 

@@ -12,31 +12,21 @@ import spmd
 
 
 class Built(NamedTuple):
-    """A program for one mesh, ready to be compiled by either partitioner.
+    """A program for one mesh, ready to be compiled by either partitioner."""
 
-    Attributes:
-      fn: an ordinary single-device function; marks inside it are jax's sharding constraints.
-      args: pytrees of `ShapeDtypeStruct`s. One with a sharding is marked, one without is open.
-      donate: numbers of the arguments that are donated.
-    """
-
+    # an ordinary single-device function; marks inside it are jax's sharding constraints
     fn: Callable[..., Any]
+    # pytrees of `ShapeDtypeStruct`s. One with a sharding is marked, one without is open.
     args: tuple[Any, ...]
-    donate: tuple[int, ...] = ()
+    donate: tuple[int, ...] = ()  # numbers of the arguments that are donated
 
 
 class Program(NamedTuple):
-    """A line of the table.
+    """A line of the table."""
 
-    Attributes:
-      name: family, variant and mesh, as in `llama-train/2d-scan@4x2`.
-      axes: axis names and sizes of the mesh.
-      build: makes the program on a mesh with these axes.
-    """
-
-    name: str
-    axes: Mapping[str, int]
-    build: Callable[[spmd.Mesh], Built]
+    name: str  # family, variant and mesh, as in `llama-train/2d-scan@4x2`
+    axes: Mapping[str, int]  # axis names and sizes of the mesh
+    build: Callable[[spmd.Mesh], Built]  # makes the program on a mesh with these axes
 
     @property
     def family(self) -> str:

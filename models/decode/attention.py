@@ -31,7 +31,6 @@ def kv_leaves(shape: ServingShape, pages: Any, heads: int, width: int) -> dict[s
     index 1. An int8 cache also has `scales` (A, N, P, K, 2).
 
     Args:
-        shape: the sizes.
         pages: N.
         heads: K.
         width: D.
@@ -50,8 +49,6 @@ def write_and_attend(
 
     Args:
         layer: one layer's cache.
-        q_ARKGD: the queries.
-        kv_ARK2D: the new keys and values.
         rows: `table`, `slots`, `positions` and `first`, as for `spmd.ops.paged_attention`.
         window: how many positions a row sees at most, as there.
 

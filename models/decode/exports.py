@@ -50,8 +50,6 @@ def functions(
     rows alone, as few ask for it, and each function takes its time to compile.
 
     Args:
-        model: the model.
-        shape: the sizes.
         weights: tree of `jax.ShapeDtypeStruct`s.
 
     Returns:

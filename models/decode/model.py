@@ -52,7 +52,6 @@ class RowsModel(Protocol):
         """What the model keeps of the tokens that it has seen, in pages.
 
         Args:
-          shape: the sizes.
           pages: N, a number or a symbol.
 
         Returns:
@@ -66,7 +65,6 @@ class RowsModel(Protocol):
         whose first row has the position 0 begins anew, whatever its pages hold.
 
         Args:
-          weights: a tree of arrays.
           cache: as `cache_leaves` says.
           rows: see `Rows`.
 

@@ -24,7 +24,6 @@ def read_states(pool_ANx: Any, rows: Rows) -> Any:
     """What each slot's first row sees.
 
     Args:
-        pool_ANx: the states of all pages.
         rows: `table`, `first` and `positions`, as `Rows` says.
 
     Returns:
@@ -53,7 +52,6 @@ def write_states(pool_ANx: Any, states_ABx: Any, rows: Rows) -> Any:
     """The pool with the new states of the slots that have rows.
 
     Args:
-        pool_ANx: the states of all pages.
         states_ABx: those behind each slot's last row.
         rows: `table` and `first`, as `Rows` says.
     """
@@ -74,10 +72,8 @@ def linear_recurrence(pool_ANx: Any, decay_ARx: Any, input_ARx: Any, rows: Rows)
     a time, up to rounding.
 
     Args:
-        pool_ANx: the states of all pages.
         decay_ARx, input_ARx: of each row; they broadcast to (A, R, x), and are computed with in the
             pool's dtype.
-        rows: see `Rows`.
 
     Returns:
         (h (A, R, x) of each row, the pool with the state behind each slot's last row).

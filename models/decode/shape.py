@@ -11,30 +11,23 @@ PAGES = "pages"
 
 
 class ServingShape(NamedTuple):
-    """The sizes for which functions are compiled.
+    """The sizes for which functions are compiled."""
 
-    Attributes:
-      slots: how many sequences run together, over all groups; `groups` divides it.
-      max_length: the most tokens of a sequence, prompt and completion together; a multiple of
-        `page`.
-      rows: numbers of rows of a group that a call may have, ascending. A call with fewer is padded.
-      lengths: numbers of positions that a call's tables reach, ascending multiples of `page`; the
-        last one is `max_length`. While all sequences are short, tables are smaller.
-      page: positions of a page. A model whose state has no positions has pages of `max_length`:
-        then each sequence has one.
-      groups: slots and pages are split among groups, so that they can be split over devices.
-      top_logprobs: how many of the likeliest tokens are reported beside each one.
-      cache_dtype: dtype of keys and values: a float type, or `int8` with one scale for each head
-        and token.
-    """
-
-    slots: int
+    slots: int  # how many sequences run together, over all groups; `groups` divides it
+    # the most tokens of a sequence, prompt and completion together; a multiple of `page`
     max_length: int
+    # numbers of rows of a group that a call may have, ascending. A call with fewer is padded.
     rows: tuple[int, ...]
+    # numbers of positions that a call's tables reach, ascending multiples of `page`; the last one
+    # is `max_length`. While all sequences are short, tables are smaller.
     lengths: tuple[int, ...]
+    # positions of a page. A model whose state has no positions has pages of `max_length`: then each
+    # sequence has one.
     page: int = 64
+    # slots and pages are split among groups, so that they can be split over devices
     groups: int = 1
-    top_logprobs: int = 20
+    top_logprobs: int = 20  # how many of the likeliest tokens are reported beside each one
+    # dtype of keys and values: a float type, or `int8` with one scale for each head and token
     cache_dtype: str = "bfloat16"
 
     @property

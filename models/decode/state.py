@@ -30,8 +30,6 @@ def state_leaves(model: RowsModel, shape: ServingShape, pages: Any) -> Any:
     - `sampling/FIELD` (A, B): the sampling parameters of each slot.
 
     Args:
-        model: the model.
-        shape: the sizes.
         pages: N, a number or `symbolic_pages(shape)`.
 
     Returns:

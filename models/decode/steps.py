@@ -37,7 +37,6 @@ def begin(state: State, request: Rows) -> tuple[State, dict[str, Any]]:
 
     Args:
         state: as `state_leaves` says.
-        request: the inputs.
 
             - `slot`: of all groups; those of the first group come first.
             - `seen` (V,): which tokens occur in the sequence.
@@ -67,7 +66,6 @@ def allow(state: State, request: Rows) -> tuple[State, dict[str, Any]]:
 
     Args:
         state: as `state_leaves` says.
-        request: the inputs.
 
             - `changed` (A, B): which slots' masks change.
             - `masks` (A, B, W): what they become, as `sampling.words` says.
@@ -91,7 +89,6 @@ def step(
     """Runs rows of slots through the model, and draws tokens behind some of them.
 
     Args:
-        weights: the model's.
         state: as `state_leaves` says.
         inputs:
 

@@ -27,21 +27,15 @@ class RopeScaling:
     `original_max_position_embeddings / low_freq_factor`, keeps those below
     `original_max_position_embeddings / high_freq_factor`, and interpolates in between.
 
-    Args:
-        rope_type: `"linear"` or `"llama3"`.
-        factor: at least 1.
-        low_freq_factor: of `llama3` only; below `high_freq_factor`.
-        high_freq_factor: of `llama3` only.
-        original_max_position_embeddings: of `llama3` only; tokens of a sequence in pretraining.
-
     Raises:
         ConfigError: another type, a number that is missing, superfluous or out of range.
     """
 
-    rope_type: RopeType
-    factor: float
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
+    rope_type: RopeType  # `"linear"` or `"llama3"`
+    factor: float  # at least 1
+    low_freq_factor: float | None = None  # of `llama3` only; below `high_freq_factor`
+    high_freq_factor: float | None = None  # of `llama3` only
+    # of `llama3` only; tokens of a sequence in pretraining
     original_max_position_embeddings: int | None = None
 
     def __post_init__(self) -> None:
@@ -86,94 +80,71 @@ MAY_BE_ZERO = (
 class LlamaConfig:
     """Sizes and dtypes of a model, under Hugging Face's names.
 
-    Args:
-        model_type: the family, as transformers calls it: what `config.json` is written for. What is
-            computed follows from the other fields.
-        vocab_size: number of tokens.
-        hidden_size: width of the residual stream.
-        intermediate_size: width inside the MLP.
-        num_hidden_layers: number of decoder layers.
-        num_attention_heads: number of query heads.
-        num_key_value_heads: number of key and value heads; None means one for each query head.
-        head_dim: width of a head; None means `hidden_size / num_attention_heads`.
-        attention_bias: which projections of attention have a bias: `none`, `qkv` or `qkvo`.
-        qk_norm: whether each head's queries and keys are normalized before they are rotated.
-        sliding_window: a token sees so many tokens at most, itself included; None is all before it.
-        max_window_layers: the first so many layers have no window.
-        num_experts: experts of each layer, of which a token takes some; 0 is one MLP for all.
-        num_experts_per_tok: how many a token takes.
-        moe_intermediate_size: width inside an expert; None means `intermediate_size`.
-        norm_topk_prob: whether the weights of a token's experts are divided by their sum.
-        router_aux_loss_coef: the load-balancing loss is so many times added in training.
-        rms_norm_eps: added to the mean square in RMSNorm.
-        rope_theta: base of the rotary frequencies.
-        rope_scaling: how these are scaled, or None; a mapping of `RopeScaling`'s fields will do.
-        max_position_embeddings: tokens of the longest sequence that the model is meant for. It
-            limits nothing: there is no table of positions.
-        initializer_range: standard deviation of fresh weights.
-        tie_word_embeddings: whether the output projection is the embedding table.
-        bos_token_id: the token before a text, where known.
-        eos_token_id: the token, or tokens, that end a text, where known.
-        scan_layers: whether the layers' parameters are stacked and run by one `jax.lax.scan`
-            (short programs, quick compilation) or kept apart and unrolled (faster steps).
-        remat: which activations of a layer are kept for the backward pass; the others are
-            recomputed. A policy of `models.llama.remat`: `"none"` recomputes nothing, `"full"`
-            everything from the layer's input.
-        remat_every: recompute in every n-th layer only; the others keep all activations.
-        stages: stages of a pipeline that the layers are split over (`spmd.pipeline`), which the
-            mesh's axis `stage` splits. Layers are scanned, and have no experts and no 8-bit floats.
-        stage_microbatches: into how many microbatches a batch is cut for the pipeline.
-        stage_schedule: the pipeline's schedule; `auto` takes the fastest.
-        attention: what computes it: an implementation of `spmd.ops.attention`, or `einsum`,
-            which has all attention weights in memory, open to marks and to any partitioner.
-        zigzag: how many devices split a sequence in training, whose loss then puts tokens into the
-            order in which all of them have as much to do (`spmd.ops.zigzag`); 1: the usual one.
-        matmul: what the projections of layers are multiplied in: `dtype`, or `fp8`, 8-bit floats
-            whose scales' states are among the parameters (see `spmd.ops.fp8_dot`).
-        dtype: what activations are computed in.
-        param_dtype: what parameters are stored in.
-
     Raises:
         ConfigError: sizes that are not positive or do not fit each other, an unknown dtype or
             attention.
     """
 
+    # the family, as transformers calls it: what `config.json` is written for. What is computed
+    # follows from the other fields.
     model_type: str = "llama"
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
+    vocab_size: int  # number of tokens
+    hidden_size: int  # width of the residual stream
+    intermediate_size: int  # width inside the MLP
+    num_hidden_layers: int  # number of decoder layers
+    num_attention_heads: int  # number of query heads
+    # number of key and value heads; None means one for each query head
     num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    head_dim: int | None = None  # width of a head; None means `hidden_size / num_attention_heads`
+    # which projections of attention have a bias: `none`, `qkv` or `qkvo`
     attention_bias: str = "none"
+    # whether each head's queries and keys are normalized before they are rotated
     qk_norm: bool = False
+    # a token sees so many tokens at most, itself included; None is all before it
     sliding_window: int | None = None
-    max_window_layers: int = 0
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
+    max_window_layers: int = 0  # the first so many layers have no window
+    num_experts: int = 0  # experts of each layer, of which a token takes some; 0 is one MLP for all
+    num_experts_per_tok: int = 0  # how many a token takes
+    # width inside an expert; None means `intermediate_size`
     moe_intermediate_size: int | None = None
-    norm_topk_prob: bool = True
-    router_aux_loss_coef: float = 0.0
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10_000.0
+    norm_topk_prob: bool = True  # whether the weights of a token's experts are divided by their sum
+    router_aux_loss_coef: float = 0.0  # the load-balancing loss is so many times added in training
+    rms_norm_eps: float = 1e-5  # added to the mean square in RMSNorm
+    rope_theta: float = 10_000.0  # base of the rotary frequencies
+    # how these are scaled, or None; a mapping of `RopeScaling`'s fields will do
     rope_scaling: RopeScaling | None = None
+    # tokens of the longest sequence that the model is meant for. It limits nothing: there is no
+    # table of positions.
     max_position_embeddings: int = 4096
-    initializer_range: float = 0.02
-    tie_word_embeddings: bool = False
-    bos_token_id: int | None = None
+    initializer_range: float = 0.02  # standard deviation of fresh weights
+    tie_word_embeddings: bool = False  # whether the output projection is the embedding table
+    bos_token_id: int | None = None  # the token before a text, where known
+    # the token, or tokens, that end a text, where known
     eos_token_id: int | tuple[int, ...] | None = None
+    # whether the layers' parameters are stacked and run by one `jax.lax.scan` (short programs,
+    # quick compilation) or kept apart and unrolled (faster steps)
     scan_layers: bool = True
+    # which activations of a layer are kept for the backward pass; the others are recomputed. A
+    # policy of `models.llama.remat`: `"none"` recomputes nothing, `"full"` everything from the
+    # layer's input.
     remat: str = "none"
-    remat_every: int = 1
+    remat_every: int = 1  # recompute in every n-th layer only; the others keep all activations
+    # stages of a pipeline that the layers are split over (`spmd.pipeline`), which the mesh's axis
+    # `stage` splits. Layers are scanned, and have no experts and no 8-bit floats.
     stages: int = 1
-    stage_microbatches: int = 1
-    stage_schedule: str = "auto"
+    stage_microbatches: int = 1  # into how many microbatches a batch is cut for the pipeline
+    stage_schedule: str = "auto"  # the pipeline's schedule; `auto` takes the fastest
+    # what computes it: an implementation of `spmd.ops.attention`, or `einsum`, which has all
+    # attention weights in memory, open to marks and to any partitioner
     attention: str = "auto"
+    # how many devices split a sequence in training, whose loss then puts tokens into the order in
+    # which all of them have as much to do (`spmd.ops.zigzag`); 1: the usual one
     zigzag: int = 1
+    # what the projections of layers are multiplied in: `dtype`, or `fp8`, 8-bit floats whose
+    # scales' states are among the parameters (see `spmd.ops.fp8_dot`)
     matmul: str = "dtype"
-    dtype: str = "float32"
-    param_dtype: str = "float32"
+    dtype: str = "float32"  # what activations are computed in
+    param_dtype: str = "float32"  # what parameters are stored in
 
     def __post_init__(self) -> None:
         self._normalize()

@@ -28,7 +28,6 @@ def mixture(weights: Any, x_BSH: jax.Array, config: LlamaConfig) -> tuple[jax.Ar
     Args:
         weights: `gate` and `experts` of a layer's `mlp`.
         x_BSH: the layer's normalized input.
-        config: the model.
     """
     gates_BSC, chosen_BSC, loads = route(weights["gate"]["weight"], x_BSH, config)
     names = ("gate_proj", "up_proj", "down_proj")

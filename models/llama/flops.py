@@ -29,8 +29,6 @@ def flops_per_token(
     Recomputed activations count in neither, nor experts that a token does not take.
 
     Args:
-        config: the model.
-        seq_len: tokens of a sequence.
         convention: `"causal"` or `"palm"`.
     """
     width = config.num_attention_heads * config.head_width

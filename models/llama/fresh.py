@@ -22,10 +22,6 @@ def init(key: jax.Array, config: LlamaConfig) -> Params:
     stream are divided by `sqrt(2 * layers)`, so that its variance does not grow with depth. Norms
     are 1, biases 0.
 
-    Args:
-        key: a `jax.random.key`.
-        config: the model.
-
     Returns:
         Nested dicts. With `scan_layers` the leaves under `layers` have a leading dim L. Without it
         `layers` has a dict for each layer, with the keys `"0"`, `"1"`, ... Both have the same

@@ -312,7 +312,6 @@ def run_span(
         span: the indices of those that are run.
         x_BSH: the stream before them.
         rows: handed to `run`.
-        config: the model.
     """
     # XLA must not merge the recomputation with the first computation (CSE), or everything stays in
     # memory after all. In a scan it cannot: forward and backward are different loops.

@@ -36,7 +36,6 @@ def loss(
 
     Args:
         params: as from `fresh.init`.
-        inputs_BS: token ids.
         targets_BS: the token after each of them.
         config: the model; `zigzag` says in which order the tokens are computed.
         mark: as for `model.forward`.
@@ -73,8 +72,6 @@ def cross_entropy(
     """Mean of `-log softmax(logits)[target]`, in float32.
 
     Args:
-        logits_BSV: logits.
-        targets_BS: token ids.
         weights_BS: the weight of each target in the mean; None weighs all the same. If all weights
             are 0, so is the result.
         z_loss: times the square of the softmax's log-normalizer is added at each position

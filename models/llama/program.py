@@ -59,7 +59,6 @@ def generate(
 
     Args:
         next_logits: `make_next_logits`'s function, compiled for a window of this length.
-        params: the model's parameters.
         prompt: token ids, at least one; only the last `window` of them are used.
         tokens: how many to add.
         window: how many tokens the model sees.
@@ -102,7 +101,6 @@ class LlamaProgram(TrainingProgram):
 
     Args:
         run: what was asked for; `run.model` is a `LlamaConfig`.
-        mesh: where it runs.
         batch: structs of a batch.
     """
 
@@ -156,11 +154,6 @@ def sample_text(
 
     Args:
         run: says which model, how long a window it has, and the seed.
-        mesh: where the parameters are.
-        params: the model's parameters.
-        prompt: the text to continue.
-        tokens: how many tokens to add.
-        tokenizer: of the model.
     """
     window = run.seq_len
     # Whole on every device, so that every process can read them.
@@ -179,8 +172,6 @@ def init_params(config: LlamaConfig, key: jax.Array, shardings: Any) -> Any:
     the parameters take. Layers with the same shardings share one small program.
 
     Args:
-        config: the model.
-        key: a `jax.random.key`.
         shardings: tree of the parameters' shardings, or formats.
     """
     if config.scan_layers:

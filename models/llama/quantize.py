@@ -38,7 +38,6 @@ def quantize_weight(weight_OI: Any, kind: str) -> dict[str, Array]:
     """Quantizes one matrix.
 
     Args:
-        weight_OI: floats.
         kind: `int8`, `int4` or `fp8`.
 
     Returns:

@@ -38,7 +38,6 @@ def checkpoint_policy(text: str, points: Mapping[str, str]) -> Policy | None:
     """The policy for `jax.checkpoint` that `text` names; None recomputes nothing.
 
     Args:
-        text: as above.
         points: the names that may be kept.
 
     Raises:

@@ -51,7 +51,6 @@ def rope_angles(positions: jax.Array, config: LlamaConfig) -> jax.Array:
 
     Args:
         positions: (S,), or (B, S) if rows differ.
-        config: the model.
 
     Returns:
         Angles (S, E) or (B, S, E).
@@ -65,7 +64,6 @@ def apply_rope(x_BSND: jax.Array, angles: jax.Array) -> jax.Array:
     Hugging Face's weights are laid out for that; the paper pairs neighbouring entries instead.
 
     Args:
-        x_BSND: heads.
         angles: (S, E) or (B, S, E).
     """
     cos_S1E, sin_S1E = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]

@@ -87,17 +87,12 @@ RESIDUALS = ("inputs_embeds", "attention_output", "mlp_output")
 
 
 class SpecTable(NamedTuple):
-    """The specs of everything that is marked.
+    """The specs of everything that is marked."""
 
-    Attributes:
-        parameters: parameter -> spec of its dims, without the leading dim of stacked layers.
-        activations: point -> spec.
-        batch: spec of token ids (B, S).
-    """
-
+    # parameter -> spec of its dims, without the leading dim of stacked layers
     parameters: Mapping[str, Spec]
-    activations: Mapping[str, Spec]
-    batch: Spec = (BATCH, None)
+    activations: Mapping[str, Spec]  # point -> spec
+    batch: Spec = (BATCH, None)  # spec of token ids (B, S)
 
     def with_residuals(self, spec: Spec) -> SpecTable:
         """The same table with another spec of the residual stream."""
@@ -178,8 +173,6 @@ def mark_params(params: Any, mesh: spmd.Mesh, config: LlamaConfig, table: SpecTa
     Args:
         params: a tree as from `fresh.init`.
         mesh: has axes of `MESH_AXES`; one that it lacks counts as one of size 1.
-        config: the model.
-        table: the specs.
     """
     return spmd.mark_tree(params, mesh, parameter_rules(config, mesh.shape, table))
 

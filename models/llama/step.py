@@ -29,7 +29,6 @@ def batch_loss(
     `segment_ids`, `positions` and `weights` (B, S).
 
     Args:
-        config: the model.
         mark: as for `model.forward`.
         z_loss: as for `objective.cross_entropy`.
     """
@@ -56,8 +55,6 @@ def train_step(
     """Returns the simplest single-device training step: loss, gradients, update.
 
     Args:
-        config: the model.
-        optimizer: turns gradients into updates.
         mark: as for `model.forward`.
     """
     loss_fn = batch_loss(config, mark)
@@ -81,11 +78,8 @@ def argument_types(
     The optimizer state is not marked: its shardings are inferred.
 
     Args:
-        config: the model.
-        optimizer: whose state it is.
         mesh: for the marks; needs no devices.
         batch_shape: sequences in a batch, and tokens in each.
-        table: the specs.
     """
     params = jax.eval_shape(lambda key: fresh.init(key, config), jax.random.key(0))
     tokens = jax.ShapeDtypeStruct(batch_shape, np.int32)

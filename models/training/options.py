@@ -56,52 +56,38 @@ def _check_metrics(names: tuple[str, ...]) -> None:
 class TrainerOptions:
     """How long a run is, what it keeps, and when it looks up.
 
-    Args:
-        steps: of the whole run, counted from the very first.
-        run_dir: the folder for everything that the run writes, or its URL on an object store
-            (`s3://`, `gs://`); None writes nothing.
-        resume: go on from a checkpoint in `run_dir`: a step, or `"auto"`, the latest that is whole,
-            and anew where there is none. None starts anew, and refuses a folder that holds a run.
-        seed: of the first parameters; Llamas' of samples and generated text, too.
-        microbatches: number of parts that a batch is processed in, one after the other.
-        on_nonfinite: what a loss or gradient that is not finite does: `"stop"` or `"skip"`.
-        max_skipped: the most steps in a row that may be skipped.
-        eval_every: steps between evaluations; 0 evaluates at the end only.
-        eval_batches: batches of an evaluation; 0 makes none.
-        eval_first: whether a fresh run evaluates before its first step.
-        save_every: steps between checkpoints; 0 saves at the end only.
-        keep_last: how many of the latest checkpoints are kept.
-        keep_every: those of every n-th step are kept too; 0 keeps none of them.
-        log_every: steps between lines of progress; 0 prints about twenty lines in all.
-        metrics: which of `METRICS` are written into `run_dir`.
-        profile: steps to trace.
-        watchdog_timeout: seconds without a step after which the run ends; 0 never does.
-        verbose: whether every sharding and collective is printed.
-
     Raises:
         RunError: a number is out of range, or a name is unknown.
     """
 
-    steps: int
+    steps: int  # of the whole run, counted from the very first
+    # the folder for everything that the run writes, or its URL on an object store (`s3://`,
+    # `gs://`); None writes nothing
     run_dir: str | Path | None = None
+    # go on from a checkpoint in `run_dir`: a step, or `"auto"`, the latest that is whole, and anew
+    # where there is none. None starts anew, and refuses a folder that holds a run.
     resume: int | str | None = dataclasses.field(default=AUTO, metadata=read_by(resume_step))
-    seed: int = 0
-    microbatches: int = 1
+    seed: int = 0  # of the first parameters; Llamas' of samples and generated text, too
+    microbatches: int = 1  # number of parts that a batch is processed in, one after the other
+    # what a loss or gradient that is not finite does: `"stop"` or `"skip"`
     on_nonfinite: OnNonfinite = "stop"
-    max_skipped: int = 10
-    eval_every: int = 0
-    eval_batches: int = 8
-    eval_first: bool = False
-    save_every: int = 0
-    keep_last: int = 3
-    keep_every: int = 0
-    log_every: int = 0
+    max_skipped: int = 10  # the most steps in a row that may be skipped
+    eval_every: int = 0  # steps between evaluations; 0 evaluates at the end only
+    eval_batches: int = 8  # batches of an evaluation; 0 makes none
+    eval_first: bool = False  # whether a fresh run evaluates before its first step
+    save_every: int = 0  # steps between checkpoints; 0 saves at the end only
+    keep_last: int = 3  # how many of the latest checkpoints are kept
+    keep_every: int = 0  # those of every n-th step are kept too; 0 keeps none of them
+    log_every: int = 0  # steps between lines of progress; 0 prints about twenty lines in all
+    # which of `METRICS` are written into `run_dir`
     metrics: tuple[str, ...] = dataclasses.field(default=METRICS, metadata=read_by(metrics_words))
+    # steps to trace
     profile: ProfileRange | None = dataclasses.field(
         default=None, metadata=read_by(ProfileRange.parse)
     )
+    # seconds without a step after which the run ends; 0 never does
     watchdog_timeout: float = 1800.0
-    verbose: bool = False
+    verbose: bool = False  # whether every sharding and collective is printed
 
     def __post_init__(self) -> None:
         for name in POSITIVE:

@@ -19,8 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from models.training.store_file import StoreError
-from models.training.store_path import StorePath, at_once
+from models.training.store_path import StoreError, StorePath, at_once
 
 __all__ = ["AnyPath", "StoreError", "StorePath", "as_path", "at_once", "is_url"]
 
@@ -72,7 +71,6 @@ def remove_tree(folder: AnyPath, first: str = "") -> None:
     """Removes a folder and all below it; nothing happens if it is not there.
 
     Args:
-        folder: what to remove.
         first: a file of it that goes before all others.
     """
     if isinstance(folder, Path):
@@ -87,7 +85,6 @@ def move_tree(folder: AnyPath, target: AnyPath, last: str = "") -> None:
     """Gives a folder another name; a store copies all files, then removes them.
 
     Args:
-        folder: what to move.
         target: is not there.
         last: a file that on a store is copied after all others, and removed before them.
     """
@@ -148,7 +145,6 @@ def array_spec(state: AnyPath, key: str, driver: str) -> dict[str, Any]:
     """The spec for tensorstore of an array in orbax's layout.
 
     Args:
-        state: the folder.
         key: the array's name, such as `params.w`.
         driver: `zarr` or `zarr3`.
     """

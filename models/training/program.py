@@ -99,7 +99,6 @@ class TrainingProgram:
 
         Args:
             params: start from these parameters instead of fresh ones.
-            step: number of steps that have been taken.
             seed: of fresh ones.
         """
         if params is None:

@@ -11,6 +11,7 @@ The order of these things is here.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,7 +25,6 @@ from models.training.checkpoints.found import CheckpointError, Found
 from models.training.checkpoints.store import Checkpoints
 from models.training.data.batches import Dataset, open_batches, structs_of
 from models.training.errors import DataError, RunError, TrainingError
-from models.training.hooks import Hooks
 from models.training.options import TrainerOptions
 from models.training.program import Marks, TrainingProgram
 from models.training.run import output
@@ -38,6 +38,22 @@ from models.training.run.stateful import Stateful
 from models.training.run.step import LossFn
 from models.training.run.stop import STOPPED_EXIT_CODE, StopSignals
 from spmd import launch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """What a program adds to a run; every process calls each of them."""
+
+    # called with the checkpoint to go on from, or None; raises an error if that is not of this run,
+    # or returns what has changed since
+    before: Callable[[Found | None], list[str]] = lambda found: []
+    # makes the parameters to start from, such as weights of others; None draws them
+    first_params: Callable[[TrainingProgram], Any] = lambda program: None
+    # called after the last step of a run that was not stopped, while the watchdog watches
+    after: Callable[[TrainingProgram, Outcome, launch.Watch], None] = (
+        lambda program, outcome, watch: None
+    )
+
 
 __all__ = ["USER_ERRORS", "Hooks", "Stateful", "Trainer", "TrainerOptions", "exit_code"]
 
@@ -67,7 +83,6 @@ class Trainer:
         marks: of the parameters, by path: `{"*/kernel": ("rows", "columns")}`. The rest is
             inferred.
         data: step -> the whole batch of that step, a dict of numpy arrays; steps count from 0.
-        mesh: where it runs.
         batch_marks: of a batch, by name.
         optimizer: which one, or one of optax. A schedule of ours ends with the run, unless it says
             where.
@@ -139,10 +154,7 @@ class Trainer:
 
         Args:
             compile_step: makes it.
-            data: as for `Trainer`.
-            options: as for `Trainer`.
-            held_out: as for `Trainer`.
-            hooks: as for `Trainer`.
+            data, options, held_out, hooks: as for `Trainer`.
             about: what checkpoints say of the run.
         """
         trainer = cls.__new__(cls)

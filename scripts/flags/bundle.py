@@ -105,8 +105,6 @@ def load(
     """The bundle that the flags name, on its mesh.
 
     Args:
-      given: the flags.
-      console: progress goes here.
       serves: whether functions that serve all requests are enough to begin with.
 
     Raises:

@@ -26,7 +26,6 @@ def make_run(given: argparse.Namespace, platform: str) -> RunConfig:
     """The run that the flags ask for.
 
     Args:
-        given: the flags.
         platform: of the devices it is for; chooses the default dtype.
     """
     _check_axes(given)

@@ -125,10 +125,7 @@ def load_params(
     """The parameters in --init_from, or None without the flag.
 
     Args:
-        given: the flags.
-        config: the model that is trained.
         shardings: where its parameters go, a tree like them.
-        console: for the progress bar.
     """
     if not given.init_from:
         return None
@@ -147,11 +144,7 @@ def export_params(
     """Write --export_hf if asked for, with the tokenizer that was trained with.
 
     Args:
-        given: the flags.
-        params: the parameters.
-        config: the model.
         tokenizer: what made the tokens of training.
-        console: for the progress bar.
     """
     if not given.export_hf:
         return
@@ -174,7 +167,6 @@ def tokenizer_files(tokenizer: Tokenizer, init_from: str | None) -> Iterator[Pat
     """A folder with the files of a tokenizer, as transformers has them; None for bytes.
 
     Args:
-        tokenizer: what was trained with.
         init_from: a model's folder. If the tokenizer is that model's, so are the files: they may
             hold more, such as a chat template.
     """

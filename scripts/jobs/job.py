@@ -19,27 +19,18 @@ _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class Job:
-    """A command on several machines.
+    """A command on several machines."""
 
-    Attributes:
-      command: the program and its arguments, as they would be typed on one machine.
-      name: the job's name.
-      nodes: how many machines.
-      processes_per_node: processes on each: 1 with all of its accelerators, or one for each.
-      gpus_per_node: GPUs of each machine.
-      env: environment variables of every process.
-      folder: where the command runs; if left out, the folder that the job was started from.
-      port: where process 0 listens.
-    """
-
-    command: tuple[str, ...]
-    name: str = "spmd"
-    nodes: int = 1
+    command: tuple[str, ...]  # the program and its arguments, as they would be typed on one machine
+    name: str = "spmd"  # the job's name
+    nodes: int = 1  # how many machines
+    # processes on each: 1 with all of its accelerators, or one for each
     processes_per_node: int = 1
-    gpus_per_node: int = 0
-    env: Mapping[str, str] = field(default_factory=dict)
+    gpus_per_node: int = 0  # GPUs of each machine
+    env: Mapping[str, str] = field(default_factory=dict)  # environment variables of every process
+    # where the command runs; if left out, the folder that the job was started from
     folder: str | None = None
-    port: int = COORDINATOR_PORT
+    port: int = COORDINATOR_PORT  # where process 0 listens
 
     def __post_init__(self) -> None:
         if not self.command:

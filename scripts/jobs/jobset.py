@@ -11,13 +11,70 @@ from typing import Any
 
 import yaml
 
-from scripts.jobs import http
 from scripts.jobs.job import Job, check_dns_label
 from scripts.jobs.tpu import TpuSlice
 from scripts.jobs.volumes import BUCKET_ANNOTATIONS, Volume, mounted
 from spmd.errors import LaunchError
 from spmd.launch import EXIT_PREEMPTED
 from spmd.launch.initialize import ENV_COORDINATOR, ENV_DEVICES, ENV_PROCESS, ENV_PROCESSES
+
+# What Kubernetes has to know of a program that serves HTTP from process 0: probes and a Service.
+#
+# The pods of a job are alike, but only process 0 listens: the probes of the others always succeed.
+
+
+PORT_NAME = "http"
+
+STARTUP_SECONDS = 3600
+"""Until then a model has to be loaded."""
+
+LEAVING_SECONDS = 10
+"""Before SIGTERM: meanwhile process 0 is taken out of the Service, so that nobody is refused."""
+
+_PROBE = (
+    "import os, urllib.request as r; "
+    "os.environ['JOB_COMPLETION_INDEX'] == os.environ.get('MEGASCALE_SLICE_ID', '0') == '0' "
+    "and r.urlopen('http://localhost:{port}{path}', timeout=5)"
+)
+
+
+def container_fields(port: int) -> dict[str, Any]:
+    """Fields of the container of every pod."""
+
+    def probe(path: str, period: int, failures: int) -> dict[str, Any]:
+        program = _PROBE.format(port=port, path=path)
+        return {
+            "exec": {"command": ["python3", "-c", program]},
+            "periodSeconds": period,
+            "timeoutSeconds": 10,
+            "failureThreshold": failures,
+        }
+
+    return {
+        "startupProbe": probe("/startupz", 10, STARTUP_SECONDS // 10),
+        "livenessProbe": probe("/livez", 20, 3),
+        "readinessProbe": probe("/readyz", 10, 1),
+        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(LEAVING_SECONDS)]}}},
+    }
+
+
+def service_object(job: Job, namespace: str | None, port: int) -> dict[str, Any]:
+    """A Service whose only pod is process 0's."""
+    metadata = {"name": f"{job.name}-{PORT_NAME}", "namespace": namespace}
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {name: value for name, value in metadata.items() if value},
+        "spec": {
+            "selector": {
+                "jobset.sigs.k8s.io/jobset-name": job.name,
+                "jobset.sigs.k8s.io/job-index": "0",
+                "batch.kubernetes.io/job-completion-index": "0",
+            },
+            "ports": [{"name": PORT_NAME, "port": 80, "targetPort": port}],
+        },
+    }
+
 
 WORKERS = "workers"
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
@@ -29,39 +86,26 @@ JOB_LABEL = "jobset.sigs.k8s.io/job-index"
 
 @dataclass(frozen=True)
 class JobSet:
-    """Settings that only Kubernetes needs.
+    """Settings that only Kubernetes needs."""
 
-    Attributes:
-      image: the container image.
-      tpu: the slice that each Job gets; None for GPUs or CPUs.
-      slices: how many TPU slices.
-      namespace: the namespace; the current one if left out.
-      max_restarts: how many times a JobSet that failed is made anew; those after a saved SIGTERM
-        (`EXIT_PREEMPTED`) do not count.
-      grace_s: seconds between SIGTERM and SIGKILL.
-      cpu, memory: requests of each pod, as `8` and `64Gi`.
-      selector: further node labels.
-      queue: a Kueue local queue.
-      service_account: the pods' service account.
-      volumes: what the pods mount.
-      spot: take nodes that may be taken back; a saved SIGTERM does not count as a restart.
-      http_port: where process 0 serves HTTP; None if it does not.
-    """
-
-    image: str
-    tpu: TpuSlice | None = None
-    slices: int = 1
-    namespace: str | None = None
+    image: str  # the container image
+    tpu: TpuSlice | None = None  # the slice that each Job gets; None for GPUs or CPUs
+    slices: int = 1  # how many TPU slices
+    namespace: str | None = None  # the namespace; the current one if left out
+    # how many times a JobSet that failed is made anew; those after a saved SIGTERM
+    # (`EXIT_PREEMPTED`) do not count
     max_restarts: int = 0
-    grace_s: int = 120
+    grace_s: int = 120  # seconds between SIGTERM and SIGKILL
+    # cpu, memory: requests of each pod, as `8` and `64Gi`
     cpu: str | None = None
     memory: str | None = None
-    selector: dict[str, str] = field(default_factory=dict)
-    queue: str | None = None
-    service_account: str | None = None
-    volumes: tuple[Volume, ...] = ()
+    selector: dict[str, str] = field(default_factory=dict)  # further node labels
+    queue: str | None = None  # a Kueue local queue
+    service_account: str | None = None  # the pods' service account
+    volumes: tuple[Volume, ...] = ()  # what the pods mount
+    # take nodes that may be taken back; a saved SIGTERM does not count as a restart
     spot: bool = False
-    http_port: int | None = None
+    http_port: int | None = None  # where process 0 serves HTTP; None if it does not
 
 
 def jobset_yaml(job: Job, jobset: JobSet) -> str:
@@ -72,7 +116,7 @@ def jobset_yaml(job: Job, jobset: JobSet) -> str:
     """
     objects = [jobset_object(job, jobset)]
     if jobset.http_port is not None:
-        objects.append(http.service_object(job, jobset.namespace, jobset.http_port))
+        objects.append(service_object(job, jobset.namespace, jobset.http_port))
     return str(yaml.safe_dump_all(objects, sort_keys=False, width=100))
 
 
@@ -197,8 +241,8 @@ def _pod_spec(job: Job, jobset: JobSet) -> dict[str, Any]:
         "resources": _given({"requests": resources, "limits": limits}),
     }
     if jobset.http_port is not None:
-        container["ports"] += [{"name": http.PORT_NAME, "containerPort": jobset.http_port}]
-        container |= http.container_fields(jobset.http_port)
+        container["ports"] += [{"name": PORT_NAME, "containerPort": jobset.http_port}]
+        container |= container_fields(jobset.http_port)
     gpu, tolerations = "nvidia.com/gpu", []
     if gpu in limits:
         tolerations.append({"key": gpu, "operator": "Exists", "effect": "NoSchedule"})

@@ -40,26 +40,17 @@ COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 @dataclass(frozen=True)
 class LocalJob:
-    """A command to run as several processes of this machine.
+    """A command to run as several processes of this machine."""
 
-    Attributes:
-      command: the program and its arguments.
-      processes: how many processes run it.
-      devices_per_process: devices of each: virtual ones on CPUs, else of this machine's GPUs. All
-        GPUs are divided among the processes if left out.
-      platform: `"cpu"`, `"cuda"`, or None for GPUs where there are some.
-      env: variables added to those of this process.
-      max_restarts: how many times a job that failed is started again.
-      grace_s: seconds between asking a process to end and killing it.
-    """
-
-    command: tuple[str, ...]
-    processes: int
+    command: tuple[str, ...]  # the program and its arguments
+    processes: int  # how many processes run it
+    # devices of each: virtual ones on CPUs, else of this machine's GPUs. All GPUs are divided among
+    # the processes if left out.
     devices_per_process: int | None = None
-    platform: str | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
-    max_restarts: int = 0
-    grace_s: float = 30.0
+    platform: str | None = None  # `"cpu"`, `"cuda"`, or None for GPUs where there are some
+    env: Mapping[str, str] = field(default_factory=dict)  # variables added to those of this process
+    max_restarts: int = 0  # how many times a job that failed is started again
+    grace_s: float = 30.0  # seconds between asking a process to end and killing it
 
 
 class Ended(NamedTuple):
@@ -117,8 +108,6 @@ def environment_of_devices(
     """For each process the variables that give it its devices.
 
     Args:
-      job: what is to be started.
-      env: the variables of this process.
       gpus: ids of the GPUs that may be used.
 
     Raises:

@@ -19,34 +19,25 @@ _WORD = re.compile(r"[^\s\"'`$\\]+")
 
 @dataclass(frozen=True)
 class Slurm:
-    """Settings that only Slurm needs.
+    """Settings that only Slurm needs."""
 
-    Attributes:
-      time: limit, as `4:00:00` or `2-12:00:00`; the partition's if left out.
-      partition, account, qos, constraint, reservation: as sbatch's options of these names.
-      cpus_per_process: CPU cores of each process.
-      output: file of the output; `%j` is the job's number.
-      container: image for the container plugin (`srun --container-image`).
-      requeue: queue again after preemption: by Slurm, and when a process ends with
-        `EXIT_PREEMPTED` because it saved its state on SIGTERM.
-      max_restarts: how many times a command that failed is started again, on the same nodes.
-      exclusive: no other job on its nodes.
-      warn_s: how many seconds before its end the job gets SIGTERM; 0 for not at all.
-    """
-
-    time: str | None = None
+    time: str | None = None  # limit, as `4:00:00` or `2-12:00:00`; the partition's if left out
+    # partition, account, qos, constraint, reservation: as sbatch's options of these names
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
     reservation: str | None = None
-    cpus_per_process: int | None = None
-    output: str = "%x-%j.out"
-    container: str | None = None
+    cpus_per_process: int | None = None  # CPU cores of each process
+    output: str = "%x-%j.out"  # file of the output; `%j` is the job's number
+    container: str | None = None  # image for the container plugin (`srun --container-image`)
+    # queue again after preemption: by Slurm, and when a process ends with `EXIT_PREEMPTED` because
+    # it saved its state on SIGTERM
     requeue: bool = False
+    # how many times a command that failed is started again, on the same nodes
     max_restarts: int = 0
-    exclusive: bool = False
-    warn_s: int = 120
+    exclusive: bool = False  # no other job on its nodes
+    warn_s: int = 120  # how many seconds before its end the job gets SIGTERM; 0 for not at all
 
 
 def slurm_script(job: Job, slurm: Slurm) -> str:

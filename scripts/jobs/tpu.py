@@ -13,21 +13,13 @@ from spmd.errors import LaunchError
 
 @dataclass(frozen=True)
 class TpuKind:
-    """A generation of TPUs.
+    """A generation of TPUs."""
 
-    Attributes:
-      accelerator: what GKE calls it (`cloud.google.com/gke-tpu-accelerator`).
-      cores: what a chip counts in a slice's name: `v5p-128` is 64 chips of 2.
-      topologies: chips -> topology.
-      hosted: chips of a host in slices of several hosts; a smaller slice is one host.
-      single: chips of the largest slice that is one host.
-    """
-
-    accelerator: str
-    cores: int
-    topologies: dict[int, str]
-    hosted: int = 4
-    single: int = 4
+    accelerator: str  # what GKE calls it (`cloud.google.com/gke-tpu-accelerator`)
+    cores: int  # what a chip counts in a slice's name: `v5p-128` is 64 chips of 2
+    topologies: dict[int, str]  # chips -> topology
+    hosted: int = 4  # chips of a host in slices of several hosts; a smaller slice is one host
+    single: int = 4  # chips of the largest slice that is one host
 
 
 _FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
@@ -85,8 +77,6 @@ def tpu_vm_command(
 
     Args:
       job: the command, its folder on the hosts and its variables.
-      tpu: the TPU VM's name.
-      zone: where it is.
       project: the cloud project; gcloud's own setting if left out.
       max_restarts: how many times every host starts a command again that failed: where one fails,
         all end, and meet again.

@@ -26,19 +26,12 @@ READ_ONLY = ":ro"
 
 @dataclass(frozen=True)
 class Volume:
-    """One thing that is mounted.
+    """One thing that is mounted."""
 
-    Attributes:
-      kind: what it is.
-      source: its name; of a volume the folder, with its server before it on NFS.
-      path: where it is mounted.
-      read_only: whether it is mounted for reading alone.
-    """
-
-    kind: Kind
-    source: str
-    path: str
-    read_only: bool = False
+    kind: Kind  # what it is
+    source: str  # its name; of a volume the folder, with its server before it on NFS
+    path: str  # where it is mounted
+    read_only: bool = False  # whether it is mounted for reading alone
 
     @classmethod
     def parse(cls, kind: Kind, text: str) -> Volume:

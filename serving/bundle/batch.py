@@ -43,7 +43,6 @@ def why_not_joined(entry: Entrypoint, symbol: str) -> str:
     """Why rows of several calls cannot be one call's rows; empty if shapes say nothing against it.
 
     Args:
-      entry: a function as it was written.
       symbol: the batch.
     """
     if entry.leaves("state"):

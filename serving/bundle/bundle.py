@@ -90,13 +90,11 @@ class Behind:
                 self._ended()
 
 
-EVENT = "/jax/core/compile/backend_compile_duration"
-
 _durations: list[float] = []
 
 
 def _listen(event: str, duration_secs: float, **_: Any) -> None:
-    if event == EVENT:
+    if event == "/jax/core/compile/backend_compile_duration":
         _durations.append(duration_secs)  # several threads compile: one step, and nothing is lost
 
 
@@ -119,7 +117,6 @@ class Bundle:
 
     Attributes:
       manifest: what the bundle says of itself.
-      mesh: the mesh.
       symbols: symbol -> value, or values: the sizes of symbolic dims that it was loaded with.
       functions: name -> what it is: `tags`, and `inputs` and `outputs` with paths, shapes, dtypes.
       notes: sentences on specs that do not fit the mesh, and on a cache that could not be written.
@@ -276,9 +273,8 @@ class _Call:
     def __init__(self, program: CompiledFunction) -> None:
         self.program = program
         entry = program.entry
-        self.held: list[str | None] = [
-            None if a.role == "input" else leaf.path for a in entry.arguments for leaf in a.leaves
-        ]
+        inputs = set(entry.inputs)
+        self.held = [None if leaf in inputs else leaf.path for leaf in entry.leaves()]
         self.state = [leaf.path for leaf in entry.leaves("state")]
         self.inputs = entry.inputs
         self.shardings = [

@@ -57,7 +57,6 @@ def entrypoint(
     """What a manifest says of a function.
 
     Args:
-      function: the function.
       out: structs of what it returns, a state included.
       modules: platform -> file.
       calls: what its modules call.

@@ -106,8 +106,6 @@ def check_hashes(
     """Read files and compare their SHA-256; processes of one job share the files.
 
     Args:
-      folder, manifest: the bundle.
-      console: a progress bar goes here.
       names: of the files; None is all.
 
     Raises:

@@ -56,17 +56,11 @@ LOST_SECONDS = 30
 
 
 class Message(NamedTuple):
-    """What one process tells another.
+    """What one process tells another."""
 
-    Attributes:
-      kind: what to do.
-      names: what to do it with.
-      arrays: the inputs; their memory is read-only.
-    """
-
-    kind: str
-    names: Sequence[str] = ()
-    arrays: Sequence[Any] = ()
+    kind: str  # what to do
+    names: Sequence[str] = ()  # what to do it with
+    arrays: Sequence[Any] = ()  # the inputs; their memory is read-only
 
 
 def encode(message: Message) -> bytes:
@@ -121,8 +115,6 @@ def welcome(store: JobStore, processes: int, timeout_s: float) -> dict[int, sock
 
     Args:
       store: the job's store; members read there how to connect, and with which secret.
-      processes: how many there are.
-      timeout_s: seconds to wait for them.
 
     Raises:
       LaunchError: one did not come.
@@ -213,9 +205,6 @@ _LOG = logging.getLogger("serving")
 
 def join(timeout_s: float = 300.0) -> Leader | Follower | None:
     """Connects the processes of a job, after `spmd.initialize`.
-
-    Args:
-      timeout_s: seconds to wait for the others.
 
     Returns:
       What this process is; None if it is alone.
@@ -353,7 +342,6 @@ class Follower:
     Args:
       line: to process 0.
       process: which one this is.
-      processes: how many there are.
     """
 
     def __init__(self, line: socket.socket, process: int, processes: int) -> None:

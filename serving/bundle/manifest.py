@@ -1,6 +1,6 @@
 """All that a bundle says of itself, as values; and the same at chosen sizes.
 
-`manifest_json.py` reads and writes them, `manifest_checks.py` says what must hold.
+`manifest_json.py` reads and writes them, and says what must hold.
 """
 
 from __future__ import annotations
@@ -54,16 +54,12 @@ class Filled(LeafEntry):
 
 @dataclasses.dataclass(frozen=True)
 class Symbol:
-    """A size that is chosen when a bundle is loaded, and what it may be.
+    """A size that is chosen when a bundle is loaded, and what it may be."""
 
-    Attributes:
-      at_least, at_most: bounds, themselves included; None: there is no upper one.
-      multiple_of: divides it.
-    """
-
+    # at_least, at_most: bounds, themselves included; None: there is no upper one
     at_least: int = 1
     at_most: int | None = None
-    multiple_of: int = 1
+    multiple_of: int = 1  # divides it
 
     def __str__(self) -> str:
         below = "" if self.at_most is None else f" and at most {self.at_most}"
@@ -86,47 +82,36 @@ class ArgumentEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Entrypoint:
-    """One function of a bundle.
+    """One function of a bundle."""
 
-    Attributes:
-      name, tags: as in `serving.bundle.function.Function`.
-      modules: platform -> file with its portable artifact.
-      arguments: in order.
-      outputs: leaves of what it returns besides the state.
-      tree: how the outputs are put together.
-      custom_calls, composites: name -> how often; of all platforms together the most.
-    """
-
+    # name, tags: as in `serving.bundle.function.Function`
     name: str
     tags: Mapping[str, int | str]
-    modules: Mapping[str, str]
-    arguments: tuple[ArgumentEntry, ...]
-    outputs: tuple[LeafEntry, ...]
-    tree: Template
+    modules: Mapping[str, str]  # platform -> file with its portable artifact
+    arguments: tuple[ArgumentEntry, ...]  # in order
+    outputs: tuple[LeafEntry, ...]  # leaves of what it returns besides the state
+    tree: Template  # how the outputs are put together
+    # custom_calls, composites: name -> how often; of all platforms together the most
     custom_calls: Mapping[str, int]
     composites: Mapping[str, int]
 
     @property
     def inputs(self) -> tuple[LeafEntry, ...]:
         """The leaves of all arguments that come with a call, in order."""
-        return tuple(leaf for a in self.arguments if a.role == "input" for leaf in a.leaves)
+        return self.leaves("input")
 
-    def leaves(self, role: Role) -> tuple[LeafEntry, ...]:
-        """The leaves of the arguments of a role, in order."""
-        return tuple(leaf for a in self.arguments if a.role == role for leaf in a.leaves)
+    def leaves(self, *roles: Role) -> tuple[LeafEntry, ...]:
+        """The leaves of the arguments of these roles, or of all, in order."""
+        chosen = [a for a in self.arguments if not roles or a.role in roles]
+        return tuple(leaf for a in chosen for leaf in a.leaves)
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant(Entrypoint):
-    """A function at one of the several sizes that a bundle was loaded with; no file has such.
+    """A function at one of the several sizes that a bundle was loaded with; no file has such."""
 
-    Attributes:
-      origin: the function as it was written.
-      sizes: symbol -> value, of those that have several.
-    """
-
-    origin: Entrypoint
-    sizes: Mapping[str, int]
+    origin: Entrypoint  # the function as it was written
+    sizes: Mapping[str, int]  # symbol -> value, of those that have several
 
 
 Sizes = int | tuple[int, ...]
@@ -143,35 +128,25 @@ class StoredFile:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a bundle says of itself; see docs/bundle.md.
+    """What a bundle says of itself; see docs/bundle.md."""
 
-    Attributes:
-      name: what the bundle is called.
-      producer: what made it: name -> version.
-      primary: the function whose plan decides what `specs` leave open.
-      functions: name -> function.
-      weights, state: their leaves; paths begin with `weights/` and `state/`.
-      specs: pattern of paths -> what splits each dim unless the mesh says otherwise.
-      contract: what callers have to know: sampling, tokens that end a text, ...
-      goldens: inputs and what they give, to be tried at start.
-      quantization: how the weights were made smaller, or None.
-      tokenizer: files of the tokenizer.
-      files: every file but the manifest.
-      symbols: name -> symbol; in shapes of the state, of inputs and of outputs.
-    """
-
-    name: str
-    producer: Mapping[str, str]
-    primary: str
-    functions: Mapping[str, Entrypoint]
+    name: str  # what the bundle is called
+    producer: Mapping[str, str]  # what made it: name -> version
+    primary: str  # the function whose plan decides what `specs` leave open
+    functions: Mapping[str, Entrypoint]  # name -> function
+    # weights, state: their leaves; paths begin with `weights/` and `state/`
     weights: tuple[LeafEntry, ...]
     state: tuple[Filled, ...]
+    # pattern of paths -> what splits each dim unless the mesh says otherwise
     specs: Mapping[str, tuple[Entry, ...]]
+    # what callers have to know: sampling, tokens that end a text, ...
     contract: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    goldens: tuple[Mapping[str, Any], ...] = ()
-    quantization: Mapping[str, Any] | None = None
-    tokenizer: tuple[str, ...] = ()
+    goldens: tuple[Mapping[str, Any], ...] = ()  # inputs and what they give, to be tried at start
+    quantization: Mapping[str, Any] | None = None  # how the weights were made smaller, or None
+    tokenizer: tuple[str, ...] = ()  # files of the tokenizer
+    # every file but the manifest
     files: Mapping[str, StoredFile] = dataclasses.field(default_factory=dict)
+    # name -> symbol; in shapes of the state, of inputs and of outputs
     symbols: Mapping[str, Symbol] = dataclasses.field(default_factory=dict)
 
     def sized(self, values: Mapping[str, Sizes]) -> Manifest:
@@ -222,8 +197,7 @@ def _family(
 
 def symbols_of(entry: Entrypoint) -> tuple[str, ...]:
     """The symbols in the shapes of a function."""
-    leaves = [*(leaf for a in entry.arguments for leaf in a.leaves), *entry.outputs]
-    return symbols_in({dim for leaf in leaves for dim in leaf.shape})
+    return symbols_in({dim for leaf in (*entry.leaves(), *entry.outputs) for dim in leaf.shape})
 
 
 def _at(entry: Entrypoint, values: Mapping[str, int]) -> Entrypoint:

@@ -69,7 +69,7 @@ def _check_symbols(manifest: Manifest, where: str) -> None:
     weights = [dim for leaf in manifest.weights for dim in leaf.shape]
     leaves: list[LeafEntry] = [*manifest.state]
     for entry in manifest.functions.values():
-        leaves += [*(leaf for a in entry.arguments for leaf in a.leaves), *entry.outputs]
+        leaves += [*entry.leaves(), *entry.outputs]
     try:
         used = set(symbols_in({dim for leaf in leaves for dim in leaf.shape}))
     except FrontendError as error:
@@ -87,14 +87,14 @@ def _check_function(
     where = f"{where}: functions: {function.name}"
     if sum(argument.role == "state" for argument in function.arguments) > 1:
         raise BundleError(f"{where} has more than one argument that is the state")
-    for leaf in (*function.leaves("weights"), *function.leaves("state")):
+    for leaf in function.leaves("weights", "state"):
         other = known.get(leaf.path)
         if other is None or (other.shape, other.dtype) != (leaf.shape, leaf.dtype):
             raise BundleError(
                 f"{where} takes {leaf.path[:100]} {leaf.dtype}{list(leaf.shape)}, and the bundle "
                 + ("has no such leaf" if other is None else f"has {other.dtype}{list(other.shape)}")
             )
-    paths = [leaf.path for a in function.arguments for leaf in a.leaves]
+    paths = [leaf.path for leaf in function.leaves()]
     if len(set(paths)) != len(paths):
         raise BundleError(f"{where} has two leaves of one path")
     check_template(function.tree, len(function.outputs), where)
@@ -124,17 +124,12 @@ SCHEMA = 1
 
 def to_json(manifest: Manifest) -> dict[str, Any]:
     """What the file holds."""
-    content = dataclasses.asdict(
-        dataclasses.replace(manifest, state=tuple(map(_with_plain_fill, manifest.state)))
-    )
+    content = dataclasses.asdict(manifest)
+    for leaf in content["state"]:
+        leaf["fill"] = leaf["fill"] if math.isfinite(leaf["fill"]) else str(leaf["fill"])
     if not manifest.symbols:  # programs that know of none read such bundles, too
         del content["symbols"]
     return {"format": FORMAT, "schema": SCHEMA, **content}
-
-
-def _with_plain_fill(leaf: Filled) -> Filled:
-    finite = math.isfinite(leaf.fill)
-    return leaf if finite else dataclasses.replace(leaf, fill=str(leaf.fill))  # type: ignore[arg-type]
 
 
 def from_json(content: Checked) -> Manifest:
@@ -154,6 +149,7 @@ def from_json(content: Checked) -> Manifest:
         )
     content.only("format", "schema", *(f.name for f in dataclasses.fields(Manifest)))
     quantization = content["quantization"]
+    symbols = content["symbols"].items() if "symbols" in content else ()
     manifest = Manifest(
         name=content["name"].text(),
         producer={k: v.text() for k, v in content["producer"].items()},
@@ -162,16 +158,12 @@ def from_json(content: Checked) -> Manifest:
         weights=tuple(map(_leaf, content["weights"])),
         state=tuple(map(_filled, content["state"])),
         specs={k: tuple(map(_entry, v)) for k, v in content["specs"].items()},
-        contract={k: v.plain() for k, v in content["contract"].items()},
-        goldens=tuple({k: v.plain() for k, v in g.items()} for g in content["goldens"]),
-        quantization=None
-        if quantization.value is None
-        else {k: v.plain() for k, v in quantization.items()},
+        contract=_plain(content["contract"]),
+        goldens=tuple(map(_plain, content["goldens"])),
+        quantization=_plain(quantization) if quantization.value is not None else None,
         tokenizer=tuple(v.text() for v in content["tokenizer"]),
         files={_path(k, content.where): _stored_file(v) for k, v in content["files"].items()},
-        symbols={k: _symbol(k, v) for k, v in content["symbols"].items()}
-        if "symbols" in content
-        else {},
+        symbols={k: _symbol(k, v) for k, v in symbols},
     )
     check(manifest, content.where)
     return manifest
@@ -187,7 +179,7 @@ def _entrypoint(name: str, content: Checked) -> Entrypoint:
         modules[platform] = _path(file.text(), file.where)
     return Entrypoint(
         name=check_name(name, content.where),
-        tags={k: _tag(v) for k, v in content["tags"].items()},
+        tags={k: _count_or_text(v) for k, v in content["tags"].items()},
         modules=modules,
         arguments=tuple(map(_argument, content["arguments"])),
         outputs=tuple(map(_leaf, content["outputs"])),
@@ -197,7 +189,11 @@ def _entrypoint(name: str, content: Checked) -> Entrypoint:
     )
 
 
-def _tag(content: Checked) -> int | str:
+def _plain(content: Checked) -> dict[str, Any]:
+    return {key: member.plain() for key, member in content.items()}
+
+
+def _count_or_text(content: Checked) -> int | str:
     return content.text() if isinstance(content.value, str) else content.count()
 
 
@@ -220,9 +216,7 @@ def _filled(content: Checked) -> Filled:
 
 
 def _array(content: Checked) -> tuple[str, Shape, str]:
-    shape = tuple(
-        size.text() if isinstance(size.value, str) else size.count() for size in content["shape"]
-    )
+    shape = tuple(map(_count_or_text, content["shape"]))
     return content["path"].text(), shape, content["dtype"].one_of(*STORED_AS)
 
 

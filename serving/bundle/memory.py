@@ -25,12 +25,9 @@ from serving.bundle.programs import (
     Placed,
     compile_functions,
     emitted_of,
-    heaviest,
-    plan_functions,
     static_module,
-    with_primary,
 )
-from serving.bundle.symbols import PlannedBundle, plan_sized, too_much
+from serving.bundle.symbols import plan_sized, planner, too_much
 from spmd.frontend.artifact import calls_of
 from spmd.frontend.trace import trace
 from spmd.lowering.emit import Emitted
@@ -59,7 +56,6 @@ def compile_bundle(
       mesh: a `spmd.Mesh`, or jax's.
       weights: a pytree of arrays; or of `ShapeDtypeStruct`s, with `make_weights`.
       make_weights: makes the weights of the pytree of their shardings.
-      options: of the compiler.
       symbols, memory_share: as for `load_bundle`.
       contract: as for `write_bundle`.
 
@@ -89,19 +85,13 @@ def compile_bundle(
         module = static_module(traced[name][1], entry, asked)
         return emitted_of(module, mesh.refined(), asked, options)
 
-    def plan(values: Mapping[str, Sizes], whole: bool) -> PlannedBundle:
-        sized = manifest.sized(values)
-        names = with_primary(sized, traced if whole else heaviest(manifest, traced))
-        return PlannedBundle(
-            values, sized, *plan_functions(sized, names, mesh, lower, symbols=values)
-        )
-
     def put(placed: Placed) -> Mapping[str, jax.Array]:
         shardings = {leaf.path: placed[leaf.path] for leaf in manifest.weights}
         tree = jax.tree.unflatten(jax.tree.structure(weights), list(shardings.values()))
         made = jax.device_put(weights, tree) if make_weights is None else make_weights(tree)
         return dict(zip(shardings, jax.tree.leaves(made), strict=True))
 
+    plan = planner(manifest, traced, mesh, lower)
     planned = plan_sized(manifest, symbols, mesh, options, memory_share, plan)
     sized = planned.manifest
     names = list(planned.emitted)

@@ -44,20 +44,14 @@ Placed = Mapping[str, NamedSharding]
 
 
 class FunctionKey(NamedTuple):
-    """What decides, besides its module, what becomes of a function.
+    """What decides, besides its module, what becomes of a function."""
 
-    Attributes:
-      arguments, results: a spec for each.
-      updates: (result, argument) of every leaf of the state.
-      symbols: (name, value) of every symbol of the bundle.
-      auto: whether specs are chosen for arguments that have none.
-    """
-
+    # arguments, results: a spec for each
     arguments: tuple[Spec, ...]
     results: tuple[Spec, ...]
-    updates: tuple[tuple[int, int], ...]
-    symbols: tuple[tuple[str, int], ...] = ()
-    auto: bool = False
+    updates: tuple[tuple[int, int], ...]  # (result, argument) of every leaf of the state
+    symbols: tuple[tuple[str, int], ...] = ()  # (name, value) of every symbol of the bundle
+    auto: bool = False  # whether specs are chosen for arguments that have none
 
 
 Lower = Callable[[Entrypoint, FunctionKey], Emitted]
@@ -66,38 +60,24 @@ Lower = Callable[[Entrypoint, FunctionKey], Emitted]
 
 @dataclasses.dataclass(frozen=True)
 class CompiledFunction:
-    """A function, compiled.
+    """A function, compiled."""
 
-    Attributes:
-      entry: what the manifest says of it.
-      emitted: what is compiled.
-      executable: takes and returns flat arrays.
-      arguments: their shardings.
-    """
-
-    entry: Entrypoint
-    emitted: Emitted
-    executable: Any
-    arguments: tuple[NamedSharding, ...]
+    entry: Entrypoint  # what the manifest says of it
+    emitted: Emitted  # what is compiled
+    executable: Any  # takes and returns flat arrays
+    arguments: tuple[NamedSharding, ...]  # their shardings
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What a bundle has on a mesh.
+    """What a bundle has on a mesh."""
 
-    Attributes:
-      programs: name -> program.
-      emitted: name -> what is compiled, of all functions.
-      later: name -> compiles it; of those that are not among `programs`.
-      weights: path -> array.
-      make_state: a program that makes the state; None where there is none.
-    """
-
-    programs: Mapping[str, CompiledFunction]
-    emitted: Mapping[str, Emitted]
+    programs: Mapping[str, CompiledFunction]  # name -> program
+    emitted: Mapping[str, Emitted]  # name -> what is compiled, of all functions
+    # name -> compiles it; of those that are not among `programs`
     later: Mapping[str, Callable[[], CompiledFunction]]
-    weights: Mapping[str, jax.Array]
-    make_state: Any
+    weights: Mapping[str, jax.Array]  # path -> array
+    make_state: Any  # a program that makes the state; None where there is none
 
 
 def plan_functions(
@@ -113,10 +93,7 @@ def plan_functions(
     Args:
       manifest: `Manifest.sized`.
       names: of the functions, variants where there are some.
-      mesh: what they are planned for.
-      lower: lowers one.
       say: is told which one it is.
-      symbols: name -> value.
 
     Returns:
       Name -> emitted program, and a sentence on each part of a spec that does not fit the mesh.
@@ -161,7 +138,6 @@ def emitted_of(module: Any, mesh: Mesh, asked: FunctionKey, options: Options) ->
     Args:
       module: its module, as `static_module` makes it.
       mesh, options: what it is lowered for.
-      asked: how.
     """
     arguments: Sequence[Spec] = asked.arguments
     if asked.auto:
@@ -184,18 +160,14 @@ def static_module(module: Any, entry: Entrypoint, asked: FunctionKey) -> Any:
     """
     if not is_dynamic(module):
         return module
-    return refine(module, [leaf.shape for leaf in _leaves(entry)], dict(asked.symbols))
+    return refine(module, [leaf.shape for leaf in entry.leaves()], dict(asked.symbols))
 
 
 class _Planner:
     """Plans functions one after the other; what the first ones decide holds for the others."""
 
     def __init__(
-        self,
-        manifest: Manifest,
-        mesh: Mesh,
-        lower: Lower,
-        symbols: Mapping[str, int],
+        self, manifest: Manifest, mesh: Mesh, lower: Lower, symbols: Mapping[str, int]
     ) -> None:
         self.manifest, self.mesh, self.lower, self.symbols = manifest, mesh, lower, symbols
         self.auto = bool(manifest.contract.get(AUTO))
@@ -203,14 +175,15 @@ class _Planner:
         self.decided: dict[str, Spec] = {}
 
     def plan(self, entry: Entrypoint) -> Emitted:
-        leaves = _leaves(entry)
-        updates = _updates(entry)
+        leaves, state = entry.leaves(), set(entry.leaves("state"))
+        # The leaves of the state come first among the results.
+        updates = tuple(enumerate(i for i, leaf in enumerate(leaves) if leaf in state))
         arguments = tuple(self.spec(leaf) for leaf in leaves)
         results = (*(None for _ in updates), *map(self.output, entry.outputs))
         sizes = entry.sizes if isinstance(entry, Variant) else {}
         symbols = tuple(sorted({**self.symbols, **sizes}.items()))
         emitted = self.lower(entry, FunctionKey(arguments, results, updates, symbols, self.auto))
-        owned = {leaf.path for a in entry.arguments if a.role != "input" for leaf in a.leaves}
+        owned = {leaf.path for leaf in entry.leaves("weights", "state")}
         for leaf, spec in zip(leaves, emitted.specs(emitted.arguments), strict=True):
             if leaf.path in owned:
                 self.decided.setdefault(leaf.path, tuple(spec))
@@ -232,17 +205,6 @@ class _Planner:
         return self.spec(dataclasses.replace(leaf, path=f"outputs/{leaf.path}"))
 
 
-def _leaves(entry: Entrypoint) -> list[LeafEntry]:
-    return [leaf for argument in entry.arguments for leaf in argument.leaves]
-
-
-def _updates(entry: Entrypoint) -> tuple[tuple[int, int], ...]:
-    """(result, argument) of every leaf of the state: it comes first among the results."""
-    roles = [a.role for a in entry.arguments for _ in a.leaves]
-    held = [number for number, role in enumerate(roles) if role == "state"]
-    return tuple(enumerate(held))
-
-
 # Compiling
 
 
@@ -259,11 +221,8 @@ def compile_functions(
     """Compiles planned functions, while the weights are read onto the mesh.
 
     Args:
-      manifest: describes functions, weights and state.
-      mesh: the mesh.
       emitted: every planned function.
       wanted: names of those to compile.
-      options: of the compiler.
       read_weights: path -> array of all weights, where they are to lie.
       waiting: is entered once they are read, and left when all is compiled.
       first: names of those that are compiled here, the others being left for later; None is all.
@@ -310,7 +269,7 @@ def placements(manifest: Manifest, emitted: Mapping[str, Emitted], mesh: Mesh) -
         for leaf in (*manifest.weights, *manifest.state)
     }
     for name, program in emitted.items():
-        leaves = _leaves(manifest.functions[name])
+        leaves = manifest.functions[name].leaves()
         for leaf, spec in zip(leaves, program.specs(program.arguments), strict=True):
             if leaf.path in placed:
                 placed[leaf.path] = NamedSharding(where, spec)
@@ -321,7 +280,7 @@ def nothing_split(manifest: Manifest, emitted: Mapping[str, Emitted], mesh: Mesh
     """A sentence, where nobody said how arrays are split, and every device has all of them."""
     if mesh.size == 1 or manifest.specs:
         return []
-    leaves = {name: _leaves(manifest.functions[name]) for name in emitted}
+    leaves = {name: manifest.functions[name].leaves() for name in emitted}
     specs = [
         (leaf.path, spec)
         for name, program in emitted.items()

@@ -32,13 +32,11 @@ from serving.bundle.programs import (
     Say,
     compile_functions,
     emitted_of,
-    heaviest,
     nothing_split,
-    plan_functions,
     static_module,
     with_primary,
 )
-from serving.bundle.symbols import PlannedBundle, plan_sized, too_much
+from serving.bundle.symbols import plan_sized, planner, too_much
 from serving.bundle.tensors import check_stored, read_weights
 from spmd.errors import SpmdError
 from spmd.frontend.artifact import calls_of, is_artifact
@@ -56,10 +54,6 @@ class Modules:
     """The modules of some functions of a bundle.
 
     Args:
-      folder, manifest: the bundle.
-      names: of the functions.
-      mesh: what the functions are lowered for.
-      options: of the compiler.
       cache: what was made of them before, if anything.
 
     Raises:
@@ -76,7 +70,10 @@ class Modules:
         cache: Cache | None,
     ) -> None:
         self.folder, self.mesh, self.options, self.cache = folder, mesh, options, cache
-        self.platform = _platform(mesh)
+        self.platform = platform_of(mesh)
+        if self.platform not in PLATFORMS:
+            known = ", ".join(PLATFORMS)
+            raise BundleError(f"the mesh has {self.platform} devices, not one of {known}")
         files = [self.file(manifest.functions[name]) for name in names]
         self.files: dict[str, bytes] = {file: (folder / file).read_bytes() for file in files}
         self.texts: dict[bytes, str] = {}
@@ -110,7 +107,12 @@ class Modules:
         try:
             module = static_module(parse_module(self.text(data)), entry, asked)
             _check_signature(module, entry, what)
-            _check_calls(module, what)
+            unknown = [name for name in calls_of(module).custom_calls if not is_known_call(name)]
+            if unknown:  # XLA might abort the process on it
+                raise BundleError(
+                    f"{what} calls {', '.join(unknown[:5])[:200]}, which is unknown here; import "
+                    "what registers it (spmd.register_rule), or export without it"
+                )
             return emitted_of(module, self.mesh, asked, self.options)
         except (SpmdError, BytecodeError) as error:
             raise BundleError(f"{what} cannot be used: {one_line(error)}") from error
@@ -154,10 +156,9 @@ def _texts(group: Sequence[bytes]) -> list[str]:
 def _check_signature(module: Any, entry: Entrypoint, what: str) -> None:
     """Raise unless a module takes and gives what the manifest says."""
     args, results = signature(module)
-    wanted_args = [leaf for a in entry.arguments for leaf in a.leaves]
     wanted_results = [*entry.leaves("state"), *entry.outputs]
     for kind, found, wanted in (
-        ("takes", args, wanted_args),
+        ("takes", args, entry.leaves()),
         ("gives", results, wanted_results),
     ):
         if len(found) != len(wanted):
@@ -170,23 +171,6 @@ def _check_signature(module: Any, entry: Entrypoint, what: str) -> None:
                     f"{what} {kind} {type_} where the manifest says {leaf.path} "
                     f"{leaf.dtype}{list(leaf.shape)}"
                 )
-
-
-def _check_calls(module: Any, what: str) -> None:
-    """Raise if a module calls what nobody knows: XLA might abort the process on it."""
-    unknown = [name for name in calls_of(module).custom_calls if not is_known_call(name)]
-    if unknown:
-        raise BundleError(
-            f"{what} calls {', '.join(unknown[:5])[:200]}, which is unknown here; import what "
-            "registers it (spmd.register_rule), or export without it"
-        )
-
-
-def _platform(mesh: Mesh) -> str:
-    platform = platform_of(mesh)
-    if platform not in PLATFORMS:
-        raise BundleError(f"the mesh has {platform} devices, not one of {', '.join(PLATFORMS)}")
-    return platform
 
 
 _LOG = logging.getLogger("serving")
@@ -211,7 +195,6 @@ def load_bundle(
     Args:
       folder: as `write_bundle` made it; every process of a job has to see it.
       mesh: a `spmd.Mesh`, or jax's.
-      options: of the compiler.
       cache_dir: where plans and executables are kept for the next start, as
         `serving.bundle.cache.default_cache_dir()`; None keeps nothing.
       console: progress goes here if it is a terminal, else to the log.
@@ -255,7 +238,7 @@ def load_bundle(
         names = with_primary(manifest, wanted)
         modules = Modules(folder, manifest, names, mesh.refined(), options, cache)
         with _status(console) as say:
-            plan = _planner(manifest, wanted, mesh, modules, say)
+            plan = planner(manifest, wanted, mesh, modules.lower, say)
             planned = plan_sized(manifest, symbols, mesh, options, memory_share, plan)
         manifest, notes = planned.manifest, planned.notes
         wanted = [entry.name for name in wanted for entry in manifest.variants(name)]
@@ -302,21 +285,6 @@ def _check_files(folder: Path, manifest: Manifest, console: Console | None) -> l
     _tell(console, f"checking {len(names)} files, {size / 1e9:.2f} GB")
     check_hashes(folder, manifest, console, names)
     return later
-
-
-def _planner(
-    manifest: Manifest, wanted: Sequence[str], mesh: Mesh, modules: Modules, say: Say
-) -> Callable[[Mapping[str, Sizes], bool], PlannedBundle]:
-    """What plans the wanted functions, or the heaviest of them, at the sizes of symbols."""
-
-    def plan(values: Mapping[str, Sizes], whole: bool) -> PlannedBundle:
-        sized = manifest.sized(values)
-        names = with_primary(sized, wanted if whole else heaviest(manifest, wanted))
-        return PlannedBundle(
-            values, sized, *plan_functions(sized, names, mesh, modules.lower, say, values)
-        )
-
-    return plan
 
 
 def _read(

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,7 +20,16 @@ from jax.experimental import multihost_utils
 from models.placement import axes_of, present
 from serving.bundle.function import BundleError
 from serving.bundle.manifest import LeafEntry, Manifest, Sizes, Symbol
-from serving.bundle.programs import CompiledFunction, Placed, placements
+from serving.bundle.programs import (
+    CompiledFunction,
+    Lower,
+    Placed,
+    Say,
+    heaviest,
+    placements,
+    plan_functions,
+    with_primary,
+)
 from spmd.errors import ArgumentError, bytes_text
 from spmd.frontend.sizes import sizes_of, symbols_in
 from spmd.lowering.emit import Emitted
@@ -47,26 +56,36 @@ _LOG = logging.getLogger("serving")
 
 
 class PlannedBundle(NamedTuple):
-    """A bundle's functions, planned.
+    """A bundle's functions, planned."""
 
-    Attributes:
-      symbols: name -> value.
-      manifest: `Manifest.sized`.
-      emitted: name -> program.
-      notes: sentences on specs that do not fit.
-      room: bytes of each device that it may take, where these decided a size.
-    """
-
-    symbols: Mapping[str, Sizes]
-    manifest: Manifest
-    emitted: Mapping[str, Emitted]
-    notes: list[str]
-    room: int | None = None
+    symbols: Mapping[str, Sizes]  # name -> value
+    manifest: Manifest  # `Manifest.sized`
+    emitted: Mapping[str, Emitted]  # name -> program
+    notes: list[str]  # sentences on specs that do not fit
+    room: int | None = None  # bytes of each device that it may take, where these decided a size
 
 
 Plan = Callable[[Mapping[str, Sizes], bool], PlannedBundle]
 """Plans the functions for values of all symbols: all of them or, if the second argument is not set,
 those that are likely to need the most memory."""
+
+
+def planner(
+    manifest: Manifest,
+    wanted: Collection[str],
+    mesh: Mesh,
+    lower: Lower,
+    say: Say = lambda text: None,
+) -> Plan:
+    """What plans the wanted functions, or the heaviest of them, at the sizes of symbols."""
+
+    def plan(values: Mapping[str, Sizes], whole: bool) -> PlannedBundle:
+        sized = manifest.sized(values)
+        names = with_primary(sized, wanted if whole else heaviest(manifest, wanted))
+        planned = plan_functions(sized, names, mesh, lower, say, symbols=values)
+        return PlannedBundle(values, sized, *planned)
+
+    return plan
 
 
 def plan_sized(
@@ -83,10 +102,8 @@ def plan_sized(
       manifest: of the bundle, as it was written.
       given: symbol -> value. One that is not among them has to be in the state: it gets the largest
         value that it may have. One that is not in the state may have several values.
-      mesh: where it goes.
       options: of the compiler; the topology says how much memory there is.
       memory_share: of each device's memory, which all that the bundle has may take.
-      plan: plans functions.
 
     Raises:
       BundleError: a value that a symbol may not have, a symbol without one that memory says nothing
@@ -138,14 +155,9 @@ class _Search:
     """
 
     def __init__(
-        self,
-        manifest: Manifest,
-        known: Mapping[str, Sizes],
-        name: str,
-        mesh: Mesh,
-        room: int,
+        self, manifest: Manifest, known: Mapping[str, Sizes], name: str, mesh: Mesh, room: int,
         plan: Plan,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.manifest, self.known, self.name = manifest, known, name
         self.mesh, self.room, self.plan = mesh, room, plan
         self.symbol = _split_evenly(manifest, name, mesh)
@@ -204,7 +216,15 @@ class _Search:
             if units <= low or refusal:  # the line says nothing here: plans differ, kernels refuse
                 units = (low + high) // 2
         if best is None:
-            raise refusal or self._too_small(placed, needed)
+            if refusal is not None:
+                raise refusal
+            held = self._held(self.least, placed)
+            raise BundleError(
+                f"there is no room for {self.name}={self.least * self.symbol.multiple_of}, the "
+                f"least: weights and state take {bytes_text(held)} of each device and functions "
+                f"{bytes_text(needed)}, and {bytes_text(self.room)} may be used; take more "
+                "devices, a larger share of their memory, or export it smaller"
+            )
         found = f"{self.name}={best.symbols[self.name]}"
         room, most = bytes_text(self.room), bytes_text(needed)
         _LOG.info(f"{found}: {room} of each device may be used, functions need {most}")
@@ -212,8 +232,9 @@ class _Search:
 
     def _needed(self, planned: PlannedBundle, placed: Placed) -> int:
         """Bytes of a device that the functions need beside what is held: only one runs."""
+        functions = planned.manifest.functions
         return max(
-            (program.peak_bytes or 0) - _bytes(_taken(planned.manifest, name), placed)
+            (program.peak_bytes or 0) - _bytes(functions[name].leaves("weights", "state"), placed)
             for name, program in planned.emitted.items()
         )
 
@@ -228,25 +249,13 @@ class _Search:
 
     def _held(self, units: int, placed: Placed) -> int:
         """Bytes of weights and state on a device, placed so."""
-        return _bytes((*self.manifest.weights, *self._state(units)), placed)
-
-    def _state(self, units: int) -> list[LeafEntry]:
-        """The leaves of the state at a value."""
         known = {name: value for name, value in self.known.items() if isinstance(value, int)}
         values = {**known, self.name: units * self.symbol.multiple_of}
-        return [
+        state = [
             dataclasses.replace(leaf, shape=sizes_of(leaf.shape, values))
             for leaf in self.manifest.state
         ]
-
-    def _too_small(self, placed: Placed, needed: int) -> BundleError:
-        held = self._held(self.least, placed)
-        return BundleError(
-            f"there is no room for {self.name}={self.least * self.symbol.multiple_of}, the least: "
-            f"weights and state take {bytes_text(held)} of each device and functions "
-            f"{bytes_text(needed)}, and {bytes_text(self.room)} may be used; take more devices, a "
-            "larger share of their memory, or export it smaller"
-        )
+        return _bytes((*self.manifest.weights, *state), placed)
 
 
 def _line(points: Sequence[tuple[int, int]]) -> Callable[[int], float]:
@@ -254,12 +263,6 @@ def _line(points: Sequence[tuple[int, int]]) -> Callable[[int], float]:
     (x0, y0), (x1, y1) = points[0], points[-1]
     slope = max(0.0, (y1 - y0) / (x1 - x0)) if x1 != x0 else 0.0
     return lambda x: y1 + slope * (x - x1)
-
-
-def _taken(manifest: Manifest, name: str) -> Sequence[LeafEntry]:
-    """The leaves of weights and state that a function takes."""
-    entry = manifest.functions[name]
-    return (*entry.leaves("weights"), *entry.leaves("state"))
 
 
 def _bytes(leaves: Sequence[LeafEntry], placed: Placed) -> int:

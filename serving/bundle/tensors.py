@@ -54,11 +54,9 @@ def write_weights(
 
     Args:
       folder: new.
-      leaves: what they are.
       arrays: for each, what `numpy.asarray` reads it from. Those with an attribute `together` of
         one value are read one after the other.
       max_file_bytes: bytes of tensors in one file; a larger tensor gets one of its own.
-      console: a progress bar goes here.
 
     Raises:
       BundleError: an array that is not what its leaf says, or cannot be read.
@@ -128,10 +126,7 @@ def read_weights(
     """Weights on the mesh, each shard read straight from the file and once in a process.
 
     Args:
-      folder: as `write_weights` made it.
-      leaves: what to read.
       shardings: path -> where it goes.
-      console: a progress bar goes here.
     """
     if not leaves:
         return {}

@@ -82,11 +82,9 @@ class NamedFields:
         return f"Fields({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
 
 
-def _flatten(fields: NamedFields) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    return tuple(fields), tuple(fields._values)
-
-
-jax.tree_util.register_pytree_node(NamedFields, _flatten, NamedFields)
+jax.tree_util.register_pytree_node(
+    NamedFields, lambda fields: (tuple(fields), tuple(fields._values)), NamedFields
+)
 
 
 def fill(template: Template, leaves: Sequence[Any]) -> Any:

@@ -56,19 +56,13 @@ class SizedType:
 
 
 class Read(NamedTuple):
-    """A module that was read.
+    """A module that was read."""
 
-    Attributes:
-      module: as it is to be written.
-      static: the same, or what it is at some sizes.
-      signature: the types of its arguments and results.
-      symbols: those that have no size yet.
-    """
-
-    module: Any
-    static: Any
+    module: Any  # as it is to be written
+    static: Any  # the same, or what it is at some sizes
+    # the types of its arguments and results
     signature: tuple[tuple[SizedType, ...], tuple[SizedType, ...]]
-    symbols: tuple[str, ...] = ()
+    symbols: tuple[str, ...] = ()  # those that have no size yet
 
 
 def read_module(source: Any, symbols: Mapping[str, int] | None) -> Read:
@@ -265,7 +259,6 @@ def wrap_stablehlo(
       specs: as for `write_bundle`; weights are called `weights/<name>`, or as the model calls them.
       contract: what callers have to know, for JSON.
       name: what the bundle is called.
-      console: progress bars go here.
       symbols: sizes of the module's symbolic dims, as for `spmd.compile_stablehlo`; if left out,
         whoever loads the bundle says them.
       auto: whether the compiler chooses specs where there are none, for the mesh that the bundle is
@@ -300,7 +293,7 @@ def wrap_stablehlo(
         custom_calls=calls.custom_calls,
         composites=calls.composites,
     )
-    paths = [leaf.path for a in arguments for leaf in a.leaves]
+    paths = [leaf.path for leaf in entry.leaves()]
     paths += [f"outputs/{leaf.path}" for leaf in entry.outputs]
     manifest = Manifest(
         name=name,

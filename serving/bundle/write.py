@@ -87,7 +87,6 @@ def write_bundle(
       name: what the bundle is called.
       platforms: those to write functions for; jax writes a few ops differently for each.
       max_file_bytes: bytes of tensors in one file of weights.
-      console: progress bars go here.
 
     Raises:
       BundleError: functions, weights, state and specs that do not fit each other, or a folder that

@@ -32,29 +32,19 @@ Words = npt.NDArray[np.uint32]
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The sizes for which a backend was compiled.
+    """The sizes for which a backend was compiled."""
 
-    Attributes:
-      slots: how many sequences run together, over all groups.
-      max_length: the most tokens of a sequence, prompt and completion together.
-      rows: numbers of rows of a group for which a step is compiled, ascending; a step has at most
-        the last of them.
-      groups: slots and pages are split among so many groups: slot i is in group
-        `i // (slots // groups)`.
-      page: positions of a page.
-      pages: of a group.
-      top_logprobs: how many of the likeliest tokens are reported beside each one.
-      vocab_size: number of token ids.
-    """
-
-    slots: int
-    max_length: int
+    slots: int  # how many sequences run together, over all groups
+    max_length: int  # the most tokens of a sequence, prompt and completion together
+    # numbers of rows of a group for which a step is compiled, ascending; a step has at most the
+    # last of them
     rows: tuple[int, ...]
+    # slots and pages are split among so many groups: slot i is in group `i // (slots // groups)`
     groups: int
-    page: int
-    pages: int
-    top_logprobs: int
-    vocab_size: int
+    page: int  # positions of a page
+    pages: int  # of a group
+    top_logprobs: int  # how many of the likeliest tokens are reported beside each one
+    vocab_size: int  # number of token ids
 
     @property
     def longest(self) -> int:
@@ -64,33 +54,27 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn from the logits; what is listed first is applied first.
+    """How tokens are drawn from the logits; what is listed first is applied first."""
 
-    Attributes:
-      repetition_penalty: for tokens that occur in the sequence, prompt included, positive logits
-        are divided by it and negative ones multiplied (Keskar et al. 2019). 1 changes nothing.
-      frequency_penalty: subtracted from a token's logit once for each time that it was drawn;
-        occurrences in the prompt do not count. 0 changes nothing.
-      presence_penalty: subtracted once from the logit of every token that was drawn.
-      temperature: logits are divided by it. 0 takes the likeliest token.
-      top_k: only the k likeliest tokens are kept; 0 keeps all.
-      top_p: only the likeliest tokens are kept, as few as reach this sum of probabilities
-        (Holtzman et al. 2019); 1 keeps all.
-      min_p: only tokens are kept that have at least this share of the likeliest one's probability;
-        0 keeps all.
-      seed: in [0, 2**32). The seed and the token's position decide the draw, so that a request
-        with a seed repeats exactly.
-      logit_bias: (token, what is added to its logit), of tokens that differ; applied before all.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
+    temperature: float = 1.0  # logits are divided by it. 0 takes the likeliest token.
+    top_k: int = 0  # only the k likeliest tokens are kept; 0 keeps all
+    # only the likeliest tokens are kept, as few as reach this sum of probabilities (Holtzman et al.
+    # 2019); 1 keeps all.
     top_p: float = 1.0
+    # only tokens are kept that have at least this share of the likeliest one's probability; 0 keeps
+    # all
     min_p: float = 0.0
+    # for tokens that occur in the sequence, prompt included, positive logits are divided by it and
+    # negative ones multiplied (Keskar et al. 2019). 1 changes nothing.
     repetition_penalty: float = 1.0
+    # subtracted from a token's logit once for each time that it was drawn; occurrences in the
+    # prompt do not count. 0 changes nothing.
     frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    presence_penalty: float = 0.0  # subtracted once from the logit of every token that was drawn
+    # in [0, 2**32). The seed and the token's position decide the draw, so that a request with a
+    # seed repeats exactly.
     seed: int = 0
+    # (token, what is added to its logit), of tokens that differ; applied before all
     logit_bias: tuple[tuple[int, float], ...] = ()
 
 
@@ -98,68 +82,47 @@ class Tokens(NamedTuple):
     """Tokens with their log-probabilities.
 
     These are the model's own: log-softmax of the logits before penalties, temperature and filters.
-
-    Attributes:
-      ids: (N, ...) token ids.
-      logprobs: (N, ...) the log-probability of each.
-      top_ids: (N, ..., P) the P = `Limits.top_logprobs` likeliest tokens, likeliest first.
-      top_logprobs: (N, ..., P) the log-probabilities of these.
     """
 
-    ids: Ints
-    logprobs: Floats
-    top_ids: Ints
-    top_logprobs: Floats
+    ids: Ints  # (N, ...) token ids
+    logprobs: Floats  # (N, ...) the log-probability of each
+    top_ids: Ints  # (N, ..., P) the P = `Limits.top_logprobs` likeliest tokens, likeliest first
+    top_logprobs: Floats  # (N, ..., P) the log-probabilities of these
 
 
 class SlotPart(NamedTuple):
-    """What a step does in one slot: a chunk of its prompt, or one row that decodes.
+    """What a step does in one slot: a chunk of its prompt, or one row that decodes."""
 
-    Attributes:
-      slot: over all groups.
-      start: the position of its first row.
-      tokens: a chunk's ids, a row each; None for one row, of the slot's latest drawn token, which a
-        call that is under way may still have to draw.
-      pages: of the slot in order, numbered within its group, up to that of its last row at least.
-      draws: whether a token is drawn behind its last row.
-      targets: to have scores: for each row the token behind it. Behind a prompt's last token there
-        is none; any id will do.
-    """
-
-    slot: int
-    start: int
+    slot: int  # over all groups
+    start: int  # the position of its first row
+    # a chunk's ids, a row each; None for one row, of the slot's latest drawn token, which a call
+    # that is under way may still have to draw
     tokens: tuple[int, ...] | None
+    # of the slot in order, numbered within its group, up to that of its last row at least
     pages: tuple[int, ...]
-    draws: bool
+    draws: bool  # whether a token is drawn behind its last row
+    # to have scores: for each row the token behind it. Behind a prompt's last token there is none;
+    # any id will do.
     targets: tuple[int, ...] | None = None
 
 
 class Stepped(NamedTuple):
-    """The results of a step.
+    """The results of a step."""
 
-    Attributes:
-      drawn: the drawn tokens, one for each part that draws, in the order of parts.
-      scores: for each part None, or its targets with the log-probabilities that the model gives
-        them, one for each row.
-    """
-
-    drawn: Tokens
+    drawn: Tokens  # the drawn tokens, one for each part that draws, in the order of parts
+    # for each part None, or its targets with the log-probabilities that the model gives them, one
+    # for each row
     scores: tuple[Tokens | None, ...]
 
 
 class Backend(Protocol):
-    """A model with slots for sequences.
+    """A model with slots for sequences."""
 
-    Attributes:
-      limits: the sizes for which it was compiled.
-      info: facts about it for people and metrics: the mesh, the device kind, the bytes that a
-        step reads, the devices' bandwidth.
-      budget: rows of a group in one step beside which decoding slots do not wait long for it.
-    """
-
-    limits: Limits
+    limits: Limits  # the sizes for which it was compiled
+    # facts about it for people and metrics: the mesh, the device kind, the bytes that a step reads,
+    # the devices' bandwidth
     info: dict[str, Any]
-    budget: int
+    budget: int  # rows of a group in one step beside which decoding slots do not wait long for it
 
     @property
     def compile_total(self) -> int:
@@ -171,8 +134,6 @@ class Backend(Protocol):
         """Begins to set up a slot for another sequence, before any token of it is drawn.
 
         Args:
-          slot: which slot.
-          sampling: how its tokens are drawn.
           seen: the ids of the sequence so far, those of `drawn` among them.
           drawn: the tokens that were drawn already, for a sequence that is resumed.
         """

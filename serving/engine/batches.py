@@ -30,12 +30,7 @@ def why_not_joined(infer: Infer) -> str:
 
 
 class Batches:
-    """Calls of a function for clients, several in one where it has a batch.
-
-    Args:
-      infer: the function.
-      statistics: are told of every call.
-    """
+    """Calls of a function for clients, several in one where it has a batch."""
 
     def __init__(self, infer: Infer, statistics: Statistics) -> None:
         self._infer, self._statistics = infer, statistics

@@ -22,40 +22,27 @@ from serving.engine.text import Decode, Detokenizer, StopMatcher, TokenTexts
 
 
 class Token(NamedTuple):
-    """A token with its log-probability.
+    """A token with its log-probability."""
 
-    Attributes:
-      text: the token's part of the text. If a character is made of several tokens, the last of
-        them has its text and the others have none.
-      offset: where `text` begins in the completion, or, for a prompt's token, in the prompt.
-      logprob: None for the first token of a prompt, as nothing comes before it.
-      top: (text, log-probability) of the likeliest tokens, likeliest first.
-    """
-
+    # the token's part of the text. If a character is made of several tokens, the last of them has
+    # its text and the others have none.
     text: str
-    offset: int
-    logprob: float | None
+    offset: int  # where `text` begins in the completion, or, for a prompt's token, in the prompt
+    logprob: float | None  # None for the first token of a prompt, as nothing comes before it
+    # (text, log-probability) of the likeliest tokens, likeliest first
     top: tuple[tuple[str, float], ...]
 
 
 class Delta(NamedTuple):
-    """A new part of a completion.
+    """A new part of a completion."""
 
-    Attributes:
-      choice: index of the completion among those of its request.
-      text: follows the texts of the deltas before.
-      tokens: the tokens of that text, if log-probabilities were asked for.
-      generated: number of tokens drawn so far, whether shown or not.
-      finish: why the completion ended, with its last delta; else None.
-      scores: with the first delta, if asked for: log-probabilities of the prompt's tokens, for
-        `read_scores`.
-    """
-
-    choice: int
-    text: str
-    tokens: tuple[Token, ...]
-    generated: int
-    finish: Finish | None
+    choice: int  # index of the completion among those of its request
+    text: str  # follows the texts of the deltas before
+    tokens: tuple[Token, ...]  # the tokens of that text, if log-probabilities were asked for
+    generated: int  # number of tokens drawn so far, whether shown or not
+    finish: Finish | None  # why the completion ended, with its last delta; else None
+    # with the first delta, if asked for: log-probabilities of the prompt's tokens, for
+    # `read_scores`
     scores: Tokens | None = None
 
 
@@ -71,7 +58,6 @@ class CompletionText:
 
     Args:
       index: of the completion, among those of its request.
-      job: what is asked for.
       decode: turns token ids into text.
       pieces: the text of single tokens.
 
@@ -193,10 +179,7 @@ def read_scores(job: Job, scores: Tokens, decode: Decode, pieces: TokenTexts) ->
     thread: a long prompt would delay all other requests.
 
     Args:
-      job: whose prompt.
       scores: of the prompt's tokens, from a delta.
-      decode: turns token ids into text.
-      pieces: the text of single tokens.
     """
     detokenizer, offset, tokens = Detokenizer(decode), 0, list[Token]()
     last = len(job.prompt) - 1

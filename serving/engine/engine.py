@@ -27,7 +27,7 @@ from typing import NamedTuple
 from serving.engine.actions import Counts, EngineStep, Job, Progress
 from serving.engine.backend import Backend, Stepped, Tokens, Words
 from serving.engine.choice import CompletionText, Delta, NotFinite, Token, read_scores
-from serving.engine.guide import Guide, GuideError, Guides
+from serving.engine.guide import GuideError, Guides
 from serving.engine.records import EngineState, Finished, Observer
 from serving.engine.scheduler import Scheduler
 from serving.engine.stream import Failed, Misguided, Stopped, Stream, deliver, shutting_down
@@ -42,25 +42,15 @@ class _Call(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A step that is done.
+    """A step that is done."""
 
-    Attributes:
-      step: what was asked for.
-      results: what the backend returned.
-      seconds: how long the device worked on it.
-    """
-
-    step: EngineStep
-    results: Stepped
-    seconds: float
+    step: EngineStep  # what was asked for
+    results: Stepped  # what the backend returned
+    seconds: float  # how long the device worked on it
 
 
 class Calls:
-    """A queue of the calls under way; only the engine's thread begins and finishes them.
-
-    Args:
-      backend: runs the calls, one after the other.
-    """
+    """A queue of the calls under way; only the engine's thread begins and finishes them."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -160,7 +150,6 @@ class Engine:
       decode: turns token ids into text.
       letter: ids of which the last one ends a word. Alternatives are shown as they would read
         behind it: some tokenizers drop a space at the beginning of a text.
-      observer: is told what happens.
       token_budget: rows of a group in a step that has both rows that draw and chunks of prompts;
         None takes the backend's.
       ahead: how many steps are begun before the results of the last one are there.
@@ -249,7 +238,10 @@ class Engine:
         now = time.monotonic()
         choices = [CompletionText(i, job, self._decode, self._pieces) for i, job in enumerate(jobs)]
         with self._wake:
-            self._check_open()
+            if self.error is not None:
+                raise Failed(self.error)
+            if self._stopping:
+                raise self._stopped()
             self._scheduler.submit(jobs)
             for key, choice in zip(keys, choices, strict=True):
                 self._entries[key] = Entry(choice, stream, now)
@@ -321,12 +313,6 @@ class Engine:
         self._changed = True
         self._wake.notify()
 
-    def _check_open(self) -> None:
-        if self.error is not None:
-            raise Failed(self.error)
-        if self._stopping:
-            raise self._stopped()
-
     # -----------------------------------------------------------------------------------------
     # The thread that calls the backend.
 
@@ -338,8 +324,9 @@ class Engine:
                     self._calls.begin(step)
                 if self._calls:
                     self._finish()
-                else:
-                    self._wait()
+                    continue
+                with self._wake:
+                    self._wake.wait_for(lambda: self._stopping or self._changed)
         except Exception as error:
             self._heed(error)
             self._fail("the model failed", error)
@@ -356,24 +343,17 @@ class Engine:
                 self._entries[key].note_placed(now)
             return step
 
-    def _wait(self) -> None:
-        with self._wake:
-            self._wake.wait_for(lambda: self._stopping or self._changed)
-
     def _finish(self) -> None:
         done = self._calls.finish()
         ids = done.results.drawn.ids.tolist()
         with self._lock:
             progress = self._scheduler.stepped(ids)
-            guided = [(one, guide) for one in progress if (guide := self._guide_of(one))]
-        for one, guide in guided:
-            self._guides.ask(one.key, guide, ids[one.row])
+            going_on = [one for one in progress if not one.finish and one.key in self._entries]
+            guides = [(one, self._entries[one.key].choice.job.guide) for one in going_on]
+        for one, guide in guides:
+            if guide is not None:
+                self._guides.ask(one.key, guide, ids[one.row])
         self._done.put((done, progress))
-
-    def _guide_of(self, progress: Progress) -> Guide | None:
-        """What says how a request goes on, if it does."""
-        entry = self._entries.get(progress.key)
-        return None if entry is None or progress.finish else entry.choice.job.guide
 
     # -----------------------------------------------------------------------------------------
     # The threads that make masks.

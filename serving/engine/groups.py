@@ -18,11 +18,7 @@ ROOT = -1
 
 
 class Pages:
-    """The pages of one pool, numbered from 0.
-
-    Args:
-      count: how many there are.
-    """
+    """The pages of one pool, numbered from 0."""
 
     def __init__(self, count: int) -> None:
         self._holders = [0] * count
@@ -60,7 +56,9 @@ class Pages:
         if count > self.available:
             raise ValueError(f"{count} pages are wanted, {self.available} can be had")
         while len(self._free) < count:
-            self._forget_one()
+            page, _ = self._cached.popitem(last=False)
+            del self._found[self._places.pop(page)]
+            self._free.append(page)
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._holders[page] = 1
@@ -120,43 +118,24 @@ class Pages:
             else:
                 self._free.append(page)
 
-    def _forget_one(self) -> None:
-        page, _ = self._cached.popitem(last=False)
-        del self._found[self._places.pop(page)]
-        self._free.append(page)
-
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Ongoing:
-    """A request that is not over, and how far it has come.
+    """A request that is not over, and how far it has come."""
 
-    Attributes:
-      job: what is asked for.
-      tokens: its prompt and the drawn tokens that are known.
-      wanted: tokens to draw in calls that have not begun.
-      order: as what number it got its first slot; the *oldest* request has the lowest.
-      slot: over all groups; -1 while it waits.
-      pages: of the slot, within the group.
-      room: positions of these pages.
-      end: so many tokens are run as chunks; the calls behind them each run the latest drawn one.
-      filled: positions whose calls have begun, or that pages held already.
-      paid: positions that had been filled when it lost its slot.
-      entered: how many of the pages are known by their tokens.
-      mask: the tokens that may be drawn next; None are all.
-    """
-
-    job: Job
-    tokens: array[int]
-    wanted: int
-    order: int = -1
-    slot: int = -1
-    pages: tuple[int, ...] = ()
-    room: int = 0
+    job: Job  # what is asked for
+    tokens: array[int]  # its prompt and the drawn tokens that are known
+    wanted: int  # tokens to draw in calls that have not begun
+    order: int = -1  # as what number it got its first slot; the *oldest* request has the lowest
+    slot: int = -1  # over all groups; -1 while it waits
+    pages: tuple[int, ...] = ()  # of the slot, within the group
+    room: int = 0  # positions of these pages
+    # so many tokens are run as chunks; the calls behind them each run the latest drawn one
     end: int = 0
-    filled: int = 0
-    paid: int = 0
-    entered: int = 0
-    mask: Words | None = None
+    filled: int = 0  # positions whose calls have begun, or that pages held already
+    paid: int = 0  # positions that had been filled when it lost its slot
+    entered: int = 0  # how many of the pages are known by their tokens
+    mask: Words | None = None  # the tokens that may be drawn next; None are all
 
     @property
     def key(self) -> int:
@@ -181,10 +160,6 @@ class Ongoing:
 
 class Group:
     """The slots and pages of one group, and who has them.
-
-    Args:
-      limits: the backend's sizes.
-      index: which group.
 
     Attributes:
       pages: its pool.
@@ -244,7 +219,6 @@ class Group:
         """Makes a request's pages known that are full once all calls that have begun are done.
 
         Args:
-          request: which request.
           replace: whether, if another page is known to have the same tokens, the request holds that
             one from now on and gives back its own. Not while a step is made that writes its own.
         """

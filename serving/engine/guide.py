@@ -54,7 +54,6 @@ def counted_masks(
     """The masks of a request that depend on nothing but how many tokens were drawn.
 
     Args:
-      vocabulary: number of token ids.
       allowed: the ids that may be drawn at all; none are all.
       stop_ids: may be drawn behind `min_tokens` tokens only.
       min_tokens: so many tokens are drawn at least.
@@ -142,7 +141,6 @@ class BadWords:
 
     Args:
       sequences: token ids; none of them is empty.
-      vocabulary: number of token ids.
 
     Attributes:
       reach: how many of the latest tokens decide what may come next.
@@ -192,7 +190,6 @@ class WithoutBadWords:
     """A `serving.engine.guide.Guide`: what another one allows, or masks by count, but bad words.
 
     Args:
-      bad: the sequences.
       masks: by how many tokens were drawn; not looked at if there is a guide.
       guide: another one, which becomes this one's own.
     """

@@ -18,17 +18,11 @@ Array = npt.NDArray[Any]
 
 
 class TensorSpec(NamedTuple):
-    """An input or output.
+    """An input or output."""
 
-    Attributes:
-      name: what requests call it.
-      dtype: numpy's name of it, or `bfloat16`.
-      shape: sizes of its dims; -1 is any size.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    name: str  # what requests call it
+    dtype: str  # numpy's name of it, or `bfloat16`
+    shape: tuple[int, ...]  # sizes of its dims; -1 is any size
 
 
 class Infer(Protocol):

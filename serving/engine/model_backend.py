@@ -19,16 +19,11 @@ NONE = -1
 
 
 class Functions(Protocol):
-    """Compiled functions with the weights and the state that they share; a bundle is one.
-
-    Attributes:
-      functions: by name, each with `tags`.
-      compile_total: how many programs have been compiled.
-    """
+    """Compiled functions with the weights and the state that they share; a bundle is one."""
 
     @property
     def functions(self) -> Mapping[str, Any]:
-        """The functions by name."""
+        """The functions by name, each with `tags`."""
 
     @property
     def compile_total(self) -> int:
@@ -42,9 +37,6 @@ class ModelBackend:
     """The `Backend` of a model whose functions are those of `models.decode.functions`.
 
     Args:
-      programs: the functions.
-      limits: the sizes for which they were compiled.
-      info: facts about the model for people.
       budget: rows of a group in one step beside which decoding does not wait long; None: as many as
         a step may have.
       names: of the functions that are there from the start; None is all. `add` adds others.
@@ -121,7 +113,13 @@ class ModelBackend:
             made = _taken(drawn(), drawing)
             if scores is None:
                 return Stepped(made, (None,) * len(parts))
-            return Stepped(made, _scores_of(placed, scores()))
+            of_rows, found = scores(), list[Tokens | None]()
+            for part, group, begin, count in zip(
+                parts, placed.group, placed.begin, placed.count, strict=True
+            ):
+                rows = group, slice(begin, begin + count)
+                found.append(None if part.targets is None else _taken(of_rows, rows))
+            return Stepped(made, tuple(found))
 
         return results
 
@@ -156,7 +154,11 @@ class ModelBackend:
         drawing, fields["draws"] = _draws(placed, rows, limits)
         is_scored = kind == "score"
         if is_scored:
-            fields["targets"] = _targets(placed, rows, limits)
+            fields["targets"] = np.zeros((limits.groups, rows), np.int32)
+            for i, part in enumerate(placed.parts):
+                if part.targets is not None:
+                    begin, end = placed.begin[i], placed.begin[i] + placed.count[i]
+                    fields["targets"][placed.group[i], begin:end] = part.targets
         slots, table = limits.slots // limits.groups, length // limits.page
         packed = pack_rows(fields, row_shapes(slots, rows, table, scores=is_scored))
         wanted = np.bool_(alternatives and limits.top_logprobs > 0)
@@ -184,24 +186,16 @@ class ModelBackend:
 
 
 class _Placed(NamedTuple):
-    """Where the rows of parts go.
+    """Where the rows of parts go."""
 
-    Attributes:
-      parts: as they were given.
-      group, slot: of each part; the slot within its group.
-      begin: the row of its group with which each part begins.
-      count: how many rows each part has.
-      ends: how many positions each part's slot has with them.
-      per_slot: (A, B) rows of each slot.
-    """
-
-    parts: Sequence[SlotPart]
+    parts: Sequence[SlotPart]  # as they were given
+    # group, slot: of each part; the slot within its group
     group: Any
     slot: Any
-    begin: Any
-    count: Any
-    ends: Any
-    per_slot: Any
+    begin: Any  # the row of its group with which each part begins
+    count: Any  # how many rows each part has
+    ends: Any  # how many positions each part's slot has with them
+    per_slot: Any  # (A, B) rows of each slot
 
     @property
     def fullest(self) -> int:
@@ -224,16 +218,6 @@ def _place(parts: Sequence[SlotPart], limits: Limits) -> _Placed:
     count = np.array([1 if p.tokens is None else len(p.tokens) for p in parts], np.int32)
     ends = np.array([p.start for p in parts], np.int32) + count
     of_all = np.array([p.slot for p in parts], np.int32)
-    _check(parts, of_all, ends, count, limits)
-    per_slot = np.zeros((limits.groups, slots), np.int32)
-    per_slot.reshape(-1)[of_all] = count
-    before = np.cumsum(per_slot, axis=1) - per_slot
-    return _Placed(
-        parts, of_all // slots, of_all % slots, before.reshape(-1)[of_all], count, ends, per_slot
-    )
-
-
-def _check(parts: Sequence[SlotPart], of_all: Any, ends: Any, count: Any, limits: Limits) -> None:
     if len(set(of_all.tolist())) != len(parts):
         raise ValueError(f"a step has two parts of one slot: {of_all.tolist()}")
     for part, end, rows in zip(parts, ends.tolist(), count.tolist(), strict=True):
@@ -244,6 +228,12 @@ def _check(parts: Sequence[SlotPart], of_all: Any, ends: Any, count: Any, limits
             )
         if len(part.pages) * limits.page < end:
             raise ValueError(f"slot {part.slot}: {len(part.pages)} pages do not reach {end}")
+    per_slot = np.zeros((limits.groups, slots), np.int32)
+    per_slot.reshape(-1)[of_all] = count
+    before = np.cumsum(per_slot, axis=1) - per_slot
+    return _Placed(
+        parts, of_all // slots, of_all % slots, before.reshape(-1)[of_all], count, ends, per_slot
+    )
 
 
 def _row_inputs(placed: _Placed, rows: int, limits: Limits) -> dict[str, Any]:
@@ -282,25 +272,6 @@ def _draws(placed: _Placed, rows: int, limits: Limits) -> tuple[Any, Any]:
     number = np.cumsum(is_of, axis=0)[np.arange(len(group)), group] - 1
     draws[group, number] = last
     return (group, number), draws
-
-
-def _targets(placed: _Placed, rows: int, limits: Limits) -> Any:
-    """(A, R); zeros for rows of parts without targets."""
-    targets = np.zeros((limits.groups, rows), np.int32)
-    for i, part in enumerate(placed.parts):
-        if part.targets is not None:
-            begin = placed.begin[i]
-            targets[placed.group[i], begin : begin + placed.count[i]] = part.targets
-    return targets
-
-
-def _scores_of(placed: _Placed, scores: Tokens) -> tuple[Tokens | None, ...]:
-    """The scores of each part that has targets."""
-    found: list[Tokens | None] = []
-    for i, part in enumerate(placed.parts):
-        rows = slice(placed.begin[i], placed.begin[i] + placed.count[i])
-        found.append(None if part.targets is None else _taken(scores, (placed.group[i], rows)))
-    return tuple(found)
 
 
 class _Tables:

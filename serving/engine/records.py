@@ -8,30 +8,19 @@ from serving.engine.actions import Counts, EngineStep
 
 
 class Finished(NamedTuple):
-    """A request that has ended; all times are in seconds.
+    """A request that has ended; all times are in seconds."""
 
-    Attributes:
-      choice: the number of the completion, among those asked for together.
-      reason: `stop`, `length`, `error`, `grammar` if what it asked for left no token to draw, or
-        `abort` if its reader went away.
-      prompt_tokens: tokens of the prompt.
-      generated: tokens that were drawn for it.
-      queued: from its arrival until it got a slot, or until its end if it never got one.
-      prefill: from there until its first token.
-      decode: from there until its last token.
-      total: from its arrival until its end.
-      ended: when it ended, by `time.monotonic`.
-    """
-
-    choice: int
+    choice: int  # the number of the completion, among those asked for together
+    # `stop`, `length`, `error`, `grammar` if what it asked for left no token to draw, or `abort` if
+    # its reader went away
     reason: str
     prompt_tokens: int
-    generated: int
-    queued: float
-    prefill: float
-    decode: float
-    total: float
-    ended: float
+    generated: int  # tokens that were drawn for it
+    queued: float  # from its arrival until it got a slot, or until its end if it never got one
+    prefill: float  # from there until its first token
+    decode: float  # from there until its last token
+    total: float  # from its arrival until its end
+    ended: float  # when it ended, by `time.monotonic`
 
 
 class Observer(Protocol):
@@ -51,20 +40,11 @@ class Observer(Protocol):
 
 
 class EngineState(NamedTuple):
-    """What the engine has to do at this moment.
+    """What the engine has to do at this moment."""
 
-    Attributes:
-      waiting: requests without a slot.
-      running: requests with a slot.
-      pages: how many there are, over all groups.
-      held: pages of running requests.
-      cached: pages whose tokens are known, but that nobody holds.
-      counts: totals since the start.
-    """
-
-    waiting: int
-    running: int
-    pages: int
-    held: int
-    cached: int
-    counts: Counts
+    waiting: int  # requests without a slot
+    running: int  # requests with a slot
+    pages: int  # how many there are, over all groups
+    held: int  # pages of running requests
+    cached: int  # pages whose tokens are known, but that nobody holds
+    counts: Counts  # totals since the start

@@ -77,7 +77,6 @@ class Scheduler:
     """Distributes requests over the slots and pages of a backend.
 
     Args:
-      limits: the backend's sizes.
       budget: rows of a group in a step that has both rows that draw and chunks of prompts.
       ahead: how many steps are begun before the results of the last one are there.
 
@@ -132,8 +131,14 @@ class Scheduler:
         Raises:
           ValueError: the pool could not hold one of them.
         """
+        most = self.limits.longest
         for request in requests:
-            self._check(request)
+            length = len(request.prompt)
+            if not length or request.max_tokens < 0 or length + request.max_tokens > most:
+                raise ValueError(
+                    f"a prompt of {length} tokens and {request.max_tokens} more: a sequence has 1 "
+                    f"to {most}"
+                )
         for request in requests:
             ongoing = Ongoing(request, array("i", request.prompt), request.max_tokens)
             self._ongoing[request.key] = ongoing
@@ -215,7 +220,7 @@ class Scheduler:
                 else:
                     done.append(Progress(key, row, self._take(request, ids[row])))
                 row += 1
-            elif request is not None and _ends(part, request):
+            elif request is not None and part.start + len(part.tokens or ()) == request.end:
                 done.append(Progress(key, None, "length"))
                 self._end(request)
         return done
@@ -233,17 +238,15 @@ class Scheduler:
             while request.slot >= 0 and not (group := self._group(request)).pages.available:
                 if self._under_way:
                     return False
-                self._preempt(group, group.youngest)
+                youngest = group.youngest
+                group.remove(youngest)
+                self._decoding.pop(youngest.key, None)
+                youngest.paid = max(youngest.paid, youngest.filled)
+                bisect.insort(self._preempted, youngest, key=lambda preempted: preempted.order)
+                self.counts.preempted += 1
             if request.slot >= 0:
                 self._group(request).grow(request)
         return True
-
-    def _preempt(self, group: Group, request: Ongoing) -> None:
-        group.remove(request)
-        self._decoding.pop(request.key, None)
-        request.paid = max(request.paid, request.filled)
-        bisect.insort(self._preempted, request, key=lambda request: request.order)
-        self.counts.preempted += 1
 
     def _draw(self, draft: _Draft) -> None:
         """Adds a row for each request that draws."""
@@ -337,27 +340,21 @@ class Scheduler:
         draft.rows += end - start
         draft.seen += end
         request.filled = end
-        self._charge_chunk(request, start, end)
-        group.enter(request, replace=False)
-        group.filling = None if is_last else request
-        if draws:
-            self._begin(draft, request)
-
-    def _begin(self, draft: _Draft, request: Ongoing) -> None:
-        """Sets up the drawing in a slot whose last chunk is in this step."""
-        asked, tokens = request.job, tuple(request.tokens)
-        drawn = tokens[len(asked.prompt) :]
-        draft.begins.append(Begin(request.slot, asked.sampling, tokens, drawn))
-        draft.alternatives |= bool(asked.logprobs)
-        if not self._count_draw(draft, request, begins=True):
-            self._decoding[request.key] = request
-
-    def _charge_chunk(self, request: Ongoing, start: int, end: int) -> None:
-        """Counts a chunk's tokens; what is run once more after a preemption is not charged."""
-        new = max(0, min(end, len(request.job.prompt)) - max(start, request.paid))
+        # What is run once more after a preemption is not charged.
+        asked = request.job
+        new = max(0, min(end, len(asked.prompt)) - max(start, request.paid))
         self.counts.prefilled += new
         self.counts.repeated += end - start - new
         self._queue.charge(request, new)
+        group.enter(request, replace=False)
+        group.filling = None if is_last else request
+        if not draws:
+            return
+        seen = tuple(tokens)
+        draft.begins.append(Begin(request.slot, asked.sampling, seen, seen[len(asked.prompt) :]))
+        draft.alternatives |= bool(asked.logprobs)
+        if not self._count_draw(draft, request, begins=True):
+            self._decoding[request.key] = request
 
     # -----------------------------------------------------------------------------------------
     # Advancing.
@@ -390,16 +387,3 @@ class Scheduler:
 
     def _group(self, request: Ongoing) -> Group:
         return self.groups[request.slot // self._slots]
-
-    def _check(self, request: Job) -> None:
-        length, most = len(request.prompt), self.limits.longest
-        if not length or request.max_tokens < 0 or length + request.max_tokens > most:
-            raise ValueError(
-                f"a prompt of {length} tokens and {request.max_tokens} more: a sequence has 1 to "
-                f"{most}"
-            )
-
-
-def _ends(part: SlotPart, request: Ongoing) -> bool:
-    """Whether a chunk is its prompt's last."""
-    return part.tokens is not None and part.start + len(part.tokens) == request.end

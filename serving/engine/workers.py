@@ -42,19 +42,13 @@ def join_all(threads: Sequence[threading.Thread], timeout: float) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class JointCall(Generic[T]):
-    """A call that may be made together with others of its kind.
+    """A call that may be made together with others of its kind."""
 
-    Attributes:
-      joint: makes them: takes the `content` of each, and returns a result for each.
-      content: what this one is about.
-      size: of it.
-      most: how large those that are made together may be.
-    """
-
+    # makes them: takes the `content` of each, and returns a result for each
     joint: Callable[[Sequence[Any]], Sequence[T]]
-    content: Any
+    content: Any  # what this one is about
     size: int
-    most: int
+    most: int  # how large those that are made together may be
 
     def __call__(self) -> T:
         """Makes this call alone."""
@@ -92,7 +86,6 @@ class Workers:
     requests, and awaits one call at a time.
 
     Args:
-      name: of the threads.
       threads: how many calls run at a time.
       finished: is told of every call that has ended, on any thread.
       heed: is told what a call raised, before the one who waits is.

@@ -32,21 +32,13 @@ KEPT = 16
 
 
 class Grammar(NamedTuple):
-    """A compiled grammar.
+    """A compiled grammar."""
 
-    Attributes:
-      matcher: at the beginning of a text; guides go on with copies.
-      left_out: what of a schema is not enforced.
-      ends: the ids that the matcher takes for an end.
-      stops: the model's own stop ids.
-      vocabulary: number of token ids.
-    """
-
-    matcher: llguidance.LLMatcher
-    left_out: tuple[str, ...]
-    ends: Words
-    stops: Words
-    vocabulary: int
+    matcher: llguidance.LLMatcher  # at the beginning of a text; guides go on with copies
+    left_out: tuple[str, ...]  # what of a schema is not enforced
+    ends: Words  # the ids that the matcher takes for an end
+    stops: Words  # the model's own stop ids
+    vocabulary: int  # number of token ids
 
     def guide(self, stop_ids: Collection[int] = (), min_tokens: int = 0) -> GrammarGuide:
         """An automaton at the beginning of a completion, its first mask made.
@@ -70,8 +62,6 @@ class Grammars:
     Compiling lets other threads run, and takes a few seconds at most.
 
     Args:
-      tokenizer: the model's.
-      vocabulary: the model's number of token ids.
       stop_ids: end completions.
       most_bytes: of a grammar, schemas included.
     """
@@ -94,7 +84,6 @@ class Grammars:
         """JSON that fits a schema.
 
         Args:
-          schema: a JSON value.
           lenient: whether what cannot be enforced is left out.
 
         Raises:
@@ -185,19 +174,18 @@ class Grammars:
     def _ll(self) -> llguidance.LLTokenizer:
         """The tokenizer for llguidance; with a hundred thousand tokens that takes a second."""
         with self._lock:
-            if self._made is None:
-                self._made = self._make()
+            if self._made is not None:
+                return self._made
+            source: Any = self._tokenizer.spec
+            if source is None:
+                source = byte_tokenizer(self._tokenizer.eos_id, BYTE_VOCABULARY)
+            how: Any = {"n_vocab": self._vocabulary, "eos_token": self._ends}
+            try:
+                self._made = llguidance.LLTokenizer(source, **how)
+            except Exception as error:
+                text = f"this model's tokenizer cannot be used for it: {error}"
+                raise GrammarError(text) from error
             return self._made
-
-    def _make(self) -> llguidance.LLTokenizer:
-        spec = self._tokenizer.spec
-        source: Any = spec
-        if spec is None:
-            source = byte_tokenizer(self._tokenizer.eos_id, BYTE_VOCABULARY)
-        try:
-            return llguidance.LLTokenizer(source, n_vocab=self._vocabulary, eos_token=self._ends)
-        except Exception as error:
-            raise GrammarError(f"this model's tokenizer cannot be used for it: {error}") from error
 
 
 def inline(schema: Any, *, lenient: bool = False) -> str:

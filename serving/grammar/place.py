@@ -20,7 +20,6 @@ def find_problem(schema: Any, problem: Callable[[Any], str | None]) -> tuple[str
     """The innermost part of a schema that cannot be used.
 
     Args:
-      schema: a JSON value.
       problem: why a schema cannot be used; None if it can. If finding out takes too long it raises
         `TooHard`, which ends the search in parts.
 

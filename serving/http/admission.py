@@ -34,9 +34,6 @@ def address_of(host: str) -> str:
 class Budget:
     """So much of something, which clients take and give back.
 
-    Args:
-      limit: how much there is.
-
     Attributes:
       taken: how much of it clients have.
       peak: the most that they had.
@@ -86,21 +83,13 @@ class Admission:
 
 @dataclasses.dataclass
 class Visit:
-    """A request, and what it holds.
+    """A request, and what it holds."""
 
-    Attributes:
-      admission: the book.
-      client: who can be told apart from others: by API key, or by address.
-      body: the request's body, once it is here.
-      places: how many it holds.
-      bytes: how many it holds.
-    """
-
-    admission: Admission
-    client: str
-    body: bytes = b""
-    places: int = 0
-    bytes: int = 0
+    admission: Admission  # the book
+    client: str  # who can be told apart from others: by API key, or by address
+    body: bytes = b""  # the request's body, once it is here
+    places: int = 0  # how many it holds
+    bytes: int = 0  # how many it holds
 
     def hold_bytes(self, count: int) -> None:
         """Notes that so many more bytes of the body have come.

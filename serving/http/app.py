@@ -77,7 +77,6 @@ class MeasuredApp:
 
     Args:
       app: the app; what it routes to is in the scope once it has answered.
-      traffic: where they are counted.
       routes: of the app. All paths beside them count as one, or strangers could make up as many as
         they like.
     """
@@ -104,13 +103,10 @@ class MeasuredApp:
         finally:
             seconds = time.monotonic() - started
             method = scope["method"] if scope["method"] in METHODS else "other"
-            self._traffic.answered(method, self._route(scope), status, seconds)
-
-    def _route(self, scope: Scope) -> str:
-        path = route_path(scope)
-        return (
-            path if path in self._paths else self._by_endpoint.get(scope.get("endpoint"), "other")
-        )
+            path = route_path(scope)
+            if path not in self._paths:
+                path = self._by_endpoint.get(scope.get("endpoint"), "other")
+            self._traffic.answered(method, path, status, seconds)
 
 
 _LOG = logging.getLogger("serving.access")
@@ -130,7 +126,6 @@ class Access:
     """ASGI middleware around everything else, so that answers to errors have an id, too.
 
     Args:
-      app: what answers.
       tracing: makes spans of requests; None makes none.
     """
 
@@ -233,20 +228,17 @@ def make_app(
         },
     )
     app.state.service = service
-    return Access(_with_cors(app, http.allow_origins if http else ()), tracing)
-
-
-def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Lets pages of other sites use the server; browsers ask it before they send JSON."""
-    if not origins:
-        return app
-    return CORSMiddleware(
+    if http is None or not http.allow_origins:
+        return Access(app, tracing)
+    # Pages of other sites may use the server; browsers ask it before they send JSON.
+    open_app = CORSMiddleware(
         app,
-        allow_origins=origins,
+        allow_origins=http.allow_origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],  # clients in JavaScript send many of their own
         expose_headers=[HEADER, "Retry-After"],
     )
+    return Access(open_app, tracing)
 
 
 async def metrics(request: Request) -> Response:

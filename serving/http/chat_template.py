@@ -57,10 +57,19 @@ def described(
             else:
                 made.append({"role": "user", "content": text})
         else:
-            names.update(_names(message))
+            calls = message.get("tool_calls", ())
+            names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
             made.append(_plain(message, format))
         was_result = is_result
-    return _with_system(made, _description(tools, format)) if tools else made
+    if not tools:
+        return made
+    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    head, tail = format.around("NAME")
+    text = SYSTEM.format(functions=functions, example=f'{head}{{"ARGUMENT": VALUE}}{tail}')
+    first = made[0]
+    if first["role"] != "system":
+        return [{"role": "system", "content": text}, *made]
+    return [{**first, "content": f"{first['content']}\n\n{text}"}, *made[1:]]
 
 
 def _plain(message: Message, format: Format) -> Message:
@@ -68,24 +77,6 @@ def _plain(message: Message, format: Format) -> Message:
     written = (format.written(call["name"], call["arguments"]) for call in calls)
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**rest, "content": "\n".join(filter(None, [message["content"], *written]))}
-
-
-def _names(message: Message) -> dict[str, str]:
-    calls = message.get("tool_calls", ())
-    return {call["id"]: call["function"]["name"] for call in calls if "id" in call}
-
-
-def _description(tools: Sequence[Mapping[str, Any]], format: Format) -> str:
-    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    head, tail = format.around("NAME")
-    return SYSTEM.format(functions=functions, example=f'{head}{{"ARGUMENT": VALUE}}{tail}')
-
-
-def _with_system(messages: list[Message], text: str) -> list[Message]:
-    first = messages[0]
-    if first["role"] != "system":
-        return [{"role": "system", "content": text}, *messages]
-    return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
 
 
 DEFAULT = """\
@@ -121,10 +112,6 @@ class _Generation(jinja2.ext.Extension):
 
 def _raise(message: str) -> None:
     raise _Refused(message)
-
-
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
 
 
 def _to_json(
@@ -170,7 +157,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = _now
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         self.is_default = source is None
         self.stops = DEFAULT_STOPS if source is None else ()
         self._special = dict(special_tokens or {})

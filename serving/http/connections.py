@@ -97,7 +97,6 @@ class Refusing:
     """An app that answers nothing but refusals on connections beyond the limit of their address.
 
     Args:
-      app: the app.
       most: connections of one address.
     """
 

@@ -46,10 +46,8 @@ def restricted(
 
     Args:
       job: without any of that.
-      ask: the request.
       grammar: that its text has to fit, if any.
       bad: what must not come up, if there is anything.
-      language: the model.
 
     Raises:
       ApiError: no text can be as it is asked for.
@@ -95,34 +93,23 @@ def _guided(job: Job, ask: Ask, grammar: Grammar, stop_ids: frozenset[int]) -> J
 
 
 class Prompt(NamedTuple):
-    """A prompt as the model gets it.
+    """A prompt as the model gets it."""
 
-    Attributes:
-      ids: token ids, at least one.
-      text: the prompt's text. If the request had token ids, their text.
-      added: how many ids at the beginning were added and are not of `text`, such as the token that
-        begins documents.
-    """
-
-    ids: tuple[int, ...]
-    text: str
+    ids: tuple[int, ...]  # token ids, at least one
+    text: str  # the prompt's text. If the request had token ids, their text.
+    # how many ids at the beginning were added and are not of `text`, such as the token that begins
+    # documents
     added: int
 
 
 class Work(NamedTuple):
-    """The jobs of a request.
+    """The jobs of a request."""
 
-    Attributes:
-      prompts: the request's prompts.
-      jobs: `n` for each prompt: those of the first prompt, then those of the second, and so on.
-      notes: what of the request is not heeded, for people.
-      format: how the model writes calls, if it may call tools.
-    """
-
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[Prompt, ...]  # the request's prompts
+    # `n` for each prompt: those of the first prompt, then those of the second, and so on
     jobs: tuple[Job, ...]
-    notes: tuple[str, ...] = ()
-    format: Format | None = None
+    notes: tuple[str, ...] = ()  # what of the request is not heeded, for people
+    format: Format | None = None  # how the model writes calls, if it may call tools
 
 
 def completion_work(ask: CompletionAsk, language: Language, grammar: Grammar | None = None) -> Work:

@@ -23,27 +23,19 @@ Heed = Callable[[Exception], None]
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A model that was loaded: a language model, a function of tensors, or both.
+    """A model that was loaded: a language model, a function of tensors, or both."""
 
-    Attributes:
-      name: the model's name in requests.
-      backend: the language model; None if there is none.
-      tokenizer: the language model's; None if there is none.
-      stop_ids: ids that end a completion, beside the tokenizer's `eos_id`.
-      chat_template: in Jinja; None takes a plain one.
-      special_tokens: texts that the template may use by name. `bos_token` and `eos_token` are found
-        out from the tokenizer.
-      infer: the function of tensors; None if there is none.
-      background: a thread that makes the model faster while it is served.
-    """
-
-    name: str
-    backend: Backend | None = None
-    tokenizer: Tokenizer | None = None
+    name: str  # the model's name in requests
+    backend: Backend | None = None  # the language model; None if there is none
+    tokenizer: Tokenizer | None = None  # the language model's; None if there is none
+    # ids that end a completion, beside the tokenizer's `eos_id`
     stop_ids: frozenset[int] = frozenset()
-    chat_template: str | None = None
+    chat_template: str | None = None  # in Jinja; None takes a plain one
+    # texts that the template may use by name. `bos_token` and `eos_token` are found out from the
+    # tokenizer.
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    infer: Infer | None = None
+    infer: Infer | None = None  # the function of tensors; None if there is none
+    # a thread that makes the model faster while it is served
     background: threading.Thread | None = None
 
 
@@ -51,9 +43,6 @@ class Language:
     """A language model with its engine, chat template and metrics.
 
     Args:
-      loaded: the model.
-      options: limits and keys.
-      requests: the metrics of all requests.
       heed: is told what the model raised.
 
     Raises:

@@ -22,24 +22,21 @@ _ORIGIN = re.compile(r"https?://[^/\s?#@]+")
 class HttpOptions:
     """What stands between the server and its clients.
 
-    Attributes:
-      ssl_certfile: PEM, the certificate and those that sign it; None is plain HTTP.
-      ssl_keyfile: PEM, its key; None if it is in `ssl_certfile`, too.
-      allow_origins: sites whose pages may use the server, as in `https://chat.example`; `*` is any.
-      root_path: the path under which a proxy offers the server, and which the proxy removes.
-      forwarded_allow_ips: addresses and networks of proxies whose `X-Forwarded-For` says who a
-        client is; `*` trusts everybody.
-      otlp_endpoint: a collector of OpenTelemetry's traces, as in `http://localhost:4318`.
-
     Raises:
       ServingError: one of them makes no sense.
     """
 
+    # PEM, the certificate and those that sign it; None is plain HTTP
     ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
+    ssl_keyfile: str | None = None  # PEM, its key; None if it is in `ssl_certfile`, too
+    # sites whose pages may use the server, as in `https://chat.example`; `*` is any
     allow_origins: tuple[str, ...] = ()
+    # the path under which a proxy offers the server, and which the proxy removes
     root_path: str = ""
+    # addresses and networks of proxies whose `X-Forwarded-For` says who a client is; `*` trusts
+    # everybody
     forwarded_allow_ips: tuple[str, ...] = ()
+    # a collector of OpenTelemetry's traces, as in `http://localhost:4318`
     otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
@@ -53,9 +50,13 @@ class HttpOptions:
                 )
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path, re.ASCII):
             raise ServingError(f"root_path: {self.root_path!r} is not like /models/llama")
-        for address in self.forwarded_allow_ips:
-            if address != ANY:
-                _check_address(address)
+        for address in (one for one in self.forwarded_allow_ips if one != ANY):
+            try:  # uvicorn would take what is none for a name that no client ever has
+                ipaddress.ip_network(address)
+            except ValueError as error:
+                raise ServingError(
+                    f"forwarded_allow_ips: {error}; 10.0.0.7 and 10.0.0.0/8 are examples"
+                ) from error
         if self.otlp_endpoint is not None:
             parts = urlsplit(self.otlp_endpoint)
             if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -64,83 +65,52 @@ class HttpOptions:
                 )
 
 
-def _check_address(address: str) -> None:
-    """Refuses what is no address: uvicorn would take it for a name that no client ever has."""
-    try:
-        ipaddress.ip_network(address)
-    except ValueError as error:
-        raise ServingError(
-            f"forwarded_allow_ips: {error}; 10.0.0.7 and 10.0.0.0/8 are examples"
-        ) from error
-
-
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The most that a request may ask for.
+    """The most that a request may ask for."""
 
-    Attributes:
-      max_length: tokens of prompt and completion together.
-      vocab_size: number of token ids.
-      top_logprobs: alternatives reported for each token.
-      choices: completions of one request, over all of its prompts.
-      stops: number of stop strings.
-      stop_length: characters of one stop string.
-    """
-
-    max_length: int
-    vocab_size: int
-    top_logprobs: int
-    choices: int = 32
-    stops: int = 16
-    stop_length: int = 256
+    max_length: int  # tokens of prompt and completion together
+    vocab_size: int  # number of token ids
+    top_logprobs: int  # alternatives reported for each token
+    choices: int = 32  # completions of one request, over all of its prompts
+    stops: int = 16  # number of stop strings
+    stop_length: int = 256  # characters of one stop string
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerOptions:
     """The server's limits and keys.
 
-    Attributes:
-      api_keys: a request needs one of them; if there are none, anybody may use the model.
-      max_waiting: how many requests there may be beyond those that have slots. Those whose text is
-        being tokenized count as well.
-      token_budget: rows of a group in a step that has both rows that draw and chunks of prompts;
-        None takes what the model's backend finds best.
-      choices: the most completions that one request may ask for.
-      stops: the most stop strings that one request may have.
-      grammar_bytes: the largest grammar, schemas and tools included.
-      tool_format: how the model writes calls of tools; None takes what its chat template tells.
-      body_bytes: the largest body of a request.
-      body_seconds: a body has to arrive within this time.
-      bodies_bytes: how much memory all bodies together may take.
-      text_threads: how many texts are tokenized at a time, of short ones and of long ones each.
-      header_seconds: a client that connects has to send a request's headers within this time.
-      write_seconds: an answer of which nothing is read for so long is cut off.
-      connections: how many there may be.
-      address_connections: how many of them may come from one address.
-      stall_seconds: a call of the model that takes longer counts as hung: `/health` says 503.
-      drain_seconds: how long requests may go on when the server is told to end.
-
     Raises:
       ServingError: a number is too small.
     """
 
+    # a request needs one of them; if there are none, anybody may use the model
     api_keys: tuple[str, ...] = ()
+    # how many requests there may be beyond those that have slots. Those whose text is being
+    # tokenized count as well.
     max_waiting: int = 256
+    # rows of a group in a step that has both rows that draw and chunks of prompts; None takes what
+    # the model's backend finds best
     token_budget: int | None = None
-    choices: int = 32
-    stops: int = 16
-    grammar_bytes: int = 64 * 2**10
+    choices: int = 32  # the most completions that one request may ask for
+    stops: int = 16  # the most stop strings that one request may have
+    grammar_bytes: int = 64 * 2**10  # the largest grammar, schemas and tools included
+    # how the model writes calls of tools; None takes what its chat template tells
     tool_format: str | None = None
-    body_bytes: int = 16 * 2**20
-    body_seconds: float = 30.0
-    bodies_bytes: int = 256 * 2**20
+    body_bytes: int = 16 * 2**20  # the largest body of a request
+    body_seconds: float = 30.0  # a body has to arrive within this time
+    bodies_bytes: int = 256 * 2**20  # how much memory all bodies together may take
+    # how many texts are tokenized at a time, of short ones and of long ones each
     text_threads: int = 2
+    # a client that connects has to send a request's headers within this time
     header_seconds: float = 20.0
-    write_seconds: float = 120.0
-    connections: int = 4096
-    address_connections: int = 1024
+    write_seconds: float = 120.0  # an answer of which nothing is read for so long is cut off
+    connections: int = 4096  # how many there may be
+    address_connections: int = 1024  # how many of them may come from one address
+    # a call of the model that takes longer counts as hung: `/health` says 503
     stall_seconds: float = 300.0
-    drain_seconds: float = 30.0
+    drain_seconds: float = 30.0  # how long requests may go on when the server is told to end
 
     def __post_init__(self) -> None:
         least = {

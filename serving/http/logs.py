@@ -26,7 +26,6 @@ def set_up(level: str, form: LogFormat = "text") -> None:
 
     Args:
       level: least important lines to write.
-      form: of a line.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
@@ -35,7 +34,7 @@ def set_up(level: str, form: LogFormat = "text") -> None:
         logging.captureWarnings(True)
     if level != "debug":  # what libraries tell of themselves; the server says it in its own words
         logging.getLogger("jax").setLevel(logging.WARNING)
-        logging.getLogger("uvicorn.error").addFilter(_is_a_problem)
+        logging.getLogger("uvicorn.error").addFilter(lambda r: r.levelno >= logging.WARNING)
 
 
 def last_line(text: str) -> str:
@@ -44,10 +43,6 @@ def last_line(text: str) -> str:
     return JsonFormatter().format(
         logging.LogRecord("serving", logging.CRITICAL, "", 0, text, None, None)
     )
-
-
-def _is_a_problem(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING
 
 
 class TextFormatter(logging.Formatter):
@@ -84,27 +79,16 @@ class JsonFormatter(logging.Formatter):
 
 @dataclasses.dataclass
 class HttpExchange:
-    """A request and what becomes of it; handlers find it as `request.state.exchange`.
+    """A request and what becomes of it; handlers find it as `request.state.exchange`."""
 
-    Attributes:
-      request_id: the client's, or our own.
-      method: of HTTP.
-      path: as the client sent it.
-      client: its address, or that which a trusted proxy says.
-      status: of the answer; 499 if the client went away before there was one.
-      model: whose tokens are counted; None where none are.
-      prompt_tokens: tokens of the prompts, each counted once.
-      stream: where the completions come from.
-    """
-
-    request_id: str
-    method: str
-    path: str
-    client: str
-    status: int = 499
-    model: str | None = None
-    prompt_tokens: int = 0
-    stream: Stream | None = None
+    request_id: str  # the client's, or our own
+    method: str  # of HTTP
+    path: str  # as the client sent it
+    client: str  # its address, or that which a trusted proxy says
+    status: int = 499  # of the answer; 499 if the client went away before there was one
+    model: str | None = None  # whose tokens are counted; None where none are
+    prompt_tokens: int = 0  # tokens of the prompts, each counted once
+    stream: Stream | None = None  # where the completions come from
 
     def generates(self, model: str, prompt_tokens: int, stream: Stream) -> None:
         """Notes that the answer is made of completions."""

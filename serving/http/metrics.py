@@ -32,9 +32,7 @@ class Metrics:
     """What `/metrics` shows of a language model; it is the engine's observer.
 
     Args:
-      requests: what is noted of every request.
       backend: the model; `info` has its bandwidth and sizes.
-      state: returns the engine's present state.
     """
 
     def __init__(
@@ -124,27 +122,20 @@ class Metrics:
             "spmd:pages_cached", "Pages of ended requests whose tokens are known", state.cached
         )
         looked_up = counts.prefilled + counts.reused
-        yield self._counter("vllm:prompt_tokens", "Tokens of prompts", looked_up)
-        yield self._counter("vllm:generation_tokens", "Tokens drawn for requests", counts.drawn)
-        yield self._counter(
-            "vllm:prefix_cache_queries", "Prompt tokens looked up in the cache", looked_up
-        )
-        yield self._counter(
-            "vllm:prefix_cache_hits", "Prompt tokens that the cache held", counts.reused
-        )
-        yield self._counter(
-            "vllm:num_preemptions", "Times that a request lost its pages", counts.preempted
-        )
-        yield self._counter(
-            "spmd:repeated_tokens", "Tokens run once more after that", counts.repeated
-        )
-        yield self._counter(
-            "spmd:wasted_tokens", "Tokens drawn behind the end of a request", counts.wasted
-        )
-        yield self._counter(
-            "spmd:requests_cancelled", "Requests whose reader went away", counts.cancelled
-        )
-        yield self._counter("spmd:compile", "Programs compiled", self._backend.compile_total)
+        for name, text, value in (
+            ("vllm:prompt_tokens", "Tokens of prompts", looked_up),
+            ("vllm:generation_tokens", "Tokens drawn for requests", counts.drawn),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache", looked_up),
+            ("vllm:prefix_cache_hits", "Prompt tokens that the cache held", counts.reused),
+            ("vllm:num_preemptions", "Times that a request lost its pages", counts.preempted),
+            ("spmd:repeated_tokens", "Tokens run once more after that", counts.repeated),
+            ("spmd:wasted_tokens", "Tokens drawn behind the end of a request", counts.wasted),
+            ("spmd:requests_cancelled", "Requests whose reader went away", counts.cancelled),
+            ("spmd:compile", "Programs compiled", self._backend.compile_total),
+        ):
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric([self._model], value)
+            yield counter
         yield self._cache_config()
         fraction = self.roofline_fraction()
         if fraction is not None:
@@ -168,11 +159,6 @@ class Metrics:
         if not bandwidth or not seconds or not read:
             return None
         return float(read / bandwidth / seconds)
-
-    def _counter(self, name: str, help_text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, help_text, labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
 
     def _cache_config(self) -> Metric:
         limits = self._backend.limits

@@ -201,87 +201,54 @@ _REFUSED_IN_CHATS: Mapping[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """What requests for completions and for chats have in common.
+    """What requests for completions and for chats have in common."""
 
-    Attributes:
-      model: the name that was asked for; None accepts any.
-      max_tokens: None draws as many tokens as there is room for.
-      min_tokens: so many are drawn before the completion may end.
-      sampling: how tokens are drawn; its seed is `seed`, or 0 if that is None.
-      seed: None takes a new seed for each request.
-      n: completions for each prompt.
-      stops: strings that end a completion.
-      stop_ids: ids that end a completion, beside the model's own.
-      ignore_eos: whether the model's own stop ids do not end it.
-      allowed_ids: the ids that may be drawn; none are all.
-      bad_words: texts that must not come up.
-      structure: what the text has to be; None for anything.
-      logprobs: alternatives to report with each token; None for no log-probabilities.
-      prompt_logprobs: alternatives to report with each token of the prompt; None for no
-        log-probabilities of the prompt.
-      stream: whether to answer with server-sent events.
-      include_usage: whether the last event of a stream has the token counts.
-      usage_always: whether every event has them.
-      user: the name of the end user, as the request gives it.
-      ignored: names of fields that have no meaning here.
-    """
-
-    model: str | None
-    max_tokens: int | None
-    min_tokens: int
-    sampling: Sampling
-    seed: int | None
-    n: int
-    stops: tuple[str, ...]
-    stop_ids: frozenset[int]
-    ignore_eos: bool
-    allowed_ids: tuple[int, ...]
-    bad_words: tuple[str, ...]
-    structure: Structure | None
-    logprobs: int | None
+    model: str | None  # the name that was asked for; None accepts any
+    max_tokens: int | None  # None draws as many tokens as there is room for
+    min_tokens: int  # so many are drawn before the completion may end
+    sampling: Sampling  # how tokens are drawn; its seed is `seed`, or 0 if that is None
+    seed: int | None  # None takes a new seed for each request
+    n: int  # completions for each prompt
+    stops: tuple[str, ...]  # strings that end a completion
+    stop_ids: frozenset[int]  # ids that end a completion, beside the model's own
+    ignore_eos: bool  # whether the model's own stop ids do not end it
+    allowed_ids: tuple[int, ...]  # the ids that may be drawn; none are all
+    bad_words: tuple[str, ...]  # texts that must not come up
+    structure: Structure | None  # what the text has to be; None for anything
+    logprobs: int | None  # alternatives to report with each token; None for no log-probabilities
+    # alternatives to report with each token of the prompt; None for no log-probabilities of the
+    # prompt
     prompt_logprobs: int | None
-    stream: bool
-    include_usage: bool
-    usage_always: bool
-    user: str
+    stream: bool  # whether to answer with server-sent events
+    include_usage: bool  # whether the last event of a stream has the token counts
+    usage_always: bool  # whether every event has them
+    user: str  # the name of the end user, as the request gives it
+    # names of fields that have no meaning here
     ignored: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class CompletionAsk(Ask):
-    """A request to `/v1/completions`.
+    """A request to `/v1/completions`."""
 
-    Attributes:
-      prompts: texts or token ids.
-      echo: whether the answer begins with the prompt.
-      special: whether what the tokenizer itself puts before a text is put there.
-    """
-
-    prompts: tuple[str | tuple[int, ...], ...]
-    echo: bool
-    special: bool
+    prompts: tuple[str | tuple[int, ...], ...]  # texts or token ids
+    echo: bool  # whether the answer begins with the prompt
+    special: bool  # whether what the tokenizer itself puts before a text is put there
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatAsk(Ask):
-    """A request to `/v1/chat/completions`.
+    """A request to `/v1/chat/completions`."""
 
-    Attributes:
-      messages: as templates want them.
-      generation_prompt: whether the assistant's turn is opened at the end.
-      tools: what the model may call; None for nothing.
-    """
-
-    messages: tuple[Message, ...]
-    generation_prompt: bool
-    tools: Tools | None
+    messages: tuple[Message, ...]  # as templates want them
+    generation_prompt: bool  # whether the assistant's turn is opened at the end
+    tools: Tools | None  # what the model may call; None for nothing
 
 
 def parse_completion(body: Mapping[str, Any], bounds: Bounds) -> CompletionAsk:
     """Checks a request for completions.
 
     Args:
-      body: the JSON object.
       bounds: the most that it may ask for.
 
     Raises:
@@ -309,7 +276,6 @@ def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
     """Checks a request for chat completions.
 
     Args:
-      body: the JSON object.
       bounds: the most that it may ask for.
 
     Raises:
@@ -412,7 +378,6 @@ def seeds(ask: Ask, fresh: int) -> Sequence[int]:
     """The seed of each of a prompt's `n` completions: consecutive, so that they differ.
 
     Args:
-      ask: the request.
       fresh: a random seed, for requests without one.
     """
     first = fresh if ask.seed is None else ask.seed

@@ -43,7 +43,6 @@ async def visiting(
     In the block, whatever is awaited is cancelled when the client leaves.
 
     Args:
-      request: the request.
       types: Content-Types that its body may have; an empty one stands for none.
 
     Raises:

@@ -81,8 +81,6 @@ class Server(uvicorn.Server):
     """uvicorn's server, but the engine drains before the port closes.
 
     Args:
-      service: what is served.
-      log_level: of uvicorn's messages.
       http: TLS, proxies, other sites, traces.
 
     Raises:
@@ -146,7 +144,10 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Checks whether it is time to end; uvicorn calls it ten times a second."""
         if self.service.lost is not None:
-            return await self._on_last_tick(counter)
+            if self._last_words is None:
+                self._last_words = time.monotonic() + LAST_WORDS_SECONDS
+            self.should_exit |= time.monotonic() > self._last_words
+            return await super().on_tick(counter)
         if self._draining and self._deadline is None:
             seconds = self.service.options.drain_seconds
             _LOG.info("draining: no new requests; those that run have %g seconds", seconds)
@@ -159,12 +160,6 @@ class Server(uvicorn.Server):
             if is_late or self.service.idle:
                 await asyncio.to_thread(self.service.stop)
                 self.should_exit = True
-        return await super().on_tick(counter)
-
-    async def _on_last_tick(self, counter: int) -> bool:
-        if self._last_words is None:
-            self._last_words = time.monotonic() + LAST_WORDS_SECONDS
-        self.should_exit |= time.monotonic() > self._last_words
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -233,7 +228,6 @@ def serve(
     Args:
       load: loads the model, in a thread of its own. Until it is done, `/health` says 503.
       host: where to listen; `0.0.0.0` listens on all interfaces.
-      port: where to listen.
       options: limits and keys.
       http: TLS, proxies, other sites, traces.
       log_level: of the messages on stderr.

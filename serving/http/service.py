@@ -32,7 +32,6 @@ class Service:
     """What all handlers share.
 
     Args:
-      options: limits and keys.
       heed: is told what the model raised.
 
     Attributes:

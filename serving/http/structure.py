@@ -21,19 +21,12 @@ OBJECT = {"type": "object"}
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """What a text has to be.
+    """What a text has to be."""
 
-    Attributes:
-      kind: how that is said.
-      value: a schema, a pattern, texts, or a grammar.
-      place: the field that says it.
-      lenient: whether what cannot be enforced of a schema is left out.
-    """
-
-    kind: Kind
-    value: Any
-    place: str
-    lenient: bool = False
+    kind: Kind  # how that is said
+    value: Any  # a schema, a pattern, texts, or a grammar
+    place: str  # the field that says it
+    lenient: bool = False  # whether what cannot be enforced of a schema is left out
 
     @property
     def param(self) -> str:
@@ -64,8 +57,11 @@ def compile_structure(structure: Structure, grammars: Grammars) -> Grammar:
     Raises:
       ApiError: it is wrong, or cannot be enforced; the error has the place.
     """
+    made = {"regex": grammars.regex, "choice": grammars.choice, "grammar": grammars.lark}
     try:
-        return _compiled(structure, grammars)
+        if structure.kind == "json":
+            return grammars.schema(structure.value, lenient=structure.lenient)
+        return made[structure.kind](structure.value)
     except GrammarError as error:
         place, reason = "", str(error)
         if structure.kind == "json" and not isinstance(error, TooHard):
@@ -78,13 +74,6 @@ def refusal(place: str, reason: str) -> ApiError:
     """What is wrong with a grammar at some place of the request."""
     param = place.partition("[")[0].partition(".")[0].partition("/")[0]
     return invalid(f"{place}: {reason}", param, "invalid_grammar")
-
-
-def _compiled(structure: Structure, grammars: Grammars) -> Grammar:
-    if structure.kind == "json":
-        return grammars.schema(structure.value, lenient=structure.lenient)
-    made = {"regex": grammars.regex, "choice": grammars.choice, "grammar": grammars.lark}
-    return made[structure.kind](structure.value)
 
 
 def _response_format(value: Any) -> Structure | None:

@@ -47,9 +47,6 @@ class Now(Collector):
 class Traffic:
     """Answers by route and status, refusals by reason, and what the book says.
 
-    Args:
-      admission: the book.
-
     Attributes:
       registry: of all metrics of the server.
     """
@@ -106,8 +103,6 @@ class RequestMetrics:
     Args:
       model: the model's name, a label of every metric.
       counts: returns how many requests run, and how many wait.
-      registry: where the metrics belong.
-      statistics: totals, which are told of every request.
     """
 
     def __init__(

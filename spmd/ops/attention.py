@@ -22,8 +22,6 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from spmd.errors import ArgumentError
-from spmd.ir.program import Value
-from spmd.lowering.local.table import LocalOp
 from spmd.lowering.register import register_composite
 from spmd.ops import attention_cudnn, attention_reference, attention_splash
 from spmd.ops import attention_order as order
@@ -85,35 +83,63 @@ def attention(
     segments = segment_ids
     if segments is not None and not isinstance(segments, tuple | list):
         segments = (segments, segments)
-    _check(q_BSND, k_BTKD, v_BTKD, segments, positions, causal, window, zigzag, implementation)
+    q, k, v = q_BSND, k_BTKD, v_BTKD
+    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+    problem = required = ""
+    if implementation not in get_args(Implementation):
+        problem = f"implementation={implementation!r}"
+        required = ", ".join(get_args(Implementation))
+    elif not q.ndim == k.ndim == v.ndim == 4 or k.shape != v.shape:
+        problem, required = shapes, "q (B, S, N, D), k and v (B, T, K, D)"
+    elif q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        problem, required = shapes, "the same batch and the same width of a head"
+    elif not k.shape[2] or q.shape[2] % k.shape[2]:
+        problem, required = shapes, "a number of query heads that is a multiple of the key heads'"
+    elif not q.dtype == k.dtype == v.dtype:
+        problem, required = f"q {q.dtype}, k {k.dtype}, v {v.dtype}", "one dtype"
+    elif segments is not None and [s.shape for s in segments] != [q.shape[:2], k.shape[:2]]:
+        have = ", ".join(str(s.shape) for s in segments)
+        problem = f"segment_ids {have} for {shapes}"
+        required = "one (B, S), where S is T, or a pair (B, S), (B, T)"
+    elif positions is not None and not (causal and positions.shape == q.shape[1:2]):
+        problem = f"positions {positions.shape} for q {q.shape}, causal={causal}"
+        required = "positions (S,) of a causal attention"
+    elif window is not None and not (causal and window > 0):
+        problem = f"window={window}, causal={causal}"
+        required = "a window of at least one key, of a causal attention"
+    elif zigzag != 1 and not (positions is None and q.shape[1] == k.shape[1]):
+        problem, required = f"zigzag={zigzag} for {shapes}", "queries and keys of whole sequences"
+    if problem:
+        raise ArgumentError(
+            "attention cannot be computed", actual=problem, required=required, fix="correct them"
+        )
     zigzag = zigzag if causal else 1  # where all keys are seen their order does not matter
-    if scale is None:
-        scale = q_BSND.shape[-1] ** -0.5
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     dtype = jnp.dtype(logits_dtype).name
     queries_BS, keys_BT = segments or (None, None)
     if implementation == "cudnn":
+        keys_T = None
         if zigzag > 1:
-            positions = order.positions(q_BSND.shape[1], zigzag)
+            positions = keys_T = order.positions(q.shape[1], zigzag)
         elif window is not None and segments is not None and positions is None:
-            positions = jnp.arange(q_BSND.shape[1])  # beside a mask the kernel takes no window
-        mask = Mask(positions, queries_BS, keys_BT).ordered(k_BTKD.shape[1], zigzag)
-        visible_BST = mask.visible(k_BTKD.shape[1], window)
+            positions = jnp.arange(q.shape[1])  # beside a mask the kernel takes no window
+        mask = Mask(positions, queries_BS, keys_BT, keys_T)
+        visible_BST = mask.visible(k.shape[1], window)
         return jax.nn.dot_product_attention(
-            q_BSND, k_BTKD, v_BTKD, scale=scale, implementation="cudnn",
+            q, k, v, scale=scale, implementation="cudnn",
             mask=None if visible_BST is None else visible_BST[:, None],
             is_causal=causal and positions is None,
             local_window_size=(
                 None if window is None or positions is not None else (window - 1, 0)
             ),
         )  # fmt: skip
-    length = q_BSND.shape[1] if positions is None else ANYWHERE
+    length = q.shape[1] if positions is None else ANYWHERE
     spec = Spec(causal, segments is not None, float(scale), length, dtype, window, zigzag)
-    is_whole = implementation != "xla"
     # Positions are an operand so that a device with a part of the queries has just theirs.
     if causal and positions is None:
         positions = order.positions(length, zigzag) if zigzag > 1 else jnp.arange(length)
     masks = positions, queries_BS, keys_BT
-    out_BSND: jax.Array = _attend(spec, is_whole, (q_BSND, k_BTKD, v_BTKD), masks)
+    out_BSND: jax.Array = _attend(spec, implementation != "xla", (q, k, v), masks)
     return out_BSND
 
 
@@ -325,90 +351,30 @@ def _either(kernel: Kernel, otherwise: Kernel) -> Kernel:
 
 KERNELS = {"cuda": attention_cudnn, "tpu": attention_splash}
 
+_usual = partial(partial, order.in_usual_order)
+_HOW: Sequence[tuple[str, str, Callable[[Kernel], Kernel], Any]] = (
+    (split.FORWARD, "forward", _usual(dims=(1, 1, 1), results=(1, 2)), split.lower_forward),
+    (
+        split.GRADIENT,
+        "gradient",
+        _usual(dims=(1, 1, 1, 1, 2, 1), results=(1, 1, 1)),
+        split.lower_gradient,
+    ),
+    (split.PIECE, "forward", partial(partial, piece), None),
+    (split.PIECE_GRADIENT, "gradient", partial(partial, piece_gradient), None),
+)
+"""Composite -> the function of each platform's module that computes it, what is made of that
+function, and how it comes down to one device."""
 
-def _register(
-    name: str,
-    kernel: str,
-    decomposition: Kernel,
-    made: Callable[[Kernel], Kernel],
-    lower: Callable[[LocalOp], Sequence[Value]] | None = None,
-) -> None:
-    """Registers a composite; `made` wraps each platform's function named `kernel`."""
-    # The gradient computes the scores again, and two products for each of the two.
-    products = 2 if kernel == "forward" else 5
+for name, function, made, lower in _HOW:
+    reference = getattr(attention_reference, function)
     register_composite(
         name,
         split.attention_rule,
-        decomposition=decomposition,
-        kernels={platform: made(getattr(those, kernel)) for platform, those in KERNELS.items()},
-        flops=partial(split.attention_flops, products=products),
+        decomposition=reference if lower else made(reference),
+        kernels={platform: made(getattr(those, function)) for platform, those in KERNELS.items()},
+        # The gradient computes the scores again, and two products for each of the two.
+        flops=partial(split.attention_flops, products=2 if function == "forward" else 5),
         arithmetic=split.ARITHMETIC,
         lower=lower,
     )
-
-
-_usual = partial(partial, order.in_usual_order)
-_forward, _gradient = attention_reference.forward, attention_reference.gradient
-_register(
-    split.FORWARD,
-    "forward",
-    _forward,
-    _usual(dims=(1, 1, 1), results=(1, 2)),
-    split.lower_forward,
-)
-_register(
-    split.GRADIENT,
-    "gradient",
-    _gradient,
-    _usual(dims=(1, 1, 1, 1, 2, 1), results=(1, 1, 1)),
-    split.lower_gradient,
-)
-_register(split.PIECE, "forward", partial(piece, _forward), partial(partial, piece))
-_register(
-    split.PIECE_GRADIENT,
-    "gradient",
-    partial(piece_gradient, _gradient),
-    partial(partial, piece_gradient),
-)
-
-
-def _check(
-    q: Any,
-    k: Any,
-    v: Any,
-    segments: Any,
-    positions: Any,
-    causal: bool,
-    window: int | None,
-    zigzag: int,
-    implementation: str,
-) -> None:
-    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
-    problem = required = ""
-    if implementation not in get_args(Implementation):
-        problem = f"implementation={implementation!r}"
-        required = ", ".join(get_args(Implementation))
-    elif not q.ndim == k.ndim == v.ndim == 4 or k.shape != v.shape:
-        problem, required = shapes, "q (B, S, N, D), k and v (B, T, K, D)"
-    elif q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        problem, required = shapes, "the same batch and the same width of a head"
-    elif not k.shape[2] or q.shape[2] % k.shape[2]:
-        problem, required = shapes, "a number of query heads that is a multiple of the key heads'"
-    elif not q.dtype == k.dtype == v.dtype:
-        problem, required = f"q {q.dtype}, k {k.dtype}, v {v.dtype}", "one dtype"
-    elif segments is not None and [s.shape for s in segments] != [q.shape[:2], k.shape[:2]]:
-        have = ", ".join(str(s.shape) for s in segments)
-        problem = f"segment_ids {have} for {shapes}"
-        required = "one (B, S), where S is T, or a pair (B, S), (B, T)"
-    elif positions is not None and not (causal and positions.shape == q.shape[1:2]):
-        problem = f"positions {positions.shape} for q {q.shape}, causal={causal}"
-        required = "positions (S,) of a causal attention"
-    elif window is not None and not (causal and window > 0):
-        problem = f"window={window}, causal={causal}"
-        required = "a window of at least one key, of a causal attention"
-    elif zigzag != 1 and not (positions is None and q.shape[1] == k.shape[1]):
-        problem, required = f"zigzag={zigzag} for {shapes}", "queries and keys of whole sequences"
-    if problem:
-        raise ArgumentError(
-            "attention cannot be computed", actual=problem, required=required, fix="correct them"
-        )

@@ -9,7 +9,7 @@ and the gradient computes a block's scores again from the logsumexp that the for
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,17 +30,6 @@ class Mask(NamedTuple):
     queries_BS: Any = None
     keys_BT: Any = None
     positions_T: Any = None  # where each key is, if they are not in their order
-
-    @staticmethod
-    def of(operands: Sequence[Any], *, causal: bool, segments: bool) -> Mask:
-        """Makes a mask of the operands behind a composite's tensors: positions, then segments."""
-        rest = list(operands)
-        positions = rest.pop(0) if causal else None
-        return Mask(positions, *rest) if segments else Mask(positions)
-
-    def ordered(self, keys: int, zigzag: int) -> Mask:
-        """Returns the mask for keys in zigzag order of `zigzag` parts; 1 is the usual order."""
-        return self if zigzag == 1 else self._replace(positions_T=order.positions(keys, zigzag))
 
     def visible(self, keys: int, window: int | None = None) -> Any:
         """Returns booleans that broadcast to (B, S, T); None if every query sees every key."""
@@ -67,10 +56,12 @@ class Spec(NamedTuple):
     window: int | None = None  # of the keys that a causal query sees, how many at most
     zigzag: int = 1  # the number of parts of a sequence in zigzag order; 1 for the usual one
 
-    def mask(self, masks: Sequence[Any], keys: int) -> Mask:
+    def mask(self, operands: Sequence[Any], keys: int) -> Mask:
         """Makes the mask for so many keys from the operands behind the tensors."""
-        mask = Mask.of(masks, causal=self.causal, segments=self.segments)
-        return mask.ordered(keys, self.zigzag)
+        positions, *segments = operands if self.causal else (None, *operands)
+        queries_BS, keys_BT = segments or (None, None)
+        positions_T = None if self.zigzag == 1 else order.positions(keys, self.zigzag)
+        return Mask(positions, queries_BS, keys_BT, positions_T)
 
 
 def forward(
@@ -79,13 +70,12 @@ def forward(
     """Returns the output (B, S, N, D) and the logsumexp of the scores (B, N, S).
 
     Masks are positions (S,) if causal, then segments (B, S) and (B, T) if there are any; attributes
-    are the fields of `Spec`.
+    are the fields of `Spec`. The output of a query that sees no key is zero.
     """
-    spec = Spec(**attributes)
-    mask = spec.mask(masks, k_BTKD.shape[1])
+    spec, keys = Spec(**attributes), k_BTKD.shape[1]
 
-    def block(q_BQND: Any, mask: Mask) -> tuple[Any, Any]:
-        """Returns output and logsumexp (B, Q, N) of some queries; zeros if one sees no key."""
+    def block(tensors: Sequence[Any], mask: Mask) -> tuple[Sequence[Any], Sequence[Any]]:
+        (q_BQND,) = tensors
         scores_BKGQT, visible = _scores(q_BQND, k_BTKD, mask, spec)
         most = jnp.max(scores_BKGQT, -1, keepdims=True)
         weights_BKGQT = jnp.exp(scores_BKGQT - most)
@@ -99,34 +89,23 @@ def forward(
         )
         lse_BQKG = jnp.moveaxis((most + jnp.log(total))[..., 0], 3, 1)
         lse_BQN = lse_BQKG.reshape(q_BQND.shape[:3]).astype(jnp.float32)
-        return out.reshape(q_BQND.shape).astype(q_BQND.dtype), lse_BQN
+        return (out.reshape(q_BQND.shape).astype(q_BQND.dtype), lse_BQN), ()
 
-    def step(_: None, blocks: tuple[Any, Mask]) -> tuple[None, tuple[Any, Any]]:
-        return None, block(*blocks)
-
-    count = _blocks(q_BSND.shape[1], k_BTKD.shape[1])
-    if count == 1:
-        out_BSND, lse_BSN = block(q_BSND, mask)
-    else:
-        pieces = _split(q_BSND, count), _split_mask(mask, count)
-        length = q_BSND.shape[1]
-        out_BSND, lse_BSN = (_joined(x, length) for x in jax.lax.scan(step, None, pieces)[1])
+    (out_BSND, lse_BSN), _ = _by_blocks(block, [q_BSND], spec.mask(masks, keys), keys, tuple)
     return out_BSND, jnp.swapaxes(lse_BSN, 1, 2)
 
 
 def gradient(*operands: Any, **attributes: Any) -> tuple[Any, Any, Any]:
     """Returns gradients of queries, keys and values; takes `forward`'s results and `dout`, too."""
     q_BSND, k_BTKD, v_BTKD, out_BSND, lse_BNS, dout_BSND, *masks = operands
-    spec = Spec(**attributes)
-    mask = spec.mask(masks, k_BTKD.shape[1])
-    tensors = (q_BSND, out_BSND, jnp.swapaxes(lse_BNS, 1, 2), dout_BSND)
+    spec, keys = Spec(**attributes), k_BTKD.shape[1]
+    mask = spec.mask(masks, keys)
 
-    def block(blocks: Sequence[Any], mask: Mask) -> tuple[Any, Any, Any]:
-        """Returns the terms of the gradients from some queries, in the dtype of the scores."""
+    def block(tensors: Sequence[Any], mask: Mask) -> tuple[Sequence[Any], Sequence[Any]]:
         # With weights P = softmax(S), out = P v and dP = dout v:
         #   dS = P * (dP - rowsum(P * dP)),   and   rowsum(P * dP) = dout . (P v) = dout . out
         # so `own` needs no sum over keys. P is exp(S - lse), by the forward pass's logsumexp.
-        q_BQND, out_BQND, lse_BQN, dout_BQND = blocks
+        q_BQND, out_BQND, lse_BQN, dout_BQND = tensors
         logits_dtype = spec.logits_dtype
         dot = functools.partial(jnp.einsum, preferred_element_type=logits_dtype)
         heads = k_BTKD.shape[2]
@@ -144,24 +123,14 @@ def gradient(*operands: Any, **attributes: Any) -> tuple[Any, Any, Any]:
         dscores_BKGQT = dscores_BKGQT.astype(q.dtype)
         dq = dot("bkgqt,btkd->bqkgd", dscores_BKGQT, k_BTKD)
         dk = dot("bkgqt,bqkgd->btkd", dscores_BKGQT, q)
-        return dq.reshape(q_BQND.shape), dk, dv
+        return [dq.reshape(q_BQND.shape)], [dk, dv]
 
-    def step(sums: tuple[Any, Any], blocks: tuple[Any, Mask]) -> tuple[Any, Any]:
-        dq, dk, dv = block(*blocks)
-        return (sums[0] + dk, sums[1] + dv), dq
+    def zeros() -> Sequence[Any]:
+        return [jnp.zeros(k_BTKD.shape, spec.logits_dtype)] * 2
 
-    count = _blocks(q_BSND.shape[1], k_BTKD.shape[1])
-    if count == 1:
-        dq, dk, dv = block(tensors, mask)
-    else:
-        pieces = tuple(_split(x, count) for x in tensors), _split_mask(mask, count)
-        zero = jnp.zeros(k_BTKD.shape, spec.logits_dtype)
-        (dk, dv), dq = jax.lax.scan(step, (zero, zero), pieces)
-        dq = _joined(dq, q_BSND.shape[1])
+    tensors = (q_BSND, out_BSND, jnp.swapaxes(lse_BNS, 1, 2), dout_BSND)
+    (dq,), (dk, dv) = _by_blocks(block, tensors, mask, keys, zeros)
     return dq.astype(q_BSND.dtype), dk.astype(k_BTKD.dtype), dv.astype(v_BTKD.dtype)
-
-
-# One block of queries.
 
 
 def _scores(q_BQND: Any, k_BTKD: Any, mask: Mask, spec: Spec) -> tuple[Any, Any]:
@@ -183,37 +152,45 @@ def _grouped(x_BQN: Any, heads: int) -> Any:
     return x_BQN.reshape(batch, length, heads, count // heads, *rest)
 
 
-# Blocks of queries.
+def _by_blocks(
+    block: Callable[[Sequence[Any], Mask], tuple[Sequence[Any], Sequence[Any]]],
+    tensors: Sequence[Any],
+    mask: Mask,
+    keys: int,
+    zeros: Callable[[], Sequence[Any]],
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Calls `block` with some queries after the others, of tensors (B, S, ...) and the mask.
 
+    Returns what it finds for each query, and the sums of its other results, which begin as `zeros`.
+    """
+    batch, length = tensors[0].shape[:2]
+    count = 1  # also where sizes are symbolic: it is traced again when they have values
+    if not is_symbolic_dim(length * keys) and length * keys > MOST_SCORES:
+        count = -(-length // max(SMALLEST_BLOCK, MOST_SCORES // keys))
+    if count == 1:
+        return block(tensors, mask)
+    size = -(-length // count)
 
-def _blocks(queries: int, keys: int) -> int:
-    """Returns how many blocks of queries there are; 1 if sizes are symbolic: it is traced again."""
-    if is_symbolic_dim(queries * keys) or queries * keys <= MOST_SCORES:
-        return 1
-    return -(-queries // max(SMALLEST_BLOCK, MOST_SCORES // keys))
+    def cut(x_BS: Any) -> Any:
+        """Cuts (B, S, ...) into (blocks, B, Q, ...), padded with zeros."""
+        widths = [(0, 0), (0, size * count - length), *((0, 0) for _ in x_BS.shape[2:])]
+        padded = jnp.pad(x_BS, widths).reshape(x_BS.shape[0], count, size, *x_BS.shape[2:])
+        return jnp.moveaxis(padded, 1, 0)
 
+    def joined(x: Any) -> Any:
+        whole = jnp.moveaxis(x, 0, 1).reshape(batch, count * size, *x.shape[3:])
+        return whole[:, :length]
 
-def _split(x_BS: Any, count: int) -> Any:
-    """Cuts (B, S, ...) into (blocks, B, Q, ...), padded with zeros."""
-    batch, length, *rest = x_BS.shape
-    block = -(-length // count)
-    widths = [(0, 0), (0, block * count - length), *((0, 0) for _ in rest)]
-    padded = jnp.pad(x_BS, widths).reshape(batch, count, block, *rest)
-    return jnp.moveaxis(padded, 1, 0)
+    def step(sums: list[Any], blocks: Any) -> tuple[list[Any], Sequence[Any]]:
+        found, terms = block(*blocks)
+        return [x + y for x, y in zip(sums, terms, strict=True)], found
 
-
-def _split_mask(mask: Mask, count: int) -> Any:
-    """Stacks a mask for each of `count` blocks of queries, each with what concerns all keys."""
-    positions, queries, *keys = mask
-    if positions is not None:
-        positions = _split(positions[None], count)[:, 0]
-    if queries is not None:
-        queries = _split(queries, count)
-    whole = (x if x is None else jnp.broadcast_to(x, (count, *x.shape)) for x in keys)
-    return Mask(positions, queries, *whole)
-
-
-def _joined(x: Any, length: int) -> Any:
-    """Joins (blocks, B, Q, ...) to (B, S, ...), without padding."""
-    count, batch, block, *rest = x.shape
-    return jnp.moveaxis(x, 0, 1).reshape(batch, count * block, *rest)[:, :length]
+    pieces = [cut(x) for x in tensors]
+    positions, queries, *whole = mask
+    masks = Mask(
+        None if positions is None else cut(positions[None])[:, 0],
+        None if queries is None else cut(queries),
+        *(x if x is None else jnp.broadcast_to(x, (count, *x.shape)) for x in whole),
+    )
+    sums, found = jax.lax.scan(step, list(zeros()), (pieces, masks))
+    return [joined(x) for x in found], sums

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd.ops.attention_reference import Mask
+from spmd.ops.attention_reference import Spec
 
 LANES = 128  # sequences must be multiples of this
 BLOCKS = (512, 256, LANES)  # sizes of a block; the first that divides a sequence is taken
@@ -19,12 +19,13 @@ WIDTHS = (64, 128, 256)  # widths of a head
 INTERPRET = False  # whether to run kernels step by step on any platform, for tests
 
 
-def forward(q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any, **spec: Any) -> Any:
+def forward(q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any, **attributes: Any) -> Any:
     """Computes `attention_reference.forward` by splash; NotImplemented where it does not fit."""
-    if not takes(q_BSND, k_BTKD, spec):
-        return NotImplemented
+    spec = Spec(**attributes)
     kernel = _kernel(q_BSND, k_BTKD, spec, save_residuals=True)
-    q, k, v = (_heads_first(x) for x in (q_BSND * _scale(q_BSND, spec), k_BTKD, v_BTKD))
+    if kernel is None:
+        return NotImplemented
+    q, k, v = map(_heads_first, (_scaled(q_BSND, spec), k_BTKD, v_BTKD))
 
     def one(q: Any, k: Any, v: Any, segments: Any) -> Any:
         out, (lse,) = kernel(q, k, v, segment_ids=segments)
@@ -34,13 +35,14 @@ def forward(q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any, **spec: Any) -> 
     return _heads_first(out_BNSD).astype(q_BSND.dtype), lse_BNS.astype(jnp.float32)
 
 
-def gradient(*operands: Any, **spec: Any) -> Any:
+def gradient(*operands: Any, **attributes: Any) -> Any:
     """Computes `attention_reference.gradient` by splash; NotImplemented where it does not fit."""
     q_BSND, k_BTKD, v_BTKD, out_BSND, lse_BNS, dout_BSND, *masks = operands
-    if not takes(q_BSND, k_BTKD, spec):
-        return NotImplemented
+    spec = Spec(**attributes)
     kernel = _kernel(q_BSND, k_BTKD, spec, save_residuals=False)
-    tensors = (q_BSND * _scale(q_BSND, spec), k_BTKD, v_BTKD, out_BSND, dout_BSND)
+    if kernel is None:
+        return NotImplemented
+    tensors = (_scaled(q_BSND, spec), k_BTKD, v_BTKD, out_BSND, dout_BSND)
     q, k, v, out, dout = map(_heads_first, tensors)
 
     def one(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, segments: Any) -> Any:
@@ -50,38 +52,32 @@ def gradient(*operands: Any, **spec: Any) -> Any:
 
     # The kernel knows no scale: q comes in multiplied by it, so its gradient has to be, too.
     dq, dk, dv = jax.vmap(one)(q, k, v, out, lse_BNS, dout, _segments(masks, spec))
-    dq = _heads_first(dq).astype(jnp.float32) * spec["scale"]
+    dq = _heads_first(dq).astype(jnp.float32) * spec.scale
     return dq.astype(q_BSND.dtype), *(_heads_first(x).astype(k_BTKD.dtype) for x in (dk, dv))
 
 
-def takes(q_BSND: Any, k_BTKD: Any, spec: Any) -> bool:
-    """Whether the kernel takes these shapes and dtypes."""
-    queries, keys = q_BSND.shape[1], k_BTKD.shape[1]
-    is_whole = queries == spec["length"]
-    return (
-        q_BSND.dtype.name in ("bfloat16", "float32")
-        and spec["logits_dtype"] == "float32"
-        and q_BSND.shape[3] in WIDTHS
-        and queries > 0
-        and keys > 0
-        and queries % LANES == 0
-        and keys % LANES == 0
-        and q_BSND.shape[0] > 0
-        and (is_whole or not spec["causal"])
-    )
-
-
-def _kernel(q_BSND: Any, k_BTKD: Any, spec: Any, *, save_residuals: bool) -> Any:
+def _kernel(q_BSND: Any, k_BTKD: Any, spec: Spec, *, save_residuals: bool) -> Any:
+    """Returns the kernel for these shapes and dtypes; None if it does not take them."""
+    batch, queries, heads, width = q_BSND.shape
+    shape = (queries, k_BTKD.shape[1])
+    if (
+        q_BSND.dtype.name not in ("bfloat16", "float32")
+        or spec.logits_dtype != "float32"
+        or width not in WIDTHS
+        or not batch
+        or any(size == 0 or size % LANES for size in shape)
+        or (spec.causal and queries != spec.length)
+    ):
+        return None
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    shape = (q_BSND.shape[1], k_BTKD.shape[1])
-    mask: Any = masks.CausalMask(shape) if spec["causal"] else masks.FullMask(shape)
-    if "window" in spec:
-        mask = masks.LocalMask(shape, (spec["window"] - 1, 0), offset=0)
+    mask: Any = masks.CausalMask(shape) if spec.causal else masks.FullMask(shape)
+    if spec.window is not None:
+        mask = masks.LocalMask(shape, (spec.window - 1, 0), offset=0)
     rows, columns = (next(b for b in BLOCKS if size % b == 0) for size in shape)
     splash = _splash()
     return splash.make_splash_mha(
-        masks.MultiHeadMask([mask] * q_BSND.shape[2]),
+        masks.MultiHeadMask([mask] * heads),
         head_shards=1,
         q_seq_shards=1,
         save_residuals=save_residuals,
@@ -100,15 +96,12 @@ def _splash() -> Any:
     return splash_attention_kernel
 
 
-def _scale(q_BSND: Any, spec: Any) -> Any:
-    return jnp.asarray(spec["scale"], q_BSND.dtype)
+def _scaled(q_BSND: Any, spec: Spec) -> Any:
+    return q_BSND * jnp.asarray(spec.scale, q_BSND.dtype)
 
 
-def _segments(masks: Any, spec: Any) -> Any:
-    mask = Mask.of(masks, causal=spec["causal"], segments=spec["segments"])
-    if mask.queries_BS is None:
-        return None
-    return _splash().SegmentIds(q=mask.queries_BS, kv=mask.keys_BT)
+def _segments(masks: Any, spec: Spec) -> Any:
+    return _splash().SegmentIds(*masks[-2:]) if spec.segments else None
 
 
 def _heads_first(x: Any) -> Any:

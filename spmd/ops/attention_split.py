@@ -7,9 +7,9 @@ several have the same key head for different query heads.
 
 A device with a part of the queries computes piece by piece of the keys. What is done with one piece
 is a composite of its own, in one device's program alone. The pieces are slices of all keys, where
-those were gathered; or they go round, and each device
-hands the one that it has on while it computes with it (Liu, Zaharia, Abbeel 2023, *Ring Attention
-with Blockwise Transformers for Near-Infinite Context*). Four devices, the third one:
+those were gathered; or they go round, and each device hands the one that it has on while it
+computes with it (Liu, Zaharia, Abbeel 2023, *Ring Attention with Blockwise Transformers for
+Near-Infinite Context*). Four devices, the third one:
 
     gathered                                      round
     out, lse = attention q, keys[2]               out, lse = attention q, own keys
@@ -60,6 +60,8 @@ LEAST_PIECE = 512
 Pieces that go round may be shorter: the planner weighed that."""
 
 SEQUENCE = 1  # the dim of queries, keys and values that has their positions
+
+Types = Sequence[TensorType]
 
 
 def attention_rule(kind: OpKind) -> Rule:
@@ -184,13 +186,12 @@ class _Here:
         self._steps: list[Value] = []
 
     @property
-    def key_types(self) -> tuple[TensorType, TensorType]:
+    def key_types(self) -> tuple[TensorType, ...]:
         """The types of a piece of the keys and of the values."""
         parts = 1 if self.goes_round else self.count
-        k, v = (self.b.types[x].scaled(SEQUENCE, 1, parts) for x in self.keys[:2])
-        return k, v
+        return tuple(self.b.types[x].scaled(SEQUENCE, 1, parts) for x in self.keys[:2])
 
-    def own(self, types: Sequence[TensorType]) -> tuple[Value, ...]:
+    def own(self, types: Types) -> tuple[Value, ...]:
         """Appends the op over this device's own piece of the keys, causal if the op is."""
         b, (q, _, _, *kept) = self.b, self.tensors
         k, v, *segments = self.keys if self.goes_round else self._slices(0)
@@ -203,14 +204,9 @@ class _Here:
         return results
 
     def piece(
-        self,
-        name: str,
-        operands: Sequence[Value],
-        keys: Sequence[Value],
-        types: Sequence[TensorType],
+        self, name: str, operands: Sequence[Value], keys: Sequence[Value], types: Types
     ) -> tuple[Value, ...]:
-        attrs = {**self.op.attrs, "name": name}
-        operands = *operands, *self.queries, *keys[2:]
+        operands, attrs = (*operands, *self.queries, *keys[2:]), {**self.op.attrs, "name": name}
         results = append_composite(self.b, operands, types, attrs)
         self._steps.append(results[0])
         return results
@@ -227,21 +223,19 @@ class _Here:
         keys: Sequence[Value] = self.keys
         for i in range(1, self.count):
             place = i if way > 0 else self.count - i
-            keys = self.passed_on(keys, way) if self.goes_round else self._slices(place)
+            # No piece sets out before there is room: one is computed with while the next one comes.
+            if self.goes_round and len(self._steps) > 1:
+                keys = self.b.barrier((*keys, self._steps[-2]))[:-1]
+            if self.goes_round:
+                keys = [self._sent(x, way) for x in keys]
+            else:
+                keys = self._slices(place)
             yield place, keys
 
-    def passed_on(self, values: Sequence[Value], way: int) -> Sequence[Value]:
-        # No piece sets out before there is room: while one is computed with, the next one comes.
-        if len(self._steps) > 1:
-            values = self.b.barrier((*values, self._steps[-2]))[:-1]
-        return [self._sent(x, way) for x in values]
-
     def _sent(self, x: Value, way: int) -> Value:
-        pairs = to_next(self.axes, self.op.mesh, way)
-        with self.b.noted(ring_reason(self.op.op.label)):
-            return self.b.collective(
-                "collective_permute", x, self.b.types[x], self.axes, pairs=pairs
-            )
+        b, pairs = self.b, to_next(self.axes, self.op.mesh, way)
+        with b.noted(ring_reason(self.op.op.label)):
+            return b.collective("collective_permute", x, b.types[x], self.axes, pairs=pairs)
 
     def _slices(self, place: int) -> Sequence[Value]:
         start, length = self._start(place), self.key_types[0].shape[SEQUENCE]
@@ -265,6 +259,5 @@ class _Here:
     def put(self, sums: Sequence[Value], place: int, terms: Sequence[Value]) -> Sequence[Value]:
         """Writes the terms of one piece to its place in the sums of all pieces."""
         b, start, zero = self.b, self._start(place), self.b.constant(0, "i32")
-        starts = zero, start, zero, zero
         pairs = zip(sums, terms, strict=True)
-        return [b.dynamic_update_slice(whole, term, starts) for whole, term in pairs]
+        return [b.dynamic_update_slice(x, term, (zero, start, zero, zero)) for x, term in pairs]

@@ -38,7 +38,7 @@ from spmd.ir.program import OpKind, Value
 from spmd.lowering.local.composite import lower_composite, lower_exchanging
 from spmd.lowering.local.table import LocalOp
 from spmd.lowering.register import register_composite
-from spmd.ops import experts_exchange, experts_local, ragged_triton
+from spmd.ops import experts_exchange, experts_local, products_triton
 
 FORWARD = "spmd.experts"
 GRADIENT = "spmd.experts_grad"
@@ -67,17 +67,30 @@ def experts(
       >>> gates_BSC, chosen_BSC = jax.lax.top_k(jax.nn.softmax(logits_BSE), 2)
       >>> out_BSH = experts(x_BSH, gates_BSC, chosen_BSC, gate_EMH, up_EMH, down_EHM)
     """
-    _check(x_BSH, gates_BSC, chosen_BSC, gate_EMH, up_EMH, down_EHM)
+    x, gates, chosen, gate, up, down = x_BSH, gates_BSC, chosen_BSC, gate_EMH, up_EMH, down_EHM
+    arrays = {"x": x, "gates": gates, "chosen": chosen, "gate": gate, "up": up, "down": down}
+    fits = all(a.ndim == 3 for a in arrays.values())
+    fits = fits and gates.shape == chosen.shape and gates.shape[:2] == x.shape[:2]
+    fits = fits and gate.shape == up.shape and gate.shape[2] == x.shape[2]
+    fits = fits and down.shape == (gate.shape[0], gate.shape[2], gate.shape[1])
+    fits = fits and x.dtype == gate.dtype == up.dtype == down.dtype
+    if not fits or not jnp.issubdtype(chosen.dtype, jnp.integer):
+        raise ArgumentError(
+            "experts cannot be computed",
+            actual=", ".join(f"{name} {a.dtype} {a.shape}" for name, a in arrays.items()),
+            required="x (B, S, H), gates (B, S, C), chosen (B, S, C) of integers, gate and up "
+            "(E, M, H), down (E, H, M), rows and weights of one dtype",
+            fix="correct them",
+        )
     # The experts' numbers are an operand so that a device with some of them knows which; 0 is none.
-    numbers_E = jnp.arange(1, gate_EMH.shape[0] + 1, dtype=jnp.int32)
-    chosen_BSC = chosen_BSC.astype(jnp.int32) + 1
-    out_BSH: jax.Array = _mix(x_BSH, gates_BSC, chosen_BSC, numbers_E, gate_EMH, up_EMH, down_EHM)
+    numbers_E = jnp.arange(1, gate.shape[0] + 1, dtype=jnp.int32)
+    out_BSH: jax.Array = _mix(x, gates, chosen.astype(jnp.int32) + 1, numbers_E, gate, up, down)
     return out_BSH
 
 
 def _on_gpus(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
-    """Multiplies rows by their experts' weights, by `ragged_triton` or, if it does not fit, XLA."""
-    found = ragged_triton.product(x_RI, weights_EOI, sizes_E)
+    """Multiplies rows by the weights of their experts: by the kernel for Triton if that fits."""
+    found = products_triton.ragged_product(x_RI, weights_EOI, sizes_E)
     return experts_local.ragged(x_RI, weights_EOI, sizes_E) if found is NotImplemented else found
 
 
@@ -155,12 +168,10 @@ def _lower(op: LocalOp) -> tuple[Value, ...]:
 def _kernel(name: str, send: experts_exchange.Send, product: experts_local.Product) -> Any:
 
     def run(*operands: Any, count: int, axes: tuple[str, ...] = ()) -> Any:
-        how = {"count": count, "product": product}
+        how: dict[str, Any] = {"count": count, "product": product}
         if not axes:
             return getattr(experts_local, name)(*operands, **how)
-        x, gates, chosen, _, *rest = operands  # every device knows which experts it has
-        exchange = getattr(experts_exchange, name)
-        return exchange(x, gates, chosen, *rest, axes=axes, send=send, **how)
+        return getattr(experts_exchange, name)(*operands, axes=axes, send=send, **how)
 
     return run
 
@@ -175,17 +186,12 @@ _PLATFORMS: dict[str, tuple[experts_exchange.Send, experts_local.Product]] = {
 """How rows are exchanged, and what multiplies them by their experts."""
 
 
-for name, products, trips, results, kinds in (
-    (FORWARD, 3, 2, " -> b s h", _WHOLE),
-    (
-        GRADIENT,
-        9,
-        3,
-        ", b s h -> b s h, b s c, e m h, e m h, e h m",
-        {**_WHOLE, "b": "reduce", "s": "reduce"},
-    ),
+_OWED = ", b s h -> b s h, b s c, e m h, e m h, e h m"
+
+for name, function, products, trips, results, kinds in (
+    (FORWARD, "forward", 3, 2, " -> b s h", _WHOLE),
+    (GRADIENT, "gradient", 9, 3, _OWED, {**_WHOLE, "b": "reduce", "s": "reduce"}),
 ):
-    function = "forward" if name == FORWARD else "gradient"
     register_composite(
         name,
         functools.partial(_rule, results=results, kinds=kinds, trips=trips),
@@ -193,21 +199,3 @@ for name, products, trips, results, kinds in (
         flops=functools.partial(_flops, products=products),
         lower=_lower,
     )
-
-
-def _check(x: Any, gates: Any, chosen: Any, gate: Any, up: Any, down: Any) -> None:
-    ranks = (x.ndim, gates.ndim, chosen.ndim, gate.ndim, up.ndim, down.ndim) == (3,) * 6
-    fits = ranks and gates.shape == chosen.shape and gates.shape[:2] == x.shape[:2]
-    fits = fits and gate.shape == up.shape and gate.shape[2] == x.shape[2]
-    fits = fits and down.shape == (gate.shape[0], gate.shape[2], gate.shape[1])
-    fits = fits and x.dtype == gate.dtype == up.dtype == down.dtype
-    fits = fits and jnp.issubdtype(chosen.dtype, jnp.integer)
-    if not fits:
-        arrays = {"x": x, "gates": gates, "chosen": chosen, "gate": gate, "up": up, "down": down}
-        raise ArgumentError(
-            "experts cannot be computed",
-            actual=", ".join(f"{name} {a.dtype} {a.shape}" for name, a in arrays.items()),
-            required="x (B, S, H), gates (B, S, C), chosen (B, S, C) of integers, gate and up "
-            "(E, M, H), down (E, H, M), rows and weights of one dtype",
-            fix="correct them",
-        )

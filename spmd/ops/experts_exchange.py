@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from spmd.ops.experts_local import Product, Turn, added, inverse, said, summed, turn_size
+from spmd.ops import experts_local as local
+from spmd.ops.experts_local import Product, Turn, inverse
 
 Send = Callable[[Any, Any, "Places", tuple[str, ...]], Any]
 """(rows, where they arrive, places, axes) -> that, with what the others have sent."""
@@ -63,21 +64,13 @@ def by_gather(x: Any, out: Any, places: Places, axes: tuple[str, ...]) -> Any:
     return jnp.where(jnp.any(is_from_RN, axis=1)[:, None], picked, out)
 
 
-def forward(
-    x_BSH: Any,
-    gates_BSC: Any,
-    chosen_BSC: Any,
-    *weights: Any,
-    count: int,
-    axes: tuple[str, ...],
-    send: Send,
-    product: Product,
-) -> Any:
+def forward(*operands: Any, count: int, axes: tuple[str, ...], send: Send, product: Product) -> Any:
     """Returns the sum of the chosen experts of this device's rows, wherever these experts are.
 
-    Takes `experts_local.forward`'s operands but the numbers, and axes: those of the devices that
-    exchange, which split the experts evenly. `send` exchanges rows.
+    Takes `experts_local.forward`'s operands, and axes: those of the devices that exchange, which
+    split the experts evenly. `send` exchanges rows.
     """
+    x_BSH, gates_BSC, chosen_BSC, _, *weights = operands  # each device knows which experts it has
     route = _Route.of(chosen_BSC, weights[0].shape[0], count, axes)
     x_XH = route.sorted(x_BSH)
 
@@ -85,8 +78,8 @@ def forward(
         there, back, part = route.turn(i)
         room_RH = jnp.zeros((route.size, x_XH.shape[1]), x_XH.dtype)
         x_RH = send(x_XH, room_RH, there, axes)
-        said_RH = said(x_RH[part.at_R], part, weights, product)
-        return send(_undone(said_RH, part), out_XH, back, axes)
+        said_RH = local.said(x_RH[part.at_R], part, weights, product)
+        return send(said_RH[inverse(part.at_R)], out_XH, back, axes)
 
     out_XH = route.turns(turn, jnp.zeros_like(x_XH))
     is_any_TC = ((chosen_BSC > 0) & (chosen_BSC <= count)).reshape(route.place_TC.shape)
@@ -98,7 +91,7 @@ def gradient(
     *operands: Any, count: int, axes: tuple[str, ...], send: Send, product: Product
 ) -> Any:
     """Returns gradients of rows, gates and weights; takes `forward`'s operands, then `dout`."""
-    x_BSH, gates_BSC, chosen_BSC, *weights, dout_BSH = operands
+    x_BSH, gates_BSC, chosen_BSC, _, *weights, dout_BSH = operands
     route = _Route.of(chosen_BSC, weights[0].shape[0], count, axes)
     width = x_BSH.shape[-1]
     sent_XW = jnp.concatenate([route.sorted(x_BSH), route.sorted(dout_BSH)], axis=1)
@@ -110,16 +103,11 @@ def gradient(
         got_RW = send(sent_XW, room_RW, there, axes)[part.at_R]
         x_RH, dout_RH = got_RW[:, :width], got_RW[:, width : 2 * width]
         gates_R = jnp.where(part.is_here_R1[:, 0], _without(got_RW, 2 * width, gates_BSC.dtype), 0)
-
-        def of(x_RH: Any, gates_R: Any, *weights: Any) -> Any:
-            return added(x_RH, gates_R, part, weights, product)
-
-        _, pull = jax.vjp(of, x_RH, gates_R, *weights)
+        pull = local.pull_of(x_RH, gates_R, part, weights, product)
         dx_RH, dgates_R, *dweights = pull(jnp.where(part.is_here_R1, dout_RH, 0))
         found_XW, *before = sums
-        found_XW = send(_undone(_with(dx_RH, dgates_R), part), found_XW, back, axes)
-        totals = (t + x.astype(t.dtype) for t, x in zip(before, dweights, strict=True))
-        return found_XW, *totals
+        owed_RW = _with(dx_RH, dgates_R)[inverse(part.at_R)]
+        return send(owed_RW, found_XW, back, axes), *local.with_terms(before, dweights)
 
     nothing_XW = _with(jnp.zeros_like(sent_XW[:, :width]), jnp.zeros_like(gates_BSC.reshape(-1)))
     zeros = (jnp.zeros(x.shape, jnp.float32) for x in weights)
@@ -162,7 +150,7 @@ class _Route(NamedTuple):
             jnp.sum(counts, axis=2),
             me,
             choices,
-            turn_size(total, most),
+            local.turn_size(total, most),
             most,
         )
 
@@ -176,7 +164,7 @@ class _Route(NamedTuple):
             term_TH = x_XH[self.place_TC[:, c]]
             return term_TH if weights_TC is None else term_TH * weights_TC[:, c, None]
 
-        return summed(map(term, range(self.choices)))
+        return local.summed(map(term, range(self.choices)))
 
     def turn(self, i: Any) -> tuple[Places, Places, Turn]:
         """Returns turn `i`'s places, those of the way back, and what arrives, sorted by expert."""
@@ -204,14 +192,11 @@ class _Route(NamedTuple):
 
     def turns(self, turn: Callable[[Any, Any], Any], carry: Any) -> Any:
         """Runs as many turns as the busiest device of the group needs."""
-        if self.size >= self.most:
-            return turn(0, carry)
-        most = jnp.max(jnp.sum(self.sizes_NN, axis=0))
-        return jax.lax.fori_loop(0, (most + self.size - 1) // self.size, turn, carry)
 
+        def most() -> Any:
+            return jnp.max(jnp.sum(self.sizes_NN, axis=0))
 
-def _undone(x_RH: Any, part: Turn) -> Any:
-    return x_RH[inverse(part.at_R)]
+        return local.in_turns(self.size, self.most, most, turn, carry)
 
 
 def _with(x_RH: Any, gates_R: Any) -> Any:

@@ -28,20 +28,13 @@ def ragged(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
     return jax.lax.ragged_dot_general(x_RI, weights_EOI, sizes_E, _BY_ROWS)
 
 
-def forward(
-    x_BSH: Any,
-    gates_BSC: Any,
-    chosen_BSC: Any,
-    numbers_E: Any,
-    *weights: Any,
-    count: int,
-    product: Product = ragged,
-) -> Any:
-    """Returns what this device's experts, numbered `numbers_E`, add to its rows.
+def forward(*operands: Any, count: int, product: Product = ragged) -> Any:
+    """Returns what this device's experts, of `count` in all, add to its rows.
 
-    Choices and numbers are from 1 on, 0 is none; `weights` are gate, up and down of these experts,
-    of `count` in all.
+    Operands are rows, gates, choices, the numbers of the experts here, and their weights gate, up
+    and down. Choices and numbers are from 1 on, 0 is none.
     """
+    x_BSH, gates_BSC, chosen_BSC, numbers_E, *weights = operands
     choices = _Choices.of(chosen_BSC, numbers_E, count)
     x_TH, gates_X = x_BSH.reshape(-1, x_BSH.shape[-1]), gates_BSC.reshape(-1)
 
@@ -62,18 +55,12 @@ def gradient(*operands: Any, count: int, product: Product = ragged) -> Any:
 
     def turn(i: Any, sums: Any) -> Any:
         part = choices.turn(i)
-
-        def of(x_RH: Any, gates_R: Any, *weights: Any) -> Any:
-            return added(x_RH, gates_R, part, weights, product)
-
-        _, pull = jax.vjp(of, x_TH[part.row_R], gates_X[part.at_R], *weights)
+        pull = pull_of(x_TH[part.row_R], gates_X[part.at_R], part, weights, product)
         dx_RH, dgates_R, *dweights = pull(dout_TH[part.row_R])
         dx_TH, dgates_X, *before = sums
-        return (
-            dx_TH + choices.summed(i, dx_RH),
-            dgates_X + choices.returned(i, dgates_R),
-            *(total + x.astype(total.dtype) for total, x in zip(before, dweights, strict=True)),
-        )
+        dx_TH += choices.summed(i, dx_RH)
+        dgates_X += choices.returned(i, dgates_R)
+        return dx_TH, dgates_X, *with_terms(before, dweights)
 
     nothing = (jnp.zeros_like(x_TH), jnp.zeros_like(gates_X))
     zeros = (jnp.zeros(x.shape, jnp.float32) for x in weights)
@@ -105,6 +92,15 @@ def summed(terms: Iterable[Any]) -> Any:
     for term in others:
         total += term.astype(jnp.float32)
     return total.astype(first.dtype)
+
+
+def in_turns(
+    size: int, most: int, count: Callable[[], Any], turn: Callable[[Any, Any], Any], carry: Any
+) -> Any:
+    """Runs turns of `size` choices until `count` are done, which is `most` at most."""
+    if size >= most:
+        return turn(0, carry)
+    return jax.lax.fori_loop(0, (count() + size - 1) // size, turn, carry)
 
 
 def turn_size(share: float, most: int) -> int:
@@ -163,10 +159,7 @@ class _Choices(NamedTuple):
         return jnp.where(is_there_T.reshape(-1, *(1,) * (x_R.ndim - 1)), found, 0)
 
     def turns(self, turn: Callable[[Any, Any], Any], carry: Any) -> Any:
-        if self.size >= self.most:
-            return turn(0, carry)
-        needed = (self.ends_E[-1] + self.size - 1) // self.size
-        return jax.lax.fori_loop(0, needed, turn, carry)
+        return in_turns(self.size, self.most, lambda: self.ends_E[-1], turn, carry)
 
 
 def added(x_RH: Any, gates_R: Any, part: Turn, weights: Sequence[Any], product: Product) -> Any:
@@ -184,6 +177,20 @@ def said(x_RH: Any, part: Turn, weights: Sequence[Any], product: Product) -> Any
     gate_RM, up_RM = (product(x_RH, weight, part.sizes_E) for weight in (gate_EMH, up_EMH))
     out_RH = product(jax.nn.silu(gate_RM) * up_RM, down_EHM, part.sizes_E)
     return jnp.where(part.is_here_R1, out_RH, 0)
+
+
+def pull_of(x_RH: Any, gates_R: Any, part: Turn, weights: Sequence[Any], product: Product) -> Any:
+    """Returns the function from a gradient of what is `added` to those of rows, gates, weights."""
+
+    def of(x_RH: Any, gates_R: Any, *weights: Any) -> Any:
+        return added(x_RH, gates_R, part, weights, product)
+
+    return jax.vjp(of, x_RH, gates_R, *weights)[1]
+
+
+def with_terms(totals: Sequence[Any], terms: Sequence[Any]) -> list[Any]:
+    """Adds terms to totals, in the dtypes of these."""
+    return [total + x.astype(total.dtype) for total, x in zip(totals, terms, strict=True)]
 
 
 # ---------------------------------------------------------------------------------------------

@@ -120,7 +120,20 @@ def fp8_dot(
     weights = tuple(map(jnp.asarray, (w,) if single else w))
     dims: Any = dimension_numbers or (((x.ndim - 1,), (0,)), ((), ()))
     rows = 1 + 2 * len(weights)
-    _check(x, weights, state, rows)
+    if not all(jnp.issubdtype(a.dtype, jnp.floating) for a in (x, *weights)):
+        raise ArgumentError(
+            "fp8_dot takes no such operands",
+            actual=", ".join(str(a.dtype) for a in (x, *weights)),
+            required="floats",
+            fix="convert them before",
+        )
+    if state is not None and (state.maxima.ndim != 2 or state.maxima.shape[0] != rows):
+        raise ArgumentError(
+            f"fp8_dot cannot scale {len(weights)} products by this state",
+            actual=f"maxima {state.maxima.shape}",
+            required=f"({rows}, history): of x, of each weight, and of each result's gradient",
+            fix="make it by fp8_state(w), with the same w; of stacked layers, take one",
+        )
     dims = tuple(tuple(tuple(map(int, side)) for side in pair) for pair in dims)  # hashable
     plan = _Plan(dims, margin, state is not None)
     maxima = jnp.zeros((rows, 1), jnp.float32) if state is None else state.maxima
@@ -144,12 +157,11 @@ def split(tree: Any) -> tuple[Any, Any]:
 
 def merge(rest: Any, states: Any) -> Any:
     """Makes one tree again of the two that `split` returned."""
-    return jax.tree.map(
-        lambda leaf, state: leaf if state is None else state,
-        rest,
-        states,
-        is_leaf=lambda leaf: leaf is None or _is_state(leaf),
-    )
+
+    def one(leaf: Any, state: Any) -> Any:
+        return leaf if state is None else state
+
+    return jax.tree.map(one, rest, states, is_leaf=lambda x: x is None or _is_state(x))
 
 
 def _is_state(leaf: Any) -> bool:
@@ -160,11 +172,11 @@ def _is_state(leaf: Any) -> bool:
 
 
 class _Plan(NamedTuple):
-    """The static parameters of a product."""
+    """What is static of a product: its dimension numbers, and how operands are scaled."""
 
     dims: Any
     margin: int
-    delayed: bool
+    delayed: bool  # by a state, not by the operands at hand
 
 
 class _Rounded(NamedTuple):
@@ -280,26 +292,8 @@ def _powers(limits: Any, largest: Any, margin: int) -> jax.Array:
 
 def _rounded(x: Any, dtype: Any, scale: Any) -> _Rounded:
     limit = _limit(dtype)
-    values = jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(dtype)
-    return _Rounded(values, 1 / scale)
+    return _Rounded(jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(dtype), 1 / scale)
 
 
 def _limit(dtype: Any) -> float:
     return float(jnp.finfo(dtype).max)
-
-
-def _check(x: Any, weights: tuple[Any, ...], state: Any, rows: int) -> None:
-    if not all(jnp.issubdtype(a.dtype, jnp.floating) for a in (x, *weights)):
-        raise ArgumentError(
-            "fp8_dot takes no such operands",
-            actual=", ".join(str(a.dtype) for a in (x, *weights)),
-            required="floats",
-            fix="convert them before",
-        )
-    if state is not None and (state.maxima.ndim != 2 or state.maxima.shape[0] != rows):
-        raise ArgumentError(
-            f"fp8_dot cannot scale {len(weights)} products by this state",
-            actual=f"maxima {state.maxima.shape}",
-            required=f"({rows}, history): of x, of each weight, and of each result's gradient",
-            fix="make it by fp8_state(w), with the same w; of stacked layers, take one",
-        )

@@ -7,7 +7,7 @@ Shapes are in the names:
 The composite `spmd.linear` stays whole in the compiler, and in exported programs. With few rows it
 is bound by reading weights. With one, GPUs take a multiplication and a sum, which XLA makes one
 kernel of, conversion and scale included; with up to 128 a kernel that reads all weights of a
-composite (`linear_triton`), if they are not quantized. With many rows it is bound by arithmetic,
+composite (`products_triton`), if they are not quantized. With many rows it is bound by arithmetic,
 and GPUs multiply 8-bit floats with each other: rows are rounded to those, too, each with a scale of
 its own. Everywhere else it is matrix products of `x` as it is.
 """
@@ -25,7 +25,7 @@ from spmd.errors import ArgumentError
 from spmd.ir.dialect.rule import REDUCE, REPLICATE, Rule, parse_rule
 from spmd.ir.program import OpKind
 from spmd.lowering.register import register_composite
-from spmd.ops import linear_triton
+from spmd.ops import products_triton
 
 NAME = "spmd.linear"
 
@@ -148,7 +148,7 @@ def _kernel(x: Any, *operands: Any) -> Any:
     if x.shape[0] == 1:
         return tuple(_row(x, *part) for part in parts)
     if all(len(part) == 1 for part in parts):
-        return linear_triton.products(x, [values for (values,) in parts])
+        return products_triton.products(x, [values for (values,) in parts])
     if x.shape[0] >= EIGHT_BIT_ROWS and all(part[0].dtype == FP8 for part in parts):
         return _eight_bits(x, parts)
     return NotImplemented

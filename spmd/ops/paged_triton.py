@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 
 from spmd.errors import ArgumentError
 from spmd.ops.paged_reference import KEYS, VALUES
-from spmd.ops.triton import compiled_with, power_above, triton
+from spmd.ops.products_triton import compiled_with, power_above, triton
 
 POSITIONS = 64  # positions of a tile: so many keys and values are multiplied at a time
 PROGRAMS = 528  # about as many programs as keep a GPU of 132 multiprocessors busy
@@ -201,18 +201,8 @@ def _run(operands: Any, tiles: _Tiles, queries: int, *, window: int | None, inte
     return heads_AIKSGD.at[group_A1, tile_AR, :, tiles.place % tiles.size].get(mode="clip")
 
 
-def _kernel(
-    about: Any,
-    table: Any,
-    positions: Any,
-    q: Any,
-    keys: Any,
-    values: Any,
-    *rest: Any,
-    queries: int,
-    parts: int,
-    window: int | None,
-) -> None:
+def _kernel(*refs: Any, queries: int, parts: int, window: int | None) -> None:
+    about, table, positions, q, keys, values, *rest = refs
     outputs = rest[-1:] if parts == 1 else rest[-3:]
     scales, dtype = rest[: -len(outputs)], q.dtype
     (groups, width), size = q.shape[1:], keys.shape[1]

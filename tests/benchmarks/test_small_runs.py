@@ -84,7 +84,7 @@ def test_stages(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.heavy
 def test_experts(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = experts.Row("mixtral-8x7b", "v5p:2x2x2", {"data": 2, "expert": 4}, 32)
+    small = experts.Setup("mixtral-8x7b", "v5p:2x2x2", {"data": 2, "expert": 4}, 32)
     monkeypatch.setitem(experts.ROWS, "small", small)
     flags = ["--rows", "small", "--layers", "1", "--seq_len", "4096", "--nocompile"]
     experts.main([*flags, "--programs", "ours,ours-gathered,gathered"])

@@ -492,7 +492,7 @@ def test_a_part_of_the_queries_is_hidden_by_a_bias() -> None:
     q, k, _, _ = tensors(2, 4, 2, 2, t=16, dtype=jnp.bfloat16)
     masks = (jnp.arange(8, 12), documents(2, 16)[:, 8:12], documents(2, 16))
     spec = {**SPEC, "length": 16, "segments": True}
-    bias, mask_type = cudnn._bias(q, k, masks, spec)
+    bias, mask_type = cudnn._bias(q, k, masks, reference.Spec(**spec))
     assert bias.shape == (2, 1, 4, 16) and bias.dtype == jnp.bfloat16
     assert mask_type == fused.MaskType.NO_MASK
     seen = (np.arange(8, 12)[:, None] >= np.arange(16)) & (
@@ -500,6 +500,6 @@ def test_a_part_of_the_queries_is_hidden_by_a_bias() -> None:
     )
     np.testing.assert_array_equal(np.asarray(bias[:, 0] == 0), seen)
     assert float(bias.min()) < -1e12
-    bias, _ = cudnn._bias(q, k, masks, {**spec, "window": 3})
+    bias, _ = cudnn._bias(q, k, masks, reference.Spec(**spec, window=3))
     seen &= np.arange(8, 12)[:, None] - 3 < np.arange(16)
     np.testing.assert_array_equal(np.asarray(bias[:, 0] == 0), seen)

@@ -13,7 +13,7 @@ import pytest
 import spmd
 from models.llama.quantize import quantize_weight
 from spmd.errors import ArgumentError
-from spmd.ops import linear, linear_triton, linears
+from spmd.ops import linear, linears, products_triton
 from tests.models.llama.inverse import dequantize
 
 CHECKED = spmd.Options(check=True)
@@ -89,7 +89,7 @@ def test_linears_kernel_of_few_rows(rows: int, inputs: int, outputs: tuple[int, 
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((rows, inputs)), jnp.bfloat16)
     many = [jnp.asarray(rng.standard_normal((n, inputs)), jnp.bfloat16) for n in outputs]
-    for got, weight in zip(linear_triton.products(x, many, interpret=True), many, strict=True):
+    for got, weight in zip(products_triton.products(x, many, interpret=True), many, strict=True):
         want = np.asarray(x, np.float32) @ np.asarray(weight, np.float32).T
         np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=2e-2, atol=0.1)
 
@@ -97,7 +97,7 @@ def test_linears_kernel_of_few_rows(rows: int, inputs: int, outputs: tuple[int, 
 def test_tiles_of_the_kernel_of_few_rows() -> None:
     def tiles(rows: int, inputs: int, *outputs: int) -> Any:
         x = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
-        return linear_triton.tiles_for(
+        return products_triton.tiles_for(
             x, [jax.ShapeDtypeStruct((n, inputs), jnp.bfloat16) for n in outputs]
         )
 

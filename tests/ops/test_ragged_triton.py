@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spmd.ops import ragged_triton
+from spmd.ops import products_triton
 from spmd.ops.experts_local import ragged as plain
 
 ROWS = 200
@@ -31,11 +31,11 @@ def operands(outputs: int, inputs: int, sizes: Any, dtype: Any = jnp.bfloat16) -
     return jnp.asarray(x, dtype), jnp.asarray(w / 8, dtype), jnp.asarray(sizes, jnp.int32)
 
 
-tiled = jax.jit(lambda sizes_E: ragged_triton.tile_rows(sizes_E, 250, 16))
+tiled = jax.jit(lambda sizes_E: products_triton.tile_rows(sizes_E, 250, 16))
 
 
 def interpreted(*args: Any) -> Any:
-    return ragged_triton.product(*args, interpret=True)
+    return products_triton.ragged_product(*args, interpret=True)
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def test_product_and_gradients_are_those_of_ragged_dot(sizes: list[int]) -> None
 
 
 def test_tiles_begin_where_groups_do() -> None:
-    about = ragged_triton.tile_rows(jnp.asarray([5, 0, 3]), 8, 4)
+    about = products_triton.tile_rows(jnp.asarray([5, 0, 3]), 8, 4)
     assert about.tolist() == [[0, 0, 4], [0, 4, 1], [2, 5, 3], [2, 0, 0], [2, 0, 0]]
 
 
@@ -79,4 +79,4 @@ def test_every_row_of_a_group_is_in_one_tile(sizes: list[int]) -> None:
     ids=["32 bits", "outputs", "inputs"],
 )
 def test_what_is_not_for_the_kernel(args: Any) -> None:
-    assert ragged_triton.product(*args) is NotImplemented
+    assert products_triton.ragged_product(*args) is NotImplemented

@@ -38,12 +38,9 @@ def run_layers(
     """Runs the embedding and all layers.
 
     Args:
-        weights: see `Weights`.
-        tokens_X: token ids.
         positions_X: the position of each token in its sequence.
         cache: layer -> its keys and values.
         attend: writes a layer's new keys and values into the cache and attends to it.
-        config: the model.
 
     Returns:
         (hidden states (X, H) behind the last layer, cache).

@@ -48,12 +48,9 @@ class LlamaRows:
     """A `models.decode.RowsModel`: a Llama whose cache has the keys and values of each layer.
 
     Its weights are a tree as `layers.Weights` says.
-
-    Attributes:
-      config: the model.
     """
 
-    config: LlamaConfig
+    config: LlamaConfig  # the model
 
     @property
     def vocab_size(self) -> int:

@@ -2,7 +2,7 @@
 
 Such a file can describe models that are not ours. A key that may change what the model computes is
 either supported or an error. Only keys that are known to change nothing are ignored. What tells
-families apart is in `family_parts.py`, rotary embeddings in `rope_keys.py`.
+families apart is in `families.py`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from models.llama.config import ConfigError, LlamaConfig
-from models.llama.weights.families import SIZES, Family, family_of, typed
-from models.llama.weights.family_parts import read_parts, write_parts
-from models.llama.weights.rope_keys import ROPE_KEYS, parse_rope, scaling_to_hf
+from models.llama.config import ROPE_TYPES, ConfigError, LlamaConfig, RopeScaling
+from models.llama.weights.families import SIZES, Family, family_of, read_parts, typed, write_parts
 from models.training.paths import AnyPath, as_path
 
 CONFIG_FILE = "config.json"
@@ -66,7 +64,6 @@ def read_config(path: str | AnyPath, ignore_keys: Collection[str] = ()) -> Llama
 
     Args:
         path: the file, or the folder that it is in.
-        ignore_keys: unknown keys that are to be ignored.
 
     Raises:
         ConfigError: there is no such file, it is not a JSON object, the architecture is not
@@ -105,13 +102,19 @@ def parse_config(values: Mapping[str, Any], ignore_keys: Collection[str] = ()) -
     given = {**SIZES, **_TOKENS, **family.defaults, **values}
     sizes = {key: typed(key, given[key], default) for key, default in SIZES.items()}
     theta, scaling = parse_rope(given, family.theta)
+    eos = given["eos_token_id"]
+    if isinstance(eos, list):
+        ids = (_token_id("eos_token_id", item) for item in eos)
+        eos = tuple(item for item in ids if item is not None)
+    else:
+        eos = _token_id("eos_token_id", eos)
     return LlamaConfig(
         **sizes,
         **read_parts(values, family, sizes["num_hidden_layers"]),
         rope_theta=theta,
         rope_scaling=scaling,
         bos_token_id=_token_id("bos_token_id", given["bos_token_id"]),
-        eos_token_id=_token_ids(given["eos_token_id"]),
+        eos_token_id=eos,
     )
 
 
@@ -147,13 +150,6 @@ def _token_id(key: str, value: Any) -> int | None:
     raise ConfigError(f"{key} must be a token id or null, not {json.dumps(value)}")
 
 
-def _token_ids(value: Any) -> int | tuple[int, ...] | None:
-    if not isinstance(value, list):
-        return _token_id("eos_token_id", value)
-    ids = (_token_id("eos_token_id", item) for item in value)
-    return tuple(item for item in ids if item is not None)
-
-
 # Writing
 
 
@@ -161,7 +157,6 @@ def to_hf(config: LlamaConfig, dtype: str) -> dict[str, Any]:
     """The content of a `config.json` that transformers reads, from version 4.43 on.
 
     Args:
-        config: the model.
         dtype: of the stored weights.
 
     Raises:
@@ -188,4 +183,95 @@ def to_hf(config: LlamaConfig, dtype: str) -> dict[str, Any]:
         "eos_token_id": list(eos) if isinstance(eos, tuple) else eos,
         "torch_dtype": dtype,
         "use_cache": True,
+    }
+
+
+# How heads are rotated.
+
+
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
+
+
+def parse_rope(values: Mapping[str, Any], default: float) -> tuple[float, RopeScaling | None]:
+    """(theta, scaling). `rope_scaling` beside `rope_theta` is the older form."""
+    found = {
+        key: _parse_entry(key, values[key], values, default)
+        for key in ("rope_scaling", "rope_parameters")
+        if values.get(key)
+    }
+    if len(set(found.values())) > 1:
+        raise ConfigError("rope_scaling and rope_parameters disagree; remove one of them")
+    if found:
+        return next(iter(found.values()))
+    return typed("rope_theta", values.get("rope_theta"), default), None
+
+
+def _parse_entry(
+    key: str, entry: Any, values: Mapping[str, Any], default: float
+) -> tuple[float, RopeScaling | None]:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{key} must be an object or null, not {json.dumps(entry)}")
+    rope_type = entry.get("rope_type", entry.get("type", "default"))
+    if rope_type not in ("default", *ROPE_TYPES):
+        raise ConfigError(
+            f"rope_type {json.dumps(rope_type)} of {key} is not supported; "
+            f"default, {' and '.join(ROPE_TYPES)} are"
+        )
+    # transformers reads the original length for llama3 alone, but it stands with others too.
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"}
+    known |= {"original_max_position_embeddings"}
+    if rope_type == "llama3":
+        known |= {"low_freq_factor", "high_freq_factor"}
+    unknown = sorted(set(entry) - known)
+    if unknown:
+        raise ConfigError(f"{key} has keys that {rope_type} scaling lacks: {', '.join(unknown)}")
+    if entry.get("partial_rotary_factor") not in (None, 1.0):
+        raise ConfigError(f"partial_rotary_factor of {key} must be 1: whole heads are rotated")
+    outer: float = typed("rope_theta", values.get("rope_theta"), default)
+    theta: float = typed(f"rope_theta of {key}", entry.get("rope_theta"), outer)
+    if theta != outer and values.get("rope_theta") is not None:
+        raise ConfigError(f"rope_theta is {outer}, and {theta} in {key}; remove one of them")
+    return theta, _scaling(key, rope_type, entry, values)
+
+
+def _scaling(
+    key: str, rope_type: str, entry: Mapping[str, Any], values: Mapping[str, Any]
+) -> RopeScaling | None:
+    factor, low, high = (
+        typed(f"{name} of {key}", entry.get(name), 0.0)
+        for name in ("factor", "low_freq_factor", "high_freq_factor")
+    )
+    if rope_type == "default":
+        if factor not in (0.0, 1.0):
+            raise ConfigError(f"{key} has a factor, {factor}, but no rope_type to apply it")
+        return None
+    if not factor:
+        raise ConfigError(f"{key} of type {rope_type} has no factor")
+    if rope_type == "linear":
+        return RopeScaling(rope_type="linear", factor=factor)
+    # The length of sequences in pretraining, looked up in the same places as by transformers.
+    name = "original_max_position_embeddings"
+    places = (values.get(name), entry.get(name), values.get("max_position_embeddings"))
+    found = next((place for place in places if place is not None), None)
+    return RopeScaling(
+        rope_type="llama3",
+        factor=factor,
+        low_freq_factor=low or None,
+        high_freq_factor=high or None,
+        original_max_position_embeddings=typed(name, found, SIZES["max_position_embeddings"]),
+    )
+
+
+def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """The content of `rope_scaling`."""
+    if scaling is None:
+        return None
+    if scaling.rope_type == "linear":
+        return {"rope_type": "linear", "factor": scaling.factor}
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_position_embeddings,
     }

@@ -60,12 +60,9 @@ def write_hf(
     """Writes all tensors, unsplit, as a folder that transformers loads.
 
     Args:
-      source: the tensors.
       folder: new or empty.
       dtype: what to convert to; None keeps every tensor's bits.
       max_file_bytes: the most bytes of tensors in one file.
-      console: where a progress bar goes.
-      made: called with the name of each complete file.
 
     Raises:
       WeightsError: the folder cannot be written, or tensors cannot be read.
@@ -91,12 +88,8 @@ def write_ranks(
     """Writes one file for each rank of a tensor-parallel group, with its shards; see `ranks.py`.
 
     Args:
-      source: the tensors.
       folder: new or empty.
-      ranks: number of ranks.
       dtype: what to convert to; None keeps every tensor's bits.
-      console: where a progress bar goes.
-      made: called with the name of each complete file.
 
     Raises:
       WeightsError: as for `write_hf`; or the model cannot be divided among so many ranks.

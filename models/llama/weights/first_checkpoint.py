@@ -52,13 +52,10 @@ def write_run(
     memory at a time. The folder appears when it is complete.
 
     Args:
-        source: the tensors.
         folder: new or empty.
         mesh: axis -> size; each array is stored in the pieces that these devices hold.
         table: name of the specs by which arrays are split.
-        scan_layers: whether layers are stacked.
         dtype: what to convert to; None keeps every tensor's bits.
-        console: where a progress bar goes.
 
     Returns:
         The folder of the checkpoint.
@@ -72,7 +69,10 @@ def write_run(
     config = dataclasses.replace(source.config, scan_layers=scan_layers)
     structs = _marked(config, mesh, table)
     check_can_save(folder)
-    about = {"config": {"model": _what_it_is(config)}, "weights": source.about}
+    # What a run may not choose; `param_dtype` is set when the run starts.
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=dict))
+    del plain["param_dtype"]
+    about = {"config": {"model": plain}, "weights": source.about}
     total = sum(tensor.nbytes for tensor in source.tensors.values())
     with bytes_bar("writing", total, console) as advance:
         params = _pieces(source, config, structs, advance)
@@ -95,13 +95,6 @@ def _marked(config: LlamaConfig, mesh: Mapping[str, int], table: str) -> Any:
     structs = jax.eval_shape(functools.partial(fresh.init, config=config), jax.random.key(0))
     devices = spmd.Mesh(None, tuple(mesh.values()), tuple(mesh))
     return sharding.mark_params(structs, devices, config, sharding.table_named(table))
-
-
-def _what_it_is(config: LlamaConfig) -> dict[str, Any]:
-    """The config without what a run may choose; `param_dtype` is set when the run starts."""
-    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=dict))
-    del plain["param_dtype"]
-    return plain
 
 
 def _save(folder: AnyPath, params: Any, about: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ Each process reads the slices that its own devices hold, one at a time. Saving i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,6 @@ def load(
         config: the model, as from `read_config`; `scan_layers` and the dtypes may be changed.
         shardings: a tree like that of `fresh.init` of `jax.sharding.Sharding`s, such as
             `compiled.in_shardings[0]` of a training step; None puts all on the first device.
-        console: where a progress bar goes if it is a terminal and loading takes long.
 
     Returns:
         Parameters as from `fresh.init`.
@@ -102,18 +101,13 @@ def _read_block(stored: Folder, parameter: Parameter, config: LlamaConfig, index
         return block
     (name,) = parameter.names
     tensor = stored.read(name, index)
-    if name == EMBEDDING and config.tie_word_embeddings and HEAD in stored.tensors:
-        _check_tied(stored, index, tensor)
-    return tensor.astype(dtype, copy=False)
-
-
-def _check_tied(stored: Folder, index: Index, embedding: Array) -> None:
-    """Raises `WeightsError` if the file has an output head that differs from the tied embedding."""
-    if not np.array_equal(stored.read(HEAD, index), embedding):
+    is_tied = name == EMBEDDING and config.tie_word_embeddings and HEAD in stored.tensors
+    if is_tied and not np.array_equal(stored.read(HEAD, index), tensor):
         raise WeightsError(
             f"{stored.path}: {HEAD} and {EMBEDDING} differ, and the config ties them; set "
             "tie_word_embeddings to false"
         )
+    return tensor.astype(dtype, copy=False)
 
 
 def _check_fit(stored: Folder, wanted: Sequence[Parameter], config: LlamaConfig) -> None:
@@ -147,12 +141,9 @@ def _check_fit(stored: Folder, wanted: Sequence[Parameter], config: LlamaConfig)
     listed = "; ".join(
         f"{len(names)} {kind}: {shortened(names)}" for kind, names in kinds.items() if names
     )
-    raise WeightsError(f"{stored.path} does not fit the model: {listed}. {_fix(kinds)}")
-
-
-def _fix(kinds: Mapping[str, Sequence[str]]) -> str:
-    if kinds["not floating point"]:
-        return "Quantized weights have to be dequantized first"
-    if [name for names in kinds.values() for name in names] == [HEAD]:
-        return "If the output is the embedding table, set tie_word_embeddings to true"
-    return f"Use the {CONFIG_FILE} that belongs to these weights"
+    fix = f"Use the {CONFIG_FILE} that belongs to these weights"
+    if quantized:
+        fix = "Quantized weights have to be dequantized first"
+    elif [name for names in kinds.values() for name in names] == [HEAD]:
+        fix = "If the output is the embedding table, set tie_word_embeddings to true"
+    raise WeightsError(f"{stored.path} does not fit the model: {listed}. {fix}")

@@ -39,22 +39,15 @@ _MIXTRAL: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One of our parameters, and the tensors that it is made of.
+    """One of our parameters, and the tensors that it is made of."""
 
-    Args:
-        path: keys joined by `/`.
-        shape: of the whole parameter; the first dim of a stacked one is the layers.
-        names: Hugging Face's names, one for each index of the leading dims, the last of which runs
-            first: of layers, where they are stacked, and of experts.
-        leading: how many dims that is.
-        stacked: whether the first dim is the layers.
-    """
-
-    path: str
-    shape: tuple[int, ...]
+    path: str  # keys joined by `/`
+    shape: tuple[int, ...]  # of the whole parameter; the first dim of a stacked one is the layers
+    # Hugging Face's names, one for each index of the leading dims, the last of which runs first: of
+    # layers, where they are stacked, and of experts
     names: tuple[str, ...]
-    leading: int
-    stacked: bool
+    leading: int  # how many dims that is
+    stacked: bool  # whether the first dim is the layers
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:

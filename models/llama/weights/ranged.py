@@ -38,9 +38,6 @@ Array = npt.NDArray[Any]
 class RangedFile:
     """An open file of safetensors, with the methods of `safetensors.safe_open` that are used here.
 
-    Args:
-        path: the file.
-
     Raises:
         SafetensorError: it is truncated, or no such file.
         OSError: the store cannot be read.

@@ -43,17 +43,11 @@ _BY_INPUTS = ("o_proj", "down_proj", "w2")
 
 @dataclasses.dataclass(frozen=True)
 class RankCut:
-    """How a tensor is split over ranks.
+    """How a tensor is split over ranks."""
 
-    Attributes:
-      dim: the dim that is split; None if every rank has the whole tensor.
-      pieces: number of equal pieces.
-      copies: so many neighbouring ranks have the same piece; pieces x copies is all ranks.
-    """
-
-    dim: int | None
-    pieces: int = 1
-    copies: int = 1
+    dim: int | None  # the dim that is split; None if every rank has the whole tensor
+    pieces: int = 1  # number of equal pieces
+    copies: int = 1  # so many neighbouring ranks have the same piece; pieces x copies is all ranks
 
     def index(self, shape: tuple[int, ...], rank: int) -> Index:
         """The slice of a tensor that a rank has."""
@@ -88,22 +82,16 @@ def check_ranks(config: LlamaConfig, ranks: int) -> None:
     Raises:
       WeightsError: it cannot; the message names numbers that are possible.
     """
-    possible = [n for n in range(1, config.num_attention_heads + 1) if _divides(config, n)]
+    heads, keys, width = config.num_attention_heads, config.kv_heads, config.expert_width
+    possible = [
+        n for n in range(1, heads + 1) if not (heads % n or width % n or (keys % n and n % keys))
+    ]
     if ranks not in possible:
         raise WeightsError(
-            f"{config.num_attention_heads} query heads, {config.kv_heads} key heads and an MLP of "
-            f"{config.expert_width} do not divide into {ranks} ranks; "
+            f"{heads} query heads, {keys} key heads and an MLP of {width} do not divide into "
+            f"{ranks} ranks; "
             f"{', '.join(map(str, possible))} ranks are possible"
         )
-
-
-def _divides(config: LlamaConfig, ranks: int) -> bool:
-    keys = config.kv_heads
-    return not (
-        config.num_attention_heads % ranks
-        or config.expert_width % ranks
-        or (keys % ranks and ranks % keys)
-    )
 
 
 def _cut(name: str, shape: tuple[int, ...], config: LlamaConfig, ranks: int) -> RankCut:

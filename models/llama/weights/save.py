@@ -91,12 +91,10 @@ def save(
 
     Args:
         params: as from `fresh.init`, with any shardings.
-        config: the model.
         folder: new or empty.
         dtype: of the stored weights; None takes `config.param_dtype`.
         max_shard_bytes: the most bytes of tensors in one file; a larger tensor gets its own file.
         tokenizer_from: a folder whose tokenizer files are copied.
-        console: where a progress bar goes if it is a terminal and saving takes long.
 
     Raises:
         WeightsError: the folder is not empty or cannot be written, the dtype is unknown, or the
@@ -116,14 +114,21 @@ def save(
         arrays = _gathered(sources, dtype, advance)
         if jax.process_index() == 0:
             try:
-                with _arriving(as_path(folder)) as unfinished:
+                target = as_path(folder)
+                arriving: contextlib.AbstractContextManager[AnyPath] = (
+                    appearing(target) if isinstance(target, Path) else _appearing_on_store(target)
+                )
+                with arriving as unfinished:
                     write_files(unfinished, plan, arrays)
                     _write_beside(unfinished, description, tokenizer_from)
             except (OSError, WeightsError) as error:
                 failure = str(error)
         for _ in arrays:  # gathering takes every process, also when writing has failed
             pass
-    _agree(failure, folder)
+    # Waits for process 0; if it failed, all processes raise.
+    if bool(multihost_utils.broadcast_one_to_all(np.int32(failure is not None))):
+        reason = failure or "process 0 says why"
+        raise WeightsError(f"the weights could not be written to {folder}: {reason}")
 
 
 Source = tuple[str, tuple[int, ...], Callable[[str], Array]]
@@ -192,11 +197,6 @@ def appearing(folder: Path) -> Iterator[Path]:
         raise
 
 
-def _arriving(folder: AnyPath) -> contextlib.AbstractContextManager[AnyPath]:
-    """A folder to write to, local or on a store; after an error nothing of it is left."""
-    return appearing(folder) if isinstance(folder, Path) else _appearing_on_store(folder)
-
-
 @contextlib.contextmanager
 def _appearing_on_store(folder: StorePath) -> Iterator[AnyPath]:
     check_can_save(folder)
@@ -236,11 +236,3 @@ def local_tokenizer(folder: AnyPath) -> Iterator[Path]:
             if (folder / name).is_file():
                 (Path(made) / name).write_bytes((folder / name).read_bytes())
         yield Path(made)
-
-
-def _agree(failure: str | None, folder: str | AnyPath) -> None:
-    """Waits for process 0; if it failed, raises on all processes."""
-    failed = bool(multihost_utils.broadcast_one_to_all(np.int32(failure is not None)))
-    if failed:
-        reason = failure or "process 0 says why"
-        raise WeightsError(f"the weights could not be written to {folder}: {reason}")

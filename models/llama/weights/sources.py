@@ -76,7 +76,6 @@ def checkpoint_source(run_dir: str | AnyPath, step: int | str = AUTO) -> Iterato
     Layers that are stored together are read together, all layers of a parameter at once.
 
     Args:
-      run_dir: the run's folder.
       step: the checkpoint's, or `auto` for the latest that is whole.
 
     Raises:
@@ -88,7 +87,10 @@ def checkpoint_source(run_dir: str | AnyPath, step: int | str = AUTO) -> Iterato
     if not folder.is_dir():
         raise WeightsError(f"{run_dir} is no folder of a run: it has no {folder.name}")
     found = find_saved(folder, step)
-    config = _trained_config(found.meta, folder)
+    try:
+        config = LlamaConfig(**found.meta["config"]["model"])
+    except (KeyError, TypeError, ConfigError) as error:
+        raise WeightsError(f"the checkpoints in {folder} are of no Llama: {error}") from error
     state = folder / str(found.step) / "state"
     saved = found.meta["arrays"]
     tensors: dict[str, Tensor] = {}
@@ -113,13 +115,6 @@ def checkpoint_source(run_dir: str | AnyPath, step: int | str = AUTO) -> Iterato
             files if tokenizer.is_dir() else None,
             stamps(folder / str(found.step)),
         )
-
-
-def _trained_config(meta: Mapping[str, Any], folder: AnyPath) -> LlamaConfig:
-    try:
-        return LlamaConfig(**meta["config"]["model"])
-    except (KeyError, TypeError, ConfigError) as error:
-        raise WeightsError(f"the checkpoints in {folder} are of no Llama: {error}") from error
 
 
 def _checkpoint_tensors(state: AnyPath, parameter: Parameter, dtype: str) -> dict[str, Tensor]:

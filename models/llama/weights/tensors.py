@@ -23,21 +23,15 @@ from models.training.paths import AnyPath
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor that is read when it is asked for: all of it by `numpy.asarray`, or a slice.
+    """A tensor that is read when it is asked for: all of it by `numpy.asarray`, or a slice."""
 
-    Attributes:
-      name: Hugging Face's name.
-      shape: its shape.
-      dtype: numpy's name of its dtype.
-      read: returns a slice, in any dtype that can be converted to this one.
-      together: tensors with the same value are stored in the same place; reading them one after
-        the other is quickest.
-    """
-
-    name: str
+    name: str  # Hugging Face's name
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # numpy's name of its dtype
+    # returns a slice, in any dtype that can be converted to this one
     read: Callable[[Index], Array]
+    # tensors with the same value are stored in the same place; reading them one after the other is
+    # quickest
     together: str = ""
 
     def __getitem__(self, index: Index) -> Array:
@@ -61,21 +55,13 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A model's config and tensors.
+    """A model's config and tensors."""
 
-    Attributes:
-      config: the model, with layers unrolled.
-      tensors: in the order in which the model uses them.
-      about: where they come from, for people.
-      tokenizer_from: a folder with tokenizer files; None if there is none.
-      stamps: sizes and times of the files; they differ if a file has changed.
-    """
-
-    config: LlamaConfig
-    tensors: Mapping[str, Tensor]
-    about: str
-    tokenizer_from: Path | None = None
-    stamps: tuple[str, ...] = ()
+    config: LlamaConfig  # the model, with layers unrolled
+    tensors: Mapping[str, Tensor]  # in the order in which the model uses them
+    about: str  # where they come from, for people
+    tokenizer_from: Path | None = None  # a folder with tokenizer files; None if there is none
+    stamps: tuple[str, ...] = ()  # sizes and times of the files; they differ if a file has changed
 
     def with_tokenizer(self, folder: Path) -> Source:
         """The same source with tokenizer files from another folder."""

@@ -29,16 +29,11 @@ class CheckpointError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A checkpoint whose files are all there and undamaged.
+    """A checkpoint whose files are all there and undamaged."""
 
-    Args:
-        step: the step after which it was saved.
-        meta: what `meta.json` holds.
-        notes: a sentence for each later checkpoint that was passed over because it is damaged.
-    """
-
-    step: int
-    meta: Mapping[str, Any]
+    step: int  # the step after which it was saved
+    meta: Mapping[str, Any]  # what `meta.json` holds
+    # a sentence for each later checkpoint that was passed over because it is damaged
     notes: tuple[str, ...] = ()
 
     @property
@@ -51,7 +46,6 @@ def find_saved(folder: AnyPath, wanted: int | str = AUTO) -> Found:
     """Finds a checkpoint to read from.
 
     Args:
-        folder: holds checkpoints.
         wanted: a step, or `"auto"` for the latest checkpoint that is whole.
 
     Raises:
@@ -116,7 +110,6 @@ def first_whole(
     """The first checkpoint that is whole; None if there is none.
 
     Args:
-        folder: holds the checkpoints.
         steps: the steps to try, in this order.
         damage_of: says what is wrong with a checkpoint's folder, or None.
         notes: gets a sentence for each damaged checkpoint.

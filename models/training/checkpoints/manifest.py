@@ -43,9 +43,7 @@ def write_part(folder: AnyPath, files: Iterable[AnyPath], process: int) -> None:
     """Writes down what one process has hashed, for `write_manifest`.
 
     Args:
-        folder: the files are below it.
         files: those that this process has written.
-        process: which one it is.
     """
     text = json.dumps(hashed(folder, files))
     (folder / f"{PART}{process}.json").write_text(text, encoding="utf-8")
@@ -76,7 +74,6 @@ def find_damage(folder: AnyPath, part: int = 0, parts: int = 1) -> str | None:
     """Compares a folder with its manifest.
 
     Args:
-        folder: has a manifest.
         part: which of `parts` shares of the files to hash; sizes are compared for all.
         parts: number of processes that share the work.
 

@@ -25,20 +25,14 @@ PENDING_BYTES = 1 << 25
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pieces:
-    """An array that is not in memory; `Checkpoints(pieces=True)` saves it like a `jax.Array`.
+    """An array that is not in memory; `Checkpoints(pieces=True)` saves it like a `jax.Array`."""
 
-    Args:
-        shape: of the whole array.
-        dtype: numpy's name of it.
-        sharding: how the array is split; for `meta.json` only, so the mesh needs no devices.
-        piece: shape of the largest part that is stored in one chunk.
-        read: returns the part at an index, which is a slice with start and stop for each dim.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
+    shape: tuple[int, ...]  # of the whole array
+    dtype: str  # numpy's name of it
+    # how the array is split; for `meta.json` only, so the mesh needs no devices
     sharding: NamedSharding
-    piece: tuple[int, ...]
+    piece: tuple[int, ...]  # shape of the largest part that is stored in one chunk
+    # returns the part at an index, which is a slice with start and stop for each dim
     read: Callable[[Index], npt.NDArray[Any]]
 
 
@@ -99,7 +93,6 @@ def chunks(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Index]:
     """Cuts an array into a grid of parts; the last dim varies fastest.
 
     Args:
-        shape: of the array.
         chunk: shape of a part; those at the ends may be smaller.
 
     Example:

@@ -55,7 +55,6 @@ def relayout(
         target: another folder for checkpoints; made if it is not there.
         mesh: axis -> size.
         step: the checkpoint's, or `auto` for the latest that is whole.
-        console: where a progress bar goes.
 
     Returns:
         The checkpoint's step.
@@ -121,7 +120,6 @@ def piece_shape(entry: Mapping[str, Any], mesh: Mapping[str, int]) -> tuple[int,
 
     Args:
         entry: an array's entry in `meta.json`, with `shape` and `spec`.
-        mesh: axis -> size.
 
     Example:
         >>> piece_shape({"shape": [8, 6], "spec": [["data", "model"], None]}, {"data": 2, "model":

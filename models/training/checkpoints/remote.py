@@ -6,9 +6,10 @@
         state/                   names all arrays of all processes; then
         meta.json, manifest.json
 
-orbax makes a checkpoint whole by renaming its folder, which object stores cannot do, and its
-driver knows `gs://` alone. Here a checkpoint is whole when its manifest is there: it is written
-after all else, and removed before all else. What is copied to a disk, orbax reads.
+orbax makes a checkpoint whole by renaming its folder, which object stores cannot do, and of these
+it knows `gs://` alone (0.12.8; `s3://` only to read). Here a checkpoint is whole when its manifest
+is there: it is written after all else, and removed before all else. What is copied to a disk, orbax
+reads. Its format is no public promise: `pyproject.toml` has the releases of which that is tested.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from typing import Any
 import jax
 import numpy as np
 import numpy.typing as npt
+import orbax.checkpoint as ocp
 
 from models.shards import put_shards
 from models.training.checkpoints.found import saved_steps
 from models.training.checkpoints.manifest import MANIFEST, write_part
 from models.training.checkpoints.saving import OWN_FOLDER, TIMEOUT_S
 from models.training.checkpoints.together import Together
-from models.training.paths import StorePath, array_spec, kvstore, remove_tree
+from models.training.paths import AnyPath, StorePath, array_spec, kvstore, remove_tree
 
 Part = tuple[tuple[slice, ...], npt.NDArray[Any]]
 """Where a shard lies in its array, and the shard."""
@@ -43,18 +45,12 @@ READERS = 8
 DICT_KEY = 2
 """orbax's number of the kind of a tree's key."""
 
-HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
-
 
 class StoreManager:
     """Does for a folder on an object store what orbax's manager does for one on a disk.
 
     Args:
-        folder: holds checkpoints.
-        keep_last: how many of the latest are kept.
-        keep_every: those of every n-th step are kept too; 0 keeps none of them.
         describe: called on process 0 when all arrays are written; writes the manifest at its end.
-        together: how processes wait for each other.
     """
 
     def __init__(
@@ -74,19 +70,22 @@ class StoreManager:
         """Copies a state to the host, and begins to write it."""
         for leaf in leaves.values():
             leaf.copy_to_host_async()
-        parts = {path: _own_parts(leaf) for path, leaf in leaves.items()}
+        # Copies of the shards that this process has to write: of equal ones, the first.
+        parts = {
+            path: [(s.index, np.array(s.data)) for s in leaf.addressable_shards if not s.replica_id]
+            for path, leaf in leaves.items()
+        }
         shapes = {path: (leaf.shape, _chunk(leaf)) for path, leaf in leaves.items()}
         self._error = None
-        self._thread = threading.Thread(
-            target=self._try_to_write, args=(step, parts, shapes), name="saving", daemon=True
-        )
-        self._thread.start()
 
-    def _try_to_write(self, step: int, *state: Any) -> None:
-        try:
-            self._write(step, *state)
-        except Exception as error:
-            self._error = error
+        def write() -> None:
+            try:
+                self._write(step, parts, shapes)
+            except Exception as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=write, name="saving", daemon=True)
+        self._thread.start()
 
     def _write(
         self, step: int, parts: Mapping[str, Sequence[Part]], shapes: Mapping[str, Any]
@@ -104,18 +103,15 @@ class StoreManager:
             _merge(state, jax.process_count())
             _name_arrays(folder, shapes)
             self._describe()
+            last, every = self._keep
             with contextlib.suppress(OSError):  # the next save tries again
-                self._prune()
+                for old in saved_steps(self.folder)[last:]:
+                    if not every or old % every:
+                        remove_tree(self.folder / str(old), MANIFEST)
         self._wait("whole")
 
     def _wait(self, point: str) -> None:
         self._together.wait(key=point, timeout_ms=TIMEOUT_S * 1000)
-
-    def _prune(self) -> None:
-        last, every = self._keep
-        for step in saved_steps(self.folder)[last:]:
-            if not every or step % every:
-                remove_tree(self.folder / str(step), MANIFEST)
 
     def wait_until_finished(self) -> None:
         """Waits for the save under way."""
@@ -130,11 +126,12 @@ class StoreManager:
     def restore_state(self, step: int, structs: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Reads arrays in the shardings of structs; each process what its devices hold, once."""
         state = self.folder / str(step) / "state"
-        driver = "zarr3" if _is_zarr3(state) else "zarr"
+        tree = json.loads((state / "_METADATA").read_text())
+        driver = "zarr3" if tree.get("use_zarr3") else "zarr"
         context = _context()
 
         def read(path: str, struct: Any) -> jax.Array:
-            stored = _open(array_spec(state, _key(path), driver), context)
+            stored = _open(array_spec(state, path.replace("/", "."), driver), context)
             return put_shards(
                 struct.shape,
                 struct.dtype,
@@ -144,9 +141,8 @@ class StoreManager:
             )
 
         with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
-            return dict(
-                zip(structs, pool.map(read, *zip(*structs.items(), strict=True)), strict=True)
-            )
+            arrays = pool.map(read, structs, structs.values())
+            return dict(zip(structs, arrays, strict=True))
 
     def reload(self) -> None:
         """Nothing is remembered of what the folder holds."""
@@ -159,17 +155,12 @@ class StoreManager:
 # Writing
 
 
-def _own_parts(leaf: jax.Array) -> list[Part]:
-    """Copies of the shards that this process has to write: of equal ones, the first."""
-    return [(s.index, np.array(s.data)) for s in leaf.addressable_shards if s.replica_id == 0]
-
-
 def _chunk(leaf: jax.Array) -> tuple[int, ...]:
     return tuple(max(1, size) for size in leaf.sharding.shard_shape(leaf.shape))
 
 
 def _write_parts(
-    own: StorePath, parts: Mapping[str, Sequence[Part]], shapes: Mapping[str, Any]
+    own: AnyPath, parts: Mapping[str, Sequence[Part]], shapes: Mapping[str, Any]
 ) -> None:
     """Writes shards; of the arrays that this process has no shard of, nothing."""
     import tensorstore
@@ -179,7 +170,14 @@ def _write_parts(
     for path, blocks in parts.items():
         shape, chunk = shapes[path]
         for index, block in blocks:
-            array = _open(_made(own, path, shape, chunk, block.dtype), context, group)
+            metadata = {
+                "shape": list(shape),
+                "chunks": list(chunk),
+                "compressor": {"id": "zstd", "level": 1},
+            }
+            spec = array_spec(own, path.replace("/", "."), "zarr")
+            spec |= {"dtype": block.dtype.name, "metadata": metadata, "create": True, "open": True}
+            array = _open(spec, context, group)
             array[index].write(block).result()
             waiting += block.nbytes
             if waiting >= TOGETHER_BYTES:
@@ -188,19 +186,7 @@ def _write_parts(
     group.commit_async().result()
 
 
-def _made(
-    own: StorePath, path: str, shape: Sequence[int], chunk: Sequence[int], dtype: np.dtype[Any]
-) -> dict[str, Any]:
-    metadata = {
-        "shape": list(shape),
-        "chunks": list(chunk),
-        "compressor": {"id": "zstd", "level": 1},
-    }
-    spec = array_spec(own, _key(path), "zarr")
-    return {**spec, "dtype": dtype.name, "metadata": metadata, "create": True, "open": True}
-
-
-def _merge(state: StorePath, processes: int) -> None:
+def _merge(state: AnyPath, processes: int) -> None:
     """Names the arrays of all processes in one place; their bytes stay where they are."""
     import tensorstore
 
@@ -213,14 +199,14 @@ def _merge(state: StorePath, processes: int) -> None:
     done.commit_async().result()
 
 
-def _opened_store(folder: StorePath, context: Any) -> Any:
+def _opened_store(folder: AnyPath, context: Any) -> Any:
     import tensorstore
 
     spec = {"driver": "ocdbt", "base": kvstore(folder)}
     return tensorstore.KvStore.open(spec, context=context).result()
 
 
-def _name_arrays(folder: StorePath, shapes: Mapping[str, Any]) -> None:
+def _name_arrays(folder: AnyPath, shapes: Mapping[str, Any]) -> None:
     """Writes what orbax wants to know of the tree of arrays."""
     tree = {}
     for path, (_, chunk) in shapes.items():
@@ -241,7 +227,8 @@ def _name_arrays(folder: StorePath, shapes: Mapping[str, Any]) -> None:
         "custom_metadata": None,
     }
     (folder / "state" / "_METADATA").write_text(json.dumps(about))
-    handlers = {"item_handlers": {"state": HANDLER}, "metrics": {}, "performance_metrics": {}}
+    handler = f"{ocp.PyTreeCheckpointHandler.__module__}.{ocp.PyTreeCheckpointHandler.__qualname__}"
+    handlers = {"item_handlers": {"state": handler}, "metrics": {}, "performance_metrics": {}}
     (folder / "_CHECKPOINT_METADATA").write_text(json.dumps(handlers))
 
 
@@ -258,11 +245,3 @@ def _open(spec: Mapping[str, Any], context: Any, transaction: Any = None) -> Any
     import tensorstore
 
     return tensorstore.open(dict(spec), context=context, transaction=transaction).result()
-
-
-def _key(path: str) -> str:
-    return path.replace("/", ".")
-
-
-def _is_zarr3(state: StorePath) -> bool:
-    return bool(json.loads((state / "_METADATA").read_text()).get("use_zarr3"))

@@ -126,12 +126,8 @@ def open_manager(
     """Opens orbax's manager of a folder of checkpoints.
 
     Args:
-        folder: holds checkpoints; made if it is not there.
-        keep_last: how many of the latest are kept.
-        keep_every: those of every n-th step are kept too; 0 keeps none of them.
         describe: called on process 0 when all arrays are on the disk and before the checkpoint
             gets its name. What it adds to the folder is therefore part of the checkpoint.
-        together: how processes wait for each other.
         pieces: whether `Pieces` are to be saved; their folder has to exist before they are read.
     """
     kept: list[policies.PreservationPolicy] = [policies.LatestN(keep_last)]
@@ -163,10 +159,8 @@ class Saving:
     """A save in progress.
 
     Args:
-        step: the step after which it was begun.
         meta: what `meta.json` will hold.
         started: when it was begun, by `time.perf_counter`.
-        together: tells the other processes if it fails.
 
     Attributes:
         stall: seconds for which training waited.

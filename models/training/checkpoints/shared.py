@@ -19,9 +19,6 @@ PATIENCE_S = 10.0
 def check_shared(folder: AnyPath) -> None:
     """Makes a folder, and checks that all processes see the same one; all have to call it.
 
-    Args:
-        folder: an absolute path.
-
     Raises:
         CheckpointError: it cannot be written, or is another folder for some process. It is raised
             on all processes.

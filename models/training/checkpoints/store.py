@@ -31,23 +31,23 @@ from models.training.checkpoints.found import (
     CheckpointError,
     Found,
     first_line,
+    first_whole,
     saved_steps,
     unfinished,
+    wanted_steps,
 )
-from models.training.checkpoints.manifest import write_manifest
+from models.training.checkpoints.manifest import MANIFEST, find_damage, write_manifest
 from models.training.checkpoints.remote import StoreManager
-from models.training.checkpoints.restoring import (
-    agreed_steps,
-    find,
-    restored_state,
-    set_aside_after,
-)
 from models.training.checkpoints.saving import Manager, Saving, open_manager
 from models.training.checkpoints.shared import check_shared
 from models.training.checkpoints.together import Together
-from models.training.paths import AnyPath, StorePath, remove_tree
+from models.training.paths import AnyPath, StorePath, move_tree, remove_tree
 from models.training.run.loop import TrainState
 from models.training.run.sinks import Record
+from spmd import launch
+
+HASHING_S = 4 * 3600.0
+"""So many seconds later than the fastest process the slowest may have hashed its share."""
 
 MAX_FAILURES = 3
 """When so many saves in a row have failed, the run ends."""
@@ -89,7 +89,10 @@ class Checkpoints:
         self.folder = folder.absolute()
         check_shared(self.folder)
         self.about = dict(about or {})
-        self.notes = list(_interrupted(self.folder))
+        self.notes = [
+            f"the save of step {step} was interrupted; what it had written is removed"
+            for step, _ in unfinished(self.folder)
+        ]
         self._keep, self._pieces = (keep_last, keep_every), pieces
         self._saving: Saving | None = None
         self._ended: list[Record] = []
@@ -171,16 +174,17 @@ class Checkpoints:
             # A save that failed before may have left a folder: tensorstore retries its writes in
             # the background, and so makes the folder again after `_reset` deleted it.
             _remove_unfinished(self.folder)
-            self._ended.append(
-                {
-                    "step": saving.step,
-                    "save_seconds": saving.ended - saving.started,
-                    "save_stall_seconds": saving.stall,
-                }
-            )
+            seconds = saving.ended - saving.started
+            times = {"save_seconds": seconds, "save_stall_seconds": saving.stall}
+            self._ended.append({"step": saving.step, **times})
             return
         self._failures += 1
-        text = f"{_not_saved(saving)}; {self._latest_text()}"
+        steps = saved_steps(self.folder)
+        latest = (
+            f"the latest checkpoint is that of step {steps[0]}" if steps else "there is no other"
+        )
+        why = first_line(saving.error)
+        text = f"the checkpoint of step {saving.step} could not be saved: {why}; {latest}"
         self._failed_step = saving.step
         if jax.process_count() == 1:  # several do it together, when they next save
             self._reset(saving.step)
@@ -195,10 +199,6 @@ class Checkpoints:
             self._manager.close()
         _remove_unfinished(self.folder, step)
         self._manager = self._open_manager()
-
-    def _latest_text(self) -> str:
-        steps = saved_steps(self.folder)
-        return f"the latest checkpoint is that of step {steps[0]}" if steps else "there is no other"
 
     def _meta(self, step: int, leaves: Mapping[str, Any]) -> dict[str, Any]:
         mesh = next(
@@ -236,7 +236,9 @@ class Checkpoints:
 
         All processes have to ask, and hear what process 0 sees.
         """
-        return agreed_steps(self.folder)
+        # What process 0 sees: a disk may show others something else for a while.
+        steps = json.dumps(saved_steps(self.folder))
+        return list(json.loads(launch.from_first(steps, label="steps of checkpoints")))
 
     def find(self, wanted: int | str = AUTO) -> Found | None:
         """Finds a checkpoint to go on from.
@@ -251,7 +253,18 @@ class Checkpoints:
             CheckpointError: the wanted step has no checkpoint or a damaged one, or all checkpoints
                 are damaged.
         """
-        return find(self.folder, wanted, self.notes)
+        steps = wanted_steps(self.folder, self.steps(), wanted)
+        found = first_whole(self.folder, steps, _damage, self.notes)
+        if found is None and wanted != AUTO:
+            raise CheckpointError(
+                f"{self.notes[-1]}; resume from another step or the latest whole one (auto)"
+            )
+        if found is None and steps:
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} is whole: {'; '.join(self.notes)}; choose another "
+                "folder to start anew"
+            )
+        return found
 
     def restore(self, found: Found, targets: TrainState) -> TrainState:
         """Reads the state of a checkpoint in the shardings of `targets`, whatever mesh saved it.
@@ -265,17 +278,71 @@ class Checkpoints:
         it.
 
         Args:
-            found: which checkpoint.
             targets: `ShapeDtypeStruct`s with shardings.
 
         Raises:
             CheckpointError: it has other arrays than `targets`.
         """
-        restored = restored_state(self._manager, found, targets)
+        tree = {"params": targets.params}
+        if found.has_optimizer:
+            tree["opt_state"] = targets.opt_state
+        wanted = tables.by_path(tree)
+        saved = found.meta["arrays"]
+        layouts = (tables.is_stacked(saved), tables.is_stacked(wanted))
+        is_same = None in layouts or layouts[0] == layouts[1]
+        structs = wanted if is_same else tables.other_layout(wanted)
+        problem = tables.mismatch(saved, structs, any_dtype=not found.has_optimizer)
+        if problem is not None:
+            raise CheckpointError(
+                f"the checkpoint of step {found.step} does not fit this run: {problem}"
+                + ("" if is_same else " (layers stacked in one and unrolled in the other)")
+            )
+        try:
+            leaves = self._manager.restore_state(found.step, tables.without_keys(structs))
+            leaves = tables.with_keys(leaves, structs)
+        except Exception as error:
+            raise CheckpointError(
+                f"the checkpoint of step {found.step} cannot be read: {first_line(error)}"
+            ) from error
+        restored = tables.like(tree, leaves if is_same else tables.convert(leaves, wanted))
         # Only now that reading succeeded: a restore that fails changes nothing.
-        if set_aside_after(self.folder, found.step):
+        self._set_aside_after(found.step)
+        return TrainState(restored["params"], restored.get("opt_state"), found.step)
+
+    def _set_aside_after(self, step: int) -> None:
+        """Renames the checkpoints of later steps to `aside-STEP`."""
+        later = [other for other in self.steps() if other > step]
+        failure = ""
+        if jax.process_index() == 0:
+            try:
+                for other in later:
+                    _set_aside(self.folder / str(other))
+            except (OSError, CheckpointError) as error:
+                failure = str(error)
+        # Nobody may save a step that process 0 still moves.
+        failure = launch.from_first(failure, label="checkpoints set aside")
+        if failure:
+            raise CheckpointError(failure)
+        if later:
             self._manager.reload()
-        return restored
+
+
+def _damage(folder: AnyPath) -> str | None:
+    """What is wrong with a checkpoint, the same on all processes; each reads some files."""
+    damage = find_damage(folder, jax.process_index(), jax.process_count())
+    # All processes have to agree, or some would restore one step and some another.
+    label = f"the checkpoint of step {folder.name}"
+    said = launch.exchange(damage or "", label=label, timeout_s=HASHING_S)
+    return next((text for text in said if text), None)
+
+
+def _set_aside(folder: AnyPath) -> None:
+    for number in range(1000):
+        name = f"aside-{folder.name}" + (f"-{number}" if number else "")
+        if not folder.with_name(name).exists():
+            move_tree(folder, folder.with_name(name), MANIFEST)
+            return
+    raise CheckpointError(f"{folder} cannot be moved: remove what is called aside-{folder.name}")
 
 
 def _remove_unfinished(folder: AnyPath, only: int | None = None) -> None:
@@ -284,16 +351,3 @@ def _remove_unfinished(folder: AnyPath, only: int | None = None) -> None:
             if only in (None, step):
                 with contextlib.suppress(OSError):
                     remove_tree(path)
-
-
-def _interrupted(folder: AnyPath) -> list[str]:
-    """A sentence for each save that was cut off, and whose files are about to be deleted."""
-    return [
-        f"the save of step {step} was interrupted; what it had written is removed"
-        for step, _ in unfinished(folder)
-    ]
-
-
-def _not_saved(saving: Saving) -> str:
-    assert saving.error is not None
-    return f"the checkpoint of step {saving.step} could not be saved: {first_line(saving.error)}"

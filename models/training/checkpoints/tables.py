@@ -10,6 +10,7 @@ of shapes, dtypes and specs that a person can read.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,19 +82,12 @@ def _key_data(leaf: Any) -> Any:
 
 def describe(leaves: Mapping[str, Any]) -> Table:
     """Shape, dtype and spec of every array, as `meta.json` has them."""
-    return {
-        path: {
-            "shape": list(leaf.shape),
-            "dtype": str(leaf.dtype),
-            "spec": _readable_spec(leaf.sharding),
-        }
-        for path, leaf in leaves.items()
-    }
-
-
-def _readable_spec(sharding: Any) -> list[Any]:
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
-    return [list(entry) if isinstance(entry, tuple) else entry for entry in spec]
+    table = {}
+    for path, leaf in leaves.items():
+        spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else ()
+        readable = [list(entry) if isinstance(entry, tuple) else entry for entry in spec]
+        table[path] = {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "spec": readable}
+    return table
 
 
 def mismatch(
@@ -104,7 +98,6 @@ def mismatch(
     Args:
         saved: path -> `shape` and `dtype`, from `meta.json`.
         wanted: path -> struct.
-        any_dtype: whether dtypes may differ.
 
     Returns:
         A sentence; None if they are the same.
@@ -143,33 +136,21 @@ def other_layout(wanted: Mapping[str, Any]) -> dict[str, Any]:
 
     The shardings stay the same; a stack's leading dim is not split.
     """
-    return _stacked_structs(wanted) if is_stacked(wanted) is False else _unrolled_structs(wanted)
-
-
-def _stacked_structs(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    stacks = is_stacked(wanted) is False
     structs: dict[str, Any] = {}
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for path, leaf in wanted.items():
-        match = UNROLLED.match(path)
-        if match is None:
+        match = (UNROLLED if stacks else STACKED).match(path)
+        if match is None or not (stacks or leaf.shape):
             structs[path] = leaf
-            continue
-        name = f"{match['head']}/{match['rest']}"
-        counts[name] = counts.get(name, 0) + 1
-        structs[name] = _struct((counts[name], *leaf.shape), leaf, (None, *leaf.sharding.spec))
-    return structs
-
-
-def _unrolled_structs(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    structs: dict[str, Any] = {}
-    for path, leaf in wanted.items():
-        match = STACKED.match(path)
-        if match is None or not leaf.shape:
-            structs[path] = leaf
-            continue
-        for index in range(leaf.shape[0]):
-            name = f"{match['head']}/{index}/{match['rest']}"
-            structs[name] = _struct(leaf.shape[1:], leaf, leaf.sharding.spec[1:])
+        elif stacks:
+            name = f"{match['head']}/{match['rest']}"
+            counts[name] += 1
+            structs[name] = _struct((counts[name], *leaf.shape), leaf, (None, *leaf.sharding.spec))
+        else:
+            for index in range(leaf.shape[0]):
+                name = f"{match['head']}/{index}/{match['rest']}"
+                structs[name] = _struct(leaf.shape[1:], leaf, leaf.sharding.spec[1:])
     return structs
 
 
@@ -183,26 +164,21 @@ def convert(leaves: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, A
 
     Both are in memory at the same time.
     """
-    if is_stacked(wanted) is False:
-        return {path: _unstack(path, leaves, struct) for path, struct in wanted.items()}
-    return {path: _stack(path, leaves, struct) for path, struct in wanted.items()}
-
-
-def _unstack(path: str, leaves: Mapping[str, Any], struct: Any) -> Any:
-    match = UNROLLED.match(path)
-    if match is None:
-        return leaves[path]
-    stack, index = leaves[f"{match['head']}/{match['rest']}"], int(match["index"])
-    return jax.jit(_layer, out_shardings=struct.sharding)(stack, index)
+    unstacks = is_stacked(wanted) is False
+    converted = {}
+    for path, struct in wanted.items():
+        match = (UNROLLED if unstacks else STACKED).match(path)
+        if match is None or path in leaves:
+            converted[path] = leaves[path]
+        elif unstacks:
+            stack, index = leaves[f"{match['head']}/{match['rest']}"], int(match["index"])
+            converted[path] = jax.jit(_layer, out_shardings=struct.sharding)(stack, index)
+        else:
+            rows = [leaves[f"{match['head']}/{i}/{match['rest']}"] for i in range(struct.shape[0])]
+            join = jax.jit(lambda *layers: jnp.stack(layers), out_shardings=struct.sharding)
+            converted[path] = join(*rows)
+    return converted
 
 
 def _layer(stack: Any, index: Any) -> Any:
     return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
-
-
-def _stack(path: str, leaves: Mapping[str, Any], struct: Any) -> Any:
-    match = STACKED.match(path)
-    if match is None or path in leaves:
-        return leaves[path]
-    rows = [leaves[f"{match['head']}/{i}/{match['rest']}"] for i in range(struct.shape[0])]
-    return jax.jit(lambda *layers: jnp.stack(layers), out_shardings=struct.sharding)(*rows)

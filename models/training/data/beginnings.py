@@ -15,7 +15,6 @@ def prompt_ids(tokenizer: Tokenizer, text: str, special: bool = True) -> tuple[l
     """The ids of a text that a model goes on with: at least one.
 
     Args:
-        tokenizer: the model's.
         text: an empty one is the beginning of a document.
         special: whether what the tokenizer itself puts before a text is put there.
 

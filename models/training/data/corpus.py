@@ -11,8 +11,32 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from models.training.data.ranged import RangedTokens
 from models.training.errors import DataError
+from models.training.paths import StorePath
+
+# Tokens that stay on an object store: each window is read by a request of its own.
+
+
+class RangedTokens:
+    """The tokens of a file on a store (N,), of which slices can be read, like those of an array.
+
+    Windows are read in a random order and once in an epoch, so nothing is kept.
+
+    Args:
+        path: the file; it holds tokens and nothing else.
+    """
+
+    def __init__(self, path: StorePath, dtype: np.dtype[Any], count: int) -> None:
+        self.path, self.dtype, self._count = path, dtype, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, window: slice) -> npt.NDArray[Any]:
+        start, stop, _ = window.indices(self._count)
+        size = self.dtype.itemsize
+        return np.frombuffer(self.path.read_bytes(start * size, stop * size), self.dtype)
+
 
 HELD_OUT_EVERY = 20
 HELD_OUT_CHUNK = 64 * 2**10
@@ -24,15 +48,11 @@ Window = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shard:
-    """Some whole documents, one after the other.
+    """Some whole documents, one after the other."""
 
-    Args:
-        tokens: the documents' tokens (N,), unsigned, or what has slices like them.
-        index: where each document begins, then where the last one ends (D + 1,).
-    """
-
+    # the documents' tokens (N,), unsigned, or what has slices like them
     tokens: npt.NDArray[Any] | RangedTokens
-    index: Int64s
+    index: Int64s  # where each document begins, then where the last one ends (D + 1,)
 
     def read(self, start: int, stop: int) -> Window:
         """The tokens from `start` to before `stop`."""
@@ -44,25 +64,17 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """The tokens of many documents.
+    """The tokens of many documents."""
 
-    Args:
-        shards: the tokens, in order.
-        vocab_size: number of token ids.
-        name: what error messages call it.
-        fingerprint: a hash; corpora with the same tokens have the same.
-        reopen: opens it in another process, which maps the files anew. None sends the tokens.
-        is_remote: whether each read waits for the network, so that many at once are quicker.
-        notes: what people should know of it, a sentence each.
-    """
-
-    shards: tuple[Shard, ...]
-    vocab_size: int
-    name: str
-    fingerprint: str
+    shards: tuple[Shard, ...]  # the tokens, in order
+    vocab_size: int  # number of token ids
+    name: str  # what error messages call it
+    fingerprint: str  # a hash; corpora with the same tokens have the same
+    # opens it in another process, which maps the files anew. None sends the tokens.
     reopen: Callable[[], Corpus] | None = None
+    # whether each read waits for the network, so that many at once are quicker
     is_remote: bool = False
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what people should know of it, a sentence each
 
     @functools.cached_property
     def ends(self) -> Int64s:
@@ -107,14 +119,10 @@ class CorpusPart:
     """Some ranges of a corpus, one after the other, such as its held-out part.
 
     A range that begins inside a document counts as the beginning of a document.
-
-    Args:
-        corpus: the whole corpus.
-        ranges: (start, stop) of each range (R, 2).
     """
 
-    corpus: Corpus
-    ranges: Int64s
+    corpus: Corpus  # the whole corpus
+    ranges: Int64s  # (start, stop) of each range (R, 2)
 
     @functools.cached_property
     def ends(self) -> Int64s:
@@ -160,7 +168,6 @@ def from_documents(
 
     Args:
         documents: the tokens of each document, with the token that ends it; none may be empty.
-        vocab_size: number of token ids.
         name: what error messages call it.
 
     Raises:
@@ -191,7 +198,6 @@ def split_held_out(corpus: Corpus, every: int = HELD_OUT_EVERY) -> tuple[CorpusP
     it evaluated on before.
 
     Args:
-        corpus: the whole corpus.
         every: one chunk of so many is held out.
 
     Returns:

@@ -26,22 +26,19 @@ def find_files(patterns: Sequence[str]) -> list[AnyPath]:
     """
     found: set[AnyPath] = set()
     for pattern in patterns:
-        files = _matching(pattern)
+        path = as_path(pattern)
+        if isinstance(path, StorePath):
+            files = _on_store(path)
+        else:
+            matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
+            matches = matches or ([path] if path.exists() else [])
+            below = (x for m in matches for x in (m.rglob("*") if m.is_dir() else [m]))
+            files = {one for one in below if one.is_file()}
         if not files:
             raise DataError(f"no file matches {pattern!r}")
         found |= files
     local = sorted(path for path in found if isinstance(path, Path))
     return [*local, *sorted(path for path in found if isinstance(path, StorePath))]
-
-
-def _matching(pattern: str) -> set[AnyPath]:
-    path = as_path(pattern)
-    if isinstance(path, StorePath):
-        return _on_store(path)
-    matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
-    matches = matches or ([path] if path.exists() else [])
-    below = (one for match in matches for one in (match.rglob("*") if match.is_dir() else [match]))
-    return {one for one in below if one.is_file()}
 
 
 def _on_store(path: StorePath) -> set[AnyPath]:

@@ -25,7 +25,6 @@ class Placed(Iterator[Any]):
     Args:
         dataset: step -> the whole batch, a tree of numpy arrays, the same on every process.
         shardings: how each leaf of a batch is split over the devices.
-        start_step: the first step.
         prefetch: how many batches are made ahead.
     """
 
@@ -53,10 +52,8 @@ class Loader(Iterator[dict[str, jax.Array]]):
     resumed with `start_step` sees the batches that it would have seen without the break.
 
     Args:
-        dataset: what to read.
         batch_size: rows of a global batch; None takes the dataset's.
         shardings: how each leaf of a batch is split over the devices.
-        start_step: the first step.
         prefetch: how many batches are read ahead.
         workers: number of processes that read; 0 reads in threads of this process, which is enough
             unless the disk is slow.
@@ -171,8 +168,8 @@ def place(batch: Any, shardings: Any) -> Any:
         batch: the whole batch, the same on every process.
         shardings: a matching tree of `jax.sharding.Sharding`.
     """
-    return jax.tree.map(_place_leaf, batch, shardings)
 
+    def one(leaf: npt.NDArray[Any], sharding: Sharding) -> jax.Array:
+        return jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
 
-def _place_leaf(leaf: npt.NDArray[Any], sharding: Sharding) -> jax.Array:
-    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+    return jax.tree.map(one, batch, shardings)

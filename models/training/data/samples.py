@@ -20,9 +20,61 @@ import numpy as np
 import numpy.typing as npt
 
 from models.training.data.corpus import CorpusPart
-from models.training.data.mixture import MixtureShares
 from models.training.errors import DataError
 from models.training.paths import at_once
+
+# Mixes several sources: which one a sample comes from, in constant time and evenly spread.
+#
+# With shares 3 and 1, a cycle of the mixture is a a b a (and so on), so every beginning of the
+# stream has nearly the wanted shares.
+
+
+Int64s = npt.NDArray[np.int64]
+
+CYCLE = 1024
+"""After so many samples the pattern repeats. Shares are rounded to whole samples of a cycle."""
+
+
+class MixtureShares(grain.transforms.DatasetSelectionMap):  # type: ignore[misc]
+    """Number of a sample in the mixture -> (part, number of the sample in that part).
+
+    grain's own mixing searches for the number, and takes milliseconds for one sample.
+
+    Args:
+        shares: of each part, positive, in any unit.
+    """
+
+    def __init__(self, shares: Sequence[float], length: int) -> None:
+        self._shares, self._length = tuple(shares), length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, number: int) -> tuple[int, int]:
+        parts, ranks, counts = cycle(self._shares)
+        turn, place = divmod(int(number), len(parts))
+        part = int(parts[place])
+        return part, turn * int(counts[part]) + int(ranks[place])
+
+
+@functools.lru_cache(maxsize=16)
+def cycle(shares: tuple[float, ...]) -> tuple[Int64s, Int64s, Int64s]:
+    """The order of parts in one cycle.
+
+    A part's samples are spread evenly over the cycle, and every part has at least one.
+
+    Returns:
+        For each place of the cycle the part (C,), and how many samples of that part come before it
+        in the cycle (C,); for each part, its samples in a cycle (P,).
+    """
+    wanted = np.array(shares) / sum(shares) * CYCLE
+    counts = np.maximum(1, np.rint(wanted)).astype(np.int64)
+    parts = np.repeat(np.arange(len(counts)), counts)
+    ranks = np.concatenate([np.arange(count) for count in counts])
+    # The i-th of n samples wants to be at (i + 0.5) / n of the cycle; ties go to the first part.
+    order = np.argsort((ranks + 0.5) / counts[parts], kind="stable")
+    return parts[order], ranks[order], counts
+
 
 Batch = dict[str, npt.NDArray[Any]]
 
@@ -101,15 +153,6 @@ class PackedTokens:
     end: a batch may hold the last samples of one epoch and the first of the next. Several parts are
     mixed by `shares`, and each has its own epochs.
 
-    Args:
-        parts: where the tokens come from.
-        seq_len: inputs of a sample.
-        batch_size: samples of a batch.
-        seed: decides the order.
-        shares: the share of each part in the samples, in any unit; None is equal shares.
-        boundaries: whether batches say which document a token belongs to.
-        mask_boundaries: whether a target that begins another document has weight 0.
-
     Raises:
         DataError: a part is too short for one sample, a size or share is not positive, or the
             seed is negative.
@@ -122,21 +165,23 @@ class PackedTokens:
         ((2, 4), (2, 4))
     """
 
-    parts: Sequence[CorpusPart]
-    seq_len: int
-    batch_size: int
-    seed: int = 0
+    parts: Sequence[CorpusPart]  # where the tokens come from
+    seq_len: int  # inputs of a sample
+    batch_size: int  # samples of a batch
+    seed: int = 0  # decides the order
+    # the share of each part in the samples, in any unit; None is equal shares
     shares: Sequence[float] | None = None
-    boundaries: bool = False
-    mask_boundaries: bool = True
+    boundaries: bool = False  # whether batches say which document a token belongs to
+    mask_boundaries: bool = True  # whether a target that begins another document has weight 0
 
     def __post_init__(self) -> None:
         if self.seq_len < 1 or self.batch_size < 1:
             raise DataError(f"{self.batch_size} samples of {self.seq_len} tokens are no batch")
         if self.seed < 0:
             raise DataError(f"the seed must not be negative, and is {self.seed}")
-        if self.shares is not None and not self._shares_fit():
-            raise DataError(f"{len(self.parts)} parts cannot be mixed by {list(self.shares)}")
+        shares = [1.0] * len(self.parts) if self.shares is None else list(self.shares)
+        if len(shares) != len(self.parts) or not all(0 < share < np.inf for share in shares):
+            raise DataError(f"{len(self.parts)} parts cannot be mixed by {shares}")
         for part in self.parts:
             if len(part) <= self.seq_len:
                 raise DataError(
@@ -145,26 +190,20 @@ class PackedTokens:
                     f"{self.seq_len + 1}"
                 )
 
-    def _shares_fit(self) -> bool:
-        shares = self.shares or ()
-        return len(shares) == len(self.parts) and all(0 < share < np.inf for share in shares)
-
     @functools.cached_property
     def samples(self) -> grain.MapDataset[Batch]:
         """Sample number -> sample, without an end."""
         # A seed for each part: with one for all, parts of equal size would be in the same order.
         seeds = np.random.SeedSequence(self.seed).generate_state(len(self.parts))
+        how = self.seq_len, self.boundaries, self.mask_boundaries
         orders = [
-            grain.MapDataset.source(self._windows(part)).shuffle(seed=int(seed)).repeat()
+            grain.MapDataset.source(Windows(part, *how)).shuffle(seed=int(seed)).repeat()
             for part, seed in zip(self.parts, seeds, strict=True)
         ]
         if len(orders) == 1:
             return orders[0]
         shares = MixtureShares(self.shares or [1.0] * len(orders), sys.maxsize)
         return grain.MapDataset.select_from_datasets(orders, shares)
-
-    def _windows(self, part: CorpusPart) -> Windows:
-        return Windows(part, self.seq_len, self.boundaries, self.mask_boundaries)
 
     def __call__(self, step: int) -> Batch:
         """The whole batch of a step; every leaf is (B, S)."""

@@ -44,23 +44,16 @@ Report = Callable[[Record, int], None]
 
 @dataclasses.dataclass(frozen=True)
 class TokenizeOptions:
-    """How to tokenize.
+    """How to tokenize."""
 
-    Args:
-        tokenizer: `bytes`, a `tokenizer.json`, or a folder with one.
-        eos_token: ends documents; None finds out.
-        bos_token: begins documents; None finds out, "" uses none.
-        source: how to find documents in files.
-        on_error: whether a document that cannot be read stops the run, or is counted and skipped.
-        piece_bytes: about how much of a file becomes one shard.
-    """
-
-    tokenizer: str = BYTES
-    eos_token: str | None = None
-    bos_token: str | None = None
+    tokenizer: str = BYTES  # `bytes`, a `tokenizer.json`, or a folder with one
+    eos_token: str | None = None  # ends documents; None finds out
+    bos_token: str | None = None  # begins documents; None finds out, "" uses none
+    # how to find documents in files
     source: DocumentSource = dataclasses.field(default_factory=DocumentSource)
+    # whether a document that cannot be read stops the run, or is counted and skipped
     on_error: OnError = "stop"
-    piece_bytes: int = PIECE_BYTES
+    piece_bytes: int = PIECE_BYTES  # about how much of a file becomes one shard
 
     def load_tokenizer(self) -> Tokenizer:
         """Loads the tokenizer."""
@@ -118,13 +111,14 @@ def _begin_worker() -> None:
     """Sets up a worker process: one tokenizer thread, and it ends when its parent does."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    if parent is None:
+        return
 
+    def end_with_parent() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
 
-def _end_with(sentinel: int) -> None:
-    multiprocessing.connection.wait([sentinel])
-    os._exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def make_shard(job: ShardJob) -> Record:

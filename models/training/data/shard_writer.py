@@ -59,11 +59,6 @@ def write_whole(path: AnyPath, content: bytes) -> None:
 class ShardWriter:
     """Writes a shard; its files get their names when `finish` is called.
 
-    Args:
-        folder: where they go.
-        name: of the shard.
-        dtype: of the tokens.
-
     Attributes:
         begins: where each document begins.
         written: number of tokens so far.
@@ -97,7 +92,6 @@ class ShardWriter:
         """Adds tokens to the current document.
 
         Args:
-            tokens: ids.
             is_last: whether the document ends with them; if so, the next call begins another.
         """
         if not self._is_open:

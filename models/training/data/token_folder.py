@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from models.training.data.corpus import Corpus, Int64s, Shard
-from models.training.data.ranged import RangedTokens
+from models.training.data.corpus import Corpus, Int64s, RangedTokens, Shard
 from models.training.data.shard_writer import (
     MANIFEST,
     PLAN,
@@ -32,23 +31,14 @@ from models.training.paths import AnyPath, StorePath, as_path, at_once, file_siz
 
 @dataclasses.dataclass(frozen=True)
 class TokenManifest:
-    """What `manifest.json` says, as far as reading needs it.
+    """What `manifest.json` says, as far as reading needs it."""
 
-    Args:
-        folder: where it is.
-        vocab_size: number of token ids.
-        dtype: of the tokens.
-        tokenizer: its name, hash and special ids.
-        shards: a record for each shard that has tokens.
-        fingerprint: a hash; folders with the same tokens and tokenizer have the same.
-    """
-
-    folder: AnyPath
-    vocab_size: int
-    dtype: np.dtype[Any]
-    tokenizer: Record
-    shards: tuple[Record, ...]
-    fingerprint: str
+    folder: AnyPath  # where it is
+    vocab_size: int  # number of token ids
+    dtype: np.dtype[Any]  # of the tokens
+    tokenizer: Record  # its name, hash and special ids
+    shards: tuple[Record, ...]  # a record for each shard that has tokens
+    fingerprint: str  # a hash; folders with the same tokens and tokenizer have the same
 
 
 def is_token_folder(path: AnyPath) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import shutil
 from collections.abc import Sequence
@@ -45,8 +46,6 @@ def tokenize(
 
     Args:
         files: what to read; their order is that of the documents.
-        folder: where the tokens go.
-        options: how to tokenize.
         workers: number of processes.
         overwrite: whether to replace a folder that holds tokens of something else.
         report: called for every shard that is done, including those of an earlier run.
@@ -68,7 +67,9 @@ def tokenize(
             report(record, len(manifest["shards"]))
         return manifest
     tokenizer = options.load_tokenizer()
-    jobs = _jobs(files, folder, options)
+    cuts = (documents.cut(path, options.source, options.piece_bytes) for path in files)
+    pieces = itertools.chain.from_iterable(cuts)
+    jobs = [ShardJob(f"{i:05d}", piece, options, folder) for i, piece in enumerate(pieces)]
     manifest = _manifest(plan, options, tokenizer, run_jobs(jobs, workers, report))
     if not manifest["totals"]["tokens"]:
         raise DataError(f"none of {len(files)} files contains a document")
@@ -131,15 +132,6 @@ def _found_plan(folder: AnyPath) -> str | None:
             except (OSError, ValueError, KeyError, TypeError):
                 return ""
     return None
-
-
-def _jobs(files: Sequence[AnyPath], folder: AnyPath, options: TokenizeOptions) -> list[ShardJob]:
-    pieces = [
-        piece
-        for path in files
-        for piece in documents.cut(path, options.source, options.piece_bytes)
-    ]
-    return [ShardJob(f"{i:05d}", piece, options, folder) for i, piece in enumerate(pieces)]
 
 
 def _manifest(

@@ -30,26 +30,17 @@ neither the user nor `tokenizer_config.json` names one."""
 
 
 class Tokenizer(Protocol):
-    """What this project needs of a tokenizer.
+    """What this project needs of a tokenizer."""
 
-    Attributes:
-        name: `bytes`, or the path of the file.
-        sha256: a hash of everything that decides the ids.
-        vocab_size: number of ids; all are below it.
-        eos_id: the id that ends a document.
-        bos_id: the id that begins a document; None if the tokenizer has none.
-        begins: the ids that the tokenizer itself puts before a text, as transformers does: what
-            models expect before a prompt. GPT-2's names a `bos_id` and puts nothing there.
-        longest: how many bytes of UTF-8 one token stands for at most; None if there is no bound.
-    """
-
-    name: str
-    sha256: str
-    vocab_size: int
-    eos_id: int
-    bos_id: int | None
+    name: str  # `bytes`, or the path of the file
+    sha256: str  # a hash of everything that decides the ids
+    vocab_size: int  # number of ids; all are below it
+    eos_id: int  # the id that ends a document
+    bos_id: int | None  # the id that begins a document; None if the tokenizer has none
+    # the ids that the tokenizer itself puts before a text, as transformers does: what models expect
+    # before a prompt. GPT-2's names a `bos_id` and puts nothing there.
     begins: tuple[int, ...]
-    longest: int | None
+    longest: int | None  # how many bytes of UTF-8 one token stands for at most; None: no bound
 
     @property
     def spec(self) -> str | None:
@@ -88,11 +79,6 @@ class FileTokenizer:
 
     A special token that a text spells out, such as "</s>", becomes that token, as in other
     programs that read such files.
-
-    Args:
-        path: the file.
-        eos_id: the id that ends a document.
-        bos_id: the id that begins a document, if there is one.
 
     Raises:
         DataError: the file cannot be read.

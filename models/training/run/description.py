@@ -34,36 +34,23 @@ FREE_TO_CHANGE = frozenset(
 class RunConfig:
     """What to train, on what data, and with which options.
 
-    Args:
-        model: a frozen dataclass of sizes and dtypes.
-        optimizer: the optimizer; its schedule ends with the run unless it says where.
-        options: how long the run is, and what it keeps, as for a run of any model.
-        mesh: axis -> size.
-        dcn: axis -> how many of its parts are on different slices, connected by slow links.
-        sharding: name of the table of specs.
-        seq_len: tokens of a sequence.
-        global_batch: sequences of a step, on all devices together.
-        z_loss: weight of the squared log-normalizer in the loss; 0 leaves it out.
-        data: names of the data, see `DataConfig.sources`.
-        tokenizer: for text that is not tokenized yet.
-        packing: whether documents that share a sequence are kept apart.
-
     Raises:
         RunError: a number is out of range, or numbers do not fit each other.
     """
 
-    model: Any
-    optimizer: OptimizerConfig
-    options: TrainerOptions
-    mesh: Mapping[str, int]
-    seq_len: int
-    global_batch: int
+    model: Any  # a frozen dataclass of sizes and dtypes
+    optimizer: OptimizerConfig  # the optimizer; its schedule ends with the run unless it says where
+    options: TrainerOptions  # how long the run is, and what it keeps, as for a run of any model
+    mesh: Mapping[str, int]  # axis -> size
+    seq_len: int  # tokens of a sequence
+    global_batch: int  # sequences of a step, on all devices together
+    # axis -> how many of its parts are on different slices, connected by slow links
     dcn: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    sharding: str = "2d"
-    z_loss: float = 0.0
-    data: tuple[str, ...] = ()
-    tokenizer: str = BYTES
-    packing: Packing = "none"
+    sharding: str = "2d"  # name of the table of specs
+    z_loss: float = 0.0  # weight of the squared log-normalizer in the loss; 0 leaves it out
+    data: tuple[str, ...] = ()  # names of the data, see `DataConfig.sources`
+    tokenizer: str = BYTES  # for text that is not tokenized yet
+    packing: Packing = "none"  # whether documents that share a sequence are kept apart
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "global_batch"):
@@ -71,9 +58,6 @@ class RunConfig:
                 raise RunError(f"{name} must be positive, not {getattr(self, name)}")
         if self.z_loss < 0:
             raise RunError(f"z_loss must not be negative, and is {self.z_loss}")
-        self._check_batch()
-
-    def _check_batch(self) -> None:
         axes = ("replica", "data", "expert", *(("model",) if self.sharding == "fsdp" else ()))
         split = [axis for axis in axes if self.mesh.get(axis, 1) > 1] or ["data"]
         ways = math.prod(self.mesh.get(axis, 1) for axis in split)
@@ -106,7 +90,6 @@ def check_same_model(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
 
     Args:
         saved: `RunConfig.to_json()` of the run that saved.
-        run: the run that resumes.
 
     Returns:
         A line such as `"seq_len: 128 -> 256"` for each field that may change but that changes what
@@ -125,7 +108,7 @@ def check_same_model(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
             f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in fatal
         )
         raise RunError(f"the checkpoint is of another run: {listed}; use its values or start anew")
-    told = (
+    learned = [
         "optimizer.",
         "seq_len",
         "tokenizer",
@@ -134,8 +117,8 @@ def check_same_model(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
         "data",
         "packing",
         "z_loss",
-    )
-    return [f"{k}: {theirs[k]} -> {ours[k]}" for k in changed if k.startswith(told)]
+    ]
+    return [f"{k}: {theirs[k]} -> {ours[k]}" for k in changed if k.startswith(tuple(learned))]
 
 
 def _plain(value: Any) -> Any:
@@ -154,19 +137,16 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """Where a run's results are.
-
-    Args:
-        path: the folder, with `config.json`, `settings.yaml`, `metrics.jsonl`, `report.html`, and
-            the folders `checkpoints`, `tensorboard`, `tokenizer`, `compiled` and `profile`.
-        kept: for a run on an object store, its folder there, with the same files; `path` is then a
-            temporary folder.
-    """
+    """Where a run's results are."""
 
     CHECKPOINTS: ClassVar[str] = "checkpoints"
     TOKENIZER: ClassVar[str] = "tokenizer"
 
+    # the folder, with `config.json`, `settings.yaml`, `metrics.jsonl`, `report.html`, and the
+    # folders `checkpoints`, `tensorboard`, `tokenizer`, `compiled` and `profile`
     path: Path
+    # for a run on an object store, its folder there, with the same files; `path` is then a
+    # temporary folder
     kept: StorePath | None = None
 
     @classmethod

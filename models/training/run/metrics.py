@@ -40,21 +40,14 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """What a training step processes; turns seconds into rates.
+    """What a training step processes; turns seconds into rates."""
 
-    Args:
-        tokens: tokens of a global batch.
-        unit: what is counted, where it is no tokens.
-        devices: number of devices that share the step.
-        flops_per_token: convention -> FLOPs credited to a token, forward and backward.
-        peak_flops: of one device; None if it is not known.
-    """
-
-    tokens: int
-    devices: int
+    tokens: int  # tokens of a global batch
+    devices: int  # number of devices that share the step
+    # convention -> FLOPs credited to a token, forward and backward
     flops_per_token: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    peak_flops: float | None = None
-    unit: str = "tokens"
+    peak_flops: float | None = None  # of one device; None if it is not known
+    unit: str = "tokens"  # what is counted, where it is no tokens
 
     def rates(self, seconds: float) -> dict[str, float]:
         """Rates of a step that took `seconds`.

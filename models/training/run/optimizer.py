@@ -34,34 +34,23 @@ class OptimizerError(ValueError):
 class OptimizerConfig:
     """Which optimizer, and how its learning rate goes.
 
-    Args:
-        name: `"adamw"` or `"adafactor"`.
-        total_steps: the schedule reaches its end here; None is the end of the run
-            (`Options.steps`).
-        learning_rate: at the peak. Adafactor's is relative to the scale of each parameter.
-        warmup_steps: steps of linear warmup; None takes a tenth of the run, 1 to 100.
-        schedule: one of `SCHEDULES`.
-        final_fraction: learning rate at the end, as a fraction of the peak.
-        decay_fraction: of the run's steps, in which wsd falls.
-        beta1: AdamW's decay of the gradients' mean.
-        beta2: AdamW's decay of their squares' mean.
-        weight_decay: decoupled decay of AdamW; see `decay_mask` for what is not decayed.
-        clip_norm: gradients are scaled down to this global norm; None does not clip.
-
     Raises:
         OptimizerError: an unknown optimizer or a number out of range.
     """
 
-    name: str
+    name: str  # `"adamw"` or `"adafactor"`
+    # the schedule reaches its end here; None is the end of the run (`Options.steps`)
     total_steps: int | None = None
-    learning_rate: float
+    learning_rate: float  # at the peak. Adafactor's is relative to the scale of each parameter.
+    # steps of linear warmup; None takes a tenth of the run, 1 to 100
     warmup_steps: int | None = None
-    schedule: str = "cosine"
-    final_fraction: float = 0.1
-    decay_fraction: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    weight_decay: float = 0.1
+    schedule: str = "cosine"  # one of `SCHEDULES`
+    final_fraction: float = 0.1  # learning rate at the end, as a fraction of the peak
+    decay_fraction: float = 0.1  # of the run's steps, in which wsd falls
+    beta1: float = 0.9  # AdamW's decay of the gradients' mean
+    beta2: float = 0.95  # AdamW's decay of their squares' mean
+    weight_decay: float = 0.1  # decoupled decay of AdamW; see `decay_mask` for what is not decayed
+    # gradients are scaled down to this global norm; None does not clip
     clip_norm: float | None = 1.0
 
     def __post_init__(self) -> None:
@@ -96,8 +85,6 @@ def default_learning_rate(name: str, parameters: int, *, tuned: bool = False) ->
     """A peak learning rate that is rarely bad.
 
     Args:
-        name: of the optimizer.
-        parameters: how many the model has.
         tuned: whether it starts from trained weights, which a large one would spoil.
     """
     _check_name(name)

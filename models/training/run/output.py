@@ -15,8 +15,7 @@ from models.training.run.background import Background
 from models.training.run.description import RunFolder
 from models.training.run.loop import Outcome
 from models.training.run.metrics import StepCost
-from models.training.run.records import JsonLines, TensorBoard
-from models.training.run.sinks import Forgiving, Sinks, Terminal
+from models.training.run.sinks import Forgiving, JsonLines, Sinks, TensorBoard, Terminal
 from spmd import launch
 
 
@@ -39,7 +38,6 @@ def make_sinks(
     Args:
         options: which files are written, and how often a line is printed.
         folder: holds the files; None writes none.
-        console: shows the lines.
         step: the one to go on from: what files have of later ones is dropped.
     """
     if not launch.is_main_process():
@@ -60,10 +58,7 @@ def write_report(
     """Writes the page on the partitioning, on process 0.
 
     Args:
-        step: the compiled training step.
-        path: where to.
         folder: the run's, if it has one: says where people find the page.
-        console: gets a line.
         prices: whether the page says what other decisions would have cost, which takes a while.
     """
     if not launch.is_main_process():
@@ -86,37 +81,26 @@ def ending(
     """What training achieved, and if it was stopped, how to go on.
 
     Args:
-        outcome: of the loop.
-        options: of the run.
-        cost: what a step processes.
         signal: what it was stopped by.
         folder: where it was saved.
     """
-    achieved = _achieved(outcome, options.steps, cost)
-    if achieved:
-        yield achieved
+    first, last, seconds = outcome.first, outcome.last, outcome.typical_seconds
+    if first is not None and last is not None and seconds is not None:
+        rate = cost.tokens / seconds
+        held_out = "" if outcome.eval_loss is None else f", held out {outcome.eval_loss:.3f}"
+        skipped = f"; {outcome.skipped} steps skipped" if outcome.skipped else ""
+        yield (
+            f"loss {first['loss']:.3f} -> {last['loss']:.3f}{held_out}; "
+            f"{1000 * seconds:.0f} ms a step, {rate:,.0f} {cost.unit}/s; "
+            f"{outcome.seconds:.0f} s in all{skipped}"
+        )
+    elif not outcome.is_stopped:
+        yield f"nothing left to do: {options.steps} steps have been taken"
     if outcome.is_stopped:
-        yield _stopped(outcome, signal, folder)
-
-
-def _achieved(outcome: Outcome, steps: int, cost: StepCost) -> str:
-    if outcome.first is None or outcome.last is None or outcome.typical_seconds is None:
-        return "" if outcome.is_stopped else f"nothing left to do: {steps} steps have been taken"
-    rate = cost.tokens / outcome.typical_seconds
-    held_out = "" if outcome.eval_loss is None else f", held out {outcome.eval_loss:.3f}"
-    skipped = f"; {outcome.skipped} steps skipped" if outcome.skipped else ""
-    return (
-        f"loss {outcome.first['loss']:.3f} -> {outcome.last['loss']:.3f}{held_out}; "
-        f"{1000 * outcome.typical_seconds:.0f} ms a step, {rate:,.0f} {cost.unit}/s; "
-        f"{outcome.seconds:.0f} s in all{skipped}"
-    )
-
-
-def _stopped(outcome: Outcome, signal: str | None, folder: RunFolder | None) -> str:
-    if folder is None:
-        then = "nothing was saved: there is no run_dir"
-    elif outcome.last is None:
-        then = "there was nothing new to save, resuming goes on"
-    else:
-        then = f"saved in {folder.checkpoints}, resuming goes on"
-    return f"stopped by {signal} after step {outcome.state.step}: {then}"
+        if folder is None:
+            then = "nothing was saved: there is no run_dir"
+        elif last is None:
+            then = "there was nothing new to save, resuming goes on"
+        else:
+            then = f"saved in {folder.checkpoints}, resuming goes on"
+        yield f"stopped by {signal} after step {outcome.state.step}: {then}"

@@ -43,7 +43,6 @@ class Profiler:
 
     Args:
         steps: what to trace; None traces nothing.
-        folder: where the trace goes.
     """
 
     def __init__(self, steps: ProfileRange | None, folder: Path = Path("profile")) -> None:

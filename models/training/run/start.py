@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
 from models.training.checkpoints.found import Found
@@ -19,10 +21,34 @@ from models.training.data.batches import Dataset, fingerprint
 from models.training.errors import RunError
 from models.training.options import TrainerOptions
 from models.training.program import TrainingProgram
-from models.training.run.compiled import keeping_compiled
 from models.training.run.description import RunFolder
 from models.training.run.loop import TrainState
 from spmd import launch
+
+
+@contextlib.contextmanager
+def keeping_compiled(folder: Path) -> Iterator[None]:
+    """Programs that are compiled inside are kept: a restart compiles none of them again."""
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:  # the user's place
+        yield
+        return
+    settings = {
+        "jax_compilation_cache_dir": str(folder.absolute()),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        _configure(settings)
+        yield
+    finally:
+        _configure(before)
+
+
+def _configure(settings: Mapping[str, Any]) -> None:
+    compilation_cache.reset_cache()  # it looks at the settings once
+    for name, value in settings.items():
+        jax.config.update(name, value)
 
 
 def agree(options: TrainerOptions, data: Dataset) -> None:
@@ -63,8 +89,6 @@ def opened(
     """The checkpoints of a run's folder, which is made and kept up meanwhile; None without one.
 
     Args:
-        folder: the run's.
-        options: which checkpoints are kept.
         about: what checkpoints say of the run.
     """
     if folder is None:
@@ -121,12 +145,7 @@ def first_state(
     """The state to go on from: a checkpoint's, or a fresh one, perhaps with given weights.
 
     Args:
-        program: whose state it is.
-        checkpoints: of the run folder, if there is one.
-        found: the checkpoint, if there is one.
         first_params: makes the parameters of a fresh one; None draws them.
-        seed: draws them.
-        console: gets a line on what is restored.
     """
     if checkpoints is None or found is None:
         return program.fresh_state(first_params(program), seed=seed)

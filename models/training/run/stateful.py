@@ -17,10 +17,6 @@ class Stateful(NamedTuple):
     the optimizer and the norm are those of `params` alone. A step that is skipped keeps the state.
     Of several microbatches, each gets the state that the one before returned.
 
-    Attributes:
-        params: any tree of floats; they are trained.
-        state: any tree, also of integers and of `jax.random.key`s.
-
     Example:
         >>> def init(key):
         ...     return Stateful({"w": jax.random.normal(key, (64, 64))}, {"mean": jnp.zeros(64)})
@@ -31,8 +27,8 @@ class Stateful(NamedTuple):
         ...     return jnp.mean((y - batch["y"]) ** 2), {"mean": mean}
     """
 
-    params: Any
-    state: Any
+    params: Any  # any tree of floats; they are trained
+    state: Any  # any tree, also of integers and of `jax.random.key`s
 
 
 def parted(variables: Any) -> tuple[Any, Any]:

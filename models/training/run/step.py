@@ -37,7 +37,6 @@ def make_train_step(
 
     Args:
         loss_fn: mean loss of a batch.
-        optimizer: turns gradients into updates.
         microbatches: number of parts that a batch is processed in, one after the other, to need
             less memory. Their gradients are summed in float32. It has to divide the batch.
         on_nonfinite: with `"skip"`, parameters and optimizer state stay as they were if loss or
@@ -82,12 +81,6 @@ def loss_and_grads(
     the gradients unreduced until the loop's end, and reduce them once. Of states of 8-bit products,
     whose gradients are the next states, the maximum is taken. The state of a `Stateful` goes from
     one microbatch to the next.
-
-    Args:
-        loss_fn: mean loss of a batch.
-        params: the parameters.
-        batch: the whole batch.
-        microbatches: number of parts.
 
     Returns:
         (loss, gradients), these in the parameters' dtypes; where `params` have a state, gradients

@@ -14,36 +14,22 @@ NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 @dataclasses.dataclass(frozen=True)
 class Tool:
-    """A function that the model may call.
+    """A function that the model may call."""
 
-    Attributes:
-      name: of the function.
-      schema: of its arguments; a JSON schema.
-      strict: whether calls have to fit the schema.
-      given: the tool as the request has it, for the template.
-    """
-
-    name: str
-    schema: Any
-    strict: bool
-    given: dict[str, Any]
+    name: str  # of the function
+    schema: Any  # of its arguments; a JSON schema
+    strict: bool  # whether calls have to fit the schema
+    given: dict[str, Any]  # the tool as the request has it, for the template
 
 
 @dataclasses.dataclass(frozen=True)
 class Tools:
-    """What the model may call, and whether it has to.
+    """What the model may call, and whether it has to."""
 
-    Attributes:
-      all: at least one.
-      callable: those that it may call.
-      must: whether it has to call one.
-      parallel: whether it may call several.
-    """
-
-    all: tuple[Tool, ...]
-    callable: tuple[Tool, ...]
-    must: bool
-    parallel: bool
+    all: tuple[Tool, ...]  # at least one
+    callable: tuple[Tool, ...]  # those that it may call
+    must: bool  # whether it has to call one
+    parallel: bool  # whether it may call several
 
 
 def parse_tools(fields: Fields) -> Tools | None:

@@ -18,33 +18,24 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How calls are written.
+    """How calls are written."""
 
-    Attributes:
-      name: as flags have it.
-      signs: a chat template with all of one of these writes calls in this format.
-      begin: is before calls; a special token, perhaps.
-      bare: whether calls may stand without `begin`, at the beginning of a message alone.
-      end: is behind each call; empty for nothing.
-      listed: whether calls are in a JSON list behind one `begin`, else each has its own.
-      key: of the arguments in the object of a call.
-      named: what is between a call's name and its arguments, where it is no object; else empty.
-      space: is between `begin` and the call, and between the call and `end`, where we write it.
-      single: whether a message has one call at most.
-      letters: of the ids that the templates take; 0 is any number.
-    """
-
-    name: str
+    name: str  # as flags have it
+    # a chat template with all of one of these writes calls in this format
     signs: tuple[tuple[str, ...], ...]
-    begin: str
+    begin: str  # is before calls; a special token, perhaps
+    # whether calls may stand without `begin`, at the beginning of a message alone
     bare: bool = False
-    end: str = ""
+    end: str = ""  # is behind each call; empty for nothing
+    # whether calls are in a JSON list behind one `begin`, else each has its own
     listed: bool = False
-    key: str = "arguments"
+    key: str = "arguments"  # of the arguments in the object of a call
+    # what is between a call's name and its arguments, where it is no object; else empty
     named: str = ""
+    # is between `begin` and the call, and between the call and `end`, where we write it
     space: str = ""
-    single: bool = False
-    letters: int = 0
+    single: bool = False  # whether a message has one call at most
+    letters: int = 0  # of the ids that the templates take; 0 is any number
 
     def new_id(self) -> str:
         """An id for a call."""

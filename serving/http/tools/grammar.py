@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from serving.grammar.compiler import Grammar, Grammars, inline
-from serving.http.tools.ask import Tool, Tools
+from serving.http.tools.ask import Tools
 from serving.http.tools.formats import Format
 
 
@@ -15,8 +15,6 @@ def calls_grammar(grammars: Grammars, format: Format, tools: Tools, content: Any
     """The grammar of a message with calls.
 
     Args:
-      grammars: compiles it.
-      format: how calls are written.
       tools: what may be called, and whether something has to be.
       content: the schema of messages without calls, where they have one. Else they have any text.
 
@@ -62,17 +60,13 @@ def _each_call(grammars: Grammars, format: Format, tools: Tools) -> Iterator[str
         head = head.removeprefix(format.begin).removeprefix(format.space)
         parts = [_literals(grammars, format, text) for text in (head, tail)]
         yield f"call_{i}: {parts[0]} args_{i} {parts[1]}"
-        yield f"args_{i}: {_arguments(tools, tool)}"
+        # Tools without `strict` come from anywhere; what cannot be enforced of them is left out.
+        schema = tool.schema if tools.must or tool.strict else {"type": "object"}
+        yield f"args_{i}: {inline(schema, lenient=not tool.strict)}"
     yield "call: " + " | ".join(f"call_{i}" for i in range(len(tools.callable)))
     if not format.listed:
         space = f" {json.dumps(format.space)}" if format.space else ""
         yield f"begin: {grammars.mark(format.begin)}{space}"
-
-
-def _arguments(tools: Tools, tool: Tool) -> str:
-    """Tools without `strict` come from anywhere; what cannot be enforced of them is left out."""
-    enforced = tools.must or tool.strict
-    return inline(tool.schema if enforced else {"type": "object"}, lenient=not tool.strict)
 
 
 def _literals(grammars: Grammars, format: Format, text: str) -> str:

@@ -8,12 +8,169 @@ What looks like a call and is none becomes text.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from serving.engine.actions import Finish
 from serving.engine.text import StopMatcher
+from serving.http.tools.ask import Tools
 from serving.http.tools.formats import Format
-from serving.http.tools.json_call import JsonCall, NamedCall
+
+# Reads one call letter by letter: its name, and its arguments as they come.
+
+
+CLOSING = {"{": "}", "[": "]"}
+
+
+class Scanner:
+    """Follows JSON: how deep it is, and whether a letter is in a string."""
+
+    def __init__(self) -> None:
+        self.open: list[str] = []
+        self.in_string = False
+        self.broken = False
+        self._escaped = False
+
+    def push(self, letter: str) -> None:
+        """Takes the next letter."""
+        if self.in_string:
+            if self._escaped:
+                self._escaped = False
+            elif letter == "\\":
+                self._escaped = True
+            elif letter == '"':
+                self.in_string = False
+        elif letter == '"':
+            self.in_string = True
+        elif letter in CLOSING:
+            self.open.append(CLOSING[letter])
+        elif letter in CLOSING.values() and (not self.open or self.open.pop() != letter):
+            self.broken = True
+
+
+class JsonCall:
+    """A call as an object with `name` and arguments.
+
+    Args:
+      key: of the arguments.
+
+    Attributes:
+      name: once it is known.
+      done: whether the object is complete.
+      broken: whether this is no such object.
+    """
+
+    def __init__(self, key: str) -> None:
+        self.name: str | None = None
+        self.done = False
+        self.broken = False
+        self._key = key
+        self._scanner = Scanner()
+        self._raw = ""
+        self._member = ""  # the text of the present key or value
+        self._present: str | None = None  # the present key, once its colon was there
+        self._held = ""  # of the arguments, until the name is known
+        self._complete = False  # whether the arguments are
+
+    def push(self, letter: str) -> str:
+        """Takes the next letter; returns what is certain of the arguments now."""
+        scanner = self._scanner
+        self._raw += letter
+        was_inside = scanner.in_string or len(scanner.open) > 1
+        scanner.push(letter)
+        self.broken = scanner.broken
+        if self.broken:
+            return ""
+        if not scanner.open:
+            self._end_member()
+            self._end()
+        elif was_inside or scanner.in_string or len(scanner.open) > 1:
+            self._member += letter
+            self._take_argument(letter)
+        elif letter == ":":
+            self._present, self._member = _loads(self._member), ""
+        elif letter == ",":
+            self._end_member()
+        elif len(self._raw) > 1:
+            self._member += letter
+        if self.name is None or self.broken:
+            return ""
+        piece, self._held = self._held, ""
+        return piece
+
+    def _take_argument(self, letter: str) -> None:
+        # Only an object's letters: whatever else the value is, it is looked at when it is whole.
+        if self._present == self._key and self._member.lstrip().startswith("{"):
+            self._held += letter
+
+    def _end_member(self) -> None:
+        """Looks at a member that is complete."""
+        key, text = self._present, self._member
+        self._present, self._member = None, ""
+        if key == "name":
+            name = _loads(text)
+            self.name, self.broken = (name, False) if isinstance(name, str) else (None, True)
+        elif key == self._key:
+            self._complete = True
+            if not text.lstrip().startswith("{"):
+                # Some models write the arguments as a string, or leave them out.
+                value = _loads(text)
+                value = _loads(value) if isinstance(value, str) else value
+                self._held = json.dumps({} if value is None else value, ensure_ascii=False)
+                self.broken = not isinstance({} if value is None else value, dict)
+
+    def _end(self) -> None:
+        self.done = True
+        self.broken = self.broken or not isinstance(_loads(self._raw), dict)
+        if not self._complete and not self.broken:
+            self._held = "{}"
+
+
+class NamedCall:
+    """A call as a name, a mark and an object; attributes as those of `JsonCall`.
+
+    Args:
+      mark: between the two.
+    """
+
+    def __init__(self, mark: str) -> None:
+        self.name: str | None = None
+        self.done = False
+        self.broken = False
+        self._mark = mark
+        self._head = ""
+        self._scanner = Scanner()
+        self._body = ""
+
+    def push(self, letter: str) -> str:
+        """Takes the next letter; returns what is certain of the arguments now."""
+        if self.name is None:
+            self._push_head(letter)
+            return ""
+        if not self._body and letter.isspace():
+            return ""
+        self._body += letter
+        self._scanner.push(letter)
+        self.broken = self._scanner.broken or (not self._scanner.open and self._body[0] != "{")
+        self.done = not self._scanner.open
+        self.broken = self.broken or (self.done and _loads(self._body) is None)
+        return "" if self.broken else letter
+
+    def _push_head(self, letter: str) -> None:
+        self._head += letter
+        if self._head.endswith(self._mark):
+            # Some versions have the id of the call, and its mark, in between.
+            self.name = self._head.removesuffix(self._mark).partition("[")[0].strip()
+        self.broken = "{" in self._head or len(self._head) > 200
+
+
+def _loads(text: str) -> Any:
+    """The value of JSON; None if it is none."""
+    try:
+        return json.loads(text, strict=False)
+    except ValueError:
+        return None
 
 
 class ContentText(NamedTuple):
@@ -47,8 +204,6 @@ class CallsReader:
     """Reads one message.
 
     Args:
-      format: how the model writes calls.
-      names: of the tools.
       most: so many calls are read; more are dropped.
     """
 
@@ -216,3 +371,67 @@ def _joined(events: list[Event]) -> list[Event]:
         else:
             joined.append(event)
     return joined
+
+
+# The calls in a model's text as OpenAI's answers have them: whole, or as deltas of a stream.
+
+
+Json = dict[str, Any]
+
+
+class MessageReader:
+    """Reads one message that may have calls.
+
+    Args:
+      tools: what may be called.
+    """
+
+    def __init__(self, tools: Tools, format: Format) -> None:
+        names = [tool.name for tool in tools.callable]
+        self._reader = CallsReader(format, names, None if tools.parallel else 1)
+        self._format = format
+        self._index = -1
+
+    def deltas(self, text: str, finish: Finish | None) -> Iterator[Json]:
+        """The deltas of a stream for the next part of the text.
+
+        What turns out to be no call has been sent as one by then: its reader finds arguments that
+        are no JSON.
+        """
+        for event in self._events(text, finish):
+            if isinstance(event, ContentText):
+                yield {"content": event.text}
+            elif isinstance(event, CallBegins):
+                self._index += 1
+                yield {"tool_calls": [{"index": self._index, **self._call(event.name)}]}
+            elif isinstance(event, CallContinues):
+                function = {"arguments": event.text}
+                yield {"tool_calls": [{"index": self._index, "function": function}]}
+
+    def message(self, text: str, finish: Finish | None) -> Json:
+        """The message of a whole text."""
+        content, calls = "", list[Json]()
+        for event in self._events(text, finish):
+            if isinstance(event, CallBegins):
+                calls.append(self._call(event.name))
+            elif isinstance(event, CallContinues):
+                calls[-1]["function"]["arguments"] += event.text
+            else:
+                if isinstance(event, Broken):
+                    calls.pop()
+                content += event.text
+        self._index = len(calls) - 1
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        return {**message, "content": content or None, "tool_calls": calls} if calls else message
+
+    def finish(self, finish: Finish | None) -> str | None:
+        """Why the message ended, once all was read."""
+        return "tool_calls" if finish == "stop" and self._index >= 0 else finish
+
+    def _events(self, text: str, finish: Finish | None) -> list[Event]:
+        events = self._reader.push(text)
+        return events + self._reader.finish(finish == "length") if finish else events
+
+    def _call(self, name: str) -> Json:
+        function = {"name": name, "arguments": ""}
+        return {"id": self._format.new_id(), "type": "function", "function": function}

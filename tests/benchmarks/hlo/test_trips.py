@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.hlo.trips import Loops
+from benchmarks.hlo.runs import Loops
 from spmd.measure.hlo import parse_module_text
 
 TYPE = "(s32[], s32[], f32[8])"

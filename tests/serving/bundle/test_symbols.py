@@ -15,7 +15,7 @@ from jax import export
 import spmd
 from models.function import Role
 from scripts.flags import bundle as bundle_flags
-from serving.bundle import memory, symbols
+from serving.bundle import symbols
 from serving.bundle.function import BundleError, Function, StateLeaf
 from serving.bundle.manifest import MANIFEST, LeafEntry
 from serving.bundle.memory import compile_bundle
@@ -206,7 +206,7 @@ def test_sizes_that_a_kernel_refuses_are_too_large(mesh_of, monkeypatch):
             raise ArgumentError("too many pages")
         return plan_functions(*given, **more)
 
-    monkeypatch.setattr(memory, "plan_functions", plan)
+    monkeypatch.setattr(symbols, "plan_functions", plan)
     exported, state = functions("n <= 1000")
     bundle = compile_bundle(exported, mesh_of(2), weights=WEIGHTS, state=state)
     assert 180 <= bundle.symbols["n"] <= 200

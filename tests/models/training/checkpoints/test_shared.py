@@ -58,7 +58,6 @@ def test_nothing_is_left_of_the_check(tmp_path: Path):
 
 # Some of what it imports is exchanged here.
 store: Any = importlib.import_module("models.training.checkpoints.store")
-restoring: Any = importlib.import_module("models.training.checkpoints.restoring")
 
 
 def failure(folder: Path, state: TrainState, rank: int, victim: int) -> str:
@@ -111,9 +110,9 @@ def main() -> None:
         checkpoints.finish()
     said["hashed_by"] = sorted(listed)
     said["damage"] = find_damage(folder / "shared" / "7")
-    saved_steps = restoring.saved_steps
+    saved_steps = store.saved_steps
     if rank == 1:  # its disk shows it nothing yet
-        restoring.saved_steps = lambda folder: []
+        store.saved_steps = lambda folder: []
     with store.Checkpoints(folder / "shared") as checkpoints:
         found = checkpoints.find()
         said["found"] = found.step if found else None
@@ -128,7 +127,7 @@ def main() -> None:
                 restored.params["x"].addressable_shards, x.addressable_shards, strict=True
             )
         )
-    restoring.saved_steps = saved_steps
+    store.saved_steps = saved_steps
     said["failures"] = [failure(folder / "fails", state, rank, victim) for victim in (1, 0)]
     said["steps"] = saved_steps(folder / "fails") if rank == 0 else []
     print(json.dumps(said))

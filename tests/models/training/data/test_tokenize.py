@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.training.data import documents, token_folder
-from models.training.data.documents import Bad, DocumentSource, DocumentText, plain_text
+from models.training.data.documents import Bad, DocumentSource, DocumentText
 from models.training.data.shard_jobs import TokenizeOptions
 from models.training.data.tokenize import tokenize
 from models.training.data.tokenizer import load_tokenizer
@@ -100,7 +100,7 @@ def test_formats_and_compressions(tmp_path, workers):
 
 
 def test_long_documents_come_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(plain_text, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 64)
     texts = ["naïve words\n" * 40, "é" * 500, "short"]
     path = tmp_path / "a.txt"
     path.write_text("<end>".join(texts))
@@ -143,7 +143,7 @@ def test_bad_lines(tmp_path, line, message):
 
 
 def test_bad_text_leaves_nothing_of_its_document(tmp_path, monkeypatch):
-    monkeypatch.setattr(plain_text, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 64)
     path = tmp_path / "a.txt"
     path.write_bytes(b"first|" + b"many words\n" * 50 + b"\xff" + b"\nmore" * 50 + b"|last")
     options = TokenizeOptions(source=DocumentSource(separator="|"), on_error="skip")

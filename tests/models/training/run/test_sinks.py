@@ -12,8 +12,7 @@ from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
 from models.training.run.background import Background
-from models.training.run.records import JsonLines, TensorBoard
-from models.training.run.sinks import Forgiving, Sinks, Terminal
+from models.training.run.sinks import Forgiving, JsonLines, Sinks, TensorBoard, Terminal
 from tests.forked import run_text
 from tests.waiting import wait_until
 
@@ -169,7 +168,7 @@ def test_of_a_record_that_does_not_fit_nothing_is_left(kind, tmp_path):
     """A file that may not grow is as good as a full disk: a process of its own has the limit."""
     program = (
         "import resource, signal, sys, pathlib\n"
-        f"from models.training.run.records import {kind.__name__} as Kind\n"
+        f"from models.training.run.sinks import {kind.__name__} as Kind\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "sink = Kind(pathlib.Path(sys.argv[1]))\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))\n"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from serving.http.tools.ask import Tool, Tools
 from serving.http.tools.formats import BY_NAME, FORMATS, Format
-from serving.http.tools.message import MessageReader
+from serving.http.tools.reader import MessageReader
 
 NAMES = ("add", "get_weather")
 ARGUMENTS = st.dictionaries(

@@ -1,0 +1,366 @@
+"""Products on NVIDIA GPUs, as Pallas kernels for Triton, and what all kernels for Triton share.
+
+Shapes are in the names: B, R rows; O, I a weight's outputs and inputs; E groups of rows; T tiles of
+rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+
+def triton() -> Any:
+    """Imports Pallas's Triton backend on its first use, since that takes long."""
+    from jax.experimental.pallas import triton as backend
+
+    return backend
+
+
+def compiled_with(warps: int, stages: int, interpret: bool) -> dict[str, Any]:
+    """Returns the arguments of a `pallas_call` that compile it, or run it step by step in jax."""
+    if interpret:
+        return {"interpret": True}
+    return {"compiler_params": triton().CompilerParams(num_warps=warps, num_stages=stages)}
+
+
+def power_above(n: int) -> int:
+    """Returns the least power of two that is not below `n`."""
+    return 1 << (n - 1).bit_length()
+
+
+def _of_16_bits(x: Any) -> bool:
+    return bool(x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating))
+
+
+# ---------------------------------------------------------------------------------------------
+# A few rows with several weights.
+#
+# Up to 128 rows such products are bound by reading the weights. XLA calls cuBLAS once for each of
+# them, and a call that reads less than some 100 MB is too short to keep the memory busy: it starts,
+# fills up and runs dry. Here the weights that meet the same rows are read by one kernel: its
+# programs are the blocks of outputs of one weight after the other. Where blocks are too few for the
+# multiprocessors, several programs share the inputs of one, and their sums are added.
+#
+# The weight is the first operand of the tensor cores' products, which take at least 64 of its rows,
+# and x the second, of which 16 do.
+
+MOST_ROWS = 128  # with more rows products are bound by arithmetic, and cuBLAS is faster
+
+LEAST_ROWS = 16
+OUTPUTS = 64  # of a block: so many rows of a weight is the least that tensor cores of Hopper take
+
+MULTIPROCESSORS = 132
+"""Of an H100. With blocks for more than two turns of them, larger blocks read x less often."""
+
+PROGRAMS = 96  # fewer do not keep them busy
+
+MOST_SPLITS = 4
+SHARED_BYTES = 1 << 17
+"""Of shared memory for tiles that are fetched ahead. An A100 has 163 KiB, an H100 227."""
+
+MOST_STAGES = 5
+
+
+class LinearTiles(NamedTuple):
+    """The sizes of the tiles that a program of the kernel multiplies, and how it runs."""
+
+    # rows, outputs: of x, with padding a power of two; of a block
+    rows: int
+    outputs: int
+    inputs: int  # that are multiplied at a time
+    splits: int  # programs that share a block's inputs
+    stages: int  # tiles under way, the one that is multiplied among them
+
+
+def products(x_BI: Any, weights: Sequence[Any], *, interpret: bool = False) -> Any:
+    """Returns `x @ weight.T` (B, O) for each weight; NotImplemented if the kernel does not fit.
+
+    It takes rows and weights (O, I) of one dtype of 16 bits, and sums in float32. `interpret` runs
+    it step by step in jax, on any platform: for tests.
+    """
+    tiles = tiles_for(x_BI, weights)
+    if tiles is None:
+        return NotImplemented
+    rows, inputs = x_BI.shape
+    counts = [weight.shape[0] // tiles.outputs for weight in weights]
+    begins = [sum(counts[:i]) for i in range(len(counts))]
+
+    def block(begin: int, count: int, i: Any) -> Any:
+        """Returns which block of a weight program `i` gets; programs of other weights ignore it."""
+        return jnp.clip(i - begin, 0, count - 1)
+
+    def of_weight(begin: int, count: int) -> pl.BlockSpec:
+        return pl.BlockSpec((tiles.outputs, inputs), lambda i, k: (block(begin, count, i), 0))
+
+    def of_result(begin: int, count: int) -> pl.BlockSpec:
+        shape = (None, rows, tiles.outputs)
+        return pl.BlockSpec(shape, lambda i, k: (k, 0, block(begin, count, i)))
+
+    places = list(zip(begins, counts, strict=True))
+    dtype = x_BI.dtype if tiles.splits == 1 else jnp.float32
+    sums = pl.pallas_call(
+        functools.partial(_kernel, tiles=tiles, ends=[sum(place) for place in places]),
+        grid=(sum(counts), tiles.splits),
+        in_specs=[
+            pl.BlockSpec((rows, inputs), lambda i, k: (0, 0)),
+            *(of_weight(*place) for place in places),
+        ],
+        out_specs=[of_result(*place) for place in places],
+        out_shape=[jax.ShapeDtypeStruct((tiles.splits, rows, w.shape[0]), dtype) for w in weights],
+        **compiled_with(4, tiles.stages, interpret),
+    )(x_BI, *weights)  # fmt: skip
+    return tuple(jnp.sum(x, axis=0).astype(x_BI.dtype) for x in sums)
+
+
+def tiles_for(x_BI: Any, weights: Sequence[Any]) -> LinearTiles | None:
+    """Returns the tiles for products of these shapes; None if the kernel does not take them."""
+    rows, inputs = x_BI.shape
+    if not 1 < rows <= MOST_ROWS or not _of_16_bits(x_BI):
+        return None
+    if any(w.dtype != x_BI.dtype or 0 in w.shape or w.shape[0] % OUTPUTS for w in weights):
+        return None
+    blocks = sum(w.shape[0] for w in weights) // OUTPUTS
+    is_wide = blocks > 2 * MULTIPROCESSORS and all(w.shape[0] % (2 * OUTPUTS) == 0 for w in weights)
+    outputs = 2 * OUTPUTS if is_wide else OUTPUTS
+    wanted = 1
+    while wanted < MOST_SPLITS and blocks * OUTPUTS // outputs * wanted < PROGRAMS:
+        wanted *= 2
+    padded = max(LEAST_ROWS, power_above(rows))
+    sizes = [(wanted, 128)] if wanted > 1 and padded <= 64 else []
+    sizes += [(splits, 64) for splits in (wanted, wanted // 2, 1) if splits]
+    fitting = [(splits, size) for splits, size in sizes if inputs % (splits * size) == 0]
+    if not fitting:
+        return None
+    splits, at_once = fitting[0]
+    tile = (outputs + padded) * at_once * x_BI.dtype.itemsize
+    return LinearTiles(padded, outputs, at_once, splits, min(MOST_STAGES, SHARED_BYTES // tile))
+
+
+def _kernel(x: Any, *rest: Any, tiles: LinearTiles, ends: Sequence[int]) -> None:
+    weights, results = rest[: len(ends)], rest[len(ends) :]
+    block, split = pl.program_id(0), pl.program_id(1)
+    begin = 0
+    for weight, result, end in zip(weights, results, ends, strict=True):
+        mine = (block >= begin) & (block < end)
+        pl.when(mine)(functools.partial(_block, x, weight, result, tiles, split))
+        begin = end
+
+
+def _block(x: Any, weight: Any, result: Any, tiles: LinearTiles, split: Any) -> None:
+    rows, inputs = x.shape
+    # Padding repeats the last row, so that nothing has to be masked where it is read.
+    row_R = jnp.arange(tiles.rows)
+    shape = (tiles.rows, tiles.inputs)
+    row_RI = jnp.broadcast_to(jnp.minimum(row_R, rows - 1)[:, None], shape)
+    count = inputs // tiles.splits // tiles.inputs
+
+    def body(i: Any, sum_OR: Any) -> Any:
+        begin = (split * count + i) * tiles.inputs
+        column_RI = begin + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        x_RI = triton().load(x.at[row_RI, column_RI])
+        weight_OI = weight[:, pl.ds(begin, tiles.inputs)]
+        product_OR = triton().dot(weight_OI, x_RI, trans_b=True)
+        return sum_OR + product_OR
+
+    sum_OR = jnp.zeros((tiles.outputs, tiles.rows), jnp.float32)
+    sum_OR = jax.lax.fori_loop(0, count, body, sum_OR)
+    out = (tiles.rows, tiles.outputs)
+    where = (jnp.broadcast_to(row_R[:, None], out), jax.lax.broadcasted_iota(jnp.int32, out, 1))
+    mask = jnp.broadcast_to((row_R < rows)[:, None], out)
+    triton().store(result.at[where], sum_OR.T.astype(result.dtype), mask=mask)
+
+
+# ---------------------------------------------------------------------------------------------
+# Rows that are sorted by group, each with its group's weight.
+#
+# XLA multiplies every row with every group's weight, and takes zeros where the row is of another
+# one: E times the arithmetic. Here rows are cut into tiles within their groups, so that a tile
+# needs one weight. How many tiles a group gets is known only when the program runs; E more than all
+# rows would need without groups are always enough, and those that are left over do nothing.
+
+
+class Tiles(NamedTuple):
+    """The sizes of the tile that a program computes, and how it is compiled."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+
+LEAST = 64  # dims of weights are multiples of so many; others are not for the kernel
+
+NEIGHBOURS = 8
+"""So many tiles of rows take turns over the columns together, so that caches serve them both."""
+
+
+def ragged_product(x_RI: Any, weights_EOI: Any, sizes_E: Any, *, interpret: bool = False) -> Any:
+    """Multiplies rows (R, I) by their groups' weights (E, O, I); NotImplemented if it does not fit.
+
+    Rows of 16 bits are sorted by group, of `sizes_E` rows each; results and gradients of rows
+    behind the last group are undefined. Sums are in float32. `interpret` runs it step by step in
+    jax: for tests.
+    """
+    fits = _of_16_bits(x_RI) and x_RI.dtype == weights_EOI.dtype and 0 not in x_RI.shape
+    fits = fits and all(n and n % LEAST == 0 for n in weights_EOI.shape[1:])
+    # Pallas counts elements with 32 bits.
+    fits = fits and max(math.prod(x.shape) for x in (x_RI, weights_EOI)) < 1 << 31
+    if not fits or not weights_EOI.shape[0]:
+        return NotImplemented
+    return _product(x_RI, weights_EOI, sizes_E, interpret)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _product(x_RI: Any, weights_EOI: Any, sizes_E: Any, interpret: bool) -> Any:
+    return by_rows(x_RI, weights_EOI, sizes_E, is_transposed=True, interpret=interpret)
+
+
+def _forward(x_RI: Any, weights_EOI: Any, sizes_E: Any, interpret: bool) -> Any:
+    return _product(x_RI, weights_EOI, sizes_E, interpret), (x_RI, weights_EOI, sizes_E)
+
+
+def _backward(interpret: bool, kept: Any, dout_RO: Any) -> Any:
+    x_RI, weights_EOI, sizes_E = kept
+    dx_RI = by_rows(dout_RO, weights_EOI, sizes_E, is_transposed=False, interpret=interpret)
+    return dx_RI, by_groups(dout_RO, x_RI, sizes_E, interpret=interpret), None
+
+
+_product.defvjp(_forward, _backward)
+
+
+def by_rows(x_RI: Any, weights: Any, sizes_E: Any, *, is_transposed: bool, interpret: bool) -> Any:
+    """Returns (R, O): rows by their groups' weights (E, I, O), or (E, O, I) if `is_transposed`."""
+    rows = x_RI.shape[0]
+    columns = weights.shape[1 if is_transposed else 2]
+    # Tiles are of rows and columns; what is summed over is the inner size.
+    tiles = _tiles(LEAST if rows <= LEAST * weights.shape[0] else 2 * LEAST, columns)
+    about_T3 = tile_rows(sizes_E, rows, tiles.rows)
+    grid = about_T3.shape[0], columns // tiles.columns
+    kernel = functools.partial(_rows_kernel, tiles=tiles, grid=grid, is_transposed=is_transposed)
+    result = jax.ShapeDtypeStruct((rows, columns), x_RI.dtype)
+    how = compiled_with(tiles.warps, tiles.stages, interpret)
+    call = pl.pallas_call(
+        kernel, name="rows_gemm", grid=(math.prod(grid),), out_shape=result, **how
+    )
+    return call(about_T3, x_RI, weights)
+
+
+def by_groups(y_RO: Any, x_RI: Any, sizes_E: Any, *, interpret: bool) -> Any:
+    """Returns (E, O, I): for each group, the sum of the outer products of its rows."""
+    outputs, inputs, groups = y_RO.shape[1], x_RI.shape[1], sizes_E.shape[0]
+    # Tiles are of outputs and inputs; so many rows are multiplied at a time.
+    tiles = _tiles(2 * LEAST if outputs % (2 * LEAST) == 0 else LEAST, inputs)
+    grid = groups, outputs // tiles.rows, inputs // tiles.columns
+    ends_E = jnp.cumsum(sizes_E)
+    about_E2 = jnp.stack([ends_E - sizes_E, ends_E], axis=1).astype(jnp.int32)
+    kernel = functools.partial(_groups_kernel, tiles=tiles, grid=grid)
+    result = jax.ShapeDtypeStruct((groups, outputs, inputs), x_RI.dtype)
+    how = compiled_with(tiles.warps, tiles.stages, interpret)
+    call = pl.pallas_call(
+        kernel, name="groups_gemm", grid=(math.prod(grid),), out_shape=result, **how
+    )
+    return call(about_E2, y_RO, x_RI)
+
+
+def _tiles(rows: int, columns: int) -> Tiles:
+    """Returns the widest columns that divide evenly, and the stages that an A100's memory fits.
+
+    H200, bfloat16, 8 groups of (14336, 4096) weights. 13,103 rows: 2.3 ms with 256 columns (670
+    TFLOP/s; one product of as many rows: 2.0 ms), 2.7 with 128. 128 rows: 0.25 ms (3.8 TB/s) with
+    64 rows and 256 columns, 0.28 with 128 rows.
+    """
+    wide = next(n for n in (4 * LEAST, 2 * LEAST, LEAST) if columns % n == 0)
+    return Tiles(rows, wide, LEAST, 8 if wide == 4 * LEAST else 4, 4 if rows == LEAST else 3)
+
+
+def tile_rows(sizes_E: Any, rows: int, size: int) -> Any:
+    """Returns (T, 3): each tile's group, first row and number of rows, 0 for tiles left over."""
+    # E.g. groups of 5, 0 and 3 rows in tiles of 4 rows: counts [2, 0, 1], ends [2, 2, 3], and tiles
+    # (0, 0, 4), (0, 4, 1), (2, 5, 3).
+    groups = sizes_E.shape[0]
+    counts_E = (sizes_E + size - 1) // size
+    ends_E = jnp.cumsum(counts_E)
+    most = min(rows, -(-rows // size) + groups)
+    tile_T = jnp.arange(most, dtype=jnp.int32)
+    group_T = jnp.sum(ends_E <= tile_T[:, None], axis=1, dtype=jnp.int32)
+    is_needed_T, group_T = group_T < groups, jnp.minimum(group_T, groups - 1)
+    done_T = (tile_T - (ends_E - counts_E)[group_T]) * size
+    left_T = jnp.where(is_needed_T, jnp.clip(sizes_E[group_T] - done_T, 0, size), 0)
+    start_T = jnp.where(is_needed_T, (jnp.cumsum(sizes_E) - sizes_E)[group_T] + done_T, 0)
+    return jnp.stack([group_T, start_T, left_T], axis=1).astype(jnp.int32)
+
+
+def _place(program: Any, rows: int, columns: int) -> tuple[Any, Any]:
+    """Returns a program's tile of rows and of columns: a few rows share all columns in turn."""
+    width = NEIGHBOURS * columns
+    first = program // width * NEIGHBOURS
+    height = jnp.minimum(rows - first, NEIGHBOURS)
+    return first + program % width % height, program % width // height
+
+
+def _rows_kernel(*refs: Any, tiles: Tiles, grid: tuple[int, int], is_transposed: bool) -> None:
+    about, x, weights, out = refs
+    tile, column = _place(pl.program_id(0), *grid)
+    group, start, count = (about[tile, i] for i in range(3))
+
+    @pl.when(count > 0)
+    def run() -> None:
+        # Padding repeats the last row, so that nothing has to be masked where it is read.
+        row_R = start + jnp.minimum(jnp.arange(tiles.rows), count - 1)
+        columns = pl.ds(column * tiles.columns, tiles.columns)
+
+        def body(i: Any, sum_RC: Any) -> Any:
+            inner = pl.ds(i * tiles.inner, tiles.inner)
+            x_RK = _rows(x, row_R, i * tiles.inner, tiles.inner)
+            if is_transposed:
+                return sum_RC + triton().dot(x_RK, weights[group, columns, inner], trans_b=True)
+            return sum_RC + triton().dot(x_RK, weights[group, inner, columns])
+
+        sum_RC = jnp.zeros((tiles.rows, tiles.columns), jnp.float32)
+        sum_RC = jax.lax.fori_loop(0, x.shape[1] // tiles.inner, body, sum_RC)
+        row_RC = jnp.broadcast_to((start + jnp.arange(tiles.rows))[:, None], sum_RC.shape)
+        column_RC = column * tiles.columns + jax.lax.broadcasted_iota(jnp.int32, sum_RC.shape, 1)
+        triton().store(
+            out.at[row_RC, column_RC], sum_RC.astype(out.dtype), mask=row_RC < start + count
+        )
+
+
+def _groups_kernel(
+    about: Any, y: Any, x: Any, out: Any, *, tiles: Tiles, grid: tuple[int, int, int]
+) -> None:
+    each = grid[1:]
+    group, program = pl.program_id(0) // math.prod(each), pl.program_id(0) % math.prod(each)
+    o, i = _place(program, *each)
+    start, end = about[group, 0], about[group, 1]
+
+    def body(k: Any, sum_OI: Any) -> Any:
+        row_K = start + k * tiles.inner + jnp.arange(tiles.inner)
+        y_KO = _rows(y, row_K, o * tiles.rows, tiles.rows, row_K < end)
+        x_KI = _rows(x, row_K, i * tiles.columns, tiles.columns, row_K < end)
+        return sum_OI + triton().dot(y_KO, x_KI, trans_a=True)
+
+    sum_OI = jnp.zeros((tiles.rows, tiles.columns), jnp.float32)
+    sum_OI = jax.lax.fori_loop(0, (end - start + tiles.inner - 1) // tiles.inner, body, sum_OI)
+    where = (pl.ds(o * tiles.rows, tiles.rows), pl.ds(i * tiles.columns, tiles.columns))
+    out[group, *where] = sum_OI.astype(out.dtype)
+
+
+def _rows(ref: Any, row_R: Any, begin: Any, size: int, is_there_R: Any = None) -> Any:
+    """Loads (R, size) of some rows, from column `begin` on; zeros for rows that are not there."""
+    shape = (*row_R.shape, size)
+    where = (
+        jnp.broadcast_to(row_R[:, None], shape),
+        begin + jax.lax.broadcasted_iota(jnp.int32, shape, 1),
+    )
+    if is_there_R is None:
+        return triton().load(ref.at[where])
+    mask = jnp.broadcast_to(is_there_R[:, None], shape)
+    return triton().load(ref.at[where], mask=mask, other=0)
