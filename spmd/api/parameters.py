@@ -42,11 +42,6 @@ def by_number_and_name(
     return by_number, by_name
 
 
-def positions(numbers: Sequence[int], count: int) -> frozenset[int]:
-    """Returns argument numbers with negative ones counted from the end: -1 of three is 2."""
-    return frozenset(n + count if n < 0 else n for n in numbers)
-
-
 def parameter_names(fn: Any, count: int) -> tuple[str, ...]:
     """Returns the names of the first `count` parameters; `arg2` where a function does not tell."""
     found = [p.name for p in _parameters(fn)][:count]
@@ -90,39 +85,12 @@ def _written(fn: Any) -> Any:
 class Argument(NamedTuple):
     """Describes an argument of a call that is not static."""
 
+    key: int | str  # its number among the positional ones of the call, or its name if given by that
     # the number of its parameter, or its name where the function does not have it in order
     place: int | str
     name: str
-    struct: Any  # its pytree of structs
+    value: Any  # its pytree
     is_donated: bool  # whether the results may take its memory
-
-
-def call_parts(
-    fn: Any,
-    structs: Any,
-    argnums: Sequence[int],
-    donate_argnums: Sequence[int],
-    donate_argnames: Sequence[str],
-    positional: int,
-) -> tuple[Argument, ...]:
-    """Returns an `Argument` for each argument that is not static, as jax orders them.
-
-    Positional ones come first, then those by name, sorted.
-
-    `structs` is ((positional, ...), {name: ...}) of them, `argnums` the numbers of the positional
-    ones. `positional` counts all positional arguments, static ones too.
-    """
-    names, donated = parameter_names(fn, positional), positions(donate_argnums, positional)
-    order = {name: place for place, name in enumerate(parameter_names(fn, parameter_count(fn)))}
-    by_place = [
-        Argument(number, names[number], struct, number in donated)
-        for number, struct in zip(argnums, structs[0], strict=True)
-    ]
-    by_name = [
-        Argument(order.get(name, name), name, structs[1][name], name in donate_argnames)
-        for name in sorted(structs[1])  # as jax flattens a dict
-    ]
-    return (*by_place, *by_name)
 
 
 def leaf_names(parts: Sequence[Argument]) -> tuple[str, ...]:
@@ -130,13 +98,13 @@ def leaf_names(parts: Sequence[Argument]) -> tuple[str, ...]:
     return tuple(
         "/".join(filter(None, (part.name, path_name(path))))
         for part in parts
-        for path, _ in jax.tree_util.tree_flatten_with_path(part.struct)[0]
+        for path, _ in jax.tree_util.tree_flatten_with_path(part.value)[0]
     )
 
 
 def donated_leaves(parts: Sequence[Argument]) -> tuple[int, ...]:
     """Returns the flat indices of the donated arguments' leaves."""
-    flags = [part.is_donated for part in parts for _ in jax.tree.leaves(part.struct)]
+    flags = [part.is_donated for part in parts for _ in jax.tree.leaves(part.value)]
     return tuple(i for i, is_donated in enumerate(flags) if is_donated)
 
 
@@ -147,10 +115,10 @@ def updates_of(parts: Sequence[Argument], out_tree: Any) -> tuple[tuple[int, int
     shapes and dtypes; if there is none, each of its leaves finds its own, as XLA reuses memory. Of
     `step(params, batch)` that returns (loss, params), with `params = {"w": ..}` donated: ((1, 0),).
     """
-    counts = [len(jax.tree.leaves(part.struct)) for part in parts]
+    counts = [len(jax.tree.leaves(part.value)) for part in parts]
     starts = np.cumsum([0, *counts]).tolist()
     places_of = zip(parts, starts, strict=False)
-    donated = [(part.struct, position) for part, position in places_of if part.is_donated]
+    donated = [(part.value, position) for part, position in places_of if part.is_donated]
     if not donated:
         return ()
     places: dict[Any, list[int]] = {}

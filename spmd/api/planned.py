@@ -20,7 +20,6 @@ from spmd.explain.memory import Memory
 from spmd.explain.prices import Prices
 from spmd.ir.program import Program
 from spmd.ir.text import format_program
-from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, format_sharding
 from spmd.options import Options
 from spmd.predict.memory import MemoryUse, peak_memory
@@ -44,49 +43,24 @@ class Planned:
       interface: what the function, its arguments and its results are.
       stages: the result of every stage of the compiler.
       options: compile options.
+      request: the compiler's input: the module as traced, the mesh and the specs.
+      mesh: the mesh that the program is planned for.
+      name: the function's name.
+      donated: flat indices of the donated arguments.
+      in_tree: the pytree structure of ((positional, ...), {name: ...}), static arguments left out.
+      out_tree: the pytree structure of the result.
+      out_info: the result's pytree of `jax.ShapeDtypeStruct`s.
       measured: what `Compiled.measure` found the last time, which reports show; None before.
     """
 
     def __init__(self, interface: Interface, stages: Stages, options: Options) -> None:
-        self.interface = interface
-        self.stages = stages
-        self.options = options
+        self.interface, self.stages, self.options = interface, stages, options
+        self.request: Request = interface.request
+        self.mesh, self.donated = self.request.mesh, self.request.donated
+        self.name = interface.name or stages.plan.program.name
+        self.in_tree: Any = jax.tree.structure(interface.args)
+        self.out_info, self.out_tree = interface.out, jax.tree.structure(interface.out)
         self.measured: Measured | None = None
-
-    @property
-    def request(self) -> Request:
-        """The compiler's input: the module as traced, the mesh and the specs."""
-        return self.interface.request
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh that the program is planned for."""
-        return self.request.mesh
-
-    @property
-    def name(self) -> str:
-        """The function's name."""
-        return self.interface.name or self.stages.plan.program.name
-
-    @property
-    def in_tree(self) -> Any:
-        """The pytree structure of ((positional, ...), {name: ...}), static arguments left out."""
-        return self.interface.in_tree
-
-    @property
-    def out_tree(self) -> Any:
-        """The pytree structure of the result."""
-        return self.interface.out_tree
-
-    @property
-    def out_info(self) -> Any:
-        """The result's pytree of `jax.ShapeDtypeStruct`s."""
-        return jax.tree.unflatten(self.interface.out_tree, self.interface.out_structs)
-
-    @property
-    def donated(self) -> tuple[int, ...]:
-        """Flat indices of the donated arguments."""
-        return self.request.donated
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:

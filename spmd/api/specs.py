@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ def arg_specs(in_specs: Any, parts: Sequence[Argument], fn: Any, positional: int
     another number of entries than of arguments, another structure, or two ways to read one.
     """
     if in_specs is None or isinstance(in_specs, PartitionSpec | NamedSharding):
-        return [in_specs for part in parts for _ in jax.tree.leaves(part.struct)]
+        return [in_specs for part in parts for _ in jax.tree.leaves(part.value)]
     places = [part.place for part in parts if isinstance(part.place, int)]
     least = max([positional, *(place + 1 for place in places)])
     most = max(least, parameter_count(fn))  # those left out have defaults
@@ -56,7 +56,7 @@ def arg_specs(in_specs: Any, parts: Sequence[Argument], fn: Any, positional: int
     return [
         spec
         for part in parts
-        for spec in _spread(entries.get(part.place), part.struct, f"argument {part.name}")
+        for spec in _spread(entries.get(part.place), part.value, f"argument {part.name}")
     ]
 
 
@@ -108,56 +108,44 @@ def _spread(specs: Any, tree: Any, what: str, is_outermost: bool = False) -> lis
     each, structure = jax.tree.flatten(specs, is_leaf=_is_spec)
     try:
         parts = structure.flatten_up_to(tree)
-    except (ValueError, TypeError) as error:
-        by_path = _by_path(specs, tree)
-        if by_path is None:
-            raise _other_structure(specs, tree, what) from error
-        return by_path
+    except (ValueError, TypeError):
+        return _by_path(specs, tree, what)
     return [s for spec, part in zip(each, parts, strict=True) for s in _spread(spec, part, what)]
 
 
-def _by_path(specs: Any, tree: Any) -> list[Any] | None:
-    """Returns each leaf's spec by its path; None unless all leaves have one and all specs leaves.
+def _by_path(specs: Any, tree: Any, what: str) -> list[Any]:
+    """Returns each leaf's spec by its path; SpecError for specs without leaves, and the reverse.
 
     jax takes structures for different if static parts differ, such as a train state's optimizer,
     which is another object each time that it is made and says nothing of where leaves lie.
     """
-    given = {
-        tuple(path_name([key]) for key in path): spec
-        for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec)
-    }
-    found = []
-    for path, _ in jax.tree_util.tree_leaves_with_path(tree):
-        names = tuple(path_name([key]) for key in path)
-        heads = (names[:end] for end in range(len(names) + 1))
-        found.append(next((head for head in heads if head in given), ()))
-    without_leaves = [spec for path, spec in given.items() if path not in found]
-    if any(spec is not None and spec != () for spec in without_leaves):  # `()` is an empty node too
-        return None
-    return [given[path] for path in found] if given.keys() >= set(found) else None
-
-
-def _other_structure(specs: Any, tree: Any, what: str) -> SpecError:
-    """Returns the SpecError for specs of leaves that are not there, or leaves without a spec."""
     flat = jax.tree_util.tree_leaves_with_path
-    given = [path_name(path) for path, _ in flat(specs, is_leaf=_is_spec)]
-    there = [path_name(path) for path, _ in flat(tree)]
-
-    def is_at(leaf: str, path: str) -> bool:
-        """Whether a leaf's path is `path`, or lies below it."""
-        return not path or leaf == path or leaf.startswith(f"{path}/")
-
-    unknown = [path for path in given if not any(is_at(leaf, path) for leaf in there)]
-    without = [leaf for leaf in there if not any(is_at(leaf, path) for path in given)]
-    parts = [f"specs for {some_of(unknown)}, which it does not have"] if unknown else []
-    parts += [f"no spec for {some_of(without)}"] if without else []
-    return SpecError(
+    given = {_names(path): spec for path, spec in flat(specs, is_leaf=_is_spec)}
+    there = [_names(path) for path, _ in flat(tree)]
+    heads = [[leaf[:end] for end in range(len(leaf) + 1)] for leaf in there]
+    found = [next((head for head in of_leaf if head in given), None) for of_leaf in heads]
+    unknown = {path: spec for path, spec in given.items() if path not in found}
+    # A spec of no leaves may be `None` or `()`, which is an empty node, too.
+    if None not in found and all(spec is None or spec == () for spec in unknown.values()):
+        return [given[path] for path in found if path is not None]
+    without = [leaf for leaf, head in zip(there, found, strict=True) if head is None]
+    parts = [f"specs for {_some_paths(unknown)}, which it does not have"] if unknown else []
+    parts += [f"no spec for {_some_paths(without)}"] if without else []
+    raise SpecError(
         f"the specs of {what} don't match its structure",
         source=caller(),
-        actual="; ".join(parts) or f"specs for {some_of(given)}",
-        required=f"specs for {some_of(there)}",
+        actual="; ".join(parts),
+        required=f"specs for {_some_paths(there)}",
         fix="give a spec for each leaf, or one for a whole branch; None leaves it open",
     )
+
+
+def _names(path: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(path_name([key]) for key in path)
+
+
+def _some_paths(paths: Iterable[Sequence[str]]) -> str:
+    return some_of(["/".join(path) for path in paths])
 
 
 def _is_spec(x: Any) -> bool:
@@ -188,38 +176,24 @@ def mesh_sharding(leaf: Any) -> NamedSharding | None:
     return sharding
 
 
-def arg_entries(leaf: Any, spec: Any, name: str, mesh: Mesh) -> Entries | None:
-    """Returns an argument's spec, else its placement, with an entry for each dim; None if open.
-
-    MeshError, SpecError: as for `fitting_entries`.
-    """
-    shape = leaf.shape if hasattr(leaf, "shape") else np.shape(leaf)
-    if spec is None:
-        spec = mesh_sharding(leaf)
-        if spec is None:
-            return open_entries(shape)
-        other = as_mesh(spec.mesh)
-        is_other = (other.axis_names, other.sizes) != (mesh.axis_names, mesh.sizes)
-        if is_other and spec.is_fully_replicated:  # which says nothing of this mesh
-            return open_entries(shape)
-    return fitting_entries(spec, shape, leaf, f"argument {name}", mesh)
+def placement(leaf: Any, mesh: Mesh) -> NamedSharding | None:
+    """Returns how an argument lies on a mesh; None if it does not, or is whole on another one."""
+    sharding = mesh_sharding(leaf)
+    if sharding is None or not sharding.is_fully_replicated:
+        return sharding
+    other = as_mesh(sharding.mesh)
+    return sharding if (other.axis_names, other.sizes) == (mesh.axis_names, mesh.sizes) else None
 
 
-def open_entries(shape: Sequence[int]) -> Entries | None:
-    """Returns the entries where no spec is given: None (open), or no dim split if one has size 0.
-
-    XLA for CPUs crashes where an array without elements is split, in jax 0.11.
-    """
-    return ((),) * len(shape) if 0 in shape else None
-
-
-def fitting_entries(spec: Any, shape: Sequence[int], leaf: Any, what: str, mesh: Mesh) -> Entries:
-    """Returns the spec of an argument or result of this shape with an entry for each dim.
+def leaf_entries(spec: Any, leaf: Any, what: str, mesh: Mesh) -> Entries | None:
+    """Returns the spec of an argument or result with an entry for each dim; None if it is open.
 
     A key array gets one more entry, not split, as it is its data inside. MeshError: it is a
     sharding on a mesh whose axes are not made of this mesh's; SpecError: it does not fit.
     """
-    source, own = caller(), mesh
+    source, own, shape = caller(), mesh, np.shape(leaf)
+    if spec is None:  # XLA for CPUs crashes where an array without elements is split, in jax 0.11
+        return ((),) * len(shape) if 0 in shape else None
 
     def axes_here(names: Sequence[str]) -> tuple[str, ...]:
         """Translates axes of the spec's own mesh to axes of the program's, or parts of axes."""
