@@ -17,12 +17,12 @@ from jax import jit as plain_jit  # users may put spmd.jit in its place
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
+from spmd.api.arguments import key_dtype, mesh_sharding
 from spmd.api.dispatch import NAN_FOUND
 from spmd.api.marks import caller, some_of
 from spmd.api.planned import Planned
-from spmd.api.specs import key_dtype, mesh_sharding
 from spmd.api.tracing import Interface, order_of
-from spmd.compiler import Stages, emit_plan
+from spmd.compiler import emit_plan
 from spmd.errors import ArgumentError, described
 from spmd.explain.memory import Memory
 from spmd.ir.control_flow import Index
@@ -32,7 +32,6 @@ from spmd.lowering.ahead import devices_ahead, is_here
 from spmd.lowering.emitted import Emitted, Placement, formats
 from spmd.lowering.xla_options import xla_options
 from spmd.mesh.spec import jax_mesh
-from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.predict.memory import lifted
 from spmd.progress import doing, progress
@@ -47,13 +46,22 @@ _IS_DELETED, _SHARDING = methodcaller("is_deleted"), attrgetter("sharding")
 
 
 class Lowered(Planned):
-    """A planned and partitioned program, not yet compiled by XLA: it can be read, but not run."""
+    """A planned and partitioned program, not yet compiled by XLA: it can be read, but not run.
 
-    def __init__(
-        self, interface: Interface, stages: Stages, options: Options, target: Topology | None = None
-    ) -> None:
-        super().__init__(interface, stages, options)
-        self.target = target
+    Attributes:
+      interface: what the function, its arguments and its results are.
+      stages: the result of every stage of the compiler.
+      options: compile options.
+      target: the machine that was asked for in place of the mesh's devices, if any.
+      request: the compiler's input: the module as traced, the mesh and the specs.
+      mesh: the mesh that the program is planned for.
+      name: the function's name.
+      donated: flat indices of the donated arguments.
+      in_tree: the pytree structure of ((positional, ...), {name: ...}), static arguments left out.
+      out_tree: the pytree structure of the result.
+      out_info: the result's pytree of `jax.ShapeDtypeStruct`s.
+      measured: what `Compiled.measure` found the last time, which reports show; None before.
+    """
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
         """Compiles by XLA for the machine that it was lowered for, else for the mesh's devices.
@@ -123,9 +131,9 @@ class Compiled(Planned):
     """
 
     def __init__(self, lowered: Lowered, options: Options) -> None:
-        super().__init__(lowered.interface, lowered.stages, options)
+        super().__init__(lowered.interface, lowered.stages, options, lowered.target)
         self.prices = lowered.prices  # what is known already
-        target, emitted = lowered.target, self.stages.emitted
+        target, emitted = self.target, self.stages.emitted
         self._ahead = None if target is None or is_here(self.mesh, target) else target
         devices = None
         if self._ahead:

@@ -14,12 +14,19 @@ import jax
 from jax import jit as plain_jit  # users may put spmd.jit in its place
 from jax.sharding import NamedSharding
 
+from spmd.api.arguments import (
+    arg_specs,
+    by_number_and_name,
+    check_memory,
+    function_name,
+    mesh_of,
+    result_specs,
+    specified,
+)
 from spmd.api.compiled import Compiled, Lowered
 from spmd.api.dispatch import ARRAY, dispatched, known
 from spmd.api.marks import caller, mark_sharding
-from spmd.api.parameters import by_number_and_name, function_name
 from spmd.api.pipelined import in_fastest_schedule
-from spmd.api.specs import arg_specs, check_memory, mesh_of, result_specs, specified
 from spmd.api.tracing import Call, Recipe, take_apart, trace_call
 from spmd.compiler import Request, compile_module
 from spmd.errors import ArgumentError, described

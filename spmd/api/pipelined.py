@@ -99,37 +99,15 @@ def pipeline(
     asked = Pipeline(axis, stages, microbatches)
     of = _chosen_pipeline(schedule, chunks, asked, layers, batch, own)
     mark = partial(_marked, mesh=own, axis=axis)
-    with jax.named_scope(of.scope):
 
-        def of_stages(leaf: Any) -> Any:
-            """Reshapes (L, ...) or (V, L / V, ...) to (S, V, layers of a chunk, ...)."""
-            shape = of.chunks, of.stages, -1, *leaf.shape[1 + (chunks is not None) :]
-            return jnp.reshape(leaf, shape).swapaxes(0, 1)
+    def of_stages(leaf: Any) -> Any:
+        """Reshapes (L, ...) or (V, L / V, ...) to (S, V, layers of a chunk, ...)."""
+        shape = of.chunks, of.stages, -1, *leaf.shape[1 + (chunks is not None) :]
+        return jnp.reshape(leaf, shape).swapaxes(0, 1)
 
-        def in_microbatches(leaf: Any) -> Any:
-            """Reshapes (B, ...) to (M, B / M, ...); each has rows of all shards of the batch."""
-            return leaf.reshape(-1, of.microbatches, *leaf.shape[1:]).swapaxes(0, 1)
-
-        stacked = jax.tree.map(of_stages, stacked)
-        cut = jax.tree.map(in_microbatches, (x, rows))
-        out = _run(layer_fn, mark, mark(stacked), cut, of, own)
-        y: T = jax.tree.map(lambda leaf, like: leaf.swapaxes(0, 1).reshape(like.shape), out, x)
-        return y
-
-
-def _run(
-    layer_fn: Callable[..., Any],
-    mark: Callable[[Any], Any],
-    stacked: Any,
-    cut: Any,
-    of: Pipeline,
-    mesh: Mesh | None,
-) -> Any:
-    """Runs the loop over steps, and returns what leaves the last stage: leaves (M, B / M, ...).
-
-    Layers are stacked as (S, V, layers of a chunk, ...), x and rows cut into (M, B / M, ...).
-    """
-    stage = jnp.arange(of.stages)
+    def in_microbatches(leaf: Any) -> Any:
+        """Reshapes (B, ...) to (M, B / M, ...); each has rows of all shards of the batch."""
+        return leaf.reshape(-1, of.microbatches, *leaf.shape[1:]).swapaxes(0, 1)
 
     def run_chunk(layers: Any, number: Any, state: Any) -> Any:
         at = partial(jax.lax.dynamic_index_in_dim, index=number, keepdims=False)
@@ -142,17 +120,10 @@ def _run(
         time, entering = now
         state = mark(state)
         begins = (stage == 0) & (time // of.stages % of.chunks == 0)
-        state = jax.tree.map(lambda old, new: _moved(old, new, begins, of, mesh), state, entering)
+        state = jax.tree.map(lambda old, new: _moved(old, new, begins, of, own), state, entering)
         numbers = (time - stage) // of.stages % of.chunks
-        state = mark(jax.vmap(run_chunk)(stacked, numbers, mark(state)))
+        state = mark(jax.vmap(run_chunk)(by_stage, numbers, mark(state)))
         return state, jax.tree.map(lambda leaf: leaf[-1], state[0])
-
-    # Layers need not be defined at zeros, and the gradient would multiply a NaN by zero. So what
-    # is computed while the pipeline fills and drains is computed of copies of a microbatch.
-    idle = jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf[0]), cut)
-    state = mark(jax.tree.map(lambda leaf: jnp.stack([leaf] * of.stages), idle))
-    entering = jax.tree.map(lambda leaf, fill: _entering(leaf, fill, of), cut, idle)
-    out = _steps(step, state, (jnp.arange(of.steps), entering), of)
 
     def leaving(leaf: Any) -> Any:
         """Selects from the last stage's outputs the last chunk's: (M V, ...) -> (M, ...)."""
@@ -161,7 +132,20 @@ def _run(
             leaf = leaf.reshape(of.microbatches, *leaf.shape[2:])
         return leaf
 
-    return jax.tree.map(leaving, out)
+    with jax.named_scope(of.scope):
+        by_stage = jax.tree.map(of_stages, stacked)
+        cut = jax.tree.map(in_microbatches, (x, rows))
+        by_stage, stage = mark(by_stage), jnp.arange(of.stages)
+        # Layers need not be defined at zeros, and the gradient would multiply a NaN by zero. So
+        # what is computed while the pipeline fills and drains is computed of copies of a
+        # microbatch.
+        idle = jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf[0]), cut)
+        state = mark(jax.tree.map(lambda leaf: jnp.stack([leaf] * of.stages), idle))
+        entering = jax.tree.map(lambda leaf, fill: _entering(leaf, fill, of), cut, idle)
+        out = _steps(step, state, (jnp.arange(of.steps), entering), of)
+        out = jax.tree.map(leaving, out)
+        y: T = jax.tree.map(lambda leaf, like: leaf.swapaxes(0, 1).reshape(like.shape), out, x)
+        return y
 
 
 def _steps(step: Callable[..., Any], state: Any, inputs: Any, of: Pipeline) -> Any:

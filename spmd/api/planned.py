@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from spmd.explain.prices import Prices
 from spmd.ir.program import Program
 from spmd.ir.text import format_program
 from spmd.mesh.sharding import Sharding, format_sharding
+from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.predict.memory import MemoryUse, peak_memory
 from spmd.predict.timeline import Timeline
@@ -37,24 +38,13 @@ STAGES = (
 
 
 class Planned:
-    """A planned program, and all that can be asked of it before XLA compiles it.
+    """A planned program, and all that can be asked of it before XLA compiles it."""
 
-    Attributes:
-      interface: what the function, its arguments and its results are.
-      stages: the result of every stage of the compiler.
-      options: compile options.
-      request: the compiler's input: the module as traced, the mesh and the specs.
-      mesh: the mesh that the program is planned for.
-      name: the function's name.
-      donated: flat indices of the donated arguments.
-      in_tree: the pytree structure of ((positional, ...), {name: ...}), static arguments left out.
-      out_tree: the pytree structure of the result.
-      out_info: the result's pytree of `jax.ShapeDtypeStruct`s.
-      measured: what `Compiled.measure` found the last time, which reports show; None before.
-    """
-
-    def __init__(self, interface: Interface, stages: Stages, options: Options) -> None:
+    def __init__(
+        self, interface: Interface, stages: Stages, options: Options, target: Topology | None = None
+    ) -> None:
         self.interface, self.stages, self.options = interface, stages, options
+        self.target = target
         self.request: Request = interface.request
         self.mesh, self.donated = self.request.mesh, self.request.donated
         self.name = interface.name or stages.plan.program.name
@@ -179,31 +169,25 @@ class Planned:
         stages, mesh = self.stages, self.mesh
 
         def sharded(states: Iterable[Sharding | None]) -> str:
-            """Writes the whole program with the sharding of each value beside it."""
             texts = ["made for each use" if s is None else format_sharding(s, mesh) for s in states]
             return format_program(stages.program, texts.__getitem__, mesh)
 
         def local(program: Program) -> str:
-            """Writes a local program, with the memory order of arguments that have their own."""
             orders = dict(zip(program.body.args, stages.optimized.argument_orders, strict=True))
             shown = {v: f"in memory: {', '.join(map(str, o))}" for v, o in orders.items() if o}
             return format_program(program, lambda value: shown.get(value, ""), mesh)
 
-        match stage:
-            case "stablehlo":
-                return str(self.request.module)
-            case "program":
-                return format_program(stages.program)
-            case "propagated":
-                return sharded(map(Sharding, stages.propagated.proposals))
-            case "planned":
-                return sharded(stages.plan.states)
-            case "local":
-                return local(stages.partitioned.program)
-            case "optimized":
-                return local(stages.optimized.program)
-            case "emitted":
-                return stages.emitted.module
+        texts: dict[str, Callable[[], str]] = {
+            "stablehlo": lambda: str(self.request.module),
+            "program": lambda: format_program(stages.program),
+            "propagated": lambda: sharded(map(Sharding, stages.propagated.proposals)),
+            "planned": lambda: sharded(stages.plan.states),
+            "local": lambda: local(stages.partitioned.program),
+            "optimized": lambda: local(stages.optimized.program),
+            "emitted": lambda: stages.emitted.module,
+        }
+        if stage in texts:
+            return texts[stage]()
         close = difflib.get_close_matches(stage, STAGES, n=1)
         fix = f"write {close[0]!r}" if close else "name a stage"
         if stage == "hlo":

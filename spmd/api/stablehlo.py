@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
+from spmd.api.arguments import Specs, flat_entries
 from spmd.api.compiled import Compiled, Lowered
-from spmd.api.specs import Specs, flat_entries
 from spmd.api.tracing import Interface, axis_types_of, topology_of
 from spmd.compiler import Request, compile_module
 from spmd.errors import ArgumentError

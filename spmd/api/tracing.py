@@ -14,26 +14,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd.api.dispatch import settings
-from spmd.api.marks import caller, path_name
-from spmd.api.parameters import (
+from spmd.api.arguments import (
     Argument,
+    arg_specs,
     donated_leaves,
     function_name,
     function_place,
-    leaf_names,
-    parameter_count,
-    parameter_names,
-    updates_of,
-)
-from spmd.api.specs import (
-    arg_specs,
     leaf_entries,
+    leaf_names,
     like_parameters,
     mesh_sharding,
+    parameter_count,
+    parameter_names,
     placement,
     result_specs,
+    updates_of,
 )
+from spmd.api.dispatch import settings
+from spmd.api.marks import caller, path_name
 from spmd.compiler import Request
 from spmd.errors import ArgumentError, MeshError, described
 from spmd.frontend.trace import seen_meshes, trace

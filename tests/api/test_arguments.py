@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from spmd.api.parameters import donated_leaves, updates_of
-from spmd.api.specs import like_parameters
+from spmd.api.arguments import donated_leaves, like_parameters, updates_of
 from spmd.api.tracing import struct_of
 
 W = jax.ShapeDtypeStruct((4, 2), jnp.float32)
