@@ -40,7 +40,7 @@ def by_number_and_name(
     has_numbers, has_names = numbers is not None, names is not None
     by_number = (numbers,) if isinstance(numbers, int) else tuple(numbers or ())
     by_name = (names,) if isinstance(names, str) else tuple(names or ())
-    parameters = _parameters(fn)
+    parameters = parameters_of(fn)
     if has_numbers and not has_names:
         known = [parameters[n] for n in by_number if -len(parameters) <= n < len(parameters)]
         by_name = tuple(p.name for p in known if p.kind == _BY_BOTH)
@@ -50,19 +50,23 @@ def by_number_and_name(
     return by_number, by_name
 
 
-def parameter_names(fn: Any, count: int) -> tuple[str, ...]:
+Parameters = Sequence[inspect.Parameter]
+
+
+def parameter_names(parameters: Parameters, count: int) -> tuple[str, ...]:
     """Returns the names of the first `count` parameters; `arg2` where a function does not tell."""
-    found = [p.name for p in _parameters(fn)][:count]
-    return (*found, *(f"arg{number}" for number in range(len(found), count)))
+    found = [p.name for p in parameters[:count]]
+    return (*found, *[f"arg{number}" for number in range(len(found), count)])
 
 
-def parameter_count(fn: Any) -> int:
-    """Returns how many parameters of a function may be given by position."""
+def parameter_count(parameters: Parameters) -> int:
+    """Returns how many parameters may be given by position."""
     kinds = (_BY_BOTH, inspect.Parameter.POSITIONAL_ONLY)
-    return sum(p.kind in kinds for p in _parameters(fn))
+    return sum(p.kind in kinds for p in parameters)
 
 
-def _parameters(fn: Any) -> list[inspect.Parameter]:
+def parameters_of(fn: Any) -> Parameters:
+    """Returns a function's parameters; none where it does not tell."""
     try:
         return list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
@@ -176,7 +180,9 @@ Specs = Sequence[Any] | Mapping[str, Any] | None
 """For each argument or result a spec, or None (open); or names (or patterns of them) -> specs."""
 
 
-def arg_specs(in_specs: Any, parts: Sequence[Argument], fn: Any, positional: int) -> list[Any]:
+def arg_specs(
+    in_specs: Any, parts: Sequence[Argument], parameters: Parameters, positional: int
+) -> list[Any]:
     """Returns the spec of each leaf of the arguments, None for open ones.
 
     `in_specs` has one entry for each parameter, static ones counted, or, as `jax.jit` has it, for
@@ -188,14 +194,14 @@ def arg_specs(in_specs: Any, parts: Sequence[Argument], fn: Any, positional: int
         return [in_specs for part in parts for _ in jax.tree.leaves(part.value)]
     places = [part.place for part in parts if isinstance(part.place, int)]
     least = max([positional, *(place + 1 for place in places)])
-    most = max(least, parameter_count(fn))  # those left out have defaults
+    most = max(least, parameter_count(parameters))  # those left out have defaults
     entries: dict[int | str, Any]
     if isinstance(in_specs, tuple | list) and least <= len(in_specs) <= most:
         entries = dict(enumerate(in_specs))
     elif isinstance(in_specs, tuple | list) and len(in_specs) == len(places):
         entries = dict(zip(places, in_specs, strict=True))
     else:
-        names = parameter_names(fn, least)
+        names = parameter_names(parameters, least)
         fix = "write None for an argument that is open"
         if len(names) == 1 and _is_spec(in_specs):
             fix = f"put it into a tuple: in_specs=({described(in_specs)},)"

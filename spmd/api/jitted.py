@@ -372,7 +372,7 @@ def _marked(recipe: Recipe) -> Callable[..., Any]:
         mesh = as_mesh(around)
         if recipe.in_specs is not None:
             given = recipe.arguments(args, kwargs)
-            specs = arg_specs(recipe.in_specs, given, recipe.fn, len(args))
+            specs = arg_specs(recipe.in_specs, given, recipe.parameters, len(args))
             values = _with_marks([argument.value for argument in given], specs, mesh)
             marked = dict(zip([argument.key for argument in given], values, strict=True))
             args = tuple(marked.get(i, arg) for i, arg in enumerate(args))

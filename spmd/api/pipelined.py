@@ -98,7 +98,14 @@ def pipeline(
     layers, batch = _layers(stacked, chunks), _leading((x, rows), "x and rows", "(batch, ...)")
     asked = Pipeline(axis, stages, microbatches)
     of = _chosen_pipeline(schedule, chunks, asked, layers, batch, own)
-    mark = partial(_marked, mesh=own, axis=axis)
+
+    def mark(tree: Any) -> Any:
+        """Marks each leaf as split over the axis in dim 0; its other dims stay open."""
+        if own is None:
+            return tree
+        return jax.tree.map(
+            lambda leaf: mark_sharding(leaf, own, (axis, *[OPEN] * (leaf.ndim - 1))), tree
+        )
 
     def of_stages(leaf: Any) -> Any:
         """Reshapes (L, ...) or (V, L / V, ...) to (S, V, layers of a chunk, ...)."""
@@ -194,15 +201,6 @@ def _moved(leaf: Any, entering: Any, begins: Any, of: Pipeline, mesh: Mesh | Non
     else:  # no axis has one of them on each device
         moved = shift(1) + shift(1 - of.stages) if of.chunks > 1 else shift(1)
     return jnp.where(begins.reshape(-1, *[1] * (leaf.ndim - 1)), entering, moved)
-
-
-def _marked(tree: Any, mesh: Mesh | None, axis: str) -> Any:
-    """Marks each leaf as split over the axis in dim 0; its other dims stay open."""
-    if mesh is None:
-        return tree
-    return jax.tree.map(
-        lambda leaf: mark_sharding(leaf, mesh, (axis, *[OPEN] * (leaf.ndim - 1))), tree
-    )
 
 
 def _layers(stacked: Any, chunks: int | None) -> int:

@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.api.arguments import (
     Argument,
+    Parameters,
     arg_specs,
     donated_leaves,
     function_name,
@@ -26,6 +28,7 @@ from spmd.api.arguments import (
     mesh_sharding,
     parameter_count,
     parameter_names,
+    parameters_of,
     placement,
     result_specs,
     updates_of,
@@ -74,19 +77,27 @@ class Recipe:
             {n + len(args) if n < 0 else n for n in numbers}
             for numbers in (self.static_argnums, self.donate_argnums)
         )
-        names, count = parameter_names(self.fn, len(args)), parameter_count(self.fn)
-        places = {name: place for place, name in enumerate(parameter_names(self.fn, count))}
+        names = parameter_names(self.parameters, len(args))
         by_place = [
             Argument(i, i, names[i], arg, i in donated)
             for i, arg in enumerate(args)
             if i not in static
         ]
+        if not kwargs:
+            return tuple(by_place)
+        every = parameter_names(self.parameters, parameter_count(self.parameters))
+        places = {name: place for place, name in enumerate(every)}
         by_name = [
             Argument(name, places.get(name, name), name, arg, name in self.donate_argnames)
             for name, arg in sorted(kwargs.items(), key=itemgetter(0))
             if name not in self.static_argnames
         ]
         return (*by_place, *by_name)
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        """The function's parameters."""
+        return parameters_of(self.fn)
 
     @property
     def given_mesh(self) -> Any:
@@ -97,20 +108,21 @@ class Recipe:
         return next((spec.mesh for spec in specs if isinstance(spec, NamedSharding)), None)
 
 
-def struct_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns the type of an argument leaf, to trace with; TypeError if it is not an array.
+LeafType = tuple[tuple[int, ...], Any, bool, NamedSharding | None]
+"""Shape, dtype, whether the dtype gives way to others, and the sharding where jax has that in
+types: on a mesh with Explicit axes."""
 
-    It says how the leaf is split only where jax has that in types: on a mesh with Explicit axes.
-    """
+
+def type_of(leaf: Any, sharding: NamedSharding | None = None) -> LeafType:
+    """Returns the type of an argument leaf; TypeError if it is not an array."""
     aval = getattr(leaf, "aval", None)  # an array's own; jax.typeof takes longer to find it
     if aval is None:
         aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
     dtype = jax.dtypes.canonicalize_dtype(aval.dtype, allow_extended_dtype=True)
-    sharding = mesh_sharding(leaf)
     if sharding is not None and not has_explicit_axes(sharding.mesh):
         sharding = None
     is_weak = bool(getattr(aval, "weak_type", False))
-    return jax.ShapeDtypeStruct(aval.shape, dtype, weak_type=is_weak, sharding=sharding)
+    return tuple(aval.shape), dtype, is_weak, sharding
 
 
 def order_of(leaf: Any) -> Order | None:
@@ -126,10 +138,10 @@ class Call(NamedTuple):
     """Holds a call's arguments: static ones, and the leaves of the others with their types."""
 
     static: tuple[tuple[int | str, Any], ...]  # (number or name, value) of each static argument
-    # leaves, structs, orders: the others, flat, the type of each, and in which order its dims lie
-    # in memory, if not major to minor
+    # leaves, types, orders: the others, flat, the type of each, and in which order its dims lie in
+    # memory, if not major to minor
     leaves: tuple[Any, ...]
-    structs: tuple[jax.ShapeDtypeStruct, ...]
+    types: tuple[LeafType, ...]
     orders: tuple[Order | None, ...]
     tree: Any  # the structure of ((positional, ...), {name: ...}), static ones left out
     settings: Any  # of jax, that decide how the function is traced
@@ -137,7 +149,7 @@ class Call(NamedTuple):
     @property
     def key(self) -> Any:
         """What decides, besides shardings, which compiled program serves the call."""
-        return (self.static, self.tree, self.structs, self.orders, self.settings)
+        return (self.static, self.tree, self.types, self.orders, self.settings)
 
 
 class Interface(NamedTuple):
@@ -167,13 +179,16 @@ def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     positional = tuple(value for key, value in dynamic.items() if isinstance(key, int))
     named = {key: value for key, value in dynamic.items() if isinstance(key, str)}
     leaves, tree = jax.tree.flatten((positional, named))
-    structs = []
+    types = []
+    orders: list[Order | None] = []
     for i, leaf in enumerate(leaves):
         is_own = isinstance(leaf, jax.Array | np.ndarray | np.generic)
         if hasattr(leaf, "__dlpack__") and not is_own:  # of another framework
             leaves[i] = jnp.from_dlpack(leaf)
+        sharding = mesh_sharding(leaves[i])
+        orders.append(None if sharding is None else order_of(leaves[i]))
         try:
-            structs.append(struct_of(leaves[i]))
+            types.append(type_of(leaves[i], sharding))
         except TypeError as error:
             raise ArgumentError(
                 f"argument {leaf_names(given)[i]} of type {type(leaf).__name__} is not an array",
@@ -181,12 +196,11 @@ def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -
                 actual=described(leaf),
                 fix="name it in static_argnums or static_argnames, or pass an array",
             ) from error
-    orders = [order_of(leaf) if mesh_sharding(leaf) else None for leaf in leaves]
     if any(orders):
         # Only what is not donated keeps its order in memory: that of the rest is ours to choose.
         for i in donated_leaves(given):
             orders[i] = None
-    return Call(static, tuple(leaves), tuple(structs), tuple(orders), tree, settings())
+    return Call(static, tuple(leaves), tuple(types), tuple(orders), tree, settings())
 
 
 def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interface:
@@ -195,7 +209,11 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
     It is planned for the topology, else that of the options, else the mesh's. MeshError: there is
     no mesh, or there are two; SpecError: a spec that does not fit its argument or result.
     """
-    structs = jax.tree.unflatten(call.tree, call.structs)
+    leaves = [
+        jax.ShapeDtypeStruct(shape, dtype, weak_type=is_weak, sharding=sharding)
+        for shape, dtype, is_weak, sharding in call.types
+    ]
+    structs = jax.tree.unflatten(call.tree, leaves)
     placed = [sharding.mesh for sharding in map(mesh_sharding, call.leaves) if sharding]
     around = mesh_around()
     mesh_given = recipe.given_mesh or next(iter(placed), None)
@@ -238,14 +256,14 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
             )
     given = recipe.arguments(args, kwargs)
     names = leaf_names(given)
-    specs = arg_specs(recipe.in_specs, given, recipe.fn, count)
+    specs = arg_specs(recipe.in_specs, given, recipe.parameters, count)
     own_entries = [
         leaf_entries(
             placement(leaf, mesh) if spec is None else spec, leaf, f"argument {name}", mesh
         )
         for leaf, spec, name in zip(call.leaves, specs, names, strict=True)
     ]
-    entries, reasons = like_parameters(names, [s.shape for s in call.structs], own_entries)
+    entries, reasons = like_parameters(names, [s.shape for s in leaves], own_entries)
     results = jax.tree_util.tree_leaves_with_path(traced.out)
     result_names = tuple(path_name(path) or "result" for path, _ in results)
     out_specs = result_specs(recipe.out_specs, traced.out)
@@ -304,7 +322,7 @@ def _warning_of_changes(fn: Any, arguments: Any) -> Any:
             if len(has) < len(had) or {*map(id, has)} - {*map(id, had)} - returned:
                 kind, (where, first, *rest) = type(value).__name__, path
                 if where.idx == 0:  # among the positional ones
-                    head = parameter_names(fn, first.idx + 1)[first.idx]
+                    head = parameter_names(parameters_of(fn), first.idx + 1)[first.idx]
                 else:
                     head = str(first.key)
                 told = "/".join(filter(None, (head, path_name(rest))))

@@ -8,7 +8,7 @@ import pytest
 
 import spmd
 from spmd.api.arguments import donated_leaves, like_parameters, updates_of
-from spmd.api.tracing import struct_of
+from spmd.api.tracing import type_of
 
 W = jax.ShapeDtypeStruct((4, 2), jnp.float32)
 B = jax.ShapeDtypeStruct((4,), jnp.float32)
@@ -59,10 +59,8 @@ def test_state_lies_like_the_parameter_at_the_end_of_its_path() -> None:
 
 def test_types_of_leaves() -> None:
     key = jax.random.key(0)
-    struct = jax.ShapeDtypeStruct
-    assert struct_of(1.0) == struct((), jnp.float32, weak_type=True)
-    assert struct_of(jnp.ones((2, 3), jnp.bfloat16)) == struct((2, 3), jnp.bfloat16)
-    assert struct_of(jnp.asarray(1) * 2) == struct((), jnp.int32, weak_type=True)
-    assert struct_of(jnp.asarray(1) * 2) != struct((), jnp.int32)
-    assert struct_of(struct((2,), jnp.int8)) == struct((2,), jnp.int8)
-    assert struct_of(key) == struct((), key.dtype)
+    assert type_of(1.0) == ((), jnp.float32, True, None)
+    assert type_of(jnp.ones((2, 3), jnp.bfloat16)) == ((2, 3), jnp.bfloat16, False, None)
+    assert type_of(jnp.asarray(1) * 2) == ((), jnp.int32, True, None)
+    assert type_of(jax.ShapeDtypeStruct((2,), jnp.int8)) == ((2,), jnp.int8, False, None)
+    assert type_of(key) == ((), key.dtype, False, None)
