@@ -390,10 +390,23 @@ def _front(request: Request, clock: Stopwatch) -> Imported:
 
 def _problem(request: Request, imported: Imported, program: Program, clock: Stopwatch) -> Problem:
     """Propagates marks in one form of the program, and returns the problem of planning it."""
+    mesh = request.mesh
+
+    def pose(program: Program) -> Problem:
+        form, body = imported._replace(program=program), program.body
+        arg_entries = filled(request.arg_entries, len(body.args))
+        entries = request.result_entries or (None,) * len(body.results)
+        reasons = filled(request.arg_reasons, len(body.args))
+        marks = collect_marks(form, mesh, arg_entries, entries, reasons)
+        # What each result must look like, where it is marked; a mark with open dims only wishes.
+        told = [result_mark(form, mesh, entries, i) for i in range(len(body.results))]
+        results = [None if m is None or any(m.open) else Sharding(m.dims) for m in told]
+        return posed(program, mesh, marks, request.topology, results, request.links)
+
     sunk = clock("sink", sink_invariants, program)
-    problem = clock("propagate", _posed, request, imported, sunk)
+    problem = clock("propagate", pose, sunk)
     shifted = clock("shift", shift_heads, sunk, problem.propagated.proposals)
-    return problem if shifted is sunk else clock("propagate", _posed, request, imported, shifted)
+    return problem if shifted is sunk else clock("propagate", pose, shifted)
 
 
 @_no_garbage_collection()
@@ -443,20 +456,6 @@ def emit_plan(plan: Plan, options: Options) -> Emitted:
 def _emit(optimized: Partitioned, donated: tuple[int, ...], clock: Stopwatch) -> Emitted:
     program = clock("expand", expand, optimized.program, optimized.mesh)
     return clock("emit", emit_local, optimized._replace(program=program), donated)
-
-
-def _posed(request: Request, imported: Imported, program: Program) -> Problem:
-    imported, body = imported._replace(program=program), program.body
-    arg_entries = filled(request.arg_entries, len(body.args))
-    result_entries = request.result_entries or (None,) * len(body.results)
-    reasons = filled(request.arg_reasons, len(body.args))
-    marks = collect_marks(imported, request.mesh, arg_entries, result_entries, reasons)
-    # What each result must look like, where it is marked; a mark with open dims only wishes.
-    told = [
-        result_mark(imported, request.mesh, result_entries, i) for i in range(len(body.results))
-    ]
-    results = [None if m is None or any(m.open) else Sharding(m.dims) for m in told]
-    return posed(program, request.mesh, marks, request.topology, results, request.links)
 
 
 def filled(given: Sequence[T | None], count: int) -> tuple[T | None, ...]:

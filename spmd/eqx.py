@@ -84,7 +84,7 @@ class FilterJit:
         """Returns the arrays of arguments, and by name the constants and the function's arrays."""
         (args, kwargs), others = eqx.partition((args, kwargs), _is_traced)
         more = _Constants((self.constants, others)), self.arrays
-        return args, kwargs | dict(zip(self._names, more, strict=True))
+        return args, dict(**kwargs, **dict(zip(self._names, more, strict=True)))
 
 
 def _on_arrays(constants: _Constants, function: Any, *args: Any, **kwargs: Any) -> Any:

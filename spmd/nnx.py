@@ -102,8 +102,8 @@ class ModuleJit:
         with nnx.split_context(_TAG) as context:
             definition, state = context.split(list(modules.values()))
         given |= {place: state.get(i, {}) for i, place in enumerate(modules)}
-        by_name = {name: given[name] for name in kwargs}
-        by_name[self._graph] = _Graph(definition, tuple(modules))
+        graph = {self._graph: _Graph(definition, tuple(modules))}
+        by_name = dict(**{name: given[name] for name in kwargs}, **graph)
         return tuple(given[i] for i in range(len(args))), by_name
 
     def _on_arrays(self, graph: _Graph, *args: Any, **kwargs: Any) -> Any:

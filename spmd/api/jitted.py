@@ -340,11 +340,9 @@ class Traced:
         return getattr(self._traced, name)
 
     def lower(self, *, topology: Topology | None = None, **by_jax: Any) -> Any:
-        """Returns the planned program; with `lowering_platforms`, jax's own module with the marks.
+        """Returns the planned program; with options of jax's `lower`, jax's module with the marks.
 
-        Args:
-          topology: as for `Jitted.lower`.
-          **by_jax: what `jax.stages.Traced.lower` takes, as `jax.export` uses it.
+        `jax.export` gives such options.
         """
         if by_jax:
             return self._traced.lower(**by_jax)

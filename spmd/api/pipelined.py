@@ -116,6 +116,14 @@ def pipeline(
         """Reshapes (B, ...) to (M, B / M, ...); each has rows of all shards of the batch."""
         return leaf.reshape(-1, of.microbatches, *leaf.shape[1:]).swapaxes(0, 1)
 
+    def entering(leaf: Any, fill: Any) -> Any:
+        """Returns what enters stage 0 in each step: (M, ...) -> (steps, ...)."""
+        if of.chunks > 1:  # later chunks enter from the last stage
+            groups = leaf.reshape(-1, 1, of.stages, *leaf.shape[1:])
+            widths = [(0, of.chunks - 1 if dim == 1 else 0) for dim in range(groups.ndim)]
+            leaf = jnp.pad(groups, widths).reshape(-1, *leaf.shape[1:])
+        return jnp.concatenate([leaf, *[fill[None]] * (of.stages - 1)])
+
     def run_chunk(layers: Any, number: Any, state: Any) -> Any:
         at = partial(jax.lax.dynamic_index_in_dim, index=number, keepdims=False)
         layers = jax.tree.map(lambda leaf: leaf[0] if leaf.shape[0] == 1 else at(leaf), layers)
@@ -124,10 +132,10 @@ def pipeline(
         return jax.lax.scan(lambda x, layer: (layer_fn(layer, x, *more), None), x, layers)[0], rows
 
     def step(state: Any, now: Any) -> tuple[Any, Any]:
-        time, entering = now
+        time, first = now
         state = mark(state)
         begins = (stage == 0) & (time // of.stages % of.chunks == 0)
-        state = jax.tree.map(lambda old, new: _moved(old, new, begins, of, own), state, entering)
+        state = jax.tree.map(lambda old, new: _moved(old, new, begins, of, own), state, first)
         numbers = (time - stage) // of.stages % of.chunks
         state = mark(jax.vmap(run_chunk)(by_stage, numbers, mark(state)))
         return state, jax.tree.map(lambda leaf: leaf[-1], state[0])
@@ -148,8 +156,8 @@ def pipeline(
         # microbatch.
         idle = jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf[0]), cut)
         state = mark(jax.tree.map(lambda leaf: jnp.stack([leaf] * of.stages), idle))
-        entering = jax.tree.map(lambda leaf, fill: _entering(leaf, fill, of), cut, idle)
-        out = _steps(step, state, (jnp.arange(of.steps), entering), of)
+        first = jax.tree.map(entering, cut, idle)
+        out = _steps(step, state, (jnp.arange(of.steps), first), of)
         out = jax.tree.map(leaving, out)
         y: T = jax.tree.map(lambda leaf, like: leaf.swapaxes(0, 1).reshape(like.shape), out, x)
         return y
@@ -166,15 +174,6 @@ def _steps(step: Callable[..., Any], state: Any, inputs: Any, of: Pipeline) -> A
     windows = jax.tree.map(lambda leaf: leaf[fill:].reshape(-1, of.window, *leaf.shape[1:]), inputs)
     out = jax.lax.scan(window, state, windows)[1]
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), out)
-
-
-def _entering(leaf: Any, fill: Any, of: Pipeline) -> Any:
-    """Returns what enters stage 0 in each step: (M, ...) -> (steps, ...)."""
-    if of.chunks > 1:  # later chunks enter from the last stage
-        groups = leaf.reshape(-1, 1, of.stages, *leaf.shape[1:])
-        widths = [(0, of.chunks - 1 if dim == 1 else 0) for dim in range(groups.ndim)]
-        leaf = jnp.pad(groups, widths).reshape(-1, *leaf.shape[1:])
-    return jnp.concatenate([leaf, *[fill[None]] * (of.stages - 1)])
 
 
 def _moved(leaf: Any, entering: Any, begins: Any, of: Pipeline, mesh: Mesh | None) -> Any:
