@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from spmd.api import Jitted, jit, like_parameters, mark_sharding, module_request
-from spmd.compiler import Request, filled, plan_problem, propagated_of
+from spmd.compiler import Request, Trial, filled, plan_problem, propagated_of
 from spmd.errors import MeshError, PlanError, SpmdError
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import partition_spec
@@ -26,7 +26,6 @@ from spmd.planning.problem import opened, problem_of
 from spmd.planning.search import Candidate, Search
 from spmd.predict.backends import memory_for
 from spmd.progress import doing, progress
-from spmd.trial import Trial
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
     import -> canonicalize -> separate -> dedupe -> lift -> unroll -> sink -> propagate -> shift
     plan -> partition -> optimize -> time -> stack -> layouts -> expand -> emit
 
-The planner proposes a few plans. Each is partitioned, optimized and timed (`spmd.trial`), and the
+The planner proposes a few plans. Each is partitioned, optimized and timed (`Trial`), and the
 fastest goes on. So does the fastest of the program's forms, the same program written otherwise:
 
     stacked       equal work is done at once, and devices share it (`spmd.planning.stacks`)
@@ -15,12 +15,13 @@ compile it, more kernels. The plan keeps what was weighed, and the report says i
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import jax
@@ -42,7 +43,11 @@ from spmd.lowering.emit import Emitted, emit_local
 from spmd.lowering.expand import expand
 from spmd.lowering.layouts import lay_out
 from spmd.lowering.legality import check_local
-from spmd.lowering.partition import Partitioned
+from spmd.lowering.partition import Partitioned, partition
+from spmd.lowering.recompute.recompute import has_pairs, recompute
+from spmd.lowering.rewrites.ring import ring
+from spmd.lowering.rewrites.schedule import Room, schedule
+from spmd.lowering.rewrites.simplify import simplify
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 from spmd.mesh.topology import Topology
@@ -50,17 +55,18 @@ from spmd.options import Options
 from spmd.planning.exact import RUNS, plan_exactly
 from spmd.planning.greedy import plan_greedily
 from spmd.planning.legality import check_plan
+from spmd.planning.limit import bound_of
 from spmd.planning.plan import Plan, recorded, replayed
 from spmd.planning.problem import Problem, posed
 from spmd.planning.search import Candidate, Search
 from spmd.planning.stacks import stacks_of
 from spmd.predict.backends import backend_of, memory_for
-from spmd.predict.timeline import Timeline
+from spmd.predict.memory import MemoryUse, peak_memory
+from spmd.predict.timeline import Timeline, predict_timeline
 from spmd.progress import Stopwatch
 from spmd.propagation.propagate import Propagated
 from spmd.propagation.sink import sink_invariants
 from spmd.store import key_of, store_in
-from spmd.trial import Trial
 
 T = TypeVar("T")
 
@@ -123,6 +129,114 @@ class Stages:
     emitted: Emitted  # as text, to be compiled
     seconds: Mapping[str, float] = field(default_factory=dict)  # of each stage, in order
     is_read: bool = False  # whether the plan was kept by an earlier start
+
+
+class Trial:
+    """Partitions a plan for one device; predicts its time and memory when asked for."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        options: Options,
+        donated: tuple[int, ...],
+        clock: Stopwatch,
+        unpriced: Trial | None = None,
+    ) -> None:
+        if plan.byte_price and unpriced is None:
+            unpriced = Trial(plan._replace(byte_price=0.0), options, donated, clock)
+        self._options, self._donated, self.clock = options, donated, clock
+        self._unpriced, self.plan = unpriced or self, plan
+        self.partitioned: Partitioned = (
+            unpriced.partitioned if unpriced else clock("partition", partition, plan)
+        )
+        program = simple = self._simple
+        if plan.byte_price:
+            args = plan.mesh, plan.topology, plan.byte_price, self._room.bytes, donated
+            # Links are shared by all devices: what fits as it is sends no more than it has to.
+            program, again = clock("recompute", lambda: recompute(simple, *args, self.is_short))
+            self.plan = plan._replace(recomputed=again)
+        self._schedule(program)
+
+    @cached_property
+    def _simple(self) -> Program:
+        """The local program after the rewrites that come before recomputation (remat)."""
+        if self._unpriced is not self:
+            return self._unpriced._simple
+        program, mesh, topology = self.partitioned.program, self.plan.mesh, self.plan.topology
+        return self.clock("optimize", simplify, program, mesh, topology)
+
+    @property
+    def _room(self) -> Room:
+        memory = memory_for(self.plan.topology, self._options.memory_limit)
+        return Room(memory, tuple(self.plan.problem.links.values()))
+
+    @property
+    def collects(self) -> bool:
+        """Whether a loop stacks values for a later loop, which could make them again."""
+        return has_pairs(self._simple)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the program without recomputation exceeds the memory."""
+        return self._unpriced.bytes > self._room.bytes
+
+    def _schedule(self, program: Program) -> None:
+        """Schedules the program, with reduce-scatters as permutes if that is faster and fits."""
+        mesh, topology, room = self.plan.mesh, self.plan.topology, self._room
+        most, ahead = self._options.combine_bytes, self._options.prefetch
+
+        def take(program: Program) -> None:
+            args = program, mesh, topology, most, ahead, room
+            scheduled = self.clock("optimize", schedule, *args)
+            self.optimized = self.partitioned._replace(program=scheduled)
+            for name in ("timeline", "_memory"):
+                vars(self).pop(name, None)
+
+        take(program)
+        travelling = self.clock("optimize", ring, program, mesh, topology)
+        if travelling is not program:
+            whole = copy.copy(self)
+            take(travelling)
+            if self.seconds >= whole.seconds or self.bytes > max(whole.bytes, room.bytes):
+                vars(self).update(vars(whole))
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Predicted schedule of one run."""
+        plan, program = self.plan, self.optimized.program
+        return self.clock("time", predict_timeline, program, plan.mesh, plan.topology)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of one run, in which collectives overlap independent arithmetic."""
+        return self.timeline.seconds
+
+    @cached_property
+    def _memory(self) -> MemoryUse:
+        program, platform = self.optimized.program, self.plan.topology.platform
+        return self.clock("memory", peak_memory, program, self._donated, platform)
+
+    @property
+    def bytes(self) -> int:
+        """Predicted memory of one device."""
+        return self._memory.peak
+
+    def fits(self, limit: float) -> bool:
+        """Whether it takes at most `limit` bytes; the sum of all values is looked at first."""
+        return self._bound <= limit or self.bytes <= limit
+
+    @cached_property
+    def _bound(self) -> int:
+        return bound_of(self.plan)
+
+    @property
+    def largest(self) -> list[tuple[str, int]]:
+        """Names and bytes of arguments, of results, and of the largest values live at the peak."""
+        memory = self._memory
+        values = [(buffer.name, buffer.bytes) for buffer in memory.at_peak()[:3]]
+        results = memory.results - memory.aliased
+        held = [("arguments", memory.arguments), ("results", results), *values]
+        return [*held, ("constants", memory.constants)] if memory.constants else held
 
 
 def compile_module(request: Request, options: Options) -> Stages:
@@ -275,10 +389,23 @@ def _front(request: Request, clock: Stopwatch) -> Imported:
 
 def _problem(request: Request, imported: Imported, program: Program, clock: Stopwatch) -> Problem:
     """Propagates marks in one form of the program, and returns the problem of planning it."""
+    mesh = request.mesh
+
+    def pose(program: Program) -> Problem:
+        form, body = imported._replace(program=program), program.body
+        arg_entries = filled(request.arg_entries, len(body.args))
+        entries = request.result_entries or (None,) * len(body.results)
+        reasons = filled(request.arg_reasons, len(body.args))
+        marks = collect_marks(form, mesh, arg_entries, entries, reasons)
+        # What each result must look like, where it is marked; a mark with open dims only wishes.
+        told = [result_mark(form, mesh, entries, i) for i in range(len(body.results))]
+        results = [None if m is None or any(m.open) else Sharding(m.dims) for m in told]
+        return posed(program, mesh, marks, request.topology, results, request.links)
+
     sunk = clock("sink", sink_invariants, program)
-    problem = clock("propagate", _posed, request, imported, sunk)
+    problem = clock("propagate", pose, sunk)
     shifted = clock("shift", shift_heads, sunk, problem.propagated.proposals)
-    return problem if shifted is sunk else clock("propagate", _posed, request, imported, shifted)
+    return problem if shifted is sunk else clock("propagate", pose, shifted)
 
 
 @_no_garbage_collection()
@@ -328,20 +455,6 @@ def emit_plan(plan: Plan, options: Options) -> Emitted:
 def _emit(optimized: Partitioned, donated: tuple[int, ...], clock: Stopwatch) -> Emitted:
     program = clock("expand", expand, optimized.program, optimized.mesh)
     return clock("emit", emit_local, optimized._replace(program=program), donated)
-
-
-def _posed(request: Request, imported: Imported, program: Program) -> Problem:
-    imported, body = imported._replace(program=program), program.body
-    arg_entries = filled(request.arg_entries, len(body.args))
-    result_entries = request.result_entries or (None,) * len(body.results)
-    reasons = filled(request.arg_reasons, len(body.args))
-    marks = collect_marks(imported, request.mesh, arg_entries, result_entries, reasons)
-    # What each result must look like, where it is marked; a mark with open dims only wishes.
-    told = [
-        result_mark(imported, request.mesh, result_entries, i) for i in range(len(body.results))
-    ]
-    results = [None if m is None or any(m.open) else Sharding(m.dims) for m in told]
-    return posed(program, request.mesh, marks, request.topology, results, request.links)
 
 
 def filled(given: Sequence[T | None], count: int) -> tuple[T | None, ...]:

@@ -15,7 +15,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from spmd.api import Jitted, behind_leading, check_without, with_leading
+from spmd.api import Jitted, check_without, with_keywords
 from spmd.api import jit as jit_arrays
 
 _BY_PLACE = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
@@ -57,37 +57,34 @@ class FilterJit:
         functools.update_wrapper(self, fn, updated=())
         check_without(options, _BY_PLACE, "spmd.eqx.filter_jit", _FILTERED)
         self.arrays, self.constants = eqx.partition(fn, _is_traced)
+        call, self._names = with_keywords(_on_arrays, fn, ["constants", "function"])
         names = list(inspect.signature(fn).parameters)
-        if donate == "all-except-first":
-            names = names[1:]
-        moved = behind_leading(fn, {**options, "donate_argnames": names}, 2)
-        if donate == "none":
-            moved |= {"donate_argnums": (), "donate_argnames": ()}
-        moved["static_argnums"] = (0,)
+        donated = {"none": [], "all-except-first": names[1:]}.get(donate, names)
+        own: dict[str, Any] = {"donate_argnames": donated, "static_argnames": self._names[:1]}
         for name in ("out_specs", "out_shardings"):
-            if moved.get(name) is not None:
-                moved[name] = (moved[name], None)
-        self.jitted: Jitted[..., Any] = jit_arrays(
-            with_leading(_on_arrays, fn, ("constants", "function")), **moved
-        )
+            if options.get(name) is not None:
+                own[name] = (options[name], None)
+        self.jitted: Jitted[..., Any] = jit_arrays(call, **options | own)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program."""
-        constants, args, kwargs = self._split(args, kwargs)
-        results, others = self.jitted(constants, self.arrays, *args, **kwargs)
+        args, kwargs = self._split(args, kwargs)
+        results, others = self.jitted(*args, **kwargs)
         return eqx.combine(results, others.tree)
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         """Compiles for arguments without running, to ask for `explain()` and reports."""
-        constants, args, kwargs = self._split(args, kwargs)
-        return self.jitted.compile(constants, self.arrays, *args, **kwargs)
+        args, kwargs = self._split(args, kwargs)
+        return self.jitted.compile(*args, **kwargs)
 
-    def _split(self, args: Any, kwargs: Any) -> tuple[_Constants, Any, Any]:
-        arrays, others = eqx.partition((args, kwargs), _is_traced)
-        return _Constants((self.constants, others)), *arrays
+    def _split(self, args: Any, kwargs: Any) -> Any:
+        """Returns the arrays of arguments, and by name the constants and the function's arrays."""
+        (args, kwargs), others = eqx.partition((args, kwargs), _is_traced)
+        more = _Constants((self.constants, others)), self.arrays
+        return args, dict(**kwargs, **dict(zip(self._names, more, strict=True)))
 
 
 def _on_arrays(constants: _Constants, function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spmd.api import Jitted, behind_leading, check_without, with_leading
+from spmd.api import Jitted, by_number_and_name, check_without, with_keywords
 from spmd.api import jit as jit_arrays
 
 Place = int | str  # an argument's number, or its name if it was passed by name
@@ -59,10 +59,11 @@ class ModuleJit:
         functools.update_wrapper(self, fn, updated=())
         self.fn = fn
         check_without(options, ("out_specs", "out_shardings"), "spmd.nnx.jit", _RESULTS)
-        moved = behind_leading(fn, options, 1)
-        self._static = moved["static_argnums"], moved["static_argnames"]
-        moved["static_argnums"] = (0, *moved["static_argnums"])
-        self.jitted: Jitted[..., Any] = jit_arrays(self._of_arrays(), **moved)
+        given = options.get("static_argnums"), options.get("static_argnames")
+        self._static = numbers, names = by_number_and_name(fn, *given)
+        call, (self._graph,) = with_keywords(self._on_arrays, fn, ["graph"])
+        static = {"static_argnums": numbers, "static_argnames": (*names, self._graph)}
+        self.jitted: Jitted[..., Any] = jit_arrays(call, **options | static)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)
@@ -70,8 +71,8 @@ class ModuleJit:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program, and updates the modules among the arguments."""
         with nnx.update_context(_TAG):
-            graph, args, kwargs = self._split(args, kwargs)
-            definition, state, rest = self.jitted(graph, *args, **kwargs)
+            args, kwargs = self._split(args, kwargs)
+            definition, state, rest = self.jitted(*args, **kwargs)
             with nnx.merge_context(_TAG, inner=False) as context:
                 _, nodes = context.merge(definition, state)
         return rest.joined(nodes)
@@ -82,15 +83,15 @@ class ModuleJit:
         Its arguments are called as paths of `nnx.state` are: `model/linear/kernel/value`.
         """
         with nnx.update_context(_TAG):
-            graph, args, kwargs = self._split(args, kwargs)
-            return self.jitted.compile(graph, *args, **kwargs)
+            args, kwargs = self._split(args, kwargs)
+            return self.jitted.compile(*args, **kwargs)
 
     def _split(
         self, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[_Graph, tuple[Any, ...], dict[str, Any]]:
-        """Returns the graph of all modules, and the arguments with states in place of modules."""
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns arguments with states in place of modules, and by name the graph of modules."""
         numbers, names = self._static
-        static = {*(n - 1 if n > 0 else n + len(args) for n in numbers), *names}
+        static = {*(n + len(args) if n < 0 else n for n in numbers), *names}
         given: dict[Place, Any] = dict(enumerate(args)) | kwargs
         # A number beside modules is an array: nnx would make it a part of the graph.
         modules = {
@@ -101,27 +102,23 @@ class ModuleJit:
         with nnx.split_context(_TAG) as context:
             definition, state = context.split(list(modules.values()))
         given |= {place: state.get(i, {}) for i, place in enumerate(modules)}
-        graph = _Graph(definition, tuple(modules))
-        return graph, tuple(given[i] for i in range(len(args))), {k: given[k] for k in kwargs}
+        graph = {self._graph: _Graph(definition, tuple(modules))}
+        by_name = dict(**{name: given[name] for name in kwargs}, **graph)
+        return tuple(given[i] for i in range(len(args))), by_name
 
-    def _of_arrays(self) -> Callable[..., Any]:
-        def call(graph: _Graph, *args: Any, **kwargs: Any) -> Any:
-            given: dict[Place, Any] = dict(enumerate(args)) | kwargs
-            state = nnx.State({i: given[place] for i, place in enumerate(graph.places)})
-            with nnx.merge_context(_TAG, inner=True) as context:
-                modules = context.merge(graph.definition, state)
-            given |= dict(zip(graph.places, modules, strict=True))
-            results = self.fn(
-                *[given[i] for i in range(len(args))], **{k: given[k] for k in kwargs}
-            )
-            leaves, tree = jax.tree.flatten(results, is_leaf=_is_node)
-            nodes = [leaf for leaf in leaves if _is_node(leaf)]
-            rest = [None if _is_node(leaf) else leaf for leaf in leaves]
-            with nnx.split_context(_TAG) as context:
-                definition, state = context.split((list(modules), nodes))
-            return definition, state, _Rest(rest, tree)
-
-        return with_leading(call, self.fn, ("graph",))
+    def _on_arrays(self, graph: _Graph, *args: Any, **kwargs: Any) -> Any:
+        given: dict[Place, Any] = dict(enumerate(args)) | kwargs
+        state = nnx.State({i: given[place] for i, place in enumerate(graph.places)})
+        with nnx.merge_context(_TAG, inner=True) as context:
+            modules = context.merge(graph.definition, state)
+        given |= dict(zip(graph.places, modules, strict=True))
+        results = self.fn(*[given[i] for i in range(len(args))], **{k: given[k] for k in kwargs})
+        leaves, tree = jax.tree.flatten(results, is_leaf=_is_node)
+        nodes = [leaf for leaf in leaves if _is_node(leaf)]
+        rest = [None if _is_node(leaf) else leaf for leaf in leaves]
+        with nnx.split_context(_TAG) as context:
+            definition, state = context.split((list(modules), nodes))
+        return definition, state, _Rest(rest, tree)
 
 
 @dataclass(frozen=True)

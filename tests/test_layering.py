@@ -26,7 +26,7 @@ LAYERS = (
     ("spmd.predict",),
     ("spmd.planning",),
     ("spmd.lowering", "spmd.ops", "spmd.launch"),
-    ("spmd.trial", "spmd.compiler", "spmd.measure"),
+    ("spmd.compiler", "spmd.measure"),
     ("spmd.explain", "spmd.verify"),
     (
         "spmd.api",

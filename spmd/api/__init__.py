@@ -1,18 +1,17 @@
 """The public functions: marks, `jit` with its lowered and compiled programs, and modules.
 
-The way of a call: `marks` (what users say of tensors) -> `parameters`, `specs` (what a call's
-arguments are and where they lie) -> `tracing` (the request to the compiler) -> `planned` (all that
+The way of a call: `marks` (what users say of tensors) -> `arguments` (what a call's arguments are
+and where they lie) -> `tracing` (the request to the compiler) -> `planned` (all that
 can be asked of a plan) -> `compiled` (running it) -> `jitted`, `stablehlo` (where users come in).
 Other packages take these names, never those modules.
 """
 
+from spmd.api.arguments import by_number_and_name, check_without, like_parameters, with_keywords
 from spmd.api.compiled import Compiled, Lowered
 from spmd.api.jitted import Jitted, jit
 from spmd.api.marks import caller, mark_sharding, mark_tree, path_name
-from spmd.api.parameters import behind_leading, check_without, with_leading
 from spmd.api.pipelined import pipeline
 from spmd.api.planned import STAGES
-from spmd.api.specs import like_parameters
 from spmd.api.stablehlo import compile_stablehlo, lower_stablehlo, module_request, static_module
 
 __all__ = [
@@ -20,7 +19,7 @@ __all__ = [
     "Compiled",
     "Jitted",
     "Lowered",
-    "behind_leading",
+    "by_number_and_name",
     "caller",
     "check_without",
     "compile_stablehlo",
@@ -33,5 +32,5 @@ __all__ = [
     "path_name",
     "pipeline",
     "static_module",
-    "with_leading",
+    "with_keywords",
 ]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
-from operator import methodcaller
+from functools import cached_property, partial
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,15 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import jit as plain_jit  # users may put spmd.jit in its place
 from jax.experimental.layout import Format, Layout
-from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec
 
+from spmd.api.arguments import key_dtype, mesh_sharding
 from spmd.api.dispatch import NAN_FOUND
 from spmd.api.marks import caller, some_of
 from spmd.api.planned import Planned
-from spmd.api.specs import key_dtype, mesh_sharding
 from spmd.api.tracing import Interface, order_of
-from spmd.compiler import Stages, emit_plan
+from spmd.compiler import emit_plan
 from spmd.errors import ArgumentError, described
 from spmd.explain.memory import Memory
 from spmd.ir.control_flow import Index
@@ -33,9 +32,7 @@ from spmd.lowering.ahead import devices_ahead, is_here
 from spmd.lowering.emit import Emitted, Placement, formats
 from spmd.lowering.xla_options import xla_options
 from spmd.mesh.spec import jax_mesh
-from spmd.mesh.topology import Topology
 from spmd.options import Options
-from spmd.planning.plan import Plan
 from spmd.predict.memory import lifted
 from spmd.progress import doing, progress
 from spmd.verify import Verification, verify
@@ -45,17 +42,26 @@ if TYPE_CHECKING:
     from spmd.measure.profile import Run
 
 
-_is_deleted = methodcaller("is_deleted")
+_IS_DELETED, _SHARDING = methodcaller("is_deleted"), attrgetter("sharding")
 
 
 class Lowered(Planned):
-    """A planned and partitioned program, not yet compiled by XLA: it can be read, but not run."""
+    """A planned and partitioned program, not yet compiled by XLA: it can be read, but not run.
 
-    def __init__(
-        self, interface: Interface, stages: Stages, options: Options, target: Topology | None = None
-    ) -> None:
-        super().__init__(interface, stages, options)
-        self.target = target
+    Attributes:
+      interface: what the function, its arguments and its results are.
+      stages: the result of every stage of the compiler.
+      options: compile options.
+      target: the machine that was asked for in place of the mesh's devices, if any.
+      request: the compiler's input: the module as traced, the mesh and the specs.
+      mesh: the mesh that the program is planned for.
+      name: the function's name.
+      donated: flat indices of the donated arguments.
+      in_tree: the pytree structure of ((positional, ...), {name: ...}), static arguments left out.
+      out_tree: the pytree structure of the result.
+      out_info: the result's pytree of `jax.ShapeDtypeStruct`s.
+      measured: what `Compiled.measure` found the last time, which reports show; None before.
+    """
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
         """Compiles by XLA for the machine that it was lowered for, else for the mesh's devices.
@@ -63,14 +69,9 @@ class Lowered(Planned):
         `compiler_options` are passed to XLA, beside those of the options. MeshError as for
         `Jitted.compile`.
         """
-        lowered = self
-        if compiler_options:
-            given = {**self.options.compiler_options, **compiler_options}
-            options = replace(self.options, compiler_options=given)
-            lowered = Lowered(self.interface, self.stages, options, self.target)
-            lowered.prices = self.prices
+        given = {**self.options.compiler_options, **(compiler_options or {})}
         with progress(self.name, self.options.shows_progress):
-            return Compiled(lowered)
+            return Compiled(self, replace(self.options, compiler_options=given))
 
     def export(self) -> jax.export.Exported:
         """Returns the partitioned program as a `jax.export.Exported`, to save and call elsewhere.
@@ -86,13 +87,13 @@ class Lowered(Planned):
           >>> step = jax.export.deserialize(saved).call
         """
         emitted = self.stages.emitted.major_to_minor()
-        boundary, outside = _around(self, emitted)
+        boundary = Boundary(self.interface, emitted)
         if boundary.has_keys:
             raise ArgumentError(
                 "a program of key arrays cannot be exported: inside, they are their data",
                 fix="pass jax.random.key_data(key), and wrap it inside",
             )
-        flat = execute.executable(emitted, outside)
+        flat = execute.executable(emitted, boundary.outside)
         # Of what an exported function closes over, jax makes constants in its text: whole ones.
         constants = [constant.value.array() for constant in emitted.constants]
 
@@ -129,26 +130,25 @@ class Compiled(Planned):
       boundary: where it takes flat arguments and leaves flat results.
     """
 
-    def __init__(self, lowered: Lowered) -> None:
-        super().__init__(lowered.interface, lowered.stages, lowered.options)
+    def __init__(self, lowered: Lowered, options: Options) -> None:
+        super().__init__(lowered.interface, lowered.stages, options, lowered.target)
         self.prices = lowered.prices  # what is known already
-        target, emitted = lowered.target, self.stages.emitted
+        target, emitted = self.target, self.stages.emitted
         self._ahead = None if target is None or is_here(self.mesh, target) else target
+        devices = None
         if self._ahead:
             execute.check_no_callbacks(emitted)
-        devices = devices_ahead(self.mesh, self._ahead) if self._ahead else None
-        self.boundary, outside = _around(self, emitted, devices)
+            devices = devices_ahead(self.mesh, self._ahead)
+        self.boundary = Boundary(self.interface, emitted, devices)
         self._moved = 0
         doing("XLA")
-        options = xla_options(
-            self.request.platform, self.stages.optimized.program, self.options.compiler_options
-        )
-        limit = self.options.memory_limit
+        outside, limit = self.boundary.outside, options.memory_limit
+        program, topology = self.stages.optimized.program, self.stages.plan.topology
+        to_xla = xla_options(self.request.platform, program, options.compiler_options)
         if limit is None:
-            self.executable = execute.compile_emitted(emitted, options, outside)
+            self.executable = execute.compile_emitted(emitted, to_xla, outside)
         else:
-            topology = self.stages.plan.topology
-            self.executable = execute.compile_within(limit, emitted, topology, options, outside)
+            self.executable = execute.compile_within(limit, emitted, topology, to_xla, outside)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program (without its static arguments)."""
@@ -174,11 +174,10 @@ class Compiled(Planned):
                 "which operation made it"
             ) from error
         except (TypeError, RuntimeError):
-            self._check_concrete(leaves)
-            self.check(taken)
             self._check_types(leaves)
+            self.check(taken)
             raise  # it is none of these
-        for index, dtype in self.boundary.key_results:
+        for index, dtype in self.boundary.key_results.items():
             results[index] = jax.random.wrap_key_data(results[index], impl=dtype)
         return results
 
@@ -221,7 +220,7 @@ class Compiled(Planned):
         jax's CPU runtime would end the process.
         """
         names = self.request.arg_names
-        if any(map(_is_deleted, arrays)):
+        if any(map(_IS_DELETED, arrays)):
             gone = [name for name, array in zip(names, arrays, strict=True) if array.is_deleted()]
             raise ArgumentError(
                 f"argument {some_of(gone)} was deleted: an earlier call took its memory "
@@ -243,7 +242,8 @@ class Compiled(Planned):
                     fix=f"pass a copy of one, as in {one}.copy(), or donate nothing",
                 )
 
-    def _check_concrete(self, leaves: Sequence[Any]) -> None:
+    def _check_types(self, leaves: Sequence[Any]) -> None:
+        """Raises ArgumentError for tracers, and for arrays of another shape or dtype."""
         tracer = next((leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)), None)
         if tracer is not None:
             raise ArgumentError(
@@ -254,8 +254,6 @@ class Compiled(Planned):
                 fix="call the spmd.jit function itself, which can, or transform first, as in "
                 f"spmd.jit(jax.grad({self.name}), mesh=mesh)",
             )
-
-    def _check_types(self, leaves: Sequence[Any]) -> None:
         program, data = self.stages.program, self.boundary.data(leaves)
         for name, value, leaf in zip(self.request.arg_names, program.body.args, data, strict=False):
             type_, have = program.types[value], jax.typeof(leaf)
@@ -273,14 +271,12 @@ class Compiled(Planned):
     @property
     def in_shardings(self) -> Any:
         """Pytree of the arguments' `NamedSharding`s: positional ones, then keywords if any."""
-        args, kwargs = self.input_shardings
-        return (args, kwargs) if kwargs else args
+        return jax.tree.map(_SHARDING, self.in_formats)
 
     @property
     def out_shardings(self) -> Any:
         """Pytree of the results' `NamedSharding`s."""
-        shardings = (placed.sharding for placed in self.boundary.seen_results)
-        return jax.tree.unflatten(self.out_tree, shardings)
+        return jax.tree.map(_SHARDING, self.out_formats)
 
     @property
     def in_formats(self) -> Any:
@@ -335,9 +331,6 @@ class Compiled(Planned):
           >>> assert compiled.verify(params, opt_state, batch)
         """
 
-        def lower(plan: Plan) -> Emitted:
-            return emit_plan(plan, self.options)
-
         def run(arrays: list[Any]) -> list[Any]:
             placed = jax.device_put(arrays, list(self.boundary.argument_formats))
             return list(self.executable(*placed))
@@ -345,6 +338,7 @@ class Compiled(Planned):
         self._check_here()
         given, plan = self.boundary.data(self._flat(args, kwargs)), self.stages.plan
         with execute.x64_if(needs_x64(plan.program.types)):
+            lower = partial(emit_plan, options=self.options)
             return verify(plan, self.request.module, run, given, lower, rtol, atol)
 
     def measure(self, *args: Any, steps: int = 10, **kwargs: Any) -> Measured:
@@ -409,8 +403,7 @@ class Compiled(Planned):
     @property
     def input_shardings(self) -> Any:
         """The arguments' `NamedSharding`s, as ((positional, ...), {name: ...})."""
-        shardings = (placed.sharding for placed in self.boundary.seen_arguments)
-        return jax.tree.unflatten(self.in_tree, shardings)
+        return jax.tree.unflatten(self.in_tree, map(_SHARDING, self.boundary.seen_arguments))
 
     @property
     def output_shardings(self) -> Any:
@@ -430,7 +423,7 @@ class Compiled(Planned):
 
     def _flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Returns the flat arguments of a call; ArgumentError for a structure not compiled for."""
-        leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
+        leaves, tree = jax.tree.flatten((args, kwargs))
         if tree != self.in_tree:
             raise ArgumentError(
                 "the arguments have another structure than those compiled for",
@@ -455,25 +448,28 @@ class Boundary:
     The program itself has only arrays on its own mesh; of a key array it takes the data.
     """
 
-    def __init__(self, interface: Interface, emitted: Emitted, mesh: JaxMesh) -> None:
-        self.arguments = emitted.named(emitted.arguments, mesh)
-        results = emitted.named(emitted.results, mesh)
-        ranks = [len(type_.shape) for type_ in emitted.result_types]
-        specs = interface.out_specs or (None,) * len(results)
-        self.results = tuple(map(_as_told, results, specs, ranks))
-        self.argument_formats = formats(self.arguments, emitted.argument_orders)
-        self.result_formats = formats(self.results, emitted.result_orders)
+    def __init__(
+        self, interface: Interface, emitted: Emitted, devices: Sequence[Any] | None = None
+    ) -> None:
+        mesh = jax_mesh(interface.request.mesh, devices, interface.axis_types)
+        taken, given = jax.tree.leaves(interface.args), jax.tree.leaves(interface.out)
         self._orders, self._needs_x64 = emitted.argument_orders, emitted.needs_x64
         self._dtypes = [numpy_dtype(type_.dtype) for type_ in emitted.argument_types]
-        self._key_dtypes = interface.key_dtypes
-        dtypes = [key_dtype(struct) for struct in interface.out_structs]
-        self.key_results = [(i, dtype) for i, dtype in enumerate(dtypes) if dtype is not None]
-        self.has_keys = any(dtype is not None for dtype in (*dtypes, *self._key_dtypes))
+        self.arguments = emitted.named(emitted.arguments, mesh)
+        self.argument_formats = formats(self.arguments, self._orders)
+        planned = emitted.named(emitted.results, mesh)
+        specs = interface.out_specs or (None,) * len(planned)
+        ranks = [type_.rank for type_ in emitted.result_types]
+        results = formats(tuple(map(_as_told, planned, specs, ranks)), emitted.result_orders)
+        # What jax is told; `devices` are descriptions of those that are not here.
+        weak = tuple(struct.weak_type for struct in given)
+        self.outside = execute.Outside(mesh, weak, devices, results)
+        self._key_dtypes = list(map(key_dtype, taken))
+        self.key_results = {i: s.dtype for i, s in enumerate(given) if key_dtype(s) is not None}
+        self.has_keys = bool(self.key_results) or any(d is not None for d in self._key_dtypes)
         # As callers see them, who have key arrays.
-        argument_ranks = [len(type_.shape) for type_ in emitted.argument_types]
-        seen = map(_seen, self.argument_formats, self._key_dtypes, argument_ranks)
-        self.seen_arguments = tuple(seen)
-        self.seen_results = tuple(map(_seen, self.result_formats, dtypes, ranks))
+        self.seen_arguments = tuple(map(_seen, self.argument_formats, taken))
+        self.seen_results = tuple(map(_seen, results, given))
         # As it came the last time: an argument with the very same object needs no look at it.
         self._known: list[Any] = [object()] * len(self.arguments)
 
@@ -542,15 +538,14 @@ class Boundary:
         return True
 
 
-def _seen(placed: Placement, dtype: Any, rank: int) -> Format:
+def _seen(placed: Placement, struct: jax.ShapeDtypeStruct) -> Format:
     """Returns an array's `Format` as callers see it: a key array lacks the last dim of its data."""
-    if dtype is None:
+    if key_dtype(struct) is None:
         return placed if isinstance(placed, Format) else Format(None, placed)
     sharding = placed.sharding if isinstance(placed, Format) else placed
     assert isinstance(sharding, NamedSharding)
-    entries = (*sharding.spec, *[None] * rank)[: rank - 1]
-    kind = sharding.memory_kind
-    return Format(None, NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=kind))
+    spec = PartitionSpec(*(*sharding.spec, *[None] * struct.ndim)[: struct.ndim])
+    return Format(None, NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind))
 
 
 def _as_told(planned: NamedSharding, spec: PartitionSpec | None, rank: int) -> NamedSharding:
@@ -564,13 +559,3 @@ def _as_told(planned: NamedSharding, spec: PartitionSpec | None, rank: int) -> N
         return planned  # it is on another mesh of the same devices
     told = NamedSharding(planned.mesh, spec)
     return told if told.is_equivalent_to(planned, rank) else planned
-
-
-def _around(
-    planned: Planned, emitted: Emitted, devices: Sequence[Any] | None = None
-) -> tuple[Boundary, execute.Outside]:
-    """Returns a program's boundary, and what jax needs to call it; `devices` are absent ones."""
-    mesh = jax_mesh(planned.mesh, devices, planned.interface.axis_types)
-    boundary = Boundary(planned.interface, emitted, mesh)
-    weak = tuple(struct.weak_type for struct in planned.interface.out_structs)
-    return boundary, execute.Outside(mesh, weak, devices, boundary.result_formats)

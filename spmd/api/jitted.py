@@ -14,12 +14,19 @@ import jax
 from jax import jit as plain_jit  # users may put spmd.jit in its place
 from jax.sharding import NamedSharding
 
+from spmd.api.arguments import (
+    arg_specs,
+    by_number_and_name,
+    check_memory,
+    function_name,
+    mesh_of,
+    result_specs,
+    specified,
+)
 from spmd.api.compiled import Compiled, Lowered
 from spmd.api.dispatch import ARRAY, dispatched, known
 from spmd.api.marks import caller, mark_sharding
-from spmd.api.parameters import by_number_and_name, function_name
-from spmd.api.pipelined import Tried, in_fastest_schedule
-from spmd.api.specs import arg_specs, check_memory, mesh_of, result_specs, specified
+from spmd.api.pipelined import in_fastest_schedule
 from spmd.api.tracing import Call, Recipe, take_apart, trace_call
 from spmd.compiler import Request, compile_module
 from spmd.errors import ArgumentError, described
@@ -300,7 +307,7 @@ class Jitted(Generic[P, R]):
     def _lower(self, call: Call, topology: Topology | None) -> Lowered:
         recipe, options = self.recipe, self.recipe.options
 
-        def attempt(may_reuse: bool) -> Tried:
+        def attempt(may_reuse: bool) -> Lowered:
             """Returns the call, traced and planned in the pipeline schedule that is being tried.
 
             `may_reuse` lets jax take a trace from its cache. PlanError if there is no plan.
@@ -309,16 +316,16 @@ class Jitted(Generic[P, R]):
             again = functools.wraps(recipe.fn, updated=())(lambda *a, **k: recipe.fn(*a, **k))
             asked = recipe if may_reuse else replace(recipe, fn=again)
             interface = trace_call(asked, call, topology)
-            return Tried(interface, compile_module(interface.request, options))
+            stages = compile_module(interface.request, options)
+            return Lowered(interface, stages, options, topology)
 
         with progress(self.__name__, options.shows_progress):
-            best = in_fastest_schedule(attempt, options.memory_limit)
-        stages = best.stages
-        if stages.plan.choices and (idle := stages.plan.idle_axes):
+            lowered = in_fastest_schedule(attempt, options.memory_limit)
+        plan = lowered.stages.plan
+        if plan.choices and (idle := plan.idle_axes):
             warnings.warn(f"{self.__name__}: {idle_text(idle)}", stacklevel=_calls_above())
-        lowered = Lowered(best.interface, stages, options, topology)
         if (costly := lowered.prices.obvious_mark) is not None:
-            text = costly_text(costly, stages.plan.mesh)
+            text = costly_text(costly, plan.mesh)
             warnings.warn(f"{self.__name__}: {text}", stacklevel=_calls_above())
         return lowered
 
@@ -333,11 +340,9 @@ class Traced:
         return getattr(self._traced, name)
 
     def lower(self, *, topology: Topology | None = None, **by_jax: Any) -> Any:
-        """Returns the planned program; with `lowering_platforms`, jax's own module with the marks.
+        """Returns the planned program; with options of jax's `lower`, jax's module with the marks.
 
-        Args:
-          topology: as for `Jitted.lower`.
-          **by_jax: what `jax.stages.Traced.lower` takes, as `jax.export` uses it.
+        `jax.export` gives such options.
         """
         if by_jax:
             return self._traced.lower(**by_jax)
@@ -356,22 +361,20 @@ def _marked(recipe: Recipe) -> Callable[..., Any]:
     """Returns the function with sharding constraints where its arguments and results have specs."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = recipe.given_mesh
-        if given is not None:
-            note_mesh(as_mesh(given))
-        else:
-            given = mesh_around()
-        if given is None or (recipe.in_specs is None and recipe.out_specs is None):
+        own = recipe.given_mesh
+        if own is not None:
+            note_mesh(as_mesh(own))
+        around = mesh_around() if own is None else own
+        if around is None or (recipe.in_specs is None and recipe.out_specs is None):
             return recipe.fn(*args, **kwargs)
-        mesh = as_mesh(given)
+        mesh = as_mesh(around)
         if recipe.in_specs is not None:
-            argnums, dynamic = recipe.dynamic(args, kwargs)
-            parts = recipe.parts(dynamic, argnums, len(args))
-            specs = arg_specs(recipe.in_specs, parts, recipe.fn, len(args))
-            positional, named = _with_marks(dynamic, specs, mesh)
-            found = dict(zip(argnums, positional, strict=True))
-            args = tuple(found.get(i, arg) for i, arg in enumerate(args))
-            kwargs = {**kwargs, **named}
+            given = recipe.arguments(args, kwargs)
+            specs = arg_specs(recipe.in_specs, given, recipe.parameters, len(args))
+            values = _with_marks([argument.value for argument in given], specs, mesh)
+            marked = dict(zip([argument.key for argument in given], values, strict=True))
+            args = tuple(marked.get(i, arg) for i, arg in enumerate(args))
+            kwargs = {name: marked.get(name, arg) for name, arg in kwargs.items()}
         results = recipe.fn(*args, **kwargs)
         if recipe.out_specs is None:
             return results

@@ -73,7 +73,7 @@ def mark_sharding(t: T, mesh: Any, spec: Any) -> T:
             fix=f"mark leaves by path: mark_tree(tree, mesh, {{{paths[0]!r}: {described(spec)}}})",
         )
     own = as_mesh(mesh)
-    shape = tuple(given.shape) if hasattr(given, "shape") else np.shape(given)
+    shape = tuple(np.shape(given))
     what = f"a tensor of shape {shape}"
     entries = spec_entries(spec, len(shape), own, what=what, source=source)
     if isinstance(given, jax.core.Tracer):

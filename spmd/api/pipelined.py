@@ -16,17 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from spmd.api.compiled import Lowered
 from spmd.api.marks import caller, known_mesh, mark_sharding, path_name, some_of
-from spmd.api.tracing import Interface
-from spmd.compiler import Stages
 from spmd.errors import ArgumentError, MeshError, PlanError
 from spmd.frontend.trace import mesh_at_hand
 from spmd.ir.pipelines import SCHEDULES, SHIFT, Pipeline, pipeline_of
@@ -34,7 +33,6 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import OPEN, as_mesh
 from spmd.planning.search import Candidate, Search
 from spmd.predict.backends import memory_for
-from spmd.predict.memory import peak_memory
 
 T = TypeVar("T")
 
@@ -97,39 +95,34 @@ def pipeline(
     training on GPU clusters using Megatron-LM* (2021).
     """
     own = mesh_at_hand() if mesh is None else as_mesh(mesh)
-    of = _chosen_pipeline(
-        _Asked(schedule, chunks, axis, stages, microbatches),
-        layers=_layers(stacked, chunks),
-        batch=_leading((x, rows), "x and rows", "(batch, ...)"),
-        mesh=own,
-    )
-    mark = partial(_marked, mesh=own, axis=axis)
-    with jax.named_scope(of.scope):
+    layers, batch = _layers(stacked, chunks), _leading((x, rows), "x and rows", "(batch, ...)")
+    asked = Pipeline(axis, stages, microbatches)
+    of = _chosen_pipeline(schedule, chunks, asked, layers, batch, own)
 
-        def of_stages(leaf: Any) -> Any:
-            """Reshapes (L, ...) or (V, L / V, ...) to (S, V, layers of a chunk, ...)."""
-            shape = of.chunks, of.stages, -1, *leaf.shape[1 + (chunks is not None) :]
-            return jnp.reshape(leaf, shape).swapaxes(0, 1)
+    def mark(tree: Any) -> Any:
+        """Marks each leaf as split over the axis in dim 0; its other dims stay open."""
+        if own is None:
+            return tree
+        return jax.tree.map(
+            lambda leaf: mark_sharding(leaf, own, (axis, *[OPEN] * (leaf.ndim - 1))), tree
+        )
 
-        def in_microbatches(leaf: Any) -> Any:
-            """Reshapes (B, ...) to (M, B / M, ...); each has rows of all shards of the batch."""
-            return leaf.reshape(-1, of.microbatches, *leaf.shape[1:]).swapaxes(0, 1)
+    def of_stages(leaf: Any) -> Any:
+        """Reshapes (L, ...) or (V, L / V, ...) to (S, V, layers of a chunk, ...)."""
+        shape = of.chunks, of.stages, -1, *leaf.shape[1 + (chunks is not None) :]
+        return jnp.reshape(leaf, shape).swapaxes(0, 1)
 
-        stacked = jax.tree.map(of_stages, stacked)
-        cut = jax.tree.map(in_microbatches, (x, rows))
-        out = _run(layer_fn, mark(stacked), cut, of, own)
-        y: T = jax.tree.map(lambda leaf, like: leaf.swapaxes(0, 1).reshape(like.shape), out, x)
-        return y
+    def in_microbatches(leaf: Any) -> Any:
+        """Reshapes (B, ...) to (M, B / M, ...); each has rows of all shards of the batch."""
+        return leaf.reshape(-1, of.microbatches, *leaf.shape[1:]).swapaxes(0, 1)
 
-
-def _run(
-    layer_fn: Callable[..., Any], stacked: Any, cut: Any, of: Pipeline, mesh: Mesh | None
-) -> Any:
-    """Runs the loop over steps, and returns what leaves the last stage: leaves (M, B / M, ...).
-
-    Layers are stacked as (S, V, layers of a chunk, ...), x and rows cut into (M, B / M, ...).
-    """
-    stage, mark = jnp.arange(of.stages), partial(_marked, mesh=mesh, axis=of.axis)
+    def entering(leaf: Any, fill: Any) -> Any:
+        """Returns what enters stage 0 in each step: (M, ...) -> (steps, ...)."""
+        if of.chunks > 1:  # later chunks enter from the last stage
+            groups = leaf.reshape(-1, 1, of.stages, *leaf.shape[1:])
+            widths = [(0, of.chunks - 1 if dim == 1 else 0) for dim in range(groups.ndim)]
+            leaf = jnp.pad(groups, widths).reshape(-1, *leaf.shape[1:])
+        return jnp.concatenate([leaf, *[fill[None]] * (of.stages - 1)])
 
     def run_chunk(layers: Any, number: Any, state: Any) -> Any:
         at = partial(jax.lax.dynamic_index_in_dim, index=number, keepdims=False)
@@ -139,20 +132,13 @@ def _run(
         return jax.lax.scan(lambda x, layer: (layer_fn(layer, x, *more), None), x, layers)[0], rows
 
     def step(state: Any, now: Any) -> tuple[Any, Any]:
-        time, entering = now
+        time, first = now
         state = mark(state)
         begins = (stage == 0) & (time // of.stages % of.chunks == 0)
-        state = jax.tree.map(lambda old, new: _moved(old, new, begins, of, mesh), state, entering)
+        state = jax.tree.map(lambda old, new: _moved(old, new, begins, of, own), state, first)
         numbers = (time - stage) // of.stages % of.chunks
-        state = mark(jax.vmap(run_chunk)(stacked, numbers, mark(state)))
+        state = mark(jax.vmap(run_chunk)(by_stage, numbers, mark(state)))
         return state, jax.tree.map(lambda leaf: leaf[-1], state[0])
-
-    # Layers need not be defined at zeros, and the gradient would multiply a NaN by zero. So what
-    # is computed while the pipeline fills and drains is computed of copies of a microbatch.
-    idle = jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf[0]), cut)
-    state = mark(jax.tree.map(lambda leaf: jnp.stack([leaf] * of.stages), idle))
-    entering = jax.tree.map(lambda leaf, fill: _entering(leaf, fill, of), cut, idle)
-    out = _steps(step, state, (jnp.arange(of.steps), entering), of)
 
     def leaving(leaf: Any) -> Any:
         """Selects from the last stage's outputs the last chunk's: (M V, ...) -> (M, ...)."""
@@ -161,7 +147,20 @@ def _run(
             leaf = leaf.reshape(of.microbatches, *leaf.shape[2:])
         return leaf
 
-    return jax.tree.map(leaving, out)
+    with jax.named_scope(of.scope):
+        by_stage = jax.tree.map(of_stages, stacked)
+        cut = jax.tree.map(in_microbatches, (x, rows))
+        by_stage, stage = mark(by_stage), jnp.arange(of.stages)
+        # Layers need not be defined at zeros, and the gradient would multiply a NaN by zero. So
+        # what is computed while the pipeline fills and drains is computed of copies of a
+        # microbatch.
+        idle = jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf[0]), cut)
+        state = mark(jax.tree.map(lambda leaf: jnp.stack([leaf] * of.stages), idle))
+        first = jax.tree.map(entering, cut, idle)
+        out = _steps(step, state, (jnp.arange(of.steps), first), of)
+        out = jax.tree.map(leaving, out)
+        y: T = jax.tree.map(lambda leaf, like: leaf.swapaxes(0, 1).reshape(like.shape), out, x)
+        return y
 
 
 def _steps(step: Callable[..., Any], state: Any, inputs: Any, of: Pipeline) -> Any:
@@ -175,15 +174,6 @@ def _steps(step: Callable[..., Any], state: Any, inputs: Any, of: Pipeline) -> A
     windows = jax.tree.map(lambda leaf: leaf[fill:].reshape(-1, of.window, *leaf.shape[1:]), inputs)
     out = jax.lax.scan(window, state, windows)[1]
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), out)
-
-
-def _entering(leaf: Any, fill: Any, of: Pipeline) -> Any:
-    """Returns what enters stage 0 in each step: (M, ...) -> (steps, ...)."""
-    if of.chunks > 1:  # later chunks enter from the last stage
-        groups = leaf.reshape(-1, 1, of.stages, *leaf.shape[1:])
-        widths = [(0, of.chunks - 1 if dim == 1 else 0) for dim in range(groups.ndim)]
-        leaf = jnp.pad(groups, widths).reshape(-1, *leaf.shape[1:])
-    return jnp.concatenate([leaf, *[fill[None]] * (of.stages - 1)])
 
 
 def _moved(leaf: Any, entering: Any, begins: Any, of: Pipeline, mesh: Mesh | None) -> Any:
@@ -210,15 +200,6 @@ def _moved(leaf: Any, entering: Any, begins: Any, of: Pipeline, mesh: Mesh | Non
     else:  # no axis has one of them on each device
         moved = shift(1) + shift(1 - of.stages) if of.chunks > 1 else shift(1)
     return jnp.where(begins.reshape(-1, *[1] * (leaf.ndim - 1)), entering, moved)
-
-
-def _marked(tree: Any, mesh: Mesh | None, axis: str) -> Any:
-    """Marks each leaf as split over the axis in dim 0; its other dims stay open."""
-    if mesh is None:
-        return tree
-    return jax.tree.map(
-        lambda leaf: mark_sharding(leaf, mesh, (axis, *[OPEN] * (leaf.ndim - 1))), tree
-    )
 
 
 def _layers(stacked: Any, chunks: int | None) -> int:
@@ -258,97 +239,104 @@ def _leading(tree: Any, what: str, shape: str) -> int:
 # shortest predicted run is taken, as with other forms of a program.
 
 
-class _Asked(NamedTuple):
-    """Holds the arguments of a call of `pipeline` that decide its schedule."""
-
-    schedule: str | None
-    chunks: int | None
-    axis: str
-    stages: int
-    microbatches: int
-
-    def as_pipeline(self, schedule: str) -> Pipeline:
-        is_chunked, is_lean = SCHEDULES[schedule]
-        chunks = (self.chunks or 2) if is_chunked else 1
-        return Pipeline(self.axis, self.stages, self.microbatches, chunks, is_lean)
-
-
-def _chosen_pipeline(asked: _Asked, *, layers: int, batch: int, mesh: Mesh | None) -> Pipeline:
+def _chosen_pipeline(
+    schedule: str | None,
+    chunks: int | None,
+    of: Pipeline,
+    layers: int,
+    batch: int,
+    mesh: Mesh | None,
+) -> Pipeline:
     """Returns the pipeline of a call, in the schedule that it names, else in the one being tried.
 
-    `layers` and `batch` are sizes of the stack and the batch; errors are as for `pipeline`.
+    `of` has its stages and microbatches; `layers` and `batch` are sizes of the stack and the batch.
+    Errors are as for `pipeline`.
     """
-    for what in ("stages", "microbatches"):
-        if (count := getattr(asked, what)) < 1:
+    for what, count in (("stages", of.stages), ("microbatches", of.microbatches)):
+        if count < 1:
             raise ArgumentError(
                 f"pipeline: {what}={count}", source=caller(), required="a number of at least 1"
             )
-    cuts, rest = divmod(batch, asked.microbatches)
+    cuts, rest = divmod(batch, of.microbatches)
     if rest:
         raise ArgumentError(
-            f"pipeline: a batch of {batch} rows is not {asked.microbatches} microbatches",
+            f"pipeline: a batch of {batch} rows is not {of.microbatches} microbatches",
             source=caller(),
-            actual=f"{batch} = {cuts} * {asked.microbatches} + {rest}",
+            actual=f"{batch} = {cuts} * {of.microbatches} + {rest}",
             required="microbatches= that divides the batch",
         )
-    if mesh is not None and asked.axis not in mesh.shape:
+    if mesh is not None and of.axis not in mesh.shape:
         raise MeshError(
-            f"pipeline: the mesh has no axis {asked.axis!r}",
+            f"pipeline: the mesh has no axis {of.axis!r}",
             source=caller(),
             actual=f"({mesh})",
-            fix=f"make the mesh with {asked.axis}={asked.stages}, or name another axis=",
+            fix=f"make the mesh with {of.axis}={of.stages}, or name another axis=",
         )
-    if mesh is not None and asked.stages % (size := mesh.shape[asked.axis]):
+    if mesh is not None and of.stages % (size := mesh.shape[of.axis]):
         raise ArgumentError(
-            f"pipeline: {asked.stages} stages are not split evenly over {asked.axis}={size}",
+            f"pipeline: {of.stages} stages are not split evenly over {of.axis}={size}",
             source=caller(),
             required=f"stages= a multiple of {size}; as many, for one stage on each device",
         )
-    name = asked.schedule
-    if name is None:
-        possible = [each for each in SCHEDULES if not _refusal(asked, each, layers)]
+    found = {
+        name: of._replace(chunks=(chunks or 2) if is_chunked else 1, is_lean=is_lean)
+        for name, (is_chunked, is_lean) in SCHEDULES.items()
+    }
+    if schedule is None:
+        possible = [name for name in found if not _refusal(name, found[name], chunks, layers)]
         if possible:
             taken = _TAKEN.get()
-            of = asked.as_pipeline(taken if taken in possible else possible[0])
-            is_open = sum(1 << i for i, each in enumerate(SCHEDULES) if each in possible)
-            return of._replace(open=is_open)
-        name = "interleaved" if asked.chunks else DEFAULT
-    elif name not in SCHEDULES:
+            is_open = sum(1 << i for i, name in enumerate(SCHEDULES) if name in possible)
+            return found[taken if taken in possible else possible[0]]._replace(open=is_open)
+        schedule = "interleaved" if chunks else DEFAULT
+    elif schedule not in SCHEDULES:
         raise ArgumentError(
-            f"pipeline: schedule={name!r} is none",
+            f"pipeline: schedule={schedule!r} is none",
             source=caller(),
             required=f"one of {', '.join(map(repr, SCHEDULES))}, or None",
         )
-    of = asked.as_pipeline(name)
-    if refusal := _refusal(asked, of.schedule, layers):
+    if refusal := _refusal(schedule, found[schedule], chunks, layers):
         raise refusal
-    return of
+    return found[schedule]
 
 
-@dataclass(frozen=True)
-class Tried:
-    """Holds a program that was traced and planned with its pipelines in one schedule."""
+def _refusal(schedule: str, of: Pipeline, chunks: int | None, layers: int) -> ArgumentError | None:
+    """Returns the error that says why a call cannot take a schedule; None if it can."""
+    is_chunked, is_lean = SCHEDULES[schedule]
+    if chunks and not is_chunked:
+        what = f"chunks={chunks} with schedule={schedule!r}, in which a stage has one"
+        required = "schedule='interleaved', or no chunks"
+    elif layers % of.window:
+        parts = f"{of.stages} stages" + (f" of {of.chunks} chunks" if of.chunks > 1 else "")
+        what = f"{layers} layers are not split evenly over {parts}"
+        required = f"a number of layers that {of.window} divides"
+    elif (is_chunked or is_lean) and of.microbatches % of.stages:
+        groups = f"{of.microbatches} microbatches are not groups of {of.stages} stages"
+        what = f"{groups}, as schedule={schedule!r} takes them"
+        required = f"microbatches= a multiple of {of.stages}; 'gpipe' takes any number"
+    else:
+        return None
+    return ArgumentError(f"pipeline: {what}", source=caller(), required=required)
 
-    interface: Interface
-    stages: Stages
+
+class _Tried(NamedTuple):
+    """A program that was planned with its pipelines in one schedule, as `Search` judges it."""
+
+    lowered: Lowered
 
     @property
     def seconds(self) -> float:
-        """Predicted time of one run."""
-        return self.stages.timeline.seconds
+        return self.lowered.cost
 
-    @cached_property
+    @property
     def bytes(self) -> int:
-        """Predicted memory of one device."""
-        platform, donated = self.stages.plan.topology.platform, self.interface.request.donated
-        return peak_memory(self.stages.optimized.program, donated, platform).peak
+        return self.lowered.predicted_memory.peak
 
     def fits(self, limit: float) -> bool:
-        """Whether its predicted memory is at most `limit` bytes."""
         return self.bytes <= limit
 
 
-def in_fastest_schedule(attempt: Callable[[bool], Tried], memory_limit: int | None) -> Tried:
+def in_fastest_schedule(attempt: Callable[[bool], Lowered], memory_limit: int | None) -> Lowered:
     """Returns a program with its pipelines in the schedule that is predicted to be the fastest.
 
     `attempt(may_reuse)` traces and plans it, in each schedule that its pipelines leave open in
@@ -362,20 +350,21 @@ def in_fastest_schedule(attempt: Callable[[bool], Tried], memory_limit: int | No
     except PlanError as error:
         if memory_limit is None:
             raise
-        search, refused = Search[Tried](memory_limit), error
+        search, refused = Search[_Tried](memory_limit), error
     else:
-        program, topology = first.stages.plan.program, first.stages.plan.topology
-        pipelines = {of for op in program.walk() if (of := pipeline_of(op.loc.scope)) and of.open}
+        plan = first.stages.plan
+        scopes = (op.loc.scope for op in plan.program.walk())
+        pipelines = {of for scope in scopes if (of := pipeline_of(scope)) and of.open}
         if not pipelines:
             return first
         names = {name: None for of in pipelines for name in of.open_schedules}
         default = min(of.schedule for of in pipelines)
-        search = Search(memory_for(topology, memory_limit), [first])
+        search = Search(memory_for(plan.topology, memory_limit), [_Tried(first)])
 
-    def in_schedule(name: str) -> Tried:
+    def in_schedule(name: str) -> _Tried:
         token = _TAKEN.set(name)
         try:
-            return attempt(False)
+            return _Tried(attempt(False))
         finally:
             _TAKEN.reset(token)
 
@@ -388,27 +377,7 @@ def in_fastest_schedule(attempt: Callable[[bool], Tried], memory_limit: int | No
                 search.weigh(Candidate(f"pipelines {name}", partial(in_schedule, name)))
     if not search.tried:
         raise refused
-    best = search.best
+    best = search.best.lowered
     plan = best.stages.plan
-    plan = plan._replace(forms=(*plan.forms, *search.weighed))
-    return Tried(best.interface, replace(best.stages, plan=plan))
-
-
-def _refusal(asked: _Asked, schedule: str, layers: int) -> ArgumentError | None:
-    """Returns the error that says why a call cannot take a schedule; None if it can."""
-    is_chunked, is_lean = SCHEDULES[schedule]
-    of = asked.as_pipeline(schedule)
-    if asked.chunks and not is_chunked:
-        what = f"chunks={asked.chunks} with schedule={schedule!r}, in which a stage has one"
-        required = "schedule='interleaved', or no chunks"
-    elif layers % of.window:
-        parts = f"{of.stages} stages" + (f" of {of.chunks} chunks" if of.chunks > 1 else "")
-        what = f"{layers} layers are not split evenly over {parts}"
-        required = f"a number of layers that {of.window} divides"
-    elif (is_chunked or is_lean) and of.microbatches % of.stages:
-        groups = f"{of.microbatches} microbatches are not groups of {of.stages} stages"
-        what = f"{groups}, as schedule={schedule!r} takes them"
-        required = f"microbatches= a multiple of {of.stages}; 'gpipe' takes any number"
-    else:
-        return None
-    return ArgumentError(f"pipeline: {what}", source=caller(), required=required)
+    best.stages = replace(best.stages, plan=plan._replace(forms=(*plan.forms, *search.weighed)))
+    return best

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,8 @@ from spmd.explain.memory import Memory
 from spmd.explain.prices import Prices
 from spmd.ir.program import Program
 from spmd.ir.text import format_program
-from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, format_sharding
+from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.predict.memory import MemoryUse, peak_memory
 from spmd.predict.timeline import Timeline
@@ -38,55 +38,19 @@ STAGES = (
 
 
 class Planned:
-    """A planned program, and all that can be asked of it before XLA compiles it.
+    """A planned program, and all that can be asked of it before XLA compiles it."""
 
-    Attributes:
-      interface: what the function, its arguments and its results are.
-      stages: the result of every stage of the compiler.
-      options: compile options.
-      measured: what `Compiled.measure` found the last time, which reports show; None before.
-    """
-
-    def __init__(self, interface: Interface, stages: Stages, options: Options) -> None:
-        self.interface = interface
-        self.stages = stages
-        self.options = options
+    def __init__(
+        self, interface: Interface, stages: Stages, options: Options, target: Topology | None = None
+    ) -> None:
+        self.interface, self.stages, self.options = interface, stages, options
+        self.target = target
+        self.request: Request = interface.request
+        self.mesh, self.donated = self.request.mesh, self.request.donated
+        self.name = interface.name or stages.plan.program.name
+        self.in_tree: Any = jax.tree.structure(interface.args)
+        self.out_info, self.out_tree = interface.out, jax.tree.structure(interface.out)
         self.measured: Measured | None = None
-
-    @property
-    def request(self) -> Request:
-        """The compiler's input: the module as traced, the mesh and the specs."""
-        return self.interface.request
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh that the program is planned for."""
-        return self.request.mesh
-
-    @property
-    def name(self) -> str:
-        """The function's name."""
-        return self.interface.name or self.stages.plan.program.name
-
-    @property
-    def in_tree(self) -> Any:
-        """The pytree structure of ((positional, ...), {name: ...}), static arguments left out."""
-        return self.interface.in_tree
-
-    @property
-    def out_tree(self) -> Any:
-        """The pytree structure of the result."""
-        return self.interface.out_tree
-
-    @property
-    def out_info(self) -> Any:
-        """The result's pytree of `jax.ShapeDtypeStruct`s."""
-        return jax.tree.unflatten(self.interface.out_tree, self.interface.out_structs)
-
-    @property
-    def donated(self) -> tuple[int, ...]:
-        """Flat indices of the donated arguments."""
-        return self.request.donated
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
@@ -205,31 +169,25 @@ class Planned:
         stages, mesh = self.stages, self.mesh
 
         def sharded(states: Iterable[Sharding | None]) -> str:
-            """Writes the whole program with the sharding of each value beside it."""
             texts = ["made for each use" if s is None else format_sharding(s, mesh) for s in states]
             return format_program(stages.program, texts.__getitem__, mesh)
 
         def local(program: Program) -> str:
-            """Writes a local program, with the memory order of arguments that have their own."""
             orders = dict(zip(program.body.args, stages.optimized.argument_orders, strict=True))
             shown = {v: f"in memory: {', '.join(map(str, o))}" for v, o in orders.items() if o}
             return format_program(program, lambda value: shown.get(value, ""), mesh)
 
-        match stage:
-            case "stablehlo":
-                return str(self.request.module)
-            case "program":
-                return format_program(stages.program)
-            case "propagated":
-                return sharded(map(Sharding, stages.propagated.proposals))
-            case "planned":
-                return sharded(stages.plan.states)
-            case "local":
-                return local(stages.partitioned.program)
-            case "optimized":
-                return local(stages.optimized.program)
-            case "emitted":
-                return stages.emitted.module
+        texts: dict[str, Callable[[], str]] = {
+            "stablehlo": lambda: str(self.request.module),
+            "program": lambda: format_program(stages.program),
+            "propagated": lambda: sharded(map(Sharding, stages.propagated.proposals)),
+            "planned": lambda: sharded(stages.plan.states),
+            "local": lambda: local(stages.partitioned.program),
+            "optimized": lambda: local(stages.optimized.program),
+            "emitted": lambda: stages.emitted.module,
+        }
+        if stage in texts:
+            return texts[stage]()
         close = difflib.get_close_matches(stage, STAGES, n=1)
         fix = f"write {close[0]!r}" if close else "name a stage"
         if stage == "hlo":

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
+from spmd.api.arguments import Specs, flat_entries
 from spmd.api.compiled import Compiled, Lowered
-from spmd.api.specs import Specs, flat_entries
 from spmd.api.tracing import Interface, axis_types_of, topology_of
 from spmd.compiler import Request, compile_module
 from spmd.errors import ArgumentError
@@ -87,16 +87,15 @@ def lower_stablehlo(
     options = options or Options()
     module = static_module(module_or_path, symbols, arg_shapes)
     request = module_request(module, mesh, arg_specs, result_specs, options, updates)
-    args, results = signature(module)
     with progress("module", options.shows_progress):
         stages = compile_module(request, options)
     # As if a function of as many arrays had been traced, which returns a tuple.
-    structs = tuple(jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in results)
-    in_tree = jax.tree.structure((tuple(range(len(args))), {}))
-    trees = in_tree, jax.tree.structure(structs), structs
+    args, results = (
+        tuple(jax.ShapeDtypeStruct(type_.shape, numpy_dtype(type_.dtype)) for type_ in types)
+        for types in signature(module)
+    )
     axis_types = axis_types_of(request.mesh, [mesh])
-    interface = Interface(request, *trees, axis_types, key_dtypes=(None,) * len(args))
-    return Lowered(interface, stages, options)
+    return Lowered(Interface(request, (args, {}), results, axis_types), stages, options)
 
 
 def module_request(

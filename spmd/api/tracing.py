@@ -6,6 +6,8 @@ import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -13,29 +15,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd.api.dispatch import settings
-from spmd.api.marks import caller, path_name
-from spmd.api.parameters import (
+from spmd.api.arguments import (
     Argument,
-    call_parts,
+    Parameters,
+    arg_specs,
     donated_leaves,
     function_name,
     function_place,
+    leaf_entries,
     leaf_names,
-    parameter_names,
-    positions,
-    updates_of,
-)
-from spmd.api.specs import (
-    arg_entries,
-    arg_specs,
-    fitting_entries,
-    key_dtype,
     like_parameters,
     mesh_sharding,
-    open_entries,
+    parameter_count,
+    parameter_names,
+    parameters_of,
+    placement,
     result_specs,
+    updates_of,
 )
+from spmd.api.dispatch import settings
+from spmd.api.marks import caller, path_name
 from spmd.compiler import Request
 from spmd.errors import ArgumentError, MeshError, described
 from spmd.frontend.trace import seen_meshes, trace
@@ -69,19 +68,36 @@ class Recipe:
     inline: bool
     options: Options
 
-    def dynamic(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[int, ...], Any]:
-        """Returns a call's non-static arguments: numbers, ((positional, ...), {name: ...})."""
-        static = positions(self.static_argnums, len(args))
-        argnums = tuple(i for i in range(len(args)) if i not in static)
-        named = {name: arg for name, arg in kwargs.items() if name not in self.static_argnames}
-        return argnums, (tuple(args[i] for i in argnums), named)
+    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Argument, ...]:
+        """Describes a call's arguments that are not static, as jax orders them.
 
-    def parts(self, dynamic: Any, argnums: Sequence[int], positional: int) -> tuple[Argument, ...]:
-        """Describes each argument of a call that is not static; see `call_parts`."""
-        donate = self.donate_argnums, self.donate_argnames
-        return call_parts(self.fn, dynamic, argnums, *donate, positional)
+        Positional ones come first, then those by name, sorted.
+        """
+        static, donated = (
+            {n + len(args) if n < 0 else n for n in numbers}
+            for numbers in (self.static_argnums, self.donate_argnums)
+        )
+        names = parameter_names(self.parameters, len(args))
+        by_place = [
+            Argument(i, i, names[i], arg, i in donated)
+            for i, arg in enumerate(args)
+            if i not in static
+        ]
+        if not kwargs:
+            return tuple(by_place)
+        every = parameter_names(self.parameters, parameter_count(self.parameters))
+        places = {name: place for place, name in enumerate(every)}
+        by_name = [
+            Argument(name, places.get(name, name), name, arg, name in self.donate_argnames)
+            for name, arg in sorted(kwargs.items(), key=itemgetter(0))
+            if name not in self.static_argnames
+        ]
+        return (*by_place, *by_name)
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        """The function's parameters."""
+        return parameters_of(self.fn)
 
     @property
     def given_mesh(self) -> Any:
@@ -92,37 +108,21 @@ class Recipe:
         return next((spec.mesh for spec in specs if isinstance(spec, NamedSharding)), None)
 
 
-class Aval(NamedTuple):
-    """Holds the type of an argument leaf, for which a program is compiled."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    # whether its dtype gives way to others, as that of a Python scalar does
-    weak_type: bool = False
-    # how it is split, where jax has that in types: on a mesh with Explicit axes
-    sharding: NamedSharding | None = None
-    order: Order | None = None  # in which order its dims lie in memory, if not major to minor
-
-    @property
-    def struct(self) -> jax.ShapeDtypeStruct:
-        """A `jax.ShapeDtypeStruct` of this type, for tracing."""
-        return jax.ShapeDtypeStruct(
-            self.shape, self.dtype, weak_type=self.weak_type, sharding=self.sharding
-        )
+LeafType = tuple[tuple[int, ...], Any, bool, NamedSharding | None]
+"""Shape, dtype, whether the dtype gives way to others, and the sharding where jax has that in
+types: on a mesh with Explicit axes."""
 
 
-def aval_of(leaf: Any) -> Aval:
+def type_of(leaf: Any, sharding: NamedSharding | None = None) -> LeafType:
     """Returns the type of an argument leaf; TypeError if it is not an array."""
     aval = getattr(leaf, "aval", None)  # an array's own; jax.typeof takes longer to find it
     if aval is None:
         aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
     dtype = jax.dtypes.canonicalize_dtype(aval.dtype, allow_extended_dtype=True)
-    sharding = mesh_sharding(leaf)
-    order = None if sharding is None else order_of(leaf)
     if sharding is not None and not has_explicit_axes(sharding.mesh):
         sharding = None
     is_weak = bool(getattr(aval, "weak_type", False))
-    return Aval(tuple(aval.shape), dtype, is_weak, sharding, order)
+    return tuple(aval.shape), dtype, is_weak, sharding
 
 
 def order_of(leaf: Any) -> Order | None:
@@ -138,31 +138,30 @@ class Call(NamedTuple):
     """Holds a call's arguments: static ones, and the leaves of the others with their types."""
 
     static: tuple[tuple[int | str, Any], ...]  # (number or name, value) of each static argument
-    argnums: tuple[int, ...]  # the numbers of the positional arguments that are not static
-    # leaves, avals: the others, flat, and the type of each
+    # leaves, types, orders: the others, flat, the type of each, and in which order its dims lie in
+    # memory, if not major to minor
     leaves: tuple[Any, ...]
-    avals: tuple[Aval, ...]
+    types: tuple[LeafType, ...]
+    orders: tuple[Order | None, ...]
     tree: Any  # the structure of ((positional, ...), {name: ...}), static ones left out
-    positional: int  # how many positional arguments there are, static ones counted
     settings: Any  # of jax, that decide how the function is traced
 
     @property
     def key(self) -> Any:
         """What decides, besides shardings, which compiled program serves the call."""
-        return (self.static, self.tree, self.avals, self.settings)
+        return (self.static, self.tree, self.types, self.orders, self.settings)
 
 
 class Interface(NamedTuple):
     """Holds the compiler's input, and how its arguments and results map to the caller's pytrees."""
 
     request: Request
-    in_tree: Any  # the structure of ((positional, ...), {name: ...}), static arguments left out
-    # out_tree, out_structs: the structure of the result, and its leaves
-    out_tree: Any
-    out_structs: tuple[Any, ...]
+    # args, out: pytrees of `ShapeDtypeStruct`s of ((positional, ...), {name: ...}), static
+    # arguments left out, and of the result
+    args: Any
+    out: Any
     # jax's types of the mesh's axes, where they are not all Auto
     axis_types: tuple[Any, ...] | None
-    key_dtypes: tuple[Any, ...]  # for each flat argument its dtype if it is a key array
     name: str = ""
     # for each flat result its spec as the user or jax's types have it, or None; they may name axes
     # of size 1, which split nothing. None are known if empty
@@ -171,32 +170,37 @@ class Interface(NamedTuple):
 
 def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Splits a call's arguments into static ones and array leaves; ArgumentError for others."""
-    argnums, dynamic = recipe.dynamic(args, kwargs)
-    static: list[tuple[int | str, Any]] = [(i, x) for i, x in enumerate(args) if i not in argnums]
-    static += [(name, kwargs[name]) for name in sorted(kwargs) if name not in dynamic[1]]
-    leaves, tree = jax.tree.flatten(dynamic)
-    for i, leaf in enumerate(leaves):  # a tensor of another framework is shared through DLPack
-        if hasattr(leaf, "__dlpack__") and not isinstance(
-            leaf, jax.Array | np.ndarray | np.generic
-        ):
-            leaves[i] = jnp.from_dlpack(leaf)
-    avals = []
+    given = recipe.arguments(args, kwargs)
+    dynamic = {argument.key: argument.value for argument in given}
+    every: dict[int | str, Any] = dict(enumerate(args)) | {
+        key: kwargs[key] for key in sorted(kwargs)
+    }
+    static = tuple((key, value) for key, value in every.items() if key not in dynamic)
+    positional = tuple(value for key, value in dynamic.items() if isinstance(key, int))
+    named = {key: value for key, value in dynamic.items() if isinstance(key, str)}
+    leaves, tree = jax.tree.flatten((positional, named))
+    types = []
+    orders: list[Order | None] = []
     for i, leaf in enumerate(leaves):
+        is_own = isinstance(leaf, jax.Array | np.ndarray | np.generic)
+        if hasattr(leaf, "__dlpack__") and not is_own:  # of another framework
+            leaves[i] = jnp.from_dlpack(leaf)
+        sharding = mesh_sharding(leaves[i])
+        orders.append(None if sharding is None else order_of(leaves[i]))
         try:
-            avals.append(aval_of(leaf))
+            types.append(type_of(leaves[i], sharding))
         except TypeError as error:
-            name = leaf_names(recipe.parts(dynamic, argnums, len(args)))[i]
             raise ArgumentError(
-                f"argument {name} of type {type(leaf).__name__} is not an array",
+                f"argument {leaf_names(given)[i]} of type {type(leaf).__name__} is not an array",
                 source=caller(),
                 actual=described(leaf),
                 fix="name it in static_argnums or static_argnames, or pass an array",
             ) from error
-    if any(aval.order for aval in avals):
+    if any(orders):
         # Only what is not donated keeps its order in memory: that of the rest is ours to choose.
-        for i in donated_leaves(recipe.parts(dynamic, argnums, len(args))):
-            avals[i] = avals[i]._replace(order=None)
-    return Call(tuple(static), argnums, tuple(leaves), tuple(avals), tree, len(args), settings())
+        for i in donated_leaves(given):
+            orders[i] = None
+    return Call(static, tuple(leaves), tuple(types), tuple(orders), tree, settings())
 
 
 def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interface:
@@ -205,33 +209,42 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
     It is planned for the topology, else that of the options, else the mesh's. MeshError: there is
     no mesh, or there are two; SpecError: a spec that does not fit its argument or result.
     """
-    structs = jax.tree.unflatten(call.tree, [aval.struct for aval in call.avals])
+    leaves = [
+        jax.ShapeDtypeStruct(shape, dtype, weak_type=is_weak, sharding=sharding)
+        for shape, dtype, is_weak, sharding in call.types
+    ]
+    structs = jax.tree.unflatten(call.tree, leaves)
     placed = [sharding.mesh for sharding in map(mesh_sharding, call.leaves) if sharding]
     around = mesh_around()
-    given = recipe.given_mesh or next(iter(placed), None)
-    known = None if given is None else as_mesh(given)
+    mesh_given = recipe.given_mesh or next(iter(placed), None)
+    known = None if mesh_given is None else as_mesh(mesh_given)
     platform = (topology.platform if topology else None) or platform_of(known)
-    static, dynamic = dict(call.static), iter(structs[0])
+    static, positional = dict(call.static), iter(structs[0])
+    static_names = [name for name in static if isinstance(name, str)]
+    static_numbers = [i for i in static if isinstance(i, int)]
+    count = len(structs[0]) + len(static_numbers)
+    args = [static[i] if i in static else next(positional) for i in range(count)]
+    kwargs = structs[1] | {name: static[name] for name in static_names}
     with seen_meshes(known) as seen:
         traced = trace(
             _warning_of_changes(recipe.fn, structs),
-            [static[i] if i in static else next(dynamic) for i in range(call.positional)],
-            structs[1] | {name: value for name, value in call.static if isinstance(name, str)},
+            args,
+            kwargs,
             platform=platform,
-            static_argnums=[i for i in static if isinstance(i, int)],
-            static_argnames=[name for name in static if isinstance(name, str)],
+            static_argnums=static_numbers,
+            static_argnames=static_names,
             on_callbacks=recipe.options.callbacks,
             mesh=known,
         )
-    given = given or next(iter([*seen, *traced.manual, *traced.meshes]), around)
-    if given is None:
+    mesh_given = mesh_given or next(iter([*seen, *traced.manual, *traced.meshes]), around)
+    if mesh_given is None:
         raise MeshError(
             f"spmd.jit of {function_name(recipe.fn)} has no mesh",
             source=caller(),
             actual="no mesh= was given, no argument is placed on a mesh, nothing is marked",
             fix="pass mesh=spmd.make_mesh(data=4, model=2), or call it under jax.set_mesh(mesh)",
         )
-    mesh = as_mesh(given)
+    mesh = as_mesh(mesh_given)
     # Collectives of `jax.shard_map` name devices by position: there is one order of devices.
     for own in (as_mesh(m) for m in traced.manual if isinstance(m, jax.sharding.Mesh)):
         if own.size == mesh.size and own.device_ids != mesh.device_ids:
@@ -241,27 +254,25 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
                 required=f"({mesh}) with device ids {list(mesh.device_ids)}",
                 fix="pass the mesh of shard_map to spmd.jit(mesh=...)",
             )
-    out_tree = traced.out
-    parts = recipe.parts(structs, call.argnums, call.positional)
-    names = leaf_names(parts)
-    specs = arg_specs(recipe.in_specs, parts, recipe.fn, call.positional)
-    given_entries = [
-        arg_entries(leaf, spec, name, mesh)
+    given = recipe.arguments(args, kwargs)
+    names = leaf_names(given)
+    specs = arg_specs(recipe.in_specs, given, recipe.parameters, count)
+    own_entries = [
+        leaf_entries(
+            placement(leaf, mesh) if spec is None else spec, leaf, f"argument {name}", mesh
+        )
         for leaf, spec, name in zip(call.leaves, specs, names, strict=True)
     ]
-    entries, reasons = like_parameters(names, [aval.shape for aval in call.avals], given_entries)
-    out_paths, out_def = jax.tree_util.tree_flatten_with_path(out_tree)
-    result_names = tuple(path_name(path) or "result" for path, _ in out_paths)
-    out_structs = tuple(leaf for _, leaf in out_paths)
-    out_specs = result_specs(recipe.out_specs, out_tree)
+    entries, reasons = like_parameters(names, [s.shape for s in leaves], own_entries)
+    results = jax.tree_util.tree_leaves_with_path(traced.out)
+    result_names = tuple(path_name(path) or "result" for path, _ in results)
+    out_specs = result_specs(recipe.out_specs, traced.out)
     out_entries = tuple(
-        open_entries(struct.shape)
-        if spec is None
-        else fitting_entries(spec, struct.shape, struct, f"result {name}", mesh)
-        for struct, spec, name in zip(out_structs, out_specs, result_names, strict=True)
+        leaf_entries(spec, struct, f"result {name}", mesh)
+        for (_, struct), spec, name in zip(results, out_specs, result_names, strict=True)
     )
     # A result's spec as jax would have it: the one given, else that of its type.
-    found = (s.sharding if o is None else o for o, s in zip(out_specs, out_structs, strict=True))
+    found = (s.sharding if o is None else o for o, (_, s) in zip(out_specs, results, strict=True))
     stated = [getattr(spec, "spec", spec) for spec in found]
     request = Request(
         traced.module,
@@ -272,20 +283,18 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
         entries,
         out_entries,
         reasons,
-        updates_of(parts, out_tree),
-        donated_leaves(parts),
-        tuple(aval.order for aval in call.avals),
+        updates_of(given, traced.out),
+        donated_leaves(given),
+        call.orders,
         platform,
         function_place(recipe.fn),
         traced.callbacks,
     )
     return Interface(
         request,
-        call.tree,
-        out_def,
-        out_structs,
-        axis_types_of(mesh, [given, *placed, around]),
-        tuple(map(key_dtype, call.leaves)),
+        structs,
+        traced.out,
+        axis_types_of(mesh, [mesh_given, *placed, around]),
         function_name(recipe.fn),
         tuple(spec if isinstance(spec, PartitionSpec) else None for spec in stated),
     )
@@ -313,7 +322,7 @@ def _warning_of_changes(fn: Any, arguments: Any) -> Any:
             if len(has) < len(had) or {*map(id, has)} - {*map(id, had)} - returned:
                 kind, (where, first, *rest) = type(value).__name__, path
                 if where.idx == 0:  # among the positional ones
-                    head = parameter_names(fn, first.idx + 1)[first.idx]
+                    head = parameter_names(parameters_of(fn), first.idx + 1)[first.idx]
                 else:
                     head = str(first.key)
                 told = "/".join(filter(None, (head, path_name(rest))))

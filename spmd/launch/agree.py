@@ -14,6 +14,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -55,7 +56,7 @@ def check_same(
       >>> check_same({"--steps": "100", "--mesh": "data=8"})
     """
     says = {"checked": label, **what}
-    raise_json(judged(says, differences, processes=processes, timeout_s=timeout_s) or "")
+    judged(says, refuse_differences, processes=processes, timeout_s=timeout_s)
 
 
 def exchange(text: str, *, label: str, timeout_s: float = TIMEOUT_S) -> list[str]:
@@ -75,15 +76,12 @@ def exchange(text: str, *, label: str, timeout_s: float = TIMEOUT_S) -> list[str
       >>> exchange("4 files", label="files found")
       ['4 files']
     """
-
-    def listed(found: Found) -> str:
-        return json.dumps([what["says"] for what in found.values()])
-
-    outcome = judged({"checked": label, "says": text}, listed, timeout_s=timeout_s)
-    said = [text] if outcome is None else json.loads(outcome)
-    if isinstance(said, dict):
-        raise LaunchError(**said)
-    return [str(each) for each in said]
+    told = judged(
+        {"checked": label, "says": text},
+        lambda found: [what["says"] for what in found.values()],
+        timeout_s=timeout_s,
+    )
+    return told or [text]
 
 
 def from_first(text: str, *, label: str) -> str:
@@ -93,21 +91,16 @@ def from_first(text: str, *, label: str) -> str:
 
 def judged(
     what: Mapping[str, str],
-    judge: Callable[[Found], str],
+    judge: Callable[[Found], Any],
     *,
     processes: Sequence[int] | None = None,
     timeout_s: float = TIMEOUT_S,
-) -> str | None:
+) -> Any:
     """Returns on each process what `judge`, run by the first, makes of what all say; None if alone.
 
-    `what["checked"]` names the occasion. If processes are at different ones, or one did not come,
-    the text is `as_json` of an error.
+    `what["checked"]` names the occasion. LaunchError on all of them: the one that `judge` raises,
+    or that processes are at different occasions, or that one did not come.
     """
-
-    def outcome_of(found: Found) -> str:
-        places = {process: {"checked": said["checked"]} for process, said in found.items()}
-        return differences(places) or judge(found)
-
     store, (me, count) = job_store(), this_process()
     members = tuple(range(count) if processes is None else sorted(processes))
     if store is None or len(members) < 2 or me not in members:
@@ -117,8 +110,7 @@ def judged(
     # process takes part in every group.
     _calls[members] += 1
     group = "all" if len(members) == count else "-".join(map(str, members))
-    folder = f"same/{group}/{_calls[members]}"
-    return gathered(store, folder, members, me, what, outcome_of, timeout_s)
+    return gathered(store, f"same/{group}/{_calls[members]}", members, me, what, judge, timeout_s)
 
 
 def gathered(
@@ -127,10 +119,10 @@ def gathered(
     members: Sequence[int],
     me: int,
     what: Mapping[str, str],
-    outcome_of: Callable[[Found], str],
+    judge: Callable[[Found], Any],
     timeout_s: float,
-) -> str:
-    """Returns on each what the first member makes of what all say, in a `folder` of this call."""
+) -> Any:
+    """Does what `judged` says, in a `folder` of this call."""
     # Processes 0 1 2 with --steps 100 100 90:
     #   each writes same/all/1/<its number>; 0 waits for all three
     #   0 writes same/all/1/outcome: "process 2: 90; processes 0, 1: 100"
@@ -138,40 +130,58 @@ def gathered(
     # Had 2 not come, the outcome would say so after `timeout_s`. The others wait half as long
     # again, so that 0's answer reaches them before their own patience ends.
 
-    def missing(process: int) -> str:
-        return as_json(
-            f"process {process} did not come to compare {what['checked']} within {timeout_s:g} s",
-            fix="see what it does: its output, or the files of a watchdog",
-        )
+    def come(process: int, text: str | None) -> str:
+        if text is None:
+            raise LaunchError(
+                f"process {process} did not come to compare {what['checked']} within "
+                f"{timeout_s:g} s",
+                fix="see what it does: its output, or the files of a watchdog",
+            )
+        return text
+
+    def outcome() -> Any:
+        found = {
+            process: json.loads(come(process, store.get(f"{folder}/{process}", timeout_s)))
+            for process in members
+        }
+        refuse_differences({p: {"checked": said["checked"]} for p, said in found.items()})
+        return judge(found)
 
     store.put(f"{folder}/{me}", json.dumps(what))
     if me == members[0]:
-        found: dict[int, dict[str, str]] = {}
-        outcome = ""
-        for process in members:
-            text = store.get(f"{folder}/{process}", timeout_s)
-            if text is None:
-                outcome = missing(process)
-                break
-            found[process] = json.loads(text)
-        store.put(f"{folder}/outcome", outcome or outcome_of(found))
-    read = store.get(f"{folder}/outcome", 1.5 * timeout_s)
-    return missing(members[0]) if read is None else read
+        store.put(f"{folder}/outcome", written(outcome))
+    return heard(come(members[0], store.get(f"{folder}/outcome", 1.5 * timeout_s)))
 
 
-def differences(found: Found) -> str:
-    """Returns how processes differ, as the JSON of a `LaunchError`; empty if they do not."""
+def written(work: Callable[[], Any]) -> str:
+    """Returns as JSON what `work` returns, or the `LaunchError` that it raises; see `heard`."""
+    try:
+        return json.dumps(work())
+    except LaunchError as error:
+        return json.dumps({"what": error.what, "actual": error.actual, "fix": error.fix})
+
+
+def heard(text: str) -> Any:
+    """Returns what another process has `written`, or raises its `LaunchError`."""
+    found = json.loads(text)
+    if isinstance(found, dict):
+        raise LaunchError(**found)
+    return found
+
+
+def refuse_differences(found: Found) -> None:
+    """Raises LaunchError if processes differ in what they say, with who says what."""
     parts = {}
     for name in dict.fromkeys(name for what in found.values() for name in what):
         values = {process: what.get(name, "(not set)") for process, what in found.items()}
         if len(set(values.values())) > 1:
             parts[name] = _who_has_what(values)
     if not parts:
-        return ""
+        return
     if "checked" in parts:  # they are at different places: nothing else can be compared
         parts = {"what they do next": parts["checked"]}
     each = parts.values() if len(parts) == 1 else (f"{n}: {text}" for n, text in parts.items())
-    return as_json(
+    raise LaunchError(
         f"the processes of this job differ in {', '.join(parts)}",
         actual="; ".join(each),
         fix="start every process with the same program, flags and versions",
@@ -197,17 +207,6 @@ def _short(value: str) -> str:
     if len(value) <= LONGEST:
         return value
     return f"{value[:LONGEST]}... ({len(value)} characters, hash {digest(value)})"
-
-
-def as_json(what: str, *, fix: str, actual: str | None = None) -> str:
-    """Writes a `LaunchError` as text that another process raises; see `raise_json`."""
-    return json.dumps({"what": what, "actual": actual, "fix": fix})
-
-
-def raise_json(outcome: str) -> None:
-    """Raises the `LaunchError` that `as_json` wrote; an empty text raises none."""
-    if outcome:
-        raise LaunchError(**json.loads(outcome))
 
 
 def digest(text: str) -> str:
@@ -309,21 +308,21 @@ def check_same_sources() -> None:
     Raises:
       LaunchError: a module differs. It is raised on every process.
     """
-    raise_json(judged({"checked": "sources", **imported()}, different_sources) or "")
+    judged({"checked": "sources", **imported()}, refuse_other_sources)
 
 
-def different_sources(found: Found) -> str:
-    """Names modules that differ between processes, as JSON of a `LaunchError`; "" if none do."""
+def refuse_other_sources(found: Found) -> None:
+    """Raises LaunchError if a module differs between processes that have imported it."""
     different: dict[str, int] = {}
     for process, theirs in found.items():
         for name in found[0].keys() & theirs.keys():
             if theirs[name] != found[0][name]:
                 different.setdefault(name, process)
     if not different:
-        return ""
+        return
     names = sorted(different)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return as_json(
+    raise LaunchError(
         f"the processes of this job run different sources of {', '.join(names[:3])}{more}",
         actual=f"process {different[names[0]]} has another {names[0]} than process 0",
         fix="give every host the same files",

@@ -17,7 +17,7 @@ import jax
 
 from spmd.errors import LaunchError
 from spmd.launch.agree import by_package, check_same, hash_of, imported
-from spmd.launch.meet import Seat, meet
+from spmd.launch.meet import meet
 from spmd.launch.peers import first_line, watch_peers
 from spmd.launch.store import (
     Place,
@@ -96,12 +96,13 @@ def initialize(
         if place is None:
             return
         seat = _seat(place)
+        coordinator, _, process = seat
         if devices_are_open():
             raise LaunchError(
                 "spmd.initialize comes too late: jax has opened its devices already",
                 fix="call it before jax.devices(), jax.random.key() or any array is made",
             )
-        meet(seat, versions(), timeout_s)
+        meet(*seat, versions(), timeout_s)
         if getattr(jax.config, "jax_cpu_collectives_implementation", None) != "mpi":
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
         on_term = signal.getsignal(signal.SIGTERM)
@@ -117,7 +118,7 @@ def initialize(
             )
         except Exception as error:
             raise LaunchError(
-                f"process {seat.process} could not join {seat.coordinator}",
+                f"process {process} could not join {coordinator}",
                 actual=first_line(error),
                 fix="see the coordinator's output; another port may help",
             ) from error
@@ -182,8 +183,8 @@ def _number(name: str, text: str) -> int:
     return int(text)
 
 
-def _seat(place: Place) -> Seat:
-    """Returns the seat of a place; LaunchError if a part is missing or cannot be."""
+def _seat(place: Place) -> tuple[str, int, int]:
+    """Returns coordinator, processes and process; LaunchError if one is missing or cannot be."""
     parts = {
         f"coordinator_address ({ENV_COORDINATOR})": place.coordinator,
         f"num_processes ({ENV_PROCESSES})": place.processes,
@@ -208,7 +209,7 @@ def _seat(place: Place) -> Seat:
             required=f"process_id from 0 to {place.processes - 1}",
             fix="number the processes from 0",
         )
-    return Seat(place.coordinator, place.processes, place.process)
+    return place.coordinator, place.processes, place.process
 
 
 def is_main_process() -> bool:

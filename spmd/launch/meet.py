@@ -12,10 +12,10 @@ import json
 import socket
 import time
 from collections.abc import Mapping
-from typing import IO, NamedTuple
+from typing import IO
 
 from spmd.errors import LaunchError
-from spmd.launch.agree import as_json, differences, raise_json
+from spmd.launch.agree import heard, refuse_differences, written
 
 _SLOW_S = 10.0  # seconds that process 0 may be late with its answer
 
@@ -31,66 +31,52 @@ _LONGEST = 1 << 16  # bytes of a message
 _COUNT = "number of processes"
 
 
-class Seat(NamedTuple):
-    """A process's place in its job: `host:port` of process 0, how many there are, its number."""
-
-    coordinator: str
-    processes: int
-    process: int
-
-    @property
-    def host(self) -> str:
-        """The host at which process 0 listens."""
-        return self.coordinator.rpartition(":")[0].strip("[]")
-
-    @property
-    def port(self) -> int:
-        """The port at which process 0 listens."""
-        return int(self.coordinator.rpartition(":")[2])
-
-
-def meet(seat: Seat, about: Mapping[str, str], timeout_s: float) -> None:
+def meet(
+    coordinator: str, processes: int, process: int, about: Mapping[str, str], timeout_s: float
+) -> None:
     """Waits until all processes of a job are there, and compares what they say of themselves.
 
-    LaunchError if process 0 cannot be reached, a process did not come, came twice or expects
-    another number of processes, or something in `about` differs.
+    `coordinator` is `host:port` of process 0. LaunchError if it cannot be reached, a process did
+    not come, came twice or expects another number of processes, or something in `about` differs.
     """
-    if seat.processes < 2:
+    if processes < 2:
         return
-    hello = {_COUNT: str(seat.processes), **about}
-    raise_json((_ask if seat.process else _host)(seat, hello, timeout_s))
+    about = {_COUNT: str(processes), **about}
+    if process:
+        heard(_ask(coordinator, process, about, timeout_s))
+    else:
+        heard(_host(coordinator, processes, about, timeout_s))
 
 
 # Process 0.
 
 
-def _host(seat: Seat, about: dict[str, str], timeout_s: float) -> str:
+def _host(coordinator: str, processes: int, about: dict[str, str], timeout_s: float) -> str:
     """Collects who comes, as process 0, and answers all once the last is there or time is up."""
     # A job of 3:  0 -> 1 the greeting, as soon as 1 is connected
     #              1 -> 0 {"process": 1, "about": {number of processes, versions}}
     #              2 -> 0 {"process": 2, ...}          connections stay open meanwhile
-    #              0 -> 1, 2  an empty line: all agree; else the error as JSON
+    #              0 -> 1, 2  null: all agree; else the error as JSON
     # All are answered at once and alike, so that either all go on to jax's own connection or
     # all raise. The socket is closed by then: jax's coordinator listens at the same port.
     deadline = time.monotonic() + timeout_s
     came = {0: about}
     lines: list[socket.socket] = []
-    outcome = ""
-    with listen(seat.port, seat.processes) as server:
-        while not outcome and len(came) < seat.processes:
+
+    def collect() -> None:
+        while len(came) < processes:
             server.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 line, _ = server.accept()
             except TimeoutError:
-                missing = [str(p) for p in range(seat.processes) if p not in came]
+                missing = [str(p) for p in range(processes) if p not in came]
                 names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
-                outcome = as_json(
+                raise LaunchError(
                     f"process{'es' if len(missing) > 1 else ''} {names} did not come to "
-                    f"{seat.coordinator} within {timeout_s:g} s",
-                    actual=f"{len(came)} of {seat.processes} processes came",
+                    f"{coordinator} within {timeout_s:g} s",
+                    actual=f"{len(came)} of {processes} processes came",
                     fix="see why it did not start, or whether a firewall closes the port",
-                )
-                break
+                ) from None
             try:
                 line.settimeout(_HELLO_S)
                 line.sendall(_GREETING)
@@ -103,14 +89,17 @@ def _host(seat: Seat, about: dict[str, str], timeout_s: float) -> str:
                 continue
             lines.append(line)
             if process in came:
-                outcome = as_json(
+                raise LaunchError(
                     f"two processes of this job have process_id {process}",
                     fix="number the processes from 0, each its own number",
                 )
-            came.setdefault(process, its_own)
+            came[process] = its_own
             if its_own[_COUNT] != about[_COUNT]:
                 break  # nobody knows for whom to wait
-        outcome = outcome or differences(came)
+        refuse_differences(came)
+
+    with listen(int(coordinator.rpartition(":")[2]), processes) as server:
+        outcome = written(collect)
         for line in lines:
             with contextlib.suppress(OSError), line:
                 line.sendall(f"{outcome}\n".encode())
@@ -138,15 +127,16 @@ def listen(port: int, backlog: int) -> socket.socket:
 # The others.
 
 
-def _ask(seat: Seat, about: dict[str, str], timeout_s: float) -> str:
+def _ask(coordinator: str, process: int, about: dict[str, str], timeout_s: float) -> str:
     """Connects to process 0, waiting until it is there, and returns its answer."""
     start = time.monotonic()
-    hello = json.dumps({"process": seat.process, "about": about})
+    host, _, port = coordinator.rpartition(":")
+    hello = json.dumps({"process": process, "about": about})
     strange: float | None = None  # since when somebody listens there who is not process 0
     while True:
         left = max(0.1, start + timeout_s - time.monotonic())
         try:
-            with socket.create_connection((seat.host, seat.port), timeout=left) as line:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=left) as line:
                 strange = strange or time.monotonic()
                 line.settimeout(min(left, _GREETING_S))
                 with line.makefile("rb") as file:
@@ -162,13 +152,13 @@ def _ask(seat: Seat, about: dict[str, str], timeout_s: float) -> str:
             now = time.monotonic()
             if strange is not None and now - strange >= min(timeout_s, _GREETING_S):
                 raise LaunchError(
-                    f"process {seat.process} found another program at {seat.coordinator}, where "
+                    f"process {process} found another program at {coordinator}, where "
                     "process 0 should listen",
                     fix="give a free port in the coordinator's address, or end what runs there",
                 ) from None
             if now - start >= timeout_s:
                 raise LaunchError(
-                    f"process {seat.process} cannot reach process 0 at {seat.coordinator} within "
+                    f"process {process} cannot reach process 0 at {coordinator} within "
                     f"{timeout_s:g} s",
                     actual=str(error),
                     fix="see whether process 0 runs and why it ended, whether this machine knows "

@@ -85,7 +85,6 @@ class Watchdog:
         self._last = time.monotonic()
         self._written_at = -1
         self._answered: str | None = None
-        self._was_asked = False
         self._file: IO[str] | None = None
         self._empty_size = 0
         self._is_new = False
@@ -114,8 +113,7 @@ class Watchdog:
         with contextlib.suppress(OSError):
             if self._file is not None:
                 self._file.close()
-            says_nothing = self.path.stat().st_size == self._empty_size
-            if self._written_at < 0 and not self._was_asked and says_nothing:
+            if self.path.stat().st_size == self._empty_size:  # neither thread wrote
                 self.path.unlink()
                 if self._is_new:
                     self.folder.rmdir()  # unless another process has something to say
@@ -226,7 +224,6 @@ class Watchdog:
         if token is None or token == self._answered:
             return
         self._answered = token
-        self._was_asked = True
         if self._written_at != self._beats:
             why = token.partition(": ")[2]
             self._write(f"asked: {why}; here: {self._last_mark()}")

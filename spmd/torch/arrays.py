@@ -49,10 +49,13 @@ def array_of(tensor: torch.Tensor, what: str) -> Any:
     return np.array(tensor.numpy())
 
 
-def struct_of(tensor: torch.Tensor, what: str) -> jax.ShapeDtypeStruct:
-    """Returns the type of the array that `array_of` makes of a tensor."""
-    dtype = narrow_dtype(tensor.dtype, what)
-    return jax.ShapeDtypeStruct(tuple(tensor.shape), mappings.t2j_dtype(dtype))
+def struct_of(tensor: Any, what: str) -> jax.ShapeDtypeStruct:
+    """Returns the type of the array that `array_of` makes of a tensor; or that of an array."""
+    if isinstance(tensor, torch.Tensor):
+        dtype = mappings.t2j_dtype(narrow_dtype(tensor.dtype, what))
+    else:
+        dtype = jax.dtypes.canonicalize_dtype(tensor.dtype)
+    return jax.ShapeDtypeStruct(tuple(tensor.shape), dtype)
 
 
 def narrow_dtype(dtype: torch.dtype, what: str) -> torch.dtype:
@@ -133,33 +136,23 @@ def arrays_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {name: array_of(tensor, f"{name!r}") for name, tensor in tensors.items()}
 
 
-class Input(NamedTuple):
-    """Names one tensor among the inputs, and numbers the positional argument it is in, if any."""
+def specs_of(
+    rules: Rules, state: State, inputs: Mapping[str, int | None], check: bool = True
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the specs that rules give to tensors and inputs: () for not split, None for open.
 
-    name: str
-    number: int | None
-
-
-class Specs(NamedTuple):
-    """Holds the specs that rules give to tensors and inputs: () for not split, None for open."""
-
-    tensors: dict[str, Any]
-    inputs: dict[str, Any]
-
-
-def specs_of(rules: Rules, state: State, inputs: Sequence[Input], check: bool = True) -> Specs:
-    """Applies rules to tensors and inputs; to `check` is to refuse a rule that matches nothing."""
+    `inputs` are as `Inputs` numbers them. To `check` is to refuse a rule that matches nothing.
+    """
     patterns = [rule for rule in rules if isinstance(rule, str)]
     if check:
-        names = [*state.aliases, *(name for name, _ in inputs)]
+        names = [*state.aliases, *inputs]
         match_patterns(patterns, names, what="parameter, buffer or input", source=caller())
-        numbers = {number for _, number in inputs}
         for rule in rules:
-            if not isinstance(rule, str) and rule not in numbers:
+            if not isinstance(rule, str) and rule not in inputs.values():
                 raise SpecError(
                     f"{described(rule)} is the number of no positional input that is a tensor",
                     source=caller(),
-                    actual=f"inputs {', '.join(name for name, _ in inputs)}",
+                    actual=f"inputs {', '.join(inputs)}",
                     fix="name the input, or count positional arguments from 0",
                 )
 
@@ -182,13 +175,10 @@ def specs_of(rules: Rules, state: State, inputs: Sequence[Input], check: bool = 
             )
         return next(iter(ruled.values()), None)
 
-    return Specs(
-        {name: spec(tied(name)) for name in state.tensors},
-        {
-            name: spec(number if number in rules else first_match(name, patterns))
-            for name, number in inputs
-        },
-    )
+    return {name: spec(tied(name)) for name in state.tensors}, {
+        name: spec(number if number in rules else first_match(name, patterns))
+        for name, number in inputs.items()
+    }
 
 
 # ---------------------------------------------------------------------------------------------
@@ -199,20 +189,13 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 
 
 class Inputs(NamedTuple):
-    """Holds the arguments of a call, taken apart: the tensors' names and numbers, and themselves.
+    """Holds the arguments of a call, taken apart into tensors (or arrays) and all else."""
 
-    `rest` has (position, value) of every other leaf; `tree` is the structure of (args, kwargs).
-    """
-
-    inputs: tuple[Input, ...]
-    leaves: tuple[Any, ...]
-    rest: tuple[tuple[int, Any], ...]
-    tree: Any
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The name of each tensor."""
-        return tuple(name for name, _ in self.inputs)
+    # name of each tensor -> number of the positional argument that it is in, None for others
+    numbers: dict[str, int | None]
+    leaves: tuple[Any, ...]  # the tensors
+    rest: tuple[tuple[int, Any], ...]  # (position, value) of every other leaf
+    tree: Any  # the structure of (args, kwargs)
 
     @property
     def key(self) -> Any:
@@ -222,23 +205,20 @@ class Inputs(NamedTuple):
 
     def structs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the types that the tensors have inside the program, by name."""
-        return {
-            name: struct_of(leaf, f"input {name!r}")
-            if isinstance(leaf, torch.Tensor)
-            else jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
-            for name, leaf in zip(self.names, self.leaves, strict=True)
-        }
+        named = zip(self.numbers, self.leaves, strict=True)
+        return {name: struct_of(leaf, f"input {name!r}") for name, leaf in named}
 
     def arrays(self) -> dict[str, Any]:
         """Returns the tensors as arrays, by name; arrays stay as they are."""
+        named = zip(self.numbers, self.leaves, strict=True)
         return {
             name: array_of(leaf, f"input {name!r}") if isinstance(leaf, torch.Tensor) else leaf
-            for name, leaf in zip(self.names, self.leaves, strict=True)
+            for name, leaf in named
         }
 
     def rebuild(self, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the call's (args, kwargs) with other values, by name, in place of its tensors."""
-        leaves = [values[name] for name in self.names]
+        leaves = [values[name] for name in self.numbers]
         args, kwargs = torch_tree.tree_unflatten(_merged(self.rest, leaves), self.tree)
         return tuple(args), dict(kwargs)
 
@@ -253,13 +233,14 @@ def take_apart(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     heads = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     others = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), "input")
     heads = heads[: len(args)] + [f"{others}.{i}" for i in range(len(args) - len(heads))]
-    inputs, leaves, rest = [], [], []
+    numbers: dict[str, int | None] = {}
+    leaves, rest = [], []
     for position, (path, leaf) in enumerate(found):
         keys = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path]
         head = heads[keys[1]] if keys[0] == 0 else str(keys[1])
         name = ".".join([head, *map(str, keys[2:])])  # `batch.labels`, which is in argument `batch`
         if isinstance(leaf, torch.Tensor | np.ndarray | jax.Array):
-            inputs.append(Input(name, path[1].idx if path[0].idx == 0 else None))
+            numbers[name] = path[1].idx if path[0].idx == 0 else None
             leaves.append(leaf)
             continue
         rest.append((position, leaf))
@@ -273,18 +254,7 @@ def take_apart(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
                 fix="pass a tensor, or a number, a text or None, which become constants of the "
                 "program",
             ) from error
-    return Inputs(tuple(inputs), tuple(leaves), tuple(rest), tree)
-
-
-class Outputs(NamedTuple):
-    """Says how to put a result together from arrays: its structure, and its leaves but tensors."""
-
-    tree: Any
-    rest: tuple[tuple[int, Any], ...]
-
-    def rebuild(self, leaves: Sequence[Any]) -> Any:
-        """Returns the result with these tensors."""
-        return torch_tree.tree_unflatten(_merged(self.rest, leaves), self.tree)
+    return Inputs(numbers, tuple(leaves), tuple(rest), tree)
 
 
 def _merged(rest: Sequence[tuple[int, Any]], leaves: Sequence[Any]) -> list[Any]:
@@ -293,8 +263,8 @@ def _merged(rest: Sequence[tuple[int, Any]], leaves: Sequence[Any]) -> list[Any]
     return [fixed[i] if i in fixed else next(others) for i in range(len(fixed) + len(leaves))]
 
 
-def split_result(result: Any) -> tuple[list[Any], Outputs]:
-    """Returns the tensors of a module's result, and the `Outputs` that put it together again."""
+def split_result(result: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Returns the tensors of a module's result, and what puts it together again from others."""
     leaves, tree = torch_tree.tree_flatten(result)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     rest = [(i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)]
@@ -305,4 +275,4 @@ def split_result(result: Any) -> tuple[list[Any], Outputs]:
                 required="tensors in tuples, lists, dicts and what else PyTorch's pytrees know",
                 fix="switch it off, as in model(..., use_cache=False), or return its tensors",
             )
-    return tensors, Outputs(tree, tuple(rest))
+    return tensors, lambda leaves: torch_tree.tree_unflatten(_merged(rest, leaves), tree)

@@ -14,7 +14,7 @@ from torchax.tensor import Tensor
 from spmd.errors import ArgumentError, described
 from spmd.frontend.artifact import function_artifact
 from spmd.torch.arrays import arrays_of, split_result, state_of, take_apart
-from spmd.torch.tracing import as_arrays, run_pure
+from spmd.torch.tracing import as_arrays, run_pure, split
 
 
 def functional(
@@ -150,8 +150,7 @@ def export(
         )
 
     def forward(arguments: Any) -> Any:
-        given = {name: arguments[name] for name in weights}
-        leaves = {name: arguments[name] for name in structs}
+        given, leaves = split(arguments, weights)
         result = run_pure(module, operator.call, given, inputs, leaves)
         tensors, _ = split_result(result)
         arrays = as_arrays(tensors)

@@ -248,10 +248,10 @@ class Sharded(Held):
         self._placed.update(changed)
         self.calls += 1
         device = next((t.device for t in inputs.leaves if isinstance(t, torch.Tensor)), None)
-        return program.outputs.rebuild([tensor_of(leaf, device=device) for leaf in leaves])
+        return program.outputs([tensor_of(leaf, device=device) for leaf in leaves])
 
     def _compile(self, inputs: Inputs) -> ModuleProgram:
-        specs = specs_of(self._rules, self._state, inputs.inputs, not self._programs)
+        specs, given = specs_of(self._rules, self._state, inputs.numbers, not self._programs)
         noted: list[Any] = []
 
         def forward(state: Any, leaves: Any, random: Any) -> Any:
@@ -271,7 +271,7 @@ class Sharded(Held):
         jitted = jit(
             program,
             mesh=self._mesh,
-            in_specs=(*split(specs.tensors, changed), specs.inputs, None),
+            in_specs=(*split(specs, changed), given, None),
             donate_argnums=(0,),
             options=self._options,
         )
@@ -427,7 +427,7 @@ class TrainStep(Held):
 
     def _compile(self, inputs: Inputs) -> ModuleProgram:
         optimizer = self._optimizer
-        specs = specs_of(self._rules, self._state, inputs.inputs, not self._programs)
+        specs, given = specs_of(self._rules, self._state, inputs.numbers, not self._programs)
         draws: list[bool] = []
 
         def objective(params: Any, others: Any, leaves: Any, random: Any) -> Any:
@@ -472,11 +472,11 @@ class TrainStep(Held):
             return params, opt_state, new, loss
 
         step.__name__ = f"{type(self.module).__name__} step"
-        trained, rest = split(specs.tensors, optimizer.trained)
+        trained, rest = split(specs, optimizer.trained)
         jitted = jit(
             step,
             mesh=self._mesh,
-            in_specs=(trained, None, *split(rest, changed), specs.inputs, None, None),
+            in_specs=(trained, None, *split(rest, changed), given, None, None),
             donate_argnums=(0, 1, 2),
             options=self._options,
         )

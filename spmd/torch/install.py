@@ -7,8 +7,7 @@ gone, and registers a decomposition that PyTorch has now. Both are mended here, 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 from unittest import mock
@@ -43,20 +42,12 @@ def check_installed(version_of: Callable[[str], str] = metadata.version) -> None
 def load_torchax() -> None:
     """Imports what we use of torchax; InstallError if it or PyTorch is missing or unfit."""
     check_installed()
-    with _old_overloads(), _known_decompositions():
-        for module in ("torchax", "torchax.ops.jaten", "torchax.ops.jtorch", "torchax.interop"):
-            importlib.import_module(module)
-        # The rest is imported by whoever makes an environment.
-        importlib.import_module("torchax.tensor").Environment()
-
-
-@contextmanager
-def _old_overloads() -> Iterator[None]:
-    """Lets overloads of named dims, which PyTorch 2.13 lacks, be looked up as names of no op."""
     packet = importlib.import_module("torch._ops").OpOverloadPacket
-    look_up = packet.__getattr__
+    decompositions = importlib.import_module("torch._decomp")
+    look_up, register = packet.__getattr__, decompositions._add_op_to_registry
 
     def found(self: Any, name: str) -> Any:
+        """Looks up overloads of named dims, which PyTorch 2.13 lacks, as names of no op."""
         try:
             return look_up(self, name)
         except AttributeError:
@@ -64,22 +55,19 @@ def _old_overloads() -> Iterator[None]:
                 return f"{self}.{name}"
             raise
 
-    with mock.patch.object(packet, "__getattr__", found):
-        yield
-
-
-@contextmanager
-def _known_decompositions() -> Iterator[None]:
-    """Keeps PyTorch's own decomposition where torchax registers one that PyTorch has already."""
-    decompositions = importlib.import_module("torch._decomp")
-    register = decompositions._add_op_to_registry
-
     def add(registry: Any, op: Any, fn: Any) -> None:
+        """Keeps PyTorch's own decomposition where torchax registers one that PyTorch has."""
         try:
             register(registry, op, fn)
         except RuntimeError as error:
             if "duplicate" not in str(error):
                 raise
 
-    with mock.patch.object(decompositions, "_add_op_to_registry", add):
-        yield
+    with (
+        mock.patch.object(packet, "__getattr__", found),
+        mock.patch.object(decompositions, "_add_op_to_registry", add),
+    ):
+        for module in ("torchax", "torchax.ops.jaten", "torchax.ops.jtorch", "torchax.interop"):
+            importlib.import_module(module)
+        # The rest is imported by whoever makes an environment.
+        importlib.import_module("torchax.tensor").Environment()

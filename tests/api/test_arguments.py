@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmd.api.parameters import call_parts, donated_leaves, updates_of
-from spmd.api.specs import like_parameters
-from spmd.api.tracing import Aval, aval_of
+import spmd
+from spmd.api.arguments import donated_leaves, like_parameters, updates_of
+from spmd.api.tracing import type_of
 
 W = jax.ShapeDtypeStruct((4, 2), jnp.float32)
 B = jax.ShapeDtypeStruct((4,), jnp.float32)
@@ -26,23 +26,25 @@ B = jax.ShapeDtypeStruct((4,), jnp.float32)
 def test_updates_are_results_of_the_same_type(donated: tuple[int, ...], links: object) -> None:
     params = {"b": B, "w": W}
     results = (jax.ShapeDtypeStruct((), jnp.float32), params, W)
-    parts = call_parts(lambda p, n, w: p, ((params, W), {}), (0, 2), donated, (), 3)
+    jitted = spmd.jit(lambda p, n, w: p, static_argnums=1, donate_argnums=donated)
+    parts = jitted.recipe.arguments((params, "static", W), {})
     assert updates_of(parts, results) == links
     leaves = {0: (0, 1), 2: (2,)}
     assert donated_leaves(parts) == tuple(leaf for number in donated for leaf in leaves[number])
 
 
 def test_each_result_updates_one_argument() -> None:
-    parts = call_parts(lambda a, b: a, ((W, W), {}), (0, 1), (0, 1), (), 2)
+    parts = spmd.jit(lambda a, b: a, donate_argnums=(0, 1)).recipe.arguments((W, W), {})
     assert updates_of(parts, W) == ((0, 0),)
 
 
 def test_arguments_by_name_have_the_place_of_their_parameter() -> None:
-    parts = call_parts(lambda a, b, *, c: a, ((W,), {"c": B, "b": W}), (0,), (), ("c",), 1)
-    assert [(part.place, part.name, part.is_donated) for part in parts] == [
-        (0, "a", False),
-        (1, "b", False),
-        ("c", "c", True),
+    jitted = spmd.jit(lambda a, b, *, c: a, donate_argnames="c")
+    parts = jitted.recipe.arguments((W,), {"c": B, "b": W})
+    assert [(part.key, part.place, part.name, part.is_donated) for part in parts] == [
+        (0, 0, "a", False),
+        ("b", 1, "b", False),
+        ("c", "c", "c", True),
     ]
 
 
@@ -57,8 +59,8 @@ def test_state_lies_like_the_parameter_at_the_end_of_its_path() -> None:
 
 def test_types_of_leaves() -> None:
     key = jax.random.key(0)
-    assert aval_of(1.0) == Aval((), jnp.float32, True)
-    assert aval_of(jnp.ones((2, 3), jnp.bfloat16)) == Aval((2, 3), jnp.bfloat16)
-    assert aval_of(jnp.asarray(1) * 2) == Aval((), jnp.int32, True)
-    assert aval_of(jax.ShapeDtypeStruct((2,), jnp.int8)) == Aval((2,), jnp.int8)
-    assert aval_of(key) == Aval((), key.dtype)
+    assert type_of(1.0) == ((), jnp.float32, True, None)
+    assert type_of(jnp.ones((2, 3), jnp.bfloat16)) == ((2, 3), jnp.bfloat16, False, None)
+    assert type_of(jnp.asarray(1) * 2) == ((), jnp.int32, True, None)
+    assert type_of(jax.ShapeDtypeStruct((2,), jnp.int8)) == ((2,), jnp.int8, False, None)
+    assert type_of(key) == ((), key.dtype, False, None)

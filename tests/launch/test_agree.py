@@ -13,11 +13,10 @@ from spmd.launch.agree import (
     by_package,
     check_same,
     check_same_sources,
-    differences,
-    different_sources,
     gathered,
     imported,
-    raise_json,
+    refuse_differences,
+    refuse_other_sources,
     settings,
     without_locations,
 )
@@ -27,7 +26,7 @@ from tests.waiting import PATIENCE
 
 def compare(store: Memory, members, me: int, what: dict[str, str], timeout_s: float) -> None:
     """One comparison, as `check_same` makes it."""
-    raise_json(gathered(store, "x", members, me, what, differences, timeout_s))
+    gathered(store, "x", members, me, what, refuse_differences, timeout_s)
 
 
 def told_by(values: dict[int, dict[str, str]], timeout_s: float = PATIENCE) -> list[str]:
@@ -68,7 +67,7 @@ def test_a_process_that_does_not_come_is_named():
 
 def differing(found: dict[int, dict[str, str]]) -> str:
     with pytest.raises(LaunchError) as error:
-        raise_json(differences(found))
+        refuse_differences(found)
     return str(error.value)
 
 
@@ -142,7 +141,7 @@ def test_who_has_other_files_is_named():
         2: {"checked": "sources", "models": "a", "models.data": "2", "own": "y"},
     }
     with pytest.raises(LaunchError) as error:
-        raise_json(different_sources(found))
+        refuse_other_sources(found)
     assert str(error.value).splitlines()[:2] == [
         "the processes of this job run different sources of models.data",
         "  actual: process 2 has another models.data than process 0",
@@ -150,7 +149,7 @@ def test_who_has_other_files_is_named():
 
 
 def test_a_module_that_only_some_have_imported_is_no_difference():
-    assert different_sources({0: {"a": "1", "report": "2"}, 1: {"a": "1"}}) == ""
+    refuse_other_sources({0: {"a": "1", "report": "2"}, 1: {"a": "1"}})
 
 
 def test_alone_there_is_nobody_to_differ():

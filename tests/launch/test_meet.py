@@ -12,7 +12,7 @@ import spmd
 from scripts.jobs.local import free_port
 from spmd.errors import LaunchError
 from spmd.launch.initialize import RANKS, find_place, initialize, versions
-from spmd.launch.meet import Seat, meet
+from spmd.launch.meet import meet
 from spmd.launch.store import Place
 from tests.waiting import PATIENCE, wait_until
 
@@ -31,7 +31,7 @@ def told(
         versions = {"version of jax": (about or {}).get(process, "0.10.2")}
         timeout_s = PATIENCE if process else host_waits_s
         try:
-            meet(Seat(f"localhost:{port}", processes, process), versions, timeout_s)
+            meet(f"localhost:{port}", processes, process, versions, timeout_s)
         except LaunchError as error:
             return str(error)
         return ""
@@ -62,7 +62,7 @@ def test_all_come_in_any_order():
 
 
 def test_alone_there_is_nobody_to_meet():
-    meet(Seat("nowhere.invalid:1", 1, 0), {}, 0.1)
+    meet("nowhere.invalid:1", 1, 0, {}, 0.1)
 
 
 def test_who_is_missing_is_named():
@@ -74,12 +74,12 @@ def test_who_is_missing_is_named():
 
 def test_no_coordinator():
     with pytest.raises(LaunchError, match=r"process 1 cannot reach process 0 at .* within 0\.3 s"):
-        meet(Seat(f"localhost:{free_port()}", 2, 1), {}, 0.3)
+        meet(f"localhost:{free_port()}", 2, 1, {}, 0.3)
 
 
 def test_unknown_host():
     with pytest.raises(LaunchError, match="knows its name"):
-        meet(Seat("no-such-host.invalid:1234", 2, 1), {}, 0.3)
+        meet("no-such-host.invalid:1234", 2, 1, {}, 0.3)
 
 
 def test_another_number_of_processes():
@@ -128,7 +128,7 @@ def test_another_program_at_the_port_is_named_soon(answers: bytes, monkeypatch):
             served = pool.submit(serve)
             started = time.monotonic()
             with pytest.raises(LaunchError, match=f"another program at localhost:{port}"):
-                meet(Seat(f"localhost:{port}", 2, 1), {}, PATIENCE)
+                meet(f"localhost:{port}", 2, 1, {}, PATIENCE)
             assert time.monotonic() - started < PATIENCE / 10
             server.shutdown(socket.SHUT_RDWR)
             served.result()
@@ -138,7 +138,7 @@ def test_port_in_use():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(LaunchError, match=f"cannot listen at port {port}"):
-            meet(Seat(f"localhost:{port}", 2, 0), {}, 1.0)
+            meet(f"localhost:{port}", 2, 0, {}, 1.0)
 
 
 def place(env: dict[str, str], given: Place | None = None) -> Place | None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.compiler import plan_problem, propagated_of
+from spmd.compiler import Trial, plan_problem, propagated_of
 from spmd.explain.costs import sent_bytes, spent
 from spmd.ir.description import CONSTANT
 from spmd.ir.program import OpKind, Program, Region
@@ -22,7 +22,6 @@ from spmd.planning.limit import peak_of
 from spmd.planning.plan import Choice
 from spmd.planning.problem import posed
 from spmd.predict.memory import peak_memory
-from spmd.trial import Trial
 from tests.ir.dialect.cases import CASES, MESH
 
 H200S = Topology("h200:8")

@@ -172,7 +172,7 @@ def test_a_step_is_never_slower_with_sums_that_travel(
     allowed = lower()
     permutes = [c for c in allowed.collectives if c.kind == "collective_permute"]
     assert bool(permutes) == (topology.count == 16)
-    monkeypatch.setattr("spmd.trial.ring", lambda program, *_: program)
+    monkeypatch.setattr("spmd.compiler.ring", lambda program, *_: program)
     assert allowed.timeline.seconds <= lower().timeline.seconds
 
 

@@ -1,0 +1,475 @@
+"""What a call gives for a function's parameters, and where users say that it lies on the mesh."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
+
+from spmd.api.marks import caller, path_name, some_of
+from spmd.errors import ArgumentError, MeshError, SpecError, described
+from spmd.frontend.marks import Entries
+from spmd.ir.types import TensorType
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import axis_refs, part_atoms
+from spmd.mesh.spec import OPEN, as_mesh, dims_of, match_patterns, spec_entries
+
+Numbers = int | Sequence[int] | None
+Names = str | Iterable[str] | None
+
+_BY_BOTH = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def by_number_and_name(
+    fn: Any, numbers: Numbers, names: Names
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Returns parameters by number and by name, as `jax.jit` understands them: ((1,), ("mode",)).
+
+    Where only one of both is given, the other is read off the function's signature, so that a
+    parameter is meant however the caller passes it.
+    """
+    has_numbers, has_names = numbers is not None, names is not None
+    by_number = (numbers,) if isinstance(numbers, int) else tuple(numbers or ())
+    by_name = (names,) if isinstance(names, str) else tuple(names or ())
+    parameters = parameters_of(fn)
+    if has_numbers and not has_names:
+        known = [parameters[n] for n in by_number if -len(parameters) <= n < len(parameters)]
+        by_name = tuple(p.name for p in known if p.kind == _BY_BOTH)
+    elif has_names and not has_numbers:
+        places = {p.name: i for i, p in enumerate(parameters) if p.kind == _BY_BOTH}
+        by_number = tuple(places[name] for name in by_name if name in places)
+    return by_number, by_name
+
+
+Parameters = Sequence[inspect.Parameter]
+
+
+def parameter_names(parameters: Parameters, count: int) -> tuple[str, ...]:
+    """Returns the names of the first `count` parameters; `arg2` where a function does not tell."""
+    found = [p.name for p in parameters[:count]]
+    return (*found, *[f"arg{number}" for number in range(len(found), count)])
+
+
+def parameter_count(parameters: Parameters) -> int:
+    """Returns how many parameters may be given by position."""
+    kinds = (_BY_BOTH, inspect.Parameter.POSITIONAL_ONLY)
+    return sum(p.kind in kinds for p in parameters)
+
+
+def parameters_of(fn: Any) -> Parameters:
+    """Returns a function's parameters; none where it does not tell."""
+    try:
+        return list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return []
+
+
+def function_name(fn: Any) -> str:
+    """Returns a function's name; for any other callable object, that of its class."""
+    fn = _written(fn)
+    return str(getattr(fn, "__name__", type(fn).__name__))
+
+
+def function_place(fn: Any) -> tuple[str, str] | None:
+    """Returns a function's file and qualified name; None where it is not written in Python."""
+    fn = _written(fn)
+    call = fn if hasattr(fn, "__code__") else _written(type(fn).__call__)
+    code = getattr(call, "__code__", None)
+    return (code.co_filename, code.co_qualname) if code else None
+
+
+def _written(fn: Any) -> Any:
+    """Returns the function inside of `functools.partial`s and wrappers."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return inspect.unwrap(fn)
+
+
+class Argument(NamedTuple):
+    """Describes an argument of a call that is not static."""
+
+    key: int | str  # its number among the positional ones of the call, or its name if given by that
+    # the number of its parameter, or its name where the function does not have it in order
+    place: int | str
+    name: str
+    value: Any  # its pytree
+    is_donated: bool  # whether the results may take its memory
+
+
+def leaf_names(parts: Sequence[Argument]) -> tuple[str, ...]:
+    """Returns each leaf's name, its parameter's and its path within the argument: `params/w_in`."""
+    return tuple(
+        "/".join(filter(None, (part.name, path_name(path))))
+        for part in parts
+        for path, _ in jax.tree_util.tree_flatten_with_path(part.value)[0]
+    )
+
+
+def donated_leaves(parts: Sequence[Argument]) -> tuple[int, ...]:
+    """Returns the flat indices of the donated arguments' leaves."""
+    flags = [part.is_donated for part in parts for _ in jax.tree.leaves(part.value)]
+    return tuple(i for i, is_donated in enumerate(flags) if is_donated)
+
+
+def updates_of(parts: Sequence[Argument], out_tree: Any) -> tuple[tuple[int, int], ...]:
+    """Pairs results with the donated arguments that they replace: (result leaf, argument leaf).
+
+    An argument's partner is the first part of the results, not taken yet, of the same structure,
+    shapes and dtypes; if there is none, each of its leaves finds its own, as XLA reuses memory. Of
+    `step(params, batch)` that returns (loss, params), with `params = {"w": ..}` donated: ((1, 0),).
+    """
+    counts = [len(jax.tree.leaves(part.value)) for part in parts]
+    starts = np.cumsum([0, *counts]).tolist()
+    places_of = zip(parts, starts, strict=False)
+    donated = [(part.value, position) for part, position in places_of if part.is_donated]
+    if not donated:
+        return ()
+    places: dict[Any, list[int]] = {}
+    for tree, start in _subtrees(out_tree):
+        places.setdefault(_tree_type(tree), []).append(start)
+    links: dict[int, int] = {}
+
+    def is_linked(tree: Any, position: int) -> bool:
+        count = len(jax.tree.leaves(tree))
+        for start in places.get(_tree_type(tree), ()):
+            if links.keys().isdisjoint(range(start, start + count)):
+                links.update((start + k, position + k) for k in range(count))
+                return True
+        return False
+
+    alone = [tree for tree in donated if not is_linked(*tree)]
+    for tree, position in alone:
+        for k, leaf in enumerate(jax.tree.leaves(tree)):
+            is_linked(leaf, position + k)
+    return tuple(links.items())
+
+
+def _subtrees(tree: Any) -> Iterator[tuple[Any, int]]:
+    """Yields a tree and all its subtrees, outer ones first, each with its first leaf's number."""
+    level = [(tree, 0)]
+    while level:
+        yield from level
+        inner = []
+        for outer, start in level:
+            # Its children: parts that are not the tree itself, as a leaf is.
+            parts = jax.tree.leaves(outer, is_leaf=partial(operator.is_not, outer))
+            for child in (part for part in parts if part is not outer):
+                inner.append((child, start))
+                start += len(jax.tree.leaves(child))
+        level = inner
+
+
+def _tree_type(tree: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+
+
+# ---------------------------------------------------------------------------------------------
+# Specs: as users give them, and spelled out with an entry for each dim.
+
+Specs = Sequence[Any] | Mapping[str, Any] | None
+"""For each argument or result a spec, or None (open); or names (or patterns of them) -> specs."""
+
+
+def arg_specs(
+    in_specs: Any, parts: Sequence[Argument], parameters: Parameters, positional: int
+) -> list[Any]:
+    """Returns the spec of each leaf of the arguments, None for open ones.
+
+    `in_specs` has one entry for each parameter, static ones counted, or, as `jax.jit` has it, for
+    each positional argument that is not static: a spec, a pytree of specs that is a prefix of the
+    argument, or None. A single `PartitionSpec` or `NamedSharding` is for all arguments. SpecError:
+    another number of entries than of arguments, another structure, or two ways to read one.
+    """
+    if in_specs is None or isinstance(in_specs, PartitionSpec | NamedSharding):
+        return [in_specs for part in parts for _ in jax.tree.leaves(part.value)]
+    places = [part.place for part in parts if isinstance(part.place, int)]
+    least = max([positional, *(place + 1 for place in places)])
+    most = max(least, parameter_count(parameters))  # those left out have defaults
+    entries: dict[int | str, Any]
+    if isinstance(in_specs, tuple | list) and least <= len(in_specs) <= most:
+        entries = dict(enumerate(in_specs))
+    elif isinstance(in_specs, tuple | list) and len(in_specs) == len(places):
+        entries = dict(zip(places, in_specs, strict=True))
+    else:
+        names = parameter_names(parameters, least)
+        fix = "write None for an argument that is open"
+        if len(names) == 1 and _is_spec(in_specs):
+            fix = f"put it into a tuple: in_specs=({described(in_specs)},)"
+        raise SpecError(
+            "in_specs needs one entry for each positional argument",
+            source=caller(),
+            actual=f"in_specs={described(in_specs)}",
+            required=f"{len(names)}, for {some_of(names)}" if names else "none: in_specs=()",
+            fix=fix,
+        )
+    return [
+        spec
+        for part in parts
+        for spec in _spread(entries.get(part.place), part.value, f"argument {part.name}")
+    ]
+
+
+def specified(shardings: Any) -> Any:
+    """Returns shardings given to `jax.jit` as specs, with None for its `UnspecifiedValue`s."""
+    return jax.tree.map(
+        lambda entry: None if type(entry).__name__ == "UnspecifiedValue" else entry,
+        shardings,
+        is_leaf=_is_spec,
+    )
+
+
+def result_specs(out_specs: Any, out_tree: Any) -> list[Any]:
+    """Returns each result leaf's spec, None for open ones; SpecError for another structure."""
+    return _spread(out_specs, out_tree, "the result", is_outermost=True)
+
+
+def _spread(specs: Any, tree: Any, what: str, is_outermost: bool = False) -> list[Any]:
+    """Returns one spec for each leaf of `tree`, given a prefix pytree of specs.
+
+    If `tree` is a tuple or list, specs of the same length are one spec for each part. Where they
+    could be one spec for all parts as well, it is a SpecError, but for a result as a whole. For
+    (x, {"a": y, "b": z}), (P("data"), None) gives [P("data"), None, None].
+    """
+    is_each = (
+        type(tree) in (tuple, list) and type(specs) in (tuple, list) and len(specs) == len(tree)
+    )
+    if is_each and all(_is_spec(spec) for spec in specs):
+        # As many names as there are parts may also be one spec of every part's dims.
+        names = [] if is_outermost else [entry for entry in specs if entry is not None]
+        are_names = names and all(isinstance(entry, str | int) for entry in names)
+        if are_names and all(len(specs) <= np.ndim(leaf) for leaf in jax.tree.leaves(tree)):
+            apart = ", ".join("None" if entry is None else f"P({entry!r})" for entry in specs)
+            one = ", ".join(map(repr, specs))
+            raise SpecError(
+                f"the spec of {what} can be read in two ways: it has {len(specs)} parts",
+                source=caller(),
+                actual=repr(specs),
+                required="one spec for all parts, or one for each",
+                fix=f"with jax.sharding.PartitionSpec as P, write P({one}) for all, or ({apart}) "
+                "for each",
+            )
+        return [
+            s for spec, part in zip(specs, tree, strict=True) for s in _spread(spec, part, what)
+        ]
+    if _is_spec(specs) or jax.tree_util.all_leaves([specs]):
+        return [specs] * len(jax.tree.leaves(tree))
+    structure: Any
+    each, structure = jax.tree.flatten(specs, is_leaf=_is_spec)
+    try:
+        parts = structure.flatten_up_to(tree)
+    except (ValueError, TypeError):
+        return _by_path(specs, tree, what)
+    return [s for spec, part in zip(each, parts, strict=True) for s in _spread(spec, part, what)]
+
+
+def _by_path(specs: Any, tree: Any, what: str) -> list[Any]:
+    """Returns each leaf's spec by its path; SpecError for specs without leaves, and the reverse.
+
+    jax takes structures for different if static parts differ, such as a train state's optimizer,
+    which is another object each time that it is made and says nothing of where leaves lie.
+    """
+    flat = jax.tree_util.tree_leaves_with_path
+    given = {_names(path): spec for path, spec in flat(specs, is_leaf=_is_spec)}
+    there = [_names(path) for path, _ in flat(tree)]
+    heads = [[leaf[:end] for end in range(len(leaf) + 1)] for leaf in there]
+    found = [next((head for head in of_leaf if head in given), None) for of_leaf in heads]
+    unknown = {path: spec for path, spec in given.items() if path not in found}
+    # A spec of no leaves may be `None` or `()`, which is an empty node, too.
+    if None not in found and all(spec is None or spec == () for spec in unknown.values()):
+        return [given[path] for path in found if path is not None]
+    without = [leaf for leaf, head in zip(there, found, strict=True) if head is None]
+    parts = [f"specs for {_some_paths(unknown)}, which it does not have"] if unknown else []
+    parts += [f"no spec for {_some_paths(without)}"] if without else []
+    raise SpecError(
+        f"the specs of {what} don't match its structure",
+        source=caller(),
+        actual="; ".join(parts),
+        required=f"specs for {_some_paths(there)}",
+        fix="give a spec for each leaf, or one for a whole branch; None leaves it open",
+    )
+
+
+def _names(path: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(path_name([key]) for key in path)
+
+
+def _some_paths(paths: Iterable[Sequence[str]]) -> str:
+    return some_of(["/".join(path) for path in paths])
+
+
+def _is_spec(x: Any) -> bool:
+    if x is None or isinstance(x, PartitionSpec | Sharding | str):
+        return True
+    return type(x) in (tuple, list) and all(
+        e is None or e is ... or isinstance(e, str | int) or e is OPEN
+        or (type(e) in (tuple, list) and all(isinstance(n, str | int) for n in e))
+        for e in x
+    )  # fmt: skip
+
+
+def key_dtype(leaf: Any) -> Any:
+    """Returns the dtype of a key array (or of a struct of one), None for everything else."""
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return dtype
+    return None
+
+
+def mesh_sharding(leaf: Any) -> NamedSharding | None:
+    """Returns the `NamedSharding` that an array or struct was given; None if nobody has done so."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    if isinstance(leaf, jax.Array) and not leaf.committed:
+        return None
+    return sharding
+
+
+def placement(leaf: Any, mesh: Mesh) -> NamedSharding | None:
+    """Returns how an argument lies on a mesh; None if it does not, or is whole on another one."""
+    sharding = mesh_sharding(leaf)
+    if sharding is None or not sharding.is_fully_replicated:
+        return sharding
+    other = as_mesh(sharding.mesh)
+    return sharding if (other.axis_names, other.sizes) == (mesh.axis_names, mesh.sizes) else None
+
+
+def leaf_entries(spec: Any, leaf: Any, what: str, mesh: Mesh) -> Entries | None:
+    """Returns the spec of an argument or result with an entry for each dim; None if it is open.
+
+    A key array gets one more entry, not split, as it is its data inside. MeshError: it is a
+    sharding on a mesh whose axes are not made of this mesh's; SpecError: it does not fit.
+    """
+    source, own, shape = caller(), mesh, np.shape(leaf)
+    if spec is None:  # XLA for CPUs crashes where an array without elements is split, in jax 0.11
+        return ((),) * len(shape) if 0 in shape else None
+
+    def axes_here(names: Sequence[str]) -> tuple[str, ...]:
+        """Translates axes of the spec's own mesh to axes of the program's, or parts of axes."""
+        atoms = tuple(a for name in names for a in part_atoms(mesh, own, name))
+        return tuple(str(ref) for ref in axis_refs(atoms, mesh))
+
+    if isinstance(spec, NamedSharding):
+        check_memory(spec, what)
+        spec, own = spec.spec, mesh_of(spec, mesh)
+    entries = spec_entries(spec, len(shape), own, what=what, source=source)
+    try:
+        if own is not mesh:
+            entries = tuple(None if names is None else axes_here(names) for names in entries)
+    except MeshError as error:
+        fields = {"actual": f"{what} lies on {error.actual}", "required": error.required}
+        raise MeshError(error.what, source=source, fix=error.fix, **fields) from None
+    dims_of(entries, shape, mesh, what=what, source=source)
+    return entries if key_dtype(leaf) is None else (*entries, ())
+
+
+def mesh_of(sharding: NamedSharding, mesh: Mesh) -> Mesh:
+    """Returns a sharding's mesh: `mesh` if equal; an AbstractMesh gets the devices of `mesh`."""
+    other = as_mesh(sharding.mesh)
+    if isinstance(sharding.mesh, AbstractMesh) and other.size == mesh.size:
+        other = Mesh(mesh.device_ids, other.sizes, other.axis_names)
+    same = (other.axis_names, other.sizes, other.device_ids)
+    return mesh if same == (mesh.axis_names, mesh.sizes, mesh.device_ids) else other
+
+
+def check_memory(sharding: NamedSharding, what: str) -> None:
+    """Raises SpecError for a sharding in another memory than that of the devices."""
+    if sharding.memory_kind not in (None, "device", "unpinned_host"):
+        raise SpecError(
+            f"{what} is to lie in {sharding.memory_kind}",
+            source=caller(),
+            actual=str(sharding),
+            required="arguments and results in the memory of the devices",
+            fix="move it with jax.device_put before and after the call",
+        )
+
+
+def like_parameters(
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], entries: Sequence[Entries | None]
+) -> tuple[tuple[Entries | None, ...], tuple[str | None, ...]]:
+    """Gives open arguments that mirror a marked one its spec; also returns the reason for each.
+
+    Optimizer state repeats the parameters' tree further down: `opt_state/0/mu/w_in` has the shape
+    of `params/w_in` and ends with its path. Propagation would find the same split for most of it,
+    but would split the state of a parameter that is marked as not split.
+    """
+    paths = [tuple(name.split("/"))[1:] for name in names]
+    marked: dict[tuple[tuple[str, ...], Any], int] = {}
+    for i, path in enumerate(paths):
+        if entries[i] is not None and path:
+            marked.setdefault((path, shapes[i]), i)
+    filled = list(entries)
+    reasons: list[str | None] = [None] * len(filled)
+    for i, path in enumerate(paths):
+        tails = ((path[k:], shapes[i]) for k in range(1, len(path)))
+        like = next((marked[tail] for tail in tails if tail in marked), None)
+        if entries[i] is None and like is not None:
+            filled[i] = entries[like]
+            reasons[i] = f"like argument {names[like]}"
+    return tuple(filled), tuple(reasons)
+
+
+def flat_entries(
+    specs: Specs, types: Sequence[TensorType], names: Sequence[str], mesh: Mesh, what: str
+) -> tuple[Entries | None, ...]:
+    """Returns a module's specs with an entry for each dim, None where open; SpecError if unfit."""
+    if specs is None:
+        return (None,) * len(types)
+    if isinstance(specs, Mapping):
+        found = match_patterns(specs, names, what=what)
+        specs = [None if pattern is None else specs[pattern] for pattern in found]
+    if len(specs) != len(types):
+        raise SpecError(
+            f"{len(specs)} {what} specs for a module with {len(types)} {what}s",
+            fix="give one spec for each, None for open ones",
+        )
+    return tuple(
+        None if spec is None else spec_entries(spec, t.rank, mesh, what=f"{what} {name}")
+        for spec, t, name in zip(specs, types, names, strict=True)
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# For frameworks that take objects apart: what their `jit` makes of a user's function.
+
+
+def with_keywords(
+    call: Callable[..., Any], fn: Any, names: Sequence[str]
+) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """Returns `call(*values, *args, **kwargs)` as a function like `fn` that takes values by name.
+
+    Returns the names, too, longer where `fn` has a parameter of that name. The signature is that of
+    `fn` with the new parameters behind its own: users number and name arguments as they wrote them.
+    """
+    signature = inspect.signature(fn)
+    free = tuple(
+        next(each for n in count() if (each := "_" * n + name) not in signature.parameters)
+        for name in names
+    )
+
+    @functools.wraps(fn, updated=())
+    def with_values(*args: Any, **kwargs: Any) -> Any:
+        return call(*map(kwargs.pop, free), *args, **kwargs)
+
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in free]
+    every = [*signature.parameters.values(), *more]
+    every.sort(key=lambda parameter: parameter.kind)
+    with_values.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
+    return with_values, free
+
+
+def check_without(options: Mapping[str, Any], names: Sequence[str], what: str, fix: str) -> None:
+    """Raises ArgumentError if options are given that a framework's jit, called `what`, lacks."""
+    given = [name for name in names if options.get(name) is not None]
+    if given:
+        raise ArgumentError(f"{what} has no {given[0]}", fix=fix)
