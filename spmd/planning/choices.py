@@ -11,6 +11,7 @@ import numpy as np
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.dialect.rule import FIXED, MERGE, PASS, REPLICATE, RING, UNCLAIMED, WINDOW, Rule
 from spmd.ir.program import Op, OpKind, Value
+from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
 from spmd.planning.plan import Choice
@@ -45,7 +46,8 @@ class Choices:
     def __init__(self, problem: Problem) -> None:
         self.problem, self.propagated = problem, problem.propagated
         self.mesh, self.topology = problem.mesh, problem.topology
-        self.resharder, self.ways = problem.resharder, Ways(problem)
+        self.resharder = problem.resharder
+        self._ways: dict[tuple[TensorType, Axes], Ways] = {}
         self._made: dict[object, tuple[Choice, ...]] = {}
         self._full: dict[tuple[OpKind, Assignment], Choice] = {}
         self._seconds: dict[tuple[OpKind, tuple[bool, ...], Assignment], float] = {}
@@ -146,6 +148,11 @@ class Choices:
             self._seconds[key] = found
         return found
 
+    def ways(self, value: Value) -> Ways:
+        """Returns the table of reshards of a value, which all values share that are alike."""
+        key = self.problem.program.types[value], self.resharder.held(value)
+        return self._ways.setdefault(key, Ways(self.problem))
+
     def _plain(self, kind: OpKind, rule: Rule, assignment: Assignment) -> Choice:
         choice = self._full.get((kind, assignment))
         if choice is None:
@@ -201,75 +208,48 @@ def axis_sets(runs: Sequence[Axes]) -> list[Axes]:
 
 
 class Ways:
-    """Looks up the seconds of reshards in tables that values of one type share.
+    """The seconds of reshards of values of one type, in a table that grows with what is asked.
 
-    A table has a row and a column for each sharding that was asked about, and grows with new ones.
+    It has a row and a column for each sharding that was asked about.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._alike: dict[object, _Alike] = {}
-        self._of: dict[Value, _Alike] = {}
+        self.index: dict[Sharding, int] = {}  # number of each sharding
+        # Of reshards between the first of these; not a number where that has to be searched for.
+        self.seconds: Table = np.zeros((0, 0))
+        self._costs: dict[tuple[bool, bool], Table] = {}  # with memory traffic
 
-    def numbers(self, value: Value, shardings: Sequence[Sharding]) -> Table:
-        """Returns the index of each sharding in the table of a value; new ones are added."""
-        index = self._table(value).index
+    def numbers(self, shardings: Sequence[Sharding]) -> Table:
+        """Returns the index of each sharding in the table; new ones are added."""
+        index = self.index
         return np.array([index.setdefault(s, len(index)) for s in shardings], dtype=np.intp)
 
     def costs(self, value: Value, states: Table, needs: Table, stores: bool) -> Table:
-        """Returns the seconds of the reshard from each state (rows) to each need (columns).
+        """Returns the seconds of a value's reshard from each state (rows) to each need (columns).
 
         Both are indices from `numbers`. Where no reshard leads the cost is `FORBIDDEN`. `stores`
         says whether the reader needs the value in memory.
         """
-        alike, inside = self._table(value), not self.problem.in_memory[value]
-        found: Table = alike.costs(value, inside, stores)[states[:, None], needs]
-        if np.isnan(found).any():
-            alike.ask(value, states, needs)
-            found = alike.costs(value, inside, stores)[states[:, None], needs]
-        return found
-
-    def _table(self, value: Value) -> _Alike:
-        found = self._of.get(value)
-        if found is None:
-            key = self.problem.program.types[value], self.problem.resharder.held(value)
-            found = self._alike.setdefault(key, _Alike(self.problem))
-            self._of[value] = found
-        return found
-
-
-class _Alike:
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.index: dict[Sharding, int] = {}  # number of each sharding
-        # Of reshards between the first of these; not a number where that has to be asked.
-        self.seconds: Table = np.zeros((0, 0))
-        self._costs: dict[tuple[bool, bool], Table] = {}
-
-    def costs(self, value: Value, inside: bool, stores: bool) -> Table:
-        """Returns the seconds of reshards, memory traffic included, between all known shardings."""
-        every = tuple(self.index)
+        every, resharder = tuple(self.index), self.problem.resharder
         if len(every) > (known := len(self.seconds)):
-            glance = self.problem.resharder.glance
             table = np.empty((len(every), len(every)))
             table[:known, :known] = self.seconds
-            table[known:] = glance(value, every[known:], every)
-            table[:known, known:] = glance(value, every[:known], every[known:])
+            table[known:] = resharder.glance(value, every[known:], every)
+            table[:known, known:] = resharder.glance(value, every[:known], every[known:])
             self.seconds = table
             self._costs.clear()
-        found = self._costs.get((inside, stores))
-        if found is None:
+        ends = states[:, None], needs
+        for i, j in np.argwhere(np.isnan(self.seconds[ends])).tolist():
+            have, wanted = int(states[i]), int(needs[j])
+            self.seconds[have, wanted] = resharder.seconds(value, every[have], every[wanted])
+            self._costs.clear()
+        key = self.problem.in_memory[value], stores
+        if key not in self._costs:
             more = self.problem.traffic(value, every, every, self.seconds > 0, stores)
-            found = self._costs[inside, stores] = np.minimum(self.seconds + more, FORBIDDEN)
+            self._costs[key] = np.minimum(self.seconds + more, FORBIDDEN)
+        found: Table = self._costs[key][ends]
         return found
-
-    def ask(self, value: Value, states: Table, needs: Table) -> None:
-        """Searches for those reshards whose seconds are still NaN in the table, one by one."""
-        every = tuple(self.index)
-        for i, j in zip(*np.nonzero(np.isnan(self.seconds[states[:, None], needs])), strict=True):
-            ends = int(states[i]), int(needs[j])
-            self.seconds[ends] = self.problem.resharder.seconds(value, *(every[e] for e in ends))
-        self._costs.clear()
 
 
 # ---------------------------------------------------------------------------------------------

@@ -28,18 +28,13 @@ def plan_greedily(problem: Problem, choices: Choices | None = None) -> Plan:
 
 
 class _Greedy(Walk):
-    solver = "greedy"
-
     def __init__(self, problem: Problem, options: Choices) -> None:
-        super().__init__(problem)
+        super().__init__(problem, "greedy", tuple(states[0] for states in problem.arguments))
         self.options, self.wishes = options, problem.wishes
         self.decided: dict[Any, tuple[Choice, float]] = {}
 
-    def argument(self, number: int) -> Sharding:
-        return self.problem.arguments[number][0]
-
     def carry(self, tie: Tie) -> Sharding:
-        wish = self.problem.wishes[tie.result]
+        wish = self.wishes[tie.result]
         if wish is not None:
             return wish
         if tie.source is not None:

@@ -14,22 +14,20 @@ from spmd.mesh.sharding import Sharding, format_axes, replicated
 from spmd.planning.plan import Choice, Move, Plan
 from spmd.planning.problem import Problem
 from spmd.predict.fusion import wants_stored
+from spmd.reshard.paths import States
 
 
 class Walk:
     """One pass over a program that records states and copies of values, choices and seconds."""
 
-    solver: str
-    # What a planner decides: the choice for an op, with the op's own time, without reshards; the
-    # one state of everything that a result of a region op is tied to; and that of an argument.
+    # What a planner decides: the choice for an op, with the op's own time, without reshards; and
+    # the one state of everything that a result of a region op is tied to.
     choose: Callable[[Op], tuple[Choice, float]]
     carry: Callable[[Tie], Sharding]
-    argument: Callable[[int], Sharding]
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.program = problem.program
-        self.types = self.program.types
+    def __init__(self, problem: Problem, solver: str, arguments: States) -> None:
+        self.problem, self.solver, self.arguments = problem, solver, arguments
+        self.types = problem.program.types
         self.cheap = problem.propagated.cheap
         self.resharder = problem.resharder
         self.states: list[Sharding | None] = [None] * len(self.types)
@@ -44,8 +42,7 @@ class Walk:
 
     def run(self) -> Plan:
         """Settles every op, and returns the plan."""
-        problem, body = self.problem, self.program.body
-        arguments = tuple(self.argument(number) for number in range(len(body.args)))
+        problem, body, arguments = self.problem, self.problem.program.body, self.arguments
         for value, state in zip(body.args, arguments, strict=True):
             self.define(value, state)
         self.region(body, 1)
