@@ -20,11 +20,11 @@ from spmd.ir.dialect.registry import rule_of
 from spmd.ir.program import Op, Region, Value
 from spmd.mesh.sharding import Sharding, replicated
 from spmd.planning.choices import Choices, Ways
+from spmd.planning.greedy import Walk
 from spmd.planning.plan import Choice, Plan
 from spmd.planning.problem import Problem
 from spmd.planning.solver import CLOSE, FORBIDDEN, Network, Solution, Table, solve
 from spmd.planning.units import ARGUMENT, CARRY, OP, WHOLE, Domains, Units, Use
-from spmd.planning.walk import Walk
 from spmd.predict.fusion import wants_stored
 from spmd.propagation.projection import unsplit
 from spmd.reshard.paths import States

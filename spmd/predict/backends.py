@@ -18,7 +18,8 @@ class XlaBackend(NamedTuple):
     # 16-bit floats are held as 32-bit ones, arguments and results excepted.
     widens_halves: bool = False
     # Kernels run in the order in which their operands get ready, so that independent ones can run
-    # at the same time; else in the order of the program.
+    # at the same time, and all-reduces that do not wait for each other become one; else in the
+    # order of the program.
     breadth_first: bool = False
     # Contractions, convolutions and collectives want dims in one order; other operands are
     # transposed copies.
@@ -34,7 +35,6 @@ class XlaBackend(NamedTuple):
     # Elementwise ops are computed inside every reader, whatever these then read; else not where
     # storing the value costs less (`wide_values`).
     repeats: bool = False
-    combines: bool = False  # all-reduces that do not wait for each other become one
     # Gathers and reduce-scatters join and cut pieces along the outermost dim in memory; a tensor in
     # which another dim lies there is transposed.
     joins_outermost: bool = False
@@ -62,12 +62,10 @@ _CPU = XlaBackend(
     recomputes=True,
     drops_barriers=True,
     repeats=True,
-    combines=True,
     rewrites_windows=True,
     finds_indices=True,
     fills_results=True,
 )
-
 
 # 32 layers of a Llama took 20 s more on GPUs when they were written out. For v5e:4x4 libtpu 0.0.42
 # took 157 s of two cores' time for two layers written out, and 205 s for four: 802 ops more. It
@@ -100,11 +98,8 @@ def memory_for(topology: Topology, limit: int | None) -> int:
 
     They are the user's limit; if there is none, the device's memory less the backend's headroom.
     """
-    return (
-        limit
-        if limit is not None
-        else int(backend_of(topology.platform).fills * topology.hbm_bytes)
-    )
+    fills = backend_of(topology.platform).fills
+    return int(fills * topology.hbm_bytes) if limit is None else limit
 
 
 def room_for(peak: int, topology: Topology) -> Literal["fits", "tight", "does not fit"]:

@@ -77,8 +77,7 @@ def wide_values(program: Program) -> frozenset[Value]:
             count = readers[op.results[0]]
         for value in op.operands if len(op.operands) < 2 else set(op.operands):
             readers[value] += count
-    inputs: dict[Value, frozenset[Value]] = {}
-    found = set()
+    inputs, found = dict[Value, frozenset[Value]](), set[Value]()
     for op in ops:
         if op.kind.about.role not in (Role.INSIDE, Role.ONCE) or op.kind.name == CONSTANT:
             continue
@@ -105,8 +104,6 @@ def _as_large(op: Op) -> Sequence[Value]:
         cache["as_large"] = places
     if len(places) == 1:
         return (operands[places[0]],)
-    if len(places) == 2 and operands[places[0]] != operands[places[1]]:
-        return (operands[places[0]], operands[places[1]])
     return tuple(dict.fromkeys([operands[i] for i in places]))
 
 
@@ -149,24 +146,21 @@ class Fused:
         for op in reversed(region.ops):
             what = op.kind.about.role
             if what == Role.REGION:
-                is_loop = op.is_loop
-                for i, value in enumerate(op.operands):
-                    if is_loop and is_untouched(op, i):
-                        self.root[op.results[i]] = value
-                        self._read(value, 2, True)
+                for i, value in enumerate(op.results):
+                    if op.is_loop and is_untouched(op, i):
+                        self.root[value] = op.operands[i]
+                        self.readers[op.operands[i]] += 1
                     else:
-                        self.stored[op.results[i]] = is_loop
-                        self._read(value, 1, True)
-                if not is_loop:
-                    for value in op.results:
-                        self.stored[value] = self.readers[value] > 0
-                for region in op.regions:
-                    for value in free_values(region):
+                        self.stored[value] = op.is_loop or self.readers[value] > 0
+                for value in op.operands:
+                    self._read(value, 1, True)
+                for inner in op.regions:
+                    for value in free_values(inner):
                         self._read(value, 2, True)
-                for region in reversed(op.regions):
-                    for value in region.results:
+                for inner in reversed(op.regions):
+                    for value in inner.results:
                         self._read(value, 1, True)
-                    self._region(region)
+                    self._region(inner)
             elif not op.results:
                 for value in op.operands:
                     self._read(value, 1, True)

@@ -161,9 +161,7 @@ class Kernels:
         self.copies, self.made_of, self.again = outer
         if not self.backend.breadth_first:
             return tuple(kernels)
-        if self.backend.combines:
-            kernels = combined(kernels)
-        return breadth_first(self._apart(kernels), region.args)
+        return breadth_first(self._apart(combined(kernels)), region.args)
 
     def _apart(self, kernels: list[Kernel]) -> list[Kernel]:
         """Adds copies for updates and loops to write over, of values that others may still read.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import combinations, groupby, permutations
+from itertools import chain, combinations, groupby, permutations
 from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes, common_prefix
@@ -51,7 +51,8 @@ def permute(problem: PricedQuestion, dims: Dims, partial: Axes, after: Dims) -> 
 class Moves:
     """Every legal step out of a sharding in digits (runs of atoms); a subclass may try fewer.
 
-    The order of moves decides between paths that cost the same.
+    Which ones, methods say that a subclass may replace. The order of moves decides between paths
+    that cost the same.
     """
 
     def __init__(self, problem: PricedQuestion) -> None:
@@ -89,50 +90,41 @@ class Moves:
                     yield append(kind, dims, partial, dim, run)
 
     def _runs(self, dims: Dims, dim: int, pool: Axes) -> Iterator[Axes]:
-        """Yields runs of digits out of `pool` that a step may append to a dim if they divide it."""
-        for count in range(1, len(pool) + 1):
-            yield from permutations(pool, count)
+        # Runs of digits out of `pool` that a step may append to a dim if they divide it.
+        return chain(*[permutations(pool, count) for count in range(1, len(pool) + 1)])
 
     def _gathered(self, dims: Dims, dim: int, room: int) -> Iterable[int]:
-        """Returns how many major digits an all-gather may keep; pieces may grow `room` times."""
+        # How many major digits an all-gather may keep; pieces may grow `room` times.
         return range(len(dims[dim]))
 
     def _exchanged(self, dims: Dims, dim: int, other: int) -> Iterable[int]:
-        """Returns how many major digits of a dim may stay when the rest goes to dim `other`."""
+        # How many major digits of a dim may stay when the rest goes to dim `other`.
         return range(len(dims[dim]))
 
-    def _reduced(self, owed: Axes) -> Iterator[Axes]:
-        """Yields the sets of partial digits that one all-reduce may reduce."""
-        for count in range(len(owed), 0, -1):
-            yield from combinations(owed, count)
+    def _reduced(self, owed: Axes) -> Iterable[Axes]:
+        # The sets of partial digits that one all-reduce may reduce.
+        return chain(*[combinations(owed, count) for count in range(len(owed), 0, -1)])
 
     def arrangements(self, dims: Dims, partial: Axes) -> Iterable[Dims]:
         """Returns where a permute may lead: equal local shapes, split by digits not partial."""
-        extents = tuple([self.problem.extent(axes) for axes in dims])
-        found = self._layouts.get((extents, partial))
-        if found is None:
-            found = list(self._fill(extents, without(self.problem.digits, partial)))
-            self._layouts[extents, partial] = found
-        return found
+        key = tuple([self.problem.extent(axes) for axes in dims]), partial
+        if key not in self._layouts:
+            self._layouts[key] = list(self._fill(key[0], without(self.problem.digits, partial)))
+        return self._layouts[key]
 
     def _fill(self, extents: tuple[int, ...], pool: Axes) -> Iterator[Dims]:
+        # Dims of these extents that are split by digits out of `pool`, in any order.
         if not extents:
             yield ()
-            return
-        for axes in self._exactly(extents[0], pool):
-            for rest in self._fill(extents[1:], without(pool, axes)):
-                yield (axes, *rest)
-
-    def _exactly(self, extent: int, pool: Axes) -> Iterator[Axes]:
-        """Yields ordered selections out of `pool` whose sizes multiply to `extent`."""
-        if extent == 1:
-            yield ()
-            return
-        for a in pool:
-            size = self.problem.sizes[a]
-            if extent % size == 0:
-                for rest in self._exactly(extent // size, without(pool, (a,))):
-                    yield (a, *rest)
+        elif extents[0] == 1:
+            for rest in self._fill(extents[1:], pool):
+                yield ((), *rest)
+        else:
+            for a in pool:
+                left, over = divmod(extents[0], self.problem.sizes[a])
+                others = without(pool, (a,))
+                for found in () if over else self._fill((left, *extents[1:]), others):
+                    yield ((a, *found[0]), *found[1:])
 
 
 class DirectedMoves(Moves):
@@ -189,11 +181,9 @@ class DirectedMoves(Moves):
         common = len(common_prefix(axes, self.problem.dst[dim]))
         return {k for k in range(len(axes)) if k == common or extent(axes[:k]) == wanted}
 
-    def _reduced(self, owed: Axes) -> Iterator[Axes]:
-        yield owed
+    def _reduced(self, owed: Axes) -> Iterable[Axes]:
         stray = without(owed, self.problem.goal_digits)
-        if stray and stray != owed:
-            yield stray
+        return (owed, stray) if stray and stray != owed else (owed,)
 
     def arrangements(self, dims: Dims, partial: Axes) -> Iterable[Dims]:
         """Returns where a permute may lead: dims that begin as the goal, filled in up to four ways.

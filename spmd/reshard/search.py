@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -246,34 +246,43 @@ def _between(search: PathSearch, first: Answer, last: Answer) -> Iterator[Answer
     yield from _between(search, middle, last)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class _Node:
-    """A sharding that has been met, with what does not depend on the value's size.
+    """A sharding that has been met, with what does not depend on the value's size."""
 
-    Once they are asked for, `bounds` are lines that no path from here to the goal undercuts, and
-    `edges` what each move out of it costs and where it leads.
-    """
-
+    search: PathSearch
     dims: Dims
     partial: Axes
     pieces: int
-    bounds: list[Line] | None = None
-    edges: list[tuple[Line, AtomMove, _Node]] | None = None
+
+    @cached_property
+    def bounds(self) -> list[Line]:
+        """Lines that no path from here to the goal undercuts."""
+        return self.search.problem.bounds(self.dims, self.partial)
+
+    @cached_property
+    def edges(self) -> list[tuple[Line, AtomMove, _Node]]:
+        """What each move out of it costs, and where it leads."""
+        edges, search = [], self.search
+        for move in search.moves.out_of(self.dims, self.partial, self.pieces):
+            line, pieces = search.problem.price(move.kind, move.axes, self.pieces)
+            edges.append((line, move, search.node(move.dims, move.partial, pieces)))
+        return edges
 
 
 class PathSearch:
     """Searches for the best paths of one question, for values of several sizes."""
 
     def __init__(self, question: Question) -> None:
-        problem = self._problem = PricedQuestion(question)
+        problem = self.problem = PricedQuestion(question)
         directed = DirectedMoves(problem)
         self.direct = [tuple(path) for path in direct_paths(problem, directed)]
         self._tries_all = is_small(question)
         self.exact = self._tries_all and not is_joined(question)  # every step, atom by atom
-        self._moves = Moves(problem) if self._tries_all else directed
+        self.moves = Moves(problem) if self._tries_all else directed
         self._nodes: dict[tuple[Dims, Axes], _Node] = {}
-        self._start = self._node(problem.src, problem.partial, problem.pieces(problem.src))
-        self._goal = self._node(problem.dst, (), problem.goal_pieces)
+        self._start = self.node(problem.src, problem.partial, problem.pieces(problem.src))
+        self._goal = self.node(problem.dst, (), problem.goal_pieces)
 
     def best(self, size: Size, found: Sequence[Answer]) -> Answer | None:
         """Returns the best direct path if none can be better, else the best that a search finds.
@@ -297,28 +306,19 @@ class PathSearch:
         """Returns the cost of a path as a line over the size of the value."""
         pieces, lines = self._start.pieces, []
         for move in path:
-            line, pieces = self._problem.price(move.kind, move.axes, pieces)
+            line, pieces = self.problem.price(move.kind, move.axes, pieces)
             lines.append(line)
         return Line(*map(sum, zip(*lines, strict=True))) if lines else Line(0, 0, 0, 0)
 
-    def _node(self, dims: Dims, partial: Axes, pieces: int) -> _Node:
-        node = self._nodes.get((dims, partial))
-        if node is None:
-            node = self._nodes[dims, partial] = _Node(dims, partial, pieces)
-        return node
-
-    def _edges(self, node: _Node) -> list[tuple[Line, AtomMove, _Node]]:
-        if node.edges is None:
-            node.edges = []
-            for move in self._moves.out_of(node.dims, node.partial, node.pieces):
-                line, pieces = self._problem.price(move.kind, move.axes, node.pieces)
-                node.edges.append((line, move, self._node(move.dims, move.partial, pieces)))
-        return node.edges
+    def node(self, dims: Dims, partial: Axes, pieces: int) -> _Node:
+        """Returns the one node of a sharding."""
+        found = self._nodes.get((dims, partial))
+        if found is None:
+            found = self._nodes[dims, partial] = _Node(self, dims, partial, pieces)
+        return found
 
     def _least(self, node: _Node, size: Size) -> Cost:
         """Returns a lower bound of the cost from a sharding to the goal, for values of a size."""
-        if node.bounds is None:
-            node.bounds = self._problem.bounds(node.dims, node.partial)
         if not node.bounds:
             return 0, 0, 0
         fixed, growing = size
@@ -364,7 +364,7 @@ class PathSearch:
             expanded += 1
             time, sent, count = spent
             permuted = here in came and came[here][1].kind == "collective_permute"
-            for number, (line, move, there) in enumerate(self._edges(here)):
+            for number, (line, move, there) in enumerate(here.edges):
                 if permuted and move.kind == "collective_permute":
                     continue  # two that follow one another are one
                 cost = (time + fixed * line[0] + growing * line[1], sent + line[2], count + 1)
