@@ -23,7 +23,6 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import KINDS, terms_of, wire_bytes
-from spmd.reshard.moves import AtomMove, Moves
 from spmd.reshard.question import (
     EXACT_ATOMS,
     Digit,
@@ -33,6 +32,7 @@ from spmd.reshard.question import (
     Question,
     atom_digits,
 )
+from spmd.reshard.search import AtomMove, Moves
 
 # Larger graphs are not made; nor larger ones of single atoms, whose paths can be searched for.
 MOST_NODES, MOST_EXACT = 4500, 1000

@@ -33,9 +33,8 @@ from spmd.mesh.sharding import Axes, Sharding, format_sharding, is_even, is_lega
 from spmd.mesh.topology import Topology
 from spmd.reshard.atlas import distances
 from spmd.reshard.comm import Terms, terms_of
-from spmd.reshard.moves import AtomMove
 from spmd.reshard.question import Dims, Names, moved, pieces_after, questions
-from spmd.reshard.search import Answer, answers, direct_answers, is_small
+from spmd.reshard.search import Answer, AtomMove, answers, direct_answers, is_small
 
 Table = np.ndarray[Any, np.dtype[np.float64]]
 
