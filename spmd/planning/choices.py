@@ -301,14 +301,9 @@ def assignments_around(
         stays = {halo.factor for halo in rule.halos}
         stays |= {i for i, factor in enumerate(rule.factors) if factor.kind in (WINDOW, MERGE)}
         legal += [tuple([() if i in stays else own for i, own in enumerate(a)]) for a in legal]
-    likely = tuple((dims, options[:1]) for dims, options in zip(rule.values, states, strict=True))
-    legal += [m for a in legal[:MOST_MOVED] for m in moved_whole(rule, a, likely, sizes)]
-    whole = unsplit(rule)
-    legal = [each for a in legal for each in (a, *going_round(rule, a, sizes))]
-    if rule.exchanges:
-        wanted = [c for options in claims for c in options]
-        legal = [each for a in legal for each in (a, *exchanging(rule, a, wanted, sizes))]
-    kept = tuple(dict.fromkeys(legal))[: MOST_ASSIGNMENTS - 1]
+    legal += [m for a in legal[:MOST_MOVED] for m in moved_whole(rule, a, states, sizes)]
+    every = varied(rule, legal, list(itertools.chain(*claims)), sizes)
+    kept, whole = tuple(dict.fromkeys(every))[: MOST_ASSIGNMENTS - 1], unsplit(rule)
     return kept if whole in kept else (*kept, whole)
 
 
@@ -329,47 +324,39 @@ def placements(
         return is_open and factor.size % math.prod([sizes[a] for a in axes]) == 0
 
     legal = [a for a in laid_out(base, runs, fits) if is_legal_assignment(rule, a, sizes)]
-    legal = [each for a in legal for each in (a, *going_round(rule, a, sizes))]
-    if not rule.exchanges:
-        return legal
     wanted = [{number: own} for number, _ in rule.exchanges for own in runs]
-    return [each for a in legal for each in (a, *exchanging(rule, a, wanted, sizes))]
+    return varied(rule, legal, wanted, sizes)
 
 
-def going_round(rule: Rule, assignment: Assignment, sizes: Sequence[int]) -> tuple[Assignment, ...]:
-    """Returns the assignment with ring factors split, too, or nothing where none can be.
+def varied(
+    rule: Rule, assignments: Iterable[Assignment], wanted: Sequence[Claims], sizes: Sequence[int]
+) -> list[Assignment]:
+    """Returns assignments, each also with ring factors split, and with factors that exchange.
 
-    Devices pass the pieces of a ring factor round, such as the keys of attention.
+    Devices pass the pieces of a ring factor round, such as the keys of attention. Where it is
+    `wanted`, a factor that exchanges is split over atoms that split others, and devices run an
+    all-to-all: experts, say, are split over the atoms that split the tokens.
     """
-    round_ = list(assignment)
-    for number, _ in rule.rings:
-        round_[number] = ring_axes(rule, number, assignment, sizes)
-    return (tuple(round_),) if tuple(round_) != assignment else ()
-
-
-def exchanging(
-    rule: Rule, assignment: Assignment, wanted: Iterable[Claims], sizes: Sequence[int]
-) -> tuple[Assignment, ...]:
-    """Returns variants that also split factors over atoms that split others, where that is wanted.
-
-    Devices then run an all-to-all: experts, say, are split over the atoms that split the tokens.
-    """
-    found: dict[Assignment, None] = {}
-    for number, _ in rule.exchanges:
-        for axes in dict.fromkeys(claims.get(number, ()) for claims in wanted):
-            if not assignment[number] and may_exchange(rule, number, axes, assignment, sizes):
-                found[(*assignment[:number], axes, *assignment[number + 1 :])] = None
-    return tuple(found)
+    found: list[Assignment] = []
+    for plain in assignments:
+        rings = list(plain)
+        for number, _ in rule.rings:
+            rings[number] = ring_axes(rule, number, plain, sizes)
+        for each in dict.fromkeys((plain, tuple(rings))):
+            more: dict[Assignment, None] = {each: None}
+            for number, _ in rule.exchanges:
+                for axes in dict.fromkeys(claims.get(number, ()) for claims in wanted):
+                    if not each[number] and may_exchange(rule, number, axes, each, sizes):
+                        more[(*each[:number], axes, *each[number + 1 :])] = None
+            found += more
+    return found
 
 
 _STUCK = (REPLICATE, RING, WINDOW, MERGE)  # kinds of factors along which dims do not just pass
 
 
 def moved_whole(
-    rule: Rule,
-    assignment: Assignment,
-    states: Sequence[tuple[Sequence[tuple[int, ...]], States]],
-    sizes: Sequence[int],
+    rule: Rule, assignment: Assignment, states: Sequence[States], sizes: Sequence[int]
 ) -> Iterable[Assignment]:
     """Yields assignments that move a split from a dim that the op needs whole to other dims.
 
@@ -378,18 +365,18 @@ def moved_whole(
     all-to-all there and one back, and no device ever holds all of the operand.
 
     There is one assignment for each `pass` factor that all such values share: it takes as many
-    atoms as fit into it, and the other `pass` factors take the rest. `states` has for each operand
-    and result its factors, and the state that it is likely in, if any.
+    atoms as fit into it, and the other `pass` factors take the rest. The likeliest of the `states`
+    of each operand and result counts.
     """
     if all(factor.kind not in _STUCK for factor in rule.factors):
         return
     used = {a for axes in assignment for a in axes}
     stuck: dict[int, None] = {}
     targets = [i for i, f in enumerate(rule.factors) if f.kind == PASS]
-    for dims, likely in states:
+    for dims, options in zip(rule.values, states, strict=True):
         idle = [
             a
-            for sharding in likely
+            for sharding in options[:1]
             for axes, dim in zip(sharding.dims, dims, strict=True)
             if any(rule.factors[f].kind in _STUCK for f in dim)
             for a in axes
@@ -417,18 +404,12 @@ def claims_of(
     rule: Rule, dims: Sequence[tuple[int, ...]], sharding: Sharding, sizes: Sequence[int]
 ) -> dict[int, Axes]:
     """Returns the atoms that a value's sharding puts on each factor of an op."""
-    claims: dict[int, Axes] = {}
-    for axes, dim in zip(sharding.dims, dims, strict=True):
-        if not axes:
-            continue
-        if len(dim) == 1 and rule.factors[dim[0]].kind == PASS and not rule.held:
-            claims[dim[0]] = axes
-        else:
-            for factor, part in dim_to_factors(axes, dim, rule.factors, sizes):
-                part = fitting(part, rule, rule.factors[factor], sizes)
-                if part:
-                    claims[factor] = part
-    return claims
+    return {
+        factor: part
+        for axes, dim in zip(sharding.dims, dims, strict=True)
+        for factor, own in (dim_to_factors(axes, dim, rule.factors, sizes) if axes else ())
+        if (part := fitting(own, rule, rule.factors[factor], sizes))
+    }
 
 
 def merge(

@@ -183,17 +183,8 @@ class _Greedy(Walk):
             [i for i, (v, have) in ends if have and have[0].partial and self.can_stay_partial(v)]
         )
         key = (op.kind, self.resharder.held(op.results[0]), copies, wanted, partial)
-        if key not in self.decided:
-            self.decided[key] = self.cheapest(op, copies, wanted, partial)
-        return self.decided[key]
-
-    def cheapest(
-        self,
-        op: Op,
-        copies: tuple[States, ...],
-        wanted: tuple[States, ...],
-        partial: tuple[int, ...],
-    ) -> tuple[Choice, float]:
+        if (known := self.decided.get(key)) is not None:
+            return known
         options = self.options.around(op, tuple([found[:1] for found in copies]), wanted)
         best: tuple[float, int, Choice, float] | None = None
         for number, choice in enumerate(options):
@@ -221,7 +212,8 @@ class _Greedy(Walk):
             ):
                 best = (total, rank, choice, own)
         assert best is not None
-        return best[2], best[3]
+        self.decided[key] = best[2:]
+        return best[2:]
 
     def can_stay_partial(self, value: Value) -> bool:
         """Whether every use of a value is an op that is linear in it."""

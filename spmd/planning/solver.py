@@ -242,9 +242,16 @@ class Passing:
         self.share = [1.0 / max(len(a), len(b), 1) for a, b in ends]
 
     def run(self) -> None:
-        """Passes messages there and back, a few times."""
-        for _ in range(SWEEPS):
-            self.sweep()
+        """Passes messages from the last variable to the first, then back, a few times."""
+        # What is the same for all states of a message is left in it: it moves between variable and
+        # pair, and no bound and no choice depends on where it is.
+        forth = range(len(self.unary))
+        for order, side in [(forth[::-1], self.earlier), (forth, self.later)] * SWEEPS:
+            for v in order:
+                if edges := side[v]:
+                    mine = self.belief(v) * self.share[v]
+                    for edge in edges:
+                        np.minimum.reduce(edge.costs + (mine - edge.got)[:, None], out=edge.sent)
 
     def restricted(self, alive: Sequence[Table]) -> Passing:
         """Returns the same over only the states that are `alive`, with the messages so far."""
@@ -272,18 +279,6 @@ class Passing:
         for edge in self.edges[v]:
             total += edge.got
         return total
-
-    def sweep(self) -> None:
-        """Passes messages from the last variable to the first, then back."""
-        # What is the same for all states of a message is left in it: it moves between variable and
-        # pair, and no bound and no choice depends on where it is.
-        forth = range(len(self.unary))
-        for order, side in ((reversed(forth), self.earlier), (forth, self.later)):
-            for v in order:
-                if edges := side[v]:
-                    mine = self.belief(v) * self.share[v]
-                    for edge in edges:
-                        np.minimum.reduce(edge.costs + (mine - edge.got)[:, None], out=edge.sent)
 
     def rounded(self) -> tuple[int, ...]:
         """Returns a joint state: each variable's best, given those before it and others' messages.

@@ -280,42 +280,14 @@ def domains_of(
     The `axes` are placed in every way, all others as in the `base` plan, whose choices are among
     those suggested. Where `taken` has choices for an op, they stand in for its placements.
     """
-
-    def states_of(unit: Unit, sums: Sequence[str]) -> States:
-        """Returns what an argument or carry may be in; `sums` are kinds of partial that arrive."""
-        if unit.role == ARGUMENT:
-            return problem.arguments[unit.number]
-        if unit.role != CARRY:
-            return ()
-        assert unit.tie is not None
-        value = unit.tie.result
-        type_ = problem.program.types[value]
-        known = base.states[value] if base else None
-        suggested = [s for s in (known, problem.wishes[value], replicated(type_.rank)) if s]
-        held = problem.index.held.get(value, ())
-        runs = [atoms for atoms in axes if set(held).isdisjoint(atoms)]
-        # Some axes are on every dim, or among what it is partial over, or nowhere.
-        first, moved = suggested[0], set(itertools.chain(*runs))
-        dims = tuple([tuple([a for a in own if a not in moved]) for own in first.dims])
-        owed = tuple([a for a in first.partial if a not in moved])
-        full = laid(type_, dims, runs, choices.mesh)
-        partial = [
-            state.with_partial(tuple(sorted((*owed, *more))), kind)
-            for kind in ((first.kind,) if owed else sums)
-            for more in axis_sets(runs)
-            for state in full
-            if state.used.isdisjoint(more)
-        ]
-        if owed:
-            full = tuple(state.with_partial(owed, first.kind) for state in full)
-        return tuple(dict.fromkeys((*suggested, *full, *partial)))
-
     left: list[tuple[States, ...]] = []
     made: list[tuple[Choice, ...]] = []
     suggested: list[int] = []
     arriving = _sums_arriving(problem, units)
-    for number, unit in enumerate(units.units):
+    for unit, sums in zip(units.units, arriving, strict=True):
         options: tuple[Choice, ...] = ()
+        states: tuple[States, ...] = ()
+        count = 1
         if unit.role == OP:
             assert unit.op is not None
             # The choices that follow from what is proposed for its values, and the known one.
@@ -328,20 +300,37 @@ def domains_of(
             if known is not None:
                 first = tuple(dict.fromkeys((known, *first)))
             held = choices.resharder.held(unit.op.results[0])
-            more = (taken or {}).get((unit.op.kind, held)) or choices.placed(
-                unit.op, axes, known, arriving[number]
-            )
-            options = tuple(dict.fromkeys((*first, *more)))
-            states = tuple(
-                tuple([c.results[k] for c in options]) for k in range(len(unit.op.results))
-            )
-            suggested.append(len(first))
-        else:
-            sums = [how for _, how in arriving[number]]
-            states = (states_of(unit, sums),) * 2  # an argument has one, a loop's carry two
-            suggested.append(1)
+            more = (taken or {}).get((unit.op.kind, held))
+            more = more or choices.placed(unit.op, axes, known, sums)
+            options, count = tuple(dict.fromkeys((*first, *more))), len(first)
+            states = tuple(tuple([c.results[k] for c in options]) for k in range(len(results)))
+        elif unit.role == ARGUMENT:
+            states = (problem.arguments[unit.number],)
+        elif unit.role == CARRY:
+            assert unit.tie is not None
+            value = unit.tie.result
+            type_, held = problem.program.types[value], problem.index.held.get(value, ())
+            likely = (base and base.states[value], problem.wishes[value], replicated(type_.rank))
+            wished = [s for s in likely if s is not None]
+            # Some axes are on every dim, or among what it is partial over, or nowhere.
+            runs = [atoms for atoms in axes if set(held).isdisjoint(atoms)]
+            start, moved = wished[0], set(itertools.chain(*runs))
+            dims = tuple([tuple([a for a in own if a not in moved]) for own in start.dims])
+            owed = tuple([a for a in start.partial if a not in moved])
+            full = laid(type_, dims, runs, choices.mesh)
+            partial = [
+                state.with_partial(tuple(sorted((*owed, *more))), kind)
+                for kind in ((start.kind,) if owed else [how for _, how in sums])
+                for more in axis_sets(runs)
+                for state in full
+                if state.used.isdisjoint(more)
+            ]
+            if owed:
+                full = tuple(state.with_partial(owed, start.kind) for state in full)
+            states = (tuple(dict.fromkeys((*wished, *full, *partial))),) * 2
         left.append(states)
         made.append(options)
+        suggested.append(count)
     return Domains(tuple(left), tuple(made), tuple(suggested))
 
 
