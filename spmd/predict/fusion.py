@@ -137,6 +137,12 @@ class Fused:
                 self.needed[value] = True
         self._region(program.body)
 
+    def home(self, value: Value) -> Value:
+        """Returns the value in whose memory this one lies: itself, or what it is an alias of."""
+        while value < len(self.root) and self.root[value] != value:  # copies are behind the others
+            value = self.root[value]
+        return value
+
     def _read(self, value: Value, readers: int, needed: bool) -> None:
         self.readers[value] += readers
         if needed:

@@ -127,19 +127,20 @@ class Kernels:
         for op in region.ops:
             what = op.kind.about.role
             if what == Role.REGION:
-                is_loop = op.is_loop
+                is_loop, inputs = op.is_loop, self.inputs
                 free = [value for region in op.regions for value in free_values(region)]
-                kept = [
-                    v for i, v in enumerate(op.operands) if is_loop and fusion.is_untouched(op, i)
-                ]
-                handed = [v for v in op.operands if v not in kept]
-                regions = tuple(self._region(region) for region in op.regions)
-                for i, value in enumerate(op.results):
-                    untouched = is_loop and fusion.is_untouched(op, i)
-                    self.inputs[value] = self.inputs[op.operands[i]] if untouched else (value,)
+                inputs.update((value, (value,)) for value in op.results)
+                kept = []  # carries that the loop does not change
+                for value, result in zip(op.operands, op.results, strict=False):
+                    if self.fused.root[result] == value:
+                        inputs[result] = inputs[value]
+                        kept.append(value)
+                regions = tuple(map(self._region, op.regions))
                 makes = tuple(value for value in op.results if self.fused.stored[value])
                 reads = self._read((*free, *kept))
-                begins = tuple(root for value in handed for root in self.inputs[value])
+                begins = tuple(
+                    v for value in op.operands if value not in kept for v in inputs[value]
+                )
                 kernels.append(Kernel(op, reads, makes, is_loop, False, begins, regions))
             elif what == Role.ALIAS:
                 for value, alias in zip(op.operands, op.results, strict=True):

@@ -154,6 +154,7 @@ class _Simulation:
 
     def __init__(self, program: Program, donated: Sequence[int], backend: XlaBackend) -> None:
         self.program, self.backend, self.kernels = program, backend, Kernels(program, backend)
+        self.home = self.kernels.fused.home
         # Result -> the donated argument that it lies in: the first free one of its type, as in jax.
         self.aliases: dict[int, int] = {}
         types, body = program.types, program.body
@@ -195,13 +196,6 @@ class _Simulation:
     def read(self, values: Sequence[Value]) -> None:
         for value in values:
             self.last[self.home(value)] = self.length
-
-    def home(self, value: Value) -> Value:
-        """Returns the value in whose memory this one lies: itself, or what it is an alias of."""
-        root = self.kernels.fused.root
-        while value < len(root) and root[value] != value:
-            value = root[value]
-        return value
 
     def run(self) -> MemoryUse:
         types, last, body = self.program.types, self.last, self.program.body

@@ -173,11 +173,9 @@ class _Schedule:
         Nothing else runs beside it. Of a case only that branch is in the schedule.
         """
         begin = max([start, *self.free.values(), *(self.ready.get(v, start) for v in op.operands)])
-        place = len(self.slots)
-        is_loop = op.is_loop
-        runs = self.index.trips[op.results[0]] if is_loop else 1
-        inner = self.index.runs(op)
-        if is_loop:
+        place, inner = len(self.slots), self.index.runs(op)
+        runs = self.index.trips[op.results[0]] if op.is_loop else 1
+        if op.is_loop:
             end = begin
             for region in op.regions:  # the condition, then the body
                 end = self.region(region, end, trips * inner, depth + 1)
