@@ -46,7 +46,7 @@ def copied_operands(kind: OpKind, backend: XlaBackend) -> Mapping[int, tuple[int
         rank = kind.operands[0].rank
         order = (*(d for d in range(rank) if d != running), running)
         return {} if running == rank - 1 else dict.fromkeys(range(len(kind.results)), order)
-    if not backend.transposes:
+    if not backend.is_cpu:
         return {}
     if kind.about.collective == "all_to_all":
         return {i: tuple(range(type_.rank)) for i, type_ in enumerate(kind.operands)}
@@ -132,7 +132,7 @@ class Fused:
         self.summed = [False] * count  # whether a library's reduction reads it under any name
         for value in program.body.results:
             self._read(value, 1, True)
-        if not backend.repeats:
+        if not backend.is_cpu:
             for value in wide_values(program):
                 self.needed[value] = True
         self._region(program.body)
@@ -173,7 +173,7 @@ class Fused:
             elif not any(map(self.readers.__getitem__, op.results)):
                 continue
             elif what == Role.ALIAS or op.kind.is_renaming:
-                stops = op.name == BARRIER and not self.backend.drops_barriers
+                stops = op.name == BARRIER and not self.backend.is_cpu
                 for value, alias in zip(op.operands, op.results, strict=True):
                     if self.readers[alias]:
                         self.root[alias] = value
@@ -188,7 +188,7 @@ class Fused:
                 for value in op.results:
                     self.stored[value] = True
                 copied = copied_operands(op.kind, self.backend)
-                is_library = self.backend.library_reduces and is_library_reduce(op.kind)
+                is_library = self.backend.is_cpu and is_library_reduce(op.kind)
                 for i, value in enumerate(op.operands):
                     self._read(value, 1, i not in copied and wants_stored(op, i))
                     self.summed[value] |= is_library

@@ -148,7 +148,7 @@ class Kernels:
             elif op.results and not any(map(self.fused.stored.__getitem__, op.results)):
                 summed = self.fused.summed[op.results[0]]
                 read = (self._read if summed else self._inside)(op.operands)
-                if self.backend.breadth_first and op.kind.about.tells_devices:
+                if self.backend.is_cpu and op.kind.about.tells_devices:
                     # The device's number in this region is a kernel: what needs it alone waits.
                     key = ("device",)
                     if key not in self.copies:
@@ -160,7 +160,7 @@ class Kernels:
             else:
                 self._kernel(op, what, kernels)
         self.copies, self.made_of, self.again = outer
-        if not self.backend.breadth_first:
+        if not self.backend.is_cpu:
             return tuple(kernels)
         return breadth_first(self._apart(combined(kernels)), region.args)
 
@@ -244,7 +244,7 @@ class Kernels:
 
     def _kernel(self, op: Op, what: Role, kernels: list[Kernel]) -> None:
         operands = list(op.operands)
-        if what <= Role.INSIDE and self.backend.recomputes:
+        if what <= Role.INSIDE and self.backend.is_cpu:
             self.made_of[op.results[0]] = self._inside(operands)
             # One that reads one value of its size is computed again: to read that costs no more.
             ends, size = zip(operands, op.kind.operands, strict=True), op.kind.results[0].size
@@ -255,7 +255,7 @@ class Kernels:
         for value in op.results:
             self.inputs[value] = (value,)
         over = what <= Role.UPDATE or op.kind.about.is_in_place
-        is_library = self.backend.library_reduces and fusion.is_library_reduce(op.kind)
+        is_library = self.backend.is_cpu and fusion.is_library_reduce(op.kind)
         found: dict[Value, None] = {}
         for i, value in enumerate(operands):
             direct = is_library or fusion.wants_stored(op, i)
@@ -263,7 +263,7 @@ class Kernels:
         reads, collective = tuple(found), op.kind.about.collective
         # A second kernel transposes what an all-gather along an inner dim makes, joins an
         # all-to-all's pieces, and makes running totals of totals of tiles.
-        is_two = self.backend.transposes and (
+        is_two = self.backend.is_cpu and (
             collective == "all_to_all" or bool(fusion.transposed_results(op.kind))
         )
         is_two |= self.backend.rewrites_windows and running_dim(op.kind) is not None

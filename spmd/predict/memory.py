@@ -250,7 +250,7 @@ class _Simulation:
                     self.make(kernel, value)
                 # What a composite holds while it runs, beside its operands and results.
                 size = op.kind.attrs.get(WORKSPACE, 0)
-                if self.backend.finds_indices and about.workspace is not None:
+                if self.backend.is_cpu and about.workspace is not None:
                     size = about.workspace(op.kind)
                 if size and not kernel.is_copy:
                     type_ = self.kernels.types[kernel.makes[0]]
