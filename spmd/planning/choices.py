@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -49,8 +50,7 @@ class Choices:
         self.resharder = problem.resharder
         self._ways: dict[tuple[TensorType, Axes], Ways] = {}
         self._made: dict[object, tuple[Choice, ...]] = {}
-        self._full: dict[tuple[OpKind, Assignment], Choice] = {}
-        self._seconds: dict[tuple[OpKind, tuple[bool, ...], Assignment], float] = {}
+        self._plain, self._seconds = cache(self._plain_choice), cache(self._own_seconds)
 
     def around(
         self, op: Op, operands: tuple[States, ...], wishes: tuple[States, ...]
@@ -87,7 +87,7 @@ class Choices:
                     carried[kept, flowing] = None
             found = [self._carried(op.kind, rule, *each) for each in carried]
             more = [choice for choice in found if choice is not None][:MOST_CARRIED]
-            options = [*(self._plain(op.kind, rule, a) for a in assignments), *more]
+            options = [*(self._plain(op.kind, a) for a in assignments), *more]
             self._made[key] = tuple(dict.fromkeys(options))
         return self._made[key]
 
@@ -121,7 +121,7 @@ class Choices:
                 over = [kept, *(tuple(sorted((*kept, *more))) for more in sets)]
                 partials = [(group, axes, state.kind) for axes in over]
             else:
-                found += [self._plain(op.kind, rule, a) for a in assignments]
+                found += [self._plain(op.kind, a) for a in assignments]
             for partial in partials:
                 owed = set(partial[1])
                 found += [
@@ -139,25 +139,18 @@ class Choices:
 
     def own_seconds(self, op: Op, assignment: Assignment) -> float:
         """Returns the seconds that an op itself takes under an assignment, without any reshards."""
-        stored = self.problem.stored(op)
-        key = op.kind, stored, assignment
-        found = self._seconds.get(key)
-        if found is None:
-            rule = rule_of(op.kind, op.loc)
-            found = op_seconds(op.kind, rule, assignment, self.mesh, self.topology, stored)
-            self._seconds[key] = found
-        return found
+        return self._seconds(op.kind, self.problem.stored(op), assignment)
+
+    def _own_seconds(self, kind: OpKind, stored: Sequence[bool], assignment: Assignment) -> float:
+        return op_seconds(kind, rule_of(kind), assignment, self.mesh, self.topology, stored)
 
     def ways(self, value: Value) -> Ways:
         """Returns the table of reshards of a value, which all values share that are alike."""
         key = self.problem.program.types[value], self.resharder.held(value)
         return self._ways.setdefault(key, Ways(self.problem))
 
-    def _plain(self, kind: OpKind, rule: Rule, assignment: Assignment) -> Choice:
-        choice = self._full.get((kind, assignment))
-        if choice is None:
-            choice = self._full[kind, assignment] = plain_choice(rule, assignment, self.mesh)
-        return choice
+    def _plain_choice(self, kind: OpKind, assignment: Assignment) -> Choice:
+        return plain_choice(rule_of(kind), assignment, self.mesh)
 
     def _carried(
         self, kind: OpKind, rule: Rule, assignment: Assignment, flowing: Partial
@@ -168,7 +161,7 @@ class Choices:
         may = may and not (reduced_axes(rule, assignment) and rule.reduction != how)
         if not may or not is_legal_assignment(rule, assignment, self.mesh.atom_sizes):
             return None
-        plain = self._plain(kind, rule, assignment)
+        plain = self._plain(kind, assignment)
         operands = [
             s.with_partial(partial, how) if i in group else s for i, s in enumerate(plain.operands)
         ]

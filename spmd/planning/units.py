@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -84,7 +85,7 @@ class _Collector:
         self.units: list[Unit] = []
         self.colours: list[int] = []
         self.names: dict[Hashable, int] = {}
-        self.looks: dict[OpKind, tuple[Hashable, Sequence[int]]] = {}
+        self.look = cache(self._look)
         self.of: list[tuple[int, int]] = [(-1, 0)] * len(self.program.types)
         self.uses: list[tuple[Value, int, int, int]] = []  # value, unit, position, trips
         body = self.program.body
@@ -125,28 +126,25 @@ class _Collector:
             else:  # made where it is used, of scalars that are there by then
                 self.uses += [(v, self.whole, 0, trips) for v in op.operands if v not in cheap]
 
-    def look(self, kind: OpKind) -> tuple[Hashable, Sequence[int]]:
+    def _look(self, kind: OpKind) -> tuple[Hashable, Sequence[int]]:
         """Returns a key shared by kinds that plan alike and, for each operand, the first like it.
 
         Where a stack is sliced or updated makes mostly no difference: so the layers of a loop that
         was written out are alike, too.
         """
-        found = self.looks.get(kind)
-        if found is None:
-            if kind.about.is_mark:
-                return self.looks.setdefault(kind, (kind, range(len(kind.operands))))
-            rule, problem = rule_of(kind), self.problem
-            seconds = op_seconds(kind, rule, unsplit(rule), problem.mesh, problem.topology)
-            first: dict[Hashable, int] = {}
-            alike = []
-            for i, (type_, dims) in enumerate(zip(kind.operands, rule.operands, strict=True)):
-                splits = [[f for f in dim if rule.factors[f].kind != REPLICATE] for dim in dims]
-                groups = [i in group for group in rule.linear]
-                in_place = i if kind.about.role == Role.UPDATE else -1
-                alike.append(first.setdefault((type_, str(splits), str(groups), in_place), i))
-            look = kind.name, kind.operands, kind.results, rule, seconds
-            found = self.looks[kind] = self.names.setdefault(look, len(self.names)), alike
-        return found
+        if kind.about.is_mark:
+            return kind, range(len(kind.operands))
+        rule, problem = rule_of(kind), self.problem
+        seconds = op_seconds(kind, rule, unsplit(rule), problem.mesh, problem.topology)
+        first: dict[Hashable, int] = {}
+        alike = []
+        for i, (type_, dims) in enumerate(zip(kind.operands, rule.operands, strict=True)):
+            splits = [[f for f in dim if rule.factors[f].kind != REPLICATE] for dim in dims]
+            groups = [i in group for group in rule.linear]
+            in_place = i if kind.about.role == Role.UPDATE else -1
+            alike.append(first.setdefault((type_, str(splits), str(groups), in_place), i))
+        look = kind.name, kind.operands, kind.results, rule, seconds
+        return self.names.setdefault(look, len(self.names)), alike
 
     def control_flow(self, op: Op, trips: int) -> None:
         is_loop, bound = op.is_loop, ties(op)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from spmd.ir.description import Role
@@ -236,11 +237,9 @@ class Kernels:
         roots = self._read(values)
         if not any_op and self.again.isdisjoint(roots):
             return roots
-        found: dict[Value, None] = {}
-        for root in roots:
-            is_again = root in self.again or (any_op and root in self.made_of)
-            found.update(dict.fromkeys(self.made_of[root] if is_again else (root,)))
-        return tuple(found)
+        again = self.made_of.keys() if any_op else self.again
+        read = [self.made_of[root] if root in again else (root,) for root in roots]
+        return tuple(dict.fromkeys(chain(*read)))
 
     def _kernel(self, op: Op, what: Role, kernels: list[Kernel]) -> None:
         operands = list(op.operands)
@@ -256,11 +255,13 @@ class Kernels:
             self.inputs[value] = (value,)
         over = what <= Role.UPDATE or op.kind.about.is_in_place
         is_library = self.backend.is_cpu and fusion.is_library_reduce(op.kind)
-        found: dict[Value, None] = {}
-        for i, value in enumerate(operands):
-            direct = is_library or fusion.wants_stored(op, i)
-            found.update(dict.fromkeys((self._read if direct else self._inside)((value,))))
-        reads, collective = tuple(found), op.kind.about.collective
+        read = [
+            self.inputs[value]
+            if is_library or fusion.wants_stored(op, i)
+            else self._inside((value,))
+            for i, value in enumerate(operands)
+        ]
+        reads, collective = tuple(dict.fromkeys(chain(*read))), op.kind.about.collective
         # A second kernel transposes what an all-gather along an inner dim makes, joins an
         # all-to-all's pieces, and makes running totals of totals of tiles.
         is_two = self.backend.is_cpu and (

@@ -245,7 +245,20 @@ class _State:
         for position, dim, axes in undivided:
             self.undivided[node.values[position], dim] = axes
         if changes and self.any_pending and not guess:
-            changes = self.undisputed(index, node, changes)
+            kept = []  # the changes, cut before the first atom that another dim may still get
+            for change in changes:
+                value, source = node.values[change.position], node.values[change.source]
+                rivals = union(m for d, m in enumerate(self.pending[value]) if d != change.dim)
+                rivals &= ~self.settled[source]
+                held = len(proposals[value][change.dim])
+                fresh = enumerate(change.axes[held:], held)
+                length = next((k for k, a in fresh if rivals >> a & 1), len(change.axes))
+                if length < len(change.axes):
+                    self.blocked.add(index)
+                    change = change._replace(axes=change.axes[:length])
+                if length > held:
+                    kept.append(change)
+            changes = kept
         touched: dict[Value, None] = {}
         loc = node.op.loc
         for place, dim, axes, giver, giver_dim in changes:
@@ -305,23 +318,6 @@ class _State:
                 if found != have:
                     pending[v] = found
                     waiting.extend(self.touching[v])
-
-    def undisputed(self, index: int, node: _Node, changes: Iterable[Change]) -> tuple[Change, ...]:
-        """Returns the changes, cut before the first atom that another dim may still get instead."""
-        kept = []
-        for change in changes:
-            value, source = node.values[change.position], node.values[change.source]
-            rivals = union(m for d, m in enumerate(self.pending[value]) if d != change.dim)
-            rivals &= ~self.settled[source]
-            held = len(self.proposals[value][change.dim])
-            fresh = enumerate(change.axes[held:], held)
-            length = next((k for k, a in fresh if rivals >> a & 1), len(change.axes))
-            if length < len(change.axes):
-                self.blocked.add(index)
-                change = change._replace(axes=change.axes[:length])
-            if length > held:
-                kept.append(change)
-        return tuple(kept)
 
 
 @lru_cache(maxsize=1 << 12)
