@@ -80,11 +80,7 @@ def plan_exactly(
             proposed.append(_suggested(hidden))
     search = Search[P](memory_for(problem.topology, memory_limit))
     least = min(plan.seconds for plan in proposed)
-    different: list[Plan] = []
-    for plan in proposed:
-        if not _is_among(plan, different):
-            different.append(plan)
-    first, *rest = different
+    first, *rest = [p for i, p in enumerate(proposed) if not _is_among(p, proposed[:i])]
     for plan in (first, *sorted(rest, key=lambda plan: plan.seconds)):
         if plan.seconds <= max(MOST_HIDDEN * search.seconds, MOST_MERGED * least):
             search.add(try_out(plan))

@@ -248,9 +248,7 @@ class CostNetwork:
     def _variable(self, number: int, copies: Copies) -> Variable:
         count = len(self._owned[number])
         choices, again, made = np.arange(count), np.full(count, -1), np.zeros(count)
-        copied = next(
-            (k for k in range(len(self.domains.left[number])) if (number, k) in copies), -1
-        )
+        copied = next((index for source, index in copies if source == number), -1)
         states = copies.get((number, copied), ())
         if states:
             flow = self._flows[number, copied]

@@ -56,12 +56,8 @@ def stacks_of(plan: Plan, price: float) -> Stacks:
     for place, op in enumerate(block.ops):
         if _is_work(op):
             classes.setdefault(block.shape(place), []).append(place)
-    likely = []
-    for shape, places in classes.items():
-        if shape is not None and len(places) > 1:
-            seconds = costs.most(tuple(places))
-            if seconds >= least:
-                likely.append((-seconds, places))
+    alike = [places for shape, places in classes.items() if shape is not None and len(places) > 1]
+    likely = [(-seconds, p) for p in alike if (seconds := costs.most(tuple(p))) >= least]
     found: list[tuple[Stack, float]] = []
     taken: set[int] = set()
     for _, places in sorted(likely):

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import chain, combinations, groupby, permutations
 from types import MappingProxyType
 from typing import NamedTuple
@@ -69,7 +69,7 @@ class Moves:
 
     def __init__(self, problem: PricedQuestion) -> None:
         self.problem = problem
-        self._layouts: dict[tuple[tuple[int, ...], Axes], list[Dims]] = {}
+        self._layouts = cache(lambda *look: list(self._fill(*look)))
 
     def out_of(self, dims: Dims, partial: Axes, pieces: int) -> Iterator[AtomMove]:
         """Yields the moves out of a sharding that splits the value into so many pieces."""
@@ -121,10 +121,8 @@ class Moves:
 
     def arrangements(self, dims: Dims, partial: Axes) -> Iterable[Dims]:
         """Returns where a permute may lead: equal local shapes, split by digits not partial."""
-        key = tuple([self.problem.extent(axes) for axes in dims]), partial
-        if key not in self._layouts:
-            self._layouts[key] = list(self._fill(key[0], without(self.problem.digits, partial)))
-        return self._layouts[key]
+        extents = tuple([self.problem.extent(axes) for axes in dims])
+        return self._layouts(extents, without(self.problem.digits, partial))
 
     def _fill(self, extents: tuple[int, ...], pool: Axes) -> Iterator[Dims]:
         # Dims of these extents that are split by digits out of `pool`, in any order.
@@ -545,7 +543,8 @@ class PathSearch:
         self._tries_all = is_small(question)
         self.exact = self._tries_all and not is_joined(question)  # every step, atom by atom
         self.moves = Moves(problem) if self._tries_all else directed
-        self._nodes: dict[tuple[Dims, Axes], _Node] = {}
+        # A sharding has one node: it is always in so many pieces.
+        self.node = cache(lambda *sharding: _Node(self, *sharding))
         self._start = self.node(problem.src, problem.partial, problem.pieces(problem.src))
         self._goal = self.node(problem.dst, (), problem.goal_pieces)
 
@@ -574,13 +573,6 @@ class PathSearch:
             line, pieces = self.problem.price(move.kind, move.axes, pieces)
             lines.append(line)
         return Line(*map(sum, zip(*lines, strict=True))) if lines else Line(0, 0, 0, 0)
-
-    def node(self, dims: Dims, partial: Axes, pieces: int) -> _Node:
-        """Returns the one node of a sharding."""
-        found = self._nodes.get((dims, partial))
-        if found is None:
-            found = self._nodes[dims, partial] = _Node(self, dims, partial, pieces)
-        return found
 
     def _least(self, node: _Node, size: Size) -> Cost:
         """Returns a lower bound of the cost from a sharding to the goal, for values of a size."""
