@@ -166,8 +166,7 @@ class _Greedy(Walk):
         self.decided: dict[Any, tuple[Choice, float]] = {}
 
     def carry(self, tie: Tie) -> Sharding:
-        wish = self.wishes[tie.result]
-        if wish is not None:
+        if (wish := self.wishes[tie.result]) is not None:
             return wish
         if tie.source is not None:
             return self.full_state(tie.source)

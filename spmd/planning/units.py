@@ -294,8 +294,7 @@ def domains_of(
                 for values in (unit.op.operands, unit.op.results)
             )
             first = choices.around(unit.op, operands, results)
-            known = base.choice(unit.op) if base else None
-            if known is not None:
+            if (known := base.choice(unit.op) if base else None) is not None:
                 first = tuple(dict.fromkeys((known, *first)))
             held = choices.resharder.held(unit.op.results[0])
             more = (taken or {}).get((unit.op.kind, held))

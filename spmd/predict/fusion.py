@@ -124,7 +124,6 @@ class Fused:
     def __init__(self, program: Program, backend: XlaBackend) -> None:
         count = len(program.types)
         self.backend = backend
-        self.types = program.types
         self.stored = [False] * count  # whether it has memory of its own
         self.root = list(range(count))  # the value in whose memory it lies
         self.readers = [0] * count  # how many kernels read it; 2 stands for more

@@ -282,10 +282,9 @@ class Kernels:
     def _copy(self, op: Op, value: Value, order: tuple[int, ...], kernels: list[Kernel]) -> Value:
         """Returns a transposed copy of a value, made once for all that read it in this order."""
         key = (self.fused.root[value], self.types[value].shape, order)
-        found = self.copies.get(key)
-        if found is None:
+        if key not in self.copies:
             found = self.copies[key] = self._copy_of(value)
             self.inputs[found] = (found,)
             reads = self._inside((value,), self.types[value].rank > 2)
             kernels.append(Kernel(op, reads, (found,), is_copy=True))
-        return found
+        return self.copies[key]

@@ -154,7 +154,7 @@ class _State:
     def __init__(
         self, program: Program, mesh: Mesh, marks: Mapping[Value, Mark], cheap: frozenset[Value]
     ) -> None:
-        self.program, self.mesh, self.cheap = program, mesh, cheap
+        self.program, self.mesh = program, mesh
         self.proposals: list[Proposal] = [((),) * t.rank for t in program.types]
         # For each value, the flags of its dims, as in `Shape`.
         self.flags: list[tuple[int, ...] | None] = [(OPEN,) * t.rank for t in program.types]

@@ -94,10 +94,9 @@ def questions(
     many, alike = len(letters) > EXACT_ATOMS, len(set(letters)) == 1
     dims, kept = [], []
     for number, (a, b, size) in enumerate(zip(src.dims, dst.dims, shape, strict=True)):
-        prefix = common_prefix(a, b) if many or alike else ()
-        kept.append(prefix)
-        taken = len(prefix)
-        dims.append(_Dim(number, a[taken:], b[taken:], size // mesh.extent(prefix)))
+        kept.append(common_prefix(a, b) if many or alike else ())
+        taken = len(kept[-1])
+        dims.append(_Dim(number, a[taken:], b[taken:], size // mesh.extent(kept[-1])))
     aside = {a for axes in kept for a in axes}.union(dst.partial)
     aside.update([a for a in held if a not in src.used and a not in dst.used])
     atoms = [a for a in range(len(letters)) if a not in aside]

@@ -604,7 +604,7 @@ class PathSearch:
         # cheapest estimate there is, so the other two are never looked at again.
         fixed, growing = size
         best: dict[_Node, Cost] = {self._start: (0, 0, 0)}
-        bounds: dict[_Node, Cost] = {}
+        least = cache(lambda node: self._least(node, size))
         came: dict[_Node, tuple[_Node, AtomMove]] = {}
         heap = [((0.0, 0, 0), (0, 0), best[self._start], self._start)]
         expanded = 0
@@ -627,9 +627,7 @@ class PathSearch:
                 cost = (time + fixed * line[0] + growing * line[1], sent + line[2], count + 1)
                 if cost >= limit or (there in best and best[there] <= cost):
                     continue
-                left = bounds.get(there)
-                if left is None:
-                    left = bounds[there] = self._least(there, size)
+                left = least(there)
                 estimate = (cost[0] + greed * left[0], cost[1] + left[1], cost[2] + left[2])
                 if estimate >= limit:
                     continue
