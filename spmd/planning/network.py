@@ -77,6 +77,11 @@ class _Flow(NamedTuple):
     # numbers of these.
     uses: dict[Use, tuple[States | None, Table]]
 
+    @property
+    def reads(self) -> int:
+        """How often they are read in one run of the program."""
+        return sum(use.trips for use in self.uses)
+
 
 class CostNetwork:
     """The cost network of a program, with a variable for each class of units.
@@ -96,7 +101,9 @@ class CostNetwork:
         base: Plan | None = None,
     ) -> None:
         self.problem, self.units, self.choices, self.domains = problem, units, choices, domains
-        self.exposed = 1.0  # share of a reshard's time that arithmetic does not hide, at least
+        # Share of a reshard's time that arithmetic does not hide, at least; and whether a reshard
+        # hides only behind arithmetic between making a value and reading it.
+        self.exposed, self.by_slack = 1.0, False
         self._slack: Slack | None = None
         self.variables: list[Variable] = []  # of each class of units
         first: dict[tuple[int, int], Value] = {}
@@ -149,7 +156,7 @@ class CostNetwork:
         for at, flow in self._flows.items():
             share = 1.0
             if shares and flow.runs:
-                share = min(1.0, flow.runs / sum(use.trips for use in flow.uses))
+                share = min(1.0, flow.runs / flow.reads)
             self._connect(*at, flow, share)
 
     @cached_property
@@ -184,7 +191,7 @@ class CostNetwork:
         in which a device computes between making the value and reading it.
         """
         other = copy.copy(self)
-        other._close, other.exposed = ROUGHLY, exposed
+        other._close, other.exposed, other.by_slack = ROUGHLY, exposed, by_slack
         other._slack = slack_of(self.choices, self.units) if by_slack else None
         other._build(self.copies)
         return other
@@ -199,16 +206,14 @@ class CostNetwork:
         chosen = [int(v.choices[states[v.number]]) for v in self.variables]
         found: dict[int, tuple[int, int, States]] = {}
         for (source, index), flow in self._flows.items():
-            left = self.domains.left[source][index]
-            times: dict[Sharding, int] = {}
-            for use, (needs, _) in flow.uses.items():
-                if needs is not None and len(needs) > 1:
-                    need = needs[chosen[use.target]]
-                    times[need] = times.get(need, 0) + use.trips
-            if sum(use.trips for use in flow.uses) <= flow.runs:
-                times = {}
-            shared = [need for need in times if need != left[chosen[source]]]
-            shared = list(dict.fromkeys((*self.copies.get((source, index), ()), *shared)))
+            left, is_shared = self.domains.left[source][index], flow.reads > flow.runs
+            needed = [
+                needs[chosen[use.target]]
+                for use, (needs, _) in flow.uses.items()
+                if is_shared and needs is not None and len(needs) > 1
+            ]
+            needed = [need for need in needed if need != left[chosen[source]]]
+            shared = list(dict.fromkeys((*self.copies.get((source, index), ()), *needed)))
             size = self.problem.program.types[flow.value].bytes
             if shared and size > found.get(source, (0,))[0]:
                 most = max(MOST_COPIES, MOST_ROWS // len(left))
@@ -216,11 +221,6 @@ class CostNetwork:
                 copies = tuple(dict.fromkeys((*shared[:MOST_COPIES], *others)))
                 found[source] = size, index, copies[:most]
         return {(source, index): copies for source, (_, index, copies) in found.items()}
-
-    @property
-    def by_slack(self) -> bool:
-        """Whether a reshard hides only behind arithmetic between making a value and reading it."""
-        return self._slack is not None
 
     def priced(self, prices: Mapping[Value, float]) -> Network:
         """Returns the solver's network with a price, in seconds a byte, for holding each value."""

@@ -3,7 +3,7 @@
     before: %3 = dot %1, %2; %4 = exp %3; %5 = dot %4, %2     (%1 dies at the first dot)
     after:  %3 stored at 0..0, %4 in the place of %3 at 1..2, %5 a result
 
-Time is the number of a kernel in the order in which they run (`spmd.predict.kernels`), a loop's
+Time is the number of a kernel in the order in which they run (`spmd.predict.fusion`), a loop's
 kernels before the loop itself. Rules: an elementwise kernel writes over an operand of the same size
 that no later kernel reads, a loop's carries lie in one place as long as the loop runs, and donated
 arguments are overwritten by the results of the same type. The place of a result is free until the
@@ -24,7 +24,7 @@ from spmd.ir.dialect.composites import WORKSPACE
 from spmd.ir.program import Op, Program, Region, Value, reads
 from spmd.ir.types import TensorType
 from spmd.predict.backends import XlaBackend, backend_of
-from spmd.predict.kernels import Kernel, Kernels
+from spmd.predict.fusion import Kernel, Kernels
 
 
 class Buffer(NamedTuple):
