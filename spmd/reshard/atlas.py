@@ -32,7 +32,7 @@ from spmd.reshard.question import (
     Question,
     atom_digits,
 )
-from spmd.reshard.search import AtomMove, Moves
+from spmd.reshard.search import Answer, Moves
 
 # Larger graphs are not made; nor larger ones of single atoms, whose paths can be searched for.
 MOST_NODES, MOST_EXACT = 4500, 1000
@@ -183,8 +183,11 @@ class Distances:
                 found[pieces == level] = near[pieces == level]
             self._rows.update(zip(some.tolist(), map(np.ascontiguousarray, found.T), strict=True))
 
-    def path(self, start: int, goal: int) -> tuple[tuple[AtomMove, ...], float, int] | None:
+    def path(self, src: Sharding, dst: Sharding) -> tuple[Answer, float, int] | None:
         """Returns the cheapest moves, their seconds and their bytes; None where no moves lead."""
+        start, goal = self.node(src), self.node(dst)
+        if start is None or goal is None:
+            return None
         # A* that knows what is left: only nodes of cheapest paths are looked at, for the one among
         # them that sends the fewest bytes, and of these in the fewest steps.
         pieces = self._atlas.piece_list

@@ -119,13 +119,10 @@ def reshard(
     shape = tuple(-(-size // unit) * unit for size, unit in zip(type_.shape, units, strict=True))
     # The cheapest path over whole axes; if there is none, of those that are best for any size.
     room = tuple([math.gcd(size, mesh.size) for size in shape])
-    bits, found = math.prod(shape) * dtype_bits(type_.dtype), None
-    if (known := distances(room, bits, held, mesh, topology)) is not None:
-        start, goal = known.node(src), known.node(dst)
-        found = None if start is None or goal is None else known.path(start, goal)
-    if known is not None and found is not None:
-        answer, seconds, sent = found
-        names = known.names
+    bits = math.prod(shape) * dtype_bits(type_.dtype)
+    known = distances(room, bits, held, mesh, topology)
+    if known is not None and (found := known.path(src, dst)) is not None:
+        (answer, seconds, sent), names = found, known.names
     else:
         ways = []
         for legs, answer, names in routes(src, dst, room, held, mesh, topology):
