@@ -158,6 +158,15 @@ class _Costs:
         args = "all_to_all", atoms, share, share, plan.mesh, plan.topology
         return collective_seconds(*args) + 2 * share / plan.topology.hbm_bandwidth
 
+    def brought(self, values: Sequence[Value]) -> float:
+        """Returns the seconds in which values get to the lanes: one for all is all-gathered."""
+        plan, state = self.plan, self.plan.states[values[0]]
+        if not self.block.same(values):
+            return self.lanes(values)
+        atoms, size = tuple(state.used if state else ()), plan.program.types[values[0]].bytes
+        args = "all_gather", atoms, size // plan.mesh.extent(atoms), size, plan.mesh, plan.topology
+        return collective_seconds(*args)
+
     def worth_it(self, rows: Sequence[Row]) -> tuple[list[Row], float]:
         """Returns those rows of equal ops that win most if they are stacked, and seconds won."""
         # In front of the cut is what is stacked. It cuts, and so loses or pays:
@@ -171,7 +180,18 @@ class _Costs:
         for row in rows:
             gain = sum(self.own(block.ops[place], len(row)) for place in row)
             for values in dict.fromkeys(block.operands(row)):
-                gain += self._read(network, row, values, makers.get(values))
+                read, moved, maker = ("read", values), ("moved", values, row), makers.get(values)
+                moves = dict.fromkeys(zip(values, row, strict=True))
+                seconds = sum(self.moves.get(move, 0.0) for move in moves)
+                network.edge(row, read, math.inf)
+                if maker is None:
+                    gain += seconds
+                    network.edge(read, SINK, self.brought(values))
+                    continue
+                network.edge(read, maker, self.lanes(values))
+                network.edge(SOURCE, moved, seconds)
+                for both in (row, maker):
+                    network.edge(moved, both, math.inf)
             for values in block.results(row):
                 network.edge(row, ("made", values), self.lanes(values))
                 users = [(v, user) for v in values for user, _ in block.users.get(v, ())]
@@ -185,27 +205,3 @@ class _Costs:
         behind = network.behind_cut()
         won = network.seconds(everything) - network.seconds(behind)
         return ([row for row in rows if row not in behind], won) if won > 0 else ([], 0.0)
-
-    def _read(
-        self, network: FlowNetwork, row: Row, values: tuple[Value, ...], maker: Row | None
-    ) -> float:
-        """Adds what a row reads; returns the seconds of its reshards unless some row makes it."""
-        moves = dict.fromkeys(zip(values, row, strict=True))
-        seconds = sum(self.moves.get(move, 0.0) for move in moves)
-        network.edge(row, ("read", values), math.inf)
-        if maker is None:
-            cost = self.lanes(values)
-            if self.block.same(values):  # all devices read one value: it is all-gathered
-                plan, state = self.plan, self.plan.states[values[0]]
-                atoms = () if state is None else tuple(state.used)
-                size = plan.program.types[values[0]].bytes
-                piece = size // plan.mesh.extent(atoms)
-                args = "all_gather", atoms, piece, size, plan.mesh, plan.topology
-                cost = collective_seconds(*args)
-            network.edge(("read", values), SINK, cost)
-            return seconds
-        network.edge(("read", values), maker, self.lanes(values))
-        network.edge(SOURCE, ("moved", values, row), seconds)
-        for end in (row, maker):
-            network.edge(("moved", values, row), end, math.inf)
-        return 0.0
