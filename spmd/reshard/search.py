@@ -13,7 +13,6 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import chain, combinations, groupby, permutations
-from types import MappingProxyType
 from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes, common_prefix
@@ -26,8 +25,6 @@ from spmd.reshard.question import (
     Question,
     moved,
 )
-
-NONE: Mapping[int, Axes] = MappingProxyType({})
 
 # ---------------------------------------------------------------------------------------------
 # The steps that a search tries out of a sharding: every legal one, or those towards the goal.
@@ -43,9 +40,7 @@ class AtomMove(NamedTuple):
     at: tuple[int, ...]
 
 
-def step(
-    kind: str, dims: Dims, partial: Axes, run: Axes, changed: Mapping[int, Axes] = NONE
-) -> AtomMove:
+def step(kind: str, dims: Dims, partial: Axes, run: Axes, changed: Mapping[int, Axes]) -> AtomMove:
     """Makes a step among the digits of `run` by which some dims are split anew.
 
     It is a slice or a reduce-scatter if one dim gets them at its minor end, an all-gather if one
@@ -63,8 +58,7 @@ def permute(problem: PricedQuestion, dims: Dims, partial: Axes, after: Dims) -> 
 class Moves:
     """Every legal step out of a sharding in digits (runs of atoms); a subclass may try fewer.
 
-    Which ones, methods say that a subclass may replace. The order of moves decides between paths
-    that cost the same.
+    The order of moves decides between paths that cost the same.
     """
 
     def __init__(self, problem: PricedQuestion) -> None:
@@ -73,8 +67,7 @@ class Moves:
 
     def out_of(self, dims: Dims, partial: Axes, pieces: int) -> Iterator[AtomMove]:
         """Yields the moves out of a sharding that splits the value into so many pieces."""
-        idle = unused(self.problem.digits, dims, partial)
-        if idle:
+        if idle := unused(self.problem.digits, dims, partial):
             yield from self._appends("slice", dims, partial, idle)
         # A gather may not leave a larger piece than the larger end has: the memory limit.
         room = pieces // self.problem.fewest_pieces
@@ -91,7 +84,7 @@ class Moves:
                         yield step("all_to_all", dims, partial, axes[keep:], changed)
         if partial:
             for run in self._reduced(partial):
-                yield step("all_reduce", dims, partial, run)
+                yield step("all_reduce", dims, partial, run, {})
             yield from self._appends("reduce_scatter", dims, partial, partial)
         for after in self.arrangements(dims, partial):
             if after != dims:
@@ -387,7 +380,7 @@ class _Builder:
     def reduce_rest(self) -> None:
         owed = tuple(sorted(self.partial, key=lambda a: self.problem.paces[a]))
         for run in self._runs_in_turn(owed) if owed else ():
-            self._add(step("all_reduce", self.dims, self.partial, run))
+            self._add(step("all_reduce", self.dims, self.partial, run, {}))
 
     def finished(self, after: Dims) -> list[AtomMove] | None:
         """Completes the path: a permute to `after`, exchanges, gathers; None if off the goal."""
