@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 
 import numpy as np
 
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.dialect.rule import FIXED, MERGE, PASS, REPLICATE, RING, UNCLAIMED, WINDOW, Rule
 from spmd.ir.program import Op, OpKind, Value
+from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
 from spmd.planning.plan import Choice
@@ -45,10 +47,10 @@ class Choices:
     def __init__(self, problem: Problem) -> None:
         self.problem, self.propagated = problem, problem.propagated
         self.mesh, self.topology = problem.mesh, problem.topology
-        self.resharder, self.ways = problem.resharder, Ways(problem)
+        self.resharder = problem.resharder
+        self._ways: dict[tuple[TensorType, Axes], Ways] = {}
         self._made: dict[object, tuple[Choice, ...]] = {}
-        self._full: dict[tuple[OpKind, Assignment], Choice] = {}
-        self._seconds: dict[tuple[OpKind, tuple[bool, ...], Assignment], float] = {}
+        self._plain, self._seconds = cache(self._plain_choice), cache(self._own_seconds)
 
     def around(
         self, op: Op, operands: tuple[States, ...], wishes: tuple[States, ...]
@@ -85,7 +87,7 @@ class Choices:
                     carried[kept, flowing] = None
             found = [self._carried(op.kind, rule, *each) for each in carried]
             more = [choice for choice in found if choice is not None][:MOST_CARRIED]
-            options = [*(self._plain(op.kind, rule, a) for a in assignments), *more]
+            options = [*(self._plain(op.kind, a) for a in assignments), *more]
             self._made[key] = tuple(dict.fromkeys(options))
         return self._made[key]
 
@@ -119,7 +121,7 @@ class Choices:
                 over = [kept, *(tuple(sorted((*kept, *more))) for more in sets)]
                 partials = [(group, axes, state.kind) for axes in over]
             else:
-                found += [self._plain(op.kind, rule, a) for a in assignments]
+                found += [self._plain(op.kind, a) for a in assignments]
             for partial in partials:
                 owed = set(partial[1])
                 found += [
@@ -137,20 +139,18 @@ class Choices:
 
     def own_seconds(self, op: Op, assignment: Assignment) -> float:
         """Returns the seconds that an op itself takes under an assignment, without any reshards."""
-        stored = self.problem.stored(op)
-        key = op.kind, stored, assignment
-        found = self._seconds.get(key)
-        if found is None:
-            rule = rule_of(op.kind, op.loc)
-            found = op_seconds(op.kind, rule, assignment, self.mesh, self.topology, stored)
-            self._seconds[key] = found
-        return found
+        return self._seconds(op.kind, self.problem.stored(op), assignment)
 
-    def _plain(self, kind: OpKind, rule: Rule, assignment: Assignment) -> Choice:
-        choice = self._full.get((kind, assignment))
-        if choice is None:
-            choice = self._full[kind, assignment] = plain_choice(rule, assignment, self.mesh)
-        return choice
+    def _own_seconds(self, kind: OpKind, stored: Sequence[bool], assignment: Assignment) -> float:
+        return op_seconds(kind, rule_of(kind), assignment, self.mesh, self.topology, stored)
+
+    def ways(self, value: Value) -> Ways:
+        """Returns the table of reshards of a value, which all values share that are alike."""
+        key = self.problem.program.types[value], self.resharder.held(value)
+        return self._ways.setdefault(key, Ways(self.problem))
+
+    def _plain_choice(self, kind: OpKind, assignment: Assignment) -> Choice:
+        return plain_choice(rule_of(kind), assignment, self.mesh)
 
     def _carried(
         self, kind: OpKind, rule: Rule, assignment: Assignment, flowing: Partial
@@ -161,7 +161,7 @@ class Choices:
         may = may and not (reduced_axes(rule, assignment) and rule.reduction != how)
         if not may or not is_legal_assignment(rule, assignment, self.mesh.atom_sizes):
             return None
-        plain = self._plain(kind, rule, assignment)
+        plain = self._plain(kind, assignment)
         operands = [
             s.with_partial(partial, how) if i in group else s for i, s in enumerate(plain.operands)
         ]
@@ -201,75 +201,48 @@ def axis_sets(runs: Sequence[Axes]) -> list[Axes]:
 
 
 class Ways:
-    """Looks up the seconds of reshards in tables that values of one type share.
+    """The seconds of reshards of values of one type, in a table that grows with what is asked.
 
-    A table has a row and a column for each sharding that was asked about, and grows with new ones.
+    It has a row and a column for each sharding that was asked about.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._alike: dict[object, _Alike] = {}
-        self._of: dict[Value, _Alike] = {}
+        self.index: dict[Sharding, int] = {}  # number of each sharding
+        # Of reshards between the first of these; not a number where that has to be searched for.
+        self.seconds: Table = np.zeros((0, 0))
+        self._costs: dict[tuple[bool, bool], Table] = {}  # with memory traffic
 
-    def numbers(self, value: Value, shardings: Sequence[Sharding]) -> Table:
-        """Returns the index of each sharding in the table of a value; new ones are added."""
-        index = self._table(value).index
+    def numbers(self, shardings: Sequence[Sharding]) -> Table:
+        """Returns the index of each sharding in the table; new ones are added."""
+        index = self.index
         return np.array([index.setdefault(s, len(index)) for s in shardings], dtype=np.intp)
 
     def costs(self, value: Value, states: Table, needs: Table, stores: bool) -> Table:
-        """Returns the seconds of the reshard from each state (rows) to each need (columns).
+        """Returns the seconds of a value's reshard from each state (rows) to each need (columns).
 
         Both are indices from `numbers`. Where no reshard leads the cost is `FORBIDDEN`. `stores`
         says whether the reader needs the value in memory.
         """
-        alike, inside = self._table(value), not self.problem.in_memory[value]
-        found: Table = alike.costs(value, inside, stores)[states[:, None], needs]
-        if np.isnan(found).any():
-            alike.ask(value, states, needs)
-            found = alike.costs(value, inside, stores)[states[:, None], needs]
-        return found
-
-    def _table(self, value: Value) -> _Alike:
-        found = self._of.get(value)
-        if found is None:
-            key = self.problem.program.types[value], self.problem.resharder.held(value)
-            found = self._alike.setdefault(key, _Alike(self.problem))
-            self._of[value] = found
-        return found
-
-
-class _Alike:
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.index: dict[Sharding, int] = {}  # number of each sharding
-        # Of reshards between the first of these; not a number where that has to be asked.
-        self.seconds: Table = np.zeros((0, 0))
-        self._costs: dict[tuple[bool, bool], Table] = {}
-
-    def costs(self, value: Value, inside: bool, stores: bool) -> Table:
-        """Returns the seconds of reshards, memory traffic included, between all known shardings."""
-        every = tuple(self.index)
+        every, resharder = tuple(self.index), self.problem.resharder
         if len(every) > (known := len(self.seconds)):
-            glance = self.problem.resharder.glance
             table = np.empty((len(every), len(every)))
             table[:known, :known] = self.seconds
-            table[known:] = glance(value, every[known:], every)
-            table[:known, known:] = glance(value, every[:known], every[known:])
+            table[known:] = resharder.glance(value, every[known:], every)
+            table[:known, known:] = resharder.glance(value, every[:known], every[known:])
             self.seconds = table
             self._costs.clear()
-        found = self._costs.get((inside, stores))
-        if found is None:
+        ends = states[:, None], needs
+        for i, j in np.argwhere(np.isnan(self.seconds[ends])).tolist():
+            have, wanted = int(states[i]), int(needs[j])
+            self.seconds[have, wanted] = resharder.seconds(value, every[have], every[wanted])
+            self._costs.clear()
+        key = self.problem.in_memory[value], stores
+        if key not in self._costs:
             more = self.problem.traffic(value, every, every, self.seconds > 0, stores)
-            found = self._costs[inside, stores] = np.minimum(self.seconds + more, FORBIDDEN)
+            self._costs[key] = np.minimum(self.seconds + more, FORBIDDEN)
+        found: Table = self._costs[key][ends]
         return found
-
-    def ask(self, value: Value, states: Table, needs: Table) -> None:
-        """Searches for those reshards whose seconds are still NaN in the table, one by one."""
-        every = tuple(self.index)
-        for i, j in zip(*np.nonzero(np.isnan(self.seconds[states[:, None], needs])), strict=True):
-            ends = int(states[i]), int(needs[j])
-            self.seconds[ends] = self.problem.resharder.seconds(value, *(every[e] for e in ends))
-        self._costs.clear()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -321,14 +294,9 @@ def assignments_around(
         stays = {halo.factor for halo in rule.halos}
         stays |= {i for i, factor in enumerate(rule.factors) if factor.kind in (WINDOW, MERGE)}
         legal += [tuple([() if i in stays else own for i, own in enumerate(a)]) for a in legal]
-    likely = tuple((dims, options[:1]) for dims, options in zip(rule.values, states, strict=True))
-    legal += [m for a in legal[:MOST_MOVED] for m in moved_whole(rule, a, likely, sizes)]
-    whole = unsplit(rule)
-    legal = [each for a in legal for each in (a, *going_round(rule, a, sizes))]
-    if rule.exchanges:
-        wanted = [c for options in claims for c in options]
-        legal = [each for a in legal for each in (a, *exchanging(rule, a, wanted, sizes))]
-    kept = tuple(dict.fromkeys(legal))[: MOST_ASSIGNMENTS - 1]
+    legal += [m for a in legal[:MOST_MOVED] for m in moved_whole(rule, a, states, sizes)]
+    every = varied(rule, legal, list(itertools.chain(*claims)), sizes)
+    kept, whole = tuple(dict.fromkeys(every))[: MOST_ASSIGNMENTS - 1], unsplit(rule)
     return kept if whole in kept else (*kept, whole)
 
 
@@ -349,47 +317,39 @@ def placements(
         return is_open and factor.size % math.prod([sizes[a] for a in axes]) == 0
 
     legal = [a for a in laid_out(base, runs, fits) if is_legal_assignment(rule, a, sizes)]
-    legal = [each for a in legal for each in (a, *going_round(rule, a, sizes))]
-    if not rule.exchanges:
-        return legal
     wanted = [{number: own} for number, _ in rule.exchanges for own in runs]
-    return [each for a in legal for each in (a, *exchanging(rule, a, wanted, sizes))]
+    return varied(rule, legal, wanted, sizes)
 
 
-def going_round(rule: Rule, assignment: Assignment, sizes: Sequence[int]) -> tuple[Assignment, ...]:
-    """Returns the assignment with ring factors split, too, or nothing where none can be.
+def varied(
+    rule: Rule, assignments: Iterable[Assignment], wanted: Sequence[Claims], sizes: Sequence[int]
+) -> list[Assignment]:
+    """Returns assignments, each also with ring factors split, and with factors that exchange.
 
-    Devices pass the pieces of a ring factor round, such as the keys of attention.
+    Devices pass the pieces of a ring factor round, such as the keys of attention. Where it is
+    `wanted`, a factor that exchanges is split over atoms that split others, and devices run an
+    all-to-all: experts, say, are split over the atoms that split the tokens.
     """
-    round_ = list(assignment)
-    for number, _ in rule.rings:
-        round_[number] = ring_axes(rule, number, assignment, sizes)
-    return (tuple(round_),) if tuple(round_) != assignment else ()
-
-
-def exchanging(
-    rule: Rule, assignment: Assignment, wanted: Iterable[Claims], sizes: Sequence[int]
-) -> tuple[Assignment, ...]:
-    """Returns variants that also split factors over atoms that split others, where that is wanted.
-
-    Devices then run an all-to-all: experts, say, are split over the atoms that split the tokens.
-    """
-    found: dict[Assignment, None] = {}
-    for number, _ in rule.exchanges:
-        for axes in dict.fromkeys(claims.get(number, ()) for claims in wanted):
-            if not assignment[number] and may_exchange(rule, number, axes, assignment, sizes):
-                found[(*assignment[:number], axes, *assignment[number + 1 :])] = None
-    return tuple(found)
+    found: list[Assignment] = []
+    for plain in assignments:
+        rings = list(plain)
+        for number, _ in rule.rings:
+            rings[number] = ring_axes(rule, number, plain, sizes)
+        for each in dict.fromkeys((plain, tuple(rings))):
+            more: dict[Assignment, None] = {each: None}
+            for number, _ in rule.exchanges:
+                for axes in dict.fromkeys(claims.get(number, ()) for claims in wanted):
+                    if not each[number] and may_exchange(rule, number, axes, each, sizes):
+                        more[(*each[:number], axes, *each[number + 1 :])] = None
+            found += more
+    return found
 
 
 _STUCK = (REPLICATE, RING, WINDOW, MERGE)  # kinds of factors along which dims do not just pass
 
 
 def moved_whole(
-    rule: Rule,
-    assignment: Assignment,
-    states: Sequence[tuple[Sequence[tuple[int, ...]], States]],
-    sizes: Sequence[int],
+    rule: Rule, assignment: Assignment, states: Sequence[States], sizes: Sequence[int]
 ) -> Iterable[Assignment]:
     """Yields assignments that move a split from a dim that the op needs whole to other dims.
 
@@ -398,18 +358,18 @@ def moved_whole(
     all-to-all there and one back, and no device ever holds all of the operand.
 
     There is one assignment for each `pass` factor that all such values share: it takes as many
-    atoms as fit into it, and the other `pass` factors take the rest. `states` has for each operand
-    and result its factors, and the state that it is likely in, if any.
+    atoms as fit into it, and the other `pass` factors take the rest. The likeliest of the `states`
+    of each operand and result counts.
     """
     if all(factor.kind not in _STUCK for factor in rule.factors):
         return
     used = {a for axes in assignment for a in axes}
     stuck: dict[int, None] = {}
     targets = [i for i, f in enumerate(rule.factors) if f.kind == PASS]
-    for dims, likely in states:
+    for dims, options in zip(rule.values, states, strict=True):
         idle = [
             a
-            for sharding in likely
+            for sharding in options[:1]
             for axes, dim in zip(sharding.dims, dims, strict=True)
             if any(rule.factors[f].kind in _STUCK for f in dim)
             for a in axes
@@ -437,18 +397,12 @@ def claims_of(
     rule: Rule, dims: Sequence[tuple[int, ...]], sharding: Sharding, sizes: Sequence[int]
 ) -> dict[int, Axes]:
     """Returns the atoms that a value's sharding puts on each factor of an op."""
-    claims: dict[int, Axes] = {}
-    for axes, dim in zip(sharding.dims, dims, strict=True):
-        if not axes:
-            continue
-        if len(dim) == 1 and rule.factors[dim[0]].kind == PASS and not rule.held:
-            claims[dim[0]] = axes
-        else:
-            for factor, part in dim_to_factors(axes, dim, rule.factors, sizes):
-                part = fitting(part, rule, rule.factors[factor], sizes)
-                if part:
-                    claims[factor] = part
-    return claims
+    return {
+        factor: part
+        for axes, dim in zip(sharding.dims, dims, strict=True)
+        for factor, own in (dim_to_factors(axes, dim, rule.factors, sizes) if axes else ())
+        if (part := fitting(own, rule, rule.factors[factor], sizes))
+    }
 
 
 def merge(

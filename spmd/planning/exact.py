@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from spmd.mesh.sharding import Axes
 from spmd.planning.choices import Choices
-from spmd.planning.domains import domains_of, taken_by
 from spmd.planning.greedy import plan_greedily
 from spmd.planning.limit import P, TryOut, check_possible, noted, pay_for_memory, skip_detours
 from spmd.planning.network import Copies, CostNetwork, decoded
@@ -21,7 +20,7 @@ from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem
 from spmd.planning.search import Search
 from spmd.planning.solver import Reduced, Solution, excesses, solve
-from spmd.planning.units import ARGUMENT, OP, units_of
+from spmd.planning.units import ARGUMENT, OP, domains_of, taken_by, units_of
 from spmd.predict.backends import memory_for
 
 LEAST_EXPOSED = 0.1  # share of its time that a reshard costs, whatever the machine could hide
@@ -81,11 +80,7 @@ def plan_exactly(
             proposed.append(_suggested(hidden))
     search = Search[P](memory_for(problem.topology, memory_limit))
     least = min(plan.seconds for plan in proposed)
-    different: list[Plan] = []
-    for plan in proposed:
-        if not _is_among(plan, different):
-            different.append(plan)
-    first, *rest = different
+    first, *rest = [p for i, p in enumerate(proposed) if not _is_among(p, proposed[:i])]
     for plan in (first, *sorted(rest, key=lambda plan: plan.seconds)):
         if plan.seconds <= max(MOST_HIDDEN * search.seconds, MOST_MERGED * least):
             search.add(try_out(plan))

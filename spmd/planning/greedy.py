@@ -3,20 +3,25 @@
 It is fast and simple, the baseline that the exact planner is measured against and falls back to.
 For each op it weighs the op's own time, the reshards of its operands from the copies that exist,
 and the reshard of its results to what propagation proposed for them.
+
+Its pass over the program, `Walk`, is the exact planner's, too. It keeps the books that the
+partitioner will keep: which copies of a value exist where, and from which of them the next one is
+made.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from spmd.ir.control_flow import Tie
+from spmd.ir.control_flow import Tie, ties
 from spmd.ir.dialect.registry import rule_of
-from spmd.ir.program import Op, Value
-from spmd.mesh.sharding import Sharding, replicated
+from spmd.ir.program import Op, Region, Value
+from spmd.mesh.sharding import Sharding, format_axes, replicated
 from spmd.planning.choices import Choices
-from spmd.planning.plan import Choice, Plan
+from spmd.planning.plan import Choice, Move, Plan
 from spmd.planning.problem import Problem
-from spmd.planning.walk import Walk
+from spmd.predict.fusion import wants_stored
 from spmd.reshard.paths import States
 
 CLOSE = 1e-9  # relative difference of times that are a tie
@@ -27,20 +32,141 @@ def plan_greedily(problem: Problem, choices: Choices | None = None) -> Plan:
     return _Greedy(problem, choices or Choices(problem)).run()
 
 
-class _Greedy(Walk):
-    solver = "greedy"
+class Walk:
+    """One pass over a program that records states and copies of values, choices and seconds."""
 
+    # What a planner decides: the choice for an op, with the op's own time, without reshards; and
+    # the one state of everything that a result of a region op is tied to.
+    choose: Callable[[Op], tuple[Choice, float]]
+    carry: Callable[[Tie], Sharding]
+
+    def __init__(self, problem: Problem, solver: str, arguments: States) -> None:
+        self.problem, self.solver, self.arguments = problem, solver, arguments
+        self.types = problem.program.types
+        self.cheap = problem.propagated.cheap
+        self.resharder = problem.resharder
+        self.states: list[Sharding | None] = [None] * len(self.types)
+        self.copies: dict[Value, tuple[Sharding, ...]] = {}
+        # The copies that values had before the regions that are entered now: copies made inside of
+        # a region are not seen behind it.
+        self.undo: list[list[tuple[Value, tuple[Sharding, ...]]]] = [[]]
+        self.shared: dict[Value, Sharding] = {}
+        self.choices: dict[Value, Choice] = {}
+        self.moves: list[Move] = []
+        self.seconds = 0.0
+
+    def run(self) -> Plan:
+        """Settles every op, and returns the plan."""
+        problem, body, arguments = self.problem, self.problem.program.body, self.arguments
+        self.define(body.args, arguments)
+        self.region(body, 1)
+        wanted = list(problem.results)
+        for result, argument in problem.links.items():
+            wanted[result] = wanted[result] or arguments[argument]
+        results = tuple(
+            # One without a wanted sharding lies as its producer leaves it.
+            want or problem.left(v, self.states[v] or replicated(self.types[v].rank))
+            for v, want in zip(body.results, wanted, strict=True)
+        )
+        for value, state in zip(body.results, results, strict=True):
+            self.seconds += self.demand(value, state, 1)
+        return Plan(
+            problem,
+            self.choices,
+            tuple(self.states),
+            self.shared,
+            arguments,
+            results,
+            problem.index.trips,
+            tuple(self.moves),
+            self.seconds,
+            self.solver,
+            tuple(undivided_notes(problem)),
+        )
+
+    def define(self, values: Iterable[Value], states: Iterable[Sharding]) -> None:
+        """Notes the states in which the producers of values leave them."""
+        for value, state in zip(values, states, strict=False):
+            self.states[value], self.copies[value] = state, (state,)
+
+    def demand(self, value: Value, wanted: Sharding, times: int, user: Op | None = None) -> float:
+        """Makes the copy that a use wants so many times in one run, and returns the seconds for it.
+
+        It costs nothing if the copy exists, or if the value is recomputed for every use. The `user`
+        is the op that asks; None for carries and results.
+        """
+        if value in self.cheap or wanted in self.copies[value]:
+            return 0.0
+        seconds, shared = 0.0, self.shared.get(value)
+        if shared is not None and shared != wanted:
+            seconds = self.demand(value, shared, times, user)
+        copies = self.copies[value]
+        have, path = self.resharder.cheapest(value, copies, wanted)
+        if path.seconds:
+            cost = path.seconds * times, path.bytes * times
+            self.moves.append(Move(value, have, wanted, user, *cost))
+        self.undo[-1].append((value, copies))
+        self.copies[value] = (*copies, wanted)
+        reads = enumerate(user.operands) if user is not None else ()
+        stores = user is None or any(v == value and wants_stored(user, i) for i, v in reads)
+        ways = (have,), (wanted,), path.seconds > 0, stores
+        return seconds + path.seconds + float(self.problem.traffic(value, *ways)[0, 0])
+
+    def region(self, region: Region, times: int) -> None:
+        """Settles the ops of a region that runs `times` in one run of the program."""
+        cheap, copies = self.cheap, self.copies
+        for op in region.ops:
+            if op.regions:
+                self.control_flow(op, times)
+            elif not cheap.issuperset(op.results):
+                choice, seconds = self.choose(op)
+                for value, wanted in zip(op.operands, choice.operands, strict=True):
+                    if value not in cheap and wanted not in copies[value]:
+                        seconds += self.demand(value, wanted, times, op)
+                self.define(op.results, choice.results)
+                self.choices[op.results[0]] = choice
+                self.seconds += seconds * times
+            else:  # made where it is used, of scalars that are there by then
+                for value in op.operands:
+                    if value not in cheap and (whole := replicated(0)) not in copies[value]:
+                        self.seconds += self.demand(value, whole, times, op) * times
+
+    def control_flow(self, op: Op, times: int) -> None:
+        """Settles a region op: its carries, then what is inside."""
+        is_loop, bound = op.is_loop, ties(op)
+        inner = times * self.problem.index.runs(op)
+        carries = tuple(self.carry(tie) for tie in bound)
+        operands = carries if is_loop else tuple(map(self.full_state, op.operands))
+        for value, state in zip(op.operands, operands, strict=True):
+            self.seconds += times * self.demand(value, state, times)
+        for number, region in enumerate(op.regions):
+            self.undo.append([])
+            self.define(region.args, carries)
+            self.region(region, inner)
+            wanted = carries
+            if is_loop and number == 0:  # every device decides alike whether the loop goes on
+                wanted = tuple(replicated(self.types[v].rank) for v in region.results)
+            for value, state in zip(region.results, wanted, strict=True):
+                self.seconds += inner * self.demand(value, state, inner)
+            for value, before in reversed(self.undo.pop()):
+                self.copies[value] = before
+        self.define(op.results, carries)
+        self.choices[op.results[0]] = Choice((), operands, carries)
+
+    def full_state(self, value: Value) -> Sharding:
+        """Returns a value's state with nothing partial."""
+        state = self.states[value]
+        return state.full() if state else replicated(self.types[value].rank)
+
+
+class _Greedy(Walk):
     def __init__(self, problem: Problem, options: Choices) -> None:
-        super().__init__(problem)
+        super().__init__(problem, "greedy", tuple(states[0] for states in problem.arguments))
         self.options, self.wishes = options, problem.wishes
         self.decided: dict[Any, tuple[Choice, float]] = {}
 
-    def argument(self, number: int) -> Sharding:
-        return self.problem.arguments[number][0]
-
     def carry(self, tie: Tie) -> Sharding:
-        wish = self.problem.wishes[tie.result]
-        if wish is not None:
+        if (wish := self.wishes[tie.result]) is not None:
             return wish
         if tie.source is not None:
             return self.full_state(tie.source)
@@ -56,17 +182,8 @@ class _Greedy(Walk):
             [i for i, (v, have) in ends if have and have[0].partial and self.can_stay_partial(v)]
         )
         key = (op.kind, self.resharder.held(op.results[0]), copies, wanted, partial)
-        if key not in self.decided:
-            self.decided[key] = self.cheapest(op, copies, wanted, partial)
-        return self.decided[key]
-
-    def cheapest(
-        self,
-        op: Op,
-        copies: tuple[States, ...],
-        wanted: tuple[States, ...],
-        partial: tuple[int, ...],
-    ) -> tuple[Choice, float]:
+        if (known := self.decided.get(key)) is not None:
+            return known
         options = self.options.around(op, tuple([found[:1] for found in copies]), wanted)
         best: tuple[float, int, Choice, float] | None = None
         for number, choice in enumerate(options):
@@ -94,7 +211,8 @@ class _Greedy(Walk):
             ):
                 best = (total, rank, choice, own)
         assert best is not None
-        return best[2], best[3]
+        self.decided[key] = best[2:]
+        return best[2:]
 
     def can_stay_partial(self, value: Value) -> bool:
         """Whether every use of a value is an op that is linear in it."""
@@ -104,3 +222,22 @@ class _Greedy(Walk):
             and any(index in group for group in rule_of(op.kind).linear)
             for op, index in self.problem.index.users.get(value, ())
         )
+
+
+def undivided_notes(problem: Problem) -> list[str]:
+    """Returns a note for each dim of an argument or result that its wanted axes do not divide."""
+    program, mesh, propagated = problem.program, problem.mesh, problem.propagated
+    results = zip(program.body.results, program.result_names, strict=True)
+    arguments = zip(program.body.args, program.arg_names, strict=True)
+    labels = {v: f"result {name}" for v, name in results}
+    labels |= {v: f"argument {name}" for v, name in arguments}
+    notes = []
+    for (value, dim), axes in propagated.undivided.items():
+        if value in labels:
+            kept = propagated.proposals[value][dim]
+            notes.append(
+                f"dim {dim} of {labels[value]} has size {program.types[value].shape[dim]}, which "
+                f"{format_axes(axes, mesh)} does not divide: it is split over "
+                f"{format_axes(kept, mesh) if kept else 'nothing'}"
+            )
+    return notes

@@ -213,8 +213,7 @@ def peak_of(plan: Plan) -> Peak:
 def _peak_inside(plan: Plan, region: Region, returned: Mapping[Value, Sharding]) -> Peak:
     """Estimates a region's peak without its own arguments; `returned` are its results' states."""
     cheap, in_memory, args = plan.propagated.cheap, plan.problem.in_memory, set(region.args)
-    first: dict[Held, int] = {}
-    last: dict[Held, int] = {}
+    life: dict[Held, list[int]] = {}  # numbers of the first op and the last one that have it
     uses = Counter[Value]()
     made: dict[Value, bool] = {}  # in this region -> whether it is in memory of its own
     inner: dict[int, Peak] = {}
@@ -224,11 +223,10 @@ def _peak_inside(plan: Plan, region: Region, returned: Mapping[Value, Sharding])
         choice = plan.choices.get(op.results[0]) if op.results else None
         if choice is None:
             continue
+        uses.update(op.operands)
         for held in zip(op.operands, choice.operands, strict=True):
-            uses[held[0]] += 1
             if held[0] not in cheap:
-                first.setdefault(held, i)
-                last[held] = i
+                life.setdefault(held, [i, i])[1] = i
         for number, inside in enumerate(op.regions):
             is_condition = number == 0 and op.is_loop
             results = () if is_condition else zip(inside.results, choice.results, strict=True)
@@ -236,18 +234,16 @@ def _peak_inside(plan: Plan, region: Region, returned: Mapping[Value, Sharding])
             inner[i] = max(inner.get(i, peak), peak, key=lambda peak: peak.bytes)
         for k, held in enumerate(zip(op.results, choice.results, strict=True)):
             made[held[0]] = op.kind.about.role != Role.ALIAS and in_memory[held[0]]
-            first.setdefault(held, i)
-            last.setdefault(held, i)
+            life[held] = [i, i]
             if op.is_loop and is_untouched(op, k):
                 same.add(held)
             elif op.is_loop:
                 begins[held] = op.operands[k], choice.operands[k]
     for held in returned.items():
         if held[0] not in cheap:
-            first.setdefault(held, len(region.ops))
-            last[held] = len(region.ops)
-    spans: list[tuple[int, int, Held]] = []
-    for held, start in first.items():
+            life.setdefault(held, [len(region.ops), 0])[1] = len(region.ops)
+    spans: list[tuple[int, int, int, Held]] = []
+    for held, (start, end) in life.items():
         value, state = held
         # Elementwise results with one use are taken to be fused into it.
         is_fused = not made.get(value, True) and uses[value] <= 1
@@ -255,13 +251,13 @@ def _peak_inside(plan: Plan, region: Region, returned: Mapping[Value, Sharding])
         if held in same or (is_here and (value in args or is_fused)):
             continue
         begin = begins.get(held)
-        if begin is not None and begin[0] not in args and last.get(begin) == start:
+        if begin is not None and begin[0] not in args and begin in life and life[begin][1] == start:
             start += 1  # the loop goes on in the memory of what it begins with
-        spans.append((start, max(start, last[held]), held))
-    sizes = [(start, end, plan.problem.size(*held)) for start, end, held in spans]
-    most, at = fullest(sizes, {i: peak.bytes for i, peak in inner.items()})
+        spans.append((start, max(start, end), plan.problem.size(*held), held))
+    peaks = {i: peak.bytes for i, peak in inner.items()}
+    most, at = fullest([span[:3] for span in spans], peaks)
     spans.sort(key=lambda span: span[0])
-    alive = {held: plan.problem.size(*held) for start, end, held in spans if start <= at <= end}
+    alive = {held: size for start, end, size, held in spans if start <= at <= end}
     return Peak(most, alive | inner[at].alive if at in inner else alive)
 
 

@@ -9,7 +9,7 @@ times the trips of the loops around it. Units that look alike are one variable.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,13 +19,12 @@ from spmd.ir.control_flow import Tie, ties
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.program import Op, Region, Value
 from spmd.mesh.sharding import Sharding, replicated
-from spmd.planning.choices import Choices
-from spmd.planning.domains import Domains
+from spmd.planning.choices import Choices, Ways
+from spmd.planning.greedy import Walk
 from spmd.planning.plan import Choice, Plan
 from spmd.planning.problem import Problem
 from spmd.planning.solver import CLOSE, FORBIDDEN, Network, Solution, Table, solve
-from spmd.planning.units import ARGUMENT, CARRY, OP, WHOLE, Units, Use
-from spmd.planning.walk import Walk
+from spmd.planning.units import ARGUMENT, CARRY, OP, WHOLE, Domains, Units, Use
 from spmd.predict.fusion import wants_stored
 from spmd.propagation.projection import unsplit
 from spmd.reshard.paths import States
@@ -67,6 +66,23 @@ class Variable(NamedTuple):
 Copies = Mapping[tuple[int, int], States]  # class and result -> states of possible copies
 
 
+class _Flow(NamedTuple):
+    """One result of a class of units, and what reads it."""
+
+    value: Value  # the first of the class
+    runs: int  # how often values of the class are made in one run of the program
+    ways: Ways  # what reshards of it cost
+    left: Table  # numbers there of the states in which choices leave it
+    # Of each use the state that each choice of its reader needs, None if any will do; and the
+    # numbers of these.
+    uses: dict[Use, tuple[States | None, Table]]
+
+    @property
+    def reads(self) -> int:
+        """How often they are read in one run of the program."""
+        return sum(use.trips for use in self.uses)
+
+
 class CostNetwork:
     """The cost network of a program, with a variable for each class of units.
 
@@ -85,34 +101,32 @@ class CostNetwork:
         base: Plan | None = None,
     ) -> None:
         self.problem, self.units, self.choices, self.domains = problem, units, choices, domains
-        self.exposed = 1.0  # share of a reshard's time that arithmetic does not hide, at least
+        # Share of a reshard's time that arithmetic does not hide, at least; and whether a reshard
+        # hides only behind arithmetic between making a value and reading it.
+        self.exposed, self.by_slack = 1.0, False
         self._slack: Slack | None = None
         self.variables: list[Variable] = []  # of each class of units
-        self._values: dict[tuple[int, int], Value] = {}  # the first value of each class and result
+        first: dict[tuple[int, int], Value] = {}
         for value, place in enumerate(units.of):
-            self._values.setdefault(place, value)
-        self._uses: dict[tuple[int, int], list[Use]] = {}
+            first.setdefault(place, value)
+        self._flows: dict[tuple[int, int], _Flow] = {}
         for use in units.uses:
-            self._uses.setdefault((use.source, use.result), []).append(use)
-        self._needs = {use: self._needs_of(use) for use in units.uses}
-        # What is left and needed as numbers of its table, before that is asked for anything.
-        numbers, left = choices.ways.numbers, domains.left
-        self._left = {at: numbers(self._values[at], left[at[0]][at[1]]) for at in self._uses}
-        self._wanted = {
-            use: numbers(self._values[use.source, use.result], needs)
-            for use, needs in self._needs.items()
-            if needs is not None
-        }
+            source, index = at = use.source, use.result
+            if at not in self._flows:
+                value, ways = first[at], choices.ways(first[at])
+                unit = units.units[source]
+                runs = unit.inner if unit.role == CARRY and index else unit.trips
+                left = ways.numbers(domains.left[source][index])
+                self._flows[at] = _Flow(value, runs, ways, left, {})
+            flow = self._flows[at]
+            needs = self._needs_of(use, flow.value)
+            flow.uses[use] = needs, flow.ways.numbers(needs or ())
         self._owned = [self._own(number) for number in range(len(units.units))]
         self._close, self._known = ROUGHLY, list[tuple[int, Sharding | None]]()
-        if base is not None:
-            for number, unit in enumerate(units.units):
-                choice = 0  # the one that it took, without a copy
-                if unit.role == OP and unit.op is not None:
-                    choice = domains.choices[number].index(base.choice(unit.op))
-                elif unit.role in (ARGUMENT, CARRY):
-                    state = base.states[self._values[number, 0]]
-                    choice = left[number][0].index(state) if state else 0
+        if base is not None:  # what it chose comes first, but for arguments
+            for unit, made in zip(units.units, domains.left, strict=True):
+                is_open = unit.role == ARGUMENT
+                choice = made[0].index(base.arguments[unit.number]) if is_open else 0
                 self._known.append((choice, None))
         if known is None:
             self._build({}, shares=True)
@@ -139,10 +153,11 @@ class CostNetwork:
         self.copies = copies
         self._reshards = Network()
         self.variables = [self._variable(i, copies) for i in range(len(self.units.units))]
-        for (source, index), uses in self._uses.items():
-            runs = self._runs(source, index)
-            share = min(1.0, runs / sum(use.trips for use in uses)) if shares and runs else 1.0
-            self._connect(source, index, uses, share)
+        for at, flow in self._flows.items():
+            share = 1.0
+            if shares and flow.runs:
+                share = min(1.0, flow.runs / flow.reads)
+            self._connect(*at, flow, share)
 
     @cached_property
     def network(self) -> Network:
@@ -176,7 +191,7 @@ class CostNetwork:
         in which a device computes between making the value and reading it.
         """
         other = copy.copy(self)
-        other._close, other.exposed = ROUGHLY, exposed
+        other._close, other.exposed, other.by_slack = ROUGHLY, exposed, by_slack
         other._slack = slack_of(self.choices, self.units) if by_slack else None
         other._build(self.copies)
         return other
@@ -188,38 +203,24 @@ class CostNetwork:
         that were offered before stay.
         """
         states = self.solution.states
-        found: dict[int, tuple[float, int, States]] = {}
-        for (source, index), uses in self._uses.items():
-            variable = self.variables[source]
-            choice = variable.choices[states[variable.number]]
-            left = self.domains.left[source][index][choice]
-            times: dict[Sharding, int] = {}
-            for use in uses:
-                if (needs := self._needs[use]) is not None and len(needs) > 1:
-                    target = self.variables[use.target]
-                    need = needs[target.choices[states[target.number]]]
-                    times[need] = times.get(need, 0) + use.trips
-            runs = self._runs(source, index)
-            reads = sum(use.trips for use in uses) > runs
-            shared = tuple([need for need in times if reads and need != left])
-            shared = tuple(dict.fromkeys((*self.copies.get((source, index), ()), *shared)))
-            size = self.problem.program.types[self._values[source, index]].bytes
-            if shared and size > found.get(source, (0.0,))[0]:
-                most = max(MOST_COPIES, MOST_ROWS // len(self.domains.left[source][index]))
-                others = [need for use in uses for need in self._needs[use] or ()]
-                shared = tuple(dict.fromkeys((*shared[:MOST_COPIES], *others)))
-                found[source] = size, index, shared[:most]
-        return {(source, index): shared for source, (_, index, shared) in found.items()}
-
-    def _runs(self, source: int, index: int) -> int:
-        # How often a value is made in one run of the program.
-        is_inside = self.units.units[source].role == CARRY and index
-        return self.units.inner[source] if is_inside else self.units.trips[source]
-
-    @property
-    def by_slack(self) -> bool:
-        """Whether a reshard hides only behind arithmetic between making a value and reading it."""
-        return self._slack is not None
+        chosen = [int(v.choices[states[v.number]]) for v in self.variables]
+        found: dict[int, tuple[int, int, States]] = {}
+        for (source, index), flow in self._flows.items():
+            left, is_shared = self.domains.left[source][index], flow.reads > flow.runs
+            needed = [
+                needs[chosen[use.target]]
+                for use, (needs, _) in flow.uses.items()
+                if is_shared and needs is not None and len(needs) > 1
+            ]
+            needed = [need for need in needed if need != left[chosen[source]]]
+            shared = list(dict.fromkeys((*self.copies.get((source, index), ()), *needed)))
+            size = self.problem.program.types[flow.value].bytes
+            if shared and size > found.get(source, (0,))[0]:
+                most = max(MOST_COPIES, MOST_ROWS // len(left))
+                others = [need for needs, _ in flow.uses.values() for need in needs or ()]
+                copies = tuple(dict.fromkeys((*shared[:MOST_COPIES], *others)))
+                found[source] = size, index, copies[:most]
+        return {(source, index): copies for source, (_, index, copies) in found.items()}
 
     def priced(self, prices: Mapping[Value, float]) -> Network:
         """Returns the solver's network with a price, in seconds a byte, for holding each value."""
@@ -247,19 +248,17 @@ class CostNetwork:
     def _variable(self, number: int, copies: Copies) -> Variable:
         count = len(self._owned[number])
         choices, again, made = np.arange(count), np.full(count, -1), np.zeros(count)
-        copied = next(
-            (k for k in range(len(self.domains.left[number])) if (number, k) in copies), -1
-        )
+        copied = next((index for source, index in copies if source == number), -1)
         states = copies.get((number, copied), ())
         if states:
-            value, left = self._values[number, copied], self._left[number, copied]
-            others = self.choices.ways.numbers(value, states)
-            costs = self.choices.ways.costs(value, left, others, stores=True)
-            pays = (left[:, None] != others) & (costs < FORBIDDEN)
+            flow = self._flows[number, copied]
+            others = flow.ways.numbers(states)
+            costs = flow.ways.costs(flow.value, flow.left, others, stores=True)
+            pays = (flow.left[:, None] != others) & (costs < FORBIDDEN)
             more = np.nonzero(pays)
             choices, again = np.concatenate([choices, more[0]]), np.concatenate([again, more[1]])
-            seen = self._seen(costs[pays], number, copied, None)
-            made = np.concatenate([made, seen * self._runs(number, copied)])
+            seen = self._seen(costs[pays], number, copied, flow.uses)
+            made = np.concatenate([made, seen * flow.runs])
         return Variable(self._reshards.variable(made), choices, again, copied, states)
 
     def _own(self, number: int) -> Table:
@@ -267,18 +266,18 @@ class CostNetwork:
         if unit.role == OP:
             assert unit.op is not None
             own = [self.own_cost(unit.op, c) for c in self.domains.choices[number]]
-            return np.array(own) * self.units.trips[number]
+            return np.array(own) * unit.trips
         if unit.role == ARGUMENT:
-            return SMALLER * np.array(self.problem.bytes(self._values[number, 0], left[0]))
+            value = self.problem.program.body.args[unit.number]
+            return SMALLER * np.array(self.problem.bytes(value, left[0]))
         if unit.role == CARRY:
             return np.array([LATER * bool(s.partial) for s in left[0]])
         return np.zeros(1)
 
-    def _connect(self, source: int, index: int, uses: Sequence[Use], share: float) -> None:
-        variable, left = self.variables[source], self._left[source, index]
-        value, costs_of = self._values[source, index], self.choices.ways.costs
-        for use in uses:
-            needs, reader = self._wanted.get(use), self.units.units[use.target]
+    def _connect(self, source: int, index: int, flow: _Flow, share: float) -> None:
+        variable, costs_of, value = self.variables[source], flow.ways.costs, flow.value
+        for use, (needs, wanted) in flow.uses.items():
+            reader = self.units.units[use.target]
             op = reader.op if reader.role == OP else None
             # Whether the reader needs the value in memory, whatever makes it.
             stores = op is None or wants_stored(op, use.position)
@@ -290,31 +289,29 @@ class CostNetwork:
                 ways = zip(states, lies, strict=True)
                 seconds = [self.problem.resharder.seconds(value, *ends) for ends in ways]
                 own = np.array(seconds) + SMALLER * np.array(self.problem.bytes(value, lies))
-                costs = self._seen(own, source, index, use)[variable.choices] * use.trips
+                costs = self._seen(own, source, index, [use])[variable.choices] * use.trips
                 self._reshards.unary[variable.number] += costs
                 continue
-            rows = costs_of(value, left, needs, stores)[variable.choices]
-            rows = self._seen(rows, source, index, use)
+            rows = costs_of(value, flow.left, wanted, stores)[variable.choices]
+            rows = self._seen(rows, source, index, [use])
             if variable.copied == index:
-                copies = self.choices.ways.numbers(value, variable.copies)
                 with_copy = np.flatnonzero(variable.again >= 0)
-                again = costs_of(value, copies, needs, stores)[variable.again[with_copy]]
-                again = self._seen(again, source, index, use)
+                copies = flow.ways.numbers(variable.copies)[variable.again[with_copy]]
+                again = self._seen(costs_of(value, copies, wanted, stores), source, index, [use])
                 rows[with_copy] = np.minimum(rows[with_copy], again)
             if rows.any():
                 target = self.variables[use.target]
                 costs = rows[:, target.choices] * (use.trips * share)
                 self._reshards.pair(variable.number, target.number, costs)
 
-    def _seen(self, costs: Table, source: int, index: int, use: Use | None) -> Table:
+    def _seen(self, costs: Table, source: int, index: int, uses: Iterable[Use]) -> Table:
         """Returns the costs of reshards less what hides behind arithmetic."""
         if self._slack is None:
             return costs * self.exposed
-        uses = self._uses[source, index] if use is None else [use]
         slack = [self._slack.get((source, index, use.target), 0.0) for use in uses]
         return np.maximum(self.exposed * costs, costs - min(slack))
 
-    def _needs_of(self, use: Use) -> States | None:
+    def _needs_of(self, use: Use, value: Value) -> States | None:
         """Returns the state that a use needs for each choice of its reader; None if any will do."""
         unit = self.units.units[use.target]
         if unit.role == OP:
@@ -322,7 +319,6 @@ class CostNetwork:
         if unit.role in (ARGUMENT, CARRY):
             return self.domains.left[use.target][0]
         if unit.role == WHOLE:
-            value = self._values[use.source, use.result]
             return (replicated(self.problem.program.types[value].rank),)
         wanted = self.problem.results[unit.number]
         return (wanted,) if wanted is not None else None
@@ -348,44 +344,38 @@ def slack_of(choices: Choices, units: Units) -> Slack:
     overlaps with the loop trip before, so what a trip gets is there when it begins. Results of the
     program have no slack. Uses of one class have the mean of theirs.
     """
-    found = _Clock(choices, units)
-    found.region(choices.problem.program.body)
-    return {key: seconds / count for key, (seconds, count) in found.slack.items()}
+    problem, of = choices.problem, units.of
+    found: dict[tuple[int, int, int], tuple[float, int]] = {}
 
+    def use(value: Value, target: Value, seconds: float) -> None:
+        key = (*of[value], of[target][0])
+        total, count = found.get(key, (0.0, 0))
+        found[key] = total + seconds, count + 1
 
-class _Clock:
-    def __init__(self, choices: Choices, units: Units) -> None:
-        self.choices, self.units = choices, units
-        self.devices = choices.mesh.size
-        self.slack: dict[tuple[int, int, int], tuple[float, int]] = {}
-
-    def use(self, value: Value, target: int, seconds: float) -> None:
-        key = (*self.units.of[value], target)
-        total, count = self.slack.get(key, (0.0, 0))
-        self.slack[key] = total + seconds, count + 1
-
-    def region(self, region: Region) -> tuple[float, dict[Value, float]]:
-        # Seconds of one run of a region, and when in it values are made.
-        problem, of = self.choices.problem, self.units.of
+    def pass_time(region: Region) -> tuple[float, dict[Value, float]]:
+        """Returns the seconds of one run of a region, and when in it values are made."""
         now, made = 0.0, dict[Value, float]()
         for op in region.ops:
             if op.regions:
                 bound = ties(op)
                 for tie in bound:
                     if tie.source is not None:
-                        self.use(tie.source, of[tie.result][0], now - made.get(tie.source, 0.0))
+                        use(tie.source, tie.result, now - made.get(tie.source, 0.0))
                 for inner in op.regions[op.is_loop :]:
-                    end, inside = self.region(inner)
+                    end, inside = pass_time(inner)
                     for tie, value in zip(bound, inner.results, strict=True):
-                        self.use(value, of[tie.result][0], end - inside.get(value, 0.0))
+                        use(value, tie.result, end - inside.get(value, 0.0))
                     now += end * problem.index.runs(op)
             else:
                 for value in op.operands:
-                    self.use(value, of[op.results[0]][0], now - made.get(value, 0.0))
+                    use(value, op.results[0], now - made.get(value, 0.0))
                 whole = unsplit(rule_of(op.kind, op.loc))
-                now += self.choices.own_seconds(op, whole) / self.devices
+                now += choices.own_seconds(op, whole) / choices.mesh.size
             made |= dict.fromkeys(op.results, now)
         return now, made
+
+    pass_time(problem.program.body)
+    return {key: seconds / count for key, (seconds, count) in found.items()}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -400,17 +390,15 @@ def decoded(costs: CostNetwork, solution: Solution) -> Plan:
 
 class _Decoded(Walk):
     def __init__(self, costs: CostNetwork, solution: Solution) -> None:
-        super().__init__(costs.problem)
-        self.solver = "exact" if solution.exact else "local search"
-        self.costs, self.domains = costs, costs.domains
-        self.of = costs.units.of
-        states = [solution.states[v.number] for v in costs.variables]
-        self.chosen = [int(v.choices[s]) for v, s in zip(costs.variables, states, strict=True)]
-        again = [int(v.again[s]) for v, s in zip(costs.variables, states, strict=True)]
+        self.costs, self.domains, self.of = costs, costs.domains, costs.units.of
+        rows = [v.row(solution.states[v.number]) for v in costs.variables]
+        self.chosen = [choice for choice, _ in rows]
+        arguments = tuple(map(self.state, costs.problem.program.body.args))
+        super().__init__(costs.problem, "exact" if solution.exact else "local search", arguments)
         for value, (number, index) in enumerate(self.of):
-            variable = costs.variables[number]
-            if number >= 0 and index == variable.copied and again[number] >= 0:
-                self.shared[value] = variable.copies[again[number]]
+            again = rows[number][1] if number >= 0 else None
+            if again is not None and index == costs.variables[number].copied:
+                self.shared[value] = again
 
     def choose(self, op: Op) -> tuple[Choice, float]:
         number, _ = self.of[op.results[0]]
@@ -419,9 +407,6 @@ class _Decoded(Walk):
 
     def carry(self, tie: Tie) -> Sharding:
         return self.state(tie.result)
-
-    def argument(self, number: int) -> Sharding:
-        return self.state(self.program.body.args[number])
 
     def state(self, value: Value) -> Sharding:
         number, _ = self.of[value]  # the class of an argument or a carry

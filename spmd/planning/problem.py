@@ -65,12 +65,8 @@ class Problem:
     def in_memory(self) -> tuple[bool, ...]:
         """Whether each value, or what it is an alias of, is stored rather than fused."""
         fused, producers = Fused(self.program, XlaBackend()), self.index.producers
-        found = []
-        for root in fused.root:
-            while fused.root[root] != root:
-                root = fused.root[root]
-            found.append(fused.stored[root] or root not in producers)
-        return tuple(found)
+        homes = map(fused.home, range(len(fused.root)))
+        return tuple([fused.stored[home] or home not in producers for home in homes])
 
     def stored(self, op: Op) -> tuple[bool, ...]:
         """Returns, for each operand and result of an op, whether it is in memory."""

@@ -74,12 +74,7 @@ class Network:
 # Eckstein 2002). What is found is exact as far as it goes.
 
 
-class _Gone(NamedTuple):
-    """A variable that was eliminated: its costs, and the factors that it had with others."""
-
-    variable: int
-    unary: Table
-    factors: list[tuple[tuple[int, ...], Table]]
+Joint = tuple[int, ...]  # variables of one factor, ascending
 
 
 class Elimination:
@@ -89,10 +84,10 @@ class Elimination:
         self.constant = 0.0  # of variables that are gone with all of their neighbours
         self.unary = list(network.unary)
         self.sizes = [len(costs) for costs in self.unary]
-        # Variables, ascending -> costs of their joint states; and where each variable is in.
-        self.factors: dict[tuple[int, ...], Table] = {}
-        self.touching: list[dict[tuple[int, ...], None]] = [{} for _ in self.unary]
-        self.done: list[_Gone] = []
+        self.factors: dict[Joint, Table] = {}  # costs of joint states
+        self.touching: list[dict[Joint, None]] = [{} for _ in self.unary]  # factors of a variable
+        # Variables that are gone, with their costs and the factors that they had with others.
+        self.done: list[tuple[int, Table, list[tuple[Joint, Table]]]] = []
         self.left = set(range(len(self.unary)))
         for (u, v), table in network.pairs.items():
             if table.any():
@@ -117,7 +112,7 @@ class Elimination:
             # All that touches the variable is replaced by its best response.
             near = tuple(sorted(self._near(v)))
             factors = [(variables, self._pop(variables)) for variables in tuple(self.touching[v])]
-            self.done.append(_Gone(v, self.unary[v], factors))
+            self.done.append((v, self.unary[v], factors))
             self.left.discard(v)
             # One dim for each neighbour, in ascending order, behind that of the variable.
             total = self.unary[v].reshape(-1, *[1] * len(near))
@@ -170,9 +165,7 @@ class Elimination:
 
     def unwound(self, known: Mapping[int, int]) -> list[int]:
         """Returns the best state of every variable, given those of the variables that are left."""
-        states = [0] * len(self.sizes)
-        for v, state in known.items():
-            states[v] = state
+        states = [known.get(v, 0) for v in range(len(self.sizes))]
         for variable, total, factors in reversed(self.done):
             for variables, table in factors:
                 row = [slice(None) if u == variable else states[u] for u in variables]
@@ -180,14 +173,14 @@ class Elimination:
             states[variable] = int(total.argmin())
         return states
 
-    def _add(self, variables: tuple[int, ...], table: Table) -> None:
+    def _add(self, variables: Joint, table: Table) -> None:
         if variables in self.factors:
             table = table + self._pop(variables)
         self.factors[variables] = table
         for v in variables:
             self.touching[v][variables] = None
 
-    def _pop(self, variables: tuple[int, ...]) -> Table:
+    def _pop(self, variables: Joint) -> Table:
         for v in variables:
             del self.touching[v][variables]
         return self.factors.pop(variables)
@@ -207,15 +200,13 @@ class Elimination:
 # A state whose own excess over it is more than some known solution has left to lose can be dropped.
 
 
-class _Pair(NamedTuple):
-    """A pair of variables, first < second, with the messages between them."""
+class _Edge(NamedTuple):
+    """A pair of variables as one of the two sees it: its end of the costs, and the messages."""
 
-    first: int
-    second: int
-    costs: Table  # a row for each state of the first
-    turned: Table  # one for each of the second: numpy is fastest at taking the minimum over rows
-    to_second: Table  # messages, changed in place
-    to_first: Table
+    other: int
+    costs: Table  # a row for each of its own states: numpy takes the minimum over rows fastest
+    got: Table  # the message from the other variable, changed in place
+    sent: Table  # and the one to it
 
 
 def excesses(network: Network) -> list[tuple[float, int, int]]:
@@ -238,34 +229,37 @@ class Passing:
     """Messages between the variables of a network; they are kept from one run to the next."""
 
     def __init__(self, network: Network) -> None:
-        self.network = network
-        self.unary = network.unary
-        self.pairs: list[_Pair] = []
-        self.later: list[list[_Pair]] = [[] for _ in network.unary]
-        self.earlier: list[list[_Pair]] = [[] for _ in network.unary]
+        self.network, self.unary = network, network.unary
+        self.earlier: list[list[_Edge]] = [[] for _ in network.unary]
+        self.later: list[list[_Edge]] = [[] for _ in network.unary]
         for (u, v), table in sorted(network.pairs.items()):
             costs, turned = np.ascontiguousarray(table), np.ascontiguousarray(table.T)
-            pair = _Pair(u, v, costs, turned, np.zeros(len(turned)), np.zeros(len(costs)))
-            self.pairs.append(pair)
-            self.later[u].append(pair)
-            self.earlier[v].append(pair)
-        ends = list(zip(self.earlier, self.later, strict=True))
+            to_u, to_v = np.zeros(len(costs)), np.zeros(len(turned))
+            self.later[u].append(_Edge(v, costs, to_u, to_v))
+            self.earlier[v].append(_Edge(u, turned, to_v, to_u))
+        self.edges = [a + b for a, b in zip(self.earlier, self.later, strict=True)]
+        ends = zip(self.earlier, self.later, strict=True)
         self.share = [1.0 / max(len(a), len(b), 1) for a, b in ends]
-        self.sent = [[*(p.to_second for p in a), *(p.to_first for p in b)] for a, b in ends]
 
     def run(self) -> None:
-        """Passes messages there and back, a few times."""
-        for _ in range(SWEEPS):
-            self.sweep()
+        """Passes messages from the last variable to the first, then back, a few times."""
+        # What is the same for all states of a message is left in it: it moves between variable and
+        # pair, and no bound and no choice depends on where it is.
+        forth = range(len(self.unary))
+        for order, side in [(forth[::-1], self.earlier), (forth, self.later)] * SWEEPS:
+            for v in order:
+                if edges := side[v]:
+                    mine = self.belief(v) * self.share[v]
+                    for edge in edges:
+                        np.minimum.reduce(edge.costs + (mine - edge.got)[:, None], out=edge.sent)
 
     def restricted(self, alive: Sequence[Table]) -> Passing:
         """Returns the same over only the states that are `alive`, with the messages so far."""
         smaller = Passing(self.network.restricted(alive))
-        known = {(pair.first, pair.second): pair for pair in self.pairs}
-        for pair in smaller.pairs:
-            before = known[pair.first, pair.second]
-            pair.to_first[:] = before.to_first[alive[pair.first]]
-            pair.to_second[:] = before.to_second[alive[pair.second]]
+        for v, edges in enumerate(smaller.edges):
+            known = {edge.other: edge.got for edge in self.edges[v]}
+            for edge in edges:
+                edge.got[:] = known[edge.other][alive[v]]
         return smaller
 
     def shifted(self) -> Network:
@@ -273,34 +267,18 @@ class Passing:
         network = Network()
         network.unary = [self.belief(v) for v in range(len(self.unary))]
         network.pairs = {
-            (pair.first, pair.second): pair.costs - pair.to_second - pair.to_first[:, None]
-            for pair in self.pairs
+            (v, edge.other): edge.costs - edge.sent - edge.got[:, None]
+            for v, edges in enumerate(self.later)
+            for edge in edges
         }
         return network
 
     def belief(self, v: int) -> Table:
         """Returns the cost of each state of a variable, plus the messages sent to it."""
         total = self.unary[v].copy()
-        for sent in self.sent[v]:
-            total += sent
+        for edge in self.edges[v]:
+            total += edge.got
         return total
-
-    def sweep(self) -> None:
-        """Passes messages from the last variable to the first, then back."""
-        # What is the same for all states of a message is left in it: it moves between variable and
-        # pair, and no bound and no choice depends on where it is.
-        for v in reversed(range(len(self.unary))):
-            if self.earlier[v]:
-                mine = self.belief(v) * self.share[v]
-                for pair in self.earlier[v]:
-                    costs = pair.turned + (mine - pair.to_second)[:, None]
-                    np.minimum.reduce(costs, out=pair.to_first)
-        for v in range(len(self.unary)):
-            if self.later[v]:
-                mine = self.belief(v) * self.share[v]
-                for pair in self.later[v]:
-                    costs = pair.costs + (mine - pair.to_first)[:, None]
-                    np.minimum.reduce(costs, out=pair.to_second)
 
     def rounded(self) -> tuple[int, ...]:
         """Returns a joint state: each variable's best, given those before it and others' messages.
@@ -310,43 +288,40 @@ class Passing:
         states: list[int] = []
         for v, costs in enumerate(self.unary):
             total = costs.copy()
-            for pair in self.earlier[v]:
-                total += pair.costs[states[pair.first]]
-            for pair in self.later[v]:
-                total += pair.to_first
+            for edge in self.earlier[v]:
+                total += edge.costs[:, states[edge.other]]
+            for edge in self.later[v]:
+                total += edge.got
             states.append(int(np.argmin(total)))
         doubtful = dict.fromkeys(range(len(states)))
         while doubtful:
             v, _ = doubtful.popitem()
             total = self.unary[v].copy()
-            for pair in self.earlier[v]:
-                total += pair.costs[states[pair.first]]
-            for pair in self.later[v]:
-                total += pair.turned[states[pair.second]]
+            for edge in self.edges[v]:
+                total += edge.costs[:, states[edge.other]]
             best = int(np.argmin(total))
             if total[best] < total[states[v]]:
                 states[v] = best
-                doubtful |= {pair.first: None for pair in self.earlier[v]}
-                doubtful |= {pair.second: None for pair in self.later[v]}
+                doubtful |= {edge.other: None for edge in self.edges[v]}
         return tuple(states)
 
     def bound(self) -> tuple[float, list[Table]]:
         """Returns a lower bound of all joint states, and how much more each single state takes."""
-        lower, excess = 0.0, []
-        kept = []
-        for v in range(len(self.unary)):
+        lower, excess, kept = 0.0, [], []
+        for v, later in enumerate(self.later):
             belief = self.belief(v)
             kept.append(belief * self.share[v])
-            own = belief * (1.0 - self.share[v] * len(self.later[v]))
+            own = belief * (1.0 - self.share[v] * len(later))
             least = float(own.min())
             lower += least
             excess.append(own - least)
-        for pair in self.pairs:
-            table = pair.costs - pair.to_second + (kept[pair.first] - pair.to_first)[:, None]
-            least = float(table.min())
-            lower += least
-            excess[pair.first] += table.min(axis=1) - least
-            excess[pair.second] += table.min(axis=0) - least
+        for v, later in enumerate(self.later):
+            for edge in later:
+                table = edge.costs - edge.sent + (kept[v] - edge.got)[:, None]
+                least = float(table.min())
+                lower += least
+                excess[v] += table.min(axis=1) - least
+                excess[edge.other] += table.min(axis=0) - least
         return lower, excess
 
 
@@ -383,17 +358,16 @@ def solve(
     known: Sequence[int] | None = None,
     close: float = CLOSE,
     limit: int = TABLE_LIMIT,
-    rounds: int = ROUNDS,
 ) -> Solution:
     """Returns the cheapest joint state, or the best that was found.
 
     For each variable, `allowed` are the states that it may be in; all of them if left out. The
     cheaper a `known` joint state is, the sooner others are seen to be no better; those that are
     cheaper by less than the share `close` are not looked for. No table gets more entries than the
-    limit, and there are so many rounds of message passing at most.
+    limit.
     """
     upper = math.inf if known is None else network.cost(known)
-    found = Reduced(network, (), allowed, limit).solve(None, upper, close, rounds)
+    found = Reduced(network, (), allowed, limit).solve({}, upper, close)
     return found if found.states or known is None else found._replace(states=tuple(known))
 
 
@@ -418,7 +392,7 @@ class Reduced:
     ) -> None:
         self._network, self._limit = network, limit
         self._alive = allowed or [np.arange(len(costs)) for costs in network.unary]
-        self._gone = Elimination(network.restricted(allowed) if allowed else network)
+        self._gone = Elimination(network.restricted(self._alive) if allowed else network)
         self._gone.run(limit, neighbours=2, keep=kept)
         if not kept and self._gone.fits(limit):
             self._gone.run(limit)
@@ -429,7 +403,7 @@ class Reduced:
 
     def solve(
         self,
-        pins: Mapping[int, Sequence[int]] | None = None,
+        pins: Mapping[int, Sequence[int]],
         upper: float = math.inf,
         close: float = CLOSE,
         rounds: int = ROUNDS,
@@ -441,8 +415,7 @@ class Reduced:
         less than the share `close` of `scale`, or of the cost. If there is no other, the solution
         has no states.
         """
-        pins, left = pins or {}, sorted(self._gone.left)
-        known, above = {}, 0.0
+        left, known, above = sorted(self._gone.left), {}, 0.0
         if left:
             allowed = [
                 np.flatnonzero(np.isin(self._alive[v], pins[v]))
@@ -487,7 +460,7 @@ def _cheaper(
     if not all(map(len, kept)):  # nothing is cheaper
         return best._replace(lower=best.cost)
     smaller = Reduced(passing.shifted().restricted(kept), limit=limit)
-    found = smaller.solve(None, best.cost, close, rounds - 1, scale)
+    found = smaller.solve({}, best.cost, close, rounds - 1, scale)
     best = best._replace(lower=max(best.lower, min(best.cost, found.lower)))
     if found.cost >= best.cost:
         return best

@@ -16,7 +16,7 @@ no more: the planner splits the stacked program as it finds best, and its timeli
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -56,12 +56,8 @@ def stacks_of(plan: Plan, price: float) -> Stacks:
     for place, op in enumerate(block.ops):
         if _is_work(op):
             classes.setdefault(block.shape(place), []).append(place)
-    likely = []
-    for shape, places in classes.items():
-        if shape is not None and len(places) > 1:
-            seconds = costs.most(tuple(places))
-            if seconds >= least:
-                likely.append((-seconds, places))
+    alike = [places for shape, places in classes.items() if shape is not None and len(places) > 1]
+    likely = [(-seconds, p) for p in alike if (seconds := costs.most(tuple(p))) >= least]
     found: list[tuple[Stack, float]] = []
     taken: set[int] = set()
     for _, places in sorted(likely):
@@ -110,7 +106,6 @@ def independent_groups(block: Block, places: Sequence[int]) -> Iterator[Row]:
 class _Costs:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.block = plan, Block(plan.program)
-        self.atoms = tuple(range(len(plan.mesh.atom_sizes)))
         # Reshards by the op that reads what is moved; those inside a loop are all the loop's.
         home = {
             inner.results[0]: place
@@ -136,10 +131,9 @@ class _Costs:
             return 0.0
         key = op.kind, choice.assignment, share
         if key not in self._shares:
-            rule, stored = rule_of(op.kind), plan.problem.stored(op)
-            args = plan.mesh, plan.topology, stored
-            now = op_seconds(op.kind, rule, choice.assignment, *args)
-            whole = op_seconds(op.kind, rule, ((),) * len(rule.factors), *args)
+            rule, machine = rule_of(op.kind), (plan.mesh, plan.topology, plan.problem.stored(op))
+            now = op_seconds(op.kind, rule, choice.assignment, *machine)
+            whole = op_seconds(op.kind, rule, ((),) * len(rule.factors), *machine)
             self._shares[key] = max(0.0, now - whole / share)
         return self._shares[key]
 
@@ -160,17 +154,17 @@ class _Costs:
         if all(plan.states[v] is None for v in values):
             return 0.0
         share = plan.program.types[values[0]].bytes * len(values) // plan.mesh.size
-        args = "all_to_all", self.atoms, share, share, plan.mesh, plan.topology
+        atoms = tuple(range(len(plan.mesh.atoms)))
+        args = "all_to_all", atoms, share, share, plan.mesh, plan.topology
         return collective_seconds(*args) + 2 * share / plan.topology.hbm_bandwidth
 
-    def shared(self, value: Value) -> float:
-        """Returns the seconds to all-gather a value."""
-        plan, state = self.plan, self.plan.states[value]
-        if state is None or not state.used:
-            return 0.0
-        size = plan.program.types[value].bytes
-        piece = size // plan.mesh.extent(state.used)
-        args = "all_gather", tuple(state.used), piece, size, plan.mesh, plan.topology
+    def brought(self, values: Sequence[Value]) -> float:
+        """Returns the seconds in which values get to the lanes: one for all is all-gathered."""
+        plan, state = self.plan, self.plan.states[values[0]]
+        if not self.block.same(values):
+            return self.lanes(values)
+        atoms, size = tuple(state.used if state else ()), plan.program.types[values[0]].bytes
+        args = "all_gather", atoms, size // plan.mesh.extent(atoms), size, plan.mesh, plan.topology
         return collective_seconds(*args)
 
     def worth_it(self, rows: Sequence[Row]) -> tuple[list[Row], float]:
@@ -186,40 +180,28 @@ class _Costs:
         for row in rows:
             gain = sum(self.own(block.ops[place], len(row)) for place in row)
             for values in dict.fromkeys(block.operands(row)):
-                gain += self._read(network, row, values, makers.get(values))
+                read, moved, maker = ("read", values), ("moved", values, row), makers.get(values)
+                moves = dict.fromkeys(zip(values, row, strict=True))
+                seconds = sum(self.moves.get(move, 0.0) for move in moves)
+                network.edge(row, read, math.inf)
+                if maker is None:
+                    gain += seconds
+                    network.edge(read, SINK, self.brought(values))
+                    continue
+                network.edge(read, maker, self.lanes(values))
+                network.edge(SOURCE, moved, seconds)
+                for both in (row, maker):
+                    network.edge(moved, both, math.inf)
             for values in block.results(row):
-                gain += self._made(network, row, values, row_at)
+                network.edge(row, ("made", values), self.lanes(values))
+                users = [(v, user) for v in values for user, _ in block.users.get(v, ())]
+                for end in dict.fromkeys(row_at.get(user, SINK) for _, user in users):
+                    network.edge(("made", values), end, math.inf)
+                # What is won for those who read it and are in no row.
+                outside = dict.fromkeys(use for use in users if use[1] not in row_at)
+                gain += sum(self.moves.get(use, 0.0) for use in outside)
             network.edge(SOURCE, row, gain)
         everything = network.numbers.keys() - {SOURCE}
         behind = network.behind_cut()
         won = network.seconds(everything) - network.seconds(behind)
         return ([row for row in rows if row not in behind], won) if won > 0 else ([], 0.0)
-
-    def _read(
-        self, network: FlowNetwork, row: Row, values: tuple[Value, ...], maker: Row | None
-    ) -> float:
-        """Adds what a row reads; returns the seconds of its reshards unless some row makes it."""
-        moves = dict.fromkeys(zip(values, row, strict=True))
-        seconds = sum(self.moves.get(move, 0.0) for move in moves)
-        network.edge(row, ("read", values), math.inf)
-        if maker is None:
-            is_one = self.block.same(values)
-            cost = self.shared(values[0]) if is_one else self.lanes(values)
-            network.edge(("read", values), SINK, cost)
-            return seconds
-        network.edge(("read", values), maker, self.lanes(values))
-        network.edge(SOURCE, ("moved", values, row), seconds)
-        for end in (row, maker):
-            network.edge(("moved", values, row), end, math.inf)
-        return 0.0
-
-    def _made(
-        self, network: FlowNetwork, row: Row, values: tuple[Value, ...], row_at: Mapping[int, Row]
-    ) -> float:
-        """Adds what a row makes; returns the seconds of its reshards for ops that are in no row."""
-        users = [(v, user) for v in values for user, _ in self.block.users.get(v, ())]
-        network.edge(row, ("made", values), self.lanes(values))
-        for end in dict.fromkeys(row_at.get(user, SINK) for _, user in users):
-            network.edge(("made", values), end, math.inf)
-        outside = dict.fromkeys(use for use in users if use[1] not in row_at)
-        return sum(self.moves.get(use, 0.0) for use in outside)

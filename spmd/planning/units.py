@@ -1,5 +1,7 @@
 """`Units`: a program as decisions and what flows between them, equal decisions taken together.
 
+`Domains` are what each of these decides between.
+
 A unit is whatever has a state of its own to choose: an argument, an op, a carry of a loop (or a
 result of a conditional), a result of the program. Units that look alike as far as `RADIUS` steps
 around are one *class*: the layers of an unrolled network share their decisions, and a plan costs as
@@ -8,7 +10,9 @@ much time as it has different parts. Colours are refined as in Weisfeiler and Le
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import itertools
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +20,15 @@ import numpy as np
 from spmd.ir.control_flow import Tie, ties
 from spmd.ir.description import Role
 from spmd.ir.dialect.registry import rule_of
-from spmd.ir.dialect.rule import REPLICATE
+from spmd.ir.dialect.rule import REDUCE, REPLICATE
 from spmd.ir.program import Op, OpKind, Region, Value
-from spmd.mesh.sharding import Sharding
-from spmd.planning.problem import Problem
+from spmd.mesh.sharding import Axes, replicated
+from spmd.planning.choices import Choices, Sums, axis_sets
+from spmd.planning.plan import Choice, Plan
+from spmd.planning.problem import Problem, laid
 from spmd.predict.ops import op_seconds
 from spmd.propagation.projection import unsplit
+from spmd.reshard.paths import States
 
 RADIUS = 2  # steps around a unit that tell it from others
 
@@ -37,8 +44,10 @@ class Unit(NamedTuple):
     op: Op | None = None  # the op, or the region op that a carry belongs to
     tie: Tie | None = None  # the values that share a carry's state
     number: int = 0  # the position of an argument or a result
-    trips: int = 1  # how often the unit runs in one run of the program
-    inner: int = 0  # how often the body of a carry's loop does
+    # How often the unit, or all units of its class together, run in one run of the program; and how
+    # often the bodies of a carry's loops do.
+    trips: int = 1
+    inner: int = 0
 
 
 class Use(NamedTuple):
@@ -57,13 +66,10 @@ class Use(NamedTuple):
 class Units(NamedTuple):
     """A program's units in classes that look alike, and which class reads which."""
 
-    units: tuple[Unit, ...]  # the first of each class, in program order
-    trips: tuple[int, ...]  # how often all units of each class together run in one run
-    inner: tuple[int, ...]  # the same for the bodies of loops that carries belong to
+    units: tuple[Unit, ...]  # the first of each class, in program order, with all of their trips
     # Of each value its class (-1 for cheap values) and which of its results it is. A carry has two:
     # 0 is what the loop returns, 1 is the body's argument.
     of: tuple[tuple[int, int], ...]
-    wishes: tuple[tuple[Sharding | None, ...], ...]  # proposals for the results of each class
     uses: tuple[Use, ...]  # what reads what, cheap values left out
 
 
@@ -74,16 +80,12 @@ def units_of(problem: Problem, radius: int = RADIUS) -> Units:
 
 class _Collector:
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.program = problem.program
+        self.problem, self.program = problem, problem.program
         self.cheap = problem.propagated.cheap
-        self.wishes = problem.wishes
-        self.held = problem.index.held
         self.units: list[Unit] = []
         self.colours: list[int] = []
-        self.unit_wishes: list[tuple[Sharding | None, ...]] = []
         self.names: dict[Hashable, int] = {}
-        self.looks: dict[OpKind, tuple[Hashable, Sequence[int]]] = {}
+        self.look = cache(self._look)
         self.of: list[tuple[int, int]] = [(-1, 0)] * len(self.program.types)
         self.uses: list[tuple[Value, int, int, int]] = []  # value, unit, position, trips
         body = self.program.body
@@ -102,10 +104,9 @@ class _Collector:
 
     def add(self, unit: Unit, colour: Hashable, values: Sequence[Value]) -> int:
         number = len(self.units)
-        wishes = tuple([self.wishes[v] for v in values])
         self.units.append(unit)
-        self.unit_wishes.append(wishes)
-        held = self.held.get(values[0], ()) if values else ()
+        wishes = tuple([self.problem.wishes[v] for v in values])
+        held = self.problem.index.held.get(values[0], ()) if values else ()
         self.colours.append(self.names.setdefault((colour, wishes, held), len(self.names)))
         for i, value in enumerate(values):
             self.of[value] = (number, i)
@@ -125,28 +126,25 @@ class _Collector:
             else:  # made where it is used, of scalars that are there by then
                 self.uses += [(v, self.whole, 0, trips) for v in op.operands if v not in cheap]
 
-    def look(self, kind: OpKind) -> tuple[Hashable, Sequence[int]]:
+    def _look(self, kind: OpKind) -> tuple[Hashable, Sequence[int]]:
         """Returns a key shared by kinds that plan alike and, for each operand, the first like it.
 
         Where a stack is sliced or updated makes mostly no difference: so the layers of a loop that
         was written out are alike, too.
         """
-        found = self.looks.get(kind)
-        if found is None:
-            if kind.about.is_mark:
-                return self.looks.setdefault(kind, (kind, range(len(kind.operands))))
-            rule, problem = rule_of(kind), self.problem
-            seconds = op_seconds(kind, rule, unsplit(rule), problem.mesh, problem.topology)
-            first: dict[Hashable, int] = {}
-            alike = []
-            for i, (type_, dims) in enumerate(zip(kind.operands, rule.operands, strict=True)):
-                splits = [[f for f in dim if rule.factors[f].kind != REPLICATE] for dim in dims]
-                groups = [i in group for group in rule.linear]
-                in_place = i if kind.about.role == Role.UPDATE else -1
-                alike.append(first.setdefault((type_, str(splits), str(groups), in_place), i))
-            look = kind.name, kind.operands, kind.results, rule, seconds
-            found = self.looks[kind] = self.names.setdefault(look, len(self.names)), alike
-        return found
+        if kind.about.is_mark:
+            return kind, range(len(kind.operands))
+        rule, problem = rule_of(kind), self.problem
+        seconds = op_seconds(kind, rule, unsplit(rule), problem.mesh, problem.topology)
+        first: dict[Hashable, int] = {}
+        alike = []
+        for i, (type_, dims) in enumerate(zip(kind.operands, rule.operands, strict=True)):
+            splits = [[f for f in dim if rule.factors[f].kind != REPLICATE] for dim in dims]
+            groups = [i in group for group in rule.linear]
+            in_place = i if kind.about.role == Role.UPDATE else -1
+            alike.append(first.setdefault((type_, str(splits), str(groups), in_place), i))
+        look = kind.name, kind.operands, kind.results, rule, seconds
+        return self.names.setdefault(look, len(self.names)), alike
 
     def control_flow(self, op: Op, trips: int) -> None:
         is_loop, bound = op.is_loop, ties(op)
@@ -180,22 +178,19 @@ class _Collector:
         colours = _refined(np.array(self.colours), edges, radius)
         names: dict[int, int] = {}
         class_of = [names.setdefault(c, len(names)) for c in colours.tolist()]
-        first: dict[int, int] = {}
-        trips, inner = [0] * len(names), [0] * len(names)
-        for unit, c in enumerate(class_of):
-            first.setdefault(c, unit)
-            trips[c] += self.units[unit].trips
-            inner[c] += self.units[unit].inner
+        first: dict[int, Unit] = {}
+        for unit, c in zip(self.units, class_of, strict=True):
+            if (known := first.get(c)) is not None:
+                trips, inner = known.trips + unit.trips, known.inner + unit.inner
+                unit = known._replace(trips=trips, inner=inner)
+            first[c] = unit
         total: dict[tuple[int, int, int, int], int] = {}
-        for (source, index, unit, position), use in zip(edges.tolist(), uses, strict=True):
-            key = (class_of[source], index, class_of[unit], position)
+        for (source, index, target, position), use in zip(edges.tolist(), uses, strict=True):
+            key = (class_of[source], index, class_of[target], position)
             total[key] = total.get(key, 0) + use[3]
         return Units(
-            tuple(self.units[unit] for unit in first.values()),
-            tuple(trips),
-            tuple(inner),
+            tuple(first.values()),
             tuple((class_of[u] if u >= 0 else -1, i) for u, i in self.of),
-            tuple(self.unit_wishes[unit] for unit in first.values()),
             tuple(Use(*key, count) for key, count in total.items()),
         )
 
@@ -240,3 +235,147 @@ def _refined(colours: Colours, edges: np.ndarray, radius: int) -> Colours:
             break
         count = found
     return colours
+
+
+# ---------------------------------------------------------------------------------------------
+# What units decide between: the states of arguments and carries, and the choices of ops. They have
+# three sources, the likely first. *Suggested* are choices that follow from the proposals for an
+# op's values. *Taken* are those of a plan for ops of the same kind. *Placed* is every way to split
+# an op's factors, or a carry's dims, over some axes of the mesh, or to leave values partial over
+# them, wished for or not; partial values are among these only where one may arrive.
+
+Taken = Mapping[tuple[OpKind, Axes], tuple[Choice, ...]]  # by kind of op and axes held there
+
+
+def taken_by(plan: Plan) -> Taken:
+    """Returns the choices that a plan made for ops of each kind."""
+    found: dict[tuple[OpKind, Axes], dict[Choice, None]] = {}
+    for op in plan.program.walk():
+        if not op.regions and (choice := plan.choices.get(op.results[0])) is not None:
+            held = plan.problem.resharder.held(op.results[0])
+            found.setdefault((op.kind, held), {})[choice] = None
+    return {key: tuple(choices) for key, choices in found.items()}
+
+
+class Domains(NamedTuple):
+    """The choices and states that the solver weighs, for each class of units (`Units`)."""
+
+    left: tuple[tuple[States, ...], ...]  # of each result, the state for each choice
+    choices: tuple[tuple[Choice, ...], ...]  # of ops; none for other classes
+    suggested: tuple[int, ...]  # how many of these, at the front, the marks lead to
+
+
+def domains_of(
+    problem: Problem,
+    units: Units,
+    choices: Choices,
+    axes: Sequence[Axes] = (),
+    base: Plan | None = None,
+    taken: Taken | None = None,
+) -> Domains:
+    """Returns the states and choices to be weighed for a whole program.
+
+    The `axes` are placed in every way, all others as in the `base` plan, whose choices are among
+    those suggested. Where `taken` has choices for an op, they stand in for its placements.
+    """
+    left: list[tuple[States, ...]] = []
+    made: list[tuple[Choice, ...]] = []
+    suggested: list[int] = []
+    arriving = _sums_arriving(problem, units)
+    for unit, sums in zip(units.units, arriving, strict=True):
+        options: tuple[Choice, ...] = ()
+        states: tuple[States, ...] = ()
+        count = 1
+        if unit.role == OP:
+            assert unit.op is not None
+            # The choices that follow from what is proposed for its values, and the known one.
+            operands, results = (
+                tuple([(wish,) if (wish := problem.wishes[v]) is not None else () for v in values])
+                for values in (unit.op.operands, unit.op.results)
+            )
+            first = choices.around(unit.op, operands, results)
+            if (known := base.choice(unit.op) if base else None) is not None:
+                first = tuple(dict.fromkeys((known, *first)))
+            held = choices.resharder.held(unit.op.results[0])
+            more = (taken or {}).get((unit.op.kind, held))
+            more = more or choices.placed(unit.op, axes, known, sums)
+            options, count = tuple(dict.fromkeys((*first, *more))), len(first)
+            states = tuple(tuple([c.results[k] for c in options]) for k in range(len(results)))
+        elif unit.role == ARGUMENT:
+            states = (problem.arguments[unit.number],)
+        elif unit.role == CARRY:
+            assert unit.tie is not None
+            value = unit.tie.result
+            type_, held = problem.program.types[value], problem.index.held.get(value, ())
+            likely = (base and base.states[value], problem.wishes[value], replicated(type_.rank))
+            wished = [s for s in likely if s is not None]
+            # Some axes are on every dim, or among what it is partial over, or nowhere.
+            runs = [atoms for atoms in axes if set(held).isdisjoint(atoms)]
+            start, moved = wished[0], set(itertools.chain(*runs))
+            dims = tuple([tuple([a for a in own if a not in moved]) for own in start.dims])
+            owed = tuple([a for a in start.partial if a not in moved])
+            full = laid(type_, dims, runs, choices.mesh)
+            partial = [
+                state.with_partial(tuple(sorted((*owed, *more))), kind)
+                for kind in ((start.kind,) if owed else [how for _, how in sums])
+                for more in axis_sets(runs)
+                for state in full
+                if state.used.isdisjoint(more)
+            ]
+            if owed:
+                full = tuple(state.with_partial(owed, start.kind) for state in full)
+            states = (tuple(dict.fromkeys((*wished, *full, *partial))),) * 2
+        left.append(states)
+        made.append(options)
+        suggested.append(count)
+    return Domains(tuple(left), tuple(made), tuple(suggested))
+
+
+def _sums_arriving(problem: Problem, units: Units) -> list[Sums]:
+    """Returns, for each class, which operands may arrive partial, and how their terms combine.
+
+    To make a whole value partial only costs. So operands flow through an op partial only where one
+    of them comes from a contraction over a split dim, say, through linear ops.
+
+    Trace:
+      %2 = dot %0, %1          leaves a sum
+      %3 = multiply %2, %w     a sum may arrive as %2, and so %3 may be one; none as %w
+      %4 = tanh %3             not linear: %3 is reduced before it, and it leaves no sum
+    """
+    read: list[dict[int, list[int]]] = [{} for _ in units.units]  # operand position -> sources
+    for use in units.uses:
+        read[use.target].setdefault(use.position, []).append(use.source)
+    leaves: dict[int, dict[str, None]] = {}
+
+    def arriving(number: int, positions: Iterable[int]) -> dict[str, None]:
+        sources = (source for i in positions for source in read[number].get(i, ()))
+        return {how: None for source in sources for how in leaves.get(source, ())}
+
+    found: list[Sums] = [()] * len(units.units)
+    todo = True
+    while todo:  # loops carry sums to ops before
+        todo = False
+        for number, unit in enumerate(units.units):
+            before = len(leaves.get(number, ()))
+            if unit.role == CARRY:
+                hows = arriving(number, read[number])
+                found[number] = tuple([((), how) for how in hows])
+            elif unit.role == ARGUMENT:
+                states = problem.arguments[unit.number]
+                hows = dict.fromkeys([state.kind for state in states if state.partial])
+            elif unit.op is not None and not unit.op.is_mark:
+                rule = rule_of(unit.op.kind, unit.op.loc)
+                found[number] = tuple(
+                    (tuple(group), how)
+                    for group in rule.linear
+                    for how in arriving(number, group)
+                    if rule.lets_through(how)
+                )
+                hows = dict.fromkeys([how for _, how in found[number]])
+                if any(factor.kind == REDUCE for factor in rule.factors):
+                    hows[rule.reduction] = None
+            else:
+                continue
+            leaves[number] = hows
+            todo |= len(hows) > before
+    return found

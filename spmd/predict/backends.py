@@ -17,31 +17,21 @@ class XlaBackend(NamedTuple):
 
     # 16-bit floats are held as 32-bit ones, arguments and results excepted.
     widens_halves: bool = False
-    # Kernels run in the order in which their operands get ready, so that independent ones can run
-    # at the same time; else in the order of the program.
-    breadth_first: bool = False
-    # Contractions, convolutions and collectives want dims in one order; other operands are
-    # transposed copies.
-    transposes: bool = False
-    # Sums and maxima of float32 are library calls. Of the ops that lead to their operand they
-    # compute those inside that the library has, and whose results are read by nothing else.
-    library_reduces: bool = False
-    # Elementwise ops of one operand are computed again inside every reader that can do so, even
-    # where a library call wants them stored as well.
-    recomputes: bool = False
-    # Barriers are gone before anything is fused; else nothing is computed across one.
-    drops_barriers: bool = False
-    # Elementwise ops are computed inside every reader, whatever these then read; else not where
-    # storing the value costs less (`wide_values`).
-    repeats: bool = False
-    combines: bool = False  # all-reduces that do not wait for each other become one
+    # Kernels are those of CPUs. They run in the order in which their operands get ready, so that
+    # independent ones can run at the same time, and all-reduces that do not wait for each other
+    # become one; else kernels run in the order of the program. Contractions, convolutions and
+    # collectives want dims in one order, and read other operands transposed. Sums and maxima of
+    # float32 are library calls, which compute inside what leads to their operand alone and what the
+    # library has. Elementwise ops are computed inside every reader that can do so, whatever it then
+    # reads; else not where storing the value costs less (`wide_values`). Barriers are gone before
+    # anything is fused. A select_and_scatter is a scatter to indices that are found first.
+    is_cpu: bool = False
     # Gathers and reduce-scatters join and cut pieces along the outermost dim in memory; a tensor in
     # which another dim lies there is transposed.
     joins_outermost: bool = False
     # Running totals (cumsum) are totals of tiles and what lies before each tile
     # (`ReduceWindowRewriter`).
     rewrites_windows: bool = False
-    finds_indices: bool = False  # select_and_scatter is a scatter to indices that are found first
     fills_results: bool = False  # values that are dead by then lie in a result's memory before it
     # The share of a device's memory that a prediction may fill; the compiler may take the rest.
     fills: float = 1.0
@@ -56,18 +46,10 @@ _KEEPS_HALVES = (0, 11)  # jaxlib from which on XLA computes with 16-bit floats 
 
 _CPU = XlaBackend(
     widens_halves=tuple(map(int, version("jaxlib").split(".")[:2])) < _KEEPS_HALVES,
-    breadth_first=True,
-    transposes=True,
-    library_reduces=True,
-    recomputes=True,
-    drops_barriers=True,
-    repeats=True,
-    combines=True,
+    is_cpu=True,
     rewrites_windows=True,
-    finds_indices=True,
     fills_results=True,
 )
-
 
 # 32 layers of a Llama took 20 s more on GPUs when they were written out. For v5e:4x4 libtpu 0.0.42
 # took 157 s of two cores' time for two layers written out, and 205 s for four: 802 ops more. It
@@ -100,11 +82,8 @@ def memory_for(topology: Topology, limit: int | None) -> int:
 
     They are the user's limit; if there is none, the device's memory less the backend's headroom.
     """
-    return (
-        limit
-        if limit is not None
-        else int(backend_of(topology.platform).fills * topology.hbm_bytes)
-    )
+    fills = backend_of(topology.platform).fills
+    return int(fills * topology.hbm_bytes) if limit is None else limit
 
 
 def room_for(peak: int, topology: Topology) -> Literal["fits", "tight", "does not fit"]:

@@ -3,7 +3,7 @@
     before: %3 = dot %1, %2; %4 = exp %3; %5 = dot %4, %2     (%1 dies at the first dot)
     after:  %3 stored at 0..0, %4 in the place of %3 at 1..2, %5 a result
 
-Time is the number of a kernel in the order in which they run (`spmd.predict.kernels`), a loop's
+Time is the number of a kernel in the order in which they run (`spmd.predict.fusion`), a loop's
 kernels before the loop itself. Rules: an elementwise kernel writes over an operand of the same size
 that no later kernel reads, a loop's carries lie in one place as long as the loop runs, and donated
 arguments are overwritten by the results of the same type. The place of a result is free until the
@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from spmd.ir.dialect.composites import WORKSPACE
 from spmd.ir.program import Op, Program, Region, Value, reads
 from spmd.ir.types import TensorType
 from spmd.predict.backends import XlaBackend, backend_of
-from spmd.predict.kernels import Kernel, Kernels
+from spmd.predict.fusion import Kernel, Kernels
 
 
 class Buffer(NamedTuple):
@@ -141,23 +141,7 @@ def lifted(program: Program) -> tuple[Value, ...]:
 
 def predict(program: Program, donated: Sequence[int], backend: XlaBackend) -> MemoryUse:
     """Predicts what one device holds under a backend."""
-    # Result -> the donated argument that it lies in: the first free one of its type, as in jax.
-    types, body, aliases = program.types, program.body, {}
-    free: dict[object, list[int]] = {}
-    for position in donated:
-        free.setdefault(types[body.args[position]], []).append(position)
-    for position, value in enumerate(body.results):
-        if places := free.get(types[value]):
-            aliases[position] = places.pop(0)
-    return _Simulation(program, Kernels(program, backend), aliases, backend).run()
-
-
-@dataclass(eq=False)
-class _Place:
-    """The memory of a result, in which other values can lie before the result is made."""
-
-    bytes: int
-    taken: int = 0  # the kernels in whose time a value lies there, a bit each
+    return _Simulation(program, donated, backend).run()
 
 
 def _span(start: int, end: int) -> int:
@@ -168,18 +152,26 @@ def _span(start: int, end: int) -> int:
 class _Simulation:
     """Runs over the kernels in order: allocates, frees, and remembers what was held until when."""
 
-    def __init__(
-        self, program: Program, kernels: Kernels, aliases: dict[int, int], backend: XlaBackend
-    ) -> None:
-        self.widened = ("bf16", "f16") if backend.widens_halves else ()
-        self.program, self.kernels, self.aliases = program, kernels, aliases
-        self.backend = backend
-        self.last = [-1] * len(kernels.types)  # number of the last kernel that reads each value
+    def __init__(self, program: Program, donated: Sequence[int], backend: XlaBackend) -> None:
+        self.program, self.backend, self.kernels = program, backend, Kernels(program, backend)
+        self.home = self.kernels.fused.home
+        # Result -> the donated argument that it lies in: the first free one of its type, as in jax.
+        self.aliases: dict[int, int] = {}
+        types, body = program.types, program.body
+        free: dict[object, list[int]] = {}
+        for position in donated:
+            free.setdefault(types[body.args[position]], []).append(position)
+        for position, value in enumerate(body.results):
+            if places := free.get(types[value]):
+                self.aliases[position] = places.pop(0)
+        self.last = [-1] * len(self.kernels.types)  # number of the last kernel that reads a value
         self.length = 0  # how many kernels there are
-        self.find_last(kernels.body)
-        self.read(program.body.results)
+        self.find_last(self.kernels.body)
+        self.read(body.results)
         self.now = 0  # the number of the kernel that runs
-        self.places: dict[Value, _Place] = {}  # of the results: the home of each one -> its place
+        # The place of each result, by its home: the kernels in whose time a value lies there, a bit
+        # each. Other values can lie there before the result is made.
+        self.taken: dict[Value, int] = {}
         self.whole: list[int] = []  # numbers of the buffers that are one piece of memory each
         self.order: list[Op] = []
         self.buffers: list[Buffer] = []
@@ -189,7 +181,6 @@ class _Simulation:
         # value.
         self.homes: dict[Value, tuple[int, int]] = {}
         self.at_home: set[Value] = set()  # values in an argument's or in a carry's memory
-        self.arguments = frozenset(program.body.args)
         # An all-to-all -> the buffer of the pieces that it sends, if a temporary value is cut.
         self.sent: dict[Op, int] = {}
 
@@ -206,36 +197,29 @@ class _Simulation:
         for value in values:
             self.last[self.home(value)] = self.length
 
-    def home(self, value: Value) -> Value:
-        """Returns the value in whose memory this one lies: itself, or what it is an alias of."""
-        root = self.kernels.fused.root
-        while value < len(root) and root[value] != value:
-            value = root[value]
-        return value
-
     def run(self) -> MemoryUse:
         types, last, body = self.program.types, self.last, self.program.body
+        sizes, places = [types[v].bytes for v in body.results], list[tuple[int, Value]]()
         for position, value in enumerate(body.results):
             argument = self.aliases.get(position)
             free_from = -1 if argument is None else last[body.args[argument]]
             home = self.home(value)
             self.homes.setdefault(home, (free_from, self.length))
-            self.places.setdefault(home, place := _Place(types[value].bytes))
-            place.taken |= _span(-1, free_from)
+            if home not in self.taken:
+                self.taken[home] = _span(-1, free_from)
+                places.append((sizes[position], home))
             if argument is not None:
                 self.at_home.add(body.args[argument])
         self.region(self.kernels.body)
-        sizes = [types[v].bytes for v in body.results]
-        places = list(self.places.values()) if self.backend.fills_results else []
         # Some buffers lie in results' places. The largest is put first, in the smallest place that
         # fits, as in XLA's buffer assignment (`BufferAssigner::AssignSingleHloBuffer`).
-        buffers, places = list(self.buffers), sorted(places, key=lambda place: place.bytes)
-        room = [place.bytes for place in places]
+        buffers, taken = list(self.buffers), self.taken
+        places = sorted(places, key=itemgetter(0)) if self.backend.fills_results else []
         for i in sorted(self.whole, key=lambda i: (-buffers[i].bytes, buffers[i].start)):
             held = _span(buffers[i].start, buffers[i].end)
-            for place in places[bisect_left(room, buffers[i].bytes) :]:
-                if not place.taken & held:
-                    place.taken |= held
+            for _, home in places[bisect_left(places, buffers[i].bytes, key=itemgetter(0)) :]:
+                if not taken[home] & held:
+                    taken[home] |= held
                     buffers[i] = buffers[i]._replace(in_result=True)
                     break
         spans = [(b.start, b.end, b.bytes) for b in buffers if not b.in_result]
@@ -266,7 +250,7 @@ class _Simulation:
                     self.make(kernel, value)
                 # What a composite holds while it runs, beside its operands and results.
                 size = op.kind.attrs.get(WORKSPACE, 0)
-                if self.backend.finds_indices and about.workspace is not None:
+                if self.backend.is_cpu and about.workspace is not None:
                     size = about.workspace(op.kind)
                 if size and not kernel.is_copy:
                     type_ = self.kernels.types[kernel.makes[0]]
@@ -300,8 +284,8 @@ class _Simulation:
                 self.buffers[number] = buffer._replace(end=now - 1)
                 break
         if free_from is not None and (free_from < now or (free_from == now and kernel.writes_over)):
-            if value in self.places:
-                self.places[value].taken |= _span(now, self.length)
+            if value in self.taken:
+                self.taken[value] |= _span(now, self.length)
             return
         end = max(end, self.end_of(kernel))
         of = self.kernels.copied.get(value, value)
@@ -320,9 +304,10 @@ class _Simulation:
                 if kernel.op in self.sent and value not in self.homes:
                     number = self.sent[kernel.op]
                     self.buffers[number] = self.buffers[number]._replace(end=now)
-            elif self.arguments.isdisjoint(map(self.home, kernel.reads)):
+            elif not set(map(self.home, kernel.reads)).intersection(self.program.body.args):
                 self.sent[kernel.op] = len(self.buffers)
-        size = type_.bytes * (2 if type_.dtype in self.widened else 1)
+        is_widened = self.backend.widens_halves and type_.dtype in ("bf16", "f16")
+        size = type_.bytes * (2 if is_widened else 1)
         self.hold(Buffer(type_, kernel.op, size, now, end, kernel.is_copy))
 
     def hold(self, buffer: Buffer) -> None:

@@ -72,17 +72,14 @@ def op_seconds(
     For each operand and result, `stored` says whether it is in memory; all are if left out. One
     that is not is fused into what reads it, and moves nothing here.
     """
-    compute = share_seconds(kind, rule, assignment, mesh, topology)
-    exchanges = 0.0
+    collective = halos = merges = 0.0
     if name := kind.about.collective:
         piece = local_kind(kind, rule, assignment, mesh)
         sent, got = piece.operands[0].bytes, piece.results[0].bytes
-        exchanges += collective_seconds(name, kind.attrs["axes"], sent, got, mesh, topology)
+        collective = collective_seconds(name, kind.attrs["axes"], sent, got, mesh, topology)
     # Halos: what devices read of their neighbours' pieces.
-    halos = merges = 0.0
     for halo in rule.halos:
-        axes = assignment[halo.factor]
-        if axes:
+        if axes := assignment[halo.factor]:
             type_ = kind.operands[halo.operand]
             dims = [
                 () if d == halo.dim else tuple(a for f in dim for a in assignment[f])
@@ -103,8 +100,7 @@ def op_seconds(
     # Merges: putting together what devices find in their pieces, memory traffic included. Pieces
     # that meet in a network are exchanged, compared, and sorted again in every round.
     for merge in rule.merges:
-        axes = assignment[merge.factor]
-        if not axes:
+        if not (axes := assignment[merge.factor]):
             continue
         own = sum(
             type_.bytes // mesh.extent(a for dim in dims for f in dim for a in assignment[f])
@@ -119,9 +115,7 @@ def op_seconds(
             after = own * devices
             wire = collective_seconds("all_gather", axes, own, after, mesh, topology)
             merges += wire + (own + after) / topology.hbm_bandwidth
-    exchanges += halos
-    exchanges += merges
-    exchanges += exchange_seconds(rule, assignment, mesh, topology)
+    exchanges = exchange_seconds(rule, assignment, mesh, topology)
     extents = [mesh.extent(axes) for axes in assignment]
     sizes = [
         type_.size * dtype_bits(type_.dtype) / 8 / math.prod([extents[f] for d in dims for f in d])
@@ -132,9 +126,10 @@ def op_seconds(
         moves = tuple(itertools.compress(moves, stored))
     share = local_kind(kind, rule, assignment, mesh) if kind.about.passes else kind
     memory = memory_seconds(share, sum(moves), topology)
+    compute = share_seconds(kind, rule, assignment, mesh, topology)
     # Pieces go round while the ones before them are computed with.
     rings = ring_seconds(kind, rule, assignment, mesh, topology)
-    return max(compute, memory, rings) + exchanges
+    return max(compute, memory, rings) + (collective + halos + merges + exchanges)
 
 
 def share_seconds(
@@ -192,7 +187,7 @@ def exchange_seconds(rule: Rule, assignment: Assignment, mesh: Mesh, topology: T
     for number, trips in rule.exchanges:
         if rule.is_exchanged(number, assignment):
             sent = exchanged_bytes(trips, assignment, mesh)
-            args = "ragged_all_to_all", assignment[number], sent, sent, mesh, topology
+            args = RAGGED, assignment[number], sent, sent, mesh, topology
             seconds += collective_seconds(*args) + 2 * sent / topology.hbm_bandwidth
     return seconds
 

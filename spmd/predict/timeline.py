@@ -105,13 +105,12 @@ def least_seconds(index: Index, mesh: Mesh, topology: Topology) -> float:
 
 class _Schedule:
     def __init__(self, program: Program, mesh: Mesh, topology: Topology) -> None:
-        self.program, self.mesh, self.topology = program, mesh, topology
-        self.index = Index(program)
+        self.mesh, self.topology, self.index = mesh, topology, Index(program)
         self.local = LocalTimes(program, topology, self.index)
         self.waits_for = backend_of(topology.platform).waits_for
-        self.ready: dict[Value, float] = {}
-        self.free: dict[str, float] = {}
-        self.gaps: list[tuple[float, float]] = []
+        self.ready: dict[Value, float] = {}  # when each value is there
+        self.free: dict[str, float] = {}  # from when on each lane is
+        self.gaps: list[tuple[float, float]] = []  # times at which no arithmetic runs before that
         self.slots: list[Slot] = []
 
     def region(self, region: Region, start: float, trips: int, depth: int) -> float:
@@ -173,11 +172,9 @@ class _Schedule:
         Nothing else runs beside it. Of a case only that branch is in the schedule.
         """
         begin = max([start, *self.free.values(), *(self.ready.get(v, start) for v in op.operands)])
-        place = len(self.slots)
-        is_loop = op.is_loop
-        runs = self.index.trips[op.results[0]] if is_loop else 1
-        inner = self.index.runs(op)
-        if is_loop:
+        place, inner = len(self.slots), self.index.runs(op)
+        runs = self.index.trips[op.results[0]] if op.is_loop else 1
+        if op.is_loop:
             end = begin
             for region in op.regions:  # the condition, then the body
                 end = self.region(region, end, trips * inner, depth + 1)
@@ -258,12 +255,7 @@ class LocalTimes:
         # Each stored value is read once, at the largest size that anything inside wants.
         found: dict[Value, float] = {}
         for value, (size, whole) in zip(op.operands, _moves(op.kind)[0], strict=False):
-            inside = self._reads.get(value)
-            if inside is None:
-                if size > found.get(value, -1):
-                    found[value] = size
-                continue
-            for root, most in inside.items():
+            for root, most in self._reads.get(value, {value: size}).items():
                 # No more than the op reads of what is made there.
                 read = size if size < most and size < whole else most
                 if read > found.get(root, -1):

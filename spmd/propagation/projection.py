@@ -34,8 +34,7 @@ def dim_to_factors(
     if first.kind == FIXED:
         count = len(first.axes)
         return ((dim[1], axes[count:]),) if axes[:count] == first.axes else ()
-    dealt: list[tuple[int, Axes]] = []
-    rest = axes
+    dealt, rest = list[tuple[int, Axes]](), axes
     for factor in dim:
         left, taken = factors[factor].size, 0
         while taken < len(rest) and left % atom_sizes[rest[taken]] == 0:
@@ -78,14 +77,12 @@ def factors_to_dim(
     axes: Axes = ()
     complete = True
     for factor in dim:
-        own = assignment[factor]
-        if own and not complete:
+        own, size = assignment[factor], factors[factor].size
+        extent = math.prod([sizes[a] for a in own])
+        if (own and not complete) or size % extent:
             return None
         axes += own
-        extent = math.prod([sizes[a] for a in own])
-        if factors[factor].size % extent:
-            return None
-        complete = complete and extent == factors[factor].size
+        complete = complete and extent == size
     return axes
 
 
@@ -97,20 +94,16 @@ def is_legal_assignment(rule: Rule, assignment: Assignment, atom_sizes: Sequence
     used: set[int] = set(rule.held)
     for number, (factor, axes) in enumerate(zip(rule.factors, assignment, strict=True)):
         if factor.kind == FIXED:
-            if axes != factor.axes:
-                return False
-            continue
-        if factor.ring is not None:
-            if axes and axes != ring_axes(rule, number, assignment, atom_sizes):
-                return False
-            continue
-        if rule.is_exchanged(number, assignment):
-            if not may_exchange(rule, number, axes, assignment, atom_sizes):
-                return False
-            continue
-        if not used.isdisjoint(axes) or (axes and factor.kind == REPLICATE):
+            legal = axes == factor.axes
+        elif factor.ring is not None:
+            legal = not axes or axes == ring_axes(rule, number, assignment, atom_sizes)
+        elif rule.is_exchanged(number, assignment):
+            legal = may_exchange(rule, number, axes, assignment, atom_sizes)
+        else:
+            legal = used.isdisjoint(axes) and not (axes and factor.kind == REPLICATE)
+            used.update(axes)
+        if not legal:
             return False
-        used.update(axes)
     return all(
         len(dim) == 1 or factors_to_dim(dim, assignment, rule.factors, atom_sizes) is not None
         for value in rule.values

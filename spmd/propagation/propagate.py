@@ -154,7 +154,7 @@ class _State:
     def __init__(
         self, program: Program, mesh: Mesh, marks: Mapping[Value, Mark], cheap: frozenset[Value]
     ) -> None:
-        self.program, self.mesh, self.cheap = program, mesh, cheap
+        self.program, self.mesh = program, mesh
         self.proposals: list[Proposal] = [((),) * t.rank for t in program.types]
         # For each value, the flags of its dims, as in `Shape`.
         self.flags: list[tuple[int, ...] | None] = [(OPEN,) * t.rank for t in program.types]
@@ -245,39 +245,36 @@ class _State:
         for position, dim, axes in undivided:
             self.undivided[node.values[position], dim] = axes
         if changes and self.any_pending and not guess:
-            changes = self.undisputed(index, node, changes)
-        if changes:
-            self.apply(index, node, changes)
-        return bool(changes)
-
-    def note(self, index: int, node: _Node, flow: Flow) -> None:
-        for position, atom, dims in flow.disputed:
-            self.blocked.add(index)
-            self.dispute(node.values[position], atom, dims)
-        for factor, claims in flow.conflicts:
-            named = [(axes, node.values[position], dim) for axes, position, dim in claims]
-            self.conflicts[index, factor] = Conflict(node.op, factor, tuple(dict.fromkeys(named)))
-        for position, dim, axes in flow.undivided:
-            self.undivided[node.values[position], dim] = axes
-
-    def apply(self, index: int, node: _Node, changes: Iterable[Change]) -> None:
+            kept = []  # the changes, cut before the first atom that another dim may still get
+            for change in changes:
+                value, source = node.values[change.position], node.values[change.source]
+                rivals = union(m for d, m in enumerate(self.pending[value]) if d != change.dim)
+                rivals &= ~self.settled[source]
+                held = len(proposals[value][change.dim])
+                fresh = enumerate(change.axes[held:], held)
+                length = next((k for k, a in fresh if rivals >> a & 1), len(change.axes))
+                if length < len(change.axes):
+                    self.blocked.add(index)
+                    change = change._replace(axes=change.axes[:length])
+                if length > held:
+                    kept.append(change)
+            changes = kept
         touched: dict[Value, None] = {}
         loc = node.op.loc
-        for change in changes:
-            value, dim = node.values[change.position], change.dim
-            have = self.proposals[value]
-            added = change.axes[len(have[dim]) :]
-            elsewhere = {a for d, axes in enumerate(have) if d != dim for a in axes}
+        for place, dim, axes, giver, giver_dim in changes:
+            value = node.values[place]
+            have = proposals[value]
+            added = axes[len(have[dim]) :]
+            elsewhere = {a for d, own in enumerate(have) if d != dim for a in own}
             if not added or not elsewhere.isdisjoint(added):
                 continue  # a value that the node has twice: the first of them counts
-            if change.source == RULE:
+            if giver == RULE:
                 reason = "specs of shard_map" + (f" at {loc.source}" if loc.source else "")
                 origin = Origin(added, None, dim, reason, loc)
             else:
-                source = node.values[change.source]
-                origin = Origin(added, source, change.source_dim, node.op.kind.name, loc)
+                origin = Origin(added, node.values[giver], giver_dim, node.op.kind.name, loc)
             self.origins.setdefault((value, dim), []).append(origin)
-            self.proposals[value] = (*have[:dim], change.axes, *have[dim + 1 :])
+            proposals[value] = (*have[:dim], axes, *have[dim + 1 :])
             if self.any_pending:
                 self.settled[value] |= union(self.pending[value]) & as_mask(added)
             touched[value] = None
@@ -285,6 +282,7 @@ class _State:
             for neighbour in self.touching[value]:
                 if neighbour != index:
                     self.enqueue(neighbour)
+        return bool(changes)
 
     def dispute(self, value: Value, atom: int, dims: tuple[int, int]) -> None:
         """Notes that either of two dims of a value may get an atom, and what may follow from it.
@@ -320,23 +318,6 @@ class _State:
                 if found != have:
                     pending[v] = found
                     waiting.extend(self.touching[v])
-
-    def undisputed(self, index: int, node: _Node, changes: Iterable[Change]) -> tuple[Change, ...]:
-        """Returns the changes, cut before the first atom that another dim may still get instead."""
-        kept = []
-        for change in changes:
-            value, source = node.values[change.position], node.values[change.source]
-            rivals = union(m for d, m in enumerate(self.pending[value]) if d != change.dim)
-            rivals &= ~self.settled[source]
-            held = len(self.proposals[value][change.dim])
-            fresh = enumerate(change.axes[held:], held)
-            length = next((k for k, a in fresh if rivals >> a & 1), len(change.axes))
-            if length < len(change.axes):
-                self.blocked.add(index)
-                change = change._replace(axes=change.axes[:length])
-            if length > held:
-                kept.append(change)
-        return tuple(kept)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -436,12 +417,18 @@ def flow_through(
             continue
         wanted = []
         for d, (dim, flag) in enumerate(zip(rule.values[position], flags, strict=True)):
-            axes = kept = _wanted(have[d], dim, flag, rule, assignment, sizes)
+            # What the dim's factors want if they extend what it has, and a mark has not fixed it.
+            own, more = have[d], factors_to_dim(dim, assignment, factors, sizes) or ()
+            if flag == CLOSED or len(more) <= len(own) or more[: len(own)] != own:
+                more = own
+            elif len(dim) > 1 and len(set(more)) < len(more):
+                more = own  # two of its factors are split alike
+            kept = more
             while flag >= 0 and flag % math.prod([sizes[a] for a in kept]):
                 kept = kept[:-1]
-            if len(kept) < len(axes):
-                undivided.append((position, d, axes))
-                kept = max(kept, have[d], key=len)
+            if len(kept) < len(more):
+                undivided.append((position, d, more))
+                kept = max(kept, own, key=len)
             wanted.append(kept)
         longer, stuck = _extensions(have, wanted, guess)
         disputed += [(position, atom, dims) for atom, dims in stuck]
@@ -454,28 +441,6 @@ def flow_through(
                 _, *source = next(merged[f] for f in reversed(dim) if f in merged)
                 changes.append(Change(position, d, axes, *source))
     return Flow(changes, conflicts, undivided, disputed)
-
-
-def _wanted(
-    have: Axes,
-    dim: tuple[int, ...],
-    flag: int,
-    rule: Rule,
-    assignment: Sequence[Axes],
-    sizes: Sequence[int],
-) -> Axes:
-    """Returns the axes that a dim's factors want if they extend what it has, else what it has.
-
-    A dim whose `flag` is CLOSED keeps what it has: a mark fixed it.
-    """
-    if flag == CLOSED:
-        return have
-    axes = factors_to_dim(dim, assignment, rule.factors, sizes)
-    if axes is None or len(axes) <= len(have) or axes[: len(have)] != have:
-        return have
-    if len(dim) > 1 and len(set(axes)) < len(axes):  # two of its factors are split alike
-        return have
-    return axes
 
 
 def _extensions(

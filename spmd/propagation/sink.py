@@ -47,8 +47,7 @@ def sink_invariants(program: Program) -> Program:
     if not any(op.is_loop for op in program.walk()):
         return program
     sink = _Sink(program)
-    body = sink.region(program.body)
-    return program._replace(types=tuple(sink.types), body=body)
+    return program._replace(body=sink.region(program.body), types=tuple(sink.types))
 
 
 class _Sink:
@@ -67,8 +66,7 @@ class _Sink:
             op = op._replace(operands=self.values(op.operands))
             if op.is_loop:
                 op = self.loop(op)
-            regions = tuple(self.region(inner) for inner in op.regions)
-            ops.append(op._replace(regions=regions))
+            ops.append(op._replace(regions=tuple(map(self.region, op.regions))))
         return Region(region.args, tuple(ops), self.values(region.results))
 
     def loop(self, op: Op) -> Op:
@@ -124,8 +122,7 @@ class _Sink:
         self, makers: Mapping[Value, Op], inside: Mapping[Value, Value]
     ) -> tuple[list[Op], dict[Value, Value]]:
         """Returns the ops again, reading scalars from `inside` a loop, and each value's copy."""
-        made = dict(inside)
-        copies = []
+        made, copies = dict(inside), []
         for old, op in makers.items():
             new = made[old] = self.value(self.types[old])
             operands = tuple(made[v] for v in op.operands)

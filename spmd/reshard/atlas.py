@@ -14,7 +14,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from itertools import groupby, permutations, product
+from itertools import chain, groupby, permutations, product
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import KINDS, terms_of, wire_bytes
-from spmd.reshard.moves import AtomMove, Moves
 from spmd.reshard.question import (
     EXACT_ATOMS,
     Digit,
@@ -33,6 +32,7 @@ from spmd.reshard.question import (
     Question,
     atom_digits,
 )
+from spmd.reshard.search import Answer, Moves
 
 # Larger graphs are not made; nor larger ones of single atoms, whose paths can be searched for.
 MOST_NODES, MOST_EXACT = 4500, 1000
@@ -53,7 +53,6 @@ class Atlas:
         for places in product(range(rank + 2), repeat=len(units)):
             there = [tuple([a for a in problem.digits if places[a] == p]) for p in range(rank + 2)]
             states += [(dims, there[rank]) for dims in product(*map(permutations, there[:rank]))]
-        number = {state: i for i, state in enumerate(states)}
         # Dims in atoms, and partial atoms -> number of the node.
         self.nodes = {
             (tuple(map(names.atoms, dims)), tuple(sorted(names.atoms(partial)))): i
@@ -64,15 +63,11 @@ class Atlas:
         self.extents = np.array(extents, dtype=np.int64).reshape(len(states), rank)
         self.pieces = self.extents.prod(1)
         self.piece_list: list[int] = self.pieces.tolist()
-        self.moves: list[
-            AtomMove
-        ] = []  # every step, in the order of the nodes that they start from
-        source, every = [], Moves(problem)
-        for i, (dims, partial) in enumerate(states):
-            out = list(every.out_of(dims, partial, mesh.size))
-            self.moves += out
-            source += [i] * len(out)
-        self.source = np.array(source, dtype=np.int64)
+        every, number = Moves(problem), {state: i for i, state in enumerate(states)}
+        out = [list(every.out_of(*state, mesh.size)) for state in states]
+        # Every step, in the order of the nodes that they start from.
+        self.moves = list(chain(*out))
+        self.source = np.repeat(np.arange(len(states)), list(map(len, out)))
         target = [number[move.dims, move.partial] for move in self.moves]
         self.target = np.array(target, dtype=np.int64)
         self.by_target = np.argsort(self.target, kind="stable")  # moves, ordered by their targets
@@ -99,17 +94,16 @@ class Atlas:
 def atlas(mesh: Mesh, topology: Topology, rank: int) -> Atlas | None:
     """Returns the graph for values of a rank; None where it would have too many nodes."""
     looks = atom_digits(mesh, topology)
+    is_small = len(looks) <= EXACT_ATOMS
     units: list[Axes] = []
     for axis in mesh.axis_atoms.values():
-        if len(looks) <= EXACT_ATOMS:
-            units += [(atom,) for atom in axis]
-        else:
-            units += [tuple(run) for _, run in groupby(axis, looks.__getitem__)]
+        runs = groupby(axis, None if is_small else looks.__getitem__)
+        units += [tuple(run) for _, run in runs]
     nodes = sum(
         math.comb(len(units), k) * math.perm(max(k + rank - 1, 0), k) * 2 ** (len(units) - k)
         for k in range(len(units) + 1)
     )
-    if nodes > (MOST_EXACT if len(looks) <= EXACT_ATOMS else MOST_NODES):
+    if nodes > (MOST_EXACT if is_small else MOST_NODES):
         return None
     return Atlas(tuple(units), rank, mesh, topology)
 
@@ -148,7 +142,7 @@ class Distances:
         self._moves_from = cache(self._moves_out_of)
 
     def _node(self, sharding: Sharding) -> int | None:
-        """Returns the node of a sharding; None if it does not divide the value or splits a unit."""
+        # None if it does not divide the value, or splits a unit.
         dims = tuple([sharding.dims[d] for d in self.names.dims])
         node = self._atlas.nodes.get((dims, sharding.partial))
         whole = node is not None and self._legal[node]
@@ -161,36 +155,39 @@ class Distances:
 
     def learn(self, sources: Sequence[int]) -> None:
         """Finds the costs from some nodes to all others at once, and keeps them."""
+        # Sizes of pieces are let in one by one, the smallest pieces first: a way is in no larger
+        # pieces than the larger of its ends. When that has just been let in, and all ways are
+        # followed, the distance of two ends is known.
         new = [s for s in dict.fromkeys(sources) if s not in self._rows]
-        for start in range(0, len(new), 128):
-            self._add_rows(np.array(new[start : start + 128]))
-
-    def _add_rows(self, sources: Array) -> None:
-        # Ticks from some nodes to all others, in no larger pieces than the larger end's. Sizes of
-        # pieces are let in one by one, the smallest pieces first. When the larger of two ends has
-        # just been let in, and all ways are followed, their distance is known.
+        if not new:
+            return
         pieces, moves = self._atlas.pieces, self._to
         source, target = self._atlas.source[moves], self._atlas.target[moves]
-        ticks = self._ticks[moves]
-        fewest = np.minimum(pieces[source], pieces[target])
-        near = np.full((len(pieces), len(sources)), math.inf)
-        near[sources, np.arange(len(sources))] = 0
-        found = near.copy()
-        for level in np.unique(pieces)[::-1]:
-            columns = np.flatnonzero(pieces[sources] >= level)
-            if not columns.size:
-                continue
-            part, let_in = near[:, columns], fewest >= level
-            _follow(part, source[let_in], target[let_in], ticks[let_in], fewest[let_in] == level)
-            near[:, columns] = part
-            done = np.ix_(pieces >= level, pieces[sources] == level)
-            found[done] = near[done]
-            found[pieces == level] = near[pieces == level]
-        for s, row in zip(sources.tolist(), found.T, strict=True):
-            self._rows[s] = np.ascontiguousarray(row)
+        ticks, fewest = self._ticks[moves], np.minimum(pieces[source], pieces[target])
+        for start in range(0, len(new), 128):
+            some = np.array(new[start : start + 128])
+            near = np.full((len(pieces), len(some)), math.inf)
+            near[some, np.arange(len(some))] = 0
+            found = near.copy()
+            for level in np.unique(pieces)[::-1]:
+                columns = np.flatnonzero(pieces[some] >= level)
+                if not columns.size:
+                    continue
+                part, let_in = near[:, columns], fewest >= level
+                _follow(
+                    part, source[let_in], target[let_in], ticks[let_in], fewest[let_in] == level
+                )
+                near[:, columns] = part
+                done = np.ix_(pieces >= level, pieces[some] == level)
+                found[done] = near[done]
+                found[pieces == level] = near[pieces == level]
+            self._rows.update(zip(some.tolist(), map(np.ascontiguousarray, found.T), strict=True))
 
-    def path(self, start: int, goal: int) -> tuple[tuple[AtomMove, ...], float, int] | None:
+    def path(self, src: Sharding, dst: Sharding) -> tuple[Answer, float, int] | None:
         """Returns the cheapest moves, their seconds and their bytes; None where no moves lead."""
+        start, goal = self.node(src), self.node(dst)
+        if start is None or goal is None:
+            return None
         # A* that knows what is left: only nodes of cheapest paths are looked at, for the one among
         # them that sends the fewest bytes, and of these in the fewest steps.
         pieces = self._atlas.piece_list

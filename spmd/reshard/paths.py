@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,11 +31,10 @@ from spmd.ir.types import TensorType, dtype_bits, local_type
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, format_sharding, is_even, is_legal
 from spmd.mesh.topology import Topology
-from spmd.reshard.atlas import Distances, distances
+from spmd.reshard.atlas import distances
 from spmd.reshard.comm import Terms, terms_of
-from spmd.reshard.moves import AtomMove
 from spmd.reshard.question import Dims, Names, moved, pieces_after, questions
-from spmd.reshard.search import Answer, answers, direct_answers, is_small
+from spmd.reshard.search import Answer, AtomMove, answers, direct_answers, is_small
 
 Table = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -55,26 +55,18 @@ class PathStep(NamedTuple):
     dims: tuple[int, ...]
 
 
+@dataclass(eq=False)
 class Path:
-    """Steps in order, with their predicted seconds and the bytes that each device sends.
+    """Steps in order, with their predicted seconds and the bytes that each device sends."""
 
-    Steps may be given as a function that makes them: of most paths they are never asked for.
-    """
+    make: Callable[[], tuple[PathStep, ...]]  # of most paths the steps are never asked for
+    seconds: float
+    bytes: int
 
-    def __init__(
-        self,
-        steps: tuple[PathStep, ...] | Callable[[], tuple[PathStep, ...]],
-        seconds: float,
-        bytes: int,
-    ) -> None:
-        self._steps, self.seconds, self.bytes = steps, seconds, bytes
-
-    @property
+    @cached_property
     def steps(self) -> tuple[PathStep, ...]:
         """The steps, made when they are first asked for."""
-        if not isinstance(self._steps, tuple):
-            self._steps = self._steps()
-        return self._steps
+        return self.make()
 
     def __repr__(self) -> str:
         return f"Path(steps={self.steps}, seconds={self.seconds}, bytes={self.bytes})"
@@ -102,7 +94,7 @@ def reshard(
         in which no mask can make it.
     """
     if src == dst:
-        return Path((), 0.0, 0)
+        return Path(tuple, 0.0, 0)
     owed = tuple(a for a in dst.partial if a not in src.partial)
     if owed and dst.kind in SPLITTABLE and src.kind in ("", dst.kind):
         unmasked = dst.with_partial(set(dst.partial).difference(owed), dst.kind)
@@ -127,33 +119,29 @@ def reshard(
     shape = tuple(-(-size // unit) * unit for size, unit in zip(type_.shape, units, strict=True))
     # The cheapest path over whole axes; if there is none, of those that are best for any size.
     room = tuple([math.gcd(size, mesh.size) for size in shape])
-    bits, found = math.prod(shape) * dtype_bits(type_.dtype), None
-    if (known := distances(room, bits, held, mesh, topology)) is not None:
-        start, goal = known.node(src), known.node(dst)
-        found = None if start is None or goal is None else known.path(start, goal)
-    if known is not None and found is not None:
-        answer, seconds, sent = found
-        path = Path(_Route((), answer, known.names, src, dst).steps, seconds, sent)
+    bits = math.prod(shape) * dtype_bits(type_.dtype)
+    known = distances(room, bits, held, mesh, topology)
+    if known is not None and (found := known.path(src, dst)) is not None:
+        (answer, seconds, sent), names = found, known.names
     else:
         ways = []
-        for route in routes(src, dst, room, held, mesh, topology):
+        for legs, answer, names in routes(src, dst, room, held, mesh, topology):
             seconds, sent = 0.0, 0
-            for terms, before, after in route.legs:
+            for terms, before, after in legs:
                 took, more = terms.cost(-(-bits // (8 * before)), -(-bits // (8 * after)))
                 seconds, sent = seconds + took, sent + more
-            ways.append((route, seconds, sent))
+            ways.append((seconds, sent, len(legs), answer, names))
         if not ways:
             raise LegalityError(
                 f"no path of collectives was found for {TensorType(shape, type_.dtype)}",
                 actual=format_sharding(src, mesh),
                 required=format_sharding(dst, mesh),
             )
-        route, seconds, sent = min(ways, key=lambda way: (way[1], way[2], len(way[0].legs)))
-        path = Path(route.steps, seconds, sent)
+        seconds, sent, _, answer, names = min(ways, key=lambda way: way[:3])
+    path = Path(lambda: _steps_of(answer, names, src, dst), seconds, sent)
     if shape == type_.shape:
         return path
-    torn = {d for step in path.steps for d in torn_dims(step, type_.shape, mesh)}
-    if not torn:
+    if not (torn := {d for step in path.steps for d in torn_dims(step, type_.shape, mesh)}):
         return path
     # A path that gathers these dims before any permute, and cuts them afterwards.
     bare, last = (
@@ -169,7 +157,7 @@ def reshard(
         first = reshard(src, last, type_, mesh, topology, held)
         second = _one_by_one(last, dst, type_, mesh, topology)
     seconds, sent = first.seconds + second.seconds, first.bytes + second.bytes
-    return Path(first.steps + second.steps, seconds, sent)
+    return Path(lambda: first.steps + second.steps, seconds, sent)
 
 
 def reshard_seconds(
@@ -189,7 +177,13 @@ def reshard_seconds(
     known = distances(room, type_.size * dtype_bits(type_.dtype), held, mesh, topology)
     if known is None:
         return result
-    rows, columns = (_alike(shardings, known) for shardings in (states, needs))
+    # (position, node) of shardings that have a node, by what they are partial over.
+    rows: dict[tuple[Axes, str], list[tuple[int, int]]] = {}
+    columns: dict[tuple[Axes, str], list[tuple[int, int]]] = {}
+    for shardings, found in ((states, rows), (needs, columns)):
+        for i, sharding in enumerate(shardings):
+            if (node := known.node(sharding)) is not None:
+                found.setdefault((sharding.partial, sharding.kind), []).append((i, node))
     known.learn([node for at in rows.values() for _, node in at])
     ends: dict[tuple[Axes, str, Axes], tuple[Any, Any]] = {}  # where ways end, before any mask
     for (partial, _), at in rows.items():
@@ -212,18 +206,6 @@ def reshard_seconds(
     return result
 
 
-def _alike(
-    shardings: Sequence[Sharding], known: Distances
-) -> dict[tuple[Axes, str], list[tuple[int, int]]]:
-    """Returns (position, node) of shardings that have a node, by what they are partial over."""
-    found: dict[tuple[Axes, str], list[tuple[int, int]]] = {}
-    for i, sharding in enumerate(shardings):
-        node = known.node(sharding)
-        if node is not None:
-            found.setdefault((sharding.partial, sharding.kind), []).append((i, node))
-    return found
-
-
 def _one_by_one(
     src: Sharding, dst: Sharding, type_: TensorType, mesh: Mesh, topology: Topology
 ) -> Path:
@@ -238,7 +220,7 @@ def _one_by_one(
             seconds, sent = seconds + took, sent + more
             steps.append(step)
             here = there
-    return Path(tuple(steps), seconds, sent)
+    return Path(lambda: tuple(steps), seconds, sent)
 
 
 def can_reshard(src: Sharding, dst: Sharding) -> bool:
@@ -299,38 +281,19 @@ def permute_pairs(before: Sharding, after: Sharding, mesh: Mesh) -> tuple[tuple[
 # From the answer to a question back to steps, with the cost model's own figures.
 
 
-class _Route(NamedTuple):
-    """A path for values of any size: its costs, and what its steps are made of when asked for."""
-
-    # What decides the cost of each step, and the pieces that the value is in before and after it.
-    legs: tuple[tuple[Terms, int, int], ...]
-    answer: Answer
-    names: Names
-    src: Sharding
-    dst: Sharding
-
-    def steps(self) -> tuple[PathStep, ...]:
-        found, here, names = [], self.src, self.names
-        for move in self.answer:
-            tiling = list(names.kept)
-            for number, digits in zip(names.dims, move.dims, strict=True):
-                tiling[number] += names.atoms(digits)
-            partial = (*names.atoms(move.partial), *self.dst.partial)
-            there = Sharding(tuple(tiling)).with_partial(partial, self.src.kind)
-            dims = tuple([names.dims[d] for d in move.at])
-            found.append(PathStep(move.kind, here, there, _axes_of(move, names), dims))
-            here = there
-        return tuple(found)
-
-
 WHOLE_TERMS = frozenset({"max", "min", "and", "or"})  # a whole value is each term: max(x, x) is x
 SPLITTABLE = WHOLE_TERMS | {"add"}  # a whole value can be made terms: of a sum all but one are 0
+
+
+# A path for values of any size: for each step what decides its cost, and the pieces that the value
+# is in before and after it; and what its steps are made of when they are asked for.
+Route = tuple[tuple[tuple[Terms, int, int], ...], Answer, Names]
 
 
 @lru_cache(maxsize=1 << 16)
 def routes(
     src: Sharding, dst: Sharding, room: tuple[int, ...], held: Axes, mesh: Mesh, topology: Topology
-) -> tuple[_Route, ...]:
+) -> tuple[Route, ...]:
     """Returns paths, each the cheapest for values of some size whose dims divide as `room` does."""
     asked = questions(src, dst, room, held, mesh, topology)
     question, names = next(asked)
@@ -347,18 +310,31 @@ def routes(
             after = pieces_after(move.kind, terms.group, pieces)
             legs.append((terms, pieces, after))
             pieces = after
-        ways.append(_Route(tuple(legs), answer, names, src, dst))
+        ways.append((tuple(legs), answer, names))
     return tuple(ways)
+
+
+def _steps_of(answer: Answer, names: Names, src: Sharding, dst: Sharding) -> tuple[PathStep, ...]:
+    found, here = [], src
+    for move in answer:
+        tiling = list(names.kept)
+        for number, digits in zip(names.dims, move.dims, strict=True):
+            tiling[number] += names.atoms(digits)
+        partial = (*names.atoms(move.partial), *dst.partial)
+        there = Sharding(tuple(tiling)).with_partial(partial, src.kind)
+        dims = tuple([names.dims[d] for d in move.at])
+        found.append(PathStep(move.kind, here, there, _axes_of(move, names), dims))
+        here = there
+    return tuple(found)
 
 
 def _axes_of(move: AtomMove, names: Names) -> Axes:
     axes = names.atoms(move.axes)
-    if move.kind in ("collective_permute", "all_reduce"):  # their groups have no order
-        return tuple(sorted(axes))
-    return axes
+    # The groups of some have no order.
+    return tuple(sorted(axes)) if move.kind in ("collective_permute", "all_reduce") else axes
 
 
-NO_WAY = Path((), math.inf, 0)  # the path between shardings that no collectives connect
+NO_WAY = Path(tuple, math.inf, 0)  # the path between shardings that no collectives connect
 
 
 class Resharder:

@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from spmd.mesh.mesh import Mesh
@@ -83,12 +83,7 @@ class _Dim(NamedTuple):
 
 
 def questions(
-    src: Sharding,
-    dst: Sharding,
-    shape: Sequence[int],
-    held: Axes,
-    mesh: Mesh,
-    topology: Topology,
+    src: Sharding, dst: Sharding, shape: Sequence[int], held: Axes, mesh: Mesh, topology: Topology
 ) -> Iterator[tuple[Question, Names]]:
     """Yields the question of a reshard with like atoms joined in digits, then with each for itself.
 
@@ -99,10 +94,9 @@ def questions(
     many, alike = len(letters) > EXACT_ATOMS, len(set(letters)) == 1
     dims, kept = [], []
     for number, (a, b, size) in enumerate(zip(src.dims, dst.dims, shape, strict=True)):
-        prefix = common_prefix(a, b) if many or alike else ()
-        kept.append(prefix)
-        taken = len(prefix)
-        dims.append(_Dim(number, a[taken:], b[taken:], size // mesh.extent(prefix)))
+        kept.append(common_prefix(a, b) if many or alike else ())
+        taken = len(kept[-1])
+        dims.append(_Dim(number, a[taken:], b[taken:], size // mesh.extent(kept[-1])))
     aside = {a for axes in kept for a in axes}.union(dst.partial)
     aside.update([a for a in held if a not in src.used and a not in dst.used])
     atoms = [a for a in range(len(letters)) if a not in aside]
@@ -131,13 +125,15 @@ def questions(
         joined = _refined(joined, [dim.room for dim in dims], mesh)
     for runs in (joined, apart):
         digit_of = {run[0]: i for i, run in enumerate(runs)}
+        src_dims, dst_dims, (owed,) = (
+            tuple([tuple([digit_of[a] for a in axes if a in digit_of]) for axes in side])
+            for side in ([d.src for d in dims], [d.dst for d in dims], [partial])
+        )
         question = Question(
-            tuple(
-                [letters[run[0]]._replace(sizes=letters[run[0]].sizes * len(run)) for run in runs]
-            ),
-            tuple([_digits(dim.src, digit_of) for dim in dims]),
-            tuple([_digits(dim.dst, digit_of) for dim in dims]),
-            tuple(sorted(_digits(partial, digit_of))),
+            tuple([look(run[0])._replace(sizes=look(run[0]).sizes * len(run)) for run in runs]),
+            src_dims,
+            dst_dims,
+            tuple(sorted(owed)),
             tuple([dim.room for dim in dims]),
         )
         yield question, Names(tuple(runs), tuple([dim.number for dim in dims]), tuple(kept))
@@ -172,7 +168,11 @@ def _joined(
     dims: Sequence[_Dim], partial: Sequence[int], order: Sequence[int], letters: Sequence[Digit]
 ) -> list[Axes]:
     """Returns runs of atoms that stay together, or idle, at both ends and have equal links."""
-    ends = [_successors(dim.src for dim in dims), _successors(dim.dst for dim in dims)]
+    # For each atom that splits a dim, the next one there; -1 for the last.
+    ends = [
+        {a: b for axes in side for a, b in zip(axes, (*axes, -1)[1:], strict=True)}
+        for side in ([dim.src for dim in dims], [dim.dst for dim in dims])
+    ]
     runs: list[Axes] = []
     for b in order:
         a = runs[-1][-1] if runs else b
@@ -186,11 +186,6 @@ def _joined(
         else:
             runs.append((b,))
     return runs
-
-
-def _successors(dims: Iterable[Axes]) -> dict[int, int]:
-    """For each atom that splits a dim, the next one there; -1 for the last."""
-    return {a: b for axes in dims for a, b in zip(axes, (*axes, -1)[1:], strict=True)}
 
 
 def _refined(runs: list[Axes], rooms: Sequence[int], mesh: Mesh) -> list[Axes]:
@@ -213,10 +208,6 @@ def _refined(runs: list[Axes], rooms: Sequence[int], mesh: Mesh) -> list[Axes]:
         run = runs[number]
         runs = [*runs[:number], run[:-keep], run[-keep:], *runs[number + 1 :]]
     return runs
-
-
-def _digits(atoms: Iterable[int], digit_of: Mapping[int, int]) -> Axes:
-    return tuple([digit_of[a] for a in atoms if a in digit_of])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -255,9 +246,7 @@ class PricedQuestion:
     """A question with the costs of its steps, and lower bounds of what is left to the goal."""
 
     def __init__(self, question: Question) -> None:
-        self.src, self.dst, self.partial = question.src, question.dst, question.partial
-        self.room = question.room
-        self._letters = question.digits
+        self._letters, self.src, self.dst, self.partial, self.room = question
         self.digits = tuple(range(len(self._letters)))
         # Of each digit, its size, and the ticks that a byte takes over its link.
         self.sizes = tuple(math.prod(letter.sizes) for letter in self._letters)
@@ -273,9 +262,8 @@ class PricedQuestion:
             slow = frozenset(a for a in self.digits if self.paces[a] >= pace)
             self.slow.append((pace, min(self._latencies[a] for a in slow), slow))
 
-        self._extents: dict[Axes, int] = {}
-        self._prices: dict[tuple[str, Axes, int], tuple[Line, int]] = {}
-        self._facts: list[dict[Axes, _Facts]] = [{} for _ in self.dst]
+        self.extent, self.price = cache(self._extent), cache(self._price)
+        self._facts = cache(self._facts_of)
         self._goal_places = places(self.dst, self.sizes)
         self.goal_digits = frozenset(self._goal_places)
         self.goal_extents = tuple(self.extent(axes) for axes in self.dst)
@@ -289,16 +277,12 @@ class PricedQuestion:
         tiles = min(math.prod(self.room) * self.extent(self.partial), self._devices)
         self._smallest_tile = self.unit // tiles
 
-    def extent(self, axes: Axes) -> int:
-        """Product of the sizes of some digits."""
-        found = self._extents.get(axes)
-        if found is None:
-            found = self._extents[axes] = math.prod([self.sizes[a] for a in axes])
-        return found
+    def _extent(self, axes: Axes) -> int:
+        return math.prod([self.sizes[a] for a in axes])
 
     def pieces(self, dims: Dims) -> int:
         """Returns the number of pieces of a value whose dims are split over these digits."""
-        return math.prod([self.extent(axes) for axes in dims])
+        return math.prod(map(self.extent, dims))
 
     def divides(self, dim: int, axes: Axes) -> bool:
         """Whether some digits divide a dim."""
@@ -313,22 +297,19 @@ class PricedQuestion:
                 run.append(a)
         return tuple(run)
 
-    def price(self, kind: str, axes: Axes, pieces: int) -> tuple[Line, int]:
+    def _price(self, kind: str, axes: Axes, pieces: int) -> tuple[Line, int]:
         """Returns the cost of one step on a value in so many pieces, and the pieces after it."""
-        found = self._prices.get((kind, axes, pieces))
-        if found is None:
-            after = pieces_after(kind, self.extent(axes), pieces)
-            line = Line(0, 0, 0, 1)
-            if kind != "slice":
-                sent = wire_bytes(kind, self.extent(axes), self.unit // pieces, self.unit // after)
-                letters = [self._letters[a] for a in axes]
-                steps = 2
-                if not all([letter.flat for letter in letters]):
-                    steps = latency_steps(kind, [n for letter in letters for n in letter.sizes])
-                latency = max([self._latencies[a] for a in axes]) * steps
-                line = Line(latency, sent * max([self.paces[a] for a in axes]), sent, 1)
-            found = self._prices[kind, axes, pieces] = line, after
-        return found
+        group = self.extent(axes)
+        after = pieces_after(kind, group, pieces)
+        if kind == "slice":
+            return Line(0, 0, 0, 1), after
+        sent = wire_bytes(kind, group, self.unit // pieces, self.unit // after)
+        letters = [self._letters[a] for a in axes]
+        steps = 2
+        if not all([letter.flat for letter in letters]):
+            steps = latency_steps(kind, [n for letter in letters for n in letter.sizes])
+        latency = max([self._latencies[a] for a in axes]) * steps
+        return Line(latency, sent * max([self.paces[a] for a in axes]), sent, 1), after
 
     def bounds(self, dims: Dims, partial: Axes) -> list[Line]:
         """Returns lower bounds of the cost from a sharding to `dst`; none if it may cost nothing.
@@ -340,36 +321,21 @@ class PricedQuestion:
         """
         # [{a}, {}] -> [{}, {a}]: a device holds a row, wants a column, and the first dim has to
         # lose a digit: one collective. The second is a prefix of its goal, and asks for none.
-        pieces = common = 1
-        losing = 0
-        clash = apart = False
-        facts = []
-        for dim, axes in enumerate(dims):
-            fact = self._facts[dim].get(axes)
-            if fact is None:
-                goal, wanted, extent = self.dst[dim], self.goal_extents[dim], self.extent(axes)
-                shorter = min(len(axes), len(goal))
-                differs = axes[:shorter] != goal[:shorter]
-                cross = tuple(self._crossing(dim, axes, digits) for *_, digits in self.slow)
-                fact = _Facts(extent, max(extent, wanted), differs, wanted % extent != 0, cross)
-                self._facts[dim][axes] = fact
-            facts.append(fact)
-            pieces *= fact.extent
-            common *= fact.common
-            apart |= fact.apart
-            losing += fact.losing
-            clash |= fact.apart and not fact.losing
+        facts = list(map(self._facts, range(len(dims)), dims))
+        losing = sum(fact.losing for fact in facts)
+        clash = any([fact.apart and not fact.losing for fact in facts])
         ways, sent = self.extent(partial), self.unit // self.goal_pieces
         if partial:
             sent += self._smallest_tile * (ways - 2)
-        elif not apart:
-            sent -= -(-self.unit // common)
+        elif not any([fact.apart for fact in facts]):
+            sent -= -(-self.unit // math.prod([fact.common for fact in facts]))
         launches = max(losing + clash + bool(partial), int(sent > 0))
         if not launches:
             return []
         owed = [self._letters[a] for a in partial if not self._letters[a].flat]
         rounds = sum(sum(letter.sizes) - len(letter.sizes) for letter in owed)
         if not self._flat:  # in each round of a gather pieces double
+            pieces = math.prod([fact.extent for fact in facts])
             mantissa, exponent = math.frexp(pieces * ways / self.goal_pieces)
             rounds += max(exponent - (mantissa == 0.5), 0)
         fixed = self._best_latency * (launches + max(launches, rounds))
@@ -377,7 +343,7 @@ class PricedQuestion:
         # What slow links add, at least, to the time over the fastest ones: the devices with equal
         # coordinates along the digits that cross hold some of the elements that they need; the
         # others have to come in over slow links, in equal shares.
-        tile, lines = self._devices, list[Line]()
+        lines = list[Line]()
         for number, (pace, latency, slow) in enumerate(self.slow):
             crossings = [fact.crossings[number] for fact in facts]
             extent = math.prod([crossing[0] for crossing in crossings])
@@ -386,25 +352,32 @@ class PricedQuestion:
                 continue
             kept = math.prod([crossing[1] for crossing in crossings])
             luck = max([crossing[2] for crossing in crossings], default=1)  # a scalar has none
-            sent = max(tile * (extent * luck - kept) // (kept * luck), tile * (terms - 1), 0)
+            beyond = self._devices * (extent * luck - kept) // (kept * luck)
+            sent = max(beyond, self._devices * (terms - 1), 0)
             fixed = line.fixed + 2 * (latency - self._best_latency)
             growing = line.growing + (pace - self._best_pace) * sent
             lines.append(line._replace(fixed=fixed, growing=growing))
         return lines or [line]
 
-    def _crossing(self, dim: int, axes: Axes, slow: frozenset[int]) -> tuple[int, int, int]:
-        extent = kept = luck = 1
-        for a, (_, above) in places((axes,), self.sizes).items():
-            goal, size = self._goal_places.get(a), self.sizes[a]
-            if a not in slow or goal == (dim, above):
-                continue
-            extent *= size
-            if goal is not None:
-                kept *= size
-                minor, major = max(above, goal[1]), min(above, goal[1])
-                if goal[0] != dim or minor % (major * size) == 0:
-                    luck = max(luck, size)
-        return extent, kept, luck
+    def _facts_of(self, dim: int, axes: Axes) -> _Facts:
+        goal, wanted, extent = self.dst[dim], self.goal_extents[dim], self.extent(axes)
+        shorter = min(len(axes), len(goal))
+        crossings = []
+        for *_, slow in self.slow:
+            crossing = kept = luck = 1
+            for a, (_, above) in places((axes,), self.sizes).items():
+                aim, size = self._goal_places.get(a), self.sizes[a]
+                if a not in slow or aim == (dim, above):
+                    continue
+                crossing *= size
+                if aim is not None:
+                    kept *= size
+                    minor, major = max(above, aim[1]), min(above, aim[1])
+                    if aim[0] != dim or minor % (major * size) == 0:
+                        luck = max(luck, size)
+            crossings.append((crossing, kept, luck))
+        differs, losing = axes[:shorter] != goal[:shorter], wanted % extent != 0
+        return _Facts(extent, max(extent, wanted), differs, losing, tuple(crossings))
 
 
 def pieces_after(kind: str, group: int, pieces: int) -> int:

@@ -8,17 +8,272 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import groupby
+from functools import cache, cached_property, lru_cache
+from itertools import chain, combinations, groupby, permutations
 from typing import NamedTuple
 
-from spmd.mesh.sharding import Axes
-from spmd.reshard import moves
-from spmd.reshard.moves import AtomMove, DirectedMoves, Moves
-from spmd.reshard.question import EXACT_ATOMS, EXACT_DIGITS, Dims, Line, PricedQuestion, Question
+from spmd.mesh.sharding import Axes, common_prefix
+from spmd.reshard.question import (
+    EXACT_ATOMS,
+    EXACT_DIGITS,
+    Dims,
+    Line,
+    PricedQuestion,
+    Question,
+    moved,
+)
+
+# ---------------------------------------------------------------------------------------------
+# The steps that a search tries out of a sharding: every legal one, or those towards the goal.
+
+
+class AtomMove(NamedTuple):
+    """One step of a reshard, with a question's digits (runs of atoms), and where it leads."""
+
+    kind: str
+    dims: Dims
+    partial: Axes
+    axes: Axes
+    at: tuple[int, ...]
+
+
+def step(kind: str, dims: Dims, partial: Axes, run: Axes, changed: Mapping[int, Axes]) -> AtomMove:
+    """Makes a step among the digits of `run` by which some dims are split anew.
+
+    It is a slice or a reduce-scatter if one dim gets them at its minor end, an all-gather if one
+    loses them there, an all-to-all if they go from one to another; an all-reduce changes no dim.
+    """
+    after = tuple([changed.get(d, axes) for d, axes in enumerate(dims)])
+    return AtomMove(kind, after, without(partial, run), run, tuple(changed))
+
+
+def permute(problem: PricedQuestion, dims: Dims, partial: Axes, after: Dims) -> AtomMove:
+    """Makes a collective-permute to another sharding with the same local shape."""
+    return AtomMove("collective_permute", after, partial, moved(dims, after, problem.sizes), ())
+
+
+class Moves:
+    """Every legal step out of a sharding in digits (runs of atoms); a subclass may try fewer.
+
+    The order of moves decides between paths that cost the same.
+    """
+
+    def __init__(self, problem: PricedQuestion) -> None:
+        self.problem = problem
+        self._layouts = cache(lambda *look: list(self._fill(*look)))
+
+    def out_of(self, dims: Dims, partial: Axes, pieces: int) -> Iterator[AtomMove]:
+        """Yields the moves out of a sharding that splits the value into so many pieces."""
+        if idle := unused(self.problem.digits, dims, partial):
+            yield from self._appends("slice", dims, partial, idle)
+        # A gather may not leave a larger piece than the larger end has: the memory limit.
+        room = pieces // self.problem.fewest_pieces
+        for dim, axes in enumerate(dims) if room > 1 else ():
+            for keep in self._gathered(dims, dim, room):
+                if self.problem.extent(axes[keep:]) <= room:
+                    yield step("all_gather", dims, partial, axes[keep:], {dim: axes[:keep]})
+        for dim, axes in enumerate(dims):
+            for other in range(len(dims)) if axes else ():
+                for keep in self._exchanged(dims, dim, other) if other != dim else ():
+                    longer = dims[other] + axes[keep:]
+                    if self.problem.divides(other, longer):
+                        changed = {dim: axes[:keep], other: longer}
+                        yield step("all_to_all", dims, partial, axes[keep:], changed)
+        if partial:
+            for run in self._reduced(partial):
+                yield step("all_reduce", dims, partial, run, {})
+            yield from self._appends("reduce_scatter", dims, partial, partial)
+        for after in self.arrangements(dims, partial):
+            if after != dims:
+                yield permute(self.problem, dims, partial, after)
+
+    def _appends(self, kind: str, dims: Dims, partial: Axes, pool: Axes) -> Iterator[AtomMove]:
+        for dim, axes in enumerate(dims):
+            for run in self._runs(dims, dim, pool):
+                if self.problem.divides(dim, axes + run):
+                    yield step(kind, dims, partial, run, {dim: axes + run})
+
+    def _runs(self, dims: Dims, dim: int, pool: Axes) -> Iterator[Axes]:
+        # Runs of digits out of `pool` that a step may append to a dim if they divide it.
+        return chain(*[permutations(pool, count) for count in range(1, len(pool) + 1)])
+
+    def _gathered(self, dims: Dims, dim: int, room: int) -> Iterable[int]:
+        # How many major digits an all-gather may keep; pieces may grow `room` times.
+        return range(len(dims[dim]))
+
+    def _exchanged(self, dims: Dims, dim: int, other: int) -> Iterable[int]:
+        # How many major digits of a dim may stay when the rest goes to dim `other`.
+        return range(len(dims[dim]))
+
+    def _reduced(self, owed: Axes) -> Iterable[Axes]:
+        # The sets of partial digits that one all-reduce may reduce.
+        return chain(*[combinations(owed, count) for count in range(len(owed), 0, -1)])
+
+    def arrangements(self, dims: Dims, partial: Axes) -> Iterable[Dims]:
+        """Returns where a permute may lead: equal local shapes, split by digits not partial."""
+        extents = tuple([self.problem.extent(axes) for axes in dims])
+        return self._layouts(extents, without(self.problem.digits, partial))
+
+    def _fill(self, extents: tuple[int, ...], pool: Axes) -> Iterator[Dims]:
+        # Dims of these extents that are split by digits out of `pool`, in any order.
+        if not extents:
+            yield ()
+        elif extents[0] == 1:
+            for rest in self._fill(extents[1:], pool):
+                yield ((), *rest)
+        else:
+            for a in pool:
+                left, over = divmod(extents[0], self.problem.sizes[a])
+                others = without(pool, (a,))
+                for found in () if over else self._fill((left, *extents[1:]), others):
+                    yield ((a, *found[0]), *found[1:])
+
+
+class DirectedMoves(Moves):
+    """Moves towards the goal, with stand-ins where any digit would do.
+
+    - A slice or a reduce-scatter appends the digits that the goal has next in this dim; or those
+      that it has next in another dim, to go there together with the ones that are here; or, in
+      place of them, any digits: as many as the goal's local shape asks for, and as many as fit.
+    - A gather or an all-to-all takes what lies behind the prefix in common with the goal, or what
+      is beyond the goal's local shape. An all-to-all also takes what the other dim's goal has next.
+    - A permute leads to the longest prefixes of the goal that the local shape allows, the rest
+      filled with digits that then go to the dim that misses them, or that are gathered.
+    """
+
+    def _runs(self, dims: Dims, dim: int, pool: Axes) -> Iterator[Axes]:
+        problem, axes = self.problem, dims[dim]
+        found = [continuation(axes, problem.dst[dim], pool)]
+        for other, goal in enumerate(problem.dst):
+            if other != dim and goal[: len(dims[other])] == dims[other]:
+                found += [
+                    continuation(dims[other] + axes[k:], goal, pool) for k in range(len(axes))
+                ]
+        stand_ins = sorted(pool, key=lambda a: (a in problem.goal_digits, a))
+        # All of the digits and, where they differ in size, those of each size.
+        sizes = problem.sizes
+        different = sorted({sizes[a] for a in pool})
+        groups = [[a for a in stand_ins if sizes[a] == size] for size in different]
+        for alike in (stand_ins, *(groups if len(different) > 1 else ())):
+            for size in (problem.goal_extents[dim], problem.room[dim]):
+                found.append(problem.dividing(size, axes, alike))
+        return filter(None, dict.fromkeys(found))
+
+    def _gathered(self, dims: Dims, dim: int, room: int) -> Iterable[int]:
+        axes, paces, extent = dims[dim], self.problem.paces, self.problem.extent
+        keeps = self._beyond_goal(axes, dim)
+        keeps.update([k for k in range(len(axes)) if extent(axes[k:]) <= room][:1])
+        keeps.update(k for k in range(1, len(axes)) if paces[axes[k - 1]] != paces[axes[k]])
+        return sorted(keeps)
+
+    def _exchanged(self, dims: Dims, dim: int, other: int) -> Iterable[int]:
+        axes, target, goal = dims[dim], dims[other], self.problem.dst[other]
+        keeps = self._beyond_goal(axes, dim)
+        extent, wanted = self.problem.extent, self.problem.goal_extents[other]
+        space = wanted // extent(target) if wanted % extent(target) == 0 else 1
+        for keep in range(len(axes)):
+            joined = target + axes[keep:]
+            if extent(axes[keep:]) == space or goal[: len(joined)] == joined:
+                keeps.add(keep)
+        return sorted(keeps)
+
+    def _beyond_goal(self, axes: Axes, dim: int) -> set[int]:
+        """Returns how many digits begin as the goal does, and how many reach the goal's extent."""
+        wanted, extent = self.problem.goal_extents[dim], self.problem.extent
+        common = len(common_prefix(axes, self.problem.dst[dim]))
+        return {k for k in range(len(axes)) if k == common or extent(axes[:k]) == wanted}
+
+    def _reduced(self, owed: Axes) -> Iterable[Axes]:
+        stray = without(owed, self.problem.goal_digits)
+        return (owed, stray) if stray and stray != owed else (owed,)
+
+    def arrangements(self, dims: Dims, partial: Axes) -> Iterable[Dims]:
+        """Returns where a permute may lead: dims that begin as the goal, filled in up to four ways.
+
+        Digits that the goal asks for elsewhere wait in the spaces, or do not; the spaces are filled
+        from the first dim to the last, or from the last to the first.
+        """
+        # Trace, with digits of size 2, from [{a, b}, {c}, {}] to [{c}, {a}, {b}]. Dim 0 keeps its
+        # four pieces: c fits, and a space of 2 is left. In dim 1 a fits, in dim 2 nothing does, so
+        # b is missing. It waits in dim 0's space: from [{c, b}, {a}, {}] an all-to-all is enough.
+        problem, sizes = self.problem, self.problem.sizes
+        prefixes: list[Axes] = []
+        missing: list[tuple[int, int]] = []  # (dim, a digit of its goal that does not fit yet)
+        spaces: dict[int, int] = {}  # dim -> the extent that its prefix leaves to be filled
+        for dim, (axes, goal) in enumerate(zip(dims, problem.dst, strict=True)):
+            space, count = problem.extent(axes), 0
+            while count < len(goal) and goal[count] not in partial:
+                if space % sizes[goal[count]]:
+                    break
+                space //= sizes[goal[count]]
+                count += 1
+            prefixes.append(goal[:count])
+            missing += [(dim, a) for a in goal[count:] if a not in partial]
+            if space > 1:
+                spaces[dim] = space
+
+        def filled(left: dict[int, int], missing: list[tuple[int, int]]) -> Dims | None:
+            """Returns the prefixes filled up to their extents; None if no digits do that.
+
+            They are filled with digits to be gathered later, then with those that others miss.
+            """
+            pool = set(problem.digits).difference(partial, *prefixes)
+            waiting: dict[int, list[tuple[int, int]]] = {dim: [] for dim in left}
+            for target, a in missing:
+                for dim, space in left.items():
+                    if dim != target and space % sizes[a] == 0:
+                        left[dim] = space // sizes[a]
+                        waiting[dim].append((target, a))
+                        pool.remove(a)
+                        break
+            result = list(prefixes)
+            for dim, space in left.items():
+                spare = sorted(
+                    pool, key=lambda a: (a not in dims[dim], a in problem.goal_digits, a)
+                )
+                run = problem.dividing(space, (), spare)
+                if problem.extent(run) != space:
+                    return None
+                pool.difference_update(run)
+                result[dim] += run
+                # Neighbours with one target move together; the minor end leaves first.
+                runs = [[a for _, a in run] for _, run in groupby(waiting[dim], lambda way: way[0])]
+                result[dim] += tuple(a for run in reversed(runs) for a in run)
+            return tuple(result)
+
+        found = [
+            filled(dict(order), waiting)
+            for order in (spaces, dict(reversed(spaces.items())))
+            for waiting in (missing, [])
+        ]
+        return dict.fromkeys(after for after in found if after is not None)
+
+
+def without(axes: Axes, gone: Iterable[int]) -> Axes:
+    """Returns `axes` without the digits that are `gone`."""
+    return tuple([a for a in axes if a not in gone])
+
+
+def unused(atoms: Axes, dims: Dims, partial: Axes) -> Axes:
+    """Returns the digits that neither split a dim nor are partial."""
+    return without(atoms, {a for axes in dims for a in axes}.union(partial))
+
+
+def continuation(axes: Axes, goal: Axes, pool: Axes) -> Axes:
+    """Returns the next digits of `goal` after its prefix `axes`, as long as they are in `pool`."""
+    start = end = len(axes)
+    if goal[:start] != axes:
+        return ()
+    while end < len(goal) and goal[end] in pool:
+        end += 1
+    return goal[start:end]
+
+
+# ---------------------------------------------------------------------------------------------
+# Paths that are written down without a search.
 
 
 def direct_paths(problem: PricedQuestion, directed: DirectedMoves) -> Iterator[list[AtomMove]]:
@@ -31,15 +286,15 @@ def direct_paths(problem: PricedQuestion, directed: DirectedMoves) -> Iterator[l
     """
     extents = tuple(problem.extent(axes) for axes in problem.src)
     if not problem.partial and extents == problem.goal_extents:
-        yield [moves.permute(problem, problem.src, (), problem.dst)]
+        yield [permute(problem, problem.src, (), problem.dst)]
     # Reductions and gathers may go over all links at once; or link by link; then digits over fast
     # links may be parked, or these and all that is partial.
     styles: list[tuple[bool, Axes]] = [(False, ())]
     if problem.slow:
         styles.append((True, ()))
         if any(not (a or b) for a, b in zip(problem.src, problem.dst, strict=True)):
-            idle = moves.unused(problem.digits, problem.src + problem.dst, ())
-            fast = moves.without(idle, problem.slow[0][2])
+            idle = unused(problem.digits, problem.src + problem.dst, ())
+            fast = without(idle, problem.slow[0][2])
             both = (*fast, *(a for a in problem.partial if a in idle and a not in fast))
             styles += [(True, parked) for parked in dict.fromkeys((fast, both)) if parked]
     for style in styles:
@@ -86,7 +341,7 @@ class _Builder:
                     pool = tuple([a for a in pool if a in alike])
                     self._append(kind, dim, self.problem.dividing(room, self.dims[dim], pool))
             for dim, goal in enumerate(self.problem.dst):
-                self._append(kind, dim, moves.continuation(self.dims[dim], goal, self._pool(kind)))
+                self._append(kind, dim, continuation(self.dims[dim], goal, self._pool(kind)))
             if shape:
                 self.append_shape(kind)
             for dim, room in enumerate(self.problem.room) if finer else ():
@@ -108,12 +363,12 @@ class _Builder:
 
     def _append(self, kind: str, dim: int, run: Axes) -> None:
         if run:
-            self._add(moves.append(kind, self.dims, self.partial, dim, run))
+            self._add(step(kind, self.dims, self.partial, run, {dim: self.dims[dim] + run}))
 
     def _pool(self, kind: str) -> Axes:
         """Returns what can be appended: idle digits by a slice, partial by a reduce-scatter."""
         if kind == "slice":
-            return moves.unused(self.problem.digits, self.dims, self.partial)
+            return unused(self.problem.digits, self.dims, self.partial)
         return self.partial
 
     def _runs_in_turn(self, run: Axes) -> list[Axes]:
@@ -125,7 +380,7 @@ class _Builder:
     def reduce_rest(self) -> None:
         owed = tuple(sorted(self.partial, key=lambda a: self.problem.paces[a]))
         for run in self._runs_in_turn(owed) if owed else ():
-            self._add(moves.reduce(self.dims, self.partial, run))
+            self._add(step("all_reduce", self.dims, self.partial, run, {}))
 
     def finished(self, after: Dims) -> list[AtomMove] | None:
         """Completes the path: a permute to `after`, exchanges, gathers; None if off the goal."""
@@ -133,10 +388,16 @@ class _Builder:
         whole.moves = list(self.moves)
         whole.reduce_rest()
         if after != whole.dims:
-            whole._add(moves.permute(self.problem, whole.dims, whole.partial, after))
+            whole._add(permute(self.problem, whole.dims, whole.partial, after))
         while found := whole._next_exchange():
             whole._add(found)
-        whole._gather()
+        # Gathers what goes beyond the goal: first over slow links, while pieces are small.
+        paces, goal = self.problem.paces, self.problem.dst
+        beyond = {dim: whole.dims[dim][len(goal[dim]) :] for dim in whole._straying()}
+        for dim in sorted(beyond, key=lambda dim: -max(paces[a] for a in beyond[dim])):
+            for run in reversed(self._runs_in_turn(beyond[dim])):
+                kept = {dim: whole.dims[dim][: -len(run)]}
+                whole._add(step("all_gather", whole.dims, whole.partial, run, kept))
         return whole.moves if whole.dims == self.problem.dst else None
 
     def _next_exchange(self) -> AtomMove | None:
@@ -146,8 +407,9 @@ class _Builder:
             for keep in range(len(goal[dim]), len(dims[dim])):
                 run = dims[dim][keep:]
                 for other, wanted in enumerate(goal):
-                    if other != dim and moves.continuation(dims[other], wanted, run) == run:
-                        return moves.exchange(dims, self.partial, dim, keep, other)
+                    if other != dim and continuation(dims[other], wanted, run) == run:
+                        changed = {dim: dims[dim][:keep], other: dims[other] + run}
+                        return step("all_to_all", dims, self.partial, run, changed)
         return None
 
     def _straying(self) -> list[int]:
@@ -155,15 +417,9 @@ class _Builder:
         ends = enumerate(zip(self.dims, self.problem.dst, strict=True))
         return [d for d, (axes, goal) in ends if axes != goal == axes[: len(goal)]]
 
-    def _gather(self) -> None:
-        """Gathers what goes beyond the goal: first over slow links, while pieces are small."""
-        paces, goal = self.problem.paces, self.problem.dst
-        beyond = {dim: self.dims[dim][len(goal[dim]) :] for dim in self._straying()}
-        for dim in sorted(beyond, key=lambda dim: -max(paces[a] for a in beyond[dim])):
-            for run in reversed(self._runs_in_turn(beyond[dim])):
-                keep = len(self.dims[dim]) - len(run)
-                self._add(moves.gather(self.dims, self.partial, dim, keep))
 
+# ---------------------------------------------------------------------------------------------
+# The search.
 
 # The directed search's phases: weight of the lower bound, and shardings to expand at most.
 PHASES = ((2, 20), (1.2, 20))
@@ -246,34 +502,44 @@ def _between(search: PathSearch, first: Answer, last: Answer) -> Iterator[Answer
     yield from _between(search, middle, last)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class _Node:
-    """A sharding that has been met, with what does not depend on the value's size.
+    """A sharding that has been met, with what does not depend on the value's size."""
 
-    Once they are asked for, `bounds` are lines that no path from here to the goal undercuts, and
-    `edges` what each move out of it costs and where it leads.
-    """
-
+    search: PathSearch
     dims: Dims
     partial: Axes
     pieces: int
-    bounds: list[Line] | None = None
-    edges: list[tuple[Line, AtomMove, _Node]] | None = None
+
+    @cached_property
+    def bounds(self) -> list[Line]:
+        """Lines that no path from here to the goal undercuts."""
+        return self.search.problem.bounds(self.dims, self.partial)
+
+    @cached_property
+    def edges(self) -> list[tuple[Line, AtomMove, _Node]]:
+        """What each move out of it costs, and where it leads."""
+        edges, search = [], self.search
+        for move in search.moves.out_of(self.dims, self.partial, self.pieces):
+            line, pieces = search.problem.price(move.kind, move.axes, self.pieces)
+            edges.append((line, move, search.node(move.dims, move.partial, pieces)))
+        return edges
 
 
 class PathSearch:
     """Searches for the best paths of one question, for values of several sizes."""
 
     def __init__(self, question: Question) -> None:
-        problem = self._problem = PricedQuestion(question)
+        problem = self.problem = PricedQuestion(question)
         directed = DirectedMoves(problem)
         self.direct = [tuple(path) for path in direct_paths(problem, directed)]
         self._tries_all = is_small(question)
         self.exact = self._tries_all and not is_joined(question)  # every step, atom by atom
-        self._moves = Moves(problem) if self._tries_all else directed
-        self._nodes: dict[tuple[Dims, Axes], _Node] = {}
-        self._start = self._node(problem.src, problem.partial, problem.pieces(problem.src))
-        self._goal = self._node(problem.dst, (), problem.goal_pieces)
+        self.moves = Moves(problem) if self._tries_all else directed
+        # A sharding has one node: it is always in so many pieces.
+        self.node = cache(lambda *sharding: _Node(self, *sharding))
+        self._start = self.node(problem.src, problem.partial, problem.pieces(problem.src))
+        self._goal = self.node(problem.dst, (), problem.goal_pieces)
 
     def best(self, size: Size, found: Sequence[Answer]) -> Answer | None:
         """Returns the best direct path if none can be better, else the best that a search finds.
@@ -297,28 +563,12 @@ class PathSearch:
         """Returns the cost of a path as a line over the size of the value."""
         pieces, lines = self._start.pieces, []
         for move in path:
-            line, pieces = self._problem.price(move.kind, move.axes, pieces)
+            line, pieces = self.problem.price(move.kind, move.axes, pieces)
             lines.append(line)
         return Line(*map(sum, zip(*lines, strict=True))) if lines else Line(0, 0, 0, 0)
 
-    def _node(self, dims: Dims, partial: Axes, pieces: int) -> _Node:
-        node = self._nodes.get((dims, partial))
-        if node is None:
-            node = self._nodes[dims, partial] = _Node(dims, partial, pieces)
-        return node
-
-    def _edges(self, node: _Node) -> list[tuple[Line, AtomMove, _Node]]:
-        if node.edges is None:
-            node.edges = []
-            for move in self._moves.out_of(node.dims, node.partial, node.pieces):
-                line, pieces = self._problem.price(move.kind, move.axes, node.pieces)
-                node.edges.append((line, move, self._node(move.dims, move.partial, pieces)))
-        return node.edges
-
     def _least(self, node: _Node, size: Size) -> Cost:
         """Returns a lower bound of the cost from a sharding to the goal, for values of a size."""
-        if node.bounds is None:
-            node.bounds = self._problem.bounds(node.dims, node.partial)
         if not node.bounds:
             return 0, 0, 0
         fixed, growing = size
@@ -347,7 +597,7 @@ class PathSearch:
         # cheapest estimate there is, so the other two are never looked at again.
         fixed, growing = size
         best: dict[_Node, Cost] = {self._start: (0, 0, 0)}
-        bounds: dict[_Node, Cost] = {}
+        least = cache(lambda node: self._least(node, size))
         came: dict[_Node, tuple[_Node, AtomMove]] = {}
         heap = [((0.0, 0, 0), (0, 0), best[self._start], self._start)]
         expanded = 0
@@ -364,15 +614,13 @@ class PathSearch:
             expanded += 1
             time, sent, count = spent
             permuted = here in came and came[here][1].kind == "collective_permute"
-            for number, (line, move, there) in enumerate(self._edges(here)):
+            for number, (line, move, there) in enumerate(here.edges):
                 if permuted and move.kind == "collective_permute":
                     continue  # two that follow one another are one
                 cost = (time + fixed * line[0] + growing * line[1], sent + line[2], count + 1)
                 if cost >= limit or (there in best and best[there] <= cost):
                     continue
-                left = bounds.get(there)
-                if left is None:
-                    left = bounds[there] = self._least(there, size)
+                left = least(there)
                 estimate = (cost[0] + greed * left[0], cost[1] + left[1], cost[2] + left[2])
                 if estimate >= limit:
                     continue

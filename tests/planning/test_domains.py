@@ -12,8 +12,7 @@ import pytest
 import spmd
 from spmd.compiler import compile_module
 from spmd.planning.choices import Choices
-from spmd.planning.domains import domains_of
-from spmd.planning.units import OP, units_of
+from spmd.planning.units import OP, domains_of, units_of
 
 MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
 H200 = spmd.Topology("h200:8")

@@ -14,13 +14,12 @@ import spmd
 from spmd.compiler import Request, Stages, plan_problem, timed
 from spmd.errors import PlanError
 from spmd.planning.choices import Choices
-from spmd.planning.domains import domains_of
 from spmd.planning.greedy import plan_greedily
 from spmd.planning.legality import check_plan
 from spmd.planning.network import CostNetwork
 from spmd.planning.problem import problem_of
 from spmd.planning.solver import solve
-from spmd.planning.units import units_of
+from spmd.planning.units import domains_of, units_of
 from tests import programs
 
 pytestmark = pytest.mark.usefixtures("devices8")

@@ -13,7 +13,7 @@ import pytest
 import spmd
 from benchmarks.memory import PROGRAMS, programs
 from spmd.predict.backends import backend_of
-from spmd.predict.kernels import Kernel, Kernels, breadth_first
+from spmd.predict.fusion import Kernel, Kernels, breadth_first
 from spmd.predict.memory import MemoryUse, peak_memory, predict
 from tests.greedy import greedy_plans as greedy_plans
 from tests.ir.text_parse import parse_program
