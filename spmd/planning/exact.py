@@ -19,7 +19,7 @@ from spmd.planning.network import Copies, CostNetwork, decoded
 from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem
 from spmd.planning.search import Search
-from spmd.planning.solver import Reduced, Solution, excesses, solve
+from spmd.planning.solver import Reduced, Solution, likely_states, solve
 from spmd.planning.units import ARGUMENT, OP, domains_of, taken_by, units_of
 from spmd.predict.backends import memory_for
 
@@ -146,17 +146,17 @@ def _try_nearby(
     tries = min(MOST_TRIES, MOST_OPS // max(1, ops), worth)
     if not tries:
         return
-    network = costs.network
-    likely = excesses(network)[: 4 * tries]
-    reduced = Reduced(network, {variable for _, variable, _ in likely})
+    network, most = costs.network, cheapest.cost * NEAR
+    likely = likely_states(network, most)[: 4 * tries]
+    reduced = Reduced(network, {variable for variable, _ in likely})
     pins: dict[int, tuple[int]] = {}
-    for _, variable, state in likely:
+    for variable, state in likely:
         if not tries:
             break
         if variable in pins:
             continue
-        solution = reduced.solve({**pins, variable: (state,)})
-        if solution.cost > cheapest.cost * NEAR:
+        solution = reduced.solve({**pins, variable: (state,)}, most, CLOSE)
+        if not solution.states:
             continue
         plan = decoded(costs, solution)
         if _is_among(plan, seen):

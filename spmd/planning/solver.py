@@ -200,6 +200,9 @@ class Elimination:
 # A state whose own excess over it is more than some known solution has left to lose can be dropped.
 
 
+SWEEPS = 6  # of a round
+
+
 class _Edge(NamedTuple):
     """A pair of variables as one of the two sees it: its end of the costs, and the messages."""
 
@@ -209,20 +212,22 @@ class _Edge(NamedTuple):
     sent: Table  # and the one to it
 
 
-def excesses(network: Network) -> list[tuple[float, int, int]]:
-    """Returns how much more than the least total cost each state of a variable takes, at least.
+def likely_states(network: Network, most: float) -> list[tuple[int, int]]:
+    """Returns (variable, state) for all states that joint states of cost `most` may have.
 
-    These are (excess, variable, state) for variables with several states, the least excess first.
+    Those of variables with several states; first what costs the least more than the best, at least.
     """
     passing = Passing(network)
     passing.run()
-    _, excess = passing.bound()
-    return sorted(
+    lower, excess = passing.bound()
+    found = sorted(
         (float(more), v, state)
         for v, costs in enumerate(excess)
         if len(costs) > 1
         for state, more in enumerate(costs)
+        if lower + more <= most
     )
+    return [(v, state) for _, v, state in found]
 
 
 class Passing:
@@ -241,12 +246,12 @@ class Passing:
         ends = zip(self.earlier, self.later, strict=True)
         self.share = [1.0 / max(len(a), len(b), 1) for a, b in ends]
 
-    def run(self) -> None:
-        """Passes messages from the last variable to the first, then back, a few times."""
+    def run(self, sweeps: int = SWEEPS) -> None:
+        """Passes messages from the last variable to the first, then back, so many times."""
         # What is the same for all states of a message is left in it: it moves between variable and
         # pair, and no bound and no choice depends on where it is.
         forth = range(len(self.unary))
-        for order, side in [(forth[::-1], self.earlier), (forth, self.later)] * SWEEPS:
+        for order, side in [(forth[::-1], self.earlier), (forth, self.later)] * sweeps:
             for v in order:
                 if edges := side[v]:
                     mine = self.belief(v) * self.share[v]
@@ -329,7 +334,7 @@ class Passing:
 # The solver.
 
 TABLE_LIMIT = 1 << 18  # entries of the largest table that elimination may build
-ROUNDS, SWEEPS = 12, 6  # of message passing: states are dropped after each round of sweeps
+ROUNDS = 12  # of message passing: states are dropped after each round of sweeps
 CLOSE = 1e-9  # relative gap at which the two bounds are the same number
 
 
@@ -399,7 +404,9 @@ class Reduced:
 
     @cached_property
     def _passing(self) -> Passing:
-        return Passing(self._gone.core())  # what was passed for one question helps others
+        passing = Passing(self._gone.core())
+        passing.run()  # what was passed for all states helps where variables are pinned
+        return passing
 
     def solve(
         self,
@@ -447,13 +454,16 @@ def _cheaper(
     # over the lower bound is more than the gap between the two is in no better joint state: with
     # bounds 10 and 12, one with an excess of 3 makes everything cost 13 at least. Without such
     # states some variables have a single one, others fewer neighbours.
-    passing.run()
-    states, (lower, excess) = passing.rounded(), passing.bound()
-    best, cost = Solution((), upper, lower), passing.network.cost(states)
-    if cost < upper:
-        best = Solution(states, cost, min(lower, cost))
-    scale = scale or abs(best.cost)
-    if best.cost - best.lower <= close * scale or rounds == 1:
+    for sweeps in (0, 1, SWEEPS - 1):  # often the messages that there are settle it
+        passing.run(sweeps)
+        lower, excess = passing.bound()
+        best = Solution((), upper, lower)
+        if lower < upper and (cost := passing.network.cost(states := passing.rounded())) < upper:
+            best = Solution(states, cost, min(lower, cost))
+        scale = scale or abs(best.cost)
+        if best.cost - best.lower <= close * scale:
+            return best
+    if rounds == 1:
         return best
     slack = best.cost - lower + CLOSE * scale
     kept = [np.flatnonzero(more <= slack) for more in excess]
