@@ -235,6 +235,7 @@ def test_a_mesh_that_cannot_be_read(bundle_folder: Path, capsys: Any) -> None:
     assert "--mesh: 'model' is not of the form axis=size" in capsys.readouterr().err
 
 
+@pytest.mark.heavy
 def test_compare_quantized(capsys: Any, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("a text of some length, " * 20)
