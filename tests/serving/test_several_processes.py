@@ -28,7 +28,7 @@ from scripts.jobs.local import free_port, with_device_count
 from serving.bundle.function import Function
 from serving.bundle.write import write_bundle
 from serving.llama_bundle import write_llama_bundle
-from spmd.launch import EXIT_PREEMPTED
+from spmd.launch import EXIT_PEER_LOST, EXIT_PREEMPTED
 from spmd.launch.initialize import ENV_COORDINATOR, ENV_PROCESS, ENV_PROCESSES
 from tests.forked import Forked
 from tests.serving.http.live import get, post
@@ -133,7 +133,8 @@ class Pair:
     def __init__(self, folder: Path, bundle: Path, cache: Path, *flags: str) -> None:
         port, meeting = free_port(), free_port()
         self.url = f"http://127.0.0.1:{port}"
-        server = [bundle, "--mesh", MESH, "--port", str(port), "--cache_dir", cache]
+        server: list[str | Path] = [bundle, "--cache_dir", cache, "--log_format=json"]
+        server += [f"--mesh={MESH}", f"--port={port}", *flags]
         shared = {
             ENV_COORDINATOR: f"127.0.0.1:{meeting}", ENV_PROCESSES: "2",
             "XLA_FLAGS": with_device_count(os.environ["XLA_FLAGS"], 2),
@@ -141,7 +142,7 @@ class Pair:
         self.processes = [
             Forked(
                 "scripts.serve_bundle",
-                [*server, "--log_format", "json", *flags],
+                server,
                 folder / f"said{rank}",
                 {**shared, ENV_PROCESS: str(rank)},
             )
@@ -168,8 +169,9 @@ def test_what_cannot_be_loaded_ends_all(tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     with Pair(tmp_path, damaged, tmp_path / "cache") as pair:
-        assert [process.wait() for process in pair.processes] == [1, 1]
-        assert "manifest.json" in pair.last_words()[0]
+        codes = {process.wait() for process in pair.processes}
+        assert 1 in codes and codes <= {1, EXIT_PEER_LOST}  # one may hear of it from the other
+        assert any("manifest.json" in message for message in pair.last_words())
 
 
 K = np.random.default_rng(0).standard_normal((8, 4), np.float32)
