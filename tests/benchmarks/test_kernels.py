@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -32,7 +32,8 @@ def test_a_step_by_kind() -> None:
 def test_the_peer_computes_our_model() -> None:
     torch = pytest.importorskip("torch")
     config = dataclasses.replace(named_config("quickstart"), num_hidden_layers=2, scan_layers=False)
-    params = jax.device_get(fresh.init(jax.random.key(0), config))
+    init = jax.jit(functools.partial(fresh.init, config=config))
+    params = jax.device_get(init(jax.random.key(0)))
     peer = torch_fsdp._model(config).to_empty(device="cpu")
     names = {"before": "input_layernorm", "between": "post_attention_layernorm"}
     names |= {name: f"self_attn/{name}_proj" for name in "qkvo"}
@@ -53,5 +54,5 @@ def test_the_peer_computes_our_model() -> None:
     tokens = np.random.RandomState(0).randint(0, config.vocab_size, (2, 33))
     with torch.no_grad():
         theirs = peer(torch.from_numpy(tokens)).numpy()
-    wanted = model.forward(params, jnp.asarray(tokens), config)
+    wanted = jax.jit(functools.partial(model.forward, config=config))(params, tokens)
     np.testing.assert_allclose(theirs, wanted, atol=1e-4)

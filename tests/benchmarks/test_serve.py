@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +30,6 @@ from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import MODEL, Live, serving
 from tests.waiting import PATIENCE
 
-ROOT = Path(__file__).parents[2]
 LOAD = Load(requests=40, concurrency=12, words=(1, 3), tokens=(1, 20))
 
 
@@ -40,11 +37,6 @@ LOAD = Load(requests=40, concurrency=12, words=(1, 3), tokens=(1, 20))
 def live() -> Iterator[Live]:
     with serving(FakeBackend(latency=0.001), ServerOptions(api_keys=("secret",))) as running:
         yield running
-
-
-def bench(url: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "benchmarks/serve.py", f"--url={url}", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def answers_of(url: str, load: Load) -> list[Answer]:
@@ -56,13 +48,12 @@ def answers_of(url: str, load: Load) -> list[Answer]:
     return asyncio.run(go())
 
 
-def test_a_load(live: Live, tmp_path: Path) -> None:
+def test_a_load(live: Live, tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "numbers.json"
-    run = bench(
-        live.url, "--api_key=secret", "--requests=40", "--words=1,4", "--tokens=2,20",
+    serve.main([
+        f"--url={live.url}", "--api_key=secret", "--requests=40", "--words=1,4", "--tokens=2,20",
         "--disconnect=0.3", "--verify=3", f"--json={path}",
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    ])  # fmt: skip
     live.wait_idle()
     numbers = json.loads(path.read_text())
     assert numbers["done"] + numbers["left"] == numbers["requests"] == 40
@@ -70,8 +61,8 @@ def test_a_load(live: Live, tmp_path: Path) -> None:
     assert (numbers["verified"], numbers["same_alone"], numbers["failed"]) == (3, 3, 0)
     for name in ("first_token_ms", "between_tokens_ms", "whole_ms"):
         assert 0 < numbers[name]["p50"] <= numbers[name]["p90"] <= numbers[name]["p99"]
-    assert "first token" in run.stdout and "tokens/s" in run.stdout
-    assert "3 of 3 the same when alone" in run.stdout
+    said = capsys.readouterr().out
+    assert "first token" in said and "tokens/s" in said and "3 of 3 the same when alone" in said
 
 
 @pytest.mark.parametrize(("chat", "rate"), [(False, None), (True, 400.0)])
@@ -199,11 +190,11 @@ def test_refusals(status: int, outcome: str) -> None:
     assert answer.problem.startswith(f"HTTP {status}")
 
 
-def test_ids_that_come_twice() -> None:
+def test_ids_that_come_twice(capsys: Any) -> None:
     ask = Ask(0, "", 1, None, 0)
     assert find_doubles([Answer(ask, id=one) for one in ("a", "b", "a", "")]) == ["a"]
     same = [{**one, "id": "same"} for one in (event(), finish(), usage(1))]
-    with cheat([*same, DONE]) as url:
-        run = bench(url, "--model=m", "--requests=2", "--tokens=1,1")
-    assert run.returncode == 1
-    assert "1 ids belong to more than one answer, as same" in run.stderr
+    with cheat([*same, DONE]) as url, pytest.raises(SystemExit) as stop:
+        serve.main([f"--url={url}", "--model=m", "--requests=2", "--tokens=1,1"])
+    assert stop.value.code == 1
+    assert "1 ids belong to more than one answer, as same" in capsys.readouterr().err

@@ -53,6 +53,7 @@ def test_fp8(capsys: Capture) -> None:
         assert float(got) == pytest.approx(float(want), rel=0.03)
 
 
+@pytest.mark.heavy
 def test_long(capsys: Capture) -> None:
     most = rule.MOST_PIECES
     flags = ["--model", "llama3.2-1b", "--layers", "1", "--nocompile", "--rows", "h200-8"]

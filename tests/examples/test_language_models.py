@@ -1,4 +1,7 @@
-"""The language models under examples, served: each request gets its own library's text."""
+"""The language models under examples, served: each request gets its own library's text.
+
+`tests/test_examples.py` runs each of them always, with one prompt.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,9 @@ from tests.serving.http.live import TEXT, serving
 from tests.waiting import PATIENCE
 
 SHAPE = ServingShape(8, 48, (8,), (48,), page=8, groups=4, top_logprobs=1, cache_dtype="float32")
-MESHES = (
-    pytest.param({"data": 1}, marks=pytest.mark.heavy),
-    pytest.param({"data": 2}, marks=pytest.mark.heavy),
-    {"data": 4, "model": 2},
-)
+pytestmark = pytest.mark.heavy
+
+MESHES: tuple[dict[str, int], ...] = ({"data": 1}, {"data": 2}, {"data": 4, "model": 2})
 LIKE = tuple(b"def main(arguments):")
 
 Alone = Callable[[Sequence[int], int], list[int]]
@@ -122,14 +123,7 @@ def torch(folder: Path) -> Served:
     return Served(folder / "bundle", SHAPE, functools.partial(serve_torch.continue_text, model))
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(gpt2, marks=pytest.mark.heavy, id="gpt2"),
-        pytest.param(recurrent, id="recurrent"),
-        pytest.param(torch, marks=pytest.mark.heavy, id="torch"),
-    ],
-)
+@pytest.fixture(scope="module", params=[gpt2, recurrent, torch], ids=lambda make: make.__name__)
 def served(request: Any, tmp_path_factory: Any) -> Served:
     found: Served = request.param(tmp_path_factory.mktemp(request.param.__name__))
     return found
@@ -139,9 +133,10 @@ def requests() -> list[tuple[tuple[int, ...], int]]:
     """More than there are slots; many prompts are longer than a step, and some begin alike."""
     rng = random.Random(0)
     made = []
-    for number in range(14):
+    for number in range(12):
         prompt = (*LIKE[: 10 * (number % 3)], *rng.choices(range(256), k=rng.randint(1, 12)))
-        made.append((prompt, rng.randint(1, 48 - len(prompt))))
+        most = 48 - len(prompt) if number % 5 == 0 else 10
+        made.append((prompt, rng.randint(1, most)))
     return made
 
 

@@ -12,6 +12,7 @@ import pytest
 from models import sampling
 from models.sampling import SamplingParams
 
+SAMPLE = jax.jit(sampling.sample)
 LOGITS_BV = np.random.default_rng(0).standard_normal((6, 50)).astype(np.float32) * 3
 
 
@@ -66,7 +67,7 @@ def test_repetition_penalty_is_transformers() -> None:
     seen = np.zeros((6, 50), bool)
     np.put_along_axis(seen, ids, True, axis=1)
     given = params(6, repetition_penalty=1.7)
-    ours = sampling.sample(LOGITS_BV, given, history(seen=seen), np.zeros(6, np.int32))
+    ours = SAMPLE(LOGITS_BV, given, history(seen=seen), np.zeros(6, np.int32))
     np.testing.assert_array_equal(ours, theirs.numpy().argmax(-1))
     assert (np.asarray(ours) != LOGITS_BV.argmax(-1)).any()
 
@@ -75,9 +76,7 @@ def test_frequency_and_presence_penalties() -> None:
     """As OpenAI defines them: `logit - count * frequency - (count > 0) * presence`."""
     drawn = np.random.default_rng(2).integers(0, 4, LOGITS_BV.shape).astype(np.int32)
     given = params(6, frequency_penalty=0.75, presence_penalty=1.5)
-    ours = sampling.sample(
-        LOGITS_BV, given, history(seen=drawn > 0, drawn=drawn), np.zeros(6, np.int32)
-    )
+    ours = SAMPLE(LOGITS_BV, given, history(seen=drawn > 0, drawn=drawn), np.zeros(6, np.int32))
     wanted = LOGITS_BV - 0.75 * drawn - 1.5 * (drawn > 0)
     np.testing.assert_array_equal(ours, wanted.argmax(-1))
     assert (np.asarray(ours) != LOGITS_BV.argmax(-1)).any()
@@ -88,24 +87,24 @@ def test_biases_and_masks() -> None:
     positions = np.zeros(6, np.int32)
     bias = np.zeros(LOGITS_BV.shape, np.float32)
     bias[:, 3], bias[:, 49] = 50, 100
-    found = sampling.sample(LOGITS_BV, params(6), history(bias=bias), positions)
+    found = SAMPLE(LOGITS_BV, params(6), history(bias=bias), positions)
     assert np.asarray(found).tolist() == [49] * 6
     is_allowed = np.random.default_rng(3).random(LOGITS_BV.shape) < 0.1
     is_allowed[:, [3, 49]] = [True, False]
     bits = np.zeros((6, 64), bool)
     bits[:, :50] = is_allowed
     masks = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
-    found = sampling.sample(LOGITS_BV, params(6), history(bias=bias, allowed=masks), positions)
+    found = SAMPLE(LOGITS_BV, params(6), history(bias=bias, allowed=masks), positions)
     assert np.asarray(found).tolist() == [3] * 6
     for given in (params(6), params(6, temperature=3.0), params(6, temperature=3.0, top_p=0.9)):
-        found = np.asarray(sampling.sample(LOGITS_BV, given, history(allowed=masks), positions))
+        found = np.asarray(SAMPLE(LOGITS_BV, given, history(allowed=masks), positions))
         assert is_allowed[np.arange(6), found].all()
 
 
 def test_draws_follow_the_distribution() -> None:
     count = 20_000
     logits = np.tile(LOGITS_BV[:1, :8], (count, 1))
-    drawn = jax.jit(sampling.sample)(
+    drawn = SAMPLE(
         logits,
         params(count, temperature=1.5, seed=3),
         history(logits),
@@ -124,9 +123,8 @@ def test_seed_and_position_decide_alone() -> None:
 
     def draw(rows: Any, positions: Any) -> Any:
         chosen, known = jax.tree.map(lambda x: x[rows], (given, before))
-        return np.asarray(compiled(logits[rows], chosen, known, positions))
+        return np.asarray(SAMPLE(logits[rows], chosen, known, positions))
 
-    compiled = jax.jit(sampling.sample)
     everything = np.stack([draw(np.arange(4), np.full(4, p, np.int32)) for p in range(30)])
     np.testing.assert_array_equal(everything[:, 0], everything[:, 2])
     assert (everything[:, 0] != everything[:, 1]).any()
@@ -140,7 +138,7 @@ def test_rows_are_drawn_each_in_its_own_way() -> None:
         top_k=np.array([0, 1, 0, 5, 2, 0], np.int32),
     )
     positions = np.zeros(6, np.int32)
-    drawn = np.asarray(jax.jit(sampling.sample)(LOGITS_BV, given, history(), positions))
+    drawn = np.asarray(SAMPLE(LOGITS_BV, given, history(), positions))
     likeliest = LOGITS_BV.argmax(-1)
     np.testing.assert_array_equal(drawn[[0, 1, 3]], likeliest[[0, 1, 3]])
     assert drawn[4] in np.argsort(LOGITS_BV[4])[-2:]

@@ -345,19 +345,18 @@ def test_queries_that_are_a_part_of_a_sequence(mark: tuple[Any, ...], devices8: 
         out = attention(q, k, v, positions=start + jnp.arange(16))
         return jnp.sum(out * w), out
 
-    def wanted(start: int, q: Any, k: Any, v: Any) -> Any:
-        whole = jnp.zeros((2, 32, 8, 8)).at[:, start : start + 16].set(q)
-        out = plain(whole, k, v, True)[:, start : start + 16]
+    def wanted(start: Any, q: Any, k: Any, v: Any) -> Any:
+        whole = jax.lax.dynamic_update_slice_in_dim(jnp.zeros((2, 32, 8, 8)), q, start, 1)
+        out = jax.lax.dynamic_slice_in_dim(plain(whole, k, v, True), start, 16, 1)
         return jnp.sum(out * w), out
 
-    ours = jax.value_and_grad(part, (1, 2, 3), has_aux=True)
+    ours, theirs = (jax.value_and_grad(f, (1, 2, 3), has_aux=True) for f in (part, wanted))
+    theirs = jax.jit(theirs)
     compiled = spmd.jit(ours, mesh=mesh, options=CHECKED).compile(jnp.int32(0), q, k, v)
     for start in (0, 5, 16):
-        want = jax.value_and_grad(wanted, (1, 2, 3), has_aux=True)(start, q, k, v)
-        close(compiled(jnp.int32(start), q, k, v), want)
-    starts = jnp.arange(3)
-    mapped = jax.vmap(lambda start: part(start, q, k, v)[1])(starts)
-    close(mapped, jnp.stack([wanted(int(start), q, k, v)[1] for start in starts]))
+        close(compiled(jnp.int32(start), q, k, v), theirs(start, q, k, v))
+    mapped = jax.jit(jax.vmap(lambda start: part(start, q, k, v)[1]))(jnp.arange(3))
+    close(mapped, jnp.stack([theirs(start, q, k, v)[0][1] for start in range(3)]))
 
 
 def test_costs_know_the_mask_and_that_there_are_no_weights() -> None:
@@ -405,9 +404,7 @@ SPEC: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("packed", "window"), [(False, None), (True, None), (False, 100), (True, 1)]
-)
+@pytest.mark.parametrize(("packed", "window"), [(True, None), (False, 100), (True, 1)])
 def test_the_splash_kernel_computes_what_the_reference_does(
     packed: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,7 +119,7 @@ SPLITS = (
 )  # fmt: skip
 
 
-GATHERED = ("in order", "zigzag, documents, grouped heads")
+GATHERED = ("zigzag, documents, grouped heads",)
 ROUND = (
     "zigzag, documents, grouped heads",
     "heads too",
@@ -132,7 +132,7 @@ ROUND = (
 """Splits that are looked at always: the others have parts of theirs."""
 
 
-@pytest.fixture(params=["gathered", "round"])
+@pytest.fixture
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How keys reach all devices: large enough sizes are worth pieces, or a ring."""
     monkeypatch.setattr(attention_split, "LEAST_PIECE", 1)
@@ -201,6 +201,7 @@ def test_split(split: Split, way: str) -> None:
     assert len(permutes(compiled)) == max(0, hops) * (2 * each + 2)
 
 
+@pytest.mark.parametrize("way", ["gathered", "round"], indirect=True)
 def test_sums_keep_the_dtype_of_their_terms(way: str) -> None:
     split = SPLITS[2]
     compiled, args = compiled_split(split, jnp.bfloat16)
@@ -321,11 +322,8 @@ def test_pieces_get_kernels(goes_round: bool, monkeypatch: pytest.MonkeyPatch) -
     assert text.count("@tpu_custom_call") >= 6, "the gradient takes two"
 
 
-@pytest.mark.parametrize("is_before", [False, True])
 @pytest.mark.parametrize("order", [1, 2])
-def test_a_piece_by_the_splash_kernel(
-    order: int, is_before: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_piece_by_the_splash_kernel(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splash, "INTERPRET", True)
     q, k, v, w = tensors(1, 256, 2, 1, d=64)
     spec: dict[str, Any] = {
@@ -335,15 +333,12 @@ def test_a_piece_by_the_splash_kernel(
     so_far = jnp.ones_like(q), jnp.zeros((1, 2, 256))
 
     def both(kernel: Any) -> Any:
-        def run(q: Any, k: Any, v: Any, w: Any) -> Any:
+        @jax.jit
+        def run(is_before: Any, q: Any, k: Any, v: Any, w: Any) -> Any:
             out, lse = piece(kernel.forward, q, k, v, is_before, *so_far, **spec)
             kept = out, lse, w, is_before, jnp.ones_like(q)
-            return (
-                out,
-                lse,
-                piece_gradient(kernel.gradient, q, k, v, *kept, **spec),
-            )
+            return out, lse, piece_gradient(kernel.gradient, q, k, v, *kept, **spec)
 
-        return jax.jit(run)(q, k, v, w)
+        return [run(is_before, q, k, v, w) for is_before in (False, True)]
 
     close(both(splash), both(reference), 1e-4)

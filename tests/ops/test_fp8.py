@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,8 +36,11 @@ def normal(shape: tuple[int, ...], seed: int = 0, scale: float = 1.0) -> Any:
     return scale * jax.random.normal(jax.random.key(seed), shape)
 
 
-def products(x: Any, w: Any, dims: Any) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:
-    return jax.vjp(lambda x, w: jax.lax.dot_general(x, w, dims), x, w)
+@functools.partial(jax.jit, static_argnums=0)
+def products(dims: Any, x: Any, w: Any, dy: Any) -> tuple[Any, ...]:
+    """The product, and the gradients of its operands."""
+    result, pull = jax.vjp(lambda x, w: jax.lax.dot_general(x, w, dims), x, w)
+    return result, *pull(dy)
 
 
 def close(got: Any, want: Any, bound: Any, share: float) -> None:
@@ -54,32 +58,37 @@ def test_values_and_gradients_are_those_of_float32_up_to_rounding(name: str, sca
     x_shape, w_shape, dims = CASES[name]
     x, w = normal(x_shape, 0, 30.0), normal(w_shape, 1, 0.01)
     dims = dims or (((x.ndim - 1,), (0,)), ((), ()))
-    want, pull = products(x, w, dims)
-    dy = normal(want.shape, 2, 1e-6)
+    dy = normal(jax.eval_shape(lambda: jax.lax.dot_general(x, w, dims)).shape, 2, 1e-6)
     state = None if scaling == "current" else fp8_state(w)
 
-    def run(x: Any, w: Any, state: Any) -> Any:
-        return jax.vjp(
+    @jax.jit
+    def run(x: Any, w: Any, state: Any, dy: Any) -> Any:
+        result, back = jax.vjp(
             lambda x, w, s: fp8_dot(x, w, s, dimension_numbers=CASES[name][2]), x, w, state
         )
+        return result, *back(dy)
 
-    got, back = run(x, w, state)
     if state is not None:  # the first step has met nothing yet
-        got, back = run(x, w, back(dy)[2])
-    bound, bound_pull = products(jnp.abs(x), jnp.abs(w), dims)
-    forward = 2 * ROUNDED[E4M3] + 2**-7
-    close(got, want, bound, forward)
+        state = run(x, w, state, dy)[3]
+    got = run(x, w, state, dy)[:3]
+    want = products(dims, x, w, dy)
+    bounds = products(dims, *map(jnp.abs, (x, w, dy)))
     backward = ROUNDED[E4M3] + ROUNDED[E5M2] + 2**-6
-    grads, bounds = pull(dy), bound_pull(jnp.abs(dy))
-    for got_grad, grad, grad_bound in zip(back(dy)[:2], grads, bounds, strict=True):
-        close(got_grad, grad, grad_bound, backward)
+    shares = 2 * ROUNDED[E4M3] + 2**-7, backward, backward
+    for each in zip(got, want, bounds, shares, strict=True):
+        close(*each)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_results_and_gradients_have_the_dtypes_of_their_operands(dtype: Any) -> None:
     x, w = normal((8, 512), 0, 100.0).astype(dtype), normal((512, 4), 1)
-    result, back = jax.vjp(fp8_dot, x, w)
-    dx, dw = back(jnp.ones_like(result))
+
+    @jax.jit
+    def run(x: Any, w: Any) -> Any:
+        result, back = jax.vjp(fp8_dot, x, w)
+        return result, *back(jnp.ones_like(result))
+
+    result, dx, dw = run(x, w)
     assert (result.dtype, dx.dtype, dw.dtype) == (dtype, dtype, w.dtype)
     want = x.astype(jnp.float32) @ w
     np.testing.assert_allclose(result, want, rtol=0, atol=0.1 * np.abs(want).max())
@@ -135,10 +144,10 @@ def test_scales_come_from_the_steps_before() -> None:
 
 def test_numbers_are_cut_off_but_nan_stays_nan() -> None:
     x = jnp.array([[1e6, 1.0], [-jnp.inf, 1.0], [jnp.nan, 1.0]])
-    got = fp8_dot(x, jnp.eye(2), fp8_state())
+    got = jax.jit(fp8_dot)(x, jnp.eye(2), fp8_state())
     np.testing.assert_array_equal(got[:, 0], [448.0, -448.0, np.nan])
     np.testing.assert_array_equal(got[:2, 1], [1.0, 1.0])
-    zeros = fp8_dot(jnp.zeros((2, 3)), jnp.zeros((3, 4)))  # current scaling
+    zeros = jax.jit(fp8_dot)(jnp.zeros((2, 3)), jnp.zeros((3, 4)))  # current scaling
     np.testing.assert_array_equal(zeros, np.zeros((2, 4)))
 
 
@@ -157,12 +166,13 @@ def test_several_weights_are_as_many_products() -> None:
     def loss(x: Any, weights: Any, state: Any) -> Any:
         return sum(jnp.sum(jnp.sin(y)) for y in fp8_dot(x, weights, state))
 
-    dx, dw, state = jax.grad(loss, (0, 1, 2))(x, weights, whole)
+    grads = jax.jit(jax.grad(loss, (0, 1, 2)))
+    dx, dw, state = grads(x, weights, whole)
     terms = []
     for i, w in enumerate(weights):
         alone = Fp8State(whole.maxima[np.array([0, 1 + i, 3 + i])])
-        one = jax.grad(lambda x, w, s: jnp.sum(jnp.sin(fp8_dot(x, w, s))), (0, 1, 2))(x, w, alone)
-        np.testing.assert_array_equal(dw[i], one[1])
+        one = grads(x, (w,), alone)
+        np.testing.assert_array_equal(dw[i], one[1][0])
         np.testing.assert_array_equal(state.maxima[np.array([0, 1 + i, 3 + i])], one[2].maxima)
         terms.append(one[0])
     np.testing.assert_array_equal(dx, terms[0] + terms[1])
@@ -270,6 +280,9 @@ def test_a_split_step_is_the_whole_one(step: Step) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-3)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-3 * np.abs(b).max())
+    assert_maxima_travel_together(step.compiled.collectives)
+    shardings = jax.tree.leaves(fp8.split(step.compiled.in_shardings[0])[1])
+    assert shardings and all(sharding.is_fully_replicated for sharding in shardings)
 
 
 @pytest.fixture(scope="module", params=["unrolled", "scanned"])
@@ -286,35 +299,24 @@ def large(request: Any) -> Any:
 PIECE = 2048 * 8192 // 8
 
 
-def test_weights_are_gathered_in_8_bits_and_once(large: Any) -> None:
-    """That of the forward pass serves the backward pass, or each of two loops has its own."""
+def test_collectives_of_a_large_step(large: Any) -> None:
     gathers = [c for c in large if c.axes == ("data",) and c.kind == "all_gather"]
     sent = sum(c.bytes * c.count for c in gathers)
+    # Weights in 8 bits: those of the forward pass serve the backward pass, or two loops have each
+    # their own.
     assert sent in (2 * LAYERS * 3 * PIECE, 2 * 2 * LAYERS * 3 * PIECE)
-
-
-def test_gradients_of_weights_are_summed_in_the_dtype_of_x(large: Any) -> None:
-    sums = [c for c in large if c.kind == "reduce_scatter"]
+    sums = [c for c in large if c.kind == "reduce_scatter"]  # of gradients, in the dtype of x
     assert sum(c.bytes * c.count for c in sums) == 2 * LAYERS * 3 * 2 * PIECE
+    assert_maxima_travel_together(large)
 
 
-def test_all_maxima_travel_together_however_long_the_step(large: Any) -> None:
-    maxima = [c for c in large if "maximum" in c.reason]
+def assert_maxima_travel_together(collectives: Any) -> None:
+    """All of a step's, however long it is."""
+    maxima = [c for c in collectives if "maximum" in c.reason]
     assert [(c.kind, c.count) for c in maxima] == [("all_reduce", 1)]
 
 
-def test_all_maxima_of_a_step_travel_together(step: Step) -> None:
-    maxima = [c for c in step.compiled.collectives if "maximum" in c.reason]
-    assert [(c.kind, c.count) for c in maxima] == [("all_reduce", 1)]
-
-
-def test_states_are_whole_on_every_device(step: Step) -> None:
-    shardings = jax.tree.leaves(fp8.split(step.compiled.in_shardings[0])[1])
-    assert shardings
-    assert all(sharding.is_fully_replicated for sharding in shardings)
-
-
-@pytest.mark.parametrize("specs", [(("x", None), None), (None, (None, "x")), (("x", None), None)])
+@pytest.mark.parametrize("specs", [(("x", None), None), (None, (None, "x"))])
 def test_split_over_what_is_not_summed_it_is_the_whole_one_to_the_bit(
     specs: Any, devices8: Any
 ) -> None:

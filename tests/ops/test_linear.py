@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from typing import Any
 
 import jax
@@ -34,12 +35,12 @@ def weights(kind: str, outputs: int = 24, inputs: int = 512) -> tuple[Any, Any]:
     return jax.tree.map(jnp.asarray, packed), dequantize(packed)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("kind", ["none", "int8", "int4", "fp8"])
-def test_linear_is_a_product(kind: str, rows: int) -> None:
+def test_linear_is_a_product(kind: str) -> None:
     weight, whole = weights(kind)
-    x = np.random.default_rng(0).standard_normal((rows, 512)).astype(np.float32)
-    np.testing.assert_allclose(linear(x, weight), x @ whole.T, rtol=0, atol=1e-3)
+    for rows in (1, 3):
+        x = np.random.default_rng(0).standard_normal((rows, 512)).astype(np.float32)
+        np.testing.assert_allclose(linear(x, weight), x @ whole.T, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["none", "int8", "int4"])
@@ -116,8 +117,17 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("kind", ["none", "int8", "int4"])
+ALIKE = (("none", "inputs"), ("none", "both"), ("int8", "inputs"))
+"""Splits of which others have every part."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "split"),
+    [
+        pytest.param(*case, marks=pytest.mark.heavy if case in ALIKE else ())
+        for case in itertools.product(("none", "int8", "int4"), SPLITS)
+    ],
+)
 def test_linear_split(kind: str, split: str, mesh: spmd.Mesh) -> None:
     weight, _ = weights(kind)
     x_spec, values, scales = SPLITS[split]

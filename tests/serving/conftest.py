@@ -6,27 +6,9 @@ import numpy as np
 import pytest
 
 import spmd
-from serving.bundle import read as reading
 from serving.bundle.function import Function, StateLeaf
 from serving.bundle.write import write_bundle
-from spmd.frontend import bytecode
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_reader_for_all():
-    """Modules in bytecode are read by other processes; the same bytes need that but once."""
-    texts: dict[bytes, str] = {}
-
-    def read(group):
-        new = [data for data in dict.fromkeys(group) if data not in texts]
-        texts.update(zip(new, bytecode.bytecodes_to_texts(new) if new else [], strict=True))
-        return [texts[data] for data in group]
-
-    patch = pytest.MonkeyPatch()
-    patch.setattr(reading, "bytecodes_to_texts", read)
-    patch.setattr(reading, "bytecode_to_text", lambda data: read([data])[0])
-    yield
-    patch.undo()
+from tests.reading import modules_are_read_here as modules_are_read_here
 
 
 class Parts(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import random
 import threading
@@ -19,8 +20,9 @@ from models.training.data.tokenizer import ByteTokenizer
 from serving.bundle.bundle import Bundle
 from serving.bundle.folder import read_manifest
 from serving.bundle.read import load_bundle
-from serving.engine.actions import Job
+from serving.engine.actions import Counts, Job
 from serving.engine.backend import Sampling
+from serving.engine.choice import Delta
 from serving.engine.engine import Engine
 from serving.engine.model_backend import ModelBackend, generate
 from serving.grammar.compiler import Grammars
@@ -33,8 +35,9 @@ SHAPE = ServingShape(4, 64, (16,), (32, 64), 8, 2, 2, "float32")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: Any) -> Path:
     made: Path = tmp_path_factory.mktemp("bundles") / "tiny"
-    with fresh_source(named_config("tiny"), 0) as source:
-        write_llama_bundle(source, made, SHAPE, dtype="float32")
+    config = dataclasses.replace(named_config("tiny"), num_hidden_layers=1)
+    with fresh_source(config, 0) as source:
+        write_llama_bundle(source, made, SHAPE, dtype="float32", platforms=["cpu"])
     return made
 
 
@@ -51,17 +54,32 @@ def backend(bundle: Bundle) -> ModelBackend:
     return model_backend(bundle)
 
 
-def test_tokens_are_those_of_a_request_alone(bundle: Bundle, backend: ModelBackend) -> None:
+def ask_all(backend: ModelBackend, jobs: list[Job]) -> tuple[list[list[Delta]], Counts]:
+    """What each of them gets, asked for all at once, and what came of it."""
+    engine = Engine(backend, ByteTokenizer().decode, b"a", token_budget=8)
+    engine.start()
 
+    async def one(job: Job) -> list[Delta]:
+        return [delta async for delta in engine.submit([job])]
+
+    async def go() -> list[list[Delta]]:
+        return await asyncio.gather(*map(one, jobs))
+
+    found = asyncio.run(go())
+    counts = engine.state().counts
+    engine.stop()
+    return found, counts
+
+
+def test_tokens_are_those_of_a_request_alone(bundle: Bundle, backend: ModelBackend) -> None:
     def add() -> None:
         for name in bundle.arrivals():
             backend.add(name)
 
-    arriving = threading.Thread(target=add)
     rng = random.Random(0)
     beginnings = [tuple(rng.choices(range(256), k=k)) for k in (8, 20, 33)]
     jobs = []
-    for number in range(24):
+    for number in range(16):
         prompt = (*rng.choice(beginnings), *rng.choices(range(256), k=rng.randint(1, 10)))
         sampling = Sampling(
             temperature=number % 2, seed=number, repetition_penalty=1.3, frequency_penalty=0.5
@@ -70,28 +88,18 @@ def test_tokens_are_those_of_a_request_alone(bundle: Bundle, backend: ModelBacke
             Job(prompt, rng.randint(1, 64 - len(prompt)), sampling, logprobs=0,
                 score_prompt=number % 5 == 0)
         )  # fmt: skip
-    engine = Engine(backend, ByteTokenizer().decode, b"a", token_budget=8)
-    engine.start()
+    arriving = threading.Thread(target=add)
     arriving.start()  # steps over shorter tables, some of them while requests run
-
-    async def one(job: Job) -> tuple[list[float], Any]:
-        deltas = [delta async for delta in engine.submit([job])]
-        logprobs = [token.logprob or 0.0 for delta in deltas for token in delta.tokens]
-        return logprobs, deltas[0].scores
-
-    async def go() -> Any:
-        return await asyncio.gather(*map(one, jobs))
-
-    found = asyncio.run(go())
-    counts = engine.state().counts
-    engine.stop()
+    found, counts = ask_all(backend, jobs)
     arriving.join()
     assert counts.preempted and counts.repeated and counts.reused
-    for job, (logprobs, scores) in zip(jobs, found, strict=True):
+    for job, deltas in zip(jobs, found, strict=True):
+        logprobs = [token.logprob or 0.0 for delta in deltas for token in delta.tokens]
         _, expected = generate(backend, job.prompt, job.max_tokens, job.sampling)
         assert logprobs == pytest.approx(expected, abs=1e-3)
         if job.score_prompt:
-            assert scores.ids[:-1].tolist() == list(job.prompt[1:])
+            scores = deltas[0].scores
+            assert scores is not None and scores.ids[:-1].tolist() == list(job.prompt[1:])
 
 
 def test_texts_that_have_to_fit_a_schema(backend: ModelBackend) -> None:
@@ -108,25 +116,14 @@ def test_texts_that_have_to_fit_a_schema(backend: ModelBackend) -> None:
             masks = ((0, guide.allowed()),)
             job = Job(prompt, 40, sampling, frozenset([0]), masks=masks, guide=guide)
         jobs.append(job)
-    engine = Engine(backend, tokenizer.decode, b"a", token_budget=8)
-    engine.start()
-
-    async def one(job: Job) -> tuple[str, Any]:
-        deltas = [delta async for delta in engine.submit([job])]
-        return "".join(delta.text for delta in deltas), deltas[-1].finish
-
-    async def go() -> Any:
-        return await asyncio.gather(*map(one, jobs))
-
-    found = asyncio.run(go())
-    counts = engine.state().counts
-    engine.stop()
+    found, counts = ask_all(backend, jobs)
     assert counts.preempted
-    for job, (text, finish) in zip(jobs, found, strict=True):
+    for job, deltas in zip(jobs, found, strict=True):
+        text = "".join(delta.text for delta in deltas)
         if job.guide is None:
             expected, _ = generate(backend, job.prompt, 40, job.sampling, job.stop_ids)
             assert text == tokenizer.decode(token for token in expected if token)
-        elif finish == "stop":
+        elif deltas[-1].finish == "stop":
             value = json.loads(text)
             assert 2 <= len(value) <= 3 and all(x in ("a", 12, None) for x in value)
-    assert sum(finish == "stop" for _, finish in found) > 5
+    assert sum(deltas[-1].finish == "stop" for deltas in found) > 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -23,10 +24,13 @@ from models.decode import ServingShape
 from models.llama.named import named_config
 from models.llama.weights.sources import fresh_source
 from models.training.data.tokenizer import ByteTokenizer
+from scripts.jobs.local import free_port, with_device_count
 from serving.bundle.function import Function
 from serving.bundle.write import write_bundle
 from serving.llama_bundle import write_llama_bundle
-from spmd.launch import EXIT_PREEMPTED
+from spmd.launch import EXIT_PEER_LOST, EXIT_PREEMPTED
+from spmd.launch.initialize import ENV_COORDINATOR, ENV_PROCESS, ENV_PROCESSES
+from tests.forked import Forked
 from tests.serving.http.live import get, post
 from tests.waiting import wait_until
 from tools.serving_kills import Group
@@ -123,29 +127,51 @@ def test_all_end_together(start: Callable[..., Any], bundle: Path, processes: in
         assert "Traceback" not in group.log
 
 
-@pytest.mark.parametrize("form", [pytest.param("text", marks=pytest.mark.heavy), "json"])
-def test_what_cannot_be_loaded_ends_all(form: str, tmp_path: Path) -> None:
+class Pair:
+    """What `Group` is, of two forks without a launcher; they say objects."""
+
+    def __init__(self, folder: Path, bundle: Path, cache: Path, *flags: str) -> None:
+        port, meeting = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        server: list[str | Path] = [bundle, "--cache_dir", cache, "--log_format=json"]
+        server += [f"--mesh={MESH}", f"--port={port}", *flags]
+        shared = {
+            ENV_COORDINATOR: f"127.0.0.1:{meeting}", ENV_PROCESSES: "2",
+            "XLA_FLAGS": with_device_count(os.environ["XLA_FLAGS"], 2),
+        }  # fmt: skip
+        self.processes = [
+            Forked(
+                "scripts.serve_bundle",
+                server,
+                folder / f"said{rank}",
+                {**shared, ENV_PROCESS: str(rank)},
+            )
+            for rank in range(2)
+        ]
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def last_words(self) -> list[str]:
+        """The messages with which processes end."""
+        said = "".join(process.said for process in self.processes)
+        assert "Traceback" not in said and "\nerror: " not in said
+        found = [json.loads(line) for line in said.splitlines() if line[:1] == "{"]
+        return [line["message"] for line in found if line["level"] == "CRITICAL"]
+
+
+def test_what_cannot_be_loaded_ends_all(tmp_path: Path) -> None:
     """On any of the processes: with its message, once the others have heard of it."""
     damaged = tmp_path / "damaged"
     damaged.mkdir()
-    flags = ("--log_format", form)
-    with Group(tmp_path, damaged, 2, MESH, tmp_path / "cache", 0, flags) as group:
-        assert group.process.wait() == 1
-        log = group.log
-    assert "Traceback" not in log
-    if form == "text":
-        assert "error: " in log and "manifest.json" in log
-    else:
-        (message, *_) = last_words(log)
-        assert "manifest.json" in message
-
-
-def last_words(log: str) -> list[str]:
-    """The messages with which processes end, of lines that are objects."""
-    lines = [line.partition("] ")[2] for line in log.splitlines() if line[:1] == "["]
-    assert not any(line.startswith("error: ") for line in lines)
-    found = [json.loads(line) for line in lines if line[:1] == "{"]
-    return [line["message"] for line in found if line["level"] == "CRITICAL"]
+    with Pair(tmp_path, damaged, tmp_path / "cache") as pair:
+        codes = {process.wait() for process in pair.processes}
+        assert 1 in codes and codes <= {1, EXIT_PEER_LOST}  # one may hear of it from the other
+        assert any("manifest.json" in message for message in pair.last_words())
 
 
 K = np.random.default_rng(0).standard_normal((8, 4), np.float32)
@@ -167,16 +193,16 @@ def layer(tmp_path_factory: Any) -> Path:
 
 
 @contextmanager
-def serving_tensors(layer: Path, work: Path) -> Iterator[Group]:
+def serving_tensors(layer: Path, work: Path) -> Iterator[Pair]:
     """Two processes that are ready."""
-    flags = ("--batch_sizes", "1,4,8", "--log_format", "json")
-    with Group(work, layer, 2, MESH, layer.parent / "cache", 0, flags) as group:
-        group.wait_for('"ready: ')
-        yield group
-        assert "Traceback" not in group.log
+    with Pair(work, layer, layer.parent / "cache", "--batch_sizes", "1,4,8") as pair:
+        first = pair.processes[0]
+        wait_until(lambda: '"ready: ' in first.said or not first.process.is_alive())
+        yield pair
+        pair.last_words()
 
 
-def infer(group: Group, rows: int) -> httpx.Response:
+def infer(group: Pair, rows: int) -> httpx.Response:
     """An answer, which is right if there is one."""
     x = np.random.default_rng(rows).standard_normal((rows, 8), np.float32)
     body = {"name": "x", "datatype": "FP32", "shape": [rows, 8], "data": x.tolist()}
@@ -189,9 +215,9 @@ def infer(group: Group, rows: int) -> httpx.Response:
     return answer
 
 
-def wait_for_the_second(group: Group, threads: ThreadPoolExecutor) -> list[Future[httpx.Response]]:
+def wait_for_the_second(group: Pair, threads: ThreadPoolExecutor) -> list[Future[httpx.Response]]:
     """Three who wait for a process that was stopped."""
-    group.signal(1, signal.SIGSTOP)
+    group.processes[1].send_signal(signal.SIGSTOP)
     waiting = [threads.submit(infer, group, 4) for _ in range(3)]
     wait_until(lambda: "\nspmd:places_taken 3" in get(f"{group.url}/metrics").text)
     return waiting
@@ -206,12 +232,12 @@ def test_a_model_of_tensors(layer: Path, tmp_path: Path) -> None:
         assert {answer.status_code for answer in answers} == {200}
         assert post(f"{url}/infer", json={"inputs": []}).status_code == 400
         waiting = wait_for_the_second(group, threads)
-        group.signal(1, signal.SIGKILL)
+        group.processes[1].kill()
         for answer in [one.result() for one in waiting]:
             assert answer.status_code == 503 and int(answer.headers["Retry-After"]) > 0
             assert "process 1 was lost" in answer.json()["error"]
-        group.process.wait()
-        (message,) = last_words(group.log)
+        group.processes[0].wait()
+        (message,) = group.last_words()
         assert message.startswith("process 0 of 2 stops: process 1 was lost: ")
 
 
@@ -219,7 +245,7 @@ def test_one_that_is_asked_to_end_drains_all(layer: Path, tmp_path: Path) -> Non
     """As when a host is taken away: all end with the code that launchers start again."""
     with serving_tensors(layer, tmp_path) as group, ThreadPoolExecutor(3) as threads:
         waiting = wait_for_the_second(group, threads)
-        group.signal(1, signal.SIGTERM)
-        group.signal(1, signal.SIGCONT)
+        group.processes[1].send_signal(signal.SIGTERM)
+        group.processes[1].send_signal(signal.SIGCONT)
         assert {one.result().status_code for one in waiting} == {200}
-        assert group.process.wait() == EXIT_PREEMPTED
+        assert [process.wait() for process in group.processes] == [EXIT_PREEMPTED] * 2

@@ -1,22 +1,20 @@
 """`import spmd` loads no torch, and what is missing or of another version is said with the fix."""
 
 import importlib.util
-import subprocess
-import sys
 from importlib import metadata
 
 import pytest
 
 import spmd
+from tests.forked import run_text
 
 HAS_TORCH = all(importlib.util.find_spec(name) for name in ("torch", "torchax"))
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="needs torch and torchax: .[torch]")
 
 
-def test_spmd_alone_loads_no_torch():
-    code = "import spmd, sys; print('torch' in sys.modules, 'torchax' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.split() == ["False", "False"], done.stderr
+def test_spmd_alone_loads_no_torch(tmp_path):
+    text = "import spmd, sys\nprint('torch' in sys.modules, 'torchax' in sys.modules)"
+    assert run_text(text, [], tmp_path) == (0, "False False\n")
 
 
 @pytest.mark.skipif(HAS_TORCH, reason="torch and torchax are here")

@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("spmd.torch", reason="needs torch and torchax: .[torch]", exc_type=ImportError)
 
+from tests.greedy import plan_all_greedily
 from tests.markdown import ROOT
 from tests.test_docs import read, show
 
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.exact_plans
 PAGE = ROOT / "docs" / "pytorch.md"
 
 
-@pytest.mark.slow("it plans what the page prints, three programs of PyTorch")
+@pytest.mark.slow("it plans what the page prints, a step of a module of PyTorch")
 def test_the_page_runs(tmp_path, monkeypatch, capsys, request):
     monkeypatch.chdir(tmp_path)
     names, printed = {"__name__": "__main__"}, ""
@@ -26,3 +27,4 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys, request):
                 show(PAGE, block, printed)
             else:
                 assert printed == block.text, "--update-golden writes what is printed now"
+            plan_all_greedily(monkeypatch)  # the first program alone prints its plan

@@ -65,9 +65,9 @@ def plain(params: Any, config: LlamaConfig, **changes: Any) -> ModelBackend:
 
 
 @functools.cache
-def random_programs(key_heads: int) -> Plain:
+def random_programs() -> Plain:
     """Compiled once; what a test leaves in the pages is garbage to the next."""
-    return Plain(*random_model(key_heads), SHAPE)
+    return Plain(*random_model(2), FEW)
 
 
 class Plain:
@@ -212,13 +212,13 @@ def check_against_forward(backend: ModelBackend, params: Any, config: LlamaConfi
 
 
 @functools.cache
-def random_model(key_heads: int, **changes: Any) -> tuple[Any, LlamaConfig]:
+def random_model(key_heads: int, layers: int = 2, **changes: Any) -> tuple[Any, LlamaConfig]:
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=layers,
         num_attention_heads=8, num_key_value_heads=key_heads, initializer_range=0.3,
         scan_layers=False, **changes,
     )  # fmt: skip
-    return fresh.init(jax.random.key(0), config), config
+    return jax.jit(functools.partial(fresh.init, config=config))(jax.random.key(0)), config
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_every_variant(variant, folders):
 
 def test_more_devices_than_key_heads(devices8):
     """A group on each half of the devices; there two key heads on four of them."""
-    params, config = random_model(2)
+    params, config = random_model(2, layers=1)
     mesh = spmd.make_mesh(data=2, model=4, devices=devices8)
     programs = on_mesh(params, config, mesh, FEW)
     check_against_forward(backend_of(programs, FEW), params, config)
@@ -278,12 +278,12 @@ DRAWN = Sampling(temperature=1.0, seed=7, repetition_penalty=1.2, frequency_pena
 @functools.cache
 def drawn_alone() -> list[int]:
     """Twenty tokens behind PROMPT, with nothing beside it."""
-    return generate(backend_of(random_programs(2)), PROMPT, 20, DRAWN)[0]
+    return generate(backend_of(random_programs(), FEW), PROMPT, 20, DRAWN)[0]
 
 
 def test_what_runs_beside_a_sequence_does_not_show():
     """In another slot, in other pieces, with others decoding and reading prompts beside it."""
-    backend = backend_of(random_programs(2))
+    backend = backend_of(random_programs(), FEW)
     others = {slot: checkpoints.TOKENS_BS[slot, :12].tolist() for slot in (0, 1, 2)}
     made = Sequences(backend, {**others, 3: PROMPT}, DRAWN)
     made.step({3: 3, 0: 12})()
@@ -296,11 +296,11 @@ def test_what_runs_beside_a_sequence_does_not_show():
 
 
 def test_padding_writes_nothing():
-    programs = random_programs(2)
+    programs = random_programs()
     for layer in programs.state["cache"].values():
         layer["values"] = jnp.full_like(layer["values"], 0.5)
     before = jax.tree.map(np.array, programs.state)
-    made = Sequences(backend_of(programs), {2: PROMPT})
+    made = Sequences(backend_of(programs, FEW), {2: PROMPT})
     made.step({2: 5})()
     made.step({2: 9})()
     made.decode([2], 1)
@@ -319,7 +319,7 @@ def test_padding_writes_nothing():
 def test_penalties_count_what_was_drawn():
     """Beside all tokens one by one; the prompt's do not count."""
     params, config = random_model(2)
-    backend = backend_of(random_programs(2))
+    backend = backend_of(random_programs(), FEW)
     given = Sampling(temperature=0.0, frequency_penalty=0.6, presence_penalty=0.4)
     prompt = checkpoints.TOKENS_BS[0, :9].tolist()
     made, _ = generate(backend, prompt, 20, given)
@@ -336,7 +336,7 @@ def test_biases_and_masks_of_slots():
     """They are the slot's own, last until they are changed, and end with its sequence."""
     params, config = random_model(2)
     prompt = PROMPT[:9]
-    backend = backend_of(random_programs(2))
+    backend = backend_of(random_programs(), FEW)
     wanted, logprobs = generate(backend, prompt, 4)
     pages = (0, 1, 2)
     mask = np.zeros(4, np.uint32)
@@ -370,8 +370,8 @@ def test_biases_and_masks_of_slots():
 
 def test_pages_that_held_nan_serve_others():
     """A prompt for which the model breaks down breaks nobody else's."""
-    programs = random_programs(2)
-    backend = backend_of(programs)
+    programs = random_programs()
+    backend = backend_of(programs, FEW)
     wanted = generate(backend, PROMPT, 12)
     for layer in programs.state["cache"].values():
         layer["values"] = jnp.full_like(layer["values"], jnp.nan)
@@ -380,8 +380,8 @@ def test_pages_that_held_nan_serve_others():
 
 def test_all_functions_can_be_warmed_up():
     """Which changes nothing that a sequence reads."""
-    programs = random_programs(2)
-    backend = backend_of(programs)
+    programs = random_programs()
+    backend = backend_of(programs, FEW)
     made = Sequences(backend, {2: PROMPT}, DRAWN)
     made.step({2: 12})()
     made.step({2: 2})()
@@ -404,7 +404,7 @@ def test_all_functions_can_be_warmed_up():
 )
 def test_quantized_weights(kind, most, changes):
     """What is computed is the model of the rounded weights; they are near the true ones."""
-    params, config = random_model(2, **changes)
+    params, config = random_model(2, layers=1, **changes)
     params = with_random_biases(params)
     packed = quantize.quantize(params, kind)
     rounded = jax.tree.map(
@@ -450,7 +450,7 @@ def test_types_of_quantized_weights():
 
 def test_int8_cache():
     params, config = random_model(2)
-    exact = backend_of(random_programs(2))
+    exact = backend_of(random_programs(), FEW)
     small = plain(params, config, **{**FEW._asdict(), "cache_dtype": "int8"})
     prompt = checkpoints.TOKENS_BS[0, :12].tolist()
     found = [all_distributions(backend, prompt) for backend in (exact, small)]

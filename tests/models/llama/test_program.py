@@ -120,15 +120,12 @@ def test_on_the_same_mesh_to_the_bit(whole, half_way):
     )
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("mesh", "scan_layers"),
-    [
-        ({"data": 2, "model": 4}, False),
-        pytest.param({"data": 8}, True, marks=pytest.mark.heavy),
-        pytest.param({"data": 8}, False, marks=pytest.mark.heavy),
-        pytest.param({"data": 1}, True, marks=pytest.mark.heavy),
-    ],
-)
+    [({"data": 2, "model": 4}, False), ({"data": 8}, True), ({"data": 8}, False),
+     ({"data": 1}, True)],
+)  # fmt: skip
 def test_on_another_mesh_and_with_layers_unrolled(whole, half_way, mesh, scan_layers):
     trainer = make_trainer(mesh, scan_layers=scan_layers)
     state, losses = go_on(trainer, half_way)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -24,6 +25,11 @@ PACKED = {  # two documents in each row, of other lengths in each
 }
 
 
+@functools.cache
+def drawn() -> Any:
+    return jax.jit(functools.partial(fresh.init, config=SCANNED))(jax.random.key(0))
+
+
 def value_and_grad(config: Any, mark: Any = marks.no_marks) -> Any:
     def loss(params: Any, inputs: Any, targets: Any, packed: Any) -> Any:
         return objective.loss(params, inputs, targets, config, mark, **packed)
@@ -37,10 +43,9 @@ def value_and_grad(config: Any, mark: Any = marks.no_marks) -> Any:
 )
 def test_loss_and_gradients_are_those_of_the_scanned_model(packed: Any, schedule: str) -> None:
     config = dataclasses.replace(STAGES, stage_schedule=schedule)
-    params = fresh.init(jax.random.key(0), config)
-    wanted = jax.jit(value_and_grad(SCANNED))(params, *IDS, packed)
+    wanted = jax.jit(value_and_grad(SCANNED))(drawn(), *IDS, packed)
     mesh = spmd.make_mesh(stage=2, data=2, model=2)
-    given = sharding.mark_params(params, mesh, config), *sharding.mark_batch((*IDS, packed), mesh)
+    given = sharding.mark_params(drawn(), mesh, config), *sharding.mark_batch((*IDS, packed), mesh)
     step = spmd.jit(value_and_grad(config, sharding.activation_marks(mesh, config)), mesh=mesh)
     found = step(*given)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), found, wanted)
@@ -71,8 +76,7 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
 
 
 def test_text_is_generated_without_a_pipeline() -> None:
-    params = fresh.init(jax.random.key(0), SCANNED)
     tokens = IDS[0, :1]
-    found = jax.jit(make_next_logits(STAGES))(params, tokens, 5)
-    wanted = jax.jit(make_next_logits(SCANNED))(params, tokens, 5)
+    found = jax.jit(make_next_logits(STAGES))(drawn(), tokens, 5)
+    wanted = jax.jit(make_next_logits(SCANNED))(drawn(), tokens, 5)
     np.testing.assert_allclose(found, wanted, rtol=1e-6)

@@ -1,7 +1,9 @@
 """Runs on an object store: the same as on a disk, killed and resumed, by one process and by two."""
 
 import json
+import os
 import signal
+import sys
 from pathlib import Path
 
 import jax
@@ -9,16 +11,16 @@ import numpy as np
 import pytest
 
 import spmd
+from models.training.checkpoints import remote
 from models.training.checkpoints.found import find_saved
 from models.training.checkpoints.manifest import MANIFEST
 from models.training.paths import StorePath
 from models.training.run.mirror import Mirror
 from tests.forked import Forked
-from tests.models.training.on_store import STEPS
 from tests.models.training.own_model import make_trainer
 from tests.two_processes import run_both
 
-SCRIPT = Path(__file__).with_name("on_store.py")
+STEPS = 6
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def assert_same(state, expected):
 
 
 def test_a_run_that_is_killed_in_a_save_and_resumed_is_the_same(on_a_disk, s3, tmp_path, capsys):
-    killed = Forked(SCRIPT, ["alone", "0", str(s3)], tmp_path / "said.txt", {})
+    killed = Forked(Path(__file__), ["alone", "0", str(s3)], tmp_path / "said.txt", {})
     assert killed.wait() == -signal.SIGKILL, killed.said
     assert (s3 / "checkpoints/4/state/manifest.ocdbt").is_file()
     assert not (s3 / "checkpoints/4" / MANIFEST).exists()
@@ -58,7 +60,7 @@ def test_a_run_that_is_killed_in_a_save_and_resumed_is_the_same(on_a_disk, s3, t
 
 
 def test_two_processes_go_on_from_each_others_parts(on_a_disk, s3):
-    said = run_both(SCRIPT, str(s3))
+    said = run_both(Path(__file__), str(s3))
     assert said[0] == said[1]
     assert said[0]["first"] == 4
     assert said[0]["loss"] == pytest.approx(on_a_disk.last["loss"], rel=1e-4)
@@ -82,3 +84,35 @@ def test_a_store_that_fails_stops_no_run_and_gets_all_later(s3, tmp_path, capsys
     (tmp_path / "later").mkdir()
     with Mirror(tmp_path / "later", s3):
         assert (tmp_path / "later/metrics.jsonl").read_text() == "1\n2\n"
+
+
+def kill_in_the_second_save() -> None:
+    """When the arrays are on the store and the manifest is not, the process dies."""
+    name_arrays, saves = remote._name_arrays, []
+
+    def dying(folder, shapes):
+        name_arrays(folder, shapes)
+        saves.append(folder)
+        if len(saves) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    remote._name_arrays = dying
+
+
+def main() -> None:
+    """A run that is killed, or half of one and its rest as one of two processes."""
+    port, rank, url = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    if port == "alone":
+        kill_in_the_second_save()
+        mesh = spmd.make_mesh(across=4, up=2)
+        make_trainer(mesh, steps=STEPS, run_dir=url, save_every=2, eval_batches=0).run()
+        return
+    spmd.initialize(f"localhost:{port}", 2, rank)
+    mesh = spmd.make_mesh(up=2, across=2)  # parameters are split over the processes
+    for steps in (3, STEPS):
+        outcome = make_trainer(mesh, steps=steps, run_dir=url, eval_batches=0).run()
+    print(json.dumps({"loss": outcome.last["loss"], "first": outcome.first["step"]}))
+
+
+if __name__ == "__main__":
+    main()

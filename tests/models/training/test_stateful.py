@@ -60,15 +60,18 @@ def alone(init, loss, steps=STEPS):
     """The variables of plain jax on one device."""
     variables, optimizer = init(jax.random.key(0)), optax.sgd(1e-2, momentum=0.9)
     opt_state = optimizer.init(variables.params)
-    for step in range(steps):
-        (params, state), batch = variables, data(step)
-        grads, state = jax.jit(
-            lambda params, state, batch: jax.grad(
-                lambda p: loss(Stateful(p, jax.tree.map(lambda x: x, state)), batch), has_aux=True
-            )(params)
-        )(params, state, batch)
+
+    @jax.jit
+    def take(params, state, opt_state, batch):
+        def of_params(p):
+            return loss(Stateful(p, jax.tree.map(lambda x: x, state)), batch)
+
+        grads, state = jax.grad(of_params, has_aux=True)(params)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        variables = Stateful(optax.apply_updates(params, updates), state)
+        return Stateful(optax.apply_updates(params, updates), state), opt_state
+
+    for step in range(steps):
+        variables, opt_state = take(*variables, opt_state, data(step))
     return variables
 
 

@@ -24,10 +24,15 @@ def alone():
     """Parameters and losses of plain jax on one device."""
     params, optimizer = init(jax.random.key(0)), optax.adam(1e-2)
     state, losses = optimizer.init(params), []
-    for step in range(STEPS):
-        value, grads = jax.jit(jax.value_and_grad(loss))(params, data(step))
+
+    @jax.jit
+    def take(params, state, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
         updates, state = optimizer.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), state, value
+
+    for step in range(STEPS):
+        params, state, value = take(params, state, data(step))
         losses.append(float(value))
     return jax.device_get(params), losses
 

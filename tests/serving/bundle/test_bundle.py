@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -206,7 +207,7 @@ def test_two_processes(folder, tmp_path):
     bundle = shutil.copytree(folder, tmp_path / "bundle")
     damaged = shutil.copytree(folder, tmp_path / "bundle-damaged") / "functions/order.mlirbc"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    said = run_both(Path(__file__).with_name("two_processes.py"), bundle, tmp_path / "cache")
+    said = run_both(Path(__file__), bundle, tmp_path / "cache")
     x = np.arange(32, dtype=np.float32).reshape(4, 8) / 32
     state = {"h": jnp.full((4, 16), 0.5), "steps": jnp.int32(0)}
     for number in range(3):
@@ -453,3 +454,25 @@ def test_constants_in_pieces_are_kept(mesh: spmd.Mesh, tmp_path: Path) -> None:
     assert kept(True).constants == kept(False).constants == made.constants
     assert len(made.constants) == 1 and made.constants[0].sharding.dims != ((), ())
     np.testing.assert_array_equal(compile_emitted(kept(False), {})(x)[0], table)
+
+
+def main() -> None:
+    """Runs a bundle together with another process, and meets a damaged one."""
+    port, rank, folder, cache = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank)
+    reads = record_reads()
+    mesh = spmd.make_mesh(data=2, model=2)
+    bundle = load_bundle(folder, mesh, cache_dir=cache)
+    x = np.arange(32, dtype=np.float32).reshape(4, 8) / 32
+    made = [bundle.run("step", x * number)["y"] for number in range(3)]
+    try:
+        load_bundle(f"{folder}-damaged", mesh)
+        failure = ""
+    except BundleError as error:
+        failure = str(error)
+    read = sum(nbytes for _, _, nbytes in reads)
+    print(json.dumps({"y": np.asarray(made[-1]).tolist(), "read": read, "failure": failure}))
+
+
+if __name__ == "__main__":
+    main()

@@ -9,10 +9,12 @@ import shutil
 import numpy as np
 import pytest
 
+from serving.bundle import read as reading
 from serving.bundle.function import BundleError, Function
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.read import load_bundle
 from serving.bundle.write import write_bundle
+from spmd.frontend import bytecode
 from spmd.frontend.artifact import module_artifact
 from spmd.frontend.importer.module import parse_module
 from tests.serving.conftest import struct
@@ -263,7 +265,6 @@ def artifact(text):
     [
         (lambda: b"", "it is no portable artifact"),
         (lambda: b"/etc/passwd", "it is no portable artifact"),
-        (lambda: b"ML\xefR\rStableHLO_v1.0.0\x00\xff\xff", "cannot be used: "),
         (lambda: artifact(FOREIGN), "calls do_harm, which is unknown here"),
         (lambda: artifact(FOREIGN.replace("4x4xf32", "4x4xf64")), "takes tensor<4x4xf64>"),
         (lambda: artifact(NOTHING), "takes 0 arrays and the manifest says 2"),
@@ -272,6 +273,14 @@ def artifact(text):
 def test_modules_that_are_none(make, message, copy, failure):
     replace_file(copy, MODULE, make())
     assert message in failure(copy)
+
+
+def test_a_module_that_cannot_be_read(copy, failure, monkeypatch):
+    """The process that tries to may end with it."""
+    monkeypatch.setattr(reading, "bytecodes_to_texts", bytecode.bytecodes_to_texts)
+    monkeypatch.setattr(reading, "bytecode_to_text", bytecode.bytecode_to_text)
+    replace_file(copy, MODULE, b"ML\xefR\rStableHLO_v1.0.0\x00\xff\xff")
+    assert "cannot be used: " in failure(copy)
 
 
 def test_weights_that_do_not_fit(copy, failure):

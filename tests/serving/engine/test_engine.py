@@ -293,7 +293,7 @@ async def one_of_many(engine: Engine, rng: random.Random) -> int:
 def test_many_at_once_with_flat_memory(pages: int) -> None:
     async def go(engine: Engine, seed: int) -> None:
         rng = random.Random(seed)
-        await asyncio.gather(*(one_of_many(engine, random.Random(rng.random())) for _ in range(60)))
+        await asyncio.gather(*(one_of_many(engine, random.Random(rng.random())) for _ in range(40)))
 
     backend = FakeBackend(dataclasses.replace(LIMITS, pages=pages))
     with running(backend) as engine:
@@ -304,7 +304,7 @@ def test_many_at_once_with_flat_memory(pages: int) -> None:
         gc.collect()
         assert len(gc.get_objects()) - before < 1000
         state = engine.state()
-        assert state.counts.cancelled > 10
+        assert state.counts.cancelled > 5
         assert (state.counts.preempted > 0) == (pages < 64)
         assert state.held == 0 and 0 < state.cached <= state.pages == pages
 

@@ -323,7 +323,7 @@ class TwoGroups(Machine):
 TestMachine = Machine.TestCase
 TestSmallPool = SmallPool.TestCase
 TestTwoGroups = TwoGroups.TestCase
-TestMachine.settings = settings(max_examples=30, stateful_step_count=25)
+TestMachine.settings = settings(max_examples=20, stateful_step_count=25)
 TestSmallPool.settings = TestTwoGroups.settings = TestMachine.settings
 
 

@@ -98,7 +98,7 @@ def check_load(count: int, at_once: int, rounds: int) -> None:
 
 
 def test_a_crowd() -> None:
-    check_load(60, 40, rounds=1)
+    check_load(40, 30, rounds=1)
 
 
 @pytest.mark.heavy

@@ -1,12 +1,9 @@
 """Weights on an object store: written as on a disk, and read by ranges."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
 
-from models.llama import fresh
 from models.llama.named import CONFIGS
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
@@ -15,11 +12,6 @@ from models.llama.weights.sources import hf_source
 from models.training.paths import StorePath, file_sizes
 
 TINY = CONFIGS["tiny"]
-
-
-@pytest.fixture(scope="module")
-def params():
-    return jax.jit(functools.partial(fresh.init, config=TINY))(jax.random.key(0))
 
 
 @pytest.fixture
@@ -37,22 +29,22 @@ def asked(monkeypatch):
     return found
 
 
-def test_the_same_files_as_on_a_disk_and_the_same_parameters(params, store, tmp_path):
-    weights.save(params, TINY, tmp_path / "model", max_shard_bytes=100_000)
-    weights.save(params, TINY, str(store), max_shard_bytes=100_000)
+def test_the_same_files_as_on_a_disk_and_the_same_parameters(tiny_params, store, tmp_path):
+    weights.save(tiny_params, TINY, tmp_path / "model", max_shard_bytes=100_000)
+    weights.save(tiny_params, TINY, str(store), max_shard_bytes=100_000)
     there = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     assert len(there) == 4
     assert {name: (store / name).read_bytes() for name in file_sizes(store)} == there
     config = read_config(str(store))
     assert config == read_config(tmp_path / "model")
     got = weights.load(str(store), TINY)
-    jax.tree.map(np.testing.assert_array_equal, got, params)
+    jax.tree.map(np.testing.assert_array_equal, got, tiny_params)
     with pytest.raises(WeightsError, match="exists already; name a new or an empty folder"):
         weights.check_can_save(str(store))
 
 
-def test_slices_are_read_by_ranges(params, s3, asked):
-    weights.save(params, TINY, s3, dtype="bfloat16")
+def test_slices_are_read_by_ranges(tiny_params, s3, asked):
+    weights.save(tiny_params, TINY, s3, dtype="bfloat16")
     with open_folder(s3) as stored, hf_source(s3) as source:
         name = "model.layers.0.self_attn.q_proj.weight"
         rows, columns = stored.tensors[name].shape
@@ -68,8 +60,8 @@ def test_slices_are_read_by_ranges(params, s3, asked):
         assert sum(size for _, size in asked) <= rows * columns * 2
 
 
-def test_broken_files_are_one_line(params, s3):
-    weights.save(params, TINY, s3)
+def test_broken_files_are_one_line(tiny_params, s3):
+    weights.save(tiny_params, TINY, s3)
     content = (s3 / "model.safetensors").read_bytes()
     for broken in (content[:-1], content[:100], b"", b"\xff" * 64):
         (s3 / "model.safetensors").write_bytes(broken)
@@ -80,7 +72,7 @@ def test_broken_files_are_one_line(params, s3):
 
 
 def test_of_an_export_that_fails_nothing_is_left_and_a_killed_one_is_replaced(
-    params, s3, monkeypatch
+    tiny_params, s3, monkeypatch
 ):
     from models.llama.weights import save
 
@@ -90,10 +82,10 @@ def test_of_an_export_that_fails_nothing_is_left_and_a_killed_one_is_replaced(
     with monkeypatch.context() as broken:
         broken.setattr(save, "_write_beside", fail)
         with pytest.raises(WeightsError, match="the bucket is full"):
-            weights.save(params, TINY, s3)
+            weights.save(tiny_params, TINY, s3)
     assert not file_sizes(s3)
     (s3 / ".unfinished").write_text("")  # what a process that was killed leaves
     (s3 / "model.safetensors").write_text("half")
-    weights.save(params, TINY, s3)
+    weights.save(tiny_params, TINY, s3)
     weights.check_can_load(s3, TINY)
     assert ".unfinished" not in file_sizes(s3)

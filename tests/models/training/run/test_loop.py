@@ -94,7 +94,7 @@ def test_llama_learns_in_a_few_steps():
     def loss_fn(params, batch):
         return objective.loss(params, batch["inputs"], batch["targets"], TINY)
 
-    params = fresh.init(jax.random.key(0), TINY)
+    params = jax.jit(lambda key: fresh.init(key, TINY))(jax.random.key(0))
     state = TrainState(params, optimizer.init(params))
     step = jax.jit(make_train_step(loss_fn, optimizer, microbatches=2), donate_argnums=(0, 1))
     outcome, notes = run(step, state, map(windows, itertools.count()), steps=20)

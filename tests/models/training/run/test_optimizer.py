@@ -103,9 +103,9 @@ def test_betas_are_those_asked_for():
     )  # fmt: skip
     optimizer = make_optimizer(config)
     params = {"w": jnp.zeros(3)}
-    state = optimizer.init(params)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
     for grads in ([1.0, -2.0, 3.0], [-4.0, 5.0, 6.0]):
-        updates, state = optimizer.update({"w": jnp.array(grads)}, state, params)
+        updates, state = update({"w": jnp.array(grads)}, state, params)
         np.testing.assert_allclose(np.sign(updates["w"]), -np.sign(grads))
     np.testing.assert_allclose(
         np.abs(updates["w"]), np.abs(updates["w"])[0] * np.ones(3), rtol=1e-5
@@ -116,7 +116,7 @@ def test_adamw_decays_weights_only():
     params = {"proj": jnp.ones((4, 4)), "norm": jnp.ones(4)}
     optimizer = make_optimizer(OptimizerConfig(name="adamw", total_steps=10, learning_rate=0.1))
     zeros = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    updates, _ = jax.jit(optimizer.update)(zeros, optimizer.init(params), params)
     assert np.all(updates["proj"] < 0)
     assert np.all(updates["norm"] == 0)
 

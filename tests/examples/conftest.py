@@ -1,0 +1,1 @@
+from tests.reading import modules_are_read_here as modules_are_read_here
