@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from spmd.ir.control_flow import producers_of
-from spmd.ir.description import BROADCAST, DYNAMIC_SLICE
+from spmd.ir.description import BROADCAST, CONVERT, DYNAMIC_SLICE, RESHAPE, TRANSPOSE
 from spmd.ir.dialect.builder import AXIS_INDEX, LOCAL_SLICE, Builder
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG
 from spmd.ir.dialect.collectives import DEVICE_IDS
@@ -28,9 +28,10 @@ from spmd.ir.rewrite import Carry, recarried, rewrite_ops
 from spmd.ir.types import TensorType
 from spmd.lowering.local.callbacks import FREE
 from spmd.lowering.local.dims import clamped_index, dynamic_take_dim
-from spmd.lowering.rewrites.simplify import is_move
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
+
+MOVES = (BROADCAST, CONVERT, RESHAPE, TRANSPOSE)  # slices of what they make are made of slices
 
 
 def expand(program: Program, mesh: Mesh) -> Program:
@@ -42,7 +43,7 @@ def expand(program: Program, mesh: Mesh) -> Program:
         if op.name != LOCAL_SLICE and op.name != DYNAMIC_SLICE:
             continue
         source = producers.get(op.operands[0])
-        while source is not None and (is_move(source.kind) or source.name == BROADCAST):
+        while source is not None and source.name in MOVES:
             source = producers.get(source.operands[0])
         if source is not None and source.name == DYNAMIC_SLICE:
             sliced.add(source.results[0])
