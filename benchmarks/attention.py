@@ -7,8 +7,6 @@ Example:
     benchmarks/run attention --lengths 2048,4096,8192 --heads 32 --key_heads 8
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -7,8 +7,6 @@ Example:
     benchmarks/run auto --layers 4,32 --meshes data=4:model=2,data=8:model=1
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import time

@@ -5,8 +5,6 @@ argument placed as our plan places it (`given`). The latter is the harder peer: 
 out how to split the optimizer state.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections import Counter

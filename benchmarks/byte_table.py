@@ -1,7 +1,5 @@
 """The results as tables: one line for each program, one for each family."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple

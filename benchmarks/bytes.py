@@ -17,8 +17,6 @@ Example:
     benchmarks/run bytes --only 'moe|resnet' --markdown
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -10,8 +10,6 @@ Example:
         benchmarks/run checkpoint --megabytes 1024
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

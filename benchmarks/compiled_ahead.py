@@ -5,8 +5,6 @@ compiler is here (`tpu` extra). `jax.jit` gets the same function, marks and dona
 optimizer's moments lie as their parameters.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -20,8 +20,6 @@ Example:
     benchmarks/run compiler --growth --axes --limits --peers --restarts
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

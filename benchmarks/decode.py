@@ -11,8 +11,6 @@ Example:
     benchmarks/run decode --model llama2-7b --batches 64 --context 512 --chunk 192
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import dataclasses

@@ -8,8 +8,6 @@ Example:
     XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu benchmarks/run dispatch
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

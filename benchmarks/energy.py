@@ -1,7 +1,5 @@
 """What a GPU used: joules, from NVIDIA's own counter (NVML)."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 SECONDS = 3.0

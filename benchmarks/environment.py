@@ -1,7 +1,5 @@
 """Virtual devices to compile for: to be set up before jax is imported."""
 
-from __future__ import annotations
-
 XLA_FLAGS = {
     "--xla_force_host_platform_device_count": "8",
     # Nothing is run: machine code need not be fast.

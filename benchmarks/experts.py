@@ -11,8 +11,6 @@ Example:
     benchmarks/run experts --rows mixtral-64 --layers 2
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -10,8 +10,6 @@ masks (Lepikhin et al. 2020, *GShard*). What an expert has no place for is dropp
 of those that are sent to it.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

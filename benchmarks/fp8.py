@@ -9,8 +9,6 @@ Example:
     benchmarks/run fp8 --mesh data=2 --data '/usr/lib/python3/**/*.py' --global_batch 32
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import statistics

@@ -1,7 +1,5 @@
 """A step of any peer, by kind of kernel: events of a profile -> milliseconds."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

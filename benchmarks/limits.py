@@ -10,8 +10,6 @@ Example:
     benchmarks/run limits --only '^moe/train' --limits 0.4,0.6,0.8,1.1
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -9,8 +9,6 @@ stdin:
 On SIGTERM, and when stdin ends, it stops as scripts/serve does.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

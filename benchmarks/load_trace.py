@@ -5,8 +5,6 @@ A process of its own, as reading a trace takes seconds, in which a server could 
     python -m benchmarks.load_trace FOLDER DEVICES
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

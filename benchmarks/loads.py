@@ -19,8 +19,6 @@ Examples:
     JAX_PLATFORMS=cpu benchmarks/run loads --max_length 256 --scale 0.05 --trace_seconds 0.2
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

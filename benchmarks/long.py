@@ -10,8 +10,6 @@ Example:
     benchmarks/run long --rows v5p-8 --layers 2
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys

@@ -12,8 +12,6 @@ Example:
         --compiler_option xla_gpu_memory_limit_slop_factor=3
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

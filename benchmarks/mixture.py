@@ -10,8 +10,6 @@ Examples:
     benchmarks/run mixture --models qwen3-30b-a3b --tokens 1024
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

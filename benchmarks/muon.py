@@ -8,8 +8,6 @@ Example:
     benchmarks/run muon --layers 16 --nocompile
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -9,8 +9,6 @@ Example:
     benchmarks/run paged --slots 64 --context 512 --chunk 448 --dtype int8
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -11,8 +11,6 @@ Example:
         benchmarks/run placed --scale 8
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial

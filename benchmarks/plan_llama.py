@@ -11,8 +11,6 @@ Example:
     benchmarks/run plan_llama --rows weak-16,weak-64,weak-128,weak-512 --nocompile
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

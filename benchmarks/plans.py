@@ -9,8 +9,6 @@ Example:
     benchmarks/run plans --model llama2-7b --layers 4 --topology topology.json
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools

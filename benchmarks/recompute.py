@@ -10,8 +10,6 @@ Example:
     benchmarks/run recompute --model llama2-7b --layers 8 --mesh data=2 --topology h200:2
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import time

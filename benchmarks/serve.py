@@ -11,8 +11,6 @@ Examples:
     benchmarks/run serve --chat --requests 100 --verify 10 --json serve.json
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import collections

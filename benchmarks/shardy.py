@@ -7,8 +7,6 @@ A module's text is parsed without locations, so that an op's location is its lin
 that is how values of Shardy's result and of our program find each other.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -8,8 +8,6 @@ programs and a new one carries on behind the program that killed it:
     python -m benchmarks.shardy_bytes NAME...
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

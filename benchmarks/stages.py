@@ -10,8 +10,6 @@ Example:
     benchmarks/run stages --rows 7b-2 --programs gpipe,jax.jit
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys

@@ -9,8 +9,6 @@ Examples:
     benchmarks/run starts --bundle llama-1b --platform cuda --meshes data=1,model=1
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

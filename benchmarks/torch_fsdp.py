@@ -8,8 +8,6 @@ them all.
 Source: PyTorch's `torch.distributed.fsdp.fully_shard`, version 2.11.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

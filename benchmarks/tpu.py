@@ -8,8 +8,6 @@ Example:
     benchmarks/run tpu --rows v5e-16-scanned --cache plans
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -16,8 +16,6 @@ Example:
         --meshes data=2 --peers jax,torch --kinds
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """Functions to export: pure, at fixed shapes, over weights and a state that they share."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal

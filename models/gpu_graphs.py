@@ -1,7 +1,5 @@
 """Programs whose loops and branches a GPU runs by itself."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import spmd

@@ -1,7 +1,5 @@
 """Specs that were written without a mesh, on the mesh at hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from types import EllipsisType

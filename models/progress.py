@@ -1,7 +1,5 @@
 """A progress bar for what moves many bytes."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 

@@ -6,8 +6,6 @@ Filters keep the logits from a threshold on. It is found bit by bit, by 32 sums 
 and where V is split over devices only the sums are communicated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Arrays put on devices shard by shard: a process reads what its own devices hold, once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -17,8 +17,6 @@ Examples:
     scripts/convert_checkpoints --from Llama-3.1-8B --out runs/8b --mesh data=8
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import time

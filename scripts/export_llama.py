@@ -10,8 +10,6 @@ Examples:
     scripts/export_llama --model llama2-7b --out random-7b --max_length 1024
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ Examples:
     scripts/generate mine
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import time

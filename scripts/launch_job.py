@@ -31,8 +31,6 @@ Examples:
 Exit code of `local`: that of the process that failed first, 128 + n if signal n killed it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

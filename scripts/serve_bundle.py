@@ -14,8 +14,6 @@ Examples:
 With several processes, process 0 speaks HTTP. One that dies ends all: start them anew.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import logging

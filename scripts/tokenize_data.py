@@ -11,8 +11,6 @@ Examples:
     scripts/tokenize_data --verify tokens/wiki
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

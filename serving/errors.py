@@ -1,7 +1,5 @@
 """Errors of the server: those that an answer carries, and those that stop it from starting."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -3,8 +3,6 @@
 docs/language_models.md says what such a bundle holds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 docs/language_models.md says what such a bundle holds, and what a model has to be.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 import itertools

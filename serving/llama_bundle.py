@@ -1,7 +1,5 @@
 """A Llama as a bundle: weights, read and quantized tensor by tensor, and what ends its texts."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """A bundle as what the server serves: backend, tokenizer and chat template, or named tensors."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

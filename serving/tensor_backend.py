@@ -1,7 +1,5 @@
 """A function of a bundle with named arrays in and out, as inference protocols have it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 

@@ -4,8 +4,6 @@ The same formulation as any plan, with more to choose from: an argument may lie 
 its dims divide, an op may split every factor over every axis.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

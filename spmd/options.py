@@ -1,7 +1,5 @@
 """`Options`: everything about a compilation that is not the program, the mesh or the marks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ The line appears when the work takes longer than people wait gladly, and is eras
 never see it: what is written to a file or a pipe stays as it is. A `Stopwatch` tells it of stages.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 import threading

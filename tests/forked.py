@@ -5,8 +5,6 @@ fresh processes that have come past their imports. Flags of XLA, which are read 
 begins, and settings of jax are those that a process is given. Programs are planned greedily.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Greedy plans for tests that are about what programs compute, whatever their plans."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

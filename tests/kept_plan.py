@@ -1,7 +1,5 @@
 """Lowers a program with a folder for plans, and says what came of it; run by test_kept_plans."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Fenced blocks of Markdown pages, for tests that run what the pages show."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Programs that several tests compile: an MLP training step and a tiny Llama's."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import lru_cache
 from typing import Any, NamedTuple

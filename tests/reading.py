@@ -1,7 +1,5 @@
 """Modules in bytecode that tests wrote themselves, read without another process."""
 
-from __future__ import annotations
-
 import functools
 import io
 from collections.abc import Iterator

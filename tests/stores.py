@@ -1,7 +1,5 @@
 """Object stores for tests: servers of this process that speak S3's and Google's protocols."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Specs that nobody gave: chosen, printed, pasted back, run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """The compiler's list of stages."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -8,8 +8,6 @@ reader's do. An HTML comment directly above a block says what is special about i
     <!-- prints -->                     the text that the Python block before it prints
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

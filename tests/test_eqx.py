@@ -1,7 +1,5 @@
 """`spmd.eqx.filter_jit` beside `eqx.filter_jit`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """The programs under examples: they run as they stand, and print what their page shows."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """The text of every stage of one small program: a two-layer MLP's training step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax

@@ -1,7 +1,5 @@
 """Plans that an earlier start made: what is read is what would be planned, and only then."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

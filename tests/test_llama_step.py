@@ -1,7 +1,5 @@
 """The partitioned Llama training step equals the unpartitioned `jax.jit` step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import product

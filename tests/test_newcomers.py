@@ -1,7 +1,5 @@
 """What is done wrong at first: one clear error with the place, what is there and the fix."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple

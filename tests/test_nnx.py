@@ -1,7 +1,5 @@
 """`spmd.nnx.jit` beside `nnx.jit`: modules updated in place, shared, returned, made."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """docs/kubernetes.yaml and docs/operating.md against the code: paths, ports, flags, metrics."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """Un-annotated optimizer state is split like the parameters, and made that way."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The line that says what a long compilation is doing: where it is seen, and that it goes away."""
 
-from __future__ import annotations
-
 import io
 import sys
 import time

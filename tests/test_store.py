@@ -1,7 +1,5 @@
 """What is kept of earlier starts: whole or not at all, bounded, and never a reason to fail."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

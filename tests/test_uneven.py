@@ -1,7 +1,5 @@
 """Dims that their axes don't divide, inside a program: padded, masked, and never seen."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two processes of one job, which run a script together and say what came of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

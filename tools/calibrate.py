@@ -8,8 +8,6 @@ Example:
     tools/run calibrate --out topo.json --mesh data=2,model=2
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics

@@ -4,8 +4,6 @@ Every measured thing runs many times inside one program, so that what the host s
 a program is not taken for latency: `tools/run calibrate` prints the result and writes it down.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 import time

@@ -4,8 +4,6 @@
 used here and in `benchmarks/programs`, so that `spmd` may be of any age.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

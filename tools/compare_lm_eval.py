@@ -12,8 +12,6 @@ Examples:
     tools/run compare_lm_eval --samples 20
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

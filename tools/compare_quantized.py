@@ -10,8 +10,6 @@ Examples:
     tools/run compare_quantized --run_dir runs/a
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

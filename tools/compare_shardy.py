@@ -7,8 +7,6 @@ Examples:
     tools/run compare_shardy --differences 'llama'
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections import Counter

@@ -10,8 +10,6 @@ Examples:
     tools/run compare_training --model quickstart-experts --steps 100 --mesh data=2,expert=4
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

@@ -6,8 +6,6 @@ Example:
     tools/run coverage --check
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

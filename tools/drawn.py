@@ -1,7 +1,5 @@
 """Random programs over two axes, and whether marks make one of them faster than its free plan."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

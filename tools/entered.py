@@ -4,8 +4,6 @@ Nothing is imported from this repository but what is on the path, so that a chec
 age: public names of `spmd` and of `models`, and the fake engine of its own tests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -6,8 +6,6 @@ Example:
     tools/run fuzz --minutes 10 --seed 7 --out /tmp/failures
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -9,8 +9,6 @@ Example:
     tools/run hops /tmp/before .
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -10,8 +10,6 @@ Example:
     tools/run house main~20 .
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import math

@@ -1,7 +1,5 @@
 """Which modules of a repository import which: read from their sources, nothing is imported."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Container, Iterator, Mapping
 from functools import cache

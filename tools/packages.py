@@ -12,8 +12,6 @@ Examples:
     tools/run packages --only 'haiku|optax.muon' --nonumbers --topology h200:8
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -12,8 +12,6 @@ Example:
     tools/run placements --first 120 --programs 180 --draws 200
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

@@ -16,8 +16,6 @@ Example:
     tools/run resume_test --kills 30
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

@@ -3,8 +3,6 @@
 griffe knows the code of a section `Examples:`, and takes `Example:` for prose in a box.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

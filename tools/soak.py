@@ -10,8 +10,6 @@ Examples:
     tools/run soak --minutes 1 --clients 50 --seed 7
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """The same training run by three: ours on a mesh, plain jax.jit on one device, PyTorch."""
 
-from __future__ import annotations
-
 import importlib.util
 import tempfile
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ make them asynchronous, and promote their dtypes (the CPU's all-reduce of bf16 i
 the two are compared by kind and in bytes, not one by one.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A collective instruction of optimized HLO: its kind, the type that arrives, who takes part."""
 
-from __future__ import annotations
-
 import math
 import re
 

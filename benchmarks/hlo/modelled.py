@@ -4,8 +4,6 @@ The compiler estimates cycles for its kernels and none for collectives. Those ta
 less the kernels that the schedule has beside them. Nothing of this is measured.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple

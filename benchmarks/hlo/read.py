@@ -1,7 +1,5 @@
 """What is read of an instruction of optimized HLO: operands, the arrays of its type, its line."""
 
-from __future__ import annotations
-
 import math
 import re
 

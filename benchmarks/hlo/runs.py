@@ -1,7 +1,5 @@
 """How often one run of an optimized HLO module runs each of its computations."""
 
-from __future__ import annotations
-
 import functools
 import operator
 import re

@@ -5,8 +5,6 @@ between the start and the done of a collective runs while it is under way. The T
 an estimate of cycles on most instructions; on collectives it writes none.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Sequence

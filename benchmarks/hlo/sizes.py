@@ -1,7 +1,5 @@
 """The largest values of optimized HLO, and the amount of its arithmetic."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """All benchmark programs, in the order of the table."""
 
-from __future__ import annotations
-
 import re
 
 from benchmarks.programs.llama_serving import llama_serving_programs

@@ -1,7 +1,5 @@
 """What benchmark programs are planned for, and how one is kept from helping the next."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 

@@ -7,8 +7,6 @@ loop that runs until the residual is small.
 Shapes: all fields are (X, Y); `u` is on faces in x, `v` on faces in y, `p` in centres.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

@@ -3,8 +3,6 @@
 Shapes are in the names, as in `models.llama.model`; T is the length of the cache.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 from typing import Any

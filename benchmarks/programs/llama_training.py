@@ -1,7 +1,5 @@
 """Llama training steps: fully sharded, two-dimensional, over stages, with accumulation."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from functools import partial

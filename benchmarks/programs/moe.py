@@ -4,8 +4,6 @@ Shapes are in the names: G groups, S tokens of a group, M model, E experts, C pl
 in a group, H hidden of an expert.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

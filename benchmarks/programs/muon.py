@@ -3,8 +3,6 @@
 Shapes are in the names: L layers, T tokens, M model, H hidden.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -7,8 +7,6 @@ Value embeddings are left out.
 Shapes are in the names: B sequences, T tokens, M model, H heads, D of a head, V tokens known.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

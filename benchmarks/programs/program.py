@@ -1,7 +1,5 @@
 """What a benchmark program is: a name, a mesh, and a function with marked and open arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 

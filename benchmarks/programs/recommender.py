@@ -1,7 +1,5 @@
 """A recommender: embedding tables split by rows or columns, a small network, Adagrad."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -4,8 +4,6 @@ Letters in names: L layers, B batch, S and T positions, D model, F hidden, H hea
 E experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

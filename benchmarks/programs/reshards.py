@@ -1,7 +1,5 @@
 """From one sharding to another: every pair of shardings of a matrix on 4 x 2, and some more."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from itertools import permutations

@@ -1,7 +1,5 @@
 """A residual network with batch norm: split by batch, and by batch and rows of the image."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

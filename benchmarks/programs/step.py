@@ -1,7 +1,5 @@
 """Llama training steps of any size, lowered by our compiler alone: they need no devices."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import NamedTuple
 

@@ -9,8 +9,6 @@ in pages, which the caller of a function chooses: see `spmd.ops.paged`. Behind t
 sequence its page holds what earlier sequences left there; attention does not look at it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

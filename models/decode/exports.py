@@ -1,7 +1,5 @@
 """The functions that serving exports: one for each bucket of sizes, with their specs."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

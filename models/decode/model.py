@@ -6,8 +6,6 @@ Shapes are in the names:
     group's pool    M pages of a slot's table    H hidden width    V vocabulary
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Protocol
 

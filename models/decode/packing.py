@@ -10,8 +10,6 @@ All is int32, in which the bits of float32 are. Groups stay a dim of their own, 
 gets its own. Shapes are in the names, as in `models.decode.steps`.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping

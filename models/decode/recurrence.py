@@ -8,8 +8,6 @@ have `max_length` positions, so a sequence has one page, and the page is the seq
     slot 3 has no rows    its page stays as it is
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

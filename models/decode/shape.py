@@ -1,7 +1,5 @@
 """The sizes for which functions are compiled."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax.export

@@ -3,8 +3,6 @@
 Shapes are in the names, as in `models.decode.model`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

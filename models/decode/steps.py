@@ -15,8 +15,6 @@ XLA updates it in place. Shapes are in the names, as in `models.decode.model`, a
     D drawn tokens of a group    P alternatives    W words of a mask
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 Llama, and the families that are Llama with a difference: each difference is a field.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

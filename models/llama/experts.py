@@ -8,8 +8,6 @@ The router is Mixtral's (Jiang et al. 2024): a softmax over all experts in float
 token takes the largest. No expert has a capacity, and no token is dropped: see `spmd.ops.experts`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

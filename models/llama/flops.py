@@ -1,7 +1,5 @@
 """The arithmetic that a token of training is credited with."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from models.llama.config import LlamaConfig

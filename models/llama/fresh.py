@@ -1,7 +1,5 @@
 """Draws fresh parameters: of a whole model, or of one layer after the other."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 

@@ -3,8 +3,6 @@
 Shapes are in the names, as in `model.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import jax

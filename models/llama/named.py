@@ -1,7 +1,5 @@
 """The models that have a name: published ones, Llama and its relatives, and small ones to try."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any

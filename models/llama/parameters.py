@@ -4,8 +4,6 @@ Layers are stacked or apart; where products are in 8-bit floats, states of their
 the weights.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

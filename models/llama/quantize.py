@@ -10,8 +10,6 @@ nearest.
     int8, row [0.5, -2.0, 1.27]    scale 2.0 / 127, values [32, -127, 81]
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -11,8 +11,6 @@ A policy is a name of `POLICIES`, or `save:` or `offload:` with names of `marks.
     offload:NAME,...      these are kept in the host's memory
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The training step of a Llama, and the types of its arguments; no arrays are made here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -8,8 +8,6 @@ Files go through fsspec, arrays through tensorstore's own drivers; both take the
 where the store's own tools do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

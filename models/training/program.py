@@ -1,7 +1,5 @@
 """The compiled programs of a training run, of any model, and its state on the mesh."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any

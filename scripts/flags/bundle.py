@@ -1,7 +1,5 @@
 """The flags of scripts that run a bundle: which one, on which mesh, with which cache."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

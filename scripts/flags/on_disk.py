@@ -1,7 +1,5 @@
 """Flags for folders that have to be on a disk."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The run that the flags of scripts/train_llama.py ask for, and the mesh that it is on."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """The flags of scripts/train_llama.py, in groups."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from models.llama import sharding

@@ -1,7 +1,5 @@
 """What a user can mend, or does, ends a script with one message instead of a traceback."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator

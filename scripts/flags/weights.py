@@ -1,7 +1,5 @@
 """The flags of scripts/train_llama.py on models and weights in Hugging Face's format."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

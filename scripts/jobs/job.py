@@ -1,7 +1,5 @@
 """`Job`: a command on several machines, as every engine's starter takes it."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping, Sequence

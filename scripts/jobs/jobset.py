@@ -4,8 +4,6 @@ GKE tells TPU pods their numbers. GPU and CPU pods get their number from their J
 index, and process 0's name from the JobSet's own DNS names.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

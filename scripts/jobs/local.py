@@ -4,8 +4,6 @@ Each process gets its number, a coordinator and its part of the machine's device
 variables that `spmd.initialize` reads. When one fails, the others are stopped.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

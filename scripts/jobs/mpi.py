@@ -1,7 +1,5 @@
 """MPI's starter: `mpirun` (Open MPI) starts the processes, jax connects them."""
 
-from __future__ import annotations
-
 import re
 
 from scripts.jobs.job import Job

@@ -1,7 +1,5 @@
 """Slurm: a batch script for `sbatch`. Processes find each other by Slurm's own variables."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """TPU slices by their names, and the command that starts a program on all of a slice's hosts."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The batch of a function: the symbol that is the first dim of all that it takes and gives."""
 
-from __future__ import annotations
-
 from serving.bundle.function import BundleError
 from serving.bundle.manifest import Entrypoint, LeafEntry, Manifest
 from spmd.frontend.sizes import symbols_in

@@ -3,8 +3,6 @@
 Those that are not needed first are compiled behind the others, while these run already (`Behind`).
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import functools

@@ -5,8 +5,6 @@ compilation cache. Nothing is pickled, and nothing that a bundle brings along is
 written to it: the key is a digest of all that decides the result.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import dataclasses

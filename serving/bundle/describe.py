@@ -1,7 +1,5 @@
 """Functions, trees and specs as a manifest describes them."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence

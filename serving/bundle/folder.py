@@ -1,7 +1,5 @@
 """The files of a bundle: each is there, is what was written, and nothing else is."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import hashlib

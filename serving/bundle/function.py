@@ -1,7 +1,5 @@
 """What is exported: functions, the weights that they read, and the state that they share."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol, get_args
 
 import numpy.typing as npt

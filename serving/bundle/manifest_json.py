@@ -4,8 +4,6 @@ Nothing here is code, and nothing is run: names are looked up in tables, paths s
 docs/bundle.md describes every member.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """Functions over weights and a state, compiled for a mesh in this process, with no folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

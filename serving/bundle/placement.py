@@ -1,7 +1,5 @@
 """A manifest's specs on the mesh at hand."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from models.placement import Entry, Fitted, axes_of, fitted

@@ -4,8 +4,6 @@ The primary function is planned first, from the specs of the manifest. What its 
 weights and the state is given to all others.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import dataclasses

@@ -5,8 +5,6 @@
 No code of the bundle runs, and nothing is written but the cache.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import dataclasses

@@ -4,8 +4,6 @@ A pool of pages is as large as the memory allows that is left on a device beside
 of the state, and what the functions need while they run.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math

@@ -5,8 +5,6 @@ dataclasses) is an object whose names begin with a dot. So
 `{"made": Tokens(ids=.., scores=(.., ..))}` is `{"made": {".ids": 0, ".scores": [1, 2]}}`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@
 Arguments of the module that have a tensor's name are weights, all others are inputs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 import json

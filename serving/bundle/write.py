@@ -1,7 +1,5 @@
 """Writing a bundle: functions as portable StableHLO, weights beside them, all of it described."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import importlib.metadata

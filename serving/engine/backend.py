@@ -15,8 +15,6 @@ until the work is done and gives its results. Work is done in the order of the c
     tokens = [*first().drawn.ids, *second().drawn.ids]
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol

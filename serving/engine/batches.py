@@ -5,8 +5,6 @@
 A request waits for nothing but the thread: who waits when a call begins is joined to it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 

@@ -8,8 +8,6 @@ the beginning of a stop string. With the stop string "END" and the tokens " wor"
     take("NDS")     shows nothing and finishes
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

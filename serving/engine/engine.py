@@ -12,8 +12,6 @@ A lock guards the scheduler and the table of entries. Calling the backend and ma
 take long, so both happen without the lock; a request may be cancelled meanwhile.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import logging

@@ -14,8 +14,6 @@ client is who can be told apart from others, by an API key or an address. Users 
 claims, as many as it likes, so they must not gain it anything.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Generic, Protocol, TypeVar
 

@@ -8,8 +8,6 @@ tens of microseconds mostly, at times milliseconds, in which the engine's thread
 for all others. A request has one token under way at most, so each is with one thread at a time.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

@@ -3,8 +3,6 @@
 KServe's protocol has names of its own for dtypes (`DATATYPES`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 

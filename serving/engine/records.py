@@ -1,7 +1,5 @@
 """What the engine reports about itself: requests' times, device time, and its present state."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, Protocol
 
 from serving.engine.actions import Counts, EngineStep

@@ -35,8 +35,6 @@ A *guided* request waits, too, for its mask, which depends on the token that it 
     stepped, allow(B), next() -> A 15; B 6
 """
 
-from __future__ import annotations
-
 import bisect
 from array import array
 from collections import deque

@@ -1,7 +1,5 @@
 """What a model has done since the start: requests, calls, rows, and their times."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """What a reader gets of its completions: an asyncio stream of deltas, filled by another thread."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import deque

@@ -4,8 +4,6 @@ Two things hold text back. A character may be spread over several tokens, and a 
 several pieces of text; neither may be shown by half.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

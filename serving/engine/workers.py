@@ -7,8 +7,6 @@ is whose call begins next, and that calls nobody waits for do not begin. Calls t
 begin together with those behind them that fit.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Compiles grammars with llguidance, for one tokenizer."""
 
-from __future__ import annotations
-
 import functools
 import json
 import threading

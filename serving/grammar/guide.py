@@ -1,7 +1,5 @@
 """The automaton of one completion: a grammar, and how far the text has come in it."""
 
-from __future__ import annotations
-
 import llguidance
 import numpy as np
 

@@ -1,7 +1,5 @@
 """Finds the part of a JSON schema that is to blame."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

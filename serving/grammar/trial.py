@@ -8,8 +8,6 @@ whatever it does, and the next grammar gets a new one.
 Run as a program this is the process: a line of JSON comes for each grammar, and one goes back.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import subprocess

@@ -5,8 +5,6 @@ while its text is tokenized or its tensors wait, and one for each completion tha
 When all are taken the next request gets 429. No client can take them all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import ipaddress

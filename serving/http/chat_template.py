@@ -6,8 +6,6 @@ the same filters and functions as in transformers and nothing else.
     [{"role": "user", "content": "Hi"}]  ->  "<|user|>Hi<|end|><|assistant|>", for instance
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 from collections.abc import Mapping, Sequence

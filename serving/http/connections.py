@@ -1,7 +1,5 @@
 """Connections: how many an address may have, and when those end on which nothing happens."""
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 from collections import Counter

@@ -1,7 +1,5 @@
 """Reads JSON that strangers sent, and takes typed fields out of it one by one."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math

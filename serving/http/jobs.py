@@ -4,8 +4,6 @@ Which tokens a completion may have follows from grammars, allowed ids and bad wo
 it may end.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import secrets
 from collections.abc import Sequence

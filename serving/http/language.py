@@ -1,7 +1,5 @@
 """A model that was loaded; a language model, with all that its requests need."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Mapping

@@ -3,8 +3,6 @@
 How it is reached: TLS, proxies, pages of other sites, and where its traces go.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import ipaddress
 import re

@@ -1,7 +1,5 @@
 """What the server writes to stderr: lines for people, or one JSON object a line for machines."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

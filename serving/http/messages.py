@@ -1,7 +1,5 @@
 """The messages of a chat, checked; calls of tools in them have their arguments as objects."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

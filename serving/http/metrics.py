@@ -1,7 +1,5 @@
 """Metrics for Prometheus, under vLLM's names where vLLM has them, so that its dashboards fit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric

@@ -1,7 +1,5 @@
 """OpenAI's endpoints: `/v1/models`, `/v1/completions`, `/v1/chat/completions`."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import re

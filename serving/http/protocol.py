@@ -4,8 +4,6 @@ Unknown fields are ignored, and named in a header of the answer. Fields that wou
 but are not supported are refused by name: an answer that silently left them out would be wrong.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What all handlers need of HTTP: bounded bodies, API keys, clients that hang up, event streams."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hmac

@@ -1,7 +1,5 @@
 """What the server serves, and its status: loading, ready, draining or failed."""
 
-from __future__ import annotations
-
 import functools
 import time
 from typing import Literal

@@ -1,7 +1,5 @@
 """The form that a text has to have: `response_format`, and vLLM's `structured_outputs`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Metrics that do not depend on the kind of model: what HTTP was asked for, and how it ended."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest

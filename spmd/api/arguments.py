@@ -1,7 +1,5 @@
 """What a call gives for a function's parameters, and where users say that it lies on the mesh."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import operator

@@ -5,8 +5,6 @@ runs what it finds; only a call of a new kind comes to us. That is not public in
 that we use is in this file. Where a version of jax lacks it, every call goes the way of a new kind.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

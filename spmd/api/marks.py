@@ -1,7 +1,5 @@
 """Marks: how users say where a tensor lies on a mesh, inside traced code and outside of it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType

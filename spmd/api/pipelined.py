@@ -12,8 +12,6 @@ With V = 1 that is GPipe's schedule; with more, stage 0 goes on with what the la
 step before, which is the next chunk's input (interleaved: Narayanan et al. 2021).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """StableHLO modules that any framework wrote, compiled like functions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

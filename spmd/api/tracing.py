@@ -1,7 +1,5 @@
 """A function and the arguments of a call -> a request to the compiler."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Mapping, Sequence

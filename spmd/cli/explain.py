@@ -16,8 +16,6 @@ Examples:
 Exit status: 0, or 2 for flags, files and specs that cannot be used.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

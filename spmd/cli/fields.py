@@ -8,8 +8,6 @@ profile: ProfileRange | None = field(          type: the function
 default=None, metadata=read_by(ProfileRange.parse))
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import types

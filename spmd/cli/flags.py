@@ -5,8 +5,6 @@ opposite `--noscan`, or `--no_scan`. Flags that cannot be read end a program wit
 code 2.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

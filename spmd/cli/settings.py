@@ -11,8 +11,6 @@ A file becomes flags, which are read as those of the command line are. A value i
 written: YAML 1.1 on its own would read `1e-4` as text, `10:13` as the number 613, `off` as false.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Meshes and specs as flags spell them."""
 
-from __future__ import annotations
-
 import os
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence

@@ -12,8 +12,6 @@ Examples:
 Exit status: 0 if every result agrees, 1 if one differs, 2 if there is nothing to compare.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Sequence

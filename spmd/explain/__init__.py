@@ -1,7 +1,5 @@
 """Reports on a plan: as text and as a page, of one value, and of two plans side by side."""
 
-from __future__ import annotations
-
 from typing import Any
 
 __all__ = ["diff"]

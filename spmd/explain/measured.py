@@ -1,7 +1,5 @@
 """`Measured`: what a run was predicted to take, beside what it took."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple

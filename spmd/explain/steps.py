@@ -4,8 +4,6 @@ Of pipelines: their steps, what of them is idle, what is sent and held. Of rings
 come in pieces that go round, and which could; what the planner weighed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Reports as text: about a program, whole or in short, about one value, and about two plans."""
 
-from __future__ import annotations
-
 import difflib
 import fnmatch
 import re

@@ -4,8 +4,6 @@ Format: Trace Event Format (Google), complete events (`ph` X) with times in micr
 is what was predicted or measured, a thread is a lane of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Writes JAX functions and modules as portable StableHLO artifacts, and counts their calls."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

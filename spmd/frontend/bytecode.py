@@ -5,8 +5,6 @@ diagnostic that is not UTF-8), reads out of bounds, or never ends. So another pr
 prints text, which this one reads with a parser that survives wrong input.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math

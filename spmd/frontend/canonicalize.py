@@ -10,8 +10,6 @@ before: `%2 = stablehlo.dynamic_reshape %x, %shape : tensor<2x12xf32>`
 after:  `%2 = stablehlo.reshape %x : tensor<2x12xf32>`
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -14,8 +14,6 @@ results, are a row, too, if they are of one kind. No op of a lane may need one o
 `spmd.planning.stacks` decides which rows are worth it.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property

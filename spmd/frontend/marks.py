@@ -1,7 +1,5 @@
 """Collects the marks of the module and of users' specs, and checks them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from spmd.errors import SpecError

@@ -41,8 +41,6 @@ The plan shards them. They are placed once, when the program is compiled, and pa
 (`spmd.lowering.execute`). Constants inside a manual region are of one device, and stay there.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple

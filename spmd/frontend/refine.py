@@ -8,8 +8,6 @@ with symbolic dims. `jax.extend.mlir.refine_polymorphic_shapes` is the same in o
 composites.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import itertools

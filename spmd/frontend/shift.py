@@ -12,8 +12,6 @@ does after. The select leaves out what f makes of the padding. Where the dim is 
 gained: GPUs take 1.1 to 1.5 times as long for such a scan of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

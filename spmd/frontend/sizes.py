@@ -3,8 +3,6 @@
 Dims are written as jax prints those of `jax.export.symbolic_shape`.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence

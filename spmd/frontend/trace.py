@@ -1,7 +1,5 @@
 """Traces JAX functions and lowers them to StableHLO modules, on no device at all."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -16,8 +16,6 @@ residuals, where remat reads them, wait for its cotangents behind a barrier:
     %x1, %g1 = optimization_barrier %x, %g; %y1 = tanh %x1    // `tanh %x` was computed before
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 `Index` computes each of these tables once for a program, when it is first asked for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property

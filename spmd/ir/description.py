@@ -4,8 +4,6 @@ Modules of `spmd.ir.dialect` write the descriptions. Other code asks for a trait
 (`op.kind.about.is_elementwise`), or, where it means one op alone, for its name (`BROADCAST`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum

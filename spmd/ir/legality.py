@@ -4,8 +4,6 @@ A failure is a bug of the stage before, never the user's fault. Everything takes
 to the number of ops, so tests check every stage always.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 

@@ -1,7 +1,5 @@
 """Minimum cuts: the cheapest edges to cut so that nothing leads from the source to the sink."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import numpy as np

@@ -4,8 +4,6 @@
 which modules that were exported still have.
 """
 
-from __future__ import annotations
-
 import re
 from types import MappingProxyType
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Helpers that rewrite a program op by op; `remove_dead` and `dedupe` clean up after rewrites."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 

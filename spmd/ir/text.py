@@ -14,8 +14,6 @@ Value numbers are kept, so that texts of one program at several stages can be la
 What follows `//` is for people and is not read back.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence

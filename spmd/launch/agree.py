@@ -3,8 +3,6 @@
 They use the key-value store alone: where something differs, a device collective would hang.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -4,8 +4,6 @@ Where a process belongs is taken from the arguments, then from the environment t
 set, then from the cluster that jax recognises (Slurm, Cloud TPU, GKE, Open MPI, ...).
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import signal

@@ -5,8 +5,6 @@ one expects another number of processes. So they first meet at the coordinator's
 who it is and what it runs, process 0 answers all of them at once, and whoever is told no raises.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

@@ -11,8 +11,6 @@ If process 0 dies the store dies with it, and jax's client aborts within millise
 that into a message and the same exit code.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -3,8 +3,6 @@
 jax keeps the client of this service to itself; this file is the only one that reaches for it.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 run on any Linux machine. Without a GPU XLA does not try out which of several kernels is fastest.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import os

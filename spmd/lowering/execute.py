@@ -4,8 +4,6 @@ So dispatch, donation, multi-process arrays, the compilation cache, profiling an
 jax's own. The module is merged into the surrounding one when jax lowers the primitive.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -13,8 +13,6 @@ before: `%3 = dynamic_slice %2, %1; %4 = spmd.local_slice %3`
 after:  `%3 = dynamic_slice %2, clamp(0, %1, last); %4 = dynamic_slice %3, ...`
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from spmd.ir.control_flow import producers_of

@@ -1,7 +1,5 @@
 """Checks of a local program and its collectives, as a table of small functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from spmd.ir.dialect.builder import AXIS_INDEX, LOCAL_SLICE

@@ -5,8 +5,6 @@ visible, from the copy that costs least to reshard. Values that are cheap to com
 in every sharding wanted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

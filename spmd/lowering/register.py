@@ -1,7 +1,5 @@
 """`register_rule`, `register_composite`: users teach the compiler ops that it does not know."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Compiler options for XLA that are set unless the user sets them; each was measured."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

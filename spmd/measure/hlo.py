@@ -3,8 +3,6 @@
 Grammar: XLA's `hlo_parser.cc`. Attributes stay text, which the functions below search on demand.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ the name scope and the source line of an op of ours in the metadata of what it m
 how an op of its optimized module is found again in our program.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Sequence

@@ -8,8 +8,6 @@ A step is what happens between the two ends of an annotation on the host. Where 
           names the op that launched it, but in a CUDA graph; `labels.Order` finds those.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 import tempfile

@@ -1,7 +1,5 @@
 """Turns users' meshes and partition specs into `spmd`'s, and shardings back into jax's."""
 
-from __future__ import annotations
-
 import difflib
 import fnmatch
 from collections.abc import Iterable, Sequence

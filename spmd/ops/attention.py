@@ -11,8 +11,6 @@ NVIDIA GPUs, the splash kernel on TPUs, and `attention_reference` everywhere els
 and dtypes that a kernel does not take. Under plain `jax.jit` composites are their reference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, get_args

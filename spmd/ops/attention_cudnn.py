@@ -7,8 +7,6 @@ for all heads. Beside a bias the kernel takes no window: then that is in the bia
 else there is `attention_reference`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

@@ -6,8 +6,6 @@ does Llama 3's context parallelism (Llama team, *The Llama 3 Herd of Models*, 20
 Brandon et al., *Striped Attention* (2023), balance by single tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

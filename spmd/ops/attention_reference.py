@@ -6,8 +6,6 @@ and the gradient computes a block's scores again from the logsumexp that the for
 (Dao et al. 2022, without the blocks of keys).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

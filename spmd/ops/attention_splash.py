@@ -4,8 +4,6 @@ It takes sequences and heads that its blocks divide. A causal mask is over whole
 of the queries does not know at compile time where it is, so that is left to `attention_reference`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

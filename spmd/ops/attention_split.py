@@ -23,8 +23,6 @@ In the gradient what pieces owe to their keys and values goes round with them, a
 It goes the other way round, so that no piece of the forward pass is held for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from spmd.ir.dialect.composites import PREFIX, arguments_of

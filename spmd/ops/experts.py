@@ -22,8 +22,6 @@ The planner takes what is fastest. Of N devices with as many rows each, a gather
 these, an exchange C times, less what stays: it is for more devices than choices.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

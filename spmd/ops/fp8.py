@@ -16,8 +16,6 @@ Plain ops, no composite: XLA makes the product one call of cuBLASLt, and lays it
 the summed dim minor, as that wants them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple

@@ -12,8 +12,6 @@ and GPUs multiply 8-bit floats with each other: rows are rounded to those, too, 
 its own. Everywhere else it is matrix products of `x` as it is.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -18,8 +18,6 @@ with PagedAttention* (2023); chunks beside decoding rows those of Agrawal et al.
 throughput-latency tradeoff in LLM inference with Sarathi-Serve* (2024).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

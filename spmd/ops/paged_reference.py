@@ -3,8 +3,6 @@
 Shapes are in the names, as in `spmd.ops.paged`; T positions that a slot's table reaches (M * P).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -13,8 +13,6 @@ reading them for one as few as there are.
 jax 0.11 still has Pallas's Triton backend, and deprecates it: what follows is Mosaic GPU.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any, NamedTuple

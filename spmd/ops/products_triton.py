@@ -4,8 +4,6 @@ Shapes are in the names: B, R rows; O, I a weight's outputs and inputs; E groups
 rows.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

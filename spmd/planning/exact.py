@@ -6,8 +6,6 @@ arithmetic that does not wait for it. So several plans are proposed, at differen
 communication, and of these the one is taken whose program is predicted to be the fastest.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

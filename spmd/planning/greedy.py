@@ -9,8 +9,6 @@ partitioner will keep: which copies of a value exist where, and from which of th
 made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What must hold of every plan, as a table of small checks: the partitioner relies on all of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from spmd.ir.dialect.registry import rule_of

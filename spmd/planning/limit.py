@@ -6,8 +6,6 @@ values further (those pay that have been alive at the peak of a plan that was to
 recomputing them rather than holding them (remat, `spmd.lowering.recompute`). Both are tried.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

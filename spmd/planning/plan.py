@@ -1,7 +1,5 @@
 """`Plan`: what the planner decided. The partitioner reads nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

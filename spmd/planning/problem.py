@@ -1,7 +1,5 @@
 """`Problem`: what a planner is given, and what arguments and results may be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property

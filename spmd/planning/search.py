@@ -4,8 +4,6 @@ Whatever the compiler weighs is judged here, by the predicted seconds of one run
 one device: plans, prices of memory, forms of a program, schedules of pipelines, meshes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, Protocol, TypeVar

@@ -13,8 +13,6 @@ So where a stack begins and ends is a minimum cut through a row of ops. It decid
 no more: the planner splits the stacked program as it finds best, and its timeline decides.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate

@@ -8,8 +8,6 @@ around are one *class*: the layers of an unrolled network share their decisions,
 much time as it has different parts. Colours are refined as in Weisfeiler and Leman 1968.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cache

@@ -4,8 +4,6 @@ The table says what XLA's buffer assignments show. CPUs are the backend on which
 are compared with XLA's figures for every program (`benchmarks/memory.py`).
 """
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from typing import Literal, NamedTuple
 

@@ -10,8 +10,6 @@ arguments are overwritten by the results of the same type. The place of a result
 result is made: other values lie there before.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -12,8 +12,6 @@ that a backend waits for (`Backend.waits_for`) take the lane of arithmetic, too.
 
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Projection: from the axes of dims to the axes of factors, and back."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -10,8 +10,6 @@ among them. As carries they would need a sharding and memory; as cheap values th
 every use gets a copy in the sharding that it wants, so they constrain no plan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from spmd.ir.control_flow import producers_of

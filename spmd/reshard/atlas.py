@@ -8,8 +8,6 @@ A *unit* is an axis, or the part of one behind equal links; of a mesh of few ato
 *node* says in which order units split each dim, and which are partial; steps move whole units.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ in MPICH" (bytes of the bandwidth-optimal, steps of the latency-optimal algorith
 2021, "Memory-efficient array redistribution through portable collective communication".
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple

@@ -14,8 +14,6 @@ reductions of partial values and the links of the machine are part of the same s
     mask                  nothing is sent: one term keeps the value, the others become 0
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

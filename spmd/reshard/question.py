@@ -21,8 +21,6 @@ Example, on the mesh `data=4, model=2`, whose atoms are 0 and 1 (`data`) and 2 (
   `[{}, {x}]`.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence

@@ -3,8 +3,6 @@
 Rules say how they are split. What a call is given besides tensors is a constant of its program.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A torch module as a pure function: of jax, as StableHLO; and functions of jax inside of one."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ torchax 0.0.13 was written for an older PyTorch than 2.13: it asks for overloads
 gone, and registers a decomposition that PyTorch has now. Both are mended here, while it is loaded.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from importlib import metadata

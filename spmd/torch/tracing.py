@@ -6,8 +6,6 @@ numbers come from a key that is an argument, and tensors made without a device, 
 attribute, mix with those that are traced.
 """
 
-from __future__ import annotations
-
 import functools
 import sysconfig
 import threading

@@ -5,8 +5,6 @@ On GPUs:
     SPMD_TEST_PLATFORM=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false pytest -n 8 tests/accelerators
 """
 
-from __future__ import annotations
-
 import dataclasses
 import zlib
 from collections.abc import Callable, Iterator

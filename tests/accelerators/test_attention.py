@@ -5,8 +5,6 @@ On GPUs:
     SPMD_TEST_PLATFORM=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false pytest tests/accelerators/test_attention.py
 """  # noqa: E501
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

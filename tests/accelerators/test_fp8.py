@@ -3,8 +3,6 @@
 SPMD_TEST_PLATFORM=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false pytest tests/accelerators/test_fp8.py
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -3,8 +3,6 @@
 See `test_attention.py` for the command.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

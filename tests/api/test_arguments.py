@@ -1,7 +1,5 @@
 """What is told from the types and names of arguments alone."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

@@ -1,7 +1,5 @@
 """What goes into a compiled program and comes out: key arrays, meshes of jax."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

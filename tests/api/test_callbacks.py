@@ -1,7 +1,5 @@
 """Python functions that a partitioned program calls: once, in order, with whole values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

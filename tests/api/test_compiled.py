@@ -1,7 +1,5 @@
 """Compiled programs: creating their arguments."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

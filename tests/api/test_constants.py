@@ -1,7 +1,5 @@
 """Arrays that a function closes over: they lie in pieces, and nobody passes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

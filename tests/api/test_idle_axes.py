@@ -1,7 +1,5 @@
 """A mesh of which an axis is not used."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`spmd.jit` as a user meets it: static arguments, caches, donation, where the mesh comes from."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Marks on arrays, structs and tracers."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -4,8 +4,6 @@ Each case is a function of `jit`, which is `jax.jit`, or `spmd.jit` with nothing
 placed on a mesh, so that no mesh need be named.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

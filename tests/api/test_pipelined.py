@@ -1,7 +1,5 @@
 """Pipelines over stages: values and gradients are those of a scan over layers, on any mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Specs of arguments and results, as `spmd.jit` takes them."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from typing import Any

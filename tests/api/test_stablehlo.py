@@ -1,7 +1,5 @@
 """Modules that were handed in as they are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

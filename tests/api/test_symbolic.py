@@ -1,7 +1,5 @@
 """Modules that `jax.export` wrote with symbolic dims, and others with dynamic ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

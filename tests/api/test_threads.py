@@ -1,7 +1,5 @@
 """Several threads that compile at once."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

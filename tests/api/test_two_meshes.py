@@ -1,7 +1,5 @@
 """Programs with marks on several meshes over the same devices."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

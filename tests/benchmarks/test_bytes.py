@@ -1,7 +1,5 @@
 """The benchmark of communication: what it reads from two partitioners on programs done by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Experts over many TPUs: layers written by hand, and what their kernels count as."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

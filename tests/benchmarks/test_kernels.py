@@ -1,7 +1,5 @@
 """Kinds of kernels of a step, and the peer's model that they are compared with."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

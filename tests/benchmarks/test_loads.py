@@ -1,7 +1,5 @@
 """Loads on the project's server, with a tiny model: a process, several clients, a table."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

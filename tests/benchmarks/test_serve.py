@@ -1,7 +1,5 @@
 """benchmarks/serve.py against the fake, and against servers that cheat."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """Benchmarks at small sizes: the rows of their tables; without a compiler where it is not here."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loads: what is asked, in which words, the seconds that it takes at least, and unused ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

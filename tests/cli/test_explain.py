@@ -1,7 +1,5 @@
 """`spmd-explain`: a StableHLO file in, an explanation out, on no device at all."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`spmd-verify`: a StableHLO file, partitioned, beside itself on one device."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Whether two results are the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

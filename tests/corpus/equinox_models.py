@@ -1,7 +1,5 @@
 """Models of equinox's layers, written for one example and mapped over the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

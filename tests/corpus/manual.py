@@ -3,8 +3,6 @@
 The other axes of the mesh are free: the batch is marked, and the rest is the compiler's.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

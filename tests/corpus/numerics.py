@@ -1,7 +1,5 @@
 """jax.numpy beyond networks: linear algebra, einsums, sorting, indexing, scans, control flow."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

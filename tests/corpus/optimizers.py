@@ -1,7 +1,5 @@
 """One step of every optax optimizer that a learning rate is enough for, and of chains."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable

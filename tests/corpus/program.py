@@ -1,7 +1,5 @@
 """What a program of the corpus is, and how its arguments are marked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The table of the corpus's programs. `python -m tests.corpus.programs` prints it, a line each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

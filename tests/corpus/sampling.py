@@ -1,7 +1,5 @@
 """jax.random with every key implementation: the same bits, whatever the sharding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Scientific programs of jax's own libraries: equations, optimization, signals, small types."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Sequence models in plain jax: recurrent, spectral, mixtures of experts, state space, bf16."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Programs that nobody wrote for this compiler: partitioned equals `jax.jit`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any

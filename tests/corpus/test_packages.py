@@ -1,7 +1,5 @@
 """Models and training steps of other people's packages: partitioned equals `jax.jit`."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.corpus.packages.catalog import MODULES, entries

@@ -1,7 +1,5 @@
 """Pieces that the corpus's models share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

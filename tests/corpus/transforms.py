@@ -1,7 +1,5 @@
 """jax's transformations of a small sharded network."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Convolutional networks in plain jax.lax."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

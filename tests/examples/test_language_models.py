@@ -3,8 +3,6 @@
 `tests/test_examples.py` runs each of them always, with one prompt.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

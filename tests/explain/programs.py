@@ -1,7 +1,5 @@
 """Programs whose reports several tests read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

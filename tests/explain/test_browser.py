@@ -1,7 +1,5 @@
 """The report in a real browser: it needs nothing from outside, sorts, filters, has its charts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A mark that costs much is named in a warning and in the summary; others are not."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from typing import Any

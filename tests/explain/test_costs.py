@@ -1,7 +1,5 @@
 """What a report opens with: the largest costs, in text, on the page and in a notebook."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What reports say of pipelines over stages, in text and as a picture."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

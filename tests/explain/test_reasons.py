@@ -1,7 +1,5 @@
 """What collectives, marks and prices say: sentences that name the user's own lines and values."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from typing import Any

@@ -1,7 +1,5 @@
 """What reports say of attention whose keys go round a ring of devices, or could."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is scattered into zeros and added to a sum is scattered into the sum: the same numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """What talks to Python: callbacks become calls by number, what needs none of them runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

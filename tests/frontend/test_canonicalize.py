@@ -1,8 +1,6 @@
 """Canonicalization: what the rewritten programs look like. That they compute the same is tested
 by `tests/ir/dialect/test_rules_execute.py`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

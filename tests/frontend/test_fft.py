@@ -1,7 +1,5 @@
 """FFTs of several dims: planned one dim at a time, and one op again where nothing is exchanged."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Modules that somebody damaged or made up: an error of ours, soon, and the process lives on."""
 
-from __future__ import annotations
-
 import io
 import random
 import time

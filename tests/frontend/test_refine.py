@@ -1,7 +1,5 @@
 """Modules with dynamic shapes, at static ones: as if they had been exported so."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Ops of several results that have nothing to do with each other: planned apart, run as written."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Modules with shardings at every stage of Shardy's life, and of GSPMD: the same numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple

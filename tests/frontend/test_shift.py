@@ -1,7 +1,5 @@
 """A head is chosen, not joined, where that sends less; and values stay the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

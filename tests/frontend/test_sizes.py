@@ -1,7 +1,5 @@
 """Dims as jax prints them have the sizes that jax says."""
 
-from __future__ import annotations
-
 import jax
 import pytest
 from jax import export

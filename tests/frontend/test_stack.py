@@ -1,7 +1,5 @@
 """Stack: equal work that is done at once computes what it did, and only what is independent is."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sums over flattened tensors: nothing is gathered for them, and they are what they were."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

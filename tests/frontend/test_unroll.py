@@ -1,7 +1,5 @@
 """Unroll: loops that are written out compute what they did."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from typing import Any

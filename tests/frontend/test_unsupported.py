@@ -1,7 +1,5 @@
 """Every op that the importer refuses: one clear error that says why and what to do instead."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -3,8 +3,6 @@
 The program is text, so that what runs, what is shrunk and what a reproducer file holds are one.
 """
 
-from __future__ import annotations
-
 import functools
 import textwrap
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Runs a fuzz case: `spmd.jit` against `jax.jit`; tells errors from ill-conditioned programs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

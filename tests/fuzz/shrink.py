@@ -1,7 +1,5 @@
 """Makes a failing case small: tries simpler cases as long as they fail in the same way."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What fuzzing found, each in its smallest form."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

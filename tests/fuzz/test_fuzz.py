@@ -1,7 +1,5 @@
 """A short fuzz that repeats itself exactly; `tools/run fuzz` is the long one."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 

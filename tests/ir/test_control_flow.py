@@ -1,7 +1,5 @@
 """The whole program is indexed once, however many stages ask."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

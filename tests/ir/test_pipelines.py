@@ -1,7 +1,5 @@
 """Figures of pipelines: what each stage works on in each step."""
 
-from __future__ import annotations
-
 import pytest
 
 from spmd.ir.pipelines import Pipeline

@@ -1,7 +1,5 @@
 """Reads the text form of a program that `spmd.ir.text` writes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar

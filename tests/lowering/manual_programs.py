@@ -4,8 +4,6 @@ Each is made for a mesh of jax; `x` is its first axis. `PROGRAMS` names them, `M
 of what jax itself does not write on a CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Programs for machines that are not here: planned anywhere, compiled where their compiler is."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

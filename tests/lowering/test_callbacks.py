@@ -1,7 +1,5 @@
 """Callbacks in one device's program: on which device, linked in which order, kept by rewrites."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

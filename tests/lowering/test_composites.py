@@ -1,7 +1,5 @@
 """Registered composites: whole up to emission, then a kernel or what they are made of."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

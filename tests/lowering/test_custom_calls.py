@@ -1,7 +1,5 @@
 """The page about kernels of one's own, run: its C++ is compiled, its Python executed."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import subprocess

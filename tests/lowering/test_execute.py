@@ -1,7 +1,5 @@
 """Emitted programs as plain data: compiled without the compiler's other results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

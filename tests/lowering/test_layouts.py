@@ -1,7 +1,5 @@
 """Layouts: what is handed from step to step lies in memory as its collectives want it."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Manual regions: programs with `jax.shard_map`, partitioned, against plain `jax.jit`."""
 
-from __future__ import annotations
-
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Custom calls of users: a registered rule, and a registered local lowering, run."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Options for XLA."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

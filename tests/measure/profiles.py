@@ -1,7 +1,5 @@
 """Profiles written by hand: the planes, lines and events that jax records, as text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple

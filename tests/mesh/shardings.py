@@ -1,7 +1,5 @@
 """Shardings from their text form, and where the pieces that they make begin."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

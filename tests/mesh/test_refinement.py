@@ -1,7 +1,5 @@
 """Axes of one mesh in the atoms of another."""
 
-from __future__ import annotations
-
 import math
 from itertools import permutations
 

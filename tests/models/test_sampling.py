@@ -1,7 +1,5 @@
 """Drawing tokens: filters beside transformers', distributions beside their definition."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Attention against a plain softmax: values and gradients, alone and split in every way."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

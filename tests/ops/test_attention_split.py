@@ -1,7 +1,5 @@
 """Attention with a sequence split, gathered and round a ring: values and gradients."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

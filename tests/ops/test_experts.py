@@ -1,7 +1,5 @@
 """A mixture of experts against a loop over them: values and gradients, alone and split."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

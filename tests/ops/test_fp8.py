@@ -1,7 +1,5 @@
 """Products of 8-bit floats: against float32, their scales against numpy, and split over devices."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

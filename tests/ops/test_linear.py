@@ -1,7 +1,5 @@
 """Products with few rows, against plain arithmetic: alone, split in every way, and as kernels."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 from typing import Any

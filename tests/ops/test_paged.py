@@ -1,7 +1,5 @@
 """A cache in pages, against loops over rows: alone, split, in place, and as kernels."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import itertools

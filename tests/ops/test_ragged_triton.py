@@ -1,7 +1,5 @@
 """Products by group, step by step in jax, beside `jax.lax.ragged_dot`: values and gradients."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

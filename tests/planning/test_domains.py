@@ -1,7 +1,5 @@
 """What ops choose from: sums flow only where they arrive, and scalars are paid for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The exact planner: its network says what its plan costs, and no plan it knows is cheaper."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Factors that atoms of others may split, too: which assignments are legal, and what they cost."""
 
-from __future__ import annotations
-
 import pytest
 
 import spmd

@@ -1,7 +1,5 @@
 """Memory limits: plans keep to them, or an error names the least that was found."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Maxima stay terms for as long as they are only moved or compared, and are exchanged once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

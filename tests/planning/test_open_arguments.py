@@ -1,7 +1,5 @@
 """Arguments that nobody marked: how they lie is weighed with everything else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

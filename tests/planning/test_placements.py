@@ -1,7 +1,5 @@
 """Every placement: marks added by hand make no plan faster, by predicted time."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Factors whose pieces may go round: which assignments are legal, found, and what they cost."""
 
-from __future__ import annotations
-
 import pytest
 
 import spmd

@@ -1,7 +1,5 @@
 """The one search: the fastest that fits, what candidates have to win, and what is said of them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import pytest

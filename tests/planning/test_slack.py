@@ -1,7 +1,5 @@
 """Slack: what a device computes between making a value and reading it."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The solver of cost networks, beside every joint state of small random networks."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

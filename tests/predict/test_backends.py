@@ -1,7 +1,5 @@
 """What a prediction may fill of a device's memory."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

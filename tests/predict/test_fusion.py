@@ -1,7 +1,5 @@
 """What accelerators store: what is wide, and what stands behind a barrier."""
 
-from __future__ import annotations
-
 import pytest
 
 from spmd.ir.dialect.builder import Builder

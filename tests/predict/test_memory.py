@@ -1,7 +1,5 @@
 """What the prediction of a device's memory says, on programs small enough to count by hand."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One judge: what an op takes is the same for all who weigh it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The predicted schedule on hand-made local programs: what hides behind what."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -6,8 +6,6 @@ the module by position. A value that one side lacks is left out: Shardy folds an
 we rewrite some ops on the way in.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -8,8 +8,6 @@ none of which is disputed, is *necessary*: there is one source, nobody else want
 propagation has to find it.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import deque

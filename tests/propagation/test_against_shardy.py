@@ -1,7 +1,5 @@
 """Our propagation beside Shardy's: what follows by necessity agrees, what differs has a reason."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from pathlib import Path
 

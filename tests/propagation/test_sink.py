@@ -1,7 +1,5 @@
 """Carries that a loop does not change and could make itself."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """One object answers what reshards cost: equals, no way at all, and what manual regions hold."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """scripts/serve: what its flags become."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

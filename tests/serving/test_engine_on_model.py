@@ -1,7 +1,5 @@
 """The engine over a real model in a small pool: shared pages and preemptions change no token."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """How the server starts: what it imports, and which golden prompts pass, are close, or stop it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

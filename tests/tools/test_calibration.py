@@ -1,7 +1,5 @@
 """Calibration: the fit finds what made the times, and the command writes a topology that loads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkouts side by side: what counts as equal, cheaper and dearer, a real run; and their size."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a run enters is counted, on all of its threads; what it takes to prepare is not."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The tool that looks for marks which make plans faster: what it draws, and what it says."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -3,8 +3,6 @@
 `scripts/check` builds the site strictly, so that a link to nowhere fails there.
 """
 
-from __future__ import annotations
-
 import re
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`verify`: both programs on the same arguments, and the first op that is wrong by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ A row is a token: of a slot that decodes, or of a chunk of a prompt. Shapes are 
 `models.llama.model`, and X is the number of rows, of all groups together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

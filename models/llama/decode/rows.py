@@ -1,7 +1,5 @@
 """A Llama as the functions of `models.decode` want it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

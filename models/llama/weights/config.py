@@ -5,8 +5,6 @@ either supported or an error. Only keys that are known to change nothing are ign
 families apart is in `families.py`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Files are written one after the other, into a folder with a temporary name. If t
 run again after a stop, complete files are kept. The folder gets its name when all are complete.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -13,8 +13,6 @@ Beside the sizes that all have there are
 Biases of an MLP, and layers of several kinds, no family has.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ the tensors of each. Files are memory-mapped, so reading a slice reads only its 
 an object store are read by ranges (`ranged.py`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -4,8 +4,6 @@ It has parameters only. Fresh optimizer state is mostly zeros: saving it would t
 would fix the optimizer, its options and a dtype before anyone has chosen them. The run makes it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -3,8 +3,6 @@
 Each process reads the slices that its own devices hold, one at a time. Saving is in `save.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -7,8 +7,6 @@ layers/0/mlp/experts/up_proj/weight     model.layers.0.mlp.experts.0.up_proj.wei
 (E, out, in)                            model.layers.0.mlp.experts.1.up_proj.weight, ...
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

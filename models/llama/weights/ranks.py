@@ -12,8 +12,6 @@ heads and its own part of the MLP, and the sum over ranks is what the whole mode
 et al. 2019, section 3). With more ranks than key heads, several ranks have the same key head.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

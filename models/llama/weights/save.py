@@ -1,7 +1,5 @@
 """Saves a Llama as a Hugging Face checkpoint; gathers and writes tensor by tensor."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """Where a Llama's tensors come from: files, a checkpoint of training, or chance."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

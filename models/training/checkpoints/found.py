@@ -4,8 +4,6 @@ A run may be writing to the folder at the same time: a checkpoint that it is sti
 another name until it is complete, and is not seen.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

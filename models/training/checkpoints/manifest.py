@@ -3,8 +3,6 @@
 {"schema": 1, "files": {"meta.json": {"bytes": 2184, "sha256": "9f86d0..."}, ...}}
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import hashlib
 import json

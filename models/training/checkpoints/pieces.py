@@ -1,7 +1,5 @@
 """Saves arrays that are read while they are written, piece by piece: none is whole in memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ Any mesh can restore any checkpoint. If the chunks are the pieces of its devices
 no more than it needs. Arrays are copied piece by piece.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -12,8 +12,6 @@ is there: it is written after all else, and removed before all else. What is cop
 reads. Its format is no public promise: `pyproject.toml` has the releases of which that is tested.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import json

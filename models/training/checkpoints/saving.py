@@ -1,7 +1,5 @@
 """How orbax is set up here, and the thread that waits for a save."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence

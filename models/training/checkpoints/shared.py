@@ -1,7 +1,5 @@
 """Whether all processes see one folder: each writes its part of a checkpoint there."""
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import socket

@@ -7,8 +7,6 @@ of shapes, dtypes and specs that a person can read.
     stacked     layers/mlp/up_proj/weight (L, M, H)
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Processes that save together: all wait for each other, and all hear at once if one failed."""
 
-from __future__ import annotations
-
 import itertools
 import time
 

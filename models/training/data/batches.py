@@ -1,7 +1,5 @@
 """The batches of a run: packed tokens, of which a host reads its rows, or what a function makes."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """What stands before a text: when a model goes on with a prompt, and as it was in training."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from collections.abc import Iterator

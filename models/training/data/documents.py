@@ -10,8 +10,6 @@ separators, Parquet between row groups. A document belongs to the piece in which
 Compressed files (.gz, .zst) are one piece, since they can only be read from their beginning.
 """
 
-from __future__ import annotations
-
 import codecs
 import dataclasses
 import gzip

@@ -1,7 +1,5 @@
 """Finds the files that a user names."""
 
-from __future__ import annotations
-
 import glob
 from collections.abc import Sequence
 from pathlib import Path

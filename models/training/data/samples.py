@@ -4,8 +4,6 @@ There is no state, such as a position in a file or a random generator. A run tha
 1000, or on another number of hosts, sees the same batches as one that never stopped.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

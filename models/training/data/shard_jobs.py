@@ -3,8 +3,6 @@
 A shard whose record is in the folder is done, and is not made again.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import concurrent.futures.process
 import dataclasses

@@ -4,8 +4,6 @@
 makes batches of them, `loader` brings batches to the devices.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sysconfig

@@ -1,7 +1,5 @@
 """Opens a folder of tokens, whose files are those of `shard_writer.py`."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

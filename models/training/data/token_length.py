@@ -5,8 +5,6 @@ falls back to bytes. There is none where unknown characters become one token or 
 are dropped, or where a token takes the blanks beside it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 NFC = 4

@@ -8,8 +8,6 @@ stopped and continued leaves the same files as one that was not.
     00001.tokens.bin.4711.unfinished                        made again by the next run
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import itertools

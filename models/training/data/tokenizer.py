@@ -1,7 +1,5 @@
 """Text <-> token ids: by plain bytes, or by any `tokenizer.json` of Hugging Face's tokenizers."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

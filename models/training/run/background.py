@@ -1,7 +1,5 @@
 """Sinks on threads of their own: a disk that is full, slow or gone never stops or slows a run."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import sys

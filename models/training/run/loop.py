@@ -7,8 +7,6 @@
 Reading metrics waits for the device. One step late, the device has its next step by then.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """Rates of a training step: tokens per second, model FLOPs utilization (MFU), memory."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType

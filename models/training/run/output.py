@@ -1,7 +1,5 @@
 """What a run says, and the files that it writes for people: numbers, the report, its end."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How a run begins: agreed on, watched, its folder open, at a checkpoint or anew."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

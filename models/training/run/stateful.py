@@ -1,7 +1,5 @@
 """`Stateful`: parameters, and what a model keeps from step to step without its being trained."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

@@ -1,7 +1,5 @@
 """The training step: gradients summed over microbatches, a guard against NaN, and the update."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """`POST /v2/models/{model}/infer`: a request is read, its tensors run, and its answer written."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What is said of the one model: which it is, its tensors, its configuration, its statistics."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from starlette.requests import Request

@@ -1,7 +1,5 @@
 """The paths below `/v2`."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections.abc import Awaitable, Callable
 

@@ -1,7 +1,5 @@
 """The tools of a request: `tools`, `tool_choice`, `parallel_tool_calls`."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

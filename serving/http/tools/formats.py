@@ -6,8 +6,6 @@ mistral   [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]
 mistral_args    [TOOL_CALLS]add[ARGS]{"a": 1}
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import secrets

@@ -1,7 +1,5 @@
 """The grammar of calls that fit their tools, in the format of the model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

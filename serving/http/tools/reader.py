@@ -6,8 +6,6 @@ A call begins for its reader once its name is known, is a tool's, and its argume
 What looks like a call and is none becomes text.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple

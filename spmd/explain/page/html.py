@@ -3,8 +3,6 @@
 `tag` makes an element and escapes all text that is put into it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from html import escape

@@ -1,7 +1,5 @@
 """The report as one self-contained HTML page: what costs most first, the rest to unfold."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib.resources import files
 

@@ -3,8 +3,6 @@
 Each handler appends the ops that an op becomes, if any, and enters the op's results into `env`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple

@@ -9,8 +9,6 @@ stages see one function. Scalar bodies (of reduce, scatter, sort, ...) become ha
 distinct one is converted once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

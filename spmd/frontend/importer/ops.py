@@ -4,8 +4,6 @@ Handlers import those that become others (`handlers.py`), and those that StableH
 rewrite (`LEGALIZED`). Some are refused (`REFUSED`).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType

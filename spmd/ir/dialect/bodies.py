@@ -1,7 +1,5 @@
 """Scalar functions of reductions, sorts and maps: which are elementwise, and writing them out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

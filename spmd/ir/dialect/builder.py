@@ -1,7 +1,5 @@
 """`Builder`: grows a program op by op; used by the importer, the partitioner and the rewrites."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Calls of Python functions on the host, while the program runs."""
 
-from __future__ import annotations
-
 from spmd.ir.description import Description
 from spmd.ir.dialect.registry import describe, op
 from spmd.ir.dialect.rule import PASS, REPLICATE, Rule, RuleBuilder

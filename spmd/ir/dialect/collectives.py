@@ -5,8 +5,6 @@ compiler splits nothing over them. Over the other axes it is an op like any othe
 gathers, scatters or exchanges stays whole, all others may be split.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from spmd.ir.description import DESCRIPTIONS, Description, Role

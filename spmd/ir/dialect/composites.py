@@ -4,8 +4,6 @@ A composite is a function of its own in a module, `jax.lax.composite`. One that 
 single op up to emission, with the sharding rule registered beside it; any other is inlined.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Elementwise ops: every operand of the result's rank shares all of its factors."""
 
-from __future__ import annotations
-
 from spmd.ir.description import CONVERT, Description, Role
 from spmd.ir.dialect.batched import elementwise
 from spmd.ir.dialect.registry import describe

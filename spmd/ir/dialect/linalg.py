@@ -3,8 +3,6 @@
 Batch dims may be split, the dims of a matrix stay whole.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

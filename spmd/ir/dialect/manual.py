@@ -1,7 +1,5 @@
 """Control flow, and manual regions (`shard_map`), written for one device along some axes."""
 
-from __future__ import annotations
-
 from spmd.ir.description import FROM_MANUAL, Description, Role
 from spmd.ir.dialect.registry import describe, op
 from spmd.ir.dialect.rule import FIXED, DimFactors, Rule, RuleBuilder

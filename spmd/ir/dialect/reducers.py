@@ -1,7 +1,5 @@
 """Reductions by name (`add`, `max`, ...): the op that combines two terms, and its identity."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The table of ops' descriptions: adds to it, and looks rules up in it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ A `window` factor ties an operand's dim to a result's of another size. Where it 
 rule's halos say what every device reads of the operand.
 """
 
-from __future__ import annotations
-
 import math
 
 from spmd.ir.description import Role

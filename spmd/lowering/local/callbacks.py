@@ -12,8 +12,6 @@ after:  `%3, %4 = if (device is the first) { spmd.callback %0 } else { zeros }; 
          %2 = if (%1 != 0) { spmd.check_callback %1, %5 } else { %5 }`
 """
 
-from __future__ import annotations
-
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK
 from spmd.ir.dialect.reducers import reducer_body

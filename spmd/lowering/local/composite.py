@@ -9,8 +9,6 @@ A kernel's functions join the emitted module as they are: no stage looks into th
 calls survive untouched. Their names carry a digest of the text, so equal functions are one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

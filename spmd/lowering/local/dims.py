@@ -5,8 +5,6 @@ masks it first: a sum over a padded dim, a contraction, a look-up by position. S
 `spmd.mesh.sharding` for how pieces are cut.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple

@@ -9,8 +9,6 @@ Where devices need different parts of their tiles, the slices start at constants
 the device's index along the axes selects from.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple

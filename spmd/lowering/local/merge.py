@@ -4,8 +4,6 @@ Sums are left partial over the atoms that split what is summed. Of `top_k`, `sor
 `reduce` what the devices found is exchanged, never what they searched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Local lowerings of ops that make, cut, join or look up elements."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Sequence
 from functools import reduce
 from typing import NamedTuple

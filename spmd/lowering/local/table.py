@@ -5,8 +5,6 @@ the same name, says how one device computes its piece from pieces. Most ops are 
 local shapes, and their description says so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

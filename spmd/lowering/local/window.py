@@ -4,8 +4,6 @@ Each fetches what its piece of the result reads, then is the op itself without p
 split dims.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Remat of ops: what it costs, the cheapest answer to what is held, and how a block holds less."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

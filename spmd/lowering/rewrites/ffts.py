@@ -7,8 +7,6 @@ They were taken apart (`spmd.frontend.canonicalize`), so that the plan may excha
 are split in between.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

@@ -35,8 +35,6 @@ GPUs with `xla_gpu_enable_latency_hiding_scheduler`) look for one of their own; 
 schedules for memory alone and comes to the same schedule from any order.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence

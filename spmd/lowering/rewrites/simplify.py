@@ -16,8 +16,6 @@ before: `%2 = all_gather %1 {data} dim=0; %3 = local_slice %2 {model} dim=1`
 after:  `%2 = local_slice %1 {model} dim=1; %3 = all_gather %2 {data} dim=0`
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import groupby, takewhile

@@ -21,8 +21,6 @@ as one over both. Done where that is faster by the cost model, the copies that p
 included. Cho et al. 2019, "BlueConnect".
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Modelled time: cycles of kernels, what is waited for of collectives, and what lies between."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.hlo.collectives import HloCollective

@@ -1,7 +1,5 @@
 """What XLA makes of the emitted program: our collectives, no others, and no larger values."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

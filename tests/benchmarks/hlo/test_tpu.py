@@ -1,7 +1,5 @@
 """Both readers on what the TPU compiler writes: of our program, and of plain `jax.jit`'s."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

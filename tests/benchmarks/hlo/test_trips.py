@@ -1,7 +1,5 @@
 """Trip counts of loops in optimized HLO, followed from what the counter starts with."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.hlo.runs import Loops

@@ -1,7 +1,5 @@
 """All programs of other people's packages, and how their numbers are compared."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from typing import Any, NamedTuple

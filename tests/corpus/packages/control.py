@@ -1,7 +1,5 @@
 """brax, rlax, mctx, evosax, ott: control, planning, evolution and transport."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import evosax.algorithms

@@ -1,7 +1,5 @@
 """equinox: modules for one example, mapped over the batch; state; filtered transformations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

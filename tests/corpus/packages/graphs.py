@@ -1,7 +1,5 @@
 """jraph, e3nn-jax and jax-md: graphs, geometry and particles."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import e3nn_jax as e3nn

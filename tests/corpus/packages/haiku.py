@@ -1,7 +1,5 @@
 """dm-haiku: the networks that it ships, attention and recurrent cores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """keras on jax: models that it ships, trained by its stateless functions."""
 
-from __future__ import annotations
-
 import os
 
 os.environ["KERAS_BACKEND"] = "jax"  # keras reads it when it is imported

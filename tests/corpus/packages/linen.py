@@ -1,7 +1,5 @@
 """flax.linen: its layers, lifted transformations and `TrainState`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """flax.nnx: modules split into graph and state, `nnx.Optimizer`, LoRA, scanned layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """optax: optimizers and wrappers, on a network wide enough for bytes to matter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """penzai: its Llama-like transformers and its MLP, as parameter dictionaries and static parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

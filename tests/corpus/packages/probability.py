@@ -1,7 +1,5 @@
 """numpyro, flowjax, distrax, TensorFlow Probability on jax, blackjax: inference and flows."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a program of somebody else's package is, and the two sizes in which it is made."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 

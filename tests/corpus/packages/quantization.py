@@ -1,7 +1,5 @@
 """qwix and AQT: quantized training of flax's layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """diffrax, optimistix, lineax and jaxopt: solvers, and gradients through them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import diffrax

@@ -1,7 +1,5 @@
 """One small program for each op that has a rule, and random shardings to run it under."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 `CASES` is all of both.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import textwrap

@@ -1,7 +1,5 @@
 """Programs of linear algebra, Fourier transforms and random numbers; see `cases.py`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

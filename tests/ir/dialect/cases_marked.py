@@ -1,7 +1,5 @@
 """Marked programs, one per theme, on which our propagation is laid beside Shardy's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Programs of ops that belong to no family; see `cases.py`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Modules of ops that jax never emits (or not for CPUs), each with numpy's answer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Cases of ops that read their neighbours' pieces: convolution, pooling, slices, pads, joins."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

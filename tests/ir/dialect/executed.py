@@ -3,8 +3,6 @@
 `python -m tests.ir.dialect.executed` prints them, one a line.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """XLA's CPU backend has no `ragged_dot`: for tests, local ones become masked products."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import spmd

@@ -1,7 +1,5 @@
 """Linear algebra for GPUs and TPUs: lowered for them, partitioned over the batch alone."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every rule, run: partitioned equals unpartitioned under random shardings of both ends."""
 
-from __future__ import annotations
-
 import itertools
 import zlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`fetch` and its plan, against numpy: every device gets what it needs, in few rounds."""
 
-from __future__ import annotations
-
 import zlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Searches, sorts and reductions of any kind along split dims: right, and never gathered whole."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """The cheapest of all answers to what is kept and what is made again: against trying them all."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable

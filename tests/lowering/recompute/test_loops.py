@@ -1,7 +1,5 @@
 """What counts as a stack between two loops, and what is left alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

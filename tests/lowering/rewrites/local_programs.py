@@ -1,7 +1,5 @@
 """Local programs written by hand: read, checked and run on the eight devices of the tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

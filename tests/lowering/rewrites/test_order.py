@@ -2,8 +2,6 @@
 
 # ruff: noqa: E501 (program texts)
 
-from __future__ import annotations
-
 import itertools
 
 import jax

@@ -1,7 +1,5 @@
 """Random local programs give every device the same with all rewrites as without, to the bit."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

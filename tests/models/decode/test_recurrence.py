@@ -1,7 +1,5 @@
 """States without positions: rows of many slots in one scan are what a loop over each makes."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """What undoes `parameters.unstack_layers` and `quantize.quantize_weight` of `models.llama`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What XLA makes of a step for a GPU that is not here, if jax's plugin for CUDA is."""
 
-from __future__ import annotations
-
 import functools
 import re
 

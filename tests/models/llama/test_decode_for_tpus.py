@@ -1,7 +1,5 @@
 """What a step exchanges on eight chips that are not here: by its plan, nothing is compiled."""
 
-from __future__ import annotations
-
 import jax
 import pytest
 

@@ -1,7 +1,5 @@
 """Llama's relatives are trained as transformers and PyTorch train them; all parts together."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

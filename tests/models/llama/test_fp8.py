@@ -1,7 +1,5 @@
 """A Llama whose projections are multiplied in 8-bit floats: trained, saved, resumed, exported."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """A Llama over the stages of a pipeline: its loss and gradients are those of the scanned one."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

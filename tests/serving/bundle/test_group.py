@@ -1,7 +1,5 @@
 """Followers repeat what a bundle runs, strangers are not listened to; jobs behind what runs."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import socket

@@ -1,7 +1,5 @@
 """A real model behind the real server: OpenAI's client, lm-eval, several meshes, a restart."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

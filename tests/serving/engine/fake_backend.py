@@ -5,8 +5,6 @@ the hash before, which is read through the pages. The next token is a hash of wh
 sequence say, and of how it is drawn. So a wrong page, position, or token shows at once.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

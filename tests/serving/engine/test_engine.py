@@ -1,7 +1,5 @@
 """The engine over the fake backend: what its readers get, and what is left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import gc

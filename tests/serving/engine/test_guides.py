@@ -1,7 +1,5 @@
 """Requests with a guide: who waits for a mask delays nobody and fails alone; bad words, too."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """`serving.engine.model_backend.ModelBackend` over functions that compute nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

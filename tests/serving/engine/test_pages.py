@@ -1,7 +1,5 @@
 """Pages of a pool: by rules of hypothesis against a plain model, and by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The scheduler against a deterministic fake: by rules of hypothesis, and by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import random

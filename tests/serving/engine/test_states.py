@@ -1,7 +1,5 @@
 """How the server stands: loading, full, draining, failed, hung; whom it lets in; who has left."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

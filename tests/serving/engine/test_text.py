@@ -1,7 +1,5 @@
 """Text of tokens that come one by one: whole characters, stop strings, pieces."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

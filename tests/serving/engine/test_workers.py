@@ -1,7 +1,5 @@
 """Threads for calls: fair turns, nothing for those who have left, and an end."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence

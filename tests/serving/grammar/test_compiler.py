@@ -1,7 +1,5 @@
 """Grammars: what they allow, for bytes and for tokenizers of words, and what stops them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -1,7 +1,5 @@
 """The real app behind a real socket, in a thread of the test's process."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

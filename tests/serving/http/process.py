@@ -1,7 +1,5 @@
 """The server in a process of its own, which loads and runs when a test says so."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

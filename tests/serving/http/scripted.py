@@ -1,7 +1,5 @@
 """A model that writes what it is told, as long as it may, and a server with room for it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Request ids in every answer, and lines of the log."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Who asks for too much, connects too often, or leaves, costs the others nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

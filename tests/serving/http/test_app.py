@@ -1,7 +1,5 @@
 """The app over a real socket: exact answers of every endpoint, to httpx and to OpenAI's client."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

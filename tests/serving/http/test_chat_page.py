@@ -1,7 +1,5 @@
 """The chat page in a real browser: it streams, stops, remembers, and shows text as nothing else."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Iterator

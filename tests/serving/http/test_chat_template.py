@@ -1,7 +1,5 @@
 """Chat templates: the same texts as transformers makes, and no way out of the sandbox."""
 
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Whatever is thrown at the server: a clear error, and it lives on with all its slots."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket

@@ -1,7 +1,5 @@
 """Requests become jobs: beginnings, ends, seeds and room, with a tokenizer that has a beginning."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any

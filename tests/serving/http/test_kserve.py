@@ -1,7 +1,5 @@
 """KServe's protocol over a real socket, in JSON and as Triton's own client speaks it."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Triton's client and a bundle with a symbolic batch: every call of it, alone and in a crowd."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Many clients at once over real sockets: every answer is what its prompt alone would have got."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import itertools

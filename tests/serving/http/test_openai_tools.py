@@ -1,7 +1,5 @@
 """Tools and structured outputs with OpenAI's client: round trips, streams, schemas, refusals."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """How the server is reached: TLS, pages of other sites, and proxies before it."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import ssl

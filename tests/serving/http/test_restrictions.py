@@ -1,7 +1,5 @@
 """Fields that say which tokens a text may have, and what is told of prompts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """The process: it answers while it loads, ends gently on a signal and at once on two."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Traces as a collector gets them; where none are asked for, they need no libraries."""
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import subprocess

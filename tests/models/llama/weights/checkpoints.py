@@ -1,7 +1,5 @@
 """Tiny checkpoints that transformers itself writes, and what transformers computes with them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from pathlib import Path

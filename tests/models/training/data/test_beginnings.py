@@ -1,7 +1,5 @@
 """Texts begin as transformers begins them, or as in training; their tokens have a bound."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

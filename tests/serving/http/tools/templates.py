@@ -1,7 +1,5 @@
 """Chat templates with sections for tools, in the shape of those that models come with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 TEMPLATES = {

@@ -1,7 +1,5 @@
 """Calls are found in texts, however these are cut; what is none stays text."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

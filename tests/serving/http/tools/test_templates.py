@@ -1,7 +1,5 @@
 """Tools in prompts: what templates get of them, and how formats are found out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
