@@ -14,6 +14,9 @@ from functools import partial
 from pathlib import Path
 
 import spmd
+from benchmarks.corpus.program import MESHES, QUICK_MESH, mark
+from benchmarks.corpus.program import Program as Written
+from benchmarks.corpus.programs import PROGRAMS
 from benchmarks.programs.catalog import programs
 from benchmarks.programs.conditions import forget, small_machine
 from benchmarks.programs.program import Program
@@ -35,8 +38,19 @@ SPMD = Path(spmd.__file__).parent
 
 def everything() -> dict[str, Callable[[], spmd.Lowered]]:
     """Every program by name, to be lowered when called."""
-    small = {program.name: partial(lower_small, program) for program in programs()}
-    return {**small, **{name: partial(lower, step) for name, step in STEPS.items()}}
+    return {
+        **{program.name: partial(lower_small, program) for program in programs()},
+        **{f"corpus/{program.name}": partial(lower_written, program) for program in PROGRAMS},
+        **{name: partial(lower, step) for name, step in STEPS.items()},
+    }
+
+
+def lower_written(program: Written) -> spmd.Lowered:
+    """A program of the corpus, for the machine and the mesh that its quick test has."""
+    mesh = spmd.make_mesh(**MESHES[QUICK_MESH])
+    made = program.made(mesh)
+    args = [mark(arg, word, mesh) for arg, word in zip(made.args, made.specs, strict=True)]
+    return spmd.jit(made.fn, mesh=mesh).lower(*args)
 
 
 def lower_small(program: Program) -> spmd.Lowered:

@@ -62,9 +62,8 @@ repeats every op's cases and training steps on the GPUs at hand.
 PROGRAMS_HEAD = """# Programs that are run
 
 For those who want to know whether programs like theirs were tried: the whole programs that the
-tests run (`tests/corpus/programs.py`), models of flax and equinox, every optimizer of optax, and
-what else people write. [Supported ops](coverage.md) has the ops; `tools/run coverage` writes both
-pages.
+tests run (`benchmarks/corpus/`), models of flax and equinox, every optimizer of optax, and what
+else people write. [Supported ops](coverage.md) has the ops; `tools/run coverage` writes both pages.
 
 Each runs partitioned and under plain `jax.jit`, on the meshes {meshes} of the axes data,
 (shard,) model. The results are equal within the tolerance of their dtypes, and random bits are
@@ -155,10 +154,10 @@ def executed() -> set[str]:
 
 def programs() -> str:
     """The page about the corpus."""
-    from tests.corpus.program import MARKS, MESHES, QUICK_MESH
+    from benchmarks.corpus.program import MARKS, MESHES, QUICK_MESH
 
     table = []
-    for line in printed_by("tests.corpus.programs").splitlines():
+    for line in printed_by("benchmarks.corpus.programs").splitlines():
         name, what, marks, heavy = line.split("\t")
         quick = "-" if heavy == "True" else QUICK_MESH
         table.append(f"| `{name}` | {what} | {marks} | {quick} |\n")

@@ -51,8 +51,8 @@ class Worker:
         """One batch of examples from hypothesis."""
         import hypothesis
 
-        from tests.fuzz.cases import Case
-        from tests.fuzz.programs import Settings, cases
+        from tools.fuzzing.cases import Case
+        from tools.fuzzing.programs import Settings, cases
 
         @hypothesis.seed(self.seed)
         @hypothesis.settings(
@@ -71,8 +71,8 @@ class Worker:
 
     def one(self, case: object) -> None:
         """Runs one case and counts what came of it."""
-        from tests.fuzz.cases import Case, source
-        from tests.fuzz.check import FAILED, UNSUPPORTED, run
+        from tools.fuzzing.cases import Case, source
+        from tools.fuzzing.check import FAILED, UNSUPPORTED, run
 
         assert isinstance(case, Case)
         running = self.out / "running.py"
@@ -90,9 +90,9 @@ class Worker:
 
     def report(self, case: object, key: str) -> None:
         """Shrinks a case that failed, and writes it down."""
-        from tests.fuzz.cases import Case, source
-        from tests.fuzz.check import run
-        from tests.fuzz.shrink import shrink
+        from tools.fuzzing.cases import Case, source
+        from tools.fuzzing.check import run
+        from tools.fuzzing.shrink import shrink
 
         assert isinstance(case, Case)
         small = shrink(case, lambda c: run(c).key == key, SHRINK_SECONDS)

@@ -25,8 +25,8 @@ os.environ["XLA_FLAGS"] = xla_flags(os.environ.get("XLA_FLAGS", ""))
 import spmd
 from benchmarks.byte_rows import Row, first_line, measure
 from benchmarks.byte_table import aligned, geometric_mean, markdown, megabytes
+from benchmarks.corpus.packages.catalog import MODULES, Entry, entries
 from spmd.cli.flags import Parser, Switch
-from tests.corpus.packages.catalog import MODULES, Entry, entries
 
 HEADER = (
     "program", "numbers", "spmd MB", "XLA MB", "given MB", "ratio", "flop ratio",

@@ -8,10 +8,10 @@ import jax
 import pytest
 
 import spmd
+from benchmarks.corpus.compare import assert_same_trees
+from benchmarks.corpus.program import MESHES, QUICK_MESH, Made, Program, mark
+from benchmarks.corpus.programs import PROGRAMS
 from spmd.explain.facts import Facts
-from tests.corpus.compare import assert_same_trees
-from tests.corpus.program import MESHES, QUICK_MESH, Made, Program, mark
-from tests.corpus.programs import PROGRAMS
 
 
 @lru_cache(maxsize=2)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.corpus.packages.catalog import MODULES, entries
+from benchmarks.corpus.packages.catalog import MODULES, entries
 
 pytestmark = [pytest.mark.heavy, pytest.mark.filterwarnings("ignore")]
 

@@ -19,12 +19,12 @@ from spmd.ir.legality import check_program
 from spmd.ir.program import Program
 from spmd.planning.plan import Plan
 from spmd.planning.stacks import Stacks, independent_groups, stacks_of
-from tests.fuzz.cases import Case as Fuzzed
-from tests.fuzz.cases import definitions, execute
-from tests.fuzz.check import differ, other_references
-from tests.fuzz.programs import Settings, cases
 from tests.greedy import greedy_plans as greedy_plans
 from tests.ir.dialect.cases import CASES, Case
+from tools.fuzzing.cases import Case as Fuzzed
+from tools.fuzzing.cases import definitions, execute
+from tools.fuzzing.check import differ, other_references
+from tools.fuzzing.programs import Settings, cases
 
 LINE = spmd.Mesh(None, (8,), ("data",))
 H200 = spmd.Topology("h200:8")

@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.fuzz.cases import Arg, Case, Line, Type, definitions, execute, source
-from tests.fuzz.check import FAILED, INVALID, PASSED, run
-from tests.fuzz.programs import Settings, cases
-from tests.fuzz.shrink import shrink, size
+from tools.fuzzing.cases import Arg, Case, Line, Type, definitions, execute, source
+from tools.fuzzing.check import FAILED, INVALID, PASSED, run
+from tools.fuzzing.programs import Settings, cases
+from tools.fuzzing.shrink import shrink, size
 
 CASES = 16
 

@@ -1,7 +1,7 @@
 """Every StableHLO and CHLO op ends in a rule, in other ops, or in an error with its name."""
 
+from benchmarks.corpus.programs import PROGRAMS
 from spmd.frontend.importer.module import dialect_ops
-from tests.corpus.programs import PROGRAMS
 from tools.coverage import OPS_PAGE, PROGRAMS_PAGE, how
 
 

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import jax
 
 import spmd
+from benchmarks.corpus.program import mark as mark_words
+from benchmarks.corpus.programs import PROGRAMS
 from benchmarks.shardy import marked_text
 from models.llama import sharding
 from models.llama.named import named_config
 from models.llama.step import argument_types, train_step
-from tests.corpus.program import mark as mark_words
-from tests.corpus.programs import PROGRAMS
 from tests.ir.dialect.cases_marked import MARKED, MESH, TOPOLOGY, Marked
 from tests.programs import llama_optimizer
 

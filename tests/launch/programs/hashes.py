@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
+from benchmarks.corpus import sequences
+from benchmarks.corpus.program import mark
 from spmd.launch.agree import digest, without_locations
-from tests.corpus import sequences
-from tests.corpus.program import mark
 from tests.programs import llama
 
 

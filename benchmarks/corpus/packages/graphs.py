@@ -9,8 +9,8 @@ import jax_md
 import jraph
 from flax import linen
 
-from tests.corpus.packages.program import Size, integers, normal, training
-from tests.corpus.program import Made
+from benchmarks.corpus.packages.program import Size, integers, normal, training
+from benchmarks.corpus.program import Made
 
 
 def graph(size: Size) -> Any:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import jax.scipy as jsp
 from jax import lax
 
-from tests.corpus.program import Made
-from tests.corpus.training import integers, normal
+from benchmarks.corpus.program import Made
+from benchmarks.corpus.training import integers, normal
 
 BATCH, SIZE = 8, 4
 

@@ -7,7 +7,7 @@ import jax
 import optax
 
 import spmd
-from tests.corpus.program import Made, mark
+from benchmarks.corpus.program import Made, mark
 
 Value = TypeVar("Value")
 

@@ -8,8 +8,8 @@ import optax
 from flax import linen
 from flax.training.train_state import TrainState
 
-from tests.corpus.packages.program import Size, cross_entropy, integers, normal, training
-from tests.corpus.program import Made
+from benchmarks.corpus.packages.program import Size, cross_entropy, integers, normal, training
+from benchmarks.corpus.program import Made
 
 
 class Block(linen.Module):

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tests.corpus.packages.program import Size, cross_entropy, integers, normal, training
-from tests.corpus.program import Made
+from benchmarks.corpus.packages.program import Size, cross_entropy, integers, normal, training
+from benchmarks.corpus.program import Made
 
 
 def of_model(model: Any, loss: Callable[..., Any], *batch: Any) -> Made:
@@ -177,7 +177,7 @@ def ensemble(size: Size) -> Made:
 
 
 def checkpointed_loop(size: Size) -> Made:
-    """equinox's own reverse-differentiable while loop around a linear layer."""
+    """Equinox's own reverse-differentiable while loop around a linear layer."""
     width, steps, batch = size((16, 5, 8), (4096, 16, 4096))
 
     def loss(model: Any, x: Any) -> Any:

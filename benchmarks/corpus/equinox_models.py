@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tests.corpus.program import Made
-from tests.corpus.training import cross_entropy, integers, normal
+from benchmarks.corpus.program import Made
+from benchmarks.corpus.training import cross_entropy, integers, normal
 
 BATCH = 8
 

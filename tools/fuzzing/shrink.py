@@ -4,7 +4,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 
-from tests.fuzz.cases import Arg, Case, Line, types_of, without_dead_lines
+from tools.fuzzing.cases import Arg, Case, Line, types_of, without_dead_lines
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], seconds: float = 60.0) -> Case:

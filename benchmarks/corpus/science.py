@@ -10,8 +10,8 @@ from jax.experimental import sparse
 from jax.experimental.ode import odeint
 from jax.scipy.optimize import minimize as bfgs
 
-from tests.corpus.program import Made
-from tests.corpus.training import integers, normal
+from benchmarks.corpus.program import Made
+from benchmarks.corpus.training import integers, normal
 
 BATCH = 8
 

@@ -15,8 +15,8 @@ from ott.geometry import pointcloud
 from ott.problems.linear import linear_problem
 from ott.solvers.linear import sinkhorn
 
-from tests.corpus.packages.program import Size, integers, normal, training
-from tests.corpus.program import Made
+from benchmarks.corpus.packages.program import Size, integers, normal, training
+from benchmarks.corpus.program import Made
 
 
 def brax_rollout(size: Size) -> Made:

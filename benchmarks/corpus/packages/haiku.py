@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tests.corpus.packages.program import Size, cross_entropy, integers, normal, training
-from tests.corpus.program import Made
+from benchmarks.corpus.packages.program import Size, cross_entropy, integers, normal, training
+from benchmarks.corpus.program import Made
 
 
 def with_state(network: Any, *batch: Any, loss: Callable[..., Any]) -> Made:

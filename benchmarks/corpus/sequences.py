@@ -6,8 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tests.corpus.program import Made
-from tests.corpus.training import cross_entropy, integers, momentum_state, momentum_step, normal
+from benchmarks.corpus.program import Made
+from benchmarks.corpus.training import (
+    cross_entropy,
+    integers,
+    momentum_state,
+    momentum_step,
+    normal,
+)
 
 BATCH, LENGTH, WIDTH = 8, 16, 16
 

@@ -10,9 +10,9 @@ import jaxopt
 import lineax as lx
 import optimistix as optx
 
-from tests.corpus.packages.equinox import of_model
-from tests.corpus.packages.program import Size, normal, training
-from tests.corpus.program import Made
+from benchmarks.corpus.packages.equinox import of_model
+from benchmarks.corpus.packages.program import Size, normal, training
+from benchmarks.corpus.program import Made
 
 
 def field(size: Size) -> tuple[Any, int, int]:
@@ -61,7 +61,7 @@ def adaptive_ode(size: Size) -> Made:
 
 
 def neural_sde(size: Size) -> Made:
-    """diffrax's Heun solver with a virtual Brownian tree, a key for each example."""
+    """Diffrax's Heun solver with a virtual Brownian tree, a key for each example."""
     model, dims, batch = field(size)
 
     def loss(model: Any, y0: Any, seeds: Any) -> Any:
@@ -157,7 +157,7 @@ def conjugate_gradients(size: Size) -> Made:
 
 
 def factorizations(size: Size) -> Made:
-    """lineax's LU, QR and Cholesky for each example, and gradients."""
+    """Lineax's LU, QR and Cholesky for each example, and gradients."""
     dims, batch = size((4, 8), (128, 1024))
 
     def loss(params: Any, a: Any, b: Any) -> Any:

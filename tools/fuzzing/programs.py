@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from tests.fuzz.cases import FLOATS, Arg, Case, Line, Spec, Type, infer, without_dead_lines
+from tools.fuzzing.cases import FLOATS, Arg, Case, Line, Spec, Type, infer, without_dead_lines
 
 SIZES = (4, 8, 6, 2, 3, 1, 5, 12, 16)
 LARGEST = 1024
@@ -413,7 +413,7 @@ def _reduce_pairs(m: Maker, v: Var, dim: int) -> None:
 
 @on(lambda v: is_number(v) and v.rank > 0)
 def scan_sum(m: Maker, v: Var) -> None:
-    """cumsum and its kin."""
+    """Cumsum and its kin."""
     dim = m.integer(0, v.rank - 1)
     op = m.pick(("cumsum", "cummax", "cumprod", "cumlogsumexp"))
     if op == "cumlogsumexp" and not is_float(v):
@@ -741,7 +741,7 @@ def loop(m: Maker, init: Var) -> None:
 
 @on(lambda v: v.rank > 0)
 def branch(m: Maker, v: Var) -> None:
-    """cond or switch."""
+    """Cond or switch."""
     count = m.integer(2, 3)
     pred = scalar(m, "bool" if count == 2 else "int32")
     text, names, reads = "", [], [pred.name, v.name]

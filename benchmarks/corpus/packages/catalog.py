@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 import spmd
+from benchmarks.corpus.compare import assert_same_trees
+from benchmarks.corpus.packages.program import Make, abstract, concrete, marked
 from benchmarks.programs.program import Built, Program
-from tests.corpus.compare import assert_same_trees
-from tests.corpus.packages.program import Make, abstract, concrete, marked
 
 AXES = {"data": 4, "model": 2}
 
@@ -83,5 +83,5 @@ def entries(module: str) -> list[Entry]:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = importlib.import_module(f"tests.corpus.packages.{module}")
+        found = importlib.import_module(f"benchmarks.corpus.packages.{module}")
     return [Entry(f"{module}.{make.__name__}", make) for make in found.PROGRAMS]

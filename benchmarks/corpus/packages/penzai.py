@@ -10,8 +10,8 @@ from penzai import pz
 from penzai.models import simple_mlp
 from penzai.models.transformer.variants import llamalike_common as llama
 
-from tests.corpus.packages.program import Size, cross_entropy, integers, normal
-from tests.corpus.program import Made
+from benchmarks.corpus.packages.program import Size, cross_entropy, integers, normal
+from benchmarks.corpus.program import Made
 
 
 def of_model(model: Any, loss: Callable[..., Any], *batch: Any) -> Made:

@@ -15,9 +15,9 @@ from numpyro.infer import HMC, SVI, Trace_ELBO, autoguide
 from numpyro.infer.util import initialize_model
 from tensorflow_probability.substrates import jax as tfp
 
-from tests.corpus.packages.equinox import of_model
-from tests.corpus.packages.program import Size, integers, made_eagerly, normal, training
-from tests.corpus.program import Made
+from benchmarks.corpus.packages.equinox import of_model
+from benchmarks.corpus.packages.program import Size, integers, made_eagerly, normal, training
+from benchmarks.corpus.program import Made
 
 
 def regression(x: Any, y: Any) -> None:
@@ -36,7 +36,7 @@ def observations(size: Size) -> tuple[Any, Any]:
 
 
 def svi(size: Size) -> Made:
-    """numpyro's SVI.update with AutoNormal."""
+    """Numpyro's SVI.update with AutoNormal."""
     x, y = observations(size)
     guide = autoguide.AutoNormal(regression)
     inference = SVI(regression, guide, numpyro.optim.Adam(1e-2), Trace_ELBO(num_particles=2))
@@ -81,14 +81,14 @@ def flow(size: Size, make: Any, **options: Any) -> Made:
 
 @made_eagerly
 def coupling_flow(size: Size) -> Made:
-    """flowjax's coupling flow of rational quadratic splines, its layers scanned."""
+    """Flowjax's coupling flow of rational quadratic splines, its layers scanned."""
     spline = flowjax.bijections.RationalQuadraticSpline(knots=4, interval=4)
     return flow(size, flowjax.flows.coupling_flow, transformer=spline)
 
 
 @made_eagerly
 def masked_flow(size: Size) -> Made:
-    """flowjax's masked autoregressive flow."""
+    """Flowjax's masked autoregressive flow."""
     return flow(size, flowjax.flows.masked_autoregressive_flow)
 
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from tests.corpus.program import Made, Program
-from tests.corpus.training import normal
+from benchmarks.corpus.program import Made, Program
+from benchmarks.corpus.training import normal
 
 LEARNING_RATE = 1e-2
 

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tests.corpus.program import Made, Program
-from tests.corpus.training import normal
+from benchmarks.corpus.program import Made, Program
+from benchmarks.corpus.training import normal
 
 IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 

@@ -9,9 +9,9 @@ from aqt.jax.v2 import config as aqt_config
 from aqt.jax.v2.flax import aqt_flax
 from flax import linen, nnx
 
-from tests.corpus.packages.nnx import with_optimizer
-from tests.corpus.packages.program import Size, normal, training
-from tests.corpus.program import Made
+from benchmarks.corpus.packages.nnx import with_optimizer
+from benchmarks.corpus.packages.program import Size, normal, training
+from benchmarks.corpus.program import Made
 
 
 class Mlp(linen.Module):

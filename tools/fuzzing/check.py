@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
-from tests.fuzz.cases import Case, definitions, execute, tolerance
+from tools.fuzzing.cases import Case, definitions, execute, tolerance
 
 PASSED, FAILED, UNSUPPORTED, INVALID = "passed", "failed", "unsupported", "invalid"
 

@@ -1,11 +1,11 @@
-"""The table of the corpus's programs. `python -m tests.corpus.programs` prints it, a line each."""
+"""The corpus as a table, a line for each program: `python -m benchmarks.corpus.programs`."""
 
 from typing import Any
 
 import jax
 
 import spmd
-from tests.corpus import (
+from benchmarks.corpus import (
     equinox_models,
     manual,
     numerics,
@@ -16,7 +16,7 @@ from tests.corpus import (
     transforms,
     vision,
 )
-from tests.corpus.program import MESHES, QUICK_MESH, Program
+from benchmarks.corpus.program import MESHES, QUICK_MESH, Program
 
 MODELS: list[Program] = [
     Program("equinox.mlp", equinox_models.mlp, heavy=True),

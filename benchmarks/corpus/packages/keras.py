@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import keras
 
-from tests.corpus.packages.program import Size, integers, normal
-from tests.corpus.program import Made
+from benchmarks.corpus.packages.program import Size, integers, normal
+from benchmarks.corpus.program import Made
 
 
 def trained(model: Any, loss: Any, *batch: Any, training: bool = True) -> Made:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from tests.corpus.packages.program import Make, Size, normal
-from tests.corpus.program import Made
+from benchmarks.corpus.packages.program import Make, Size, normal
+from benchmarks.corpus.program import Made
 
 RATE = 1e-2
 

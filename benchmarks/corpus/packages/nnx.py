@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from tests.corpus.packages.program import Size, cross_entropy, integers, normal
-from tests.corpus.program import Made
+from benchmarks.corpus.packages.program import Size, cross_entropy, integers, normal
+from benchmarks.corpus.program import Made
 
 
 class Block(nnx.Module):

@@ -1,0 +1,1 @@
+"""Programs that nobody wrote for this compiler, and how they are marked."""
