@@ -150,6 +150,9 @@ GREEDY = (
 )  # fmt: skip
 """Folders whose tests are about what programs compute, whatever their plans."""
 
+NEARBY = ("planning", "test_docs.py", "test_examples.py")
+"""Where plans near the best one are tried, too, as users have it. Tests elsewhere do without."""
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _greedy_plans(request: pytest.FixtureRequest) -> Iterator[None]:
@@ -161,7 +164,7 @@ def _greedy_plans(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if folder in GREEDY and not is_exact:
             plan_all_greedily(patch)
-        elif folder != "planning":
+        elif folder not in NEARBY:
             patch.setattr("spmd.planning.exact.MOST_TRIES", 0)
         yield
 
