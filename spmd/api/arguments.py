@@ -420,7 +420,13 @@ def like_parameters(
 def flat_entries(
     specs: Specs, types: Sequence[TensorType], names: Sequence[str], mesh: Mesh, what: str
 ) -> tuple[Entries | None, ...]:
-    """Returns a module's specs with an entry for each dim, None where open; SpecError if unfit."""
+    """Returns for each argument or result its axis names dim by dim, or None if it has no spec.
+
+    An open dim is None, too. `what` says in errors what the specs are for, as "argument".
+
+    Raises:
+      SpecError: the specs are too many or too few, or one does not fit its value.
+    """
     if specs is None:
         return (None,) * len(types)
     if isinstance(specs, Mapping):

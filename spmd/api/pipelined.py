@@ -139,7 +139,7 @@ def pipeline(
         return state, jax.tree.map(lambda leaf: leaf[-1], state[0])
 
     def leaving(leaf: Any) -> Any:
-        """Selects from the last stage's outputs the last chunk's: (M V, ...) -> (M, ...)."""
+        """Keeps what the last stage made with its last chunk: (M V, ...) -> (M, ...), in order."""
         if of.chunks > 1:
             leaf = leaf.reshape(-1, of.chunks, of.stages, *leaf.shape[1:])[:, -1]
             leaf = leaf.reshape(of.microbatches, *leaf.shape[2:])

@@ -11,7 +11,7 @@ from spmd.errors import SpmdError
 
 
 class UsageError(SpmdError):
-    """Raised for flags that do not fit the program or each other."""
+    """Raised for a flag that is not NUMBER=SPEC or NAME=SPEC, or whose NUMBER is too large."""
 
 
 def add_module_flags(parser: ArgumentParser) -> None:

@@ -94,7 +94,7 @@ _KERNELS = (
 
 
 def kernel_kind(name: str) -> str:
-    """Returns the kind of work that a GPU's kernel does, judged by its name."""
+    """Returns one of `KINDS` for a GPU kernel, judged by its name; `OTHER` if no pattern fits."""
     return next((kind for kind, names in _KERNELS if names.search(name)), OTHER)
 
 
@@ -188,7 +188,7 @@ class Labels:
         return next(filter(None, map(hlo.kind_of, self._parts(instruction))), "")
 
     def kind(self, instruction: hlo.Instruction) -> str:
-        """Returns the kind of a matrix product or an attention; "" for other instructions."""
+        """Returns `MATRIX` or `ATTENTION` for an instruction that is or contains one, else ""."""
         for part in self._parts(instruction):
             if part.opcode in ("dot", "convolution"):
                 return MATRIX

@@ -94,7 +94,10 @@ class Feed:
 def run_steps(
     step: Callable[[Any], None], prepare: Callable[[], Any], steps: int, profiled: int = PROFILED
 ) -> Run:
-    """Warms up, times `steps` steps (without `prepare`), and profiles `profiled` more."""
+    """Warms up, times `steps` steps (without `prepare`), and profiles `profiled` more.
+
+    `step` takes what `prepare` returns, and has to wait for its results: the host's clock is read.
+    """
 
     def timed() -> float:
         given = prepare()

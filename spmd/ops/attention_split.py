@@ -190,7 +190,10 @@ class _Here:
         return tuple(self.b.types[x].scaled(SEQUENCE, 1, parts) for x in self.keys[:2])
 
     def own(self, types: Types) -> tuple[Value, ...]:
-        """Appends the op over this device's own piece of the keys, causal if the op is."""
+        """Appends the op over this device's own piece of the keys, and returns its results.
+
+        They have the types `types`. If the op is causal, so is the mask within the piece.
+        """
         b, (q, _, _, *kept) = self.b, self.tensors
         k, v, *segments = self.keys if self.goes_round else self._slices(0)
         length = b.types[q].shape[SEQUENCE]

@@ -141,9 +141,11 @@ class CostNetwork:
         return self
 
     def _build(self, copies: Copies, shares: bool = False) -> None:
-        """Makes the variables, and what reshards cost; the solver starts from the last solution.
+        """Makes the variables and the costs of reshards; the solver starts from the old solution.
 
-        With `shares` each use pays only its share of a reshard whose result all of them could read.
+        Variables may also choose one of `copies`: a value resharded once for several uses.
+        With `shares` a reshard's cost is divided among the reads of its value: with three reads of
+        a value that is made once, each pays a third.
         """
         if "solution" in self.__dict__:
             states = self.solution.states

@@ -351,7 +351,10 @@ class Shape:
 
 
 class Change(NamedTuple):
-    """One dim of one of a node's values gets longer axes, because of another dim or of the rule."""
+    """Dim `dim` of a node's value `position` gets `axes`, its old ones and more.
+
+    They come from dim `source_dim` of value `source`, or from the rule if `source` is `RULE`.
+    """
 
     position: int
     dim: int

@@ -231,7 +231,10 @@ def can_reshard(src: Sharding, dst: Sharding) -> bool:
 
 
 def mask_seconds(sharding: Sharding, type_: TensorType, mesh: Mesh, topology: Topology) -> float:
-    """Returns the seconds in which a mask reads one device's piece and writes it, or zeros."""
+    """Returns the seconds of a mask: each device reads its piece and writes it, or zeros.
+
+    A mask makes a value partial: of devices with the same piece, one keeps it.
+    """
     return 2 * local_type(type_, sharding, mesh).bytes / topology.hbm_bandwidth
 
 

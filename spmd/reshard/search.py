@@ -429,7 +429,11 @@ Answer = tuple[AtomMove, ...]  # moves from first to last
 
 
 class Size(NamedTuple):
-    """How large a value is: `growing / fixed` units, so that costs at it are whole numbers."""
+    """The size of a value as a fraction: `growing / fixed` units.
+
+    `Size(2, 3)` is 1.5 units. `cost` multiplies times by `fixed`, so that they are whole numbers:
+    compare only costs at one size.
+    """
 
     fixed: int
     growing: int

@@ -125,7 +125,11 @@ def _adam_scalars(group: Mapping[str, Any], step: int) -> dict[str, float]:
 
 
 def _adam(grad: Any, slots: Any, param: Any, group: Any, now: Any) -> tuple[Any, dict[str, Any]]:
-    """Updates by Adam (Kingma, Ba 2015), AdamW (Loshchilov, Hutter 2019), AMSGrad (Reddi 2018)."""
+    """Returns the new parameter and slots of Adam, AdamW or AMSGrad, as the group says.
+
+    `now` are the numbers of this step, from `_adam_scalars`. Papers: Kingma, Ba 2015; Loshchilov,
+    Hutter 2019; Reddi 2018.
+    """
     grad = grad + now["weight_decay"] * param
     first = now["keep1"] * slots["exp_avg"] + now["take1"] * grad
     second = now["keep2"] * slots["exp_avg_sq"] + now["take2"] * grad * grad

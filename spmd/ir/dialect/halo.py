@@ -192,7 +192,10 @@ Rounds = tuple[tuple[tuple[int, int], ...], ...]
 
 
 class Merge(NamedTuple):
-    """What devices exchange so that a `merge` factor may be split."""
+    """What devices exchange where a `merge` factor is split: what each computes of its own tile.
+
+    For top-k these are the largest elements of the tile, for a large sort the sorted tile.
+    """
 
     factor: int
     # what each device contributes: the type of each tensor if no other factor is split, and the

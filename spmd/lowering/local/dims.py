@@ -65,7 +65,10 @@ def per_device(b: Builder, axes: Axes, numbers: Sequence[int]) -> Value:
 
 
 def to_next(axes: Axes, mesh: Mesh, way: int) -> tuple[tuple[int, int], ...]:
-    """Returns permute pairs from each device to the next along `axes`, or (way -1) the previous."""
+    """Returns permute pairs of a ring along `axes`: to the next device, or (way -1) the previous.
+
+    Pairs are (from, to), and the last device sends to the first.
+    """
     rings = [group[::way] for group in mesh.groups(axes)]
     pairs = [(a, c) for group in rings for a, c in zip(group, (*group[1:], group[0]), strict=True)]
     return tuple(sorted(pairs, key=lambda pair: pair[1]))

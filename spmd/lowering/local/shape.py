@@ -288,8 +288,9 @@ def _scatter(op: LocalOp) -> tuple[Value, ...]:
 def _scatter_one(
     op: LocalOp, tables: Sequence[Value], indices: Value, updates: Sequence[Value]
 ) -> tuple[Value, ...]:
-    """Scatters one slice, its index clamped into range; a slice that is elsewhere changes nothing.
+    """Scatters one slice into this device's piece; its index counts from the start of the piece.
 
+    A slice that is not whole inside the piece changes nothing. Its index is clamped all the same:
     XLA makes it a dynamic slice and a dynamic update slice, which must be in range (see `expand`).
     """
     b, dims, reducer = op.b, op.attrs["scatter_dimension_numbers"], op.attrs["reducer"]

@@ -48,7 +48,10 @@ class Costs:
         return self.clock.arithmetic(op)
 
     def runs(self, op: Op) -> int:
-        """Returns how often an op's regions run, at least 1: infinite costs stay infinite."""
+        """Returns a loop's trip count, at least 1, and 1 for other ops.
+
+        With 0 trips, an infinite cost inside would become NaN.
+        """
         return max(1, self.clock.index.runs(op))
 
     def held(self, value: Value, pieces: int = 1) -> float:

@@ -158,7 +158,10 @@ class _Rewrite:
         return found
 
     def forward(self) -> tuple[Op, ...]:
-        """Returns the forward loop, behind the empty stacks of what it now collects in addition."""
+        """Returns the ops that make new stacks of zeros, and then the loop that fills them.
+
+        The loop no longer has the stacks in `gone`.
+        """
         b, loop = self.b, self.pair.forward
         b.loc = loop.loc
         b.begin(isolated=True)

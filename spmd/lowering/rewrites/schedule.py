@@ -414,7 +414,11 @@ def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
 
 
 def _places(region: Region, clock: Clock, prefetch: int) -> list[float]:
-    """Returns each op's place in the new order: 2.5 is behind op 2 and in front of op 3."""
+    """Returns each op's sort key for the new order: 2.5 is behind op 2 and in front of op 3.
+
+    Ties keep the old order. A gather starts as late as the arithmetic before its use hides it by
+    `clock`, with the results of at most `prefetch` gathers over the same links live at a time.
+    """
     ops, starts = region.ops, clock.starts(region)
     spots: list[_Spot] = []
     made: dict[Value, int] = {}
