@@ -1,7 +1,7 @@
 """Turns a module with dynamic shapes, given sizes for its arguments, into one that is all static.
 
     func @main(%n: i32, %x: ?x4) { %1 = composite "f" %n, %x {@f} }       and n = 8, x 8x4
-    func @main(%x: 8x4) { %1 = composite "f" %x {@f.7} : 8x4 }            with @f.7 for 8x4, too
+    func @main(%x: 8x4) { %1 = composite "f" %x {@f} : 8x4 }              with @f for 8x4, too
 
 Shapes are computed by StableHLO's own passes, which jax runs too when it compiles what was exported
 with symbolic dims. `jax.extend.mlir.refine_polymorphic_shapes` is the same in one call, but refuses
@@ -11,17 +11,20 @@ composites.
 import ast
 import io
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import func, sdy
 from jaxlib.mlir.dialects import stablehlo as hlo
 from jaxlib.mlir.passmanager import PassManager
 
 from spmd.errors import FrontendError
 from spmd.frontend.importer.contents import (
+    MARKS,
     Contents,
+    cloned,
     defining_op,
     entries_of,
     function_type,
@@ -32,11 +35,10 @@ from spmd.frontend.importer.contents import (
     stated_of,
     tensor_type,
 )
-from spmd.frontend.importer.handlers import DEEPEST_CALLS, SAME
+from spmd.frontend.importer.handlers import DEEPEST_CALLS, SAME, is_manual_call
 from spmd.frontend.importer.module import malformed
 from spmd.frontend.importer.ops import MOST_OPS
 from spmd.frontend.sizes import LONGEST, Dim, size_of
-from spmd.ir.description import BARRIER
 from spmd.ir.program import Loc
 
 hlo.register_stablehlo_passes()
@@ -90,16 +92,7 @@ def refine(
         module.operation.write_bytecode(data)
         copy = ir.Module.parse(data.getvalue())
         main = Contents(copy).main()
-        own = _symbols(main).values()
-        missing = [name for name in own if name not in symbols]
-        if missing:
-            raise FrontendError(
-                f"the module has the symbolic dim {missing[0]}, which has no size",
-                fix=f"give it: symbols={{{missing[0]!r}: 128}}",
-            )
-        # A `main` that takes none computes them from its arguments' shapes; the passes fold that.
-        symbols = symbols if own else NO_SYMBOLS
-        _bind(main, symbols)
+        _bind(copy, _symbols(main), symbols)
         types = function_type(main)[0]
         if len(types) != len(shapes):
             raise FrontendError(
@@ -107,7 +100,7 @@ def refine(
                 required="one for each argument",
             )
         static = [_refined(i, *pair) for i, pair in enumerate(zip(types, shapes, strict=True))]
-        taken = _take_apart(copy, main, symbols)
+        taken = _take_apart(copy, main)
         try:
             PassManager.parse(_PASSES.format(types=",".join(static))).run(copy.operation)
         except ir.MLIRError as error:
@@ -120,7 +113,8 @@ def refine(
                 else text.strip().replace("\n", " ")[:400],
                 fix="correct the sizes of its symbolic dims",
             ) from error
-        _put_together(copy, taken)
+        for region in main.regions if taken else ():
+            _put_together(copy, region, taken)
         PassManager.parse("builtin.module(symbol-dce)").run(copy.operation)
         for op in ops_in(copy.operation):
             dynamic = next((v.type for v in op.results if not _is_static(v.type)), None)
@@ -248,145 +242,245 @@ def _symbols(function: Any) -> dict[int, str]:
     return {i: str(attrs[SYMBOL].value) for i, attrs in stated if SYMBOL in attrs}
 
 
-def _bind(function: Any, symbols: Mapping[str, int]) -> set[int]:
-    """Makes constants of the arguments that are values of symbols; returns which these were."""
-    own = _symbols(function)
-    if not own:
-        return set()
-    block = function.regions[0].blocks[0]
-    with ir.InsertionPoint.at_block_begin(block):
-        for position, symbol in own.items():
-            type_ = block.arguments[position].type
-            number = ir.IntegerAttr.get(ir.ShapedType(type_).element_type, symbols[symbol])
-            constant = hlo.ConstantOp(ir.DenseElementsAttr.get_splat(type_, number))
-            block.arguments[position].replace_all_uses_with(constant.result)
-    for position in sorted(own, reverse=True):
-        block.erase_argument(position)
-    inputs, results = function_type(function)
-    kept = [i for i in range(len(inputs)) if i not in own]
-    attrs = list(function.attributes["arg_attrs"])
-    type_ = ir.FunctionType.get([inputs[i] for i in kept], results)
-    function.attributes["function_type"] = ir.TypeAttr.get(type_)
-    function.attributes["arg_attrs"] = ir.ArrayAttr.get([attrs[i] for i in kept])
-    return set(own)
-
-
-def _sized(attributes: Mapping[str, Any], symbols: Mapping[str, int]) -> Mapping[str, Any]:
-    """Returns a composite's attributes with sizes in place of symbolic dims among its own."""
+def _bind(module: ir.Module, own: Mapping[int, str], symbols: Mapping[str, int]) -> None:
+    """Puts constants in place of the arguments that are values of symbols, in all functions."""
+    missing = [name for name in own.values() if name not in symbols]
+    if missing:
+        raise FrontendError(
+            f"the module has the symbolic dim {missing[0]}, which has no size",
+            fix=f"give it: symbols={{{missing[0]!r}: 128}}",
+        )
+    if not own:  # `main` computes them from the shapes of its arguments, and the passes fold that
+        return
 
     def sized(attr: Any) -> Any:
+        """Returns a composite's attribute, or the size that it stands for as a symbolic dim."""
         if not isinstance(attr, ir.StringAttr) or not attr.value.startswith(DIM):
             return attr
         size = size_of(attr.value.removeprefix(DIM), symbols)
         return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), size)
 
-    key = "composite_attributes"
-    if not symbols or key not in attributes:
-        return attributes
-    own = {name: sized(attr) for name, attr in items_of(attributes[key]).items()}
-    return {**attributes, key: ir.DictAttr.get(own)}
+    gone: dict[str, set[int]] = {}
+    for name, function in named_ops(module, "func.func").items():
+        found = _symbols(function)
+        if found:
+            _drop_arguments(function, {i: symbols[symbol] for i, symbol in found.items()})
+            gone[name] = set(found)
+    for op, callee in list(_calls_in(module.operation)):
+        if op.name == "stablehlo.composite" and "composite_attributes" in op.attributes:
+            stated = items_of(op.attributes["composite_attributes"])
+            attrs = {name: sized(attr) for name, attr in stated.items()}
+            op.attributes["composite_attributes"] = ir.DictAttr.get(attrs)
+        if callee in gone:
+            operands = [value for i, value in enumerate(op.operands) if i not in gone[callee]]
+            _replace(op, Taken(op.name, dict(entries_of(op)), op.location), operands)
+
+
+def _drop_arguments(function: Any, values: Mapping[int, int]) -> None:
+    block = function.regions[0].blocks[0]
+    with ir.InsertionPoint.at_block_begin(block):
+        for position, value in values.items():
+            argument = block.arguments[position]
+            number = ir.IntegerAttr.get(ir.ShapedType(argument.type).element_type, value)
+            constant = hlo.ConstantOp(ir.DenseElementsAttr.get_splat(argument.type, number))
+            argument.replace_all_uses_with(constant.result)
+    for position in sorted(values, reverse=True):
+        block.erase_argument(position)
+    inputs, results = function_type(function)
+    kept = [i for i in range(len(inputs)) if i not in values]
+    type_ = ir.FunctionType.get([inputs[i] for i in kept], results)
+    attrs = list(function.attributes["arg_attrs"])
+    function.attributes["function_type"] = ir.TypeAttr.get(type_)
+    function.attributes["arg_attrs"] = ir.ArrayAttr.get([attrs[i] for i in kept])
 
 
 # ---------------------------------------------------------------------------------------------
-# Calls and composites at the sizes that they have. The passes give a function the types with which
-# it is called, so each call gets a copy of its function. They don't know composites, and would
-# write constant operands into functions:
+# Calls and composites are written out for the passes, and composites put together again.
 #
-#   %1 = composite "f" %0 {@f}    becomes    %a = barrier %0; %1 = call @f.7 %a
+#   %1 = composite "f" %0 {@f}    becomes    %a = barrier %0 {begin 7}; ops of @f on %a;
+#                                            %1 = barrier of what it returns {end 7}
 #
-# and a composite again, with @f.7 as its decomposition at these shapes. Shardy's marks, which the
+# The passes see one function and compute the type of every value in it, as often as it takes. What
+# is then between two barriers is the decomposition at these shapes. Shardy's marks, which the
 # passes do not know either, are barriers meanwhile, too.
 
-STANDS_FOR = "spmd.stands_for"  # attribute of a barrier: which op it stands for
+BEGIN, END = "spmd.begin", "spmd.end"  # attributes of barriers: the number of what they stand for
 
 _CALLEES = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 """Op that calls a function -> its attribute that names it."""
 
 
 class Taken(NamedTuple):
-    """The name, attributes and location of an op that others stand for meanwhile."""
+    """The name, attributes and location of an op that barriers stand for meanwhile."""
 
     name: str
     attributes: Mapping[str, Any]
     location: Any
 
 
+def _calls_in(root: Any) -> Iterator[tuple[Any, str]]:
+    for op in ops_in(root):
+        if op.name in _CALLEES:
+            yield op, op.attributes[_CALLEES[op.name]].value
+
+
 def _is_static(type_: Any) -> bool:
     return not isinstance(type_, ir.RankedTensorType) or bool(type_.has_static_shape)
 
 
-def _replace(op: Any, by: Taken, operands: Sequence[Any]) -> Taken:
-    """Puts another op in the place of one; returns what the old one was."""
-    was = Taken(op.name, dict(entries_of(op)), op.location)
+def _replace(op: Any, by: Taken, operands: Sequence[Any]) -> Any:
     types, place = [value.type for value in op.results], ir.InsertionPoint(op)
     attributes = dict(by.attributes)
     made = ir.Operation.create(by.name, types, operands, attributes, loc=by.location, ip=place)
-    for old, new in zip(op.results, made.results, strict=True):
+    _replace_results(op, made.results)
+    return made
+
+
+def _replace_results(op: Any, values: Sequence[Any]) -> None:
+    for old, new in zip(op.results, values, strict=True):
         old.replace_all_uses_with(new)
     op.erase()
-    return was
 
 
-def _take_apart(module: ir.Module, main: Any, symbols: Mapping[str, int]) -> dict[str, Taken]:
-    """Gives each call a function of its own; puts calls and barriers in place of what is not known.
+def _take_apart(module: ir.Module, main: Any) -> dict[int, Taken]:
+    """Inlines the functions that `main` calls, then erases them unless a manual call remains.
 
-    Returns the ops for which they stand, which `_put_together` restores: composites by the name of
-    the function that is called, Shardy's ops with dynamic results by a number. FrontendError if a
-    call has no body, or calls never end.
+    Numbered barriers take the place of Shardy ops with dynamic results, and surround what was
+    inlined for a composite. Returns the op that each number stands for, which `_put_together`
+    restores. FrontendError if a call has no body to inline, or calls never end.
     """
     functions, count = named_ops(module, "func.func"), 0
-    taken: dict[str, Taken] = {}
+    taken: dict[int, Taken] = {}
     own = main.attributes["sym_name"].value
     waiting: list[tuple[Any, tuple[str, ...]]] = [(op, (own,)) for op in ops_in(main)]
     while waiting:
         op, around = waiting.pop()
         count += 1
         if op.name in SAME and op.results and not _is_static(op.results[0].type):
-            barrier = Taken(BARRIER, {STANDS_FOR: ir.StringAttr.get(str(count))}, op.location)
-            taken[str(count)] = _replace(op, barrier, list(op.operands))
-            continue
-        if op.name not in _CALLEES:
-            continue
-        callee, problem = op.attributes[_CALLEES[op.name]].value, None
-        if callee in around:
-            problem = "calls itself"
-        elif callee not in functions or not functions[callee].regions[0].blocks:
-            problem = "has no body in the module"
-        elif len(around) > DEEPEST_CALLS or count > MOST_OPS:
-            problem = f"leads to more than {MOST_OPS} ops, or {DEEPEST_CALLS} calls in turn"
-        if problem:
-            raise FrontendError(f"function @{callee} {problem}")
-        with ir.InsertionPoint(module.body):
-            copy = functions[callee].clone().operation
-        name = f"{callee}.{count}"
-        copy.attributes["sym_name"] = ir.StringAttr.get(name)
-        copy.attributes["sym_visibility"] = ir.StringAttr.get("private")
-        bound = _bind(copy, symbols) if symbols else ()
-        operands = [value for i, value in enumerate(op.operands) if i not in bound]
-        waiting += [(item, (*around, callee)) for item in ops_in(copy)]
-        stated = dict(entries_of(op)) if op.name == "func.call" else {}
-        called = {**stated, "callee": ir.FlatSymbolRefAttr.get(name)}
-        is_composite = op.name != "func.call" and operands and op.results
-        if is_composite:
-            with ir.InsertionPoint(op):
-                operands = list(hlo.OptimizationBarrierOp(operands).results)
-        was = _replace(op, Taken("func.call", called, op.location), operands)
-        if is_composite:
-            taken[name] = was._replace(attributes=_sized(was.attributes, symbols))
-    for function in functions.values():
-        if function != main:
-            function.erase()
+            taken[len(taken)] = Taken(op.name, dict(entries_of(op)), op.location)
+            _replace_results(op, _barrier(op, END, len(taken) - 1, op.operands))
+        elif op.name in _CALLEES and not is_manual_call(op):
+            callee = op.attributes[_CALLEES[op.name]].value
+            problem = None
+            if callee in around:
+                problem = "calls itself"
+            elif callee not in functions or not functions[callee].regions[0].blocks:
+                problem = "has no body in the module"
+            elif len(around) > DEEPEST_CALLS or count > MOST_OPS:
+                problem = f"leads to more than {MOST_OPS} ops, or {DEEPEST_CALLS} calls in turn"
+            if problem:
+                raise FrontendError(f"function @{callee} {problem}")
+            inside = _written_out(op, functions[callee], taken)
+            waiting += [(item, (*around, callee)) for made in inside for item in ops_in(made)]
+    if not any(_calls_in(main)):
+        for function in functions.values():
+            if function != main:
+                function.erase()
     return taken
 
 
-def _put_together(module: ir.Module, taken: Mapping[str, Taken]) -> None:
+def _written_out(op: Any, function: Any, taken: dict[int, Taken]) -> list[Any]:
+    """Replaces a call by its function's ops, with barriers around a composite's; returns them."""
+    made: list[Any] = []
+
+    def marked(values: Sequence[Any], name: str) -> list[Any]:
+        found = []
+        for value, attrs in zip(values, stated_of(function, name), strict=True):
+            if MARKS[0] in attrs:
+                with ir.InsertionPoint(op):
+                    made.append(sdy.ShardingConstraintOp(value, attrs[MARKS[0]]).operation)
+                value = made[-1].results[0]
+            found.append(value)
+        return found
+
+    operands, number = list(op.operands), None
+    if op.name == "stablehlo.composite" and operands and op.results:
+        number = len(taken)
+        taken[number] = Taken(op.name, dict(entries_of(op)), op.location)
+        operands = _barrier(op, BEGIN, number, operands)
+    block = function.regions[0].blocks[0]
+    values = dict(zip(block.arguments, marked(operands, "arg_attrs"), strict=True))
+    returned: list[Any] = []
+    with ir.InsertionPoint(op):
+        for item in block.operations:
+            if item.operation.name == "func.return":
+                returned = [values[value] for value in item.operands]
+            else:
+                made.append(cloned(item.operation, values))
+    results = marked(returned, "res_attrs")
+    _replace_results(op, results if number is None else _barrier(op, END, number, results))
+    return made
+
+
+def _barrier(op: Any, name: str, number: int, operands: Any) -> list[Any]:
+    """Puts a barrier with a number in front of an op; returns the barrier's results."""
+    with ir.InsertionPoint(op):
+        barrier = hlo.OptimizationBarrierOp(list(operands))
+    number_type = ir.IntegerType.get_signless(64)
+    barrier.operation.attributes[name] = ir.IntegerAttr.get(number_type, number)
+    return list(barrier.operation.results)
+
+
+def _put_together(module: ir.Module, region: Any, taken: Mapping[int, Taken]) -> None:
     """Restores the ops that `_take_apart` took, at the shapes that there are now."""
-    for op in ops_in(module.operation):
-        if STANDS_FOR in op.attributes:
-            _replace(op, taken[op.attributes[STANDS_FOR].value], list(op.operands))
-        elif op.name == "func.call" and (name := op.attributes["callee"].value) in taken:
-            composite, barrier = taken[name], defining_op(op.operands[0])
-            function = ir.FlatSymbolRefAttr.get(name)
-            attributes = {**composite.attributes, "decomposition": function}
-            _replace(op, composite._replace(attributes=attributes), list(barrier.operands))
-            barrier.erase()
+    for block in region.blocks:
+        line: list[Any] = []
+        begins: dict[int, int] = {}  # number -> where its first barrier is in the line
+        for op in [item.operation for item in block.operations]:
+            for inner in op.regions:
+                _put_together(module, inner, taken)
+            if BEGIN in op.attributes:
+                begins[op.attributes[BEGIN].value] = len(line)
+            if END not in op.attributes:
+                line.append(op)
+                continue
+            number = op.attributes[END].value
+            if number not in begins:
+                line.append(_replace(op, taken[number], list(op.operands)))
+                continue
+            first, *inside = line[begins[number] :]
+            composite = _composite(module, first, inside, op, taken[number], number)
+            left = []  # what others read, too, such as constants, stays
+            for other in (*reversed(inside), first):
+                if other.results and not any(True for v in other.results for _ in v.uses):
+                    other.erase()
+                else:
+                    left.append(other)
+            line[begins[number] :] = [*reversed(left), composite]
+
+
+def _composite(
+    module: ir.Module, first: Any, inside: list[Any], last: Any, taken: Taken, number: int
+) -> Any:
+    """Makes a composite in place of its last barrier; the ops between become its function."""
+    returned = list(last.operands)
+    needed, ops = set(returned), []
+    for op in reversed(inside):
+        if any(value in needed for value in op.results):
+            ops.append(op)
+            needed |= _read(op)
+    made = {value for op in (first, *ops) for value in op.results}
+    outside = [defining_op(value) for value in needed - made]
+    if not all(op is not None and op.name == "stablehlo.constant" for op in outside):
+        raise FrontendError(f"the decomposition of {taken.name} reads a value from around it")
+    name = f"{taken.attributes['decomposition'].value}.{number}"
+    ends = [value.type for value in first.operands], [value.type for value in returned]
+    builder: Any = func  # its stub lacks the extensions of the class
+    with ir.InsertionPoint(module.body):
+        block = builder.FuncOp(name, ends, visibility="private").add_entry_block()
+    values = dict(zip(first.results, block.arguments, strict=True))
+    with ir.InsertionPoint(block):
+        for op in (*outside, *reversed(ops)):
+            cloned(op, values)
+        func.ReturnOp([values[value] for value in returned])
+    attributes = {**taken.attributes, "decomposition": ir.FlatSymbolRefAttr.get(name)}
+    return _replace(last, taken._replace(attributes=attributes), list(first.operands))
+
+
+def _read(op: Any) -> set[Any]:
+    """The values that an op, or what is inside it, reads from around it."""
+    items = ops_in(op)
+    blocks = [block for item in items for region in item.regions for block in region.blocks]
+    own = {value for item in items for value in item.results}
+    own |= {argument for block in blocks for argument in block.arguments}
+    return {value for item in items for value in item.operands} - own
