@@ -153,7 +153,7 @@ def _try_nearby(
             break
         if variable in pins:
             continue
-        solution = reduced.solve({**pins, variable: (state,)}, most, CLOSE)
+        solution = reduced.solve({**pins, variable: (state,)}, most)
         if not solution.states:
             continue
         plan = decoded(costs, solution)

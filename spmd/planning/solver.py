@@ -404,6 +404,10 @@ class Reduced:
 
     @cached_property
     def _passing(self) -> Passing:
+        return Passing(self._gone.core())
+
+    @cached_property
+    def _passed(self) -> Passing:
         passing = Passing(self._gone.core())
         passing.run()  # what was passed for all states helps where variables are pinned
         return passing
@@ -430,9 +434,10 @@ class Reduced:
                 else np.arange(len(costs))
                 for v, costs in zip(left, self._passing.unary, strict=True)
             ]
-            passing = self._passing.restricted(allowed) if pins else self._passing
+            passing = self._passed.restricted(allowed) if pins else self._passing
             constant = self._gone.constant
-            core = _cheaper(passing, self._limit, rounds, upper - constant, close, scale)
+            first = (0, 1, SWEEPS - 1) if pins else (SWEEPS,)
+            core = _cheaper(passing, self._limit, rounds, upper - constant, close, scale, first)
             if not core.states:
                 return Solution((), upper, core.lower + constant)
             known = {v: int(a[s]) for v, a, s in zip(left, allowed, core.states, strict=True)}
@@ -444,18 +449,25 @@ class Reduced:
 
 
 def _cheaper(
-    passing: Passing, limit: int, rounds: int, upper: float, close: float, scale: float
+    passing: Passing,
+    limit: int,
+    rounds: int,
+    upper: float,
+    close: float,
+    scale: float,
+    sweeps: Sequence[int],
 ) -> Solution:
     """Searches for the cheapest joint state of a network, going on from the messages there are.
 
-    Returns the best that was found; without states if that costs no less than `upper`.
+    After each number of `sweeps` it looks whether the messages settle it. Returns the best that was
+    found; without states if that costs no less than `upper`.
     """
     # `cost` is what some joint state costs, `lower` what none undercuts. A state whose own excess
     # over the lower bound is more than the gap between the two is in no better joint state: with
     # bounds 10 and 12, one with an excess of 3 makes everything cost 13 at least. Without such
     # states some variables have a single one, others fewer neighbours.
-    for sweeps in (0, 1, SWEEPS - 1):  # often the messages that there are settle it
-        passing.run(sweeps)
+    for count in sweeps:
+        passing.run(count)
         lower, excess = passing.bound()
         best = Solution((), upper, lower)
         if lower < upper and (cost := passing.network.cost(states := passing.rounded())) < upper:
