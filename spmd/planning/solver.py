@@ -395,7 +395,7 @@ class Reduced:
         allowed: Sequence[Table] | None = None,
         limit: int = TABLE_LIMIT,
     ) -> None:
-        self._network, self._limit = network, limit
+        self._network, self._limit, self._is_asked_often = network, limit, bool(kept)
         self._alive = allowed or [np.arange(len(costs)) for costs in network.unary]
         self._gone = Elimination(network.restricted(self._alive) if allowed else network)
         self._gone.run(limit, neighbours=2, keep=kept)
@@ -404,12 +404,9 @@ class Reduced:
 
     @cached_property
     def _passing(self) -> Passing:
-        return Passing(self._gone.core())
-
-    @cached_property
-    def _passed(self) -> Passing:
         passing = Passing(self._gone.core())
-        passing.run()  # what was passed for all states helps where variables are pinned
+        if self._is_asked_often:  # what was passed for all states helps where variables are pinned
+            passing.run()
         return passing
 
     def solve(
@@ -434,10 +431,11 @@ class Reduced:
                 else np.arange(len(costs))
                 for v, costs in zip(left, self._passing.unary, strict=True)
             ]
-            passing = self._passed.restricted(allowed) if pins else self._passing
+            passing = self._passing.restricted(allowed) if pins else self._passing
             constant = self._gone.constant
-            first = (0, 1, SWEEPS - 1) if pins else (SWEEPS,)
-            core = _cheaper(passing, self._limit, rounds, upper - constant, close, scale, first)
+            # A bound costs as much as a sweep or two, and often settles what is pinned at once.
+            sweeps = (0, 1, SWEEPS - 1) if self._is_asked_often else (SWEEPS,)
+            core = _cheaper(passing, self._limit, rounds, upper - constant, close, scale, sweeps)
             if not core.states:
                 return Solution((), upper, core.lower + constant)
             known = {v: int(a[s]) for v, a, s in zip(left, allowed, core.states, strict=True)}
