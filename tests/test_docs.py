@@ -77,7 +77,9 @@ def test_blocks_are_labelled(page: Path) -> None:
 
 def python_pages() -> Iterator[Any]:
     for page in with_blocks("python"):
-        marks = pytest.mark.heavy if name_of(page) in PLANS_OF_MINUTES else ()
+        marks: Any = pytest.mark.thorough if name_of(page) != "README.md" else ()
+        if name_of(page) in PLANS_OF_MINUTES:
+            marks = pytest.mark.heavy
         yield pytest.param(page, marks=marks, id=name_of(page))
 
 
@@ -137,6 +139,7 @@ def commands_of(block: Block) -> Iterator[list[str]]:
             yield words
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", with_blocks("sh"), ids=name_of)
 def test_commands_and_their_flags_exist(page: Path) -> None:
     for block in read(page):

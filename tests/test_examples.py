@@ -67,6 +67,7 @@ LONG = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "path", [pytest.param(path, marks=LONG.get(path.stem, ()), id=path.stem) for path in EXAMPLES]
 )

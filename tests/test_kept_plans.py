@@ -156,6 +156,7 @@ def test_the_cases_cover_what_a_plan_can_be(
     assert plans["loops stay"].copies or plans["training"].moves
 
 
+@pytest.mark.thorough
 def test_everything_can_be_asked_of_a_plan_that_was_read(
     tmp_path: Path, no_planner: Callable[[], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,6 +268,7 @@ def test_what_users_teach_is_planned_anew(tmp_path: Path) -> None:
     assert lower("not.taught").stages.is_read
 
 
+@pytest.mark.thorough
 def test_processes_share_what_they_find(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONHASHSEED": "random"}
     root = SCRIPT.parent.parent

@@ -65,7 +65,9 @@ def cases() -> Iterator[Any]:
     """Meshes, optimizers and forms; all but two of them together if heavy."""
     for shape, optimizer, scan in product(MESHES, OPTIMIZERS, (True, False)):
         name = f"{shape[0]}x{shape[1]}-{optimizer}-{'scan' if scan else 'unrolled'}"
-        marks = () if (shape, optimizer, scan) in QUICK else pytest.mark.heavy
+        marks: Any = () if (shape, optimizer, scan) == QUICK[0] else pytest.mark.thorough
+        if (shape, optimizer, scan) not in QUICK:
+            marks = pytest.mark.heavy
         yield pytest.param(shape, optimizer, scan, id=name, marks=marks)
 
 

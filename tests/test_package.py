@@ -148,6 +148,7 @@ def test_metadata(wheel: Path):
     }  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_installed_it_runs_a_program(installed: Environment, tmp_path: Path):
     write_user_program(tmp_path)
     printed = installed.run("python", "program.py", cwd=tmp_path)
@@ -166,6 +167,7 @@ def test_programs_help(installed: Environment, program: str, tmp_path: Path):
 # An editable install
 
 
+@pytest.mark.thorough
 def test_editable_beside_a_folder_called_spmd(checkout: Path, tmp_path: Path):
     """The clone lies beside the user's script: it is no package, and hides none."""
     made = Environment(tmp_path / "environment")

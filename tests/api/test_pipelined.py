@@ -51,6 +51,7 @@ def in_chunks(params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.reshape(2, L // 2, *leaf.shape[1:]), params)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -238,6 +239,7 @@ def test_interleaved_is_taken_where_layers_compute_long() -> None:
     assert form.seconds == lowered.cost < form.before
 
 
+@pytest.mark.thorough
 def test_the_schedule_is_that_of_the_fastest_program_that_fits() -> None:
     given = 32 * 1024, 256, 32, "v5e:2x2"
     free = planned("gpipe", *given)

@@ -103,6 +103,7 @@ def test_names_are_unique_and_found() -> None:
 FIRST_OF_EACH = {p.name.partition("@")[0]: p for p in reversed(programs("^(?!reshard)"))}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("program", FIRST_OF_EACH.values(), ids=lambda p: p.name)
 def test_every_program_traces_and_its_state_goes_round(program: Program) -> None:
     _, built = program.make()
@@ -114,6 +115,7 @@ def test_every_program_traces_and_its_state_goes_round(program: Program) -> None
         assert str(jax.tree.map(lambda s: (s.shape, s.dtype), built.args[number])) in shapes
 
 
+@pytest.mark.thorough
 def test_shardy_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     done: list[str] = []

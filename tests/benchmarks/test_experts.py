@@ -31,6 +31,7 @@ PEERS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", PEERS)
 def test_layers_by_hand_are_right(
     name: str, mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch

@@ -27,6 +27,7 @@ def test_a_step_by_kind() -> None:
     assert found.cells() == ["8.0", "4.0", "0.0", "2.0", "1.0", "2.0", "1.0"]
 
 
+@pytest.mark.thorough
 def test_the_peer_computes_our_model() -> None:
     torch = pytest.importorskip("torch")
     config = dataclasses.replace(named_config("quickstart"), num_hidden_layers=2, scan_layers=False)

@@ -101,6 +101,7 @@ def test_what_cannot_be_run(
     assert message in str(stop.value.code) + capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("concurrency", [1, 8])
 def test_processes_share_a_load(concurrency: int) -> None:
     load = Load(7, concurrency, words=(1, 3), tokens=(2, 20), ignore_eos=True)

@@ -29,6 +29,7 @@ def test_decode(capsys: Capture) -> None:
         assert row[2:5] == ["2", "5", "1"] and float(row[5]) > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.heavy), "int8"])
 def test_paged(dtype: str, capsys: Capture) -> None:
     sizes = "--slots 3 --context 64 --key_heads 2 --groups 2 --width 16 --page 16 --chunk 20"

@@ -121,6 +121,7 @@ def test_flags_that_cannot_be_read_end_it(module: str, capsys: Any) -> None:
         assert error.endswith("; spmd-explain --help lists the flags\n")
 
 
+@pytest.mark.thorough
 def test_it_needs_no_devices(module: str) -> None:
     """A process of its own, with one CPU device, plans for 256 chips."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}

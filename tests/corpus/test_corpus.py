@@ -30,6 +30,7 @@ def parameters() -> Iterator[Any]:
             yield pytest.param(program, mesh, id=f"{program.name}-{mesh}", marks=marks)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("program", "mesh_name"), list(parameters()))
 def test_partitioned_equals_unpartitioned(program: Program, mesh_name: str) -> None:
     made, want = reference(program, mesh_name if program.on_mesh else QUICK_MESH)

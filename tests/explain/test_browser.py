@@ -69,6 +69,7 @@ def click_head(page: Browser, column: int) -> str:
     return found
 
 
+@pytest.mark.thorough
 def test_it_asks_for_nothing_but_itself(page: Browser, report: Path) -> None:
     assert {url for url in page.requests if not url.startswith("data:")} == {report.as_uri()}
     assert page.run("document.title").endswith("on 8 devices")
@@ -157,6 +158,7 @@ def test_nothing_is_wider_than_the_page(page: Browser) -> None:
     assert page.run("document.documentElement.scrollWidth <= innerWidth")
 
 
+@pytest.mark.thorough
 def test_a_pipelines_picture_scrolls_inside_a_narrow_page(tmp_path: Path) -> None:
     assert PROGRAM is not None
     pipelined_step("interleaved", 4, 32).report(str(tmp_path / "report.html"))
@@ -173,6 +175,7 @@ def test_a_pipelines_picture_scrolls_inside_a_narrow_page(tmp_path: Path) -> Non
         assert "step 66: stage 3 works on microbatch 31" in browser.run(titles)[-1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_screenshots(report: Path, tmp_path: Path, dark: bool) -> None:
     assert PROGRAM is not None

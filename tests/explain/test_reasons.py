@@ -84,6 +84,7 @@ def training(request: Any) -> spmd.Lowered:
     return trained(request.param)
 
 
+@pytest.mark.thorough
 def test_every_collective_of_a_training_step_reads_well(training: Any) -> None:
     assert training.collectives
     for c in training.collectives:
@@ -117,6 +118,7 @@ def test_numberless() -> None:
 # The whole text.
 
 
+@pytest.mark.thorough
 def test_the_text_says_how_good_the_plan_is_and_what_the_conflicts_cost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -66,6 +66,7 @@ def jitted(mesh: Any, params: Any, options: spmd.Options) -> Any:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_scanned", [False, True])
 def test_steps_are_equal_to_the_bit(is_scanned: bool) -> None:
     mesh, x = spmd.make_mesh(data=8), made((ROWS * 8, NARROW))
@@ -122,6 +123,7 @@ def turned(x: jax.Array) -> jax.Array:
     return jax.device_put(x, Format(Layout((1, 0)), x.sharding))
 
 
+@pytest.mark.thorough
 def test_state_that_comes_major_to_minor_is_moved_once() -> None:
     mesh, params, x = spmd.make_mesh(data=8), params_of(False), made((ROWS * 8, NARROW))
     want = step(params, OPTIMIZER.init(params), x)

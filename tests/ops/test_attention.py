@@ -402,6 +402,7 @@ SPEC: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("packed", "window"), [(True, None), (False, 100), (True, 1)])
 def test_the_splash_kernel_computes_what_the_reference_does(
     packed: bool, window: int | None, monkeypatch: pytest.MonkeyPatch

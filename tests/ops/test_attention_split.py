@@ -199,6 +199,7 @@ def test_split(split: Split, way: str) -> None:
     assert len(permutes(compiled)) == max(0, hops) * (2 * each + 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", ["gathered", "round"], indirect=True)
 def test_sums_keep_the_dtype_of_their_terms(way: str) -> None:
     split = SPLITS[2]
@@ -307,6 +308,7 @@ def test_a_ring_holds_pieces_and_gathering_holds_all(monkeypatch: pytest.MonkeyP
 # Kernels, as far as a CPU can tell.
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("goes_round", [False, True])
 def test_pieces_get_kernels(goes_round: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not goes_round:
@@ -320,6 +322,7 @@ def test_pieces_get_kernels(goes_round: bool, monkeypatch: pytest.MonkeyPatch) -
     assert text.count("@tpu_custom_call") >= 6, "the gradient takes two"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("order", [1, 2])
 def test_a_piece_by_the_splash_kernel(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splash, "INTERPRET", True)

@@ -140,6 +140,7 @@ ROUTES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "seed"), [*itertools.product(ROUTES, range(2))])
 def test_rows_reach_their_experts_however_many_there_are(
     name: str, seed: int, exchanging: Any
@@ -221,6 +222,7 @@ def planned(batch: int, choices: int = 2) -> Any:
     return [(c.kind, c.axes) for c in lowered.collectives if c.bytes > 1e6]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("exact_plans")
 def test_what_is_smaller_is_sent() -> None:
     """Few rows go to their experts, or to all; experts go to many rows."""

@@ -267,6 +267,7 @@ def step(request: Any, devices8: Any) -> Step:
     return Step(jitted.compile(*arguments()), arguments, (params, x))
 
 
+@pytest.mark.thorough
 def test_a_split_step_is_the_whole_one(step: Step) -> None:
     """Twice: the second step's scales come from the first one's maxima."""
     got, x = jax.tree.map(jnp.copy, step.arguments())
@@ -297,6 +298,7 @@ def large(request: Any) -> Any:
 PIECE = 2048 * 8192 // 8
 
 
+@pytest.mark.thorough
 def test_collectives_of_a_large_step(large: Any) -> None:
     gathers = [c for c in large if c.axes == ("data",) and c.kind == "all_gather"]
     sent = sum(c.bytes * c.count for c in gathers)

@@ -67,6 +67,7 @@ def test_every_limit_is_kept_to_or_the_least_memory_is_named(topology: str) -> N
     assert min(kept) < 0.6 * plain
 
 
+@pytest.mark.thorough
 def test_what_is_made_again_has_the_values_that_were_held() -> None:
     rng = np.random.default_rng(0)
     args = jax.tree.map(lambda t: rng.normal(size=t.shape).astype(np.float32), types())
@@ -79,6 +80,7 @@ def test_what_is_made_again_has_the_values_that_were_held() -> None:
     assert compiled.memory.peak_bytes <= 0.55 * plain.predicted_memory.peak
 
 
+@pytest.mark.thorough
 def test_recomputation_can_be_turned_off() -> None:
     plain = lowered(recompute=False)
     assert not plain.stages.plan.recomputed

@@ -74,6 +74,7 @@ def test_a_step_of_muon() -> None:
     assert sum(c.bytes * (c.count or 1) for c in lowered.collectives) <= 448 * 2**20
 
 
+@pytest.mark.thorough
 def test_a_step_of_muon_over_single_matrices() -> None:
     """Eight layers of their own take what they do in a stack: devices take whole matrices."""
 
@@ -157,6 +158,7 @@ def test_attention_goes_by_heads(
     assert free.cost <= by_hand.cost * 1.01
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [512, 1024])
 def test_gradients_that_leave_the_program_lie_as_their_weights(size: int) -> None:
     def loss(params: Any, x: Any) -> Any:
@@ -272,6 +274,7 @@ def test_a_chips_share_takes_as_long_on_any_slice() -> None:
     assert max(few, some, many) <= few * 1.03
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("axes", [(4, 4), pytest.param((16, 1), marks=pytest.mark.heavy)], ids=str)
 @pytest.mark.parametrize(
     "hint",
@@ -299,6 +302,7 @@ def test_muon_on_a_slice_needs_no_hint(axes: tuple[int, int], hint: Spec) -> Non
     assert cost(None) <= cost(hint) * CLOSE
 
 
+@pytest.mark.thorough
 def test_of_a_state_space_model_only_gradients_are_sent() -> None:
     """Data-parallel: the states of a scan over time stay where their sequences are."""
     width, states, length = 128, 64, 1024
@@ -345,6 +349,7 @@ def test_of_a_state_space_model_only_gradients_are_sent() -> None:
 # Random programs, everything open at the ends; `tools/run placements` tries many more.
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [3])
 def test_marks_make_no_random_program_faster(seed: int) -> None:
     found = explored(seed, 2)

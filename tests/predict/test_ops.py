@@ -60,6 +60,7 @@ def planned(program: Program, choice: Choice | None = None) -> Trial:
     return plan_problem(posed(program, MESH, marks, H200S, results, ()), OPTIONS)
 
 
+@pytest.mark.thorough
 def test_all_judges_say_the_same_of_an_op() -> None:
     """The plan's sum, the timeline, recomputation and the report; its bytes; its memory.
 

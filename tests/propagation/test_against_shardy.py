@@ -157,6 +157,7 @@ CHECKS = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=() if c in QUICK else pytest.mark.heavy, id=c.name) for c in CASES],

@@ -116,6 +116,7 @@ def test_pairs_are_delivered_cheapest_and_within_memory(
 UNEQUAL = [("v5e:2x2", (2, 1)), ("v5e:2x2", (1, 2)), ("v5e:2x4", ()), ("v4:2x2x2", ())]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("rank", "count"),
     [(2, 30), *(pytest.param(r, None, marks=pytest.mark.heavy) for r in (1, 2, 3))],

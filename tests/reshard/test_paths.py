@@ -69,6 +69,7 @@ def test_every_kind_of_reduction_is_delivered(kind: str):
         check(path, src, dst, (8, 8), MESH)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("sizes", "chips"), [((4, 4), "a100:16"), ((2, 4, 6), "v5p:4x4x3"), ((4, 4, 8), "v4:4x4x8")]
 )

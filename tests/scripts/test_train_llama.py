@@ -66,6 +66,7 @@ def run(trained, tmp_path, *flags):
     return ended.value.code, asked
 
 
+@pytest.mark.thorough
 @pytest.mark.slow("four starts of the training script")
 def test_fine_tuning_exports_and_restarts(trained, tmp_path, capsys, monkeypatch):
     """With the weights' tokenizer on JSON lines; a restart compiles nothing."""

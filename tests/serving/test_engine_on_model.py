@@ -69,6 +69,7 @@ def ask_all(backend: ModelBackend, jobs: list[Job]) -> tuple[list[list[Delta]], 
     return found, counts
 
 
+@pytest.mark.thorough
 def test_tokens_are_those_of_a_request_alone(bundle: Bundle, backend: ModelBackend) -> None:
     def add() -> None:
         for name in bundle.arrivals():
@@ -100,6 +101,7 @@ def test_tokens_are_those_of_a_request_alone(bundle: Bundle, backend: ModelBacke
             assert scores is not None and scores.ids[:-1].tolist() == list(job.prompt[1:])
 
 
+@pytest.mark.thorough
 def test_texts_that_have_to_fit_a_schema(backend: ModelBackend) -> None:
     """Beside others, in a pool so small that they lose their pages, and drawn anyhow."""
     tokenizer = ByteTokenizer()

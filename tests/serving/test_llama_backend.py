@@ -86,6 +86,7 @@ def test_tokens_are_transformers(hf_folder, tmp_path, export, devices8):
     assert "tokenizer/tokenizer.json" in bundle.manifest.tokenizer
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("variant", "part", "shape", "composite"),
     [
@@ -247,6 +248,7 @@ def test_functions_that_are_not_there_or_are_others(monkeypatch):
             language.model_backend(bundle)
 
 
+@pytest.mark.thorough
 def test_goldens_random_weights_and_a_small_cache(tmp_path, export, monkeypatch, devices8):
     prompts = tmp_path / "prompts"
     prompts.write_text("abc\n\n")

@@ -82,6 +82,7 @@ def test_noise_never_makes_a_link_impossible() -> None:
     assert link.bandwidth > 0 and link.latency > 0
 
 
+@pytest.mark.thorough
 def test_the_command_measures_this_machine(tmp_path: Path, capsys: Any, devices8: Any) -> None:
     out = tmp_path / "topology.json"
     calibrate.main(

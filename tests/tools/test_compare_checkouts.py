@@ -108,6 +108,7 @@ def greedy(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_two_checkouts(greedy: Path) -> None:
     """One of them plans otherwise; where there is nothing to plan, they are equal."""
     only = r"^(moe/forward-own-axis@2x4|reshard/\(d,-\)->\(-,d\))$"

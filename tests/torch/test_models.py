@@ -108,6 +108,7 @@ def test_an_attention_mask(mesh):
         torch.testing.assert_close(found, module(**inputs).logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", EACH)
 def test_three_steps(mesh, name):
     make, rules = MODELS[name]

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.exact_plans
 PAGE = ROOT / "docs" / "pytorch.md"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow("it plans what the page prints, a step of a module of PyTorch")
 def test_the_page_runs(tmp_path, monkeypatch, capsys, request):
     monkeypatch.chdir(tmp_path)

@@ -24,6 +24,7 @@ def compiled(request: Any) -> tuple[Training, spmd.Compiled]:
     return training, training.compile()
 
 
+@pytest.mark.thorough
 def test_bytes_of_every_kind_agree_with_the_optimized_hlo(
     compiled: tuple[Training, spmd.Compiled],
 ) -> None:

@@ -63,6 +63,7 @@ ENTRY %main (p: s32[], x: f32[8]) -> {TYPE} {{
 UP = "add(%i, %one)"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("first", "following", "test", "expected"),
     [

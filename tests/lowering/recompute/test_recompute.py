@@ -91,6 +91,7 @@ def peak(program: Program) -> int:
     return peak_memory(program).peak
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fn", (scanned, nested, counted, unrolled))
 def test_values_are_the_same_at_every_price(fn: Callable[..., Any]) -> None:
     program = local(fn)

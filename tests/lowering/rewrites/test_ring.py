@@ -231,6 +231,7 @@ def test_a_kernel_that_makes_a_sum_stays_whole() -> None:
         np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+@pytest.mark.thorough
 @needs_libtpu
 @pytest.mark.parametrize(
     ("sizes", "permutes"), [((4, 4), 3), pytest.param((16, 1), 15, marks=pytest.mark.heavy)]

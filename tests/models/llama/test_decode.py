@@ -221,6 +221,7 @@ def random_model(key_heads: int, layers: int = 2, **changes: Any) -> tuple[Any, 
     return jax.jit(functools.partial(fresh.init, config=config))(jax.random.key(0)), config
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "variant",
     [pytest.param(v, marks=() if v in QUICK else pytest.mark.heavy) for v in checkpoints.VARIANTS],
@@ -236,6 +237,7 @@ def test_every_variant(variant, folders):
     assert ours == checkpoints.their_continuation(folders(variant), prompt, 32)
 
 
+@pytest.mark.thorough
 def test_more_devices_than_key_heads(devices8):
     """A group on each half of the devices; there two key heads on four of them."""
     params, config = random_model(2, layers=1)
@@ -281,6 +283,7 @@ def drawn_alone() -> list[int]:
     return generate(backend_of(random_programs(), FEW), PROMPT, 20, DRAWN)[0]
 
 
+@pytest.mark.thorough
 def test_what_runs_beside_a_sequence_does_not_show():
     """In another slot, in other pieces, with others decoding and reading prompts beside it."""
     backend = backend_of(random_programs(), FEW)
@@ -393,6 +396,7 @@ def test_all_functions_can_be_warmed_up():
 # Quantization
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "most", "changes"),
     [

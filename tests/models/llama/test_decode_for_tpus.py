@@ -16,6 +16,7 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mesh", "groups", "rows"),
     [

@@ -51,6 +51,7 @@ def their_steps(folder: Any, into: Any) -> tuple[list[float], dict[str, Any]]:
     return losses, load_file(into / "model.safetensors")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "variant",
     [
@@ -100,6 +101,7 @@ def alone(config: LlamaConfig) -> Any:
     return jax.jit(jax.value_and_grad(batch_loss(plain)))(params, packed_batch())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "changes",
     [
@@ -122,6 +124,7 @@ def test_all_parts_with_packed_documents(changes: dict[str, Any], mesh: spmd.Mes
     jax.tree.map(close, found, alone(PARTS))
 
 
+@pytest.mark.thorough
 def test_all_parts_in_fp8() -> None:
     config = dataclasses.replace(PARTS, matmul="fp8")
     params = drawn(config)
@@ -143,6 +146,7 @@ MIXTURE = dataclasses.replace(
 )  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("axes", "table", "changes"),
     [

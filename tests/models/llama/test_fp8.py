@@ -30,6 +30,7 @@ def trainer():
     return make_trainer(MESH, matmul="fp8")
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_is_the_run_that_never_stopped(trainer, tmp_path):
     """States are saved and restored like everything else; microbatches take their maximum."""
     whole, losses = take(trainer, trainer.fresh_state(), STEPS)
@@ -54,6 +55,7 @@ def test_parameters_of_others_get_states(trainer):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), got, fresh)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_states_know_the_weights_and_are_not_exported(scan_layers):
     config = dataclasses.replace(FP8, scan_layers=scan_layers)

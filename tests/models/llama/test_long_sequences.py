@@ -40,6 +40,7 @@ def alone(packed: bool) -> Any:
     return params, jax.jit(jax.value_and_grad(batch_loss(TINY)))(params, batch(packed))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("axes", "table", "zigzag", "packed"),
     [

@@ -70,6 +70,7 @@ def params():
     return jax.jit(functools.partial(fresh.init, config=TINY))(jax.random.key(1))
 
 
+@pytest.mark.thorough
 def test_packed_is_the_mean_over_documents_apart():
     assert batch()["segment_ids"].max() > 2
     packed, _ = loss_and_gradients()(params(), batch())

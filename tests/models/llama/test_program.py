@@ -110,6 +110,7 @@ def go_on(trainer, folder):
     return take(trainer, state, STEPS)
 
 
+@pytest.mark.thorough
 def test_on_the_same_mesh_to_the_bit(whole, half_way):
     state, losses = go_on(whole.trainer, half_way)
     assert losses == whole.losses[HALF:]
@@ -136,6 +137,7 @@ def test_on_another_mesh_and_with_layers_unrolled(whole, half_way, mesh, scan_la
     )
 
 
+@pytest.mark.thorough
 def test_evaluates_what_the_loss_is(whole):
     trainer = whole.trainer
     options = dataclasses.replace(trainer.run.options, seed=9)
@@ -151,6 +153,7 @@ def test_evaluates_what_the_loss_is(whole):
 # Fresh parameters
 
 
+@pytest.mark.thorough
 def test_fresh_parameters_are_those_of_init_stacked_or_unrolled(whole):
     config = dataclasses.replace(SMALL, scan_layers=False)
     stacked = whole.trainer.step.in_shardings[0]
@@ -179,6 +182,7 @@ def init_memory(layers, config):
     return memory.output_size_in_bytes, memory.temp_size_in_bytes
 
 
+@pytest.mark.thorough
 def test_memory_beside_the_parameters_is_that_of_a_layer():
     config = dataclasses.replace(CONFIGS["tiny"], hidden_size=256, intermediate_size=1024)
     few, many = init_memory(4, config), init_memory(32, config)

@@ -43,6 +43,7 @@ def expected(params):
     return jax.jit(jax.value_and_grad(loss_of({})))(params)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_loss_and_gradients_are_equal(params, expected, changes):
     is_scanned = changes.get("scan_layers", True)
@@ -63,6 +64,7 @@ def kept(params, changes):
     return total
 
 
+@pytest.mark.thorough
 def test_what_is_kept_shrinks(params):
     def kept_with(remat, **changes):
         return kept(params, {"remat": remat, **changes})

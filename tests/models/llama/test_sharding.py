@@ -163,6 +163,7 @@ def test_axes_that_do_not_divide_together_are_named_together():
 QUICK = (("2d-sequence", True),)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "hybrid"),
     [

@@ -35,6 +35,7 @@ def value_and_grad(config: Any, mark: Any = marks.no_marks) -> Any:
     return jax.value_and_grad(loss)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("packed", "schedule"),
     [pytest.param({}, "gpipe", marks=pytest.mark.heavy), (PACKED, "interleaved")],

@@ -87,6 +87,7 @@ def assert_same(found, expected):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("on_nonfinite", [pytest.param("stop", marks=pytest.mark.heavy), "skip"])
 def test_half_of_a_run_on_one_mesh_and_half_on_another(tmp_path: Path, on_nonfinite):
     options = {"run_dir": tmp_path, "save_every": 2, "metrics": (), "on_nonfinite": on_nonfinite}

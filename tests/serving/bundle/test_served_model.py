@@ -78,6 +78,7 @@ def metrics(url: str) -> dict[str, float]:
     return {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow("it writes the bundle for all tests of this file, and starts a server")
 def test_clients(bundle_folder: Path, tmp_path: Path) -> None:
     """Streams and whole answers agree, nothing is compiled for them, SIGTERM ends it gently."""

@@ -287,6 +287,7 @@ async def one_of_many(engine: Engine, rng: random.Random) -> int:
     return count
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("pages", [64, 18])
 def test_many_at_once_with_flat_memory(pages: int) -> None:
     async def go(engine: Engine, seed: int) -> None:

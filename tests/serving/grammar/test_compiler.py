@@ -106,6 +106,7 @@ def test_hostile_grammars_end_soon(grammars: Grammars) -> None:
         after(guide, b"a" * 5000)
 
 
+@pytest.mark.thorough
 def test_grammars_that_would_take_minutes(monkeypatch: Any) -> None:
     """The process that tries them dies of them; the next grammar has a new one."""
     grammars = Grammars(ByteTokenizer(), 256, {0}, MOST)

@@ -209,6 +209,7 @@ def test_a_key_is_asked_for_and_kept_to_the_page(live: Live, browser: Browser) -
         browser.requests.clear()
 
 
+@pytest.mark.thorough
 def test_questions_without_an_answer_are_not_sent_again(page: Browser) -> None:
     """Templates such as Llama 2's refuse two questions in a row."""
     page.run("""messages = [

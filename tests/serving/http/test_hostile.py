@@ -215,6 +215,7 @@ def test_two_requests_in_one_piece(live: Live) -> None:
     assert answer.count(live.alone("hello", 3).encode()) == 2
 
 
+@pytest.mark.thorough
 def test_a_reader_that_never_reads_does_not_hold_others_up() -> None:
     with serving_live(FakeBackend(), ServerOptions()) as live:
         body = json.dumps({"prompt": "hello", "max_tokens": 50, "stream": True, "n": 32}).encode()

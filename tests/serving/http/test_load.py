@@ -95,6 +95,7 @@ def check_load(count: int, at_once: int, rounds: int) -> None:
         )
 
 
+@pytest.mark.thorough
 def test_a_crowd() -> None:
     check_load(40, 30, rounds=1)
 

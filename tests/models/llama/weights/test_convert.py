@@ -126,6 +126,7 @@ def test_biases_and_norms_of_heads(tmp_path):
         np.testing.assert_array_equal(back[name], tensor)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model_type", "names"),
     [
@@ -209,6 +210,7 @@ def logits_of_ranks(stored, tokens_BS):
     return jnp.concatenate([model.linear(x, s["lm_head.weight"]) for s in stored], axis=-1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.heavy), 8])
 def test_ranks_compute_the_whole(ranks, whole, cut):
     """Eight ranks and two key heads: four hold the same one."""
@@ -241,6 +243,7 @@ def test_a_vocabulary_that_is_not_divided_stays_whole():
 # From training
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "config",
     [

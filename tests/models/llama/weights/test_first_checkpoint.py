@@ -98,6 +98,7 @@ def from_weights(whole, trainer):
 # Training from it
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("ranks", "mesh", "options"),
     [
@@ -160,6 +161,7 @@ def test_another_model_is_refused(whole, trainer, tmp_path):
         check_same_model(meta["config"], dataclasses.replace(trainer.run, model=other))
 
 
+@pytest.mark.thorough
 def test_the_script_resumes(whole, tmp_path, capsys, monkeypatch):
     """One device: what the flags make of it, and a checkpoint with optimizer state after it."""
     (tmp_path / "text").write_text("some text to learn from, over and over\n" * 100)

@@ -70,6 +70,7 @@ def assert_equal_trees(ours, theirs):
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", [LLAMA3, QWEN3, MIXTURE])
 def test_transformers_computes_the_same(config, mesh, tmp_path):
     pytest.importorskip("torch")

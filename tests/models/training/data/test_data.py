@@ -29,6 +29,7 @@ def test_bytes_round_trip():
 # Corpora
 
 
+@pytest.mark.thorough
 def test_standard_library_is_there_and_sorted():
     files = data.standard_library_files()
     assert files == sorted(files)

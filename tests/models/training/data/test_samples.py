@@ -77,6 +77,7 @@ def test_what_makes_no_batches(more, message):
 # Mixtures
 
 
+@pytest.mark.thorough
 @given(st.lists(st.floats(0.05, 1), min_size=2, max_size=4), st.integers(0, 100))
 def test_mixtures_keep_their_shares(shares, seed):
     parts = [numbers(80_001, first=100_000 * i) for i in range(len(shares))]

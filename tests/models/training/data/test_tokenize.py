@@ -301,6 +301,7 @@ def test_pieces_of_text_are_its_documents(tmp_path_factory, texts, separator, pi
     assert found == [t for t in path.read_text().split(separator) if t.strip()]
 
 
+@pytest.mark.thorough
 @given(st.lists(st.text(max_size=30), max_size=12), st.integers(1, 60), st.booleans())
 def test_pieces_of_jsonl_are_its_lines(tmp_path_factory, texts, piece_bytes, ends):
     path = tmp_path_factory.getbasetemp() / "pieces.jsonl"
