@@ -15,6 +15,9 @@ from models.llama.config import LlamaConfig
 from models.llama.named import named_config
 from models.llama.step import train_step
 
+JAX = ".".join(jax.__version__.split(".")[:2])
+"""jax releases trace the same function to slightly different modules: golden texts of each."""
+
 
 class Training(NamedTuple):
     """A training step with everything needed to run it, partitioned or not."""

@@ -2,14 +2,10 @@
 
 from collections.abc import Callable
 
-import jax
 import pytest
 
 import spmd
-from tests.programs import mlp
-
-JAX = ".".join(jax.__version__.split(".")[:2])
-"""jax releases trace the same function to slightly different modules."""
+from tests.programs import JAX, mlp
 
 STAGES = ("program", "propagated", "planned", "local", "optimized", "emitted")
 

@@ -252,8 +252,9 @@ def test_the_schedule_is_that_of_the_fastest_program_that_fits() -> None:
     assert "keeps to 64 MiB" in forms["interleaved"].refusal
     assert forms["1f1b"].seconds == short.cost
     assert forms["interleaved 1f1b"].refusal == "another one is faster"
-    # GPipe holds all 35 steps; 1F1B holds those of 4 microbatches, and a state for each window.
-    assert lean.held < row.held / 4
+    # GPipe holds all 35 steps; 1F1B holds those of 4 microbatches, and a state for each window:
+    # a quarter, with a KiB or two more where jax writes the loop otherwise.
+    assert lean.held < row.held / 3.9
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from spmd.lowering.recompute.recompute import pairs_of, recompute
 from spmd.predict.memory import peak_memory
 from tests.ir.text_parse import parse_program
 from tests.lowering.rewrites.local_programs import arguments, partitioned, rewritten, run
+from tests.programs import JAX
 
 pytestmark = pytest.mark.exact_plans
 
@@ -137,7 +138,10 @@ def test_an_inner_loop_is_run_again() -> None:
 
 
 def test_what_a_loop_collects(golden: Golden) -> None:
-    golden("recompute_loop", format_program(held_less(local(scanned), 1e-4, AMPLE), mesh=MESH))
+    golden(
+        f"jax-{JAX}/recompute_loop",
+        format_program(held_less(local(scanned), 1e-4, AMPLE), mesh=MESH),
+    )
 
 
 BLOCK = """program @p(%0: tensor<64x16xf32> "w", %1: tensor<16x64xf32> "x") {
