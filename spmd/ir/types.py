@@ -119,6 +119,11 @@ def is_float(dtype: str) -> bool:
     return dtype.startswith(("f", "bf"))
 
 
+def is_integer(dtype: str) -> bool:
+    """Whether an element type is an integer type, predicates included."""
+    return dtype.startswith(("i", "ui"))
+
+
 class Dense(NamedTuple):
     """A constant's elements: `data` holds one element if `splat`, else all in row-major order."""
 

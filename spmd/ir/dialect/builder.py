@@ -119,7 +119,9 @@ class Builder:
 
     def splat(self, number: Any, type_: TensorType) -> Value:
         """Returns a constant of a type whose elements are all `number`."""
-        element = np.asarray(number, numpy_dtype(type_.dtype))
+        # An integer 0 becomes the element without a bit, also where the type has no zero.
+        dtype, is_zero = numpy_dtype(type_.dtype), isinstance(number, int) and not number
+        element = np.zeros((), dtype) if is_zero else np.asarray(number, dtype)
         return self._constant(Dense(type_, element.tobytes(), True))
 
     def _constant(self, dense: Dense) -> Value:

@@ -11,7 +11,7 @@ from spmd.ir.description import Role
 from spmd.ir.dialect.batched import Batched, in_front, second_half, shifted
 from spmd.ir.dialect.bodies import is_elementwise
 from spmd.ir.dialect.halo import Merge
-from spmd.ir.dialect.reducers import NEUTRAL
+from spmd.ir.dialect.reducers import NEUTRAL, joining
 from spmd.ir.dialect.registry import op
 from spmd.ir.dialect.rule import MERGE, PASS, REDUCE, REPLICATE, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
@@ -227,7 +227,8 @@ def _gather(kind: OpKind) -> Rule:
         if d not in dims.collapsed_slice_dims:
             kept = next(offsets)
             result[kept] = operand[-1] if whole else build.factor(sizes[d], REPLICATE)
-    return build.build([operand, indices], [result], reduction="add", linear=((0,),))
+    reduction = joining(table.dtype)
+    return build.build([operand, indices], [result], reduction=reduction, linear=((0,),))
 
 
 @op("stablehlo.scatter", batched=_batched_scatter, role=Role.UPDATE)

@@ -1,10 +1,11 @@
 """Elementwise ops: the i-th dims of operands and results are one factor."""
 
-from spmd.ir.description import CONVERT, Description, Role
+from spmd.ir.description import CONVERT, DIVIDE, Description, Role
 from spmd.ir.dialect.batched import elementwise
 from spmd.ir.dialect.registry import describe
 from spmd.ir.dialect.rule import Rule, RuleBuilder
 from spmd.ir.program import OpKind
+from spmd.ir.types import is_integer
 
 
 def elementwise_rule(kind: OpKind) -> Rule:
@@ -13,15 +14,18 @@ def elementwise_rule(kind: OpKind) -> Rule:
     shape = kind.results[0].shape
     dims = build.dims(shape)
     operands = [dims if t.shape == shape else [] for t in kind.operands]
-    linear = kind.about.linear
-    if kind.name == CONVERT and widens(kind.operands[0].dtype, kind.results[0].dtype):
+    linear, dtype = kind.about.linear, kind.results[0].dtype
+    if kind.name == CONVERT and widens(kind.operands[0].dtype, dtype):
         linear = ((0,),)
+    if kind.name == DIVIDE and is_integer(dtype):  # 1 / 2 + 1 / 2 is 0 of integers
+        linear = ()
     terms = kind.about.reducer if kind.about.reducer in ("max", "min") else "add"
     return build.build(operands, [dims] * len(kind.results), linear=linear, terms=terms)
 
 
-_WIDER = (("bf16", "f32", "f64"), ("f16", "f32", "f64"), ("i8", "i16", "i32", "i64"))
-"""In each tuple, every type can hold the numbers of those before it."""
+_WIDER = (("bf16", "f32", "f64"), ("f16", "f32", "f64"))
+"""Each element type holds every number of those before it. So do wider integers, but a sum in the
+narrow ones wraps around where one in wider ones does not."""
 
 
 def widens(narrow: str, wide: str) -> bool:

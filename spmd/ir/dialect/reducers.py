@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from spmd.ir.description import BROADCAST, CONSTANT, DESCRIPTIONS
 from spmd.ir.dialect import elementwise  # noqa: F401 (describes the ops)
 from spmd.ir.program import Body, Op, OpKind, Region, Value
-from spmd.ir.types import TensorType, numpy_dtype
+from spmd.ir.types import TensorType, is_integer, numpy_dtype
 
 REDUCER_OPS = {about.reducer: name for name, about in DESCRIPTIONS.items() if about.reducer}
 """Maps a reduction's name (`add`, `max`, ...) to the name of the op that combines two terms."""
@@ -36,6 +37,12 @@ def reducer_body(kind: str, dtype: str) -> Body:
     return Body((scalar,) * 3, Region((0, 1), (Op(op_kind, (0, 1), (2,)),), (2,)))
 
 
+def joining(dtype: str) -> str:
+    """The reduction that finds an element where one device has it and all others have zeros."""
+    # f8E8M0FNU has no zero: all powers of two from 2**-127 on, which then stands for it.
+    return {"i1": "or", "f8E8M0FNU": "max"}.get(dtype, "add")
+
+
 def is_identity(value: Value, producers: Mapping[Value, Op], reducer: str) -> bool:
     """Whether a value is a constant (or its broadcast) of a reducer's identity, 0 of `add`."""
     op = producers.get(value)
@@ -55,13 +62,16 @@ def identity_element(kind: str, dtype: str) -> Any:
     if kind == "mul":
         return np.ones((), np_dtype)
     if kind == "and":
-        return np.asarray(True) if dtype == "i1" else np.invert(np.zeros((), np_dtype))
+        return np.asarray(-1).astype(np_dtype)
     largest = kind == "min"  # min and max start from the far end of the dtype's range
     if dtype == "i1":
         return np.asarray(largest)
-    if np_dtype.kind in "iu" or dtype in ("i2", "i4", "ui2", "ui4"):
-        import ml_dtypes
-
-        limits = ml_dtypes.iinfo(np_dtype)
-        return np.asarray(limits.max if largest else limits.min, np_dtype)
-    return np.asarray(np.inf if largest else -np.inf, np_dtype)
+    if is_integer(dtype):
+        limits: Any = ml_dtypes.iinfo(np_dtype)
+    else:
+        end = np.inf if largest else -np.inf
+        found = np.asarray(complex(end, end) if np_dtype.kind == "c" else end, np_dtype)
+        if not np.isnan(found):
+            return found
+        limits = ml_dtypes.finfo(np_dtype)  # of an 8-bit float without infinity
+    return np.asarray(limits.max if largest else limits.min, np_dtype)

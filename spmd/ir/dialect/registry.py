@@ -15,6 +15,7 @@ from spmd.ir.description import (
 )
 from spmd.ir.dialect.rule import Rule
 from spmd.ir.program import Loc, OpKind
+from spmd.ir.types import is_integer
 
 RuleFunction = Callable[[OpKind], Rule]
 
@@ -113,5 +114,13 @@ def rule_of(kind: OpKind, loc: Loc | None = None) -> Rule:
                 source=loc.source if loc else None,
                 fix=f'register one: spmd.register_rule("{name}", "i j -> i j")',
             )
-        found = kind._cache["rule"] = function(kind)
+        found = function(kind)
+        # A sum of narrow integers wraps around where the sum of what becomes of its terms does not.
+        wraps = {
+            i
+            for i, t in enumerate(kind.operands)
+            if is_integer(t.dtype) and kind.results and t.dtype != kind.results[0].dtype
+        }
+        linear = tuple(group for group in found.linear if wraps.isdisjoint(group))
+        found = kind._cache["rule"] = found._replace(linear=linear)
     return found

@@ -10,7 +10,7 @@ from spmd.ir.description import Role
 from spmd.ir.dialect.batched import at_a_place, in_front, second_half
 from spmd.ir.dialect.bodies import is_elementwise
 from spmd.ir.dialect.halo import Window
-from spmd.ir.dialect.reducers import NEUTRAL
+from spmd.ir.dialect.reducers import NEUTRAL, joining
 from spmd.ir.dialect.registry import op
 from spmd.ir.dialect.rule import (
     PASS,
@@ -115,7 +115,6 @@ def _bitcast_convert(kind: OpKind) -> Rule:
 @op("spmd.mark", is_mark=True, is_global=True, vanishes=True, role=Role.ALIAS)
 def _passes(kind: OpKind) -> Rule:
     """Returns the rule `i j -> i j` of marks and barriers; barriers have one operand by now."""
-    # A mark's closed dims are not in its rule: `collect_marks` reads them.
     build = RuleBuilder()
     dims = build.dims(kind.operands[0].shape)
     return build.build([dims], [dims], linear=((0,),), moves=True)
@@ -123,10 +122,6 @@ def _passes(kind: OpKind) -> Rule:
 
 # ---------------------------------------------------------------------------------------------
 # Ops whose pieces read elements of their neighbours' pieces.
-
-
-def _term_kind(kind: OpKind) -> str:
-    return "or" if kind.operands[0].dtype == "i1" else "add"
 
 
 @op("stablehlo.slice", batched=in_front(), reads_pieces=True, role=Role.INSIDE)
@@ -150,7 +145,7 @@ def _slice(kind: OpKind) -> Rule:
             start, stride = kind.attrs["start_indices"][d], kind.attrs["strides"][d]
             pairs.append(build.window(0, d, size, Window(out, stride, -start)))
     operand, result = sides(pairs)
-    more = {"reduction": _term_kind(kind), "linear": ((0,),), "moves": True}
+    more = {"reduction": joining(kind.operands[0].dtype), "linear": ((0,),), "moves": True}
     return build.build([operand], [result], **more)
 
 
@@ -224,7 +219,7 @@ def _dynamic_slice(kind: OpKind) -> Rule:
         [build.passes(n) if n == out else build.apart(n, out, REDUCE) for n, out in sizes]
     )
     starts: list[list[DimFactors]] = [[] for _ in kind.operands[1:]]
-    more = {"reduction": _term_kind(kind), "linear": ((0,),), "moves": True}
+    more = {"reduction": joining(kind.operands[0].dtype), "linear": ((0,),), "moves": True}
     return build.build([operand, *starts], [result], **more)
 
 

@@ -76,19 +76,25 @@ _PARTED = ("all_reduce", "all_gather", "reduce_scatter")
 def _chains(program: Program) -> dict[Value, list[Op]]:
     """Maps each all-reduce's result to the all-reduces in a row, over distinct atoms, up to it."""
     # `%2 = all_reduce %1 {x}; %3 = all_reduce %2 {y}` counts as one sum over x and y if nothing
-    # else reads %2. The parts of %3 then start from %1, which leaves %2 to `remove_dead`.
+    # else reads %2. The parts of %3 then start from %1, which leaves %2 to `remove_dead`. Both are
+    # in one region: devices along x may disagree on whether they enter one around %3 alone.
     users = users_of(program)
     chains: dict[Value, list[Op]] = {}
-    for op in program.walk():
-        if op.collective == "all_reduce" and len(op.results) == 1 and "groups" not in op.kind.attrs:
-            before = chains.get(op.operands[0], []) if len(users[op.operands[0]]) == 1 else []
+    regions = [program.body]
+    for region in regions:
+        here: dict[Value, list[Op]] = {}
+        for op in region.ops:
+            regions += op.regions
             own = op.kind.attrs
-            fits = all(
-                other.kind.attrs["body"] == own["body"]
-                and set(other.kind.attrs["axes"]).isdisjoint(own["axes"])
-                for other in before
-            )
-            chains[op.results[0]] = [*before, op] if fits else [op]
+            if op.collective == "all_reduce" and len(op.results) == 1 and "groups" not in own:
+                before = here.get(op.operands[0], []) if len(users[op.operands[0]]) == 1 else []
+                fits = all(
+                    other.kind.attrs["body"] == own["body"]
+                    and set(other.kind.attrs["axes"]).isdisjoint(own["axes"])
+                    for other in before
+                )
+                here[op.results[0]] = [*before, op] if fits else [op]
+        chains.update(here)
     return chains
 
 

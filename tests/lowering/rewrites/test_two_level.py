@@ -15,6 +15,7 @@ from spmd.ir.program import Program
 from spmd.lowering.rewrites.two_level import two_level
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
+from tests.ir.text_parse import parse_program
 from tests.lowering.rewrites.local_programs import names, rewritten, sent
 
 CPU = Topology("cpu:8")
@@ -63,6 +64,28 @@ def test_a_sum_whose_dims_do_not_divide_is_padded() -> None:
 def test_sums_over_one_kind_of_link_stay() -> None:
     for axes in ("data", "host"):
         assert names(after(all_reduce(axes, "8192"), APART)) == ["all_reduce"]
+
+
+def test_a_sum_stays_outside_of_a_branch_that_some_devices_take() -> None:
+    def sum_over(axis: str, made: int, read: int) -> str:
+        return f"%{made} = stablehlo.all_reduce %{read} {{axes = {{{axis}}}, body = add<f32>}} : (tensor<8192xf32>) -> tensor<8192xf32>"
+
+    def after_two(*lines: str) -> list[str]:
+        # Not run: were the sums one, devices of one host would wait for those of the other.
+        text = ['program @p(%0: tensor<8192xf32> "x") {', sum_over("host", 1, 0), *lines, "}"]
+        return names(two_level(parse_program("\n".join(text), APART), APART, CPU))
+
+    together = after_two(sum_over("data", 2, 1), 'return %2 "y"')
+    assert together == ["reduce_scatter", "all_reduce", "all_gather"]
+    apart = after_two(
+        "%2 = spmd.axis_index {axes = {host}} : () -> tensor<i32>",
+        "%3 = stablehlo.case %2 : (tensor<i32>) -> tensor<8192xf32> {",
+        f"region() {{ {sum_over('data', 4, 1)} return %4 }}",
+        "region() { return %0 }",
+        "}",
+        'return %3 "y"',
+    )
+    assert apart == ["all_reduce", "axis_index", "all_reduce", "case"]
 
 
 def gather(axes: str, rows: int, dim: int) -> str:
