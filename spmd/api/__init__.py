@@ -6,7 +6,13 @@ can be asked of a plan) -> `compiled` (running it) -> `jitted`, `stablehlo` (whe
 Other packages take these names, never those modules.
 """
 
-from spmd.api.arguments import by_number_and_name, check_without, like_parameters, with_keywords
+from spmd.api.arguments import (
+    by_number_and_name,
+    check_without,
+    leaf_names,
+    like_parameters,
+    with_keywords,
+)
 from spmd.api.compiled import Compiled, Lowered
 from spmd.api.jitted import Jitted, jit
 from spmd.api.marks import caller, mark_sharding, mark_tree, path_name
@@ -24,6 +30,7 @@ __all__ = [
     "check_without",
     "compile_stablehlo",
     "jit",
+    "leaf_names",
     "like_parameters",
     "lower_stablehlo",
     "mark_sharding",
