@@ -35,10 +35,10 @@ class SpmdError(Exception):
         self.actual, self.required, self.fix = actual, required, fix
         super().__init__(self.render())
 
-    def at(self, source: str | None) -> SpmdError:
-        """Returns the same error with a source line, where it has none."""
-        fields = {"op": self.op, "actual": self.actual, "required": self.required, "fix": self.fix}
-        return type(self)(self.what, source=self.source or source, **fields)
+    def at(self, source: str | None) -> None:
+        """Gives the error a source line, where it has none."""
+        self.source = self.source or source
+        self.args = (self.render(),)
 
     def render(self) -> str:
         """Returns the message: one line that says what, then one indented line for each field."""
