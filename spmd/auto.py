@@ -4,6 +4,7 @@ The planner solves the same problem as for any plan, with more to choose from: a
 any sharding over whole axes that divide its dims, an op may split every factor over every axis.
 """
 
+import glob
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,15 +13,15 @@ from typing import Any
 
 import jax
 
-from spmd.api import Jitted, jit, like_parameters, mark_sharding, module_request
-from spmd.compiler import Request, Trial, filled, plan_problem, propagated_of
+from spmd.api import Jitted, jit, leaf_names, like_parameters, mark_sharding, module_request
+from spmd.compiler import Request, Trial, plan_problem, problem_for
 from spmd.errors import MeshError, PlanError, SpmdError
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.spec import partition_spec
+from spmd.mesh.spec import first_match, partition_spec
 from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.planning.plan import Plan
-from spmd.planning.problem import opened, problem_of
+from spmd.planning.problem import opened
 from spmd.planning.search import Candidate, Search
 from spmd.predict.backends import memory_for
 from spmd.progress import doing, progress
@@ -57,31 +58,39 @@ class AutoSharding:
 
     def mark(self, *args: Any) -> tuple[Any, ...]:
         """Returns `args`, a call's arguments without static ones, marked with the chosen specs."""
-        leaves, tree = jax.tree.flatten(args)
-        if len(leaves) != len(self._names):
+        given = self.jitted.recipe.arguments(args, {})  # those that are not static
+        leaves, tree = jax.tree.flatten([argument.value for argument in given])
+        if leaf_names(given) != self._names:
             raise SpmdError(
                 "these arguments are not those that the specs were chosen for",
-                actual=f"{len(leaves)} leaves",
-                required=f"{len(self._names)}: {', '.join(self._names[:4])}, ...",
+                actual=f"{len(leaves)} leaves: {', '.join(leaf_names(given)[:8])}",
+                required=f"{len(self._names)} leaves: {', '.join(self._names[:8])}",
+                fix="pass arguments of the structure that spmd.auto was given",
             )
         marked = [
             mark_sharding(leaf, self.mesh, self.specs[name])
             for leaf, name in zip(leaves, self._names, strict=True)
         ]
-        return tuple(jax.tree.unflatten(tree, marked))
+        values = zip([a.key for a in given], jax.tree.unflatten(tree, marked), strict=True)
+        return tuple((dict(enumerate(args)) | dict(values)).values())
 
     def rules(self, argument: str) -> dict[str, tuple[Any, ...]]:
         """Returns the rules for `mark_tree` of one argument: path or pattern (`*/w`) -> spec."""
-        # Numbered siblings that agree go under one pattern; patterns come last.
-        groups: dict[str, dict[str, tuple[Any, ...]]] = {}
-        for name, spec in self.specs.items():
-            if name.startswith(f"{argument}/") and name not in self._inferred:
-                path = name.removeprefix(f"{argument}/")
-                groups.setdefault(re.sub(r"(^|/)\d+(?=/|$)", r"\1*", path), {})[path] = spec
+        # Numbered siblings go under one pattern if all that it matches agrees; patterns come last.
+        specs = {
+            name.removeprefix(f"{argument}/"): spec
+            for name, spec in self.specs.items()
+            if name.startswith(f"{argument}/") and name not in self._inferred
+        }
         rules: dict[str, tuple[Any, ...]] = {}
-        for pattern, members in groups.items():
-            agreed = set(members.values())
-            rules |= {pattern: agreed.pop()} if len(agreed) == 1 else members
+        shared: dict[str, bool] = {}
+        for path, spec in specs.items():
+            name = glob.escape(path)  # a pattern that only this path matches
+            pattern = re.sub(r"(^|/)\d+(?=/|$)", r"\1*", name)
+            if pattern not in shared:
+                found = {specs[other] for other in specs if first_match(other, (pattern,))}
+                shared[pattern] = len(found) == 1
+            rules[pattern if shared[pattern] else name] = spec
         return dict(sorted(rules.items(), key=lambda rule: "*" in rule[0]))
 
     def __str__(self) -> str:
@@ -101,7 +110,7 @@ class AutoSharding:
                 lines.append(f"# {argument}: inferred from the arguments above")
         for other in self.considered:
             if other.mesh != self.mesh:
-                took = f"{other.seconds * 1e3:.3g} ms" if other.seconds else other.reason
+                took = other.reason if other.seconds is None else f"{other.seconds * 1e3:.3g} ms"
                 lines.append(f"# {other.mesh}: {took}")
         return "\n".join(lines)
 
@@ -151,7 +160,7 @@ def auto(
     search = Search[Trial](memory_for(asked[0][1].topology, memory_limit))
     with progress(f"specs of {asked[0][0].__name__}", options.shows_progress):
         made = [
-            search.weigh(Candidate(str(request.mesh), partial(_open, request, memory_limit)))
+            search.weigh(Candidate(str(request.mesh), partial(_open, request, options)))
             for _, request in asked
         ]
     considered = tuple(
@@ -189,19 +198,17 @@ def auto_specs(
     """
     options = options or Options()
     request = module_request(module, mesh, arg_specs, result_specs, options, updates)
-    plan = _open(request, options.memory_limit).plan
+    plan = _open(request, options).plan
     given = plan.arguments[: len(request.arg_names)]  # constants are behind them
     return [tuple(partition_spec(sharding, request.mesh)) for sharding in given]
 
 
-def _open(request: Request, memory_limit: int | None) -> Trial:
-    """Plans a request; arguments without a spec, or with an open dim, may have any sharding."""
-    propagated = propagated_of(request)
+def _open(request: Request, options: Options) -> Trial:
+    """Plans a request whose arguments may have any sharding that keeps their marks."""
+    problem = problem_for(request)
     doing("plan")
-    problem = problem_of(propagated, request.topology, (), request.links)
-    entries = filled(request.arg_entries, len(problem.arguments))
-    problem = opened(problem, [entry is None or None in entry for entry in entries])
-    return plan_problem(problem, Options(memory_limit=memory_limit), request.donated)
+    problem = opened(problem, [True] * len(problem.arguments))
+    return plan_problem(problem, options, request.donated)
 
 
 def _inferred(names: Sequence[str], specs: Sequence[tuple[Any, ...]], plan: Plan) -> frozenset[str]:

@@ -367,12 +367,12 @@ def _key(request: Request, options: Options) -> str:
     )
 
 
-def propagated_of(request: Request) -> Propagated:
-    """Returns what propagation finds for a request's module: a proposal for every value."""
+def problem_for(request: Request) -> Problem:
+    """Runs the stages before planning, and returns the problem that the planner is given."""
     with _no_garbage_collection():
         clock = Stopwatch()
         imported = _front(request, clock)
-        return _problem(request, imported, unroll(imported.program, 0), clock).propagated
+        return _problem(request, imported, unroll(imported.program, 0), clock)
 
 
 def _front(request: Request, clock: Stopwatch) -> Imported:

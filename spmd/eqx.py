@@ -7,39 +7,44 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
 
-from spmd.api import Jitted, check_without, with_keywords
+from spmd.api import Jitted, caller, check_without, with_keywords
 from spmd.api import jit as jit_arrays
+from spmd.errors import ArgumentError
 
 _BY_PLACE = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+_FIRST_DONATED = {"none": None, "all": 0, "all-except-first": 1, "warn": 0, "warn-except-first": 1}
 _FILTERED = "what is no array is static; donate='all' or 'all-except-first' donates"
 
 
 def filter_jit(
     fn: Callable[..., Any] | None = None,
     *,
-    donate: Literal["none", "all", "all-except-first"] = "none",
+    donate: str = "none",
     **options: Any,
 ) -> Any:
     """Compiles a function of any pytrees for a mesh: their arrays are traced, the rest is constant.
 
     Args:
-      fn: a function, or a module that can be called. Without it, a decorator is returned.
-      donate: the arguments whose memory the results may reuse, as for `eqx.filter_jit`.
-      **options: as for `spmd.jit`, without those that say which arguments are static or donated.
+      fn: the function, or a module that can be called. Without it, a decorator is returned.
+      donate: which arrays the results may take the memory of, as for `eqx.filter_jit`: `none`,
+        `all`, those of `fn` among them, or `all-except-first`; with `warn` in place of `all`,
+        jax warns of those that no result can use.
+      **options: as for `spmd.jit`, but nothing is static or donated by number or name.
 
     Returns:
       A `FilterJit`, which is called like `fn`.
 
     Raises:
-      ArgumentError: static or donated arguments are given by number or by name.
+      ArgumentError: static or donated arguments by number or name, or an unknown `donate`.
 
     Example:
       >>> step = spmd.eqx.filter_jit(train_step, mesh=mesh)
@@ -58,37 +63,51 @@ class FilterJit:
         check_without(options, _BY_PLACE, "spmd.eqx.filter_jit", _FILTERED)
         self.arrays, self.constants = eqx.partition(fn, _is_traced)
         call, self._names = with_keywords(_on_arrays, fn, ["constants", "function"])
-        names = list(inspect.signature(fn).parameters)
-        donated = {"none": [], "all-except-first": names[1:]}.get(donate, names)
-        own: dict[str, Any] = {"donate_argnames": donated, "static_argnames": self._names[:1]}
+        own: dict[str, Any] = {"static_argnames": self._names[:1]}
         for name in ("out_specs", "out_shardings"):
             if options.get(name) is not None:
                 own[name] = (options[name], None)
-        self.jitted: Jitted[..., Any] = jit_arrays(call, **options | own)
+        if donate not in _FIRST_DONATED:
+            raise ArgumentError(
+                f"donate={donate!r} is no option of spmd.eqx.filter_jit",
+                source=caller(),
+                required=f"one of {', '.join(map(repr, _FIRST_DONATED))}",
+            )
+        first, self._is_quiet = _FIRST_DONATED[donate], donate.startswith("all")
+        kept = list(inspect.signature(fn).parameters)[:first]  # also where it is given by name
+
+        @functools.cache
+        def jitted(count: int, names: tuple[str, ...]) -> Jitted[..., Any]:
+            """Returns the program of calls with so many arguments by place, and these by name."""
+            donated = [*(name for name in names if name not in kept), self._names[1]]
+            if first is None:
+                return jit_arrays(call, **options | own)
+            numbers = {"donate_argnums": range(first, count)}
+            return jit_arrays(call, **options | own | numbers, donate_argnames=donated)
+
+        self._jitted = jitted
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the compiled function on the mesh and returns its result, as `fn` would."""
-        args, kwargs = self._split(args, kwargs)
-        results, others = self.jitted(*args, **kwargs)
+        results, others = self._run(Jitted.__call__, args, kwargs)
         return eqx.combine(results, others.tree)
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the `Compiled` program for these arguments, for its reports; nothing runs."""
-        args, kwargs = self._split(args, kwargs)
-        return self.jitted.compile(*args, **kwargs)
+        return self._run(Jitted.compile, args, kwargs)
 
-    def _split(self, args: Any, kwargs: Any) -> Any:
-        """Returns the (args, kwargs) with which a call of the function calls `self.jitted`.
-
-        Leaves that are no arrays are None there. Two more keywords hold these and the function's,
-        as a `_Constants`, and the function's arrays.
-        """
+    def _run(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls a method of the program with arrays, by name constants and the function's own."""
         (args, kwargs), others = eqx.partition((args, kwargs), _is_traced)
         more = _Constants((self.constants, others)), self.arrays
-        return args, dict(**kwargs, **dict(zip(self._names, more, strict=True)))
+        named = dict(**kwargs, **dict(zip(self._names, more, strict=True)))
+        with warnings.catch_warnings():
+            if self._is_quiet:
+                warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            return method(self._jitted(len(args), tuple(sorted(kwargs))), *args, **named)
 
 
 def _on_arrays(constants: _Constants, function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -35,10 +35,10 @@ class SpmdError(Exception):
         self.actual, self.required, self.fix = actual, required, fix
         super().__init__(self.render())
 
-    def at(self, source: str | None) -> SpmdError:
-        """Returns a copy of the error whose source line is `source` if it had none before."""
-        fields = {"op": self.op, "actual": self.actual, "required": self.required, "fix": self.fix}
-        return type(self)(self.what, source=self.source or source, **fields)
+    def at(self, source: str | None) -> None:
+        """Gives the error a source line, where it has none."""
+        self.source = self.source or source
+        self.args = (self.render(),)
 
     def render(self) -> str:
         """Returns the message: `what`, then one indented line `name: text` for each other field."""

@@ -63,11 +63,12 @@ class Options:
     def __post_init__(self) -> None:
         if self.unroll is not None and self.unroll < 0:
             raise ArgumentError(f"unroll={self.unroll} is no option", required="at least 0")
-        if self.callbacks not in ("run", "drop"):
-            raise ArgumentError(
-                f"callbacks={self.callbacks!r} is no option",
-                required="'run', or 'drop' to leave out jax.debug.print and jax.debug.callback",
-            )
+        for name, known in (("planner", ("exact", "greedy")), ("callbacks", ("run", "drop"))):
+            if getattr(self, name) not in known:
+                raise ArgumentError(
+                    f"{name}={getattr(self, name)!r} is no option",
+                    required=f"one of {', '.join(map(repr, known))}",
+                )
 
     @property
     def shows_progress(self) -> bool:

@@ -69,13 +69,14 @@ class Stopwatch:
         doing(stage)
         self.seconds.setdefault(stage, 0.0)
         start, outside, self._inside = time.perf_counter(), self._inside, 0.0
-        result = run(*args, **kwargs)
-        whole = time.perf_counter() - start
-        own, self._inside = whole - self._inside, outside + whole
-        self.seconds[stage] += own
-        if self.verbose:
-            print(f"spmd: {stage:<12} {own * 1e3:9.1f} ms", file=sys.stderr)
-        return result
+        try:
+            return run(*args, **kwargs)
+        finally:  # a stage that fails may be tried in another way
+            whole = time.perf_counter() - start
+            own, self._inside = whole - self._inside, outside + whole
+            self.seconds[stage] += own
+            if self.verbose:
+                print(f"spmd: {stage:<12} {own * 1e3:9.1f} ms", file=sys.stderr)
 
 
 class _Line(threading.Thread):

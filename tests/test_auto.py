@@ -7,9 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import spmd
-from spmd.mesh.spec import jax_mesh
+from spmd.api import path_name
+from spmd.auto import AutoSharding, Considered, auto_specs
+from spmd.mesh.spec import jax_mesh, match_patterns
 from tests.lowering import manual_programs
 
 pytestmark = pytest.mark.usefixtures("devices8")
@@ -96,3 +100,78 @@ def test_what_is_chosen_runs() -> None:
     plain = jax.jit(step)(params, state, x)
     for a, b in zip(jax.tree.leaves(partitioned), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def forward(count: int, x: Any, w: Any) -> Any:
+    return jnp.tanh(x @ w) * count
+
+
+def forward_structs() -> tuple[Any, Any]:
+    x = jax.ShapeDtypeStruct((1 << 14, 256), jnp.float32)
+    return x, jax.ShapeDtypeStruct((256, 256), jnp.float32)
+
+
+@pytest.mark.parametrize(("spec", "dim"), [((..., "data"), 1), (("model", ...), 0)])
+def test_an_open_dim_is_split_and_a_marked_one_stays(spec: Any, dim: int) -> None:
+    mesh = spmd.make_mesh(data=4, model=2)
+    x, w = forward_structs()
+    marked = spmd.mark_sharding(x, mesh, spec)
+    found = spmd.auto(forward, mesh, 3, marked, w, topology=H200, static_argnums=0)
+    own = found.specs["x"][dim]
+    assert own == spec[dim] or own[0] == spec[dim]
+
+
+def test_static_arguments_are_not_marked() -> None:
+    mesh = spmd.make_mesh(data=4, model=2)
+    x, w = forward_structs()
+    found = spmd.auto(forward, mesh, 3, x, w, topology=H200, static_argnums=0)
+    count, x, w = found.mark(3, x, w)
+    assert count == 3
+    assert x.sharding.spec == jax.P(*found.specs["x"])
+    with pytest.raises(spmd.SpmdError, match="1 leaves: x") as error:
+        found.mark(3, x)
+    assert error.value.required == "2 leaves: x, w"
+
+
+def test_a_module_is_planned_with_its_own_marks_and_all_options() -> None:
+    mesh = spmd.make_mesh(data=4, model=2)
+    by_columns = jax.NamedSharding(jax_mesh(mesh), jax.P(None, "data"))
+    x, w = forward_structs()
+
+    def specs(planner: Any, *shardings: Any) -> Any:
+        fn = jax.jit(lambda x, w: forward(3, x, w), in_shardings=shardings)
+        options = spmd.Options(topology=H200, planner=planner)
+        return auto_specs(fn.lower(x, w).compiler_ir(), mesh, (None, None), options=options)
+
+    assert specs("exact", None, None)[0] == (("data", "model"), None)
+    assert specs("exact", by_columns, None)[0] == (None, "data")
+    # The greedy planner leaves arguments as the marks suggest.
+    assert specs("greedy", None, None) == [(None, None), (None, None)]
+
+
+KEYS = st.sampled_from(["0", "1", "10", "w", "z", "w[0]", "w0", "a?", "ab"])
+SPECS = st.sampled_from([("data", None), (None, "data")]).map(lambda spec: {"": spec})
+TREES = st.recursive(SPECS, lambda inner: st.dictionaries(KEYS, inner, min_size=1, max_size=4))
+
+
+@given(st.dictionaries(KEYS, TREES, min_size=1, max_size=4))
+def test_printed_rules_give_each_leaf_its_spec(tree: Any) -> None:
+    def is_spec(node: Any) -> bool:
+        return list(node) == [""]
+
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_spec)
+    specs = {path_name(path): spec[""] for path, spec in leaves}
+    mesh = spmd.Mesh(None, (8,), ("data",))
+    named = {f"params/{name}": spec for name, spec in specs.items()}
+    others = (Considered(spmd.Mesh(None, (4,), ("data",)), 0.0),)
+    found = AutoSharding(mesh, named, 0.0, others, Any, tuple(named), frozenset())  # type: ignore[arg-type]
+    rules = found.rules("params")
+    matched = match_patterns(rules, tuple(specs), what="leaf")
+    assert [rules[pattern or ""] for pattern in matched] == list(specs.values())
+    assert str(found).endswith("# data=4: 0 ms")
+
+
+def test_layers_that_agree_share_a_rule() -> None:
+    mesh, specs = spmd.Mesh(None, (8,), ("data",)), {f"p/{n}/w": ("data",) for n in range(12)}
+    found = AutoSharding(mesh, specs, 0.0, (), Any, tuple(specs), frozenset())  # type: ignore[arg-type]
+    assert found.rules("p") == {"*/w": ("data",)}

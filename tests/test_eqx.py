@@ -1,5 +1,6 @@
 """`spmd.eqx.filter_jit` beside `eqx.filter_jit`."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -54,6 +55,46 @@ def test_donated_arguments_are_gone(mesh: spmd.Mesh) -> None:
     add = spmd.eqx.filter_jit(lambda x, y: (x + y, x - y), donate="all-except-first")
     add(x, y)
     assert (x.is_deleted(), y.is_deleted()) == (False, True)
+
+
+class Scaled(eqx.Module):  # type: ignore[misc]  # equinox is not typed where it is missing
+    """Multiplies all that it gets; whatever it takes has another shape, so that all is of use."""
+
+    scale: Any
+
+    def __call__(self, x: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf * self.scale[0, 0], (x, args, kwargs)), self.scale + 1
+
+
+def add(x: Any, y: Any) -> Any:
+    return x + 1, y + 1
+
+
+DONATIONS = ("none", "all", "warn", "all-except-first", "warn-except-first")
+
+
+@pytest.mark.parametrize("donate", DONATIONS)
+def test_what_is_donated_is_what_equinox_donates(mesh: spmd.Mesh, donate: Any) -> None:
+    def gone(jit: Any, **options: Any) -> list[bool]:
+        a, b, c, scale, x, y = (
+            spmd.mark_sharding(jnp.ones((8, 8 * n)), mesh, ("data",)) for n in range(1, 7)
+        )
+        jit(Scaled(scale), donate=donate, **options)(a, b, c=c)
+        jit(add, donate=donate, **options)(y=y, x=x)
+        return [array.is_deleted() for array in (a, b, c, scale, x, y)]
+
+    assert gone(spmd.eqx.filter_jit, mesh=mesh) == gone(eqx.filter_jit)
+
+
+def test_donations_that_are_none(mesh: spmd.Mesh) -> None:
+    with pytest.raises(spmd.ArgumentError, match=r"donate='first' is no(?s:.*)'warn-except-first'"):
+        spmd.eqx.filter_jit(add, mesh=mesh, donate="first")
+    x = spmd.mark_sharding(jnp.ones((8, 8)), mesh, ("data",))
+    for donate in ("warn", "all"):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            spmd.eqx.filter_jit(jnp.sum, mesh=mesh, donate=donate)(x + 1)
+        assert ("donated buffers" in "".join(str(w.message) for w in said)) == (donate == "warn")
 
 
 def test_a_module_as_the_function(mesh: spmd.Mesh) -> None:

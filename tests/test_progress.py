@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from spmd.progress import doing, progress
+from spmd.progress import Stopwatch, doing, progress
 
 
 class Terminal(io.StringIO):
@@ -116,3 +116,24 @@ def test_a_compilation_on_a_terminal(devices8: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "stderr", stream)
     spmd.jit(slow, mesh=spmd.make_mesh(data=8))(jnp.ones(8))
     assert screen(stream.getvalue()) == ""
+
+
+def test_a_stage_that_fails_is_timed_and_not_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("spmd.progress.time.perf_counter", lambda: now)
+
+    def work(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if seconds == 2:
+            raise ValueError
+
+    def outer() -> None:
+        clock("inner", work, 4)
+        with pytest.raises(ValueError):
+            clock("fails", work, 2)
+        work(1)
+
+    clock = Stopwatch()
+    clock("outer", outer)
+    assert clock.seconds == {"outer": 1, "inner": 4, "fails": 2}

@@ -27,7 +27,7 @@ from spmd.api.compiled import Compiled, Lowered
 from spmd.api.dispatch import ARRAY, dispatched, known
 from spmd.api.marks import caller, mark_sharding
 from spmd.api.pipelined import in_fastest_schedule
-from spmd.api.tracing import Call, Recipe, take_apart, trace_call
+from spmd.api.tracing import Call, Interface, Recipe, take_apart, trace_call
 from spmd.compiler import Request, compile_module
 from spmd.errors import ArgumentError, described
 from spmd.explain.prices import costly_text
@@ -307,20 +307,20 @@ class Jitted(Generic[P, R]):
     def _lower(self, call: Call, topology: Topology | None) -> Lowered:
         recipe, options = self.recipe, self.recipe.options
 
-        def attempt(may_reuse: bool) -> Lowered:
-            """Traces the call and plans it, in the pipeline schedule that is being tried.
+        def traced(may_reuse: bool) -> Interface:
+            """Traces the call, in the pipeline schedule that is being tried.
 
-            `may_reuse` lets jax take a trace from its cache. PlanError if there is no plan.
+            `may_reuse` lets jax take a trace from its cache.
             """
             doing("trace")
             again = functools.wraps(recipe.fn, updated=())(lambda *a, **k: recipe.fn(*a, **k))
-            asked = recipe if may_reuse else replace(recipe, fn=again)
-            interface = trace_call(asked, call, topology)
-            stages = compile_module(interface.request, options)
-            return Lowered(interface, stages, options, topology)
+            return trace_call(recipe if may_reuse else replace(recipe, fn=again), call, topology)
+
+        def planned(interface: Interface) -> Lowered:
+            return Lowered(interface, compile_module(interface.request, options), options, topology)
 
         with progress(self.__name__, options.shows_progress):
-            lowered = in_fastest_schedule(attempt, options.memory_limit)
+            lowered = in_fastest_schedule(traced, planned, options.memory_limit)
         plan = lowered.stages.plan
         if plan.choices and (idle := plan.idle_axes):
             warnings.warn(f"{self.__name__}: {idle_text(idle)}", stacklevel=_calls_above())

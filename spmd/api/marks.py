@@ -170,7 +170,7 @@ def caller() -> str | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("spmd", "jax.", "jax_")) and name != "jax":
+        if name.partition(".")[0] not in ("spmd", "jax"):
             return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"
         frame = frame.f_back
     return None

@@ -24,9 +24,11 @@ from jax.sharding import PartitionSpec
 
 from spmd.api.compiled import Lowered
 from spmd.api.marks import caller, known_mesh, mark_sharding, path_name, some_of
+from spmd.api.tracing import Interface
 from spmd.errors import ArgumentError, MeshError, PlanError
+from spmd.frontend.importer.module import module_text
 from spmd.frontend.trace import mesh_at_hand
-from spmd.ir.pipelines import SCHEDULES, SHIFT, Pipeline, pipeline_of
+from spmd.ir.pipelines import SCHEDULES, SHIFT, Pipeline, pipelines_in
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import OPEN, as_mesh
 from spmd.planning.search import Candidate, Search
@@ -336,35 +338,37 @@ class _Tried(NamedTuple):
         return self.bytes <= limit
 
 
-def in_fastest_schedule(attempt: Callable[[bool], Lowered], memory_limit: int | None) -> Lowered:
+def in_fastest_schedule(
+    trace: Callable[[bool], Interface],
+    plan: Callable[[Interface], Lowered],
+    memory_limit: int | None,
+) -> Lowered:
     """Returns a program with its pipelines in the schedule that is predicted to be the fastest.
 
-    `attempt(may_reuse)` traces and plans it. It is called with each schedule that its pipelines
-    leave open (`_TAKEN`); `may_reuse` lets jax take a cached trace. Of schedules that do not fit in
-    memory (`memory_limit`, or what the topology has room for) the one that misses the least is
-    taken; PlanError if there is a limit and none keeps to it.
+    `trace(may_reuse)` traces it, in each schedule that its pipelines leave open in turn;
+    `may_reuse` lets jax take a cached trace. Of schedules that do not fit in memory
+    (`memory_limit`, or what the topology has room for) the one that misses the least is taken;
+    PlanError if there is a limit and none keeps to it.
     """
-    names, default = dict.fromkeys(SCHEDULES), DEFAULT
+    interface, tried = trace(True), []
     try:
-        first = attempt(True)
+        tried = [_Tried(plan(interface))]
+        scopes = {op.loc.scope for op in tried[0].lowered.stages.plan.program.walk()}
     except PlanError as error:
-        if memory_limit is None:
-            raise
-        search, refused = Search[_Tried](memory_limit), error
-    else:
-        plan = first.stages.plan
-        scopes = (op.loc.scope for op in plan.program.walk())
-        pipelines = {of for scope in scopes if (of := pipeline_of(scope)) and of.open}
-        if not pipelines:
-            return first
-        names = {name: None for of in pipelines for name in of.open_schedules}
-        default = min(of.schedule for of in pipelines)
-        search = Search(memory_for(plan.topology, memory_limit), [_Tried(first)])
+        refused, scopes = error, {module_text(interface.request.module, has_locations=True)}
+    pipelines = [of for of in pipelines_in(" ".join(scopes)) if of.open]
+    if not tried and (memory_limit is None or not pipelines):
+        raise refused
+    if not pipelines:
+        return tried[0].lowered
+    search = Search(memory_for(interface.request.topology, memory_limit), tried)
+    names = {name for of in pipelines for name in of.open_schedules}
+    names -= {min(of.schedule for of in pipelines)}  # that is what was traced
 
     def in_schedule(name: str) -> _Tried:
         token = _TAKEN.set(name)
         try:
-            return _Tried(attempt(False))
+            return _Tried(plan(trace(False)))
         finally:
             _TAKEN.reset(token)
 
@@ -372,12 +376,12 @@ def in_fastest_schedule(attempt: Callable[[bool], Lowered], memory_limit: int | 
     for is_lean in (False, True):
         if is_lean and any(each.fits(SHORT * search.limit) for each in search.tried):
             break
-        for name in names:
-            if SCHEDULES[name][1] == is_lean and name != default:
+        for name in SCHEDULES:
+            if SCHEDULES[name][1] == is_lean and name in names:
                 search.weigh(Candidate(f"pipelines {name}", partial(in_schedule, name)))
     if not search.tried:
         raise refused
     best = search.best.lowered
-    plan = best.stages.plan
-    best.stages = replace(best.stages, plan=plan._replace(forms=(*plan.forms, *search.weighed)))
+    forms = (*best.stages.plan.forms, *search.weighed)
+    best.stages = replace(best.stages, plan=best.stages.plan._replace(forms=forms))
     return best

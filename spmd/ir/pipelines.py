@@ -79,14 +79,15 @@ class Pipeline(NamedTuple):
         return f"pipeline[{self.axis},{counts},lean={self.is_lean:d},open={self.open}]"
 
 
+def pipelines_in(text: str) -> tuple[Pipeline, ...]:
+    """Reads the pipelines that name scopes in a text speak of, each once."""
+    found = [(axis, *map(int, counts)) for axis, *counts in dict.fromkeys(_SCOPE.findall(text))]
+    return tuple(Pipeline(*given, bool(lean), open_) for *given, lean, open_ in found)
+
+
 def pipeline_of(scope: str) -> Pipeline | None:
     """Returns the innermost pipeline in an op's name scope (see `Pipeline.scope`); None if none."""
-    found = _SCOPE.findall(scope)
-    if not found:
-        return None
-    axis, *counts = found[-1]
-    stages, microbatches, chunks, lean, open_ = map(int, counts)
-    return Pipeline(axis, stages, microbatches, chunks, bool(lean), open_)
+    return next(reversed(pipelines_in(scope)), None)
 
 
 def without_pipelines(scope: str) -> str:

@@ -153,9 +153,9 @@ def gathered(
 
 
 def written(work: Callable[[], Any]) -> str:
-    """Returns as JSON what `work` returns, or the `LaunchError` that it raises; see `heard`."""
+    """Returns as JSON `[what work returns]`, or the `LaunchError` that it raises; see `heard`."""
     try:
-        return json.dumps(work())
+        return json.dumps([work()])
     except LaunchError as error:
         return json.dumps({"what": error.what, "actual": error.actual, "fix": error.fix})
 
@@ -165,7 +165,7 @@ def heard(text: str) -> Any:
     found = json.loads(text)
     if isinstance(found, dict):
         raise LaunchError(**found)
-    return found
+    return found[0]
 
 
 def refuse_differences(found: Found) -> None:

@@ -77,19 +77,22 @@ def initialize(
     global _joined
     devices = None if local_device_ids is None else tuple(local_device_ids)
     given = Place(coordinator_address, num_processes, process_id, devices)
-    if _joined is not None:
-        for name in ("coordinator", "processes", "process"):
-            asked, have = getattr(given, name), getattr(_joined, name)
-            if asked is not None and asked != have:
-                raise LaunchError(
-                    f"spmd.initialize was called before, with another {name}",
-                    actual=f"{name} {have} then, {asked} now",
-                    fix="call it once",
-                )
-        return
     # `meet` compares versions before jax connects the processes. Where the caller connected them by
     # jax's own call it is too late for that: then they are compared through the store.
     is_joined = jax.distributed.is_initialized()  # by the caller: then this adds what jax lacks
+    there = Place(connected_to(), *reversed(this_process())) if is_joined else None
+    if (have := _joined or there) is not None:
+        for name in ("coordinator", "processes", "process"):
+            asked, was = getattr(given, name), getattr(have, name)
+            if asked is not None and asked != was:
+                raise LaunchError(
+                    f"this process has joined a job before, with another {name}",
+                    actual=f"{name} {was} then, {asked} now",
+                    fix="call spmd.initialize once, and without arguments after "
+                    "jax.distributed.initialize",
+                )
+    if _joined is not None:
+        return
     if not is_joined:
         place = find_place(given, os.environ, timeout_s)
         if place is None:

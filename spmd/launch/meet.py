@@ -54,7 +54,7 @@ def _host(coordinator: str, processes: int, about: dict[str, str], timeout_s: fl
     # A job of 3:  0 -> 1 the greeting, as soon as 1 is connected
     #              1 -> 0 {"process": 1, "about": {number of processes, versions}}
     #              2 -> 0 {"process": 2, ...}          connections stay open meanwhile
-    #              0 -> 1, 2  null: all agree; else the error as JSON
+    #              0 -> 1, 2  [null]: all agree; else the error as JSON
     # All are answered at once and alike, so that either all go on to jax's own connection or
     # all raise. The socket is closed by then: jax's coordinator listens at the same port.
     deadline = time.monotonic() + timeout_s

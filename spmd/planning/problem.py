@@ -166,7 +166,7 @@ def problem_of(
 
 
 def opened(problem: Problem, free: Sequence[bool]) -> Problem:
-    """Returns the problem with `free` arguments allowed every sharding that divides them.
+    """Returns the problem with `free` arguments allowed every sharding that keeps their marks.
 
     Donated ones, which live on from call to call, are in no larger pieces than the marks suggest.
     """
@@ -174,7 +174,8 @@ def opened(problem: Problem, free: Sequence[bool]) -> Problem:
     arguments = list(problem.arguments)
     for i, value in enumerate(values):
         if free[i]:
-            every = every_state(types[value], problem.mesh)
+            mark = problem.propagated.marks.get(value)
+            every = every_state(types[value], problem.mesh, mark)
             if i in problem.links.values():
                 pieces = problem.mesh.extent(arguments[i][0].used)
                 every = tuple(s for s in every if problem.mesh.extent(s.used) >= pieces)
@@ -182,11 +183,16 @@ def opened(problem: Problem, free: Sequence[bool]) -> Problem:
     return replace(problem, arguments=tuple(arguments))
 
 
-def every_state(type_: TensorType, mesh: Mesh) -> States:
-    """Returns all shardings of a type over whole axes that divide its dims, most atoms first."""
-    axes = [atoms for atoms in mesh.axis_atoms.values() if atoms]
-    found = laid(type_, ((),) * type_.rank, axes, mesh)
-    return tuple(sorted(found, key=lambda s: -len(s.used)))
+def every_state(type_: TensorType, mesh: Mesh, mark: Mark | None = None) -> States:
+    """Returns every split of a value's dims over whole axes that divide them, the finest first.
+
+    With a mark, those that split dims as it says, open ones over further axes, too.
+    """
+    dims, is_open, _ = mark or (((),) * type_.rank, (True,) * type_.rank, "")
+    used = {atom for axes in dims for atom in axes}
+    runs = [atoms for atoms in mesh.axis_atoms.values() if atoms and used.isdisjoint(atoms)]
+    found = laid_out(dims, runs, lambda d, axes: is_open[d] and is_even(type_.shape[d], axes, mesh))
+    return tuple(sorted(map(Sharding, found), key=lambda s: -len(s.used)))
 
 
 def laid(type_: TensorType, dims: Sequence[Axes], runs: Sequence[Axes], mesh: Mesh) -> States:

@@ -33,6 +33,14 @@ def test_key_arrays(mesh: spmd.Mesh, impl: str) -> None:
     np.testing.assert_array_equal(jax.random.key_data(key), want)
 
 
+@pytest.mark.parametrize("in_specs", [None, ((),)])
+def test_key_arrays_without_keys(mesh: spmd.Mesh, in_specs: Any) -> None:
+    keys = spmd.jit(lambda keys: keys, mesh=mesh, in_specs=in_specs)(
+        jax.random.split(jax.random.key(0), 0)
+    )
+    assert keys.shape == (0,) and jax.dtypes.issubdtype(keys.dtype, jax.dtypes.prng_key)
+
+
 def test_shardings_and_formats_are_those_of_key_arrays(mesh: spmd.Mesh) -> None:
     """Not of their data, which have one dim more."""
 

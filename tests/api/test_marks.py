@@ -66,3 +66,27 @@ def test_a_mark_of_a_typed_value_changes_its_type(
     assert str(jax.typeof(z)) == "float32[8@data,16]"  # an open mark says nothing of types
     np.testing.assert_array_equal(y, np.full((8, 16), 2))
     np.testing.assert_array_equal(z, np.full((8, 16), 2))
+
+
+@pytest.mark.parametrize("name", ["spmd_train", "jax_llama", "jaxed.model", "spmdish"])
+def test_errors_name_lines_of_modules_called_like_libraries(name: str, mesh: spmd.Mesh) -> None:
+    source = "def mark(x): return mark_sharding(x, mesh, ('data', 'data'))"
+    module = {"__name__": name, "mark_sharding": spmd.mark_sharding, "mesh": mesh}
+    exec(compile(source, f"{name}.py", "exec"), module)
+    with pytest.raises(spmd.SpecError) as error:
+        module["mark"](jnp.ones((8, 8)))
+    assert error.value.source == f"{name}.py:1 (mark)"
+
+
+def test_options_that_are_none() -> None:
+    with pytest.raises(spmd.ArgumentError, match=r"planner='gredy' is no(?s:.*)'exact', 'greedy'"):
+        spmd.Options(planner="gredy")  # type: ignore[arg-type]
+
+
+def test_an_error_that_gets_its_line_keeps_what_it_knows() -> None:
+    error = spmd.PlanError("it does not fit", fix="use more devices")
+    error.least_bytes = 12
+    for source in ("train.py:3 (step)", "other.py:1"):
+        error.at(source)
+    assert str(error) == "it does not fit\n  at: train.py:3 (step)\n  fix: use more devices"
+    assert error.least_bytes == 12

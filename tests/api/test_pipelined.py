@@ -10,7 +10,7 @@ import pytest
 
 import spmd
 from spmd.explain.steps import pipeline_rows
-from spmd.ir.pipelines import SCHEDULES, Pipeline, pipeline_of
+from spmd.ir.pipelines import SCHEDULES, Pipeline, pipeline_of, pipelines_in
 
 pytestmark = pytest.mark.exact_plans
 
@@ -257,6 +257,25 @@ def test_the_schedule_is_that_of_the_fastest_program_that_fits() -> None:
     assert lean.held < row.held / 3.9
 
 
+@pytest.mark.parametrize(("is_pipeline", "traces"), [(False, 1), (True, 4)])
+def test_what_fits_in_no_way_is_tried_once_for_each_schedule(
+    is_pipeline: bool, traces: int
+) -> None:
+    mesh, runs = spmd.make_mesh(stage=4, data=2), []
+
+    def forward(params: Any, x: Any) -> Any:
+        runs.append(1)
+        if is_pipeline:
+            return spmd.pipeline(layer, params, x, stages=4, microbatches=4)
+        return scanned(params, x)
+
+    jitted = spmd.jit(forward, mesh=mesh, options=spmd.Options(memory_limit=1 << 10))
+    layers = jax.tree.map(lambda leaf: jnp.concatenate([leaf] * 2), PARAMS)
+    with pytest.raises(spmd.PlanError):
+        jitted.lower(layers, X)
+    assert len(runs) == traces
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -289,3 +308,5 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
 def test_scopes_read_back(of: Pipeline) -> None:
     assert pipeline_of(f"jit(f)/transpose(jvp({of.scope}))/while/body") == of
     assert pipeline_of("jit(f)/while") is None
+    outer = of._replace(stages=3)
+    assert pipelines_in(f"{outer.scope}/while/{of.scope} {outer.scope}") == (outer, of)

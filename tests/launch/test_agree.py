@@ -14,11 +14,13 @@ from spmd.launch.agree import (
     check_same,
     check_same_sources,
     gathered,
+    heard,
     imported,
     refuse_differences,
     refuse_other_sources,
     settings,
     without_locations,
+    written,
 )
 from tests.launch.memory import Memory
 from tests.waiting import PATIENCE
@@ -155,3 +157,8 @@ def test_a_module_that_only_some_have_imported_is_no_difference():
 def test_alone_there_is_nobody_to_differ():
     check_same({"--a": "1"})
     check_same_sources()
+
+
+@pytest.mark.parametrize("result", [None, "text", {"what": "is no error"}, ["a"]])
+def test_what_is_written_is_heard(result: object):
+    assert heard(written(lambda: result)) == result

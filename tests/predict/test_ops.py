@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.compiler import Trial, plan_problem, propagated_of
+from spmd.compiler import Trial, plan_problem, problem_for
 from spmd.explain.costs import sent_bytes, spent
 from spmd.ir.description import CONSTANT
 from spmd.ir.program import OpKind, Program, Region
@@ -30,7 +30,7 @@ def ops_of_corpus() -> Iterator[Program]:
     """Ops of the programs of the rules' tests, two kinds of each, alone, arguments to results."""
     seen: dict[str, set[OpKind]] = {}
     for case in CASES:
-        program = propagated_of(spmd.jit(case.fn, mesh=MESH).request(*case.args)).program
+        program = problem_for(spmd.jit(case.fn, mesh=MESH).request(*case.args)).program
         for op in program.walk():
             kind, count = op.kind, len(op.operands)
             kinds = seen.setdefault(kind.name, set())

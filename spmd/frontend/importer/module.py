@@ -123,9 +123,9 @@ def parse_module(source: Any) -> ir.Module:
         ) from error
 
 
-def module_text(module: ir.Module) -> str:
-    """Returns a module as text without locations."""
-    return str(module.operation.get_asm(enable_debug_info=False, assume_verified=True))
+def module_text(module: ir.Module, has_locations: bool = False) -> str:
+    """Returns a module as text, without locations unless they are asked for."""
+    return str(module.operation.get_asm(enable_debug_info=has_locations, assume_verified=True))
 
 
 def signature(module: ir.Module) -> tuple[tuple[TensorType, ...], tuple[TensorType, ...]]:

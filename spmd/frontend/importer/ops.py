@@ -143,7 +143,8 @@ class Importer:
                     for r, sharding in zip(results, marks, strict=True):
                         env[r] = self.mark(env[r], sharding, self.loc(op.location))
             except MeshError as error:
-                raise error.at(self.loc(op.location).source) from error
+                error.at(self.loc(op.location).source)
+                raise
         raise FrontendError("a block of the module has no terminator")
 
     # Ops.

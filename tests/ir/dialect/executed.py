@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import spmd
-from spmd.compiler import Request, propagated_of
+from spmd.compiler import Request, problem_for
 from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.importer.module import import_module, parse_module
 from spmd.ir.dialect.registry import rule_name
@@ -59,7 +59,7 @@ def executed_ops() -> set[str]:
 
 
 def _in_request(request: Request) -> set[str]:
-    program = propagated_of(request).program
+    program = problem_for(request).program
     return _in_text(str(request.module)) | _rules(program)
 
 
