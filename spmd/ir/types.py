@@ -38,6 +38,11 @@ class TensorType(NamedTuple):
         """Bytes of the whole tensor, sub-byte elements packed."""
         return _bytes_of(self)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether elements take less than a byte, as those of `i4`."""
+        return dtype_bits(self.dtype) < 8
+
     def __str__(self) -> str:
         if self.dtype == "token":
             return "!stablehlo.token"
