@@ -349,8 +349,10 @@ def leaf_entries(spec: Any, leaf: Any, what: str, mesh: Mesh) -> Entries | None:
     sharding on a mesh whose axes are not made of this mesh's; SpecError: it does not fit.
     """
     source, own, shape = caller(), mesh, np.shape(leaf)
-    if spec is None:  # XLA for CPUs crashes where an array without elements is split, in jax 0.11
-        return ((),) * len(shape) if 0 in shape else None
+    if spec is None:
+        if 0 not in shape:
+            return None
+        spec = ((),) * len(shape)  # XLA for CPUs crashes where a piece has no elements, in jax 0.11
 
     def axes_here(names: Sequence[str]) -> tuple[str, ...]:
         """Translates axes of the spec's own mesh to axes of the program's, or parts of axes."""
