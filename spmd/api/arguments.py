@@ -349,9 +349,10 @@ def leaf_entries(spec: Any, leaf: Any, what: str, mesh: Mesh) -> Entries | None:
     MeshError: a sharding on a mesh whose axes are not made of axes of `mesh`; SpecError: no fit.
     """
     source, own, shape = caller(), mesh, np.shape(leaf)
-    # XLA for CPUs crashes where an array without elements is split, in jax 0.11: none is open.
-    if spec is None and 0 not in shape:
-        return None
+    if spec is None:
+        if 0 not in shape:
+            return None
+        spec = ((),) * len(shape)  # XLA for CPUs crashes where a piece has no elements, in jax 0.11
 
     def axes_here(names: Sequence[str]) -> tuple[str, ...]:
         """Returns axes of the spec's own mesh as axes of the program's mesh, or parts of them."""

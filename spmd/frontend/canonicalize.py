@@ -8,6 +8,12 @@ after:  `%7 = stablehlo.subtract ...; %8 = stablehlo.multiply ...`
 
 before: `%2 = stablehlo.dynamic_reshape %x, %shape : tensor<2x12xf32>`
 after:  `%2 = stablehlo.reshape %x : tensor<2x12xf32>`
+
+Last come values without elements: each is a constant, whatever made it, and no op reads one but
+loops, branches, callbacks and the ends of manual regions. So nothing is planned or sent for them.
+
+before: `%2 = stablehlo.slice %x [0:0]; %3 = stablehlo.concatenate %2, %x`
+after:  `%4 = stablehlo.constant dense<>`, and every use of `%3` reads `%x`
 """
 
 import re
@@ -23,10 +29,11 @@ from spmd.errors import SpmdError
 from spmd.frontend.importer.module import import_module
 from spmd.frontend.importer.ops import refusal
 from spmd.frontend.trace import trace
-from spmd.ir.description import key_of
+from spmd.ir.description import FROM_MANUAL, key_of
 from spmd.ir.dialect.bodies import inline_elementwise, is_elementwise
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.program import Body, Op, Program, Value
+from spmd.ir.dialect.manual import TO_MANUAL
+from spmd.ir.program import Body, Op, Program, Value, has_effect
 from spmd.ir.rewrite import append_ops, rewrite_ops
 from spmd.ir.types import Attribute, Opaque, TensorType, needs_x64, numpy_dtype
 
@@ -90,12 +97,23 @@ def canonical(*names: str) -> Callable[[Canonical], Canonical]:
 
 
 def canonicalize(program: Program) -> Program:
-    """Rewrites every op in `CANONICAL`; UnsupportedOpError for a form that cannot be rewritten."""
-    if not any(key_of(op.name, op.kind.attrs) in CANONICAL for op in program.walk()):
+    """Rewrites every op in `CANONICAL`, then those that read or make values without elements.
+
+    Raises:
+      UnsupportedOpError: an op has a form that cannot be rewritten.
+    """
+    program = _rewritten(program, lambda op: CANONICAL.get(key_of(op.name, op.kind.attrs)))
+    if any(type_.is_empty for type_ in program.types):
+        program = _rewritten(program, _of_nothing)
+    return program
+
+
+def _rewritten(program: Program, function_of: Callable[[Op], Canonical | None]) -> Program:
+    if not any(function_of(op) for op in program.walk()):
         return program
 
     def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
-        function = CANONICAL.get(key_of(op.name, op.kind.attrs))
+        function = function_of(op)
         if function is None:
             return None
         results = function(Site(b, op, operands))
@@ -361,3 +379,40 @@ def _norm(site: Site) -> Sequence[Value]:
     functions: dict[str, Callable[..., Any]]
     functions = {"inference": normalize, "training": train, "grad": grad}
     return site.computed(functions[site.op.name.removeprefix("stablehlo.batch_norm_")])
+
+
+# ---------------------------------------------------------------------------------------------
+# Values without elements.
+
+
+def _of_nothing(op: Op) -> Canonical | None:
+    """Returns how an op that makes nothing, or reads nothing, is written; None for other ops."""
+    if op.name in (TO_MANUAL, FROM_MANUAL) or has_effect(op):
+        return None
+    if op.results and all(type_.is_empty for type_ in op.kind.results):
+        return lambda s: [s.b.splat(0, type_) for type_ in op.kind.results]
+    return _READERS.get(op.name) if any(t.is_empty for t in op.kind.operands) else None
+
+
+def _initial(site: Site) -> Sequence[Value]:
+    """Returns the initial values alone, which XLA makes of windows in padding alone, too."""
+    inits = site.operands[len(site.operands) // 2 :]
+    return [site.b.broadcast(init, site.result.shape) for init in inits]
+
+
+_READERS: dict[str, Canonical] = {
+    **dict.fromkeys(
+        ("stablehlo.convolution", "stablehlo.dot_general", "chlo.ragged_dot"),
+        lambda s: (s.b.splat(0, s.result),),
+    ),
+    "stablehlo.concatenate": lambda s: (
+        s.b.concatenate([v for v in s.operands if not s.b.types[v].is_empty], s.attrs["dimension"]),
+    ),
+    "stablehlo.dynamic_update_slice": lambda s: s.operands[:1],
+    "stablehlo.pad": lambda s: (s.b.broadcast(s.operands[1], s.result.shape),),
+    "stablehlo.reduce": _initial,
+    "stablehlo.reduce_window": _initial,
+    "stablehlo.scatter": lambda s: s.operands[: len(s.op.results)],
+    "stablehlo.select_and_scatter": lambda s: (s.b.broadcast(s.operands[2], s.result.shape),),
+}
+"""Op -> what it is where an operand has no elements and the results have."""

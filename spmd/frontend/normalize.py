@@ -51,7 +51,7 @@ from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.reducers import NEUTRAL, body_reducer, is_identity
 from spmd.ir.program import Body, Op, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops, rewrite_ops
-from spmd.ir.types import Dense, DotDims, dtype_bits
+from spmd.ir.types import Dense, DotDims
 
 # ---------------------------------------------------------------------------------------------
 # Unflatten.
@@ -277,5 +277,4 @@ def lift_constants(imported: Imported) -> Imported:
 
 def _is_large(constant: Op) -> bool:
     dense: Dense = constant.kind.attrs["value"]
-    # Compiled programs of jax refuse arrays of elements below a byte, which they hold unpacked.
-    return not dense.splat and len(dense.data) > LARGE and dtype_bits(dense.type.dtype) >= 8
+    return not dense.splat and len(dense.data) > LARGE

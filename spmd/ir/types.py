@@ -38,6 +38,16 @@ class TensorType(NamedTuple):
         """Bytes of the whole tensor; elements smaller than a byte are packed."""
         return _bytes_of(self)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no elements."""
+        return 0 in self.shape
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether elements take less than a byte, as those of `i4`."""
+        return dtype_bits(self.dtype) < 8
+
     def __str__(self) -> str:
         if self.dtype == "token":
             return "!stablehlo.token"

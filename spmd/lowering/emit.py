@@ -168,7 +168,7 @@ class _Emitter:
 
     def run(self) -> str:
         body, types = self.program.body, self.program.types
-        empty = [v for v in body.args if 0 in types[v].shape]
+        empty = [v for v in body.args if types[v].is_empty]
         args = ", ".join(f"{self.define((v,))}: {types[v]}" for v in body.args if v not in empty)
         results = ", ".join(str(types[v]) for v in body.results)
         name = "".join(c if c.isalnum() else "_" for c in self.program.name) or "program"

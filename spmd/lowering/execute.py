@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax import jit as plain_jit  # users may put spmd.jit in its place
 from jax.experimental import io_callback
+from jax.experimental.layout import Layout
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
@@ -117,7 +118,34 @@ def compile_emitted(
         ]
         lowered = executable(emitted, outside).lower(*structs)
         compiled = lowered.compile(dict(compiler_options) or None)
+        _take_packed(compiled, [*constants, *emitted.argument_types])
         return WithConstants(compiled, emitted, outside) if constants else compiled
+
+
+def _take_packed(compiled: Any, types: Sequence[TensorType]) -> None:
+    """Lets jax's compiled program take arrays of elements below a byte, as `jax.jit` does.
+
+    Before a call jax compares each argument's layout with XLA's. Only XLA's states the bits of such
+    an element in jax 0.10, so that no call of a program that is split was let through.
+    """
+    program = compiled._executable  # of which jax has no public name
+    layouts = zip(program._xla_in_layouts, types, strict=True)
+    program._xla_in_layouts = [
+        _Order(layout.major_to_minor, layout.tiling) if layout and type_.is_packed else layout
+        for layout, type_ in layouts
+    ]
+
+
+class _Order(Layout):
+    """A layout that is equal to others of the same order and tiling, whatever an element's bits."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and (self.major_to_minor, self.tiling) == (
+            other.major_to_minor,
+            other.tiling,
+        )
+
+    __hash__ = Layout.__hash__
 
 
 class WithConstants:

@@ -114,6 +114,8 @@ class _Partitioner:
             copies = scope.get(value)
             if copies is not None and (found := copies.get(wanted)) is not None:
                 return found
+        if self.types[value].is_empty:  # carried by a loop, say: it is never sent
+            return self.b.splat(0, local_type(self.types[value], wanted, self.mesh))
         if value in self.cheap:
             made = self.recompute(value, wanted)
         else:

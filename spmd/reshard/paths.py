@@ -91,7 +91,7 @@ def reshard(
       LegalityError: a sharding that is not legal, or a value that is to become partial in a way
         in which no mask can make it.
     """
-    if src == dst:
+    if src == dst or type_.is_empty:  # of which any piece is made anywhere
         return Path(tuple, 0.0, 0)
     owed = tuple(a for a in dst.partial if a not in src.partial)
     if owed and dst.kind in SPLITTABLE and src.kind in ("", dst.kind):
@@ -170,7 +170,9 @@ def reshard_seconds(
 
     Entries are infinite if there can be no path, and NaN if only a call of `reshard` can tell.
     """
-    result = np.full((len(states), len(needs)), math.nan)
+    result = np.full((len(states), len(needs)), 0.0 if type_.is_empty else math.nan)
+    if type_.is_empty:
+        return result
     room = tuple([math.gcd(size, mesh.size) for size in type_.shape])
     known = distances(room, type_.size * dtype_bits(type_.dtype), held, mesh, topology)
     if known is None:
