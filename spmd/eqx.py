@@ -17,6 +17,7 @@ import numpy as np
 
 from spmd.api import Jitted, check_without, with_keywords
 from spmd.api import jit as jit_arrays
+from spmd.mesh.topology import Topology
 
 _BY_PLACE = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 _FILTERED = "what is no array is static; donate='all' or 'all-except-first' donates"
@@ -51,7 +52,7 @@ def filter_jit(
 
 
 class FilterJit:
-    """What `filter_jit` returns: call it, or `compile` it for given arguments."""
+    """What `filter_jit` returns: call it, or `lower` / `compile` it for given arguments."""
 
     def __init__(self, fn: Callable[..., Any], donate: str, options: dict[str, Any]) -> None:
         functools.update_wrapper(self, fn, updated=())
@@ -75,10 +76,15 @@ class FilterJit:
         results, others = self.jitted(*args, **kwargs)
         return eqx.combine(results, others.tree)
 
-    def compile(self, *args: Any, **kwargs: Any) -> Any:
+    def compile(self, *args: Any, topology: Topology | str | None = None, **kwargs: Any) -> Any:
         """Compiles for arguments without running, to ask for `explain()` and reports."""
         args, kwargs = self._split(args, kwargs)
-        return self.jitted.compile(*args, **kwargs)
+        return self.jitted.compile(*args, topology=topology, **kwargs)
+
+    def lower(self, *args: Any, topology: Topology | str | None = None, **kwargs: Any) -> Any:
+        """Plans for arguments without compiling by XLA; no device is needed."""
+        args, kwargs = self._split(args, kwargs)
+        return self.jitted.lower(*args, topology=topology, **kwargs)
 
     def _split(self, args: Any, kwargs: Any) -> Any:
         """Returns the arrays of arguments, and by name the constants and the function's arrays."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from spmd.api.marks import caller, path_name, some_of
 from spmd.errors import ArgumentError, MeshError, SpecError, described
@@ -19,7 +19,7 @@ from spmd.frontend.marks import Entries
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs, part_atoms
-from spmd.mesh.spec import OPEN, as_mesh, dims_of, match_patterns, spec_entries
+from spmd.mesh.spec import OPEN, as_mesh, dims_of, match_patterns, numbered_as, spec_entries
 
 Numbers = int | Sequence[int] | None
 Names = str | Iterable[str] | None
@@ -372,10 +372,8 @@ def leaf_entries(spec: Any, leaf: Any, what: str, mesh: Mesh) -> Entries | None:
 
 
 def mesh_of(sharding: NamedSharding, mesh: Mesh) -> Mesh:
-    """Returns a sharding's mesh: `mesh` if equal; an AbstractMesh gets the devices of `mesh`."""
-    other = as_mesh(sharding.mesh)
-    if isinstance(sharding.mesh, AbstractMesh) and other.size == mesh.size:
-        other = Mesh(mesh.device_ids, other.sizes, other.axis_names)
+    """Returns a sharding's mesh: `mesh` if equal; one without devices gets those of `mesh`."""
+    other = numbered_as(sharding.mesh, mesh)
     same = (other.axis_names, other.sizes, other.device_ids)
     return mesh if same == (mesh.axis_names, mesh.sizes, mesh.device_ids) else other
 

@@ -438,7 +438,7 @@ class Compiled(Planned):
             raise ArgumentError(
                 f"a program compiled for {self._ahead} cannot run here",
                 actual=f"it is for {self.mesh.size} devices that are not here",
-                fix="compile without topology= to run it on the mesh's devices",
+                fix="compile without topology=, for a mesh of devices that are here, to run it",
             )
 
 

@@ -3,7 +3,7 @@
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -40,10 +40,9 @@ from spmd.ir.types import Order
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import (
     as_mesh,
-    has_devices,
     has_explicit_axes,
-    jax_mesh,
     mesh_around,
+    numbered_as,
     platform_of,
 )
 from spmd.mesh.topology import Topology
@@ -243,8 +242,10 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
             fix="pass mesh=spmd.make_mesh(data=4, model=2), or call it under jax.set_mesh(mesh)",
         )
     mesh = as_mesh(mesh_given)
+    if mesh.topology and known is None:  # so it was traced for the devices that are here
+        return trace_call(replace(recipe, mesh=mesh), call, topology)
     # Collectives of `jax.shard_map` name devices by position: there is one order of devices.
-    for own in (as_mesh(m) for m in traced.manual if isinstance(m, jax.sharding.Mesh)):
+    for own in (numbered_as(m, mesh) for m in traced.manual):
         if own.size == mesh.size and own.device_ids != mesh.device_ids:
             raise MeshError(
                 "a jax.shard_map has the devices in another order than the program's mesh",
@@ -350,7 +351,9 @@ def axis_types_of(mesh: Mesh, givens: Sequence[Any]) -> tuple[Any, ...] | None:
 
 
 def topology_of(mesh: Mesh) -> Topology:
-    """Returns the topology of a mesh's devices, or of CPUs if this process cannot see them all."""
-    if has_devices(mesh):
-        return Topology.for_devices(list(jax_mesh(mesh).devices.flat))
+    """Returns a mesh's topology, else that of its devices, or of CPUs if they are not here."""
+    if mesh.topology is not None:
+        return mesh.topology
+    if mesh.is_here:
+        return Topology.for_devices(list(mesh.devices.flat))
     return Topology(f"cpu:{mesh.size}")

@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
+from jax.sharding import AbstractMesh, AxisType
 
-from spmd.errors import MeshError
+from spmd.errors import MeshError, described
+
+if TYPE_CHECKING:
+    from spmd.mesh.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +33,12 @@ class Atom:
     stride: int  # how far apart in the flattened mesh two neighbours along this atom are
 
 
-@dataclass(frozen=True)
-class Mesh:
+@dataclass(frozen=True, init=False)
+class Mesh(jax.sharding.Mesh):
     """Devices arranged along named axes.
+
+    It is a mesh of jax, too, with Auto axes: `jax.set_mesh` and `NamedSharding` take it. Its
+    devices are looked for when they are needed: to plan, they need not be here.
 
     Args:
       device_ids: one id for each device, in row-major order of `shape`; `None` for `0, 1, 2, ...`.
@@ -38,6 +46,7 @@ class Mesh:
       axis_names: name of each axis, major first.
       dcn_shape: how much of each axis crosses slices of machines, as `HybridMesh` says; 1 for each
         if left out.
+      topology: the machine that it is a mesh of, as `make_mesh` says; the devices here if left out.
 
     Raises:
       MeshError: sizes and names that don't match, a repeated name or a repeated device.
@@ -47,10 +56,15 @@ class Mesh:
       Mesh(device_ids=range(8), shape=(4, 2), axis_names=('data', 'model'))
     """
 
-    device_ids: tuple[int, ...]
+    device_ids: tuple[int, ...]  # type: ignore[assignment]  # jax has an array
     sizes: tuple[int, ...]
     axis_names: tuple[str, ...]
     dcn_sizes: tuple[int, ...] = field(default=(), repr=False)
+    topology: Topology | None = field(default=None, repr=False)
+
+    def __new__(cls, *_: Any, **__: Any) -> Mesh:
+        """Makes one by `__init__` alone: jax's own takes devices here."""
+        return object.__new__(cls)
 
     def __init__(
         self,
@@ -58,6 +72,7 @@ class Mesh:
         shape: Sequence[int],
         axis_names: Sequence[str],
         dcn_shape: Sequence[int] = (),
+        topology: Topology | None = None,
     ) -> None:
         sizes = tuple(int(size) for size in shape)
         names = tuple(axis_names)
@@ -74,18 +89,21 @@ class Mesh:
             twice = next(i for i in ids if ids.count(i) > 1)
             raise MeshError(f"device {twice} appears twice in the mesh", fix="use each device once")
         dcn_sizes = tuple(dcn_shape) or (1,) * len(sizes)
-        vars(self).update(device_ids=ids, sizes=sizes, axis_names=names, dcn_sizes=dcn_sizes)
+        told = {"device_ids": ids, "sizes": sizes, "axis_names": names, "dcn_sizes": dcn_sizes}
+        vars(self).update(told, topology=topology)
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.device_ids, self.sizes, self.axis_names, self.dcn_sizes))
+        told = self.device_ids, self.sizes, self.axis_names, self.dcn_sizes, self.topology
+        return hash(told)
 
     def __hash__(self) -> int:
         return self._hash  # made once: every cache asks for it, and there may be thousands of ids
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Made anew elsewhere: another process hashes strings in another way.
-        return Mesh, (self.device_ids, self.sizes, self.axis_names, self.dcn_sizes)
+        told = self.device_ids, self.sizes, self.axis_names, self.dcn_sizes, self.topology
+        return Mesh, told
 
     def __repr__(self) -> str:
         every = range(self.size)
@@ -95,13 +113,78 @@ class Mesh:
     def __str__(self) -> str:
         return _describe(self.axis_names, self.sizes)
 
+    # What jax asks of a mesh, besides its names and sizes.
+
+    @property
+    def axis_types(self) -> tuple[AxisType, ...]:  # type: ignore[override]
+        """The axes' types in jax: Auto, each."""
+        return (AxisType.Auto,) * len(self.sizes)
+
     @cached_property
-    def shape(self) -> Mapping[str, int]:
+    def is_here(self) -> bool:
+        """Whether every device is visible to this process, and of the topology's kind if told."""
+        known, topology = devices_by_id(), self.topology
+        kind = str(next(iter(known.values())).platform).replace("gpu", "cuda")
+        is_it = topology is None or topology.platform in (None, kind)
+        return is_it and all(i in known for i in self.device_ids)
+
+    @cached_property
+    def in_jax(self) -> jax.sharding.Mesh | AbstractMesh:
+        """The mesh of jax over these devices, or an `AbstractMesh` if they are not here."""
+        if self.is_here:
+            return jax.sharding.Mesh(self.devices, self.axis_names, self.axis_types)
+        return AbstractMesh(self.sizes, self.axis_names, self.axis_types)
+
+    @cached_property
+    def devices(self) -> np.ndarray[Any, Any]:  # type: ignore[override]
+        """The devices, in the shape of the mesh; MeshError if one of them is not here."""
+        known, topology = devices_by_id(), self.topology
+        if not self.is_here:
+            missing = [i for i in self.device_ids if i not in known]
+            uses = f"is one of {topology}" if topology else f"uses device {missing[0]}"
+            raise MeshError(
+                f"the mesh ({self}) {uses}, which is not visible here",
+                actual=f"{len(known)} devices: {next(iter(known.values())).device_kind}",
+                required=f"{self.size} devices",
+                fix="to plan and to compile ahead, call lower or compile, with "
+                "jax.ShapeDtypeStructs in place of arrays; to run, "
+                + (
+                    "make the mesh without topology="
+                    if topology
+                    else f"use a smaller mesh, or on a CPU {on_cpu(self.size)}"
+                ),
+            )
+        array = np.empty(self.size, dtype=object)
+        array[:] = [known[i] for i in self.device_ids]
+        return array.reshape(self.sizes)
+
+    @property
+    def axis_sizes(self) -> tuple[int, ...]:
+        """Size of each axis."""
+        return self.sizes
+
+    @property
+    def shape_tuple(self) -> tuple[tuple[str, int], ...]:  # type: ignore[override]
+        """Name and size of each axis."""
+        return tuple(self.shape.items())
+
+    @property
+    def abstract_mesh(self) -> AbstractMesh:  # type: ignore[override]
+        """The mesh of jax that has the axes alone."""
+        mesh: AbstractMesh = self.in_jax.abstract_mesh
+        return mesh
+
+    @property
+    def _internal_device_list(self) -> Any:
+        return self.in_jax._internal_device_list  # None, as of an `AbstractMesh`, if not here
+
+    @cached_property
+    def shape(self) -> Mapping[str, int]:  # type: ignore[override]
         """Axis name -> size, in the order of the axes."""
         return MappingProxyType(dict(zip(self.axis_names, self.sizes, strict=True)))
 
     @cached_property
-    def size(self) -> int:
+    def size(self) -> int:  # type: ignore[override]
         """Number of devices."""
         return math.prod(self.sizes)
 
@@ -155,7 +238,7 @@ class Mesh:
             sizes += [a.size for a in atoms] or [1]
             dcn_sizes += [a.size if a.pre * a.size <= crossing else 1 for a in atoms] or [1]
         names = [piece for name in self.axis_names for piece in pieces[name]]
-        return Mesh(self.device_ids, sizes, names, dcn_sizes)
+        return Mesh(self.device_ids, sizes, names, dcn_sizes, self.topology)
 
     def atoms_of(self, axes: Iterable[str]) -> tuple[int, ...]:
         """The atoms of several whole axes, in the order given."""
@@ -196,8 +279,10 @@ class Mesh:
         return tuple(map(tuple, rows[np.argsort(rows[:, 0])].tolist()))
 
 
-def make_mesh(*shape_and_names: Any, devices: Any = None, **axes: int) -> Mesh:
-    """A mesh over the visible devices, one keyword an axis, major first.
+def make_mesh(
+    *shape_and_names: Any, devices: Any = None, topology: Any = None, **axes: int
+) -> Mesh:
+    """A mesh over the visible devices, or over those of another machine; one keyword an axis.
 
     The device order comes from `jax.experimental.mesh_utils`, which places neighbours along the
     minor axes on the fastest links.
@@ -206,17 +291,21 @@ def make_mesh(*shape_and_names: Any, devices: Any = None, **axes: int) -> Mesh:
       *shape_and_names: sizes and names of the axes, as `jax.make_mesh` takes them, in place of the
         keywords.
       devices: jax devices to use; all visible ones (as many as the axes need) when left out.
-      **axes: size of each axis.
+      topology: a machine that need not be here, a `Topology` or its name: programs are planned for
+        it, and compiled where its compiler is installed.
+      **axes: size of each axis, major first.
 
     Returns:
       A `Mesh`.
 
     Raises:
-      MeshError: the axes need more devices than there are, or are given in neither form.
+      MeshError: the axes need more devices than there are, or others than the topology has; they
+        are given in neither form; `devices` are no devices.
 
     Example:
       >>> mesh = make_mesh(data=4, model=2)
       >>> mesh = make_mesh((4, 2), ("data", "model"))
+      >>> mesh = make_mesh(data=32, model=4, topology="v5p-256")   # 256 cores, 128 chips
     """
     from jax.experimental import mesh_utils
 
@@ -231,13 +320,19 @@ def make_mesh(*shape_and_names: Any, devices: Any = None, **axes: int) -> Mesh:
         )
     sizes, names = map(tuple, given)
     _check_axes(sizes, names)
+    if topology is not None:
+        return _mesh_of(topology, devices, sizes, names, (1,) * len(sizes))
     used = _first_devices(devices, names, sizes)
     arranged = mesh_utils.create_device_mesh(sizes, devices=used, allow_split_physical_axes=True)
     return Mesh([device.id for device in arranged.flat], sizes, names)
 
 
 def HybridMesh(
-    ici: Mapping[str, int], dcn: Mapping[str, int], *, devices: Sequence[Any] | None = None
+    ici: Mapping[str, int],
+    dcn: Mapping[str, int],
+    *,
+    devices: Sequence[Any] | None = None,
+    topology: Topology | str | None = None,
 ) -> Mesh:
     """A mesh over several slices: each axis is its `dcn` part (major) times its `ici` part.
 
@@ -245,12 +340,13 @@ def HybridMesh(
       ici: axis -> size within a slice (fast links).
       dcn: axis -> size across slices (data-centre network); axes left out have size 1.
       devices: jax devices; all visible ones when left out.
+      topology: what one slice is, of a machine that need not be here, as for `make_mesh`.
 
     Returns:
       A `Mesh` whose `dcn_sizes` records how much of each axis crosses slices.
 
     Raises:
-      MeshError: an axis of `dcn` that `ici` lacks, or more devices than there are.
+      MeshError: an axis of `dcn` that `ici` lacks, and as for `make_mesh`.
 
     Example:
       >>> mesh = HybridMesh(ici={"data": 4, "model": 4}, dcn={"data": 2})   # data=8, model=4
@@ -269,6 +365,8 @@ def HybridMesh(
     outer = tuple(dcn.get(name, 1) for name in names)
     sizes = tuple(i * o for i, o in zip(inner, outer, strict=True))
     _check_axes(sizes, names)
+    if topology is not None:
+        return _mesh_of(topology, devices, sizes, names, outer)
     used = _first_devices(devices, names, sizes)
     slices = {getattr(device, "slice_index", None) for device in used}
     if len(slices) == math.prod(outer) > 1:
@@ -278,6 +376,34 @@ def HybridMesh(
         order = [k for i in range(len(names)) for k in (i, i + len(names))]
         arranged = blocks.transpose(order).reshape(sizes)
     return Mesh([device.id for device in arranged.flat], sizes, names, dcn_shape=outer)
+
+
+def _mesh_of(
+    topology: Topology | str,
+    devices: Any,
+    sizes: tuple[int, ...],
+    names: tuple[str, ...],
+    slices: tuple[int, ...],
+) -> Mesh:
+    """Returns a mesh of a machine that need not be here: for each axis, so much crosses slices."""
+    from spmd.mesh.topology import as_topology
+
+    machine, count = as_topology(topology), math.prod(slices)
+    if devices is not None:
+        raise MeshError(
+            "a mesh is given devices and a topology",
+            required="devices, which are here, or a topology, which need not be",
+            fix="leave one of them out",
+        )
+    if math.prod(sizes) != machine.count * count:
+        times = f" in each of {count} slices" if count > 1 else ""
+        raise MeshError(
+            f"the mesh ({_describe(names, sizes)}) does not fit {machine}",
+            actual=f"{math.prod(sizes)} = {' x '.join(map(str, sizes))} devices",
+            required=f"{machine.count} devices{times}",
+            fix="change the axes or the topology",
+        )
+    return Mesh(None, sizes, names, slices, machine)
 
 
 def prime_factors(number: int) -> tuple[int, ...]:
@@ -296,18 +422,39 @@ def _describe(names: Sequence[str], sizes: Sequence[int]) -> str:
     return ", ".join(f"{n}={s}" for n, s in zip(names, sizes, strict=True))
 
 
-def _first_devices(devices: Any, names: Sequence[str], sizes: Sequence[int]) -> list[Any]:
-    import jax
+@lru_cache(maxsize=64)
+def devices_by_id() -> dict[int, Any]:
+    """Returns the devices that are visible to this process."""
+    return {device.id: device for device in jax.devices()}
 
+
+def on_cpu(count: int) -> str:
+    """Says how a process gets so many devices on any machine."""
+    return f"set XLA_FLAGS=--xla_force_host_platform_device_count={count} before jax starts"
+
+
+def _first_devices(devices: Any, names: Sequence[str], sizes: Sequence[int]) -> list[Any]:
     needed = math.prod(sizes)
-    available = list(jax.devices() if devices is None else devices)
+    listed = isinstance(devices, Sequence | np.ndarray | None) and not isinstance(devices, str)
+    available = list(jax.devices() if devices is None else np.ravel(devices)) if listed else []
+    if not listed or not all(hasattr(device, "platform") for device in available):
+        raise MeshError(
+            "the devices of a mesh are not devices of jax",
+            actual=described(devices),
+            required="devices that are here, as jax.devices() gives them",
+            fix=f'for a machine that is not here pass topology="h200:{needed}", say, in place of '
+            "devices; for devices by their numbers write spmd.Mesh(ids, "
+            f"{tuple(sizes)}, {tuple(names)})",
+        )
     if needed > len(available):
+        kind = f"{available[0].platform} devices are visible" if available else "devices are given"
         raise MeshError(
             f"mesh ({_describe(names, sizes)}) needs {needed} devices",
-            actual=f"{len(available)} {available[0].platform} devices are visible",
+            actual=f"{len(available)} {kind}",
             required=f"{needed} = {' x '.join(map(str, sizes))}",
-            fix="make the mesh smaller, or, to try things on a CPU, set "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={needed} before jax starts",
+            fix="make the mesh smaller; or, to plan for a machine that is not here, name it: "
+            f'topology="h200:{needed}", or a slice of TPUs, as v5p-256; or, to try things on a '
+            f"CPU, {on_cpu(needed)}",
         )
     return available[:needed]
 
