@@ -285,6 +285,14 @@ def _by_path(specs: Any, tree: Any, what: str) -> list[Any]:
     # A spec of no leaves may be `None` or `()`, which is an empty node, too.
     if None not in found and all(spec is None or spec == () for spec in unknown.values()):
         return [given[path] for path in found if path is not None]
+    if there == [()]:
+        raise SpecError(
+            f"{what} is one array, and its spec is a tree of {len(given)}",
+            source=caller(),
+            actual=described(specs),
+            required="one spec",
+            fix=f"write it alone: {next(iter(given.values()), None)!r}",
+        )
     without = [leaf for leaf, head in zip(there, found, strict=True) if head is None]
     parts = [f"specs for {_some_paths(unknown)}, which it does not have"] if unknown else []
     parts += [f"no spec for {_some_paths(without)}"] if without else []
@@ -302,7 +310,7 @@ def _names(path: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _some_paths(paths: Iterable[Sequence[str]]) -> str:
-    return some_of(["/".join(path) for path in paths])
+    return some_of(["/".join(path) for path in paths]) or "no arrays"
 
 
 def _is_spec(x: Any) -> bool:

@@ -121,6 +121,13 @@ class Lowered(Planned):
             )
         return self.request.module
 
+    def cost_analysis(self) -> Any:
+        """Returns XLA's count of operations and bytes of one device's program, yet to be optimized.
+
+        `cost` is our prediction in seconds.
+        """
+        return execute.cost_analysis(self.stages.emitted)
+
 
 class Compiled(Planned):
     """A compiled program: call it with arguments like those that it was compiled for.
@@ -140,6 +147,7 @@ class Compiled(Planned):
             execute.check_no_callbacks(emitted)
             devices = devices_ahead(self.mesh, self._ahead)
         self.boundary = Boundary(self.interface, emitted, devices)
+        self.out_info = jax.tree.map(_placed, self.out_info, self.out_formats)
         self._moved = 0
         doing("XLA")
         outside, limit = self.boundary.outside, options.memory_limit
@@ -403,12 +411,36 @@ class Compiled(Planned):
     @property
     def input_shardings(self) -> Any:
         """The arguments' `NamedSharding`s, as ((positional, ...), {name: ...})."""
-        return jax.tree.unflatten(self.in_tree, map(_SHARDING, self.boundary.seen_arguments))
+        return jax.tree.map(_SHARDING, self.input_formats)
 
     @property
-    def output_shardings(self) -> Any:
-        """The same as `out_shardings`, under jax's name."""
-        return self.out_shardings
+    def input_formats(self) -> Any:
+        """The arguments' `Format`s, as ((positional, ...), {name: ...})."""
+        return jax.tree.unflatten(self.in_tree, self.boundary.seen_arguments)
+
+    output_shardings, output_formats = out_shardings, out_formats
+
+    # What `jax.experimental.serialize_executable.serialize` reads of a `jax.stages.Compiled`.
+
+    _no_kwargs = False
+
+    @property
+    def _params(self) -> Any:
+        return self.executable._params
+
+    @property
+    def _executable(self) -> Any:
+        has_constants = bool(self.stages.emitted.constants)
+        if has_constants or self.boundary.has_keys:
+            what = "large constants" if has_constants else "key arrays"
+            raise ArgumentError(
+                f"{self.name} cannot be serialized: jax would save it without its {what}",
+                source=caller(),
+                fix="pass the arrays as arguments"
+                if has_constants
+                else "pass jax.random.key_data(key), and wrap it inside",
+            )
+        return self.executable._executable
 
     @cached_property
     def memory(self) -> Memory:
@@ -548,14 +580,19 @@ def _seen(placed: Placement, struct: jax.ShapeDtypeStruct) -> Format:
     return Format(None, NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind))
 
 
+def _placed(struct: jax.ShapeDtypeStruct, where: Format) -> jax.ShapeDtypeStruct:
+    kind: Any = {"weak_type": struct.weak_type, "sharding": where.sharding}
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, **kind)
+
+
 def _as_told(planned: NamedSharding, spec: PartitionSpec | None, rank: int) -> NamedSharding:
     """Returns a result's sharding by the user's spec, where that means the same as the planned one.
 
     The planned one has no axes of size 1, which are parts of jax's types nevertheless.
     """
-    if spec is None or PartitionSpec.UNCONSTRAINED in spec:
+    if spec is None or PartitionSpec.UNCONSTRAINED in spec.partitions:
         return planned
-    if not set(jax.tree.leaves(tuple(spec))) <= set(planned.mesh.axis_names):
+    if not set(jax.tree.leaves(spec.partitions)) <= set(planned.mesh.axis_names):
         return planned  # it is on another mesh of the same devices
     told = NamedSharding(planned.mesh, spec)
     return told if told.is_equivalent_to(planned, rank) else planned

@@ -189,6 +189,13 @@ class Jitted(Generic[P, R]):
         """Binds it as a method: the instance becomes the first argument."""
         return self if instance is None else MethodType(self, instance)
 
+    def __reduce__(self) -> Any:
+        # Programs are compiled anew where it is read. Pickle finds the function of a decorated one
+        # by its name, under which this object is: then that is written in its place.
+        module = sys.modules.get(self.__module__)
+        is_named = self.__module__ != "__main__" and getattr(module, self.__name__, None) is self
+        return self.__name__ if is_named else (Jitted, (self.recipe,))
+
     def __repr__(self) -> str:
         mesh = self.recipe.mesh
         where = f"on {as_mesh(mesh)}" if mesh is not None else "on the mesh of its arguments"

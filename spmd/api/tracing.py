@@ -40,6 +40,7 @@ from spmd.ir.types import Order
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import (
     as_mesh,
+    check_reduced,
     has_explicit_axes,
     mesh_around,
     numbered_as,
@@ -265,14 +266,17 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
     entries, reasons = like_parameters(names, [s.shape for s in leaves], own_entries)
     results = jax.tree_util.tree_leaves_with_path(traced.out)
     result_names = tuple(path_name(path) or "result" for path, _ in results)
+    whats = [f"result {path_name(path)}" if path else "the result" for path, _ in results]
     out_specs = result_specs(recipe.out_specs, traced.out)
     out_entries = tuple(
-        leaf_entries(spec, struct, f"result {name}", mesh)
-        for (_, struct), spec, name in zip(results, out_specs, result_names, strict=True)
+        leaf_entries(spec, struct, what, mesh)
+        for (_, struct), spec, what in zip(results, out_specs, whats, strict=True)
     )
     # A result's spec as jax would have it: the one given, else that of its type.
     found = (s.sharding if o is None else o for o, (_, s) in zip(out_specs, results, strict=True))
     stated = [getattr(spec, "spec", spec) for spec in found]
+    for spec, what in zip(stated, whats, strict=True):
+        check_reduced(getattr(spec, "unreduced", ()), what, caller())
     request = Request(
         traced.module,
         mesh,

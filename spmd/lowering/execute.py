@@ -36,6 +36,7 @@ from spmd.lowering.local.callbacks import FREE
 from spmd.lowering.local.composite import inline_region
 from spmd.lowering.xla_options import options_within
 from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import local_shape
 from spmd.mesh.spec import jax_mesh
 from spmd.mesh.topology import Topology
 
@@ -177,6 +178,19 @@ def _memory(compiled: Any) -> tuple[int, int]:
         return 0, 0
     around = use.argument_size_in_bytes + use.output_size_in_bytes - use.alias_size_in_bytes
     return around + use.temp_size_in_bytes, around
+
+
+def cost_analysis(emitted: Emitted) -> Any:
+    """Returns XLA's count of operations and bytes of the program of one device, none of it here."""
+    types = (*emitted.argument_types, *(constant.value.type for constant in emitted.constants))
+    shardings = (*emitted.arguments, *emitted.constant_shardings)
+    structs = [
+        jax.ShapeDtypeStruct(local_shape(t.shape, sharding, emitted.mesh), numpy_dtype(t.dtype))
+        for t, sharding in zip(types, shardings, strict=True)
+    ]
+    run = _runner(emitted.module, emitted.result_types, emitted.callbacks)
+    with x64_if(emitted.needs_x64):
+        return plain_jit(run, keep_unused=True).lower(*structs).cost_analysis()
 
 
 def check_no_callbacks(emitted: Emitted) -> None:

@@ -152,7 +152,10 @@ def spec_entries(
         )
     if spec is None:
         spec = ()
-    if isinstance(spec, str) or not isinstance(spec, Sequence | PartitionSpec):
+    if isinstance(spec, PartitionSpec):
+        check_reduced(spec.unreduced, what, source)
+        spec = spec.partitions  # a value of which jax says `reduced` lies as without
+    if isinstance(spec, str) or not isinstance(spec, Sequence):
         spec = (spec,)
     if len(spec) > rank:
         dims, has = (f"{n} dim{'' if n == 1 else 's'}" for n in (len(spec), rank))
@@ -198,6 +201,18 @@ def spec_entries(
                 fix=f"keep {name!r} in one place",
             )
     return tuple(entries) + ((),) * (rank - len(entries))
+
+
+def check_reduced(unreduced: Iterable[str], what: str, source: str | None = None) -> None:
+    """Raises SpecError for an argument or result that is unreduced over some axes."""
+    if axes := ", ".join(sorted(unreduced)):
+        raise SpecError(
+            f"{what} is unreduced over {axes}: each device would have one term of it",
+            source=source,
+            required="whole values where they are passed, returned or marked",
+            fix="add it up: call jax.sharding.reshard with its spec without `unreduced`, before it "
+            "is passed or where it is returned",
+        )
 
 
 def dims_of(
