@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd.errors import ArgumentError
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.dialect.callbacks import INSPECT
 from spmd.ir.dialect.manual import MANUAL
 from spmd.ir.program import Op, Program, Region, Value, free_values
 from spmd.ir.rewrite import rewrite_ops
@@ -223,8 +225,11 @@ def _wide(array: Any) -> Any:
 
 def whole_run(program: Program, mesh: Mesh) -> Run:
     """Compiles the global program, not partitioned and without its marks: see `text_run`."""
-    bare = rewrite_ops(program, lambda b, op, operands: operands if op.is_mark else None)
-    return text_run(emit(bare, mesh), program, mesh)
+
+    def bare(b: Builder, op: Op, operands: Sequence[Value]) -> Sequence[Value] | None:
+        return operands if op.is_mark or op.name == INSPECT else None
+
+    return text_run(emit(rewrite_ops(program, bare), mesh), program, mesh)
 
 
 def text_run(text: str, program: Program, mesh: Mesh) -> Run:

@@ -26,12 +26,14 @@ from spmd.compiler import emit_plan
 from spmd.errors import ArgumentError, described
 from spmd.explain.memory import Memory
 from spmd.ir.control_flow import Index
+from spmd.ir.dialect.callbacks import INSPECT
 from spmd.ir.types import needs_x64, numpy_dtype
 from spmd.lowering import execute
 from spmd.lowering.ahead import devices_ahead, is_here
 from spmd.lowering.emit import Emitted, Placement, formats
 from spmd.lowering.xla_options import xla_options
-from spmd.mesh.spec import jax_mesh
+from spmd.mesh.sharding import replicated
+from spmd.mesh.spec import jax_mesh, named_sharding
 from spmd.options import Options
 from spmd.predict.memory import lifted
 from spmd.progress import doing, progress
@@ -157,6 +159,17 @@ class Compiled(Planned):
             self.executable = execute.compile_emitted(emitted, to_xla, outside)
         else:
             self.executable = execute.compile_within(limit, emitted, topology, to_xla, outside)
+        self._tell_inspections()
+
+    def _tell_inspections(self) -> None:
+        """Calls what looks at shardings inside the program; of a loop that is written out, once."""
+        plan = self.stages.plan
+        seen = {op.kind.attrs["number"]: op for op in plan.program.walk() if op.name == INSPECT}
+        for number, op in sorted(seen.items()):
+            value = op.operands[0]
+            state = plan.states[value] or replicated(len(plan.program.types[value].shape))
+            told = named_sharding(state, self.mesh, self.boundary.outside.mesh)
+            plan.program.callbacks[number].function(told)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program (without its static arguments)."""

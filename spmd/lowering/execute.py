@@ -26,7 +26,7 @@ from spmd.errors import MeshError, UnsupportedOpError
 from spmd.frontend.importer.contents import MARKS, ops_in, tensor_type
 from spmd.frontend.importer.handlers import LEAVES, SAME
 from spmd.ir.description import CUSTOM_CALL
-from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG
+from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG, INSPECT
 from spmd.ir.program import Callback
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.launch.agree import check_same_program, digest
@@ -195,10 +195,11 @@ def cost_analysis(emitted: Emitted) -> Any:
 
 def check_no_callbacks(emitted: Emitted) -> None:
     """Raises MeshError if a program calls Python: it cannot be compiled ahead of time."""
-    if emitted.callbacks:
+    called = dict.fromkeys(c.label for c in emitted.callbacks if not c.inspects)
+    if called:
         raise MeshError(
             "a program that calls Python cannot be compiled for a machine that is not here",
-            actual=f"it calls {', '.join(dict.fromkeys(c.label for c in emitted.callbacks))}",
+            actual=f"it calls {', '.join(called)}",
             fix="plan it alone (`lower(topology=...)`), or leave the calls out: "
             "Options(callbacks='drop') does so with jax.debug.print and jax.debug.callback",
         )
@@ -313,7 +314,11 @@ def without_shardings(module: ir.Module) -> str:
                     _replace(op, [stablehlo.ConstantOp(op.attributes["value"]).result])
             elif op.name == "sdy.named_computation":
                 inline_region(op)
-            elif op.name == "sdy.sharding_group" or (op.name == "sdy.mesh" and not is_manual):
+            elif (
+                op.name == "sdy.sharding_group"
+                or (op.name == "sdy.mesh" and not is_manual)
+                or _target(op) == INSPECT
+            ):
                 op.erase()
         functions = [op for op in copy.body.operations if op.operation.name == "func.func"]
         if len(functions) == 1:

@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import MeshError
-from spmd.mesh.mesh import HybridMesh, Mesh, make_mesh, prime_factors
+from spmd.mesh.make import HybridMesh, make_mesh
+from spmd.mesh.mesh import Mesh, prime_factors
 from spmd.mesh.topology import Topology
 
 sizes_lists = st.lists(st.integers(1, 12), min_size=1, max_size=3)

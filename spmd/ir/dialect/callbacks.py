@@ -15,6 +15,9 @@ CHECK_CALLBACK = "spmd.check_callback"
 """Hands on all of its operands but the first, the flag of a callback: if that is set, the function
 raised, and the program ends here with what it raised, on every device."""
 
+INSPECT = "spmd.inspect"
+"""Hands on its operand. Callback number `number` is told, once, how the plan splits that."""
+
 FLAG = TensorType((), "ui32")
 """0, or 1 where the function raised; of the type of a float's bits, to travel with them."""
 
