@@ -27,7 +27,8 @@ from spmd.errors import (
 )
 from spmd.launch.initialize import initialize
 from spmd.lowering.register import register_composite, register_rule
-from spmd.mesh.mesh import HybridMesh, Mesh, make_mesh
+from spmd.mesh.make import HybridMesh, make_mesh
+from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import OPEN
 from spmd.mesh.topology import Topology
 from spmd.options import Options

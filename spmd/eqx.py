@@ -19,6 +19,7 @@ import numpy as np
 from spmd.api import Jitted, caller, check_without, with_keywords
 from spmd.api import jit as jit_arrays
 from spmd.errors import ArgumentError
+from spmd.mesh.topology import Topology
 
 _BY_PLACE = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 _FIRST_DONATED = {"none": None, "all": 0, "all-except-first": 1, "warn": 0, "warn-except-first": 1}
@@ -56,7 +57,7 @@ def filter_jit(
 
 
 class FilterJit:
-    """A function that `filter_jit` compiles: call it, or `compile` it for given arguments."""
+    """What `filter_jit` returns: call it, or `lower` / `compile` it for given arguments."""
 
     def __init__(self, fn: Callable[..., Any], donate: str, options: dict[str, Any]) -> None:
         functools.update_wrapper(self, fn, updated=())
@@ -95,9 +96,13 @@ class FilterJit:
         results, others = self._run(Jitted.__call__, args, kwargs)
         return eqx.combine(results, others.tree)
 
-    def compile(self, *args: Any, **kwargs: Any) -> Any:
+    def compile(self, *args: Any, topology: Topology | str | None = None, **kwargs: Any) -> Any:
         """Returns the `Compiled` program for these arguments, for its reports; nothing runs."""
-        return self._run(Jitted.compile, args, kwargs)
+        return self._run(functools.partial(Jitted.compile, topology=topology), args, kwargs)
+
+    def lower(self, *args: Any, topology: Topology | str | None = None, **kwargs: Any) -> Any:
+        """Plans for arguments without compiling by XLA; no device is needed."""
+        return self._run(functools.partial(Jitted.lower, topology=topology), args, kwargs)
 
     def _run(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls a method of the program with arrays, by name constants and the function's own."""

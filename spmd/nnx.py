@@ -18,6 +18,7 @@ from flax import nnx
 
 from spmd.api import Jitted, by_number_and_name, check_without, with_keywords
 from spmd.api import jit as jit_arrays
+from spmd.mesh.topology import Topology
 
 Place = int | str  # an argument's number, or its name if it was passed by name
 
@@ -53,7 +54,7 @@ def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 class ModuleJit:
-    """A function that `jit` compiles: call it, or `compile` it for given arguments."""
+    """What `jit` returns: call it, or `lower` / `compile` it for given arguments."""
 
     def __init__(self, fn: Callable[..., Any], options: dict[str, Any]) -> None:
         functools.update_wrapper(self, fn, updated=())
@@ -77,14 +78,21 @@ class ModuleJit:
                 _, nodes = context.merge(definition, state)
         return rest.joined(nodes)
 
-    def compile(self, *args: Any, **kwargs: Any) -> Any:
+    def compile(self, *args: Any, topology: Topology | str | None = None, **kwargs: Any) -> Any:
         """Returns the `Compiled` program for these arguments, for its reports; nothing runs.
 
         They name an array of a module by its path in `nnx.state`: `model/linear/kernel/value`.
         """
+        return self._ahead(self.jitted.compile, args, topology, kwargs)
+
+    def lower(self, *args: Any, topology: Topology | str | None = None, **kwargs: Any) -> Any:
+        """Plans for arguments without compiling by XLA; no device is needed."""
+        return self._ahead(self.jitted.lower, args, topology, kwargs)
+
+    def _ahead(self, way: Callable[..., Any], args: Any, topology: Any, kwargs: Any) -> Any:
         with nnx.update_context(_TAG):
             args, kwargs = self._split(args, kwargs)
-            return self.jitted.compile(*args, **kwargs)
+            return way(*args, topology=topology, **kwargs)
 
     def _split(
         self, args: Sequence[Any], kwargs: dict[str, Any]

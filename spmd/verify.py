@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd.errors import ArgumentError
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.dialect.callbacks import INSPECT
 from spmd.ir.dialect.manual import MANUAL
 from spmd.ir.program import Op, Program, Region, Value, free_values
 from spmd.ir.rewrite import rewrite_ops
@@ -221,8 +223,11 @@ def _wide(array: Any) -> Any:
 
 def whole_run(program: Program, mesh: Mesh) -> Run:
     """Compiles the global program without its marks; returns a function as `text_run` does."""
-    bare = rewrite_ops(program, lambda b, op, operands: operands if op.is_mark else None)
-    return text_run(emit(bare, mesh), program, mesh)
+
+    def bare(b: Builder, op: Op, operands: Sequence[Value]) -> Sequence[Value] | None:
+        return operands if op.is_mark or op.name == INSPECT else None
+
+    return text_run(emit(rewrite_ops(program, bare), mesh), program, mesh)
 
 
 def text_run(text: str, program: Program, mesh: Mesh) -> Run:
@@ -253,8 +258,9 @@ class _Search(NamedTuple):
 
     def run(self) -> Culprit | None:
         """Returns the first op whose value differs; None if all results of the block agree."""
-        # Nothing differs at cut `equal`, something at `differs`. Cut n is behind n ops; the last,
-        # len(ops) + 1, has the results in their final shardings. If ops[2] of 4 ops is wrong:
+        # Nothing differs at the cut `equal`, something at `differs`; cut n is behind n ops, and the
+        # one behind all ops and one more has the results in the shardings that are returned. Of 4
+        # ops the third is wrong:
         #   [0, 5] cut 2 agrees -> [2, 5] cut 3 differs -> [2, 3]: it is ops[2]
         # Values that no later op reads are not compared, so a difference may be gone again later.
         # The search still ends at an op behind which something differs, and before it nothing.

@@ -86,6 +86,12 @@ def test_specs_and_names(mesh: spmd.Mesh) -> None:
     assert int(model.calls[...]) == 0
 
 
+def test_lowering_takes_no_devices(mesh: spmd.Mesh) -> None:
+    lowered = spmd.nnx.jit(train, mesh=mesh).lower(*made(), X, scale=0.5, topology="h200:8")
+    assert isinstance(lowered, spmd.Lowered) and lowered.target == spmd.Topology("h200:8")
+    assert "model/a/kernel/value" in lowered.request.arg_names
+
+
 def test_static_arguments_keywords_and_methods(mesh: spmd.Mesh) -> None:
     def fn(model: Any, x: Any, power: int, *, scale: Any) -> Any:
         return model.a(x) ** power * scale

@@ -1,36 +1,25 @@
 """TPU slices by their names, and the command that starts a program on all of a slice's hosts."""
 
-import math
 import shlex
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from scripts.jobs.job import Job, exports, restarted
 from spmd.errors import LaunchError
+from spmd.mesh.topology import Topology, slices_of
 
 
-@dataclass(frozen=True)
-class TpuKind:
-    """A generation of TPUs."""
+class TpuKind(NamedTuple):
+    """What Google's clouds make of a generation of TPUs."""
 
     accelerator: str  # what GKE calls it (`cloud.google.com/gke-tpu-accelerator`)
-    cores: int  # what a chip counts in a slice's name: `v5p-128` is 64 chips of 2
-    topologies: dict[int, str]  # chips -> topology
-    hosted: int = 4  # chips of a host in slices of several hosts; a smaller slice is one host
-    single: int = 4  # chips of the largest slice that is one host
+    single: int = 4  # chips of the largest slice that is one host; hosts of others have 4
 
-
-_FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
-_CUBE = {
-    4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8",
-    512: "8x8x8", 1024: "8x8x16", 2048: "8x16x16",
-}  # fmt: skip
 
 KINDS = {
-    "v4": TpuKind("tpu-v4-podslice", 2, _CUBE),
-    "v5e": TpuKind("tpu-v5-lite-podslice", 1, _FLAT, single=8),
-    "v5p": TpuKind("tpu-v5p-slice", 2, _CUBE),
-    "v6e": TpuKind("tpu-v6e-slice", 1, _FLAT, single=8),
+    "v4": TpuKind("tpu-v4-podslice"),
+    "v5e": TpuKind("tpu-v5-lite-podslice", single=8),
+    "v5p": TpuKind("tpu-v5p-slice"),
+    "v6e": TpuKind("tpu-v6e-slice", single=8),
 }
 
 
@@ -50,22 +39,19 @@ def parse_tpu(name: str) -> TpuSlice:
     Raises:
       LaunchError: no such TPU, or none of that size.
     """
-    kind_name, _, size = name.partition("-")
-    kind = KINDS.get(kind_name)
-    if kind is None or not size.isdecimal():
+    slices = slices_of(name.partition("-")[0])
+    if name not in slices:
+        kinds = f"{', '.join(KINDS)}, and a size, as in v5e-16 or v5p-128"
         raise LaunchError(
             f"--tpu {name!r} is no slice of TPUs",
-            required=f"{', '.join(KINDS)}, and a size, as in v5e-16 or v5p-128",
+            required=f"one of {', '.join(slices)}" if slices else kinds,
             fix="correct the name",
         )
-    chips, rest = divmod(int(size), kind.cores)
-    if rest or chips not in kind.topologies:
-        sizes = ", ".join(f"{kind_name}-{c * kind.cores}" for c in kind.topologies)
-        raise LaunchError(f"there is no slice {name}", required=f"one of {sizes}")
-    per_host = chips if chips <= kind.single else kind.hosted
-    topology = kind.topologies[chips]
-    assert math.prod(map(int, topology.split("x"))) == chips
-    return TpuSlice(name, kind.accelerator, topology, chips // per_host, per_host)
+    topology = Topology(name)
+    kind, chips = KINDS[topology.chip.name], topology.count
+    per_host = chips if chips <= kind.single else 4
+    shape = "x".join(map(str, topology.shape))
+    return TpuSlice(name, kind.accelerator, shape, chips // per_host, per_host)
 
 
 def tpu_vm_command(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from spmd.api.marks import caller, path_name, some_of
 from spmd.errors import ArgumentError, MeshError, SpecError, described
@@ -19,7 +19,7 @@ from spmd.frontend.marks import Entries
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs, part_atoms
-from spmd.mesh.spec import OPEN, as_mesh, dims_of, match_patterns, spec_entries
+from spmd.mesh.spec import OPEN, as_mesh, dims_of, match_patterns, numbered_as, spec_entries
 
 Numbers = int | Sequence[int] | None
 Names = str | Iterable[str] | None
@@ -285,6 +285,14 @@ def _by_path(specs: Any, tree: Any, what: str) -> list[Any]:
     # A spec of no leaves may be `None` or `()`, which is an empty node, too.
     if None not in found and all(spec is None or spec == () for spec in unknown.values()):
         return [given[path] for path in found if path is not None]
+    if there == [()]:
+        raise SpecError(
+            f"{what} is one array, and its spec is a tree of {len(given)}",
+            source=caller(),
+            actual=described(specs),
+            required="one spec",
+            fix=f"write it alone: {next(iter(given.values()), None)!r}",
+        )
     without = [leaf for leaf, head in zip(there, found, strict=True) if head is None]
     parts = [f"specs for {_some_paths(unknown)}, which it does not have"] if unknown else []
     parts += [f"no spec for {_some_paths(without)}"] if without else []
@@ -302,7 +310,7 @@ def _names(path: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _some_paths(paths: Iterable[Sequence[str]]) -> str:
-    return some_of(["/".join(path) for path in paths])
+    return some_of(["/".join(path) for path in paths]) or "no arrays"
 
 
 def _is_spec(x: Any) -> bool:
@@ -374,10 +382,8 @@ def leaf_entries(spec: Any, leaf: Any, what: str, mesh: Mesh) -> Entries | None:
 
 
 def mesh_of(sharding: NamedSharding, mesh: Mesh) -> Mesh:
-    """Returns a sharding's mesh: `mesh` if equal; an AbstractMesh gets the devices of `mesh`."""
-    other = as_mesh(sharding.mesh)
-    if isinstance(sharding.mesh, AbstractMesh) and other.size == mesh.size:
-        other = Mesh(mesh.device_ids, other.sizes, other.axis_names)
+    """Returns a sharding's mesh: `mesh` if equal; one without devices gets those of `mesh`."""
+    other = numbered_as(sharding.mesh, mesh)
     same = (other.axis_names, other.sizes, other.device_ids)
     return mesh if same == (mesh.axis_names, mesh.sizes, mesh.device_ids) else other
 

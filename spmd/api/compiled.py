@@ -26,12 +26,14 @@ from spmd.compiler import emit_plan
 from spmd.errors import ArgumentError, described
 from spmd.explain.memory import Memory
 from spmd.ir.control_flow import Index
+from spmd.ir.dialect.callbacks import INSPECT
 from spmd.ir.types import needs_x64, numpy_dtype
 from spmd.lowering import execute
 from spmd.lowering.ahead import devices_ahead, is_here
 from spmd.lowering.emit import Emitted, Placement, formats
 from spmd.lowering.xla_options import xla_options
-from spmd.mesh.spec import jax_mesh
+from spmd.mesh.sharding import replicated
+from spmd.mesh.spec import jax_mesh, named_sharding
 from spmd.options import Options
 from spmd.predict.memory import lifted
 from spmd.progress import doing, progress
@@ -120,6 +122,13 @@ class Lowered(Planned):
             )
         return self.request.module
 
+    def cost_analysis(self) -> Any:
+        """Returns XLA's count of operations and bytes of one device's program, yet to be optimized.
+
+        `cost` is our prediction in seconds.
+        """
+        return execute.cost_analysis(self.stages.emitted)
+
 
 class Compiled(Planned):
     """A compiled program: call it with arguments like those that it was compiled for.
@@ -139,6 +148,7 @@ class Compiled(Planned):
             execute.check_no_callbacks(emitted)
             devices = devices_ahead(self.mesh, self._ahead)
         self.boundary = Boundary(self.interface, emitted, devices)
+        self.out_info = jax.tree.map(_placed, self.out_info, self.out_formats)
         self._moved = 0
         doing("XLA")
         outside, limit = self.boundary.outside, options.memory_limit
@@ -148,6 +158,17 @@ class Compiled(Planned):
             self.executable = execute.compile_emitted(emitted, to_xla, outside)
         else:
             self.executable = execute.compile_within(limit, emitted, topology, to_xla, outside)
+        self._tell_inspections()
+
+    def _tell_inspections(self) -> None:
+        """Calls what looks at shardings inside the program; of a loop that is written out, once."""
+        plan = self.stages.plan
+        seen = {op.kind.attrs["number"]: op for op in plan.program.walk() if op.name == INSPECT}
+        for number, op in sorted(seen.items()):
+            value = op.operands[0]
+            state = plan.states[value] or replicated(len(plan.program.types[value].shape))
+            told = named_sharding(state, self.mesh, self.boundary.outside.mesh)
+            plan.program.callbacks[number].function(told)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program on the function's arguments, without static ones; returns its result."""
@@ -397,12 +418,36 @@ class Compiled(Planned):
     @property
     def input_shardings(self) -> Any:
         """The arguments' `NamedSharding`s, as ((positional, ...), {name: ...})."""
-        return jax.tree.unflatten(self.in_tree, map(_SHARDING, self.boundary.seen_arguments))
+        return jax.tree.map(_SHARDING, self.input_formats)
 
     @property
-    def output_shardings(self) -> Any:
-        """The same as `out_shardings`, under jax's name."""
-        return self.out_shardings
+    def input_formats(self) -> Any:
+        """The arguments' `Format`s, as ((positional, ...), {name: ...})."""
+        return jax.tree.unflatten(self.in_tree, self.boundary.seen_arguments)
+
+    output_shardings, output_formats = out_shardings, out_formats
+
+    # What `jax.experimental.serialize_executable.serialize` reads of a `jax.stages.Compiled`.
+
+    _no_kwargs = False
+
+    @property
+    def _params(self) -> Any:
+        return self.executable._params
+
+    @property
+    def _executable(self) -> Any:
+        has_constants = bool(self.stages.emitted.constants)
+        if has_constants or self.boundary.has_keys:
+            what = "large constants" if has_constants else "key arrays"
+            raise ArgumentError(
+                f"{self.name} cannot be serialized: jax would save it without its {what}",
+                source=caller(),
+                fix="pass the arrays as arguments"
+                if has_constants
+                else "pass jax.random.key_data(key), and wrap it inside",
+            )
+        return self.executable._executable
 
     @cached_property
     def memory(self) -> Memory:
@@ -432,7 +477,7 @@ class Compiled(Planned):
             raise ArgumentError(
                 f"a program compiled for {self._ahead} cannot run here",
                 actual=f"it is for {self.mesh.size} devices that are not here",
-                fix="compile without topology= to run it on the mesh's devices",
+                fix="compile without topology=, for a mesh of devices that are here, to run it",
             )
 
 
@@ -542,14 +587,19 @@ def _seen(placed: Placement, struct: jax.ShapeDtypeStruct) -> Format:
     return Format(None, NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind))
 
 
+def _placed(struct: jax.ShapeDtypeStruct, where: Format) -> jax.ShapeDtypeStruct:
+    kind: Any = {"weak_type": struct.weak_type, "sharding": where.sharding}
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, **kind)
+
+
 def _as_told(planned: NamedSharding, spec: PartitionSpec | None, rank: int) -> NamedSharding:
     """Returns a result's sharding by the user's spec if that means the same as the planned one.
 
     Else the planned one, which lacks axes of size 1. They split nothing, but jax's types have them.
     """
-    if spec is None or PartitionSpec.UNCONSTRAINED in spec:
+    if spec is None or PartitionSpec.UNCONSTRAINED in spec.partitions:
         return planned
-    if not set(jax.tree.leaves(tuple(spec))) <= set(planned.mesh.axis_names):
+    if not set(jax.tree.leaves(spec.partitions)) <= set(planned.mesh.axis_names):
         return planned  # it is on another mesh of the same devices
     told = NamedSharding(planned.mesh, spec)
     return told if told.is_equivalent_to(planned, rank) else planned

@@ -35,7 +35,7 @@ from spmd.explain.words import idle_text, plural
 from spmd.frontend.trace import ClosedOverTracer, note_mesh
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import as_mesh, mesh_around
-from spmd.mesh.topology import Topology
+from spmd.mesh.topology import Topology, as_topology
 from spmd.options import Options
 from spmd.progress import doing, progress
 
@@ -189,6 +189,13 @@ class Jitted(Generic[P, R]):
         """Returns a bound method: `instance` becomes the function's first argument."""
         return self if instance is None else MethodType(self, instance)
 
+    def __reduce__(self) -> Any:
+        # Programs are compiled anew where it is read. Pickle finds the function of a decorated one
+        # by its name, under which this object is: then that is written in its place.
+        module = sys.modules.get(self.__module__)
+        is_named = self.__module__ != "__main__" and getattr(module, self.__name__, None) is self
+        return self.__name__ if is_named else (Jitted, (self.recipe,))
+
     def __repr__(self) -> str:
         mesh = self.recipe.mesh
         where = f"on {as_mesh(mesh)}" if mesh is not None else "on the mesh of its arguments"
@@ -223,15 +230,17 @@ class Jitted(Generic[P, R]):
         self.__dict__.pop("inlined", None)
         self._dispatched = self._new_dispatch()
 
-    def compile(self, *args: Any, topology: Topology | None = None, **kwargs: Any) -> Compiled:
+    def compile(
+        self, *args: Any, topology: Topology | str | None = None, **kwargs: Any
+    ) -> Compiled:
         """Compiles for arguments (arrays or `ShapeDtypeStruct`s) without running.
 
         Args:
           *args: the positional arguments of `fn`, arrays or `ShapeDtypeStruct`s.
-          topology: the machine to plan and compile for, which need not be here: libtpu compiles for
-            TPUs anywhere (`pip install "spmd[tpu]"`), and jax's plugin for CUDA for NVIDIA GPUs
-            (`spmd[cuda]`). Such a program cannot be called; its memory and its optimized HLO are
-            those of the machine. The mesh's devices if left out.
+          topology: the machine to plan and compile for, or its name. It need not be here: libtpu
+            compiles for TPUs anywhere (`pip install "spmd[tpu]"`), and jax's plugin for CUDA for
+            NVIDIA GPUs (`spmd[cuda]`). Such a program cannot be called; its memory and its
+            optimized HLO are those of the machine. The mesh's machine if left out.
           **kwargs: the keyword arguments of `fn`.
 
         Returns:
@@ -247,13 +256,13 @@ class Jitted(Generic[P, R]):
             return self.lower(*args, topology=topology, **kwargs).compile()
         return self._compiled(take_apart(self.recipe, args, kwargs))
 
-    def lower(self, *args: Any, topology: Topology | None = None, **kwargs: Any) -> Lowered:
+    def lower(self, *args: Any, topology: Topology | str | None = None, **kwargs: Any) -> Lowered:
         """Plans and partitions for arguments without compiling by XLA; no device is needed.
 
         Args:
           *args: the positional arguments of `fn`, arrays or `ShapeDtypeStruct`s.
-          topology: the machine to plan for, which need not be here; that of `options`, else of the
-            mesh's devices, when left out.
+          topology: the machine to plan for, or its name; it need not be here. The mesh's machine
+            if left out.
           **kwargs: the keyword arguments of `fn`.
         """
         return self._lower(take_apart(self.recipe, args, kwargs), topology)
@@ -272,6 +281,8 @@ class Jitted(Generic[P, R]):
         call = take_apart(self.recipe, args, kwargs)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves):
             return self.inlined(*args, **kwargs), None
+        if self.recipe.given_mesh is not None:
+            _ = as_mesh(self.recipe.given_mesh).devices  # an error, before planning, without them
         try:
             compiled = self._compiled(call)
         except ClosedOverTracer:  # it uses a value of another function, and is a part of that
@@ -304,8 +315,9 @@ class Jitted(Generic[P, R]):
         self._cache.setdefault(call.key, []).append(compiled)
         return compiled
 
-    def _lower(self, call: Call, topology: Topology | None) -> Lowered:
+    def _lower(self, call: Call, topology: Topology | str | None) -> Lowered:
         recipe, options = self.recipe, self.recipe.options
+        machine = None if topology is None else as_topology(topology)
 
         def traced(may_reuse: bool) -> Interface:
             """Traces the call, in the pipeline schedule that is being tried.
@@ -314,10 +326,12 @@ class Jitted(Generic[P, R]):
             """
             doing("trace")
             again = functools.wraps(recipe.fn, updated=())(lambda *a, **k: recipe.fn(*a, **k))
-            return trace_call(recipe if may_reuse else replace(recipe, fn=again), call, topology)
+            asked = recipe if may_reuse else replace(recipe, fn=again)
+            return trace_call(asked, call, machine)
 
         def planned(interface: Interface) -> Lowered:
-            return Lowered(interface, compile_module(interface.request, options), options, topology)
+            stages = compile_module(interface.request, options)
+            return Lowered(interface, stages, options, machine or interface.request.mesh.topology)
 
         with progress(self.__name__, options.shows_progress):
             lowered = in_fastest_schedule(traced, planned, options.memory_limit)
@@ -339,7 +353,7 @@ class Traced:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._traced, name)
 
-    def lower(self, *, topology: Topology | None = None, **by_jax: Any) -> Any:
+    def lower(self, *, topology: Topology | str | None = None, **by_jax: Any) -> Any:
         """Returns a `Lowered`; given options of jax's `lower`, as by `jax.export`, jax's own."""
         if by_jax:
             return self._traced.lower(**by_jax)

@@ -18,7 +18,6 @@ from spmd.mesh.spec import (
     OPEN,
     as_mesh,
     dims_of,
-    has_devices,
     has_explicit_axes,
     jax_mesh,
     match_patterns,
@@ -78,6 +77,8 @@ def mark_sharding(t: T, mesh: Any, spec: Any) -> T:
     dims_of(entries, shape, own, what=what, source=source)
     if isinstance(given, jax.ShapeDtypeStruct):
         sharding = _open_sharding(own, entries)
+        if own.topology is not None:  # jax's `AbstractMesh` does not tell it
+            sharding = NamedSharding(own, sharding.spec)
         return cast(T, jax.ShapeDtypeStruct(given.shape, given.dtype, sharding=sharding))
     closed = PartitionSpec(*(entry or () for entry in entries))
     return cast(T, jax.device_put(given, NamedSharding(jax_mesh(own), closed)))
@@ -155,14 +156,7 @@ def _constrain(t: Any, mesh: Mesh, entries: Entries, what: str, source: str | No
 def _open_sharding(mesh: Mesh, entries: Entries) -> NamedSharding:
     """Returns jax's sharding for spelled-out entries; dims whose entry is None are open."""
     spec = PartitionSpec(*(OPEN if entry is None else entry for entry in entries))
-    return NamedSharding(known_mesh(mesh), spec)
-
-
-def known_mesh(mesh: Mesh) -> jax.sharding.Mesh | AbstractMesh:
-    """Returns a mesh as jax's `Mesh`, or as an `AbstractMesh` if its devices are not here."""
-    if has_devices(mesh):
-        return jax_mesh(mesh)
-    return AbstractMesh(mesh.sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.sizes))
+    return NamedSharding(mesh.in_jax, spec)
 
 
 def caller() -> str | None:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from spmd.api.compiled import Lowered
-from spmd.api.marks import caller, known_mesh, mark_sharding, path_name, some_of
+from spmd.api.marks import caller, mark_sharding, path_name, some_of
 from spmd.api.tracing import Interface
 from spmd.errors import ArgumentError, MeshError, PlanError
 from spmd.frontend.importer.module import module_text
@@ -197,7 +197,7 @@ def _moved(leaf: Any, entering: Any, begins: Any, of: Pipeline, mesh: Mesh | Non
             with jax.named_scope(SHIFT):
                 return jax.lax.ppermute(leaf, of.axis, pairs)
 
-        spec, where = PartitionSpec(of.axis), known_mesh(mesh)
+        spec, where = PartitionSpec(of.axis), mesh.in_jax
         over: Any = {"in_specs": spec, "out_specs": spec, "axis_names": {of.axis}}
         moved = jax.shard_map(send, mesh=where, **over)(leaf)
     else:  # no axis has one of them on each device

@@ -52,6 +52,30 @@ class Planned:
         self.out_info, self.out_tree = interface.out, jax.tree.structure(interface.out)
         self.measured: Measured | None = None
 
+    # As `jax.stages.Lowered` and `jax.stages.Compiled` have them.
+
+    @property
+    def in_avals(self) -> Any:
+        """Types of the arguments, as ((positional, ...), {name: ...})."""
+        return jax.tree.map(_aval, self.interface.args)
+
+    @property
+    def out_avals(self) -> Any:
+        """Types of the results."""
+        return jax.tree.map(_aval, self.out_info)
+
+    @property
+    def args_info(self) -> Any:
+        """Types of the arguments, and whether they are donated, as `in_avals` has them."""
+        given = enumerate(jax.tree.leaves(self.interface.args))
+        infos = [jax.stages.ArgInfo(_aval(struct), i in self.donated) for i, struct in given]
+        return jax.tree.unflatten(self.in_tree, infos)
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """The same as `donated`, under jax's name."""
+        return self.donated
+
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """All collective ops of one device's program in order, with bytes, count and seconds."""
@@ -194,3 +218,7 @@ class Planned:
             fix = "`hlo` needs the program compiled: use .compile(...) instead of .lower(...)"
         required = f"one of {', '.join(STAGES)}"
         raise ArgumentError(f"unknown stage {stage!r}", required=required, fix=fix)
+
+
+def _aval(struct: jax.ShapeDtypeStruct) -> jax.core.ShapedArray:
+    return jax.core.ShapedArray(struct.shape, struct.dtype, weak_type=struct.weak_type)

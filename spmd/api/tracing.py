@@ -3,7 +3,7 @@
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -40,10 +40,10 @@ from spmd.ir.types import Order
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import (
     as_mesh,
-    has_devices,
+    check_reduced,
     has_explicit_axes,
-    jax_mesh,
     mesh_around,
+    numbered_as,
     platform_of,
 )
 from spmd.mesh.topology import Topology
@@ -240,8 +240,10 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
             fix="pass mesh=spmd.make_mesh(data=4, model=2), or call it under jax.set_mesh(mesh)",
         )
     mesh = as_mesh(mesh_given)
+    if mesh.topology and known is None:  # so it was traced for the devices that are here
+        return trace_call(replace(recipe, mesh=mesh), call, topology)
     # Collectives of `jax.shard_map` name devices by position: there is one order of devices.
-    for own in (as_mesh(m) for m in traced.manual if isinstance(m, jax.sharding.Mesh)):
+    for own in (numbered_as(m, mesh) for m in traced.manual):
         if own.size == mesh.size and own.device_ids != mesh.device_ids:
             raise MeshError(
                 "a jax.shard_map has the devices in another order than the program's mesh",
@@ -261,14 +263,17 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
     entries, reasons = like_parameters(names, [s.shape for s in leaves], own_entries)
     results = jax.tree_util.tree_leaves_with_path(traced.out)
     result_names = tuple(path_name(path) or "result" for path, _ in results)
+    whats = [f"result {path_name(path)}" if path else "the result" for path, _ in results]
     out_specs = result_specs(recipe.out_specs, traced.out)
     out_entries = tuple(
-        leaf_entries(spec, struct, f"result {name}", mesh)
-        for (_, struct), spec, name in zip(results, out_specs, result_names, strict=True)
+        leaf_entries(spec, struct, what, mesh)
+        for (_, struct), spec, what in zip(results, out_specs, whats, strict=True)
     )
     # A result's spec as jax would have it: the one given, else that of its type.
     found = (s.sharding if o is None else o for o, (_, s) in zip(out_specs, results, strict=True))
     stated = [getattr(spec, "spec", spec) for spec in found]
+    for spec, what in zip(stated, whats, strict=True):
+        check_reduced(getattr(spec, "unreduced", ()), what, caller())
     request = Request(
         traced.module,
         mesh,
@@ -347,7 +352,9 @@ def axis_types_of(mesh: Mesh, givens: Sequence[Any]) -> tuple[Any, ...] | None:
 
 
 def topology_of(mesh: Mesh) -> Topology:
-    """Returns the topology of a mesh's devices, or one of CPUs if some are not visible here."""
-    if has_devices(mesh):
-        return Topology.for_devices(list(jax_mesh(mesh).devices.flat))
+    """Returns a mesh's topology, else that of its devices, or of CPUs if they are not here."""
+    if mesh.topology is not None:
+        return mesh.topology
+    if mesh.is_here:
+        return Topology.for_devices(list(mesh.devices.flat))
     return Topology(f"cpu:{mesh.size}")

@@ -22,7 +22,7 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 
 from spmd.errors import FrontendError, MeshError
 from spmd.frontend.refine import DIM, is_dynamic, refine
-from spmd.ir.dialect.callbacks import CALLBACK, FLAG
+from spmd.ir.dialect.callbacks import CALLBACK, FLAG, INSPECT
 from spmd.ir.program import Callback
 from spmd.ir.types import numpy_dtype
 from spmd.mesh.mesh import Mesh
@@ -320,6 +320,7 @@ mlir.register_lowering(_uneven_mark, _lower_mark)
 # before: `debug_print[fmt="{}" ordered=True] x`
 # after:  `spmd_callback[number=0 ...] x`, with callback 0 in the table beside the program
 
+INSPECTS = "jax.debug.inspect_array_sharding"
 _KERNELS = ("pallas_call",)
 """Primitives whose bodies cannot call Python: callbacks in them stay as they are."""
 
@@ -407,16 +408,19 @@ class _OwnCallbacks:
             return None
         function = params.get("callback") or functools.partial(primitive.impl, **params)
         name = getattr(getattr(function, "callback_func", None), "__name__", "")
-        has_effect = label != "jax.pure_callback"
+        inspects = label == INSPECTS
+        has_effect = not inspects and label != "jax.pure_callback"
         is_ordered = _is_ordered(params)
         label = f"{label} of {name}" if name else label
-        self.callbacks.append(Callback(function, label, is_debug, has_effect, is_ordered))
+        callback = Callback(function, label, is_debug, has_effect, is_ordered, inspects)
+        self.callbacks.append(callback)
         return {
             "number": len(self.callbacks) - 1,
             "called": label,
             "ordered": is_ordered,
             "partitioned": bool(params.get("partitioned", False)),
-            "is_pure": not has_effect,
+            "is_pure": label == "jax.pure_callback",
+            "inspects": inspects,
             "results": (),
         }
 
@@ -445,6 +449,7 @@ def _of_jax() -> _OfJax:
         debug.primitive: "jax.debug.callback",
         traced(jax.pure_callback, nothing, None).primitive: "jax.pure_callback",
         io.primitive: "io_callback",
+        traced(jax.debug.inspect_array_sharding, 0.0, callback=nothing).primitive: INSPECTS,
     }
     ordered = (
         *traced(jax.debug.callback, nothing, ordered=True).effects,
@@ -470,12 +475,14 @@ def _callback_type(*_: Any, results: Any, is_pure: bool, **__: Any) -> Any:
     return list(results), frozenset() if is_pure else frozenset({_of_jax().own})
 
 
-def _lower_callback(ctx: Any, *args: Any, number: int, called: str, **params: Any) -> Any:
+def _lower_callback(
+    ctx: Any, *args: Any, number: int, called: str, inspects: bool, **params: Any
+) -> Any:
     outs = [((), numpy_dtype(FLAG.dtype)), *((a.shape, a.dtype) for a in ctx.avals_out)]
     call = hlo.CustomCallOp(
         [ir.RankedTensorType.get(shape, mlir.dtype_to_ir_type(dtype)) for shape, dtype in outs],
         list(args),
-        call_target_name=ir.StringAttr.get(CALLBACK),
+        call_target_name=ir.StringAttr.get(INSPECT if inspects else CALLBACK),
         has_side_effect=ir.BoolAttr.get(True),
     )
     call.attributes["number"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), number)

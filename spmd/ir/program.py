@@ -35,6 +35,7 @@ class Callback:
     is_debug: bool  # whether it only looks: `jax.debug.print` and `jax.debug.callback`
     has_effect: bool  # whether it does more than compute its results
     is_ordered: bool  # whether it is called in the order of the program among others that are
+    inspects: bool = False  # it is no call: `jax.debug.inspect_array_sharding` looks at the plan
 
 
 Value = int

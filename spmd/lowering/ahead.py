@@ -15,7 +15,7 @@ from jax.experimental import mesh_utils, topologies
 
 from spmd.errors import MeshError
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.spec import has_devices, platform_of
+from spmd.mesh.spec import platform_of
 from spmd.mesh.topology import Topology
 
 
@@ -86,9 +86,7 @@ _CHIP_CONFIG = {"v4": "megacore"}  # chips whose two cores are one device only i
 
 def is_here(mesh: Mesh, topology: Topology) -> bool:
     """Whether jax sees all devices of the mesh, and the topology is for their platform or any."""
-    if not has_devices(mesh):
-        return False
-    return topology.platform in (None, platform_of(mesh))
+    return mesh.is_here and topology.platform in (None, platform_of(mesh))
 
 
 def devices_ahead(mesh: Mesh, topology: Topology) -> list[Any]:

@@ -27,7 +27,7 @@ from spmd.errors import MeshError, UnsupportedOpError
 from spmd.frontend.importer.contents import MARKS, ops_in, tensor_type
 from spmd.frontend.importer.handlers import LEAVES, SAME
 from spmd.ir.description import CUSTOM_CALL
-from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG
+from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG, INSPECT
 from spmd.ir.program import Callback
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.launch.agree import check_same_program, digest
@@ -37,6 +37,7 @@ from spmd.lowering.local.callbacks import FREE
 from spmd.lowering.local.composite import inline_region
 from spmd.lowering.xla_options import options_within
 from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import local_shape
 from spmd.mesh.spec import jax_mesh
 from spmd.mesh.topology import Topology
 
@@ -208,12 +209,26 @@ def _memory(compiled: Any) -> tuple[int, int]:
     return around + use.temp_size_in_bytes, around
 
 
+def cost_analysis(emitted: Emitted) -> Any:
+    """Returns XLA's count of operations and bytes of the program of one device, none of it here."""
+    types = (*emitted.argument_types, *(constant.value.type for constant in emitted.constants))
+    shardings = (*emitted.arguments, *emitted.constant_shardings)
+    structs = [
+        jax.ShapeDtypeStruct(local_shape(t.shape, sharding, emitted.mesh), numpy_dtype(t.dtype))
+        for t, sharding in zip(types, shardings, strict=True)
+    ]
+    run = _runner(emitted.module, emitted.result_types, emitted.callbacks)
+    with x64_if(emitted.needs_x64):
+        return plain_jit(run, keep_unused=True).lower(*structs).cost_analysis()
+
+
 def check_no_callbacks(emitted: Emitted) -> None:
     """Raises MeshError if a program to be compiled ahead of time calls Python functions."""
-    if emitted.callbacks:
+    called = dict.fromkeys(c.label for c in emitted.callbacks if not c.inspects)
+    if called:
         raise MeshError(
             "a program that calls Python cannot be compiled for a machine that is not here",
-            actual=f"it calls {', '.join(dict.fromkeys(c.label for c in emitted.callbacks))}",
+            actual=f"it calls {', '.join(called)}",
             fix="plan it alone (`lower(topology=...)`), or leave the calls out: "
             "Options(callbacks='drop') does so with jax.debug.print and jax.debug.callback",
         )
@@ -328,7 +343,11 @@ def without_shardings(module: ir.Module) -> str:
                     _replace(op, [stablehlo.ConstantOp(op.attributes["value"]).result])
             elif op.name == "sdy.named_computation":
                 inline_region(op)
-            elif op.name == "sdy.sharding_group" or (op.name == "sdy.mesh" and not is_manual):
+            elif (
+                op.name == "sdy.sharding_group"
+                or (op.name == "sdy.mesh" and not is_manual)
+                or _target(op) == INSPECT
+            ):
                 op.erase()
         functions = [op for op in copy.body.operations if op.operation.name == "func.func"]
         if len(functions) == 1:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import AbstractMesh, AxisType
 
 from spmd.errors import MeshError
 
@@ -28,16 +30,20 @@ class Atom:
     stride: int  # how far apart in the flattened mesh two neighbours along this atom are
 
 
-@dataclass(frozen=True)
-class Mesh:
+@dataclass(frozen=True, init=False)
+class Mesh(jax.sharding.Mesh):
     """Devices arranged along named axes.
+
+    It is a mesh of jax, too, with Auto axes: `jax.set_mesh` and `NamedSharding` take it. Its
+    devices are looked for when they are needed: to plan, they need not be here.
 
     Args:
       device_ids: jax's id of each device, in row-major order of `shape`; `None` for 0, 1, 2, ...
       shape: size of each axis.
       axis_names: name of each axis, major first.
-      dcn_shape: for each axis, over how many slices (machines that a data-centre network joins)
-        it goes, as `dcn` of `HybridMesh`; 1 for each if left out.
+      dcn_shape: how much of each axis crosses slices of machines, as `HybridMesh` says; 1 for each
+        if left out.
+      topology: the machine that it is a mesh of, as `make_mesh` says; the devices here if left out.
 
     Raises:
       MeshError: sizes and names that don't match, a repeated name or a repeated device.
@@ -47,10 +53,15 @@ class Mesh:
       Mesh(device_ids=range(8), shape=(4, 2), axis_names=('data', 'model'))
     """
 
-    device_ids: tuple[int, ...]
+    device_ids: tuple[int, ...]  # type: ignore[assignment]  # jax has an array
     sizes: tuple[int, ...]
     axis_names: tuple[str, ...]
     dcn_sizes: tuple[int, ...] = field(default=(), repr=False)
+    topology: Any = field(default=None, repr=False)  # a `Topology`, whose module has this one
+
+    def __new__(cls, *_: Any, **__: Any) -> Mesh:
+        """Makes one by `__init__` alone: jax's own takes devices here."""
+        return object.__new__(cls)
 
     def __init__(
         self,
@@ -58,10 +69,11 @@ class Mesh:
         shape: Sequence[int],
         axis_names: Sequence[str],
         dcn_shape: Sequence[int] = (),
+        topology: Any = None,
     ) -> None:
         sizes = tuple(int(size) for size in shape)
         names = tuple(axis_names)
-        _check_axes(sizes, names)
+        check_axes(sizes, names)
         count = math.prod(sizes)
         given = range(count) if device_ids is None else np.asarray(tuple(device_ids)).reshape(-1)
         ids = tuple(int(i) for i in given)
@@ -74,18 +86,21 @@ class Mesh:
             twice = next(i for i in ids if ids.count(i) > 1)
             raise MeshError(f"device {twice} appears twice in the mesh", fix="use each device once")
         dcn_sizes = tuple(dcn_shape) or (1,) * len(sizes)
-        vars(self).update(device_ids=ids, sizes=sizes, axis_names=names, dcn_sizes=dcn_sizes)
+        told = {"device_ids": ids, "sizes": sizes, "axis_names": names, "dcn_sizes": dcn_sizes}
+        vars(self).update(told, topology=topology)
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.device_ids, self.sizes, self.axis_names, self.dcn_sizes))
+        told = self.device_ids, self.sizes, self.axis_names, self.dcn_sizes, self.topology
+        return hash(told)
 
     def __hash__(self) -> int:
         return self._hash  # made once: every cache asks for it, and there may be thousands of ids
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Made anew elsewhere: another process hashes strings in another way.
-        return Mesh, (self.device_ids, self.sizes, self.axis_names, self.dcn_sizes)
+        told = self.device_ids, self.sizes, self.axis_names, self.dcn_sizes, self.topology
+        return Mesh, told
 
     def __repr__(self) -> str:
         every = range(self.size)
@@ -93,15 +108,80 @@ class Mesh:
         return f"Mesh(device_ids={ids}, shape={self.sizes}, axis_names={self.axis_names})"
 
     def __str__(self) -> str:
-        return _describe(self.axis_names, self.sizes)
+        return describe_axes(self.axis_names, self.sizes)
+
+    # What jax asks of a mesh, besides its names and sizes.
+
+    @property
+    def axis_types(self) -> tuple[AxisType, ...]:  # type: ignore[override]
+        """The axes' types in jax: Auto, each."""
+        return (AxisType.Auto,) * len(self.sizes)
 
     @cached_property
-    def shape(self) -> Mapping[str, int]:
+    def is_here(self) -> bool:
+        """Whether every device is visible to this process, and of the topology's kind if told."""
+        known, topology = devices_by_id(), self.topology
+        kind = str(next(iter(known.values())).platform).replace("gpu", "cuda")
+        is_it = topology is None or topology.platform in (None, kind)
+        return is_it and all(i in known for i in self.device_ids)
+
+    @cached_property
+    def in_jax(self) -> jax.sharding.Mesh | AbstractMesh:
+        """The mesh of jax over these devices, or an `AbstractMesh` if they are not here."""
+        if self.is_here:
+            return jax.sharding.Mesh(self.devices, self.axis_names, self.axis_types)
+        return AbstractMesh(self.sizes, self.axis_names, self.axis_types)
+
+    @cached_property
+    def devices(self) -> np.ndarray[Any, Any]:  # type: ignore[override]
+        """The devices, in the shape of the mesh; MeshError if one of them is not here."""
+        known, topology = devices_by_id(), self.topology
+        if not self.is_here:
+            missing = [i for i in self.device_ids if i not in known]
+            uses = f"is one of {topology}" if topology else f"uses device {missing[0]}"
+            raise MeshError(
+                f"the mesh ({self}) {uses}, which is not visible here",
+                actual=f"{len(known)} devices: {next(iter(known.values())).device_kind}",
+                required=f"{self.size} devices",
+                fix="to plan and to compile ahead, call lower or compile, with "
+                "jax.ShapeDtypeStructs in place of arrays; to run, "
+                + (
+                    "make the mesh without topology="
+                    if topology
+                    else f"use a smaller mesh, or on a CPU {on_cpu(self.size)}"
+                ),
+            )
+        array = np.empty(self.size, dtype=object)
+        array[:] = [known[i] for i in self.device_ids]
+        return array.reshape(self.sizes)
+
+    @property
+    def axis_sizes(self) -> tuple[int, ...]:
+        """Size of each axis."""
+        return self.sizes
+
+    @property
+    def shape_tuple(self) -> tuple[tuple[str, int], ...]:  # type: ignore[override]
+        """Name and size of each axis."""
+        return tuple(self.shape.items())
+
+    @property
+    def abstract_mesh(self) -> AbstractMesh:  # type: ignore[override]
+        """The mesh of jax that has the axes alone."""
+        mesh: AbstractMesh = self.in_jax.abstract_mesh
+        return mesh
+
+    @property
+    def _internal_device_list(self) -> Any:
+        return self.in_jax._internal_device_list  # None, as of an `AbstractMesh`, if not here
+
+    @cached_property
+    def shape(self) -> Mapping[str, int]:  # type: ignore[override]
         """Maps the name of each axis to its size, major axis first."""
         return MappingProxyType(dict(zip(self.axis_names, self.sizes, strict=True)))
 
     @cached_property
-    def size(self) -> int:
+    def size(self) -> int:  # type: ignore[override]
         """The number of devices in the mesh."""
         return math.prod(self.sizes)
 
@@ -155,7 +235,7 @@ class Mesh:
             sizes += [a.size for a in atoms] or [1]
             dcn_sizes += [a.size if a.pre * a.size <= crossing else 1 for a in atoms] or [1]
         names = [piece for name in self.axis_names for piece in pieces[name]]
-        return Mesh(self.device_ids, sizes, names, dcn_sizes)
+        return Mesh(self.device_ids, sizes, names, dcn_sizes, self.topology)
 
     def atoms_of(self, axes: Iterable[str]) -> tuple[int, ...]:
         """Returns the atoms (indices into `atoms`) of whole axes, in the order of `axes`."""
@@ -196,91 +276,6 @@ class Mesh:
         return tuple(map(tuple, rows[np.argsort(rows[:, 0])].tolist()))
 
 
-def make_mesh(*shape_and_names: Any, devices: Any = None, **axes: int) -> Mesh:
-    """Returns a mesh over the visible devices, with one axis for each keyword, major axis first.
-
-    The device order comes from `jax.experimental.mesh_utils`, which places neighbours along the
-    minor axes on the fastest links.
-
-    Args:
-      *shape_and_names: sizes and names of the axes, as `jax.make_mesh` takes them, in place of the
-        keywords.
-      devices: jax devices, the first of which are used, as many as the axes need; the visible
-        ones when left out.
-      **axes: size of each axis.
-
-    Returns:
-      A `Mesh`.
-
-    Raises:
-      MeshError: the axes need more devices than there are, or are given in none of the two forms.
-
-    Example:
-      >>> mesh = make_mesh(data=4, model=2)
-      >>> mesh = make_mesh((4, 2), ("data", "model"))
-    """
-    from jax.experimental import mesh_utils
-
-    given = shape_and_names or (tuple(axes.values()), tuple(axes))
-    is_fit = len(given) == 2 and all(isinstance(part, tuple | list) for part in given)
-    if not is_fit or (shape_and_names and axes):
-        stated = [*map(repr, shape_and_names), *(f"{name}={size}" for name, size in axes.items())]
-        raise MeshError(
-            "make_mesh takes one keyword for each axis, or a tuple of sizes and one of names",
-            actual=f"make_mesh({', '.join(stated)})",
-            fix="write make_mesh(data=4, model=2), or make_mesh((4, 2), ('data', 'model'))",
-        )
-    sizes, names = map(tuple, given)
-    _check_axes(sizes, names)
-    used = _first_devices(devices, names, sizes)
-    arranged = mesh_utils.create_device_mesh(sizes, devices=used, allow_split_physical_axes=True)
-    return Mesh([device.id for device in arranged.flat], sizes, names)
-
-
-def HybridMesh(
-    ici: Mapping[str, int], dcn: Mapping[str, int], *, devices: Sequence[Any] | None = None
-) -> Mesh:
-    """Returns a mesh over several slices: each axis has the size dcn[axis] (major) * ici[axis].
-
-    Args:
-      ici: axis -> size within a slice (fast links).
-      dcn: axis -> size across slices (data-centre network); axes left out have size 1.
-      devices: as for `make_mesh`.
-
-    Returns:
-      A `Mesh` whose `dcn_sizes` has the `dcn` size of each axis.
-
-    Raises:
-      MeshError: an axis of `dcn` that `ici` lacks, or more devices than there are.
-
-    Example:
-      >>> mesh = HybridMesh(ici={"data": 4, "model": 4}, dcn={"data": 2})   # data=8, model=4
-    """
-    from jax.experimental import mesh_utils
-
-    unknown = [name for name in dcn if name not in ici]
-    if unknown:
-        raise MeshError(
-            f"axis {unknown[0]!r} of `dcn` is not among the axes of `ici`",
-            actual=f"ici: {', '.join(ici)}",
-            fix=f"add {unknown[0]!r}: 1 to `ici` if it only crosses slices",
-        )
-    names = tuple(ici)
-    inner = tuple(ici.values())
-    outer = tuple(dcn.get(name, 1) for name in names)
-    sizes = tuple(i * o for i, o in zip(inner, outer, strict=True))
-    _check_axes(sizes, names)
-    used = _first_devices(devices, names, sizes)
-    slices = {getattr(device, "slice_index", None) for device in used}
-    if len(slices) == math.prod(outer) > 1:
-        arranged = mesh_utils.create_hybrid_device_mesh(inner, outer, devices=used)
-    else:  # one slice, or devices without slices: the same logical layout over what there is
-        blocks = np.asarray(used, dtype=object).reshape(outer + inner)
-        order = [k for i in range(len(names)) for k in (i, i + len(names))]
-        arranged = blocks.transpose(order).reshape(sizes)
-    return Mesh([device.id for device in arranged.flat], sizes, names, dcn_shape=outer)
-
-
 def prime_factors(number: int) -> tuple[int, ...]:
     """Returns prime factors, ascending: 12 -> (2, 2, 3). A major 2 divides more dims than a 3."""
     found: list[int] = []
@@ -293,27 +288,24 @@ def prime_factors(number: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _describe(names: Sequence[str], sizes: Sequence[int]) -> str:
+def describe_axes(names: Sequence[str], sizes: Sequence[int]) -> str:
+    """Writes axes as `data=4, model=2`."""
     return ", ".join(f"{n}={s}" for n, s in zip(names, sizes, strict=True))
 
 
-def _first_devices(devices: Any, names: Sequence[str], sizes: Sequence[int]) -> list[Any]:
-    import jax
-
-    needed = math.prod(sizes)
-    available = list(jax.devices() if devices is None else devices)
-    if needed > len(available):
-        raise MeshError(
-            f"mesh ({_describe(names, sizes)}) needs {needed} devices",
-            actual=f"{len(available)} {available[0].platform} devices are visible",
-            required=f"{needed} = {' x '.join(map(str, sizes))}",
-            fix="make the mesh smaller, or, to try things on a CPU, set "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={needed} before jax starts",
-        )
-    return available[:needed]
+@lru_cache(maxsize=64)
+def devices_by_id() -> dict[int, Any]:
+    """Returns the devices that are visible to this process."""
+    return {device.id: device for device in jax.devices()}
 
 
-def _check_axes(sizes: Sequence[int], names: Sequence[str]) -> None:
+def on_cpu(count: int) -> str:
+    """Says how a process gets so many devices on any machine."""
+    return f"set XLA_FLAGS=--xla_force_host_platform_device_count={count} before jax starts"
+
+
+def check_axes(sizes: Sequence[int], names: Sequence[str]) -> None:
+    """Raises MeshError for axes that no mesh can have."""
     if len(sizes) != len(names):
         raise MeshError(
             f"a mesh needs one name for each axis: {len(sizes)} sizes and {len(names)} names",
@@ -333,6 +325,6 @@ def _check_axes(sizes: Sequence[int], names: Sequence[str]) -> None:
     if repeated:
         raise MeshError(
             f"axis name {sorted(repeated)[0]!r} is used twice in one mesh",
-            actual=f"({_describe(names, sizes)})",
+            actual=f"({describe_axes(names, sizes)})",
             fix="give every axis its own name",
         )

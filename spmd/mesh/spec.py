@@ -3,7 +3,6 @@
 import difflib
 import fnmatch
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import jax
@@ -11,8 +10,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from spmd.errors import MeshError, SpecError, described
-from spmd.mesh.mesh import Mesh
+from spmd.mesh.mesh import Mesh, devices_by_id
 from spmd.mesh.sharding import Axes, Sharding, axis_refs, parse_axes
+from spmd.mesh.topology import Topology
 
 OPEN = PartitionSpec.UNCONSTRAINED
 """An entry of a spec: the compiler decides how this dim is split. `...` means the same."""
@@ -23,7 +23,12 @@ def as_mesh(mesh: Any) -> Mesh:
     if isinstance(mesh, Mesh):
         return mesh
     if isinstance(mesh, jax.sharding.Mesh):
-        return Mesh([d.id for d in mesh.devices.flat], mesh.devices.shape, mesh.axis_names)
+        devices = list(mesh.devices.flat)
+        # Those that jax describes for compiling ahead have numbers of their own.
+        is_known = devices_by_id().get(devices[0].id) is devices[0]
+        topology = None if is_known else Topology.for_devices(devices)
+        ids = [device.id for device in devices]
+        return Mesh(ids, mesh.devices.shape, mesh.axis_names, topology=topology)
     if isinstance(mesh, AbstractMesh):
         return Mesh(None, mesh.axis_sizes, mesh.axis_names)
     raise MeshError(
@@ -33,9 +38,16 @@ def as_mesh(mesh: Any) -> Mesh:
     )
 
 
-@lru_cache(maxsize=64)
-def _devices_by_id() -> dict[int, Any]:
-    return {device.id: device for device in jax.devices()}
+def numbered_as(given: Any, mesh: Mesh) -> Mesh:
+    """Returns a mesh, ours or jax's, with its devices numbered as those of `mesh` are.
+
+    Numbers tell something where the devices of both are here. Elsewhere positions correspond.
+    """
+    other = as_mesh(given)
+    are_here = other.is_here and mesh.is_here and not isinstance(given, AbstractMesh)
+    if are_here or other.size != mesh.size:
+        return other
+    return Mesh(mesh.device_ids, other.sizes, other.axis_names, other.dcn_sizes, mesh.topology)
 
 
 def jax_mesh(
@@ -45,26 +57,9 @@ def jax_mesh(
 
     `devices` are jax's in the mesh's order, by default those with its ids; types are Auto.
     """
-    if devices is None:
-        known = _devices_by_id()
-        missing = [i for i in mesh.device_ids if i not in known]
-        if missing:
-            raise MeshError(
-                f"the mesh ({mesh}) uses device {missing[0]}, which is not visible here",
-                actual=f"{len(known)} devices: {next(iter(known.values())).device_kind}",
-                required=f"{mesh.size} devices",
-                fix="use a smaller mesh, or on a CPU set "
-                f"XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size} before jax starts",
-            )
-        devices = [known[i] for i in mesh.device_ids]
-    array = np.asarray(devices, dtype=object).reshape(mesh.sizes)
-    types = tuple(axis_types or (AxisType.Auto,) * len(mesh.sizes))
-    return jax.sharding.Mesh(array, mesh.axis_names, types)
-
-
-def has_devices(mesh: Mesh) -> bool:
-    """Whether every device of the mesh is visible to this process."""
-    return all(i in _devices_by_id() for i in mesh.device_ids)
+    array = np.asarray(mesh.devices if devices is None else devices, dtype=object)
+    types = tuple(axis_types or mesh.axis_types)
+    return jax.sharding.Mesh(array.reshape(mesh.sizes), mesh.axis_names, types)
 
 
 def mesh_around() -> Any:
@@ -86,9 +81,11 @@ def has_explicit_axes(mesh: Any) -> bool:
 
 def platform_of(mesh: Mesh | None) -> str:
     """Returns `cpu`, `cuda` or `tpu`: of a mesh's devices if visible, else of jax's default."""
-    if mesh is None or not has_devices(mesh):
+    if mesh is not None and mesh.topology is not None and mesh.topology.platform:
+        return mesh.topology.platform
+    if mesh is None or not mesh.is_here:
         return str(jax.default_backend()).replace("gpu", "cuda")
-    return str(jax_mesh(mesh).devices.flat[0].platform).replace("gpu", "cuda")
+    return str(mesh.devices.flat[0].platform).replace("gpu", "cuda")
 
 
 def partition_spec(sharding: Sharding, mesh: Mesh) -> PartitionSpec:
@@ -158,7 +155,10 @@ def spec_entries(
         )
     if spec is None:
         spec = ()
-    if isinstance(spec, str) or not isinstance(spec, Sequence | PartitionSpec):
+    if isinstance(spec, PartitionSpec):
+        check_reduced(spec.unreduced, what, source)
+        spec = spec.partitions  # a value of which jax says `reduced` lies as without
+    if isinstance(spec, str) or not isinstance(spec, Sequence):
         spec = (spec,)
     if len(spec) > rank:
         dims, has = (f"{n} dim{'' if n == 1 else 's'}" for n in (len(spec), rank))
@@ -204,6 +204,18 @@ def spec_entries(
                 fix=f"keep {name!r} in one place",
             )
     return tuple(entries) + ((),) * (rank - len(entries))
+
+
+def check_reduced(unreduced: Iterable[str], what: str, source: str | None = None) -> None:
+    """Raises SpecError for an argument or result that is unreduced over some axes."""
+    if axes := ", ".join(sorted(unreduced)):
+        raise SpecError(
+            f"{what} is unreduced over {axes}: each device would have one term of it",
+            source=source,
+            required="whole values where they are passed, returned or marked",
+            fix="add it up: call jax.sharding.reshard with its spec without `unreduced`, before it "
+            "is passed or where it is returned",
+        )
 
 
 def dims_of(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmd.errors import MeshError
+from spmd.errors import MeshError, described
 from spmd.mesh.mesh import Mesh
 
 
@@ -154,6 +154,30 @@ _ALL = (
 )
 CHIPS = {chip.name: chip for chip in _ALL}
 
+# Slices of TPUs as clouds name them: `v5p-256` has 256 cores, which are 128 chips.
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBE = (
+    "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16",
+    "16x16x16", "16x16x24",
+)  # fmt: skip
+_SLICES = {
+    "v4": ("v4", 2, _CUBE[:-2]),
+    "v5e": ("v5e", 1, _FLAT),
+    "v5litepod": ("v5e", 1, _FLAT),
+    "v5p": ("v5p", 2, _CUBE),
+    "v6e": ("v6e", 1, _FLAT),
+}
+"""How a slice's name begins: its chip, what each counts in the name, and the shapes there are."""
+
+
+def slices_of(kind: str) -> dict[str, str]:
+    """Returns names of slices of a kind, as `v5p-256`, each with its topology, as `v5p:4x4x8`."""
+    chip, counts, shapes = _SLICES.get(kind, ("", 0, ()))
+    return {
+        f"{kind}-{counts * math.prod(map(int, shape.split('x')))}": f"{chip}:{shape}"
+        for shape in shapes
+    }
+
 
 # Patterns of `device.device_kind`, most specific first.
 DEVICE_KINDS = (
@@ -174,11 +198,12 @@ class Topology:
     """A machine, for predictions of time and memory: devices of one kind, and how they are wired.
 
     Args:
-      name: `chip:shape`, with the sizes of a TPU's torus, or how many GPUs: `v5e:4x4`, `h200:8`.
-      chip: the chip's figures, if its name is not known, or in place of the known ones.
+      name: `chip:shape`, as `v5e:4x4`, `v4:4x4x8` or `h200:8`; or a slice of TPUs as clouds name
+        it, where v4 and v5p count cores, two of a chip: `v5p-256` is `v5p:4x4x8`.
+      chip: the figures of a chip that is not in the table, or a correction of one that is.
 
     Raises:
-      MeshError: an unknown chip, or a shape that it cannot have.
+      MeshError: an unknown chip, a shape that it cannot have, or a slice that there is not.
 
     Example:
       >>> Topology("v5e:4x4").count
@@ -190,12 +215,22 @@ class Topology:
     shape: tuple[int, ...]
 
     def __init__(self, name: str, chip: Chip | None = None) -> None:
+        if slices := slices_of(name.partition("-")[0]):
+            if name not in slices:
+                raise MeshError(
+                    f"there is no slice {name!r}",
+                    required=f"one of {', '.join(slices)}",
+                    fix="use one of these, or write chip and shape, as v5p:4x4x8",
+                )
+            name = slices[name]
         kind, _, shape = name.partition(":")
         if chip is None and kind not in CHIPS:
             raise MeshError(
                 f"unknown chip {kind!r}",
-                required=f"one of {', '.join(CHIPS)}, as in v5e:4x4 or h200:8",
-                fix="use one of these, or pass the figures: Topology(name, chip=Chip(...))",
+                required=f"one of {', '.join(CHIPS)}, as in v5e:4x4 or h200:8; or a slice, as "
+                "v5p-256",
+                fix="use one of these, or pass the figures of another: spmd.Topology(name, "
+                "chip=spmd.mesh.topology.Chip(...))",
             )
         chip = chip or CHIPS[kind]
         fits = re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) is not None
@@ -353,7 +388,8 @@ class Topology:
             raise MeshError(
                 f"no figures are known for devices of kind {kind!r}",
                 required=f"one of {', '.join(CHIPS)}",
-                fix="pass a topology: Topology(name, chip=Chip(...)) or Topology.load(path)",
+                fix="pass a topology: spmd.Topology(name, chip=spmd.mesh.topology.Chip(...)), or "
+                "spmd.Topology.load(path)",
             )
         dims = CHIPS[name].torus_dims
         if not dims:
@@ -366,6 +402,19 @@ class Topology:
         per_slice = len(devices) // len(slices) // CHIPS[name].cores
         shape = box if math.prod(box) == per_slice else (per_slice,) + (1,) * (dims - 1)
         return Topology(f"{name}:{'x'.join(map(str, shape))}")
+
+
+def as_topology(topology: Any) -> Topology:
+    """Returns a topology, or that of a name; MeshError for anything else."""
+    if isinstance(topology, Topology):
+        return topology
+    if isinstance(topology, str):
+        return Topology(topology)
+    raise MeshError(
+        f"{described(topology)} is not a topology",
+        required="a spmd.Topology, or its name",
+        fix='write topology="v5e:4x4", or topology="v5p-256"',
+    )
 
 
 @lru_cache(maxsize=256)

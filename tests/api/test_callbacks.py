@@ -11,6 +11,7 @@ from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 import spmd
+from spmd.lowering.execute import check_no_callbacks
 from spmd.mesh.spec import jax_mesh
 
 X = np.arange(32, dtype=np.float32).reshape(8, 4)
@@ -441,3 +442,83 @@ def test_a_module_alone_points_to_nothing(mesh: spmd.Mesh) -> None:
     with pytest.raises(spmd.UnsupportedOpError, match="only points to the function") as caught:
         spmd.lower_stablehlo(text, mesh)
     assert "compile the jax function itself" in str(caught.value)
+
+
+def inspecting(told: list[tuple[str, P]], mesh: spmd.Mesh) -> Callable[[Any], Any]:
+    """Returns a function that notes what `jax.debug.inspect_array_sharding` tells of its values."""
+
+    def look(value: Any, name: str) -> Any:
+        def note(sharding: Any) -> None:
+            assert dict(sharding.mesh.shape) == {"data": 4, "model": 2}
+            told.append((name, sharding.spec))
+
+        jax.debug.inspect_array_sharding(value, callback=note)
+        return value
+
+    def fn(x: Any) -> Any:
+        def body(carry: Any, _: Any) -> Any:
+            return look(carry * 2, "carry"), None
+
+        product = spmd.mark_sharding(look(jnp.tanh(x), "tanh").T @ x, mesh, (None, "model"))
+        look(product, "product")
+        (x, _), halves = (
+            jax.lax.scan(body, x, None, length=3),
+            jax.vmap(lambda r: look(r / 2, "row")),
+        )
+        x = jax.lax.cond(x.sum() > 0, lambda x: look(x + 1, "branch"), lambda x: x, halves(x))
+        look({"sum": x.sum(0), "ones": jnp.ones(4)}, "tree")
+        return x, product
+
+    return fn
+
+
+def test_inspected_shardings_are_those_of_the_plan(mesh: spmd.Mesh) -> None:
+    told: list[tuple[str, P]] = []
+    fn = inspecting(told, mesh)
+    step = jitted(fn, mesh)
+    lowered = step.lower(X)
+    assert not told
+    got = step(X)
+    step(X)
+    assert sorted(map(str, told)) == sorted(
+        map(
+            str,
+            [
+                ("tanh", P("data", "model")), ("product", P(None, "model")),
+                ("carry", P("data", "model")), ("row", P("data", "model")),
+                ("branch", P("data", "model")), ("tree", P("model")), ("tree", P(None)),
+            ],
+        )
+    )  # fmt: skip
+    told.clear()
+    want = jax.jit(fn)(X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+    told.clear()
+    # They do not change the program, in which nothing is left of them.
+    compiled = lowered.compile()
+    dropped = jitted(fn, mesh, callbacks="drop").lower(X)
+    assert (
+        lowered.as_text("emitted").splitlines()[1:] == dropped.as_text("emitted").splitlines()[1:]
+    )
+    assert len(told) == 7
+    assert compiled.verify(X)
+    assert len(told) == 7
+
+
+def test_inspected_shardings_are_told_for_machines_that_are_not_here() -> None:
+    mesh = spmd.make_mesh(data=4, model=2, topology="h200:8")
+    lowered = jitted(inspecting([], mesh), mesh).lower(X)
+    check_no_callbacks(lowered.stages.emitted)
+    assert "spmd.inspect" in lowered.as_text("planned")
+
+
+def test_pictures_of_shardings(mesh: spmd.Mesh, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+
+    def fn(x: Any) -> Any:
+        jax.debug.visualize_array_sharding(x * 2, use_color=False)
+        return x
+
+    jitted(fn, mesh)(X)
+    shown = capsys.readouterr().out
+    assert all(f"CPU {i}" in shown for i in mesh.device_ids) and "," not in shown

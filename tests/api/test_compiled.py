@@ -1,4 +1,4 @@
-"""Compiled programs: creating their arguments."""
+"""Lowered and compiled programs: what they tell, creating their arguments, saving them."""
 
 from typing import Any
 
@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import serialize_executable
 
 import spmd
+from spmd.errors import ArgumentError
 
 
 @pytest.mark.parametrize("sizes", [(8, 1), (4, 2), (2, 4)])
@@ -62,3 +64,74 @@ def test_keys_are_not_exported(mesh: spmd.Mesh) -> None:
     lowered = spmd.jit(jax.random.key_data, mesh=mesh).lower(jax.random.key(0))
     with pytest.raises(spmd.ArgumentError, match="key arrays cannot be exported"):
         lowered.export()
+
+
+def scaled(params: Any, x: Any, scale: Any = 1.0) -> Any:
+    return {"y": jnp.tanh(x @ params["w"]) * scale, "w": params["w"] * 2}
+
+
+def test_stages_have_what_those_of_jax_have(mesh: spmd.Mesh) -> None:
+    x, params = np.ones((64, 32), np.float32), {"w": np.ones((32, 16), np.float32)}
+    theirs = jax.jit(scaled, donate_argnums=0).lower(params, x, scale=2.0)
+    ours = spmd.jit(scaled, mesh=mesh, donate_argnums=0).lower(params, x, scale=2.0)
+    for own, their in ((ours, theirs), (ours.compile(), theirs.compile())):
+        # `call` is `jax.stages.Compiled`'s own way of a call.
+        public = [name for name in dir(their) if not name.startswith("_") and name != "call"]
+        assert [name for name in public if not hasattr(own, name)] == []
+        for name in ("in_tree", "out_tree", "donate_argnums"):
+            assert getattr(own, name) == getattr(their, name), name
+        for name in ("in_avals", "args_info", "out_info"):
+            assert jax.tree.structure(getattr(own, name)) == jax.tree.structure(
+                getattr(their, name)
+            ), name
+        assert str(own.in_avals) == str(their.in_avals)
+        assert str(own.args_info) == str(their.args_info)
+        assert repr(own.out_avals["y"]) == "ShapedArray(float32[64,16])"
+    compiled = ours.compile()
+    assert compiled.out_info["y"].sharding == compiled.out_shardings["y"]
+    assert compiled.input_formats[0][1].sharding == compiled.input_shardings[0][1]
+    assert compiled.output_formats == compiled.out_formats
+
+
+def test_operations_are_counted_before_and_after_xla(mesh: spmd.Mesh) -> None:
+    x = spmd.mark_sharding(np.ones((64, 32), np.float32), mesh, ("data",))
+    w = np.random.default_rng(0).standard_normal((32, 1024), np.float32)  # a constant
+    step = spmd.jit(lambda x: jnp.tanh(x @ w), mesh=mesh, out_specs=("data", "model"))
+    lowered = step.lower(x)
+    assert lowered.stages.emitted.constants
+    whole = jax.jit(lambda x: jnp.tanh(x @ w)).lower(x).cost_analysis()
+    for planned in (lowered, lowered.compile()):
+        assert planned.cost_analysis()["flops"] == pytest.approx(whole["flops"] / 8, rel=0.05)
+    there = spmd.make_mesh(data=16, model=2, topology="h200:32")  # of which nothing is here
+    step = spmd.jit(scaled, mesh=there, out_specs={"y": ("data", "model"), "w": ()})
+    lowered = step.lower({"w": np.ones((32, 1024), np.float32)}, np.ones((64, 32), np.float32))
+    assert 0 < lowered.cost_analysis()["flops"] < whole["flops"] / 8
+
+
+def test_a_compiled_program_is_saved_as_jax_saves_it(mesh: spmd.Mesh) -> None:
+    x = spmd.mark_sharding(np.ones((8, 16), np.float32), mesh, ("data",))
+    params = {"w": spmd.mark_sharding(np.ones((16, 4), np.float32), mesh, (None, "model"))}
+    step = spmd.jit(scaled, mesh=mesh, donate_argnums=0)
+    compiled = step.compile(params, x, scale=2.0)
+    again = serialize_executable.deserialize_and_load(*serialize_executable.serialize(compiled))
+    results, wanted = again(params, x, scale=2.0), scaled({"w": np.ones((16, 4))}, np.ones((8, 16)))
+    np.testing.assert_allclose(results["y"], 2 * wanted["y"], rtol=1e-6)
+    assert results["y"].sharding == compiled.out_shardings["y"]
+    assert params["w"].is_deleted()
+    with pytest.raises(TypeError, match=r"was called with|compiled with"):
+        again(params, x)
+
+
+def test_what_jax_would_not_save_is_refused(mesh: spmd.Mesh) -> None:
+    w = np.random.default_rng(0).standard_normal((16, 4096), np.float32)
+    x, key = np.ones((8, 16), np.float32), jax.random.key(0)
+    constant = spmd.jit(lambda x: x @ w, mesh=mesh).compile(x)
+    with pytest.raises(ArgumentError, match=r"without its large constants(.*\n)*.*as arguments"):
+        serialize_executable.serialize(constant)
+    drawn = spmd.jit(lambda key: jax.random.normal(key, (8,)), mesh=mesh).compile(key)
+    with pytest.raises(ArgumentError, match=r"key arrays(.*\n)*.*jax.random.key_data"):
+        serialize_executable.serialize(drawn)
+    # As it says.
+    passed = spmd.jit(lambda x, w: x @ w, mesh=mesh).compile(x, w)
+    again = serialize_executable.deserialize_and_load(*serialize_executable.serialize(passed))
+    np.testing.assert_allclose(again(x, w), constant(x), rtol=1e-6)

@@ -1,12 +1,15 @@
 """`spmd.jit` as a user meets it: static arguments, caches, donation, where the mesh comes from."""
 
+import copy
 import functools
+import pickle
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmd
@@ -109,3 +112,33 @@ def test_shapes_stand_for_arguments_that_nothing_reads(mesh: spmd.Mesh) -> None:
     np.testing.assert_array_equal(step(jnp.ones(8), shape), np.full(8, 9.0))
     with pytest.raises(spmd.errors.ArgumentError, match=r"argument x of .* has no values"):
         step(jax.ShapeDtypeStruct((8,), jnp.float32), shape)
+
+
+@spmd.jit(mesh=spmd.Mesh(None, (4, 2), ("data", "model")), donate_argnums=0)
+def decorated(x: Any) -> Any:
+    return x * 2
+
+
+def plain(x: Any) -> Any:
+    return x * 2
+
+
+def test_it_is_copied_and_pickled_without_what_it_compiled(mesh: spmd.Mesh) -> None:
+    cloudpickle = pytest.importorskip("cloudpickle")
+    specs = (NamedSharding(mesh, P("data")),)
+    local = spmd.jit(lambda x: x * 2, mesh=mesh, in_specs=specs, donate_argnums=0)
+    named = spmd.jit(plain, mesh=mesh, donate_argnums=0)
+    local(np.ones((8, 8), np.float32))
+    copies = [
+        copy.deepcopy(local),
+        pickle.loads(cloudpickle.dumps(local)),
+        pickle.loads(pickle.dumps(named)),
+        copy.deepcopy({"step": named})["step"],
+    ]
+    assert pickle.loads(pickle.dumps(decorated)) is copy.deepcopy(decorated) is decorated
+    for again in (*copies, decorated):
+        x = spmd.mark_sharding(np.ones((8, 8), np.float32), mesh, ("data",))
+        if again is not decorated:
+            assert "for 0 kinds of call" in repr(again)
+        np.testing.assert_array_equal(again(x), 2 * np.ones((8, 8)))
+        assert x.is_deleted()

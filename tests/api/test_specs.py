@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmd
+from spmd.errors import SpecError
 from spmd.mesh.spec import jax_mesh
 
 
@@ -108,3 +109,84 @@ def test_specs_go_by_path_where_structures_hold_different_objects(mesh: spmd.Mes
     for wrong in [specs(w=P()), specs(w=P(), b=P(), c=P("data"))]:
         with pytest.raises(spmd.errors.SpecError, match="don't match its structure"):
             spmd.jit(step, mesh=mesh, out_specs=wrong)(state)
+
+
+@pytest.mark.parametrize("specs", [(("data", None),), {"y": ("data", None)}])
+def test_a_tree_of_specs_for_one_array(mesh: spmd.Mesh, specs: Any) -> None:
+    x = np.ones((8, 4), np.float32)
+    for what, options in (
+        ("the result", {"out_specs": specs}),
+        ("argument x", {"in_specs": (specs,)}),
+    ):
+        with pytest.raises(
+            SpecError, match=f"{what} is one array, and its spec is a tree"
+        ) as caught:
+            spmd.jit(lambda x: x * 2, mesh=mesh, **options)(x)
+        assert caught.value.actual == repr(specs)
+        assert caught.value.fix == "write it alone: ('data', None)"
+    doubled = spmd.jit(lambda x: x * 2, mesh=mesh, out_specs=("data", None))(x)
+    assert doubled.sharding.spec == P("data", None)
+
+
+def test_specs_where_there_are_no_arrays(mesh: spmd.Mesh) -> None:
+    with pytest.raises(SpecError, match="required: specs for no arrays"):
+        spmd.jit(lambda x: (), mesh=mesh, out_specs={"y": ("data",)})(np.ones(8))
+
+
+def split_sum(x: Any, w: Any) -> Any:
+    spec = P("data", None, unreduced={"model"})
+    return jnp.einsum("ij,jk->ik", x, w, out_sharding=spec)
+
+
+def test_values_that_are_not_added_up_stay_outside() -> None:
+    own = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    x, w = np.arange(64, dtype=np.float32).reshape(8, 8), np.ones((8, 4), np.float32)
+
+    def added(y: Any) -> Any:
+        return jax.sharding.reshard(y, P("data", None))
+
+    with jax.set_mesh(own):
+        x_split = jax.device_put(x, NamedSharding(own, P("data", "model")))
+        w_split = jax.device_put(w, NamedSharding(own, P("model", None)))
+        terms = jax.jit(split_sum)(x_split, w_split)
+        struct = jax.ShapeDtypeStruct(terms.shape, terms.dtype, sharding=terms.sharding)
+        unreduced = P("data", unreduced={"model"})
+        refused: dict[str, Any] = {
+            "argument y": lambda: spmd.jit(added)(terms),
+            "argument y ": lambda: spmd.jit(added).lower(struct),
+            "argument x": lambda: spmd.jit(split_sum, in_specs=(unreduced, None))(x_split, w_split),
+            "the result": lambda: spmd.jit(split_sum)(x_split, w_split),
+            "result y": lambda: spmd.jit(lambda *a: {"y": split_sum(*a)})(x_split, w_split),
+            "the result ": lambda: spmd.jit(added, out_specs=unreduced)(x),
+            "a tensor of shape": lambda: spmd.mark_sharding(x, own, unreduced),
+        }
+        for what, call in refused.items():
+            with pytest.raises(
+                SpecError, match=f"^{what.strip()}.*is unreduced over model"
+            ) as caught:
+                call()
+            assert caught.value.source and "test_specs.py" in caught.value.source
+            assert caught.value.fix and "jax.sharding.reshard" in caught.value.fix
+        # As it says.
+        np.testing.assert_allclose(spmd.jit(added)(added(terms)), x @ w)
+        np.testing.assert_allclose(
+            spmd.jit(lambda *a: added(split_sum(*a)))(x_split, w_split), x @ w
+        )
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing is split over axis")
+def test_values_whose_gradients_are_to_be_added_up_lie_as_without() -> None:
+    own = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    x, w = np.arange(64, dtype=np.float32).reshape(8, 8), np.ones((8, 4), np.float32)
+
+    def loss(w: Any, x: Any) -> Any:
+        return ((x @ w) ** 2).sum()
+
+    with jax.set_mesh(own):
+        x_split = jax.device_put(x, NamedSharding(own, P("data")))
+        w_reduced = jax.device_put(w, NamedSharding(own, P(None, None, reduced={"data"})))
+        doubled = spmd.jit(lambda w: w * 2)(w_reduced)
+        assert doubled.sharding == jax.jit(lambda w: w * 2)(w_reduced).sharding
+        gradient = jax.grad(loss)
+        found = spmd.jit(lambda *a: jax.sharding.reshard(gradient(*a), P()))(w_reduced, x_split)
+    np.testing.assert_allclose(found, gradient(w, x), rtol=1e-5)

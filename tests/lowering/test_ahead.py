@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import spmd
 from benchmarks.hlo.collectives import hlo_collectives
@@ -44,6 +47,51 @@ def test_planning_takes_no_devices(name: str, sizes: tuple[int, int]) -> None:
     assert lowered.memory.is_predicted
     whole = 512 * 512 * 4
     assert lowered.memory.arguments == whole // sizes[0] + whole // mesh.size
+
+
+@pytest.mark.parametrize("how", ["the mesh's own", "marked", "constrained", "marked inside"])
+def test_a_mesh_of_another_machine_needs_no_topology_again(how: str) -> None:
+    mesh = spmd.make_mesh(data=4, model=2, topology="v5e-8")
+    x, w = (jax.ShapeDtypeStruct((512, 512), np.float32) for _ in range(2))
+
+    def marking(x: Any, w: Any) -> Any:
+        return step(spmd.mark_sharding(x, mesh, ("data", None)), w)
+
+    if how == "marked":
+        lowered = spmd.jit(step).lower(spmd.mark_sharding(x, mesh, ("data", None)), w)
+    elif how == "constrained":
+        placed = jax.ShapeDtypeStruct(
+            (512, 512), np.float32, sharding=NamedSharding(mesh, P("data"))
+        )
+        lowered = spmd.jit(step).lower(placed, w)
+    else:
+        of_mesh = mesh if how == "the mesh's own" else None
+        lowered = spmd.jit(marking, mesh=of_mesh).lower(x, w)
+    assert lowered.mesh == mesh and lowered.target == spmd.Topology("v5e:2x4")
+    assert lowered.stages.plan.topology == lowered.target and lowered.request.platform == "tpu"
+
+
+def test_a_mesh_of_another_machine_runs_nothing() -> None:
+    mesh = spmd.make_mesh(data=4, model=2, topology="v5e-8")
+    x = np.ones((512, 512), np.float32)
+    for run in (lambda: spmd.jit(step, mesh=mesh)(x, x), lambda: spmd.mark_sharding(x, mesh, ())):
+        with pytest.raises(MeshError, match=r"is one of v5e:2x4, which is not .*(\n.*)*topology="):
+            run()
+
+
+@pytest.mark.parametrize("given", [(), ("mesh",), ("topology",)])
+@needs_libtpu
+def test_arguments_on_the_mesh_that_jax_describes(given: tuple[str, ...]) -> None:
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
+    places = np.asarray(devices, dtype=object)[::-1].reshape(16, 1)  # its ids are not 0, 1, 2, ...
+    theirs = jax.sharding.Mesh(places, ("data", "model"))
+    struct = jax.ShapeDtypeStruct((512, 512), np.float32, sharding=NamedSharding(theirs, P("data")))
+    mesh = spmd.Mesh(None, (16, 1), ("data", "model"))
+    options = {"mesh": mesh} if "mesh" in given else {}
+    ahead = {"topology": "v5e-16"} if given else {}
+    lowered = spmd.jit(step, **options).lower(struct, struct, **ahead)
+    assert lowered.memory.arguments == 2 * 512 * 512 * 4 // 16
+    assert lowered.target == spmd.Topology("v5e:4x4") and lowered.request.platform == "tpu"
 
 
 @pytest.mark.parametrize(("name", "extra"), [("v5e:2x4", "tpu"), ("h200:8", "cuda")])

@@ -1,18 +1,27 @@
 """Meshes, atoms and replica groups."""
 
+import copy
 import math
 import os
 import pickle
+import re
 import subprocess
 import sys
 from itertools import permutations
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from spmd.errors import MeshError
-from spmd.mesh.mesh import HybridMesh, Mesh, make_mesh, prime_factors
+from spmd.mesh.make import HybridMesh, make_mesh
+from spmd.mesh.mesh import Mesh, prime_factors
+from spmd.mesh.topology import Topology
 
 sizes_lists = st.lists(st.integers(1, 12), min_size=1, max_size=3)
 
@@ -135,3 +144,69 @@ def test_hybrid_meshes_put_the_network_major():
 
 def test_a_mesh_as_jax_makes_it(devices8: object) -> None:
     assert make_mesh((4, 2), ("data", "model")) == make_mesh(data=4, model=2)
+
+
+def test_a_mesh_of_a_machine_that_is_not_here():
+    mesh = make_mesh(data=32, model=4, topology="v5p-256")
+    assert mesh == make_mesh((32, 4), ("data", "model"), topology=Topology("v5p:4x4x8"))
+    assert mesh != Mesh(None, (32, 4), ("data", "model")) and not mesh.is_here
+    assert mesh.topology == Topology("v5p:4x4x8") == mesh.refined().topology
+    assert pickle.loads(pickle.dumps(mesh)) == copy.deepcopy(mesh) == mesh
+    slices = HybridMesh({"data": 32, "model": 4}, {"data": 2}, topology="v5p-256")
+    assert slices.sizes == (64, 4) and slices.dcn_sizes == (2, 1)
+    assert slices.topology == mesh.topology
+    # On the machine at hand it is a mesh like any other.
+    assert make_mesh(data=4, model=2, topology="cpu:8").is_here
+    assert not make_mesh(data=4, model=2, topology="v5e-8").is_here
+
+
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        ({}, r'topology="h200:128", or a slice of TPUs, as v5p-256;.*device_count=128 before'),
+        ({"devices": range(128)}, r'pass topology="h200:128".* spmd.Mesh\(ids, \(32, 4\), \('),
+        ({"devices": Topology("v5p:4x4x8")}, 'pass topology="h200:128"'),
+        ({"devices": "v5p-256"}, 'pass topology="h200:128"'),
+        ({"devices": []}, "make the mesh smaller"),
+        ({"topology": "v5p-128"}, "change the axes or the topology"),
+        ({"topology": "v5p-256", "devices": []}, "leave one of them out"),
+        ({"topology": 128}, 'write topology="v5e:4x4"'),
+        ({"topology": "v5p-100"}, "use one of these"),
+    ],
+)
+def test_meshes_of_devices_that_are_not_here(options: dict[str, Any], fix: str):
+    with pytest.raises(MeshError) as caught:
+        make_mesh(data=32, model=4, **options)
+    assert caught.value.fix and re.search(fix, caught.value.fix)
+
+
+def test_what_is_advised_works():
+    for options in ({"topology": "h200:128"}, {"topology": "v5p-256"}):
+        assert make_mesh(data=32, model=4, **options).size == 128
+    assert Mesh(range(128), (32, 4), ("data", "model")).size == 128
+
+
+def test_jax_takes_a_mesh(devices8: object):
+    mesh, x = make_mesh(data=4, model=2), np.ones((8, 16), np.float32)
+    own = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
+    for name in ("axis_sizes", "axis_types", "shape_tuple", "empty", "local_devices", "size"):
+        assert getattr(mesh, name) == getattr(own, name), name
+    assert mesh.abstract_mesh == own.abstract_mesh
+    split = NamedSharding(mesh, P("data"))
+    placed = jax.device_put(x, split)
+    assert placed.sharding.is_equivalent_to(NamedSharding(own, P("data")), 2)
+    double = jax.jit(lambda x: jax.lax.with_sharding_constraint(2 * x, split))
+    assert double(x).sharding == split
+    with jax.set_mesh(mesh):
+        constrained = jax.jit(lambda x: jax.lax.with_sharding_constraint(2 * x, P("data", "model")))
+        assert constrained(placed).sharding.spec == P("data", "model")
+        summed = jax.shard_map(lambda x: jax.lax.psum(x, "data"), in_specs=P("data"), out_specs=P())
+        np.testing.assert_array_equal(summed(placed), 4 * x[:2])
+
+
+def test_jax_says_what_a_mesh_without_devices_lacks():
+    mesh = make_mesh(data=32, model=4, topology="v5p-256")
+    struct = jax.ShapeDtypeStruct((64, 4), np.float32, sharding=NamedSharding(mesh, P("data")))
+    assert jax.eval_shape(lambda x: x.sum(0), struct).shape == (4,)
+    with pytest.raises(MeshError, match=r"v5p:4x4x8, which is not visible here\n.*\n.*\n.*lower"):
+        jax.jit(lambda x: x.sum(0)).lower(struct)

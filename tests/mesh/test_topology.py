@@ -33,7 +33,31 @@ def test_counts_and_peaks():
     assert h200.peak_flops("f64") == h200.peak_flops("f32")
 
 
-@pytest.mark.parametrize("name", ["v9:4x4", "", "h200", "h200:2x4", "v5e:16", "v5e:4x0", "v4:axb"])
+@pytest.mark.parametrize(
+    ("name", "topology"),
+    [
+        ("v4-8", "v4:2x2x1"), ("v4-256", "v4:4x4x8"), ("v5p-256", "v5p:4x4x8"),
+        ("v5p-12288", "v5p:16x16x24"), ("v5litepod-16", "v5e:4x4"), ("v5e-16", "v5e:4x4"),
+        ("v6e-8", "v6e:2x4"),
+    ],
+)  # fmt: skip
+def test_slices_by_the_names_that_clouds_have(name: str, topology: str):
+    assert Topology(name) == Topology(topology)
+    # v4 and v5p count cores, two of a chip; what runs programs are chips.
+    cores = int(name.partition("-")[2])
+    assert Topology(name).count == cores // (2 if name.startswith(("v4", "v5p")) else 1)
+
+
+def test_slices_that_there_are_not():
+    for name in ("v5p-250", "v5p-4", "v4-8192", "v5litepod-2", "v6e-", "v5e-512"):
+        with pytest.raises(MeshError, match=f"there is no slice '{name}'") as caught:
+            Topology(name)
+        assert caught.value.required and f" {name.partition('-')[0]}-" in caught.value.required
+
+
+@pytest.mark.parametrize(
+    "name", ["v9:4x4", "v9-8", "h200-8", "", "h200", "h200:2x4", "v5e:16", "v5e:4x0", "v4:axb"]
+)
 def test_unknown_topologies_say_what_is_known(name: str):
     with pytest.raises(MeshError) as caught:
         Topology(name)

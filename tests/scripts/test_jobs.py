@@ -17,6 +17,7 @@ import yaml
 from scripts import launch_job
 from scripts.jobs.tpu import KINDS, parse_tpu
 from spmd.errors import LaunchError
+from spmd.mesh.topology import Topology, slices_of
 
 HARD = ["prog", "a b", "it's", 'say "hi"', "$HOME", "`x`", "$(y)", "back\\slash", "*", "", "é;&|"]
 """Arguments that a shell would take apart."""
@@ -270,9 +271,10 @@ def test_mpi_commands_survive(dry_run: Callable[..., str]):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_slices_have_whole_hosts(kind: str):
-    for chips in KINDS[kind].topologies:
-        slice_ = parse_tpu(f"{kind}-{chips * KINDS[kind].cores}")
-        assert slice_.hosts * slice_.chips_per_host == chips
+    for name, topology in slices_of(kind).items():
+        slice_ = parse_tpu(name)
+        assert f"{kind}:{slice_.topology}" == topology
+        assert slice_.hosts * slice_.chips_per_host == Topology(name).count
 
 
 def test_slices():
@@ -336,5 +338,5 @@ def test_no_command(capsys: pytest.CaptureFixture[str]):
 
 
 def test_an_unknown_kind_of_slice_is_an_error():
-    with pytest.raises(LaunchError, match="there is no slice v4-9"):
+    with pytest.raises(LaunchError, match="'v4-9' is no slice of TPUs\n  required: one of v4-8, "):
         parse_tpu("v4-9")

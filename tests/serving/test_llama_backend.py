@@ -256,7 +256,7 @@ def test_goldens_random_weights_and_a_small_cache(tmp_path, export, monkeypatch,
     with monkeypatch.context() as alone:
         alone.setattr(jax, "devices", lambda: devices8[:1])
         # It is kept for whoever asks next.
-        alone.setattr("spmd.mesh.spec._devices_by_id", lambda: {devices8[0].id: devices8[0]})
+        alone.setattr("spmd.mesh.mesh.devices_by_id", lambda: {devices8[0].id: devices8[0]})
         export(
             "--model=tiny", "--rows=8", "--out", out, "--golden_prompts", prompts,
             "--quantize=int4", "--cache_dtype=int8",

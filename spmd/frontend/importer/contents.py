@@ -15,7 +15,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.dialects import stablehlo as hlo
 
-from spmd.errors import FrontendError, SpecError
+from spmd.errors import FrontendError
 from spmd.ir.program import Frame
 from spmd.ir.text import element_bytes
 from spmd.ir.types import (
@@ -33,6 +33,7 @@ from spmd.ir.types import (
 )
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, axis_refs, part_atoms
+from spmd.mesh.spec import check_reduced
 
 MARKS = ("sdy.sharding", "mhlo.sharding")
 """Names of the attributes with the sharding of an op's results, an argument or a result."""
@@ -365,13 +366,8 @@ class Contents:
             attr = next((shardings_of(attrs[name])[0] for name in MARKS if name in attrs), None)
             rank = tensor_type(type_).rank
             stated = None if attr is None else self.stated(attr, rank)
-            if is_main and stated is not None and stated.unreduced:
-                axes = ", ".join(name for name, _, _ in stated.unreduced)
-                raise SpecError(
-                    f"{what} {i} is unreduced over {axes}: each device would have one term of it",
-                    required="arguments and results that are whole values",
-                    fix="leave `unreduced` out at the boundary, and reshard inside the program",
-                )
+            if is_main and stated is not None:
+                check_reduced((name for name, _, _ in stated.unreduced), f"{what} {i}")
             # jax says so of what is placed on a device: that it is whole says nothing of a mesh.
             is_placed = is_main and stated and stated.mesh == NO_AXES and self._is_of_one_device
             found.append(None if stated is None or is_placed else self.mark(attr, rank))

@@ -31,7 +31,7 @@ from spmd.frontend.importer.contents import (
 )
 from spmd.frontend.importer.ops import LEGALIZED, Attrs, Env, Handler, Importer, refusal, refuse
 from spmd.ir.description import FROM_MANUAL
-from spmd.ir.dialect.callbacks import CALLBACK, FLAG
+from spmd.ir.dialect.callbacks import CALLBACK, FLAG, INSPECT
 from spmd.ir.dialect.collectives import COLLECTIVES
 from spmd.ir.dialect.manual import MANUAL, TO_MANUAL
 from spmd.ir.pipelines import SHIFT
@@ -84,8 +84,8 @@ def _composite(importer: Importer, op: Any, env: Env) -> None:
 
 def _any_custom_call(importer: Importer, op: Any, env: Env) -> None:
     target = op.attributes["call_target_name"].value
-    if target == CALLBACK:
-        _callback(importer, op, env)
+    if target in (CALLBACK, INSPECT):
+        _callback(importer, op, env, target)
     elif target in ("Sharding", "xla.sdy.FuncResultSharding"):  # their attributes mark it
         env[op.results[0]] = env[op.operands[0]]
     elif target in (ENTERS, LEAVES):
@@ -159,13 +159,17 @@ def _marked(
     return tuple([importer.mark(v, mark, loc) for v, mark in zip(values, marks, strict=True)])
 
 
-def _callback(importer: Importer, op: Any, env: Env) -> None:
+def _callback(importer: Importer, op: Any, env: Env, target: str) -> None:
     loc = importer.loc(op.location)
     stated = dict(entries_of(op))
     names = ("number", "called", "ordered", "partitioned")
     attrs = {n: importer.attribute(n, stated[n]) for n in names if n in stated}
     if not 0 <= int(attrs.get("number", -1)) < importer.callbacks:
-        refuse(f"custom_call:{CALLBACK}", loc)
+        refuse(f"custom_call:{target}", loc)
+    if target == INSPECT:
+        (value,) = map(env.__getitem__, op.operands)
+        importer.add(INSPECT, value, importer.b.types[value], {"number": attrs["number"]}, loc)
+        return
     attrs["held"] = importer.scopes[-1].held if importer.scopes else ()
     importer.b.loc, types = loc, [importer.type(result.type) for result in op.results]
     results = importer.b.op(CALLBACK, [env[v] for v in op.operands], types, attrs)

@@ -15,6 +15,9 @@ CHECK_CALLBACK = "spmd.check_callback"
 """The op that returns its operands but the first, which is a callback's flag: if that is set, the
 program ends on every device with the exception that the function raised."""
 
+INSPECT = "spmd.inspect"
+"""Hands on its operand. Callback number `number` is told, once, how the plan splits that."""
+
 FLAG = TensorType((), "ui32")
 """Type of a callback's flag, 1 if the function raised: ui32, like the bits by which floats go."""
 

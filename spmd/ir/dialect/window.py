@@ -9,6 +9,7 @@ import math
 from spmd.ir.description import Role
 from spmd.ir.dialect.batched import at_a_place, in_front, second_half
 from spmd.ir.dialect.bodies import is_elementwise
+from spmd.ir.dialect.callbacks import INSPECT
 from spmd.ir.dialect.halo import Window
 from spmd.ir.dialect.reducers import NEUTRAL, joining
 from spmd.ir.dialect.registry import op
@@ -113,6 +114,7 @@ def _bitcast_convert(kind: OpKind) -> Rule:
 
 @op("stablehlo.optimization_barrier", is_same_locally=True, is_repeatable=False, role=Role.ALIAS)
 @op("spmd.mark", is_mark=True, is_global=True, vanishes=True, role=Role.ALIAS)
+@op(INSPECT, is_global=True, vanishes=True, has_effect=True, is_repeatable=False, role=Role.ALIAS)
 def _passes(kind: OpKind) -> Rule:
     """Returns the rule `i j -> i j` of marks and barriers; barriers have one operand by now."""
     build = RuleBuilder()

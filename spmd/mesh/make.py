@@ -1,0 +1,160 @@
+"""`make_mesh` and `HybridMesh`: meshes over the devices here, or of a machine that is not here."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+
+from spmd.errors import MeshError, described
+from spmd.mesh.mesh import Mesh, check_axes, describe_axes, on_cpu
+from spmd.mesh.topology import Topology, as_topology
+
+
+def make_mesh(
+    *shape_and_names: Any, devices: Any = None, topology: Any = None, **axes: int
+) -> Mesh:
+    """A mesh over the visible devices, or over those of another machine; one keyword an axis.
+
+    The device order comes from `jax.experimental.mesh_utils`, which places neighbours along the
+    minor axes on the fastest links.
+
+    Args:
+      *shape_and_names: sizes and names of the axes, as `jax.make_mesh` takes them, in place of the
+        keywords.
+      devices: jax devices to use; all visible ones (as many as the axes need) when left out.
+      topology: a machine that need not be here, a `Topology` or its name: programs are planned for
+        it, and compiled where its compiler is installed.
+      **axes: size of each axis, major first.
+
+    Returns:
+      A `Mesh`.
+
+    Raises:
+      MeshError: the axes need more devices than there are, or others than the topology has; they
+        are given in neither form; `devices` are no devices.
+
+    Example:
+      >>> mesh = make_mesh(data=4, model=2)
+      >>> mesh = make_mesh((4, 2), ("data", "model"))
+      >>> mesh = make_mesh(data=32, model=4, topology="v5p-256")   # 256 cores, 128 chips
+    """
+    given = shape_and_names or (tuple(axes.values()), tuple(axes))
+    is_fit = len(given) == 2 and all(isinstance(part, tuple | list) for part in given)
+    if not is_fit or (shape_and_names and axes):
+        stated = [*map(repr, shape_and_names), *(f"{name}={size}" for name, size in axes.items())]
+        raise MeshError(
+            "make_mesh takes one keyword for each axis, or a tuple of sizes and one of names",
+            actual=f"make_mesh({', '.join(stated)})",
+            fix="write make_mesh(data=4, model=2), or make_mesh((4, 2), ('data', 'model'))",
+        )
+    sizes, names = map(tuple, given)
+    check_axes(sizes, names)
+    if topology is not None:
+        return _mesh_of(topology, devices, sizes, names, (1,) * len(sizes))
+    used = _first_devices(devices, names, sizes)
+    arranged = mesh_utils.create_device_mesh(sizes, devices=used, allow_split_physical_axes=True)
+    return Mesh([device.id for device in arranged.flat], sizes, names)
+
+
+def HybridMesh(
+    ici: Mapping[str, int],
+    dcn: Mapping[str, int],
+    *,
+    devices: Sequence[Any] | None = None,
+    topology: Topology | str | None = None,
+) -> Mesh:
+    """A mesh over several slices: each axis is its `dcn` part (major) times its `ici` part.
+
+    Args:
+      ici: axis -> size within a slice (fast links).
+      dcn: axis -> size across slices (data-centre network); axes left out have size 1.
+      devices: jax devices; all visible ones when left out.
+      topology: what one slice is, of a machine that need not be here, as for `make_mesh`.
+
+    Returns:
+      A `Mesh` whose `dcn_sizes` records how much of each axis crosses slices.
+
+    Raises:
+      MeshError: an axis of `dcn` that `ici` lacks, and as for `make_mesh`.
+
+    Example:
+      >>> mesh = HybridMesh(ici={"data": 4, "model": 4}, dcn={"data": 2})   # data=8, model=4
+    """
+    unknown = [name for name in dcn if name not in ici]
+    if unknown:
+        raise MeshError(
+            f"axis {unknown[0]!r} of `dcn` is not among the axes of `ici`",
+            actual=f"ici: {', '.join(ici)}",
+            fix=f"add {unknown[0]!r}: 1 to `ici` if it only crosses slices",
+        )
+    names = tuple(ici)
+    inner = tuple(ici.values())
+    outer = tuple(dcn.get(name, 1) for name in names)
+    sizes = tuple(i * o for i, o in zip(inner, outer, strict=True))
+    check_axes(sizes, names)
+    if topology is not None:
+        return _mesh_of(topology, devices, sizes, names, outer)
+    used = _first_devices(devices, names, sizes)
+    slices = {getattr(device, "slice_index", None) for device in used}
+    if len(slices) == math.prod(outer) > 1:
+        arranged = mesh_utils.create_hybrid_device_mesh(inner, outer, devices=used)
+    else:  # one slice, or devices without slices: the same logical layout over what there is
+        blocks = np.asarray(used, dtype=object).reshape(outer + inner)
+        order = [k for i in range(len(names)) for k in (i, i + len(names))]
+        arranged = blocks.transpose(order).reshape(sizes)
+    return Mesh([device.id for device in arranged.flat], sizes, names, dcn_shape=outer)
+
+
+def _mesh_of(
+    topology: Topology | str,
+    devices: Any,
+    sizes: tuple[int, ...],
+    names: tuple[str, ...],
+    slices: tuple[int, ...],
+) -> Mesh:
+    """Returns a mesh of a machine that need not be here: for each axis, so much crosses slices."""
+    machine, count = as_topology(topology), math.prod(slices)
+    if devices is not None:
+        raise MeshError(
+            "a mesh is given devices and a topology",
+            required="devices, which are here, or a topology, which need not be",
+            fix="leave one of them out",
+        )
+    if math.prod(sizes) != machine.count * count:
+        times = f" in each of {count} slices" if count > 1 else ""
+        raise MeshError(
+            f"the mesh ({describe_axes(names, sizes)}) does not fit {machine}",
+            actual=f"{math.prod(sizes)} = {' x '.join(map(str, sizes))} devices",
+            required=f"{machine.count} devices{times}",
+            fix="change the axes or the topology",
+        )
+    return Mesh(None, sizes, names, slices, machine)
+
+
+def _first_devices(devices: Any, names: Sequence[str], sizes: Sequence[int]) -> list[Any]:
+    needed = math.prod(sizes)
+    listed = isinstance(devices, Sequence | np.ndarray | None) and not isinstance(devices, str)
+    available = list(jax.devices() if devices is None else np.ravel(devices)) if listed else []
+    if not listed or not all(hasattr(device, "platform") for device in available):
+        raise MeshError(
+            "the devices of a mesh are not devices of jax",
+            actual=described(devices),
+            required="devices that are here, as jax.devices() gives them",
+            fix=f'for a machine that is not here pass topology="h200:{needed}", say, in place of '
+            "devices; for devices by their numbers write spmd.Mesh(ids, "
+            f"{tuple(sizes)}, {tuple(names)})",
+        )
+    if needed > len(available):
+        kind = f"{available[0].platform} devices are visible" if available else "devices are given"
+        raise MeshError(
+            f"mesh ({describe_axes(names, sizes)}) needs {needed} devices",
+            actual=f"{len(available)} {kind}",
+            required=f"{needed} = {' x '.join(map(str, sizes))}",
+            fix="make the mesh smaller; or, to plan for a machine that is not here, name it: "
+            f'topology="h200:{needed}", or a slice of TPUs, as v5p-256; or, to try things on a '
+            f"CPU, {on_cpu(needed)}",
+        )
+    return available[:needed]
