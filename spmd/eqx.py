@@ -11,12 +11,19 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any, Literal
 
-import equinox as eqx
 import jax
 import numpy as np
 
 from spmd.api import Jitted, check_without, with_keywords
 from spmd.api import jit as jit_arrays
+from spmd.errors import InstallError
+
+try:
+    import equinox as eqx
+except ImportError as error:
+    raise InstallError(
+        f"spmd.eqx needs equinox: {error}", fix="pip install --upgrade equinox"
+    ) from error
 
 _BY_PLACE = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 _FILTERED = "what is no array is static; donate='all' or 'all-except-first' donates"
