@@ -26,11 +26,11 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from models.decode import ServingShape
-from models.llama.config import LlamaConfig
-from models.llama.weights.sources import fresh_source
-from serving.llama_bundle import write_llama_bundle
 from spmd.cli.flags import Parser
+from spmd.models.decode import ServingShape
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.weights.sources import fresh_source
+from spmd.serving.llama_bundle import write_llama_bundle
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 1800.0
@@ -84,7 +84,7 @@ def starting(bundle: Path, mesh: str, work: Path, platform: str) -> Iterator[Ser
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
         "XLA_FLAGS": flags if DEVICES.partition("=")[0] in flags else f"{flags} {DEVICES}",
     }  # fmt: skip
-    command = [sys.executable, "-m", "scripts.serve_bundle", str(bundle), "--mesh", mesh]
+    command = [sys.executable, "-m", "spmd.scripts.serve_bundle", str(bundle), "--mesh", mesh]
     command += ["--port", "0", "--cache_dir", str(work / "cache")]
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=ROOT)

@@ -28,7 +28,7 @@ def words(vocab_size: int) -> int:
 
 
 class SamplingParams(NamedTuple):
-    """How each row is drawn, arrays (B,); `serving.engine.backend` says what the fields mean."""
+    """How each row is drawn, arrays (B,); `serving/engine/backend.py` says what fields mean."""
 
     temperature: Any
     top_k: Any
@@ -161,7 +161,7 @@ def _ordered(x: Any) -> Any:
 
 
 class Report(NamedTuple):
-    """Log-probabilities of the model itself: `serving.engine.backend.Tokens` as arrays (B, ...)."""
+    """Log-probabilities of the model itself: the engine's `Tokens` as arrays (B, ...)."""
 
     ids: Any
     logprobs: Any

@@ -27,21 +27,22 @@ import jax
 from absl import logging
 from rich.console import Console
 
-from models.llama.config import DTYPES, ConfigError
-from models.llama.sharding import TABLES
-from models.llama.weights.convert import write_hf, write_ranks
-from models.llama.weights.files import WeightsError
-from models.llama.weights.first_checkpoint import write_run
-from models.llama.weights.ranks import SHARDING_FILE, ranks_source
-from models.llama.weights.sources import checkpoint_source, hf_source
-from models.llama.weights.tensors import Source
-from models.training.checkpoints.found import AUTO, CheckpointError
-from models.training.checkpoints.relayout import relayout
-from models.training.run.description import RunFolder
-from scripts.flags.on_disk import on_disk
-from scripts.flags.user_errors import one_message
 from spmd.cli.flags import Parser, Switch
 from spmd.cli.specs import mesh_axes
+from spmd.installed import as_called
+from spmd.models.llama.config import DTYPES, ConfigError
+from spmd.models.llama.sharding import TABLES
+from spmd.models.llama.weights.convert import write_hf, write_ranks
+from spmd.models.llama.weights.files import WeightsError
+from spmd.models.llama.weights.first_checkpoint import write_run
+from spmd.models.llama.weights.ranks import SHARDING_FILE, ranks_source
+from spmd.models.llama.weights.sources import checkpoint_source, hf_source
+from spmd.models.llama.weights.tensors import Source
+from spmd.models.training.checkpoints.found import AUTO, CheckpointError
+from spmd.models.training.checkpoints.relayout import relayout
+from spmd.models.training.run.description import RunFolder
+from spmd.scripts.flags.on_disk import on_disk
+from spmd.scripts.flags.user_errors import one_message
 
 USER_ERRORS = (CheckpointError, ConfigError, WeightsError, OSError)
 """What a user can mend: one message instead of a traceback."""
@@ -115,7 +116,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     console.print(f"wrote {given.out}: {len(files)} files, {size / 1e9:.3f} GB, {seconds:.1f} s")
     if given.mesh:
         console.print(
-            "train from it with scripts/train_llama.py "
+            f"train from it with {as_called('scripts/train_llama.py')} "
             f"--config {given.source} --run_dir {given.out} --resume"
         )
 

@@ -39,15 +39,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-from scripts.jobs.job import COORDINATOR_PORT, Job, parse_env
-from scripts.jobs.jobset import JobSet, jobset_yaml
-from scripts.jobs.local import LocalJob, run_local
-from scripts.jobs.mpi import mpi_command
-from scripts.jobs.slurm import Slurm, slurm_script
-from scripts.jobs.tpu import parse_tpu, tpu_vm_command
-from scripts.jobs.volumes import KINDS, Volume
 from spmd.cli.flags import Add, Parser, Switch
 from spmd.errors import LaunchError
+from spmd.scripts.jobs.job import COORDINATOR_PORT, Job, parse_env
+from spmd.scripts.jobs.jobset import JobSet, jobset_yaml
+from spmd.scripts.jobs.local import LocalJob, run_local
+from spmd.scripts.jobs.mpi import mpi_command
+from spmd.scripts.jobs.slurm import Slurm, slurm_script
+from spmd.scripts.jobs.tpu import parse_tpu, tpu_vm_command
+from spmd.scripts.jobs.volumes import KINDS, Volume
 
 Handler = Callable[[argparse.Namespace, tuple[str, ...]], int]
 
@@ -58,7 +58,7 @@ def make_parser() -> Parser:
     engines = parser.add_subparsers(dest="engine", required=True, metavar="ENGINE")
 
     def engine(name: str, says: str, handler: Handler) -> Add:
-        usage = f"scripts/launch {name} [flags] -- command ..."
+        usage = f"{parser.prog} {name} [flags] -- command ..."
         added = engines.add_parser(name, help=says, about=says, usage=usage)
         added.set_defaults(handler=handler)
         added.add_argument(

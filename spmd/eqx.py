@@ -12,14 +12,20 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-import equinox as eqx
 import jax
 import numpy as np
 
 from spmd.api import Jitted, caller, check_without, with_keywords
 from spmd.api import jit as jit_arrays
-from spmd.errors import ArgumentError
+from spmd.errors import ArgumentError, InstallError
 from spmd.mesh.topology import Topology
+
+try:
+    import equinox as eqx
+except ImportError as error:
+    raise InstallError(
+        f"spmd.eqx needs equinox: {error}", fix="pip install --upgrade equinox"
+    ) from error
 
 _BY_PLACE = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 _FIRST_DONATED = {"none": None, "all": 0, "all-except-first": 1, "warn": 0, "warn-except-first": 1}

@@ -14,11 +14,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from spmd.api import Jitted, by_number_and_name, check_without, with_keywords
 from spmd.api import jit as jit_arrays
+from spmd.errors import InstallError
 from spmd.mesh.topology import Topology
+
+try:
+    from flax import nnx
+except ImportError as error:
+    raise InstallError(f"spmd.nnx needs flax: {error}", fix="pip install --upgrade flax") from error
 
 Place = int | str  # an argument's number, or its name if it was passed by name
 

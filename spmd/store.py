@@ -17,6 +17,8 @@ from pathlib import Path
 
 import jax
 
+from spmd.installed import source_digest
+
 NOWHERE = "none"  # the folder of those who want nothing kept
 FOLDER_VARIABLE = "SPMD_CACHE_DIR"  # in the environment: the folder for programs that name none
 MOST_BYTES = 512 << 20  # that one kind of entries may take
@@ -108,8 +110,5 @@ def _digest(content: bytes) -> bytes:
 
 @functools.cache
 def _environment() -> str:
-    digest, top = hashlib.sha256(), Path(__file__).parent
-    for path in sorted(top.rglob("*.py")):
-        digest.update(f"{path.relative_to(top)}\n".encode() + path.read_bytes())
     packages = "jax", "jaxlib", "numpy", "scipy"
-    return repr((digest.hexdigest(), [importlib.metadata.version(name) for name in packages]))
+    return repr((source_digest(), [importlib.metadata.version(name) for name in packages]))

@@ -27,6 +27,7 @@ import pytest
 
 from tests.greedy import plan_all_greedily
 from tests.markdown import PAGES, ROOT, Block, blocks_of, name_of
+from tools.imports import module_name
 
 LANGUAGES = {"python", "sh", "text", "json", "yaml", "cpp"}
 NOT_RUN = "not run: "
@@ -182,7 +183,7 @@ def known_flags(words: list[str]) -> str:
     if words[0] in SHELL_SCRIPTS:
         return (ROOT / words[0]).read_text(encoding="utf-8")
     if words[0] == "scripts/quickstart":
-        return (ROOT / words[0]).read_text(encoding="utf-8") + help_of("scripts.train_llama")
+        return (ROOT / words[0]).read_text(encoding="utf-8") + help_of("spmd.scripts.train_llama")
     module, rest = module_of(words)
     kind = rest[:1] if rest and rest[0] in JOBS else []
     return help_of(module, *kind)
@@ -202,13 +203,18 @@ def module_of(words: list[str]) -> tuple[str, list[str]]:
         if rest[0] == "-m":
             return rest[1], rest[2:]
         assert (ROOT / rest[0]).is_file(), f"there is no {rest[0]}"
-        return rest[0].removesuffix(".py").replace("/", "."), rest[1:]
+        return module_name(Path(rest[0])), rest[1:]
     if program in project().get("scripts", {}):
-        return project()["scripts"][program].partition(":")[0], rest
+        module, _, name = project()["scripts"][program].partition(":")
+        if module != "spmd.scripts.commands":
+            return module, rest
+        program = f"scripts/{name}"
+        if not (ROOT / program).exists():
+            return module_of(["python", f"{program}.py", *rest])
     text = (ROOT / program).read_text(encoding="utf-8")
     if "run_module_of" in text:  # tools/run NAME, benchmarks/run NAME
         return f"{Path(program).parent}.{rest[0]}", rest[1:]
-    found = re.findall(r"-m ((?:scripts|serving|spmd)\.[\w.]+)", text)
+    found = re.findall(r"-m (spmd\.[\w.]+)", text)
     assert len(found) == 1, f"{program} runs {found}"
     return found[0], rest
 
@@ -254,7 +260,7 @@ def project() -> dict[str, Any]:
     [
         "scripts/serve model --no_such_flag 3",
         "python scripts/no_such_script.py --mesh data=8",
-        "python -m serving.no_such_module x",
+        "python -m spmd.serving.no_such_module x",
         "scripts/launch local --processes 2 -- python scripts/train_llama.py --no_such_flag",
         "scripts/launch slurm --no_such_flag 2 -- python scripts/train_llama.py",
         "tools/run no_such_tool",

@@ -4,7 +4,10 @@
 Environments here borrow the packages of the one that runs the tests, so nothing is downloaded.
 """
 
+import functools
+import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,10 +24,13 @@ import pytest
 import yaml
 
 import spmd
+from spmd.scripts import commands
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "spmd")
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "spmd", "models", "serving", "scripts")
 """What building needs."""
+
+COMPILED = shutil.ignore_patterns("__pycache__")
 
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
@@ -38,6 +44,27 @@ x, w = np.ones((8, 16), np.float32), np.ones((16, 4), np.float32) / 16
 result = spmd.jit(double, mesh=mesh)(spmd.mark_sharding(x, mesh, ("data", "model")), w)
 np.testing.assert_allclose(result, jax.jit(double)(x, w), rtol=1e-6)
 """
+
+IMPORTS = """
+import models.theirs, serving, scripts.theirs
+from spmd.models.training.trainer import Trainer
+from spmd.serving.bundle.read import load_bundle
+assert models.theirs.THEIRS and serving.THEIRS and scripts.theirs.THEIRS
+print(spmd)
+"""
+"""What a user has beside what we have: both are found."""
+
+HELP = """
+import sys
+from importlib.metadata import distribution
+for program in distribution("spmd").entry_points:
+    sys.argv = [program.name, "--help"]
+    try:
+        program.load()()
+    except SystemExit as end:
+        print("==", program.name, end.code)
+"""
+"""Asks all of our commands for help, in one process."""
 
 
 def typed(mesh: spmd.Mesh) -> None:
@@ -88,11 +115,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("work") / "spmd"
     folder.mkdir()
     for name in SOURCES:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, folder / name)
-    for name in ("models", "serving"):
-        (folder / name).mkdir()
-        (folder / name / "__init__.py").write_text("OURS = True\n")
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=COMPILED)
+        else:
+            shutil.copy(ROOT / name, folder / name)
     return folder
 
 
@@ -113,26 +139,32 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environm
 
 
 def write_user_program(folder: Path) -> None:
-    """A user's script, with a package of the user's beside it that we have one of, too."""
-    (folder / "models").mkdir()
-    (folder / "models" / "__init__.py").write_text("THEIRS = True\n")
-    (folder / "program.py").write_text(f"{PROGRAM}\nfrom models import THEIRS\nprint(spmd)\n")
+    """A user's script, with packages beside it whose names are those of folders of ours."""
+    for name in ("models/theirs.py", "serving/__init__.py", "scripts/theirs.py"):
+        (folder / name).parent.mkdir()
+        (folder / name).write_text("THEIRS = True\n")
+    (folder / "program.py").write_text(f"{PROGRAM}{IMPORTS}")
 
 
 # The wheel
 
 
-def test_the_wheel_holds_spmd_alone(wheel: Path):
+def test_the_wheel_holds_all_that_is_run(wheel: Path):
     names = zipfile.ZipFile(wheel).namelist()
-    ours = {name for name in names if ".dist-info/" not in name}
-    assert {name.split("/")[0] for name in ours} == {"spmd"}
-    assert {Path(name).suffix for name in ours} == {".py", ".css", ".js", ".typed"}
-    assert {"spmd/py.typed", "spmd/explain/page/report.css", "spmd/explain/page/report.js"} <= ours
-    assert ours == {
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "spmd").rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
-    }
+    ours = [name for name in names if ".dist-info/" not in name]
+    walked = os.walk(ROOT / "spmd", followlinks=True)
+    files = {str(Path(top, name).relative_to(ROOT)) for top, _, names in walked for name in names}
+    shell = {f"spmd/scripts/{path.name}" for path in (ROOT / "scripts").iterdir() if is_shell(path)}
+    assert sorted(ours) == sorted(name for name in files - shell if Path(name).suffix != ".pyc")
+    assert {Path(name).suffix for name in ours} == {".py", ".css", ".html", ".js", ".typed"}
+    assert {
+        "spmd/py.typed", "spmd/explain/page/report.css", "spmd/models/training/trainer.py",
+        "spmd/serving/http/static/chat.html", "spmd/scripts/flags/run.py",
+    } <= {*ours}  # fmt: skip
+
+
+def is_shell(path: Path) -> bool:
+    return path.is_file() and path.suffix in ("", ".sh")
 
 
 def test_metadata(wheel: Path):
@@ -153,15 +185,52 @@ def test_installed_it_runs_a_program(installed: Environment, tmp_path: Path):
     write_user_program(tmp_path)
     printed = installed.run("python", "program.py", cwd=tmp_path)
     assert str(installed.bin.parent) in printed
-    absent = "import importlib.util as u; print(u.find_spec('models'), u.find_spec('serving'))"
-    assert installed.run("python", "-c", absent, cwd=installed.bin) == "None None\n"
+    names = "models", "serving", "scripts"
+    absent = f"import importlib.util as u; print([u.find_spec(name) for name in {names}])"
+    assert installed.run("python", "-c", absent, cwd=installed.bin) == "[None, None, None]\n"
 
 
-@pytest.mark.parametrize("program", ["spmd-explain", "spmd-verify"])
-def test_programs_help(installed: Environment, program: str, tmp_path: Path):
-    text = installed.run(program, "--help", cwd=tmp_path)
-    assert text.startswith(f"usage: {program} [flags] module\n")
-    assert "Examples:" in text and "Exit status: " in text
+def test_commands_help(installed: Environment, tmp_path: Path):
+    printed = installed.run("python", "-c", HELP, cwd=tmp_path)
+    commands = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    shown = dict(re.findall(r"(?ms)^(usage: .*?)^== (\S+) 0$", printed))
+    assert sorted(shown.values()) == sorted(commands)
+    for text, command in shown.items():
+        assert text.startswith(f"usage: {command} [flags]"), text
+        assert "Examples:" in text and f"\n    {command} " in text
+        assert "scripts/" not in text  # which only a checkout has
+
+
+def test_each_program_has_its_command():
+    """`scripts/serve` and `spmd-serve` run the same module."""
+    for path in filter(is_shell, (ROOT / "scripts").iterdir()):
+        if modules := re.findall(r"(?m)^exec.* -m spmd\.scripts\.(\w+) \"", path.read_text()):
+            assert getattr(commands, path.name).args[0] == modules[0]
+    made = {
+        f"spmd-{name.replace('_', '-')}": f"{commands.__name__}:{name}"
+        for name, value in vars(commands).items()
+        if isinstance(value, functools.partial)
+    }
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert made.items() <= listed.items() and len(made) == 7
+
+
+def test_a_command_without_its_extra_says_which(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.delitem(sys.modules, "spmd.scripts.generate_text", raising=False)
+    with pytest.raises(SystemExit, match=r'^error: .*rich.*; pip install "spmd\[serve\]"'):
+        commands.generate()
+
+
+@pytest.mark.parametrize(("module", "package"), [("nnx", "flax"), ("eqx", "equinox")])
+def test_modules_for_a_package_that_is_missing(
+    module: str, package: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"spmd.{module}", raising=False)
+    with pytest.raises(spmd.InstallError, match=f"spmd.{module} needs {package}") as caught:
+        importlib.import_module(f"spmd.{module}")
+    assert f"fix: pip install --upgrade {package}" in str(caught.value)
 
 
 # An editable install
@@ -175,7 +244,8 @@ def test_editable_beside_a_folder_called_spmd(checkout: Path, tmp_path: Path):
     write_user_program(checkout.parent)
     printed = made.run("python", "program.py", cwd=checkout.parent)
     assert str(checkout / "spmd" / "__init__.py") in printed
-    assert made.run("python", "-c", "import models; print(models.OURS)", cwd=tmp_path) == "True\n"
+    ours = made.run("python", "-c", "from spmd.models import shards; print(shards)", cwd=tmp_path)
+    assert str(checkout / "spmd" / "models" / "shards.py") in ours
 
 
 # Files that others read

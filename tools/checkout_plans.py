@@ -102,7 +102,8 @@ def main(checkout: str, other: str) -> None:
       checkout: where `spmd` has to come from.
       other: where the programs have to come from.
     """
-    check_origin({"spmd": checkout, "models": other, "benchmarks.programs.catalog": other})
+    programs = "spmd.models.llama", "benchmarks.programs.catalog"
+    check_origin({"spmd": checkout, **dict.fromkeys(programs, other)})
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     sys.stdout = sys.stderr  # what a library prints is no answer
     known = everything()

@@ -42,7 +42,8 @@ PROGRAM = """
 import sys
 import spmd  # from the checkout that PYTHONPATH names
 checkout, programs = sys.argv[1:]
-sys.path[0] = programs  # all else from here
+sys.path[0] = programs  # all else from here, models too
+spmd.__path__.insert(0, programs)
 from tools.checkout_plans import main
 main(checkout, programs)
 """

@@ -1,7 +1,7 @@
 """Runs one scenario with a checkout's code and prints what it enters, as JSON; see `tools/hops.py`.
 
-Nothing is imported from this repository but what is on the path, so that a checkout may be of any
-age: public names of `spmd` and of `models`, and the fake engine of its own tests.
+Nothing is imported from this repository but what is on the path, so that a checkout may be as old
+as the name `spmd.models`: public names of `spmd` and its models, and the fake engine of its tests.
 """
 
 import contextlib
@@ -26,8 +26,7 @@ import optax
 
 import spmd
 
-FOLDERS = ("spmd", "models", "serving")
-ROOT = Path(spmd.__file__).parent.parent
+ROOT = Path(spmd.__file__).parent
 
 OPEN = contextlib.ExitStack()
 """What stays open until the process ends."""
@@ -103,7 +102,7 @@ def chat_request() -> Ready:
 
 def trainer_run() -> Ready:
     """Three steps of `Trainer` with a checkpoint at the end."""
-    from models.training import trainer
+    from spmd.models.training import trainer
 
     # `Options` is its earlier name
     options_of = getattr(trainer, "TrainerOptions", None) or trainer.Options  # type: ignore[attr-defined]
@@ -139,12 +138,13 @@ SCENARIOS: dict[str, Callable[[], Ready]] = {
 def entered(prepare: Callable[[], Ready]) -> dict[str, int]:
     """Files and functions of the checkout that a run enters, on all threads, and its calls."""
     calls: Counter[tuple[str, int]] = Counter()
-    roots = tuple(f"{ROOT / folder}{os.sep}" for folder in FOLDERS)
     counts = threading.Event()
 
     def look(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        is_call = event == "call" and counts.is_set() and code.co_filename.startswith(roots)
+        is_call = (
+            event == "call" and counts.is_set() and code.co_filename.startswith(f"{ROOT}{os.sep}")
+        )
         if is_call and not code.co_name.startswith("<"):  # comprehensions are where they stand
             calls[code.co_filename, code.co_firstlineno] += 1
 

@@ -6,6 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from spmd.installed import USERS_OF_IT
+
 
 class Import(NamedTuple):
     """One import: the line it is on and the dotted name it reaches for."""
@@ -15,9 +17,14 @@ class Import(NamedTuple):
 
 
 def module_name(path: Path) -> str:
-    """The dotted name of a file, relative to the repository: spmd/ir/__init__.py is spmd.ir."""
+    """The dotted name of a file, relative to the repository: spmd/ir/__init__.py is spmd.ir.
+
+    What lies in the folders that spmd links to has spmd's name: models/shards.py is
+    spmd.models.shards.
+    """
     parts = path.with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    within = ("spmd",) if parts[0] in USERS_OF_IT else ()
+    return ".".join((*within, *(parts[:-1] if parts[-1] == "__init__" else parts)))
 
 
 def dotted(node: ast.expr) -> str | None:
@@ -42,7 +49,7 @@ def imports_of(source: str, path: Path, attributes: Container[str] = ()) -> tupl
 
 def _imports(source: str, path: Path, attributes: Container[str]) -> Iterator[Import]:
     # The package that a relative import starts from.
-    package = path.parent.parts
+    package = module_name(path.parent / "__init__.py").split(".")
     for node in ast.walk(ast.parse(source, str(path))):
         match node:
             case ast.Import():

@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 import httpx
 
-from scripts.jobs.local import free_port
 from spmd.cli.flags import Parser, words
+from spmd.scripts.jobs.local import free_port
 from tools.soak import ROOT, write_bundle
 
 PHASES = ("loading", "idle", "streams", "draining")
@@ -66,10 +66,10 @@ class Group:
             devices *= int(axis.partition("=")[2])
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
         command = [
-            sys.executable, "-m", "scripts.launch_job", "local", "--platform", "cpu",
+            sys.executable, "-m", "spmd.scripts.launch_job", "local", "--platform", "cpu",
             "--processes", str(processes), "--devices_per_process", str(devices // processes),
             "--max_restarts", str(max_restarts), "--grace_s", "60", "--",
-            "sh", "-c", NOTE, str(self._pids), sys.executable, "-m", "scripts.serve_bundle",
+            "sh", "-c", NOTE, str(self._pids), sys.executable, "-m", "spmd.scripts.serve_bundle",
             str(bundle), "--mesh", mesh, "--port", str(port), "--cache_dir", str(cache), *flags,
         ]  # fmt: skip
         with self._log.open("w") as out:

@@ -61,7 +61,7 @@ class Server:
     def __init__(self, folder: Path) -> None:
         self.log = folder / "log"
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "-m", "scripts.serve_bundle", str(folder / "tiny")]
+        command = [sys.executable, "-m", "spmd.scripts.serve_bundle", str(folder / "tiny")]
         command += ["--port", "0", "--cache_dir", str(folder / "cache"), *FLAGS]
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
@@ -87,10 +87,10 @@ class Server:
 
 def write_bundle(folder: Path) -> None:
     """A bundle of a tiny model with random weights: 8 slots of 256 tokens."""
-    from models.decode import ServingShape
-    from models.llama.named import named_config
-    from models.llama.weights.sources import fresh_source
-    from serving.llama_bundle import write_llama_bundle
+    from spmd.models.decode import ServingShape
+    from spmd.models.llama.named import named_config
+    from spmd.models.llama.weights.sources import fresh_source
+    from spmd.serving.llama_bundle import write_llama_bundle
 
     shape = ServingShape(8, 256, (8, 64), (256,), 16, 1, 5, "float32")
     with fresh_source(named_config("tiny"), 0) as source:

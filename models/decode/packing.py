@@ -7,7 +7,7 @@ results, and 1.5 ms so. What is copied:
     report (A, D, 2 + 2P)   of each token its id and log-probability, and those of the P likeliest
 
 All is int32, in which the bits of float32 are. Groups stay a dim of their own, so that each device
-gets its own. Shapes are in the names, as in `models.decode.steps`.
+gets its own. Shapes are in the names, as in `spmd.models.decode.steps`.
 """
 
 import itertools
@@ -19,14 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.sampling import Report
+from spmd.models.sampling import Report
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Name -> shape of what a group has of it, in the order in which they lie."""
 
 
 def row_shapes(slots: int, rows: int, table: int, *, scores: bool) -> Shapes:
-    """What a step takes of each group; `models.decode.steps.step` says what it is.
+    """What a step takes of each group; `spmd.models.decode.steps.step` says what it is.
 
     Args:
         slots: B, of a group.

@@ -1,6 +1,6 @@
 """A state for each sequence, for models without positions: recurrences instead of attention.
 
-Shapes are in the names, as in `models.decode.model`, and x stands for the dims of one state. Pages
+Shapes are in the names, as in `spmd.models.decode.model`; x stands for the dims of one state. Pages
 have `max_length` positions, so a sequence has one page, and the page is the sequence's state:
 
     slot 1 begins anew    its first row has the position 0: it sees zeros, whatever its page holds
@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.decode.model import Rows
 from spmd.errors import ArgumentError
+from spmd.models.decode.model import Rows
 
 
 def read_states(pool_ANx: Any, rows: Rows) -> Any:

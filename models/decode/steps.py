@@ -10,7 +10,7 @@ chunks of prompts. Behind a slot's last row the next token may be drawn:
 
 The tokens that were drawn stay on the device, too: a step may begin before the host has seen those
 of the step before. All shapes are fixed, and nothing here knows of a mesh. The state is donated, so
-XLA updates it in place. Shapes are in the names, as in `models.decode.model`, and
+XLA updates it in place. Shapes are in the names, as in `spmd.models.decode.model`, and
 
     D drawn tokens of a group    P alternatives    W words of a mask
 """
@@ -21,10 +21,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models import sampling
-from models.decode import packing
-from models.decode.model import Rows, RowsModel
-from models.decode.state import State
+from spmd.models import sampling
+from spmd.models.decode import packing
+from spmd.models.decode.model import Rows, RowsModel
+from spmd.models.decode.state import State
 
 NONE = -1
 """No position, no row; as a token the latest one of its slot."""
@@ -91,7 +91,7 @@ def step(
         inputs:
 
             - `alternatives` (): whether the likeliest tokens are wanted beside drawn ones.
-            - `rows` (A, W): `models.decode.model.Rows` and what follows, packed.
+            - `rows` (A, W): `spmd.models.decode.model.Rows` and what follows, packed.
             - `tokens` (A, R): -1 is the latest drawn token of the row's slot.
             - `draws` (A, D): rows behind which a token is drawn, of each slot at most one; -1 is
               none. The token becomes the slot's latest one.

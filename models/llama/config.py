@@ -123,7 +123,7 @@ class LlamaConfig:
     # quick compilation) or kept apart and unrolled (faster steps)
     scan_layers: bool = True
     # which activations of a layer are kept for the backward pass; the others are recomputed. A
-    # policy of `models.llama.remat`: `"none"` recomputes nothing, `"full"` everything from the
+    # policy of `spmd.models.llama.remat`: `"none"` recomputes nothing, `"full"` everything from the
     # layer's input.
     remat: str = "none"
     remat_every: int = 1  # recompute in every n-th layer only; the others keep all activations

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import jax
 
 import spmd
-from models.llama.config import ConfigError, LlamaConfig
-from models.llama.marks import Mark
-from models.placement import Entry, Fitted, Spec, fitted, present
+from spmd.models.llama.config import ConfigError, LlamaConfig
+from spmd.models.llama.marks import Mark
+from spmd.models.placement import Entry, Fitted, Spec, fitted, present
 
 MESH_AXES = ("replica", "data", "expert", "seq", "model", "stage")
 
@@ -201,7 +201,7 @@ def parameter_rules(
     A dim that its axis does not divide is not split; `dropped_marks` lists these.
 
     Example:
-        >>> from models.llama.named import named_config
+        >>> from spmd.models.llama.named import named_config
         >>> rules = parameter_rules(named_config("tiny"), {"data": 4, "model": 2})
         >>> rules["layers/mlp/up_proj/weight"]
         (None, 'model', 'data')

@@ -3,9 +3,9 @@
 import shlex
 from typing import NamedTuple
 
-from scripts.jobs.job import Job, exports, restarted
 from spmd.errors import LaunchError
 from spmd.mesh.topology import Topology, slices_of
+from spmd.scripts.jobs.job import Job, exports, restarted
 
 
 class TpuKind(NamedTuple):

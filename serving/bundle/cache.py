@@ -8,7 +8,6 @@ written to it: the key is a digest of all that decides the result.
 import base64
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -23,7 +22,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-import spmd
+from spmd.installed import source_digest
 from spmd.ir.types import Dense, Order, TensorType
 from spmd.lowering.emit import Constant, Emitted
 from spmd.mesh.mesh import Mesh
@@ -164,21 +163,9 @@ def _key(module: bytes, mesh: Mesh, options: Options, asked: Any) -> str:
     parts = (
         hashlib.sha256(module).hexdigest(), repr(mesh), repr(mesh.dcn_sizes), kinds,
         [d.process_index for d in devices], repr(options), repr(asked), jax.__version__,
-        importlib.metadata.version("jaxlib"), _source_digest(),
+        importlib.metadata.version("jaxlib"), source_digest(),
     )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-@functools.cache
-def _source_digest() -> str:
-    """Of the compiler's source, and of the packages beside it that register ops with it."""
-    digest = hashlib.sha256()
-    top = Path(spmd.__file__).parent.parent
-    for package in ("spmd", "models", "serving"):
-        for path in sorted((top / package).rglob("*.py")):
-            digest.update(str(path.relative_to(top)).encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _write(path: Path, emitted: Emitted) -> None:

@@ -41,12 +41,12 @@ from typing import IO, Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
-from serving.bundle.bundle import Bundle
 from spmd.errors import LaunchError
 from spmd.launch import EXIT_PREEMPTED
 from spmd.launch.meet import listen
 from spmd.launch.peers import at_stop, first_line, peer_lost, stop_now
 from spmd.launch.store import JobStore, connected_to, job_store, this_process
+from spmd.serving.bundle.bundle import Bundle
 
 _SIZES = struct.Struct("!IQ")
 
@@ -249,11 +249,11 @@ class Leader:
         self._queue.put(encode(Message(kind, names, arrays)))
 
     def attend(self, drain: Callable[[], None], lose: Callable[[str], None]) -> None:
-        """See `serving.http.server.Others`."""
+        """See `spmd.serving.http.server.Others`."""
         self._drain, self._lose = drain, lose
 
     def heed(self, error: Exception) -> None:
-        """Ends all processes if a call failed on the devices; see `serving.http.server.Others`."""
+        """Ends all processes if a call failed on the devices; see `Others` in `http/server.py`."""
         if not _is_of_devices(error):
             return
         # A collective that breaks is most likely not at fault: who is, turns out in a moment.
@@ -262,7 +262,7 @@ class Leader:
         threading.Event().wait()
 
     def end(self, asked: bool) -> NoReturn:
-        """See `serving.http.server.Others`."""
+        """See `spmd.serving.http.server.Others`."""
         if self._lost.is_set():
             threading.Event().wait()  # the thread that noticed ends the process
         code = 0 if asked else EXIT_PREEMPTED

@@ -1,6 +1,6 @@
 """A StableHLO module that another framework wrote, as a bundle.
 
-    python -m serving.bundle.wrap model.mlir --out model-bundle --weights model.safetensors
+    python -m spmd.serving.bundle.wrap model.mlir --out model-bundle --weights model.safetensors
 
 Arguments of the module that have a tensor's name are weights, all others are inputs.
 """
@@ -15,10 +15,19 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from serving.bundle.describe import check_manifest, leaves_of, plain_specs
-from serving.bundle.folder import new_folder
-from serving.bundle.function import BundleError, one_line
-from serving.bundle.manifest import (
+from spmd.api import static_module
+from spmd.cli.flags import Parser, Switch
+from spmd.cli.specs import symbol_values
+from spmd.errors import SpmdError
+from spmd.frontend.artifact import calls_of, module_artifact
+from spmd.frontend.importer.module import boundary_names, parse_module, signature
+from spmd.frontend.refine import exported_dims, is_dynamic, stated_dims
+from spmd.frontend.sizes import Dim, size_of, symbols_in
+from spmd.ir.types import numpy_dtype
+from spmd.serving.bundle.describe import check_manifest, leaves_of, plain_specs
+from spmd.serving.bundle.folder import new_folder
+from spmd.serving.bundle.function import BundleError, one_line
+from spmd.serving.bundle.manifest import (
     AUTO,
     PLATFORMS,
     STORED_AS,
@@ -29,17 +38,8 @@ from serving.bundle.manifest import (
     Manifest,
     Symbol,
 )
-from serving.bundle.tensors import lazy_tensors, write_weights
-from serving.bundle.write import finish, producer
-from spmd.api import static_module
-from spmd.cli.flags import Parser, Switch
-from spmd.cli.specs import symbol_values
-from spmd.errors import SpmdError
-from spmd.frontend.artifact import calls_of, module_artifact
-from spmd.frontend.importer.module import boundary_names, parse_module, signature
-from spmd.frontend.refine import exported_dims, is_dynamic, stated_dims
-from spmd.frontend.sizes import Dim, size_of, symbols_in
-from spmd.ir.types import numpy_dtype
+from spmd.serving.bundle.tensors import lazy_tensors, write_weights
+from spmd.serving.bundle.write import finish, producer
 
 FIRST, STEP, LAST = 16, 16, 64
 """Sizes that are tried: multiples of what kernels and constraints like to have."""
@@ -368,7 +368,7 @@ def _check_weights(leaves: Sequence[LeafEntry], arrays: Sequence[Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run, and turn what a user can mend into one message instead of a traceback."""
-    parser = Parser("python -m serving.bundle.wrap", "Make a bundle of a StableHLO module.")
+    parser = Parser("python -m spmd.serving.bundle.wrap", "Make a bundle of a StableHLO module.")
     parser.add_argument("module", help="text, bytecode or portable artifact")
     parser.add_argument("--out", required=True, help="the folder to make")
     parser.add_argument("--weights", help="a file of safetensors: names are those of arguments")

@@ -25,7 +25,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
-"""A mask of tokens, `models.sampling.words(V)` of them: bit i % 32 of word i // 32 is token i's."""
+"""A mask of tokens (`words(V)` of models/sampling.py): bit i % 32 of word i // 32 is token i's."""
 
 
 @dataclasses.dataclass(frozen=True)

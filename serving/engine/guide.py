@@ -17,10 +17,10 @@ from typing import Protocol
 
 import numpy as np
 
-from serving.engine.backend import Words
+from spmd.serving.engine.backend import Words
 
 WORD = 32
-"""Tokens of a word, as in `models.sampling`, which the devices run."""
+"""Tokens of a word, as in `spmd.models.sampling`, which the devices run."""
 
 Masks = tuple[tuple[int, Words | None], ...]
 """(count, mask), ascending: from the token on before which `count` ones were drawn, these may be
@@ -185,7 +185,7 @@ class BadWords:
 
 
 class WithoutBadWords:
-    """A `serving.engine.guide.Guide`: what another one allows, or masks by count, but bad words.
+    """A `Guide` of this module: what another one allows, or masks by count, but bad words.
 
     Args:
       masks: by how many tokens were drawn; not looked at if there is a guide.

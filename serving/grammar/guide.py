@@ -3,8 +3,8 @@
 import llguidance
 import numpy as np
 
-from serving.engine.backend import Words
-from serving.engine.guide import GuideError
+from spmd.serving.engine.backend import Words
+from spmd.serving.engine.guide import GuideError
 
 
 class GrammarError(GuideError):
@@ -20,7 +20,7 @@ class TooHard(GrammarError):
 
 
 class GrammarGuide:
-    """A `serving.engine.guide.Guide`.
+    """A `spmd.serving.engine.guide.Guide`.
 
     Where the grammar may end the stop ids are allowed, elsewhere they are not: so a text that ends
     with one of them fits. Where nothing else can follow the stop ids alone are allowed.

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
+from spmd.installed import as_called
+
 Add = Callable[..., argparse.Action]  # `add_argument` of a parser or of a group of flags
 
 
@@ -29,7 +31,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(
         self, prog: str, about: str | None, *, settings: bool = False, **more: Any
     ) -> None:
-        super().__init__(prog, description=about, formatter_class=_Help, allow_abbrev=False, **more)
+        super().__init__(
+            as_called(prog), description=about, formatter_class=_Help, allow_abbrev=False, **more
+        )
         if settings:
             self.add_argument(
                 "--settings",
@@ -55,6 +59,10 @@ class Parser(argparse.ArgumentParser):
             print(self.settings_text(given), end="")
             self.exit()
         return given, unknown
+
+    def format_help(self) -> str:
+        """Formats `--help` with the names that programs have here."""
+        return as_called(super().format_help())
 
     def _from_files(self, words: Sequence[str]) -> list[str]:
         if not any(flag.dest == "settings" for flag in self._actions):

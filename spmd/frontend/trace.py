@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -22,13 +21,15 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 
 from spmd.errors import FrontendError, MeshError
 from spmd.frontend.refine import DIM, is_dynamic, refine
+from spmd.installed import COMPILER
 from spmd.ir.dialect.callbacks import CALLBACK, FLAG, INSPECT
 from spmd.ir.program import Callback
 from spmd.ir.types import numpy_dtype
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import as_mesh, has_explicit_axes, mesh_around
 
-register_exclusion(str(Path(__file__).parent.parent))  # our own frames are not the user's
+for _path in COMPILER:
+    register_exclusion(_path)  # our own frames are not the user's
 
 _SEEN: ContextVar[list[Mesh] | None] = ContextVar("seen meshes", default=None)
 """Meshes of the marks met by the trace that runs in this thread; None outside of a trace."""

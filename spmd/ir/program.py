@@ -6,12 +6,12 @@ may read values defined outside and before it, and a table over values is a flat
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+from spmd.installed import COMPILER
 from spmd.ir.description import (
     BROADCAST,
     COMPOSITE,
@@ -40,7 +40,8 @@ class Callback:
 
 Value = int
 
-_OWN_FILES = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+_NOT_THEIRS = ("<", *COMPILER)
 
 
 class Frame(NamedTuple):
@@ -78,7 +79,7 @@ class Loc(NamedTuple):
         own = [
             f
             for f in dict.fromkeys(self.frames)
-            if "site-packages" not in f.file and not f.file.startswith(("<", _OWN_FILES))
+            if "site-packages" not in f.file and not f.file.startswith(_NOT_THEIRS)
         ]
         return tuple(own) or self.frames
 

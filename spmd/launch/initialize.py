@@ -9,12 +9,12 @@ import platform
 import signal
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from pathlib import Path
 
 import jax
 
 from spmd.errors import LaunchError
-from spmd.launch.agree import by_package, check_same, hash_of, imported
+from spmd.installed import as_called, source_digest
+from spmd.launch.agree import by_package, check_same, imported
 from spmd.launch.meet import meet
 from spmd.launch.peers import first_line, watch_peers
 from spmd.launch.store import (
@@ -141,8 +141,7 @@ def versions() -> dict[str, str]:
     """Returns name -> value of what must be equal in all processes: versions, hashes of sources."""
     # Hosts that read different checkouts of this package have the same version number. Its files
     # are compared whether they are imported yet or not.
-    root = Path(__file__).parent.parent
-    hashes = by_package(imported()) | {root.name: hash_of(sorted(root.rglob("*.py")))}
+    hashes = by_package(imported()) | {"spmd": source_digest()[:12]}
     return {
         "version of Python": platform.python_version(),
         "version of jax": jax.__version__,
@@ -197,7 +196,8 @@ def _seat(place: Place) -> tuple[str, int, int]:
             "a job of several processes lacks "
             + ", ".join(name for name, part in parts.items() if part is None),
             actual=", ".join(f"{n} is {p}" for n, p in parts.items() if p is not None),
-            fix="pass it to spmd.initialize, set the variable, or start the job by scripts/launch",
+            fix="pass it to spmd.initialize, set the variable, or start the job by "
+            + as_called("scripts/launch"),
         )
     host, _, port = place.coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:

@@ -28,10 +28,10 @@ from torchax.tensor import Environment, OperatorNotFound, Tensor
 from torchax.view import View
 
 from spmd.errors import FrontendError, UnsupportedOpError
+from spmd.installed import COMPILER
 from spmd.torch.arrays import Inputs, array_of
 
 _LIBRARIES = [str(Path(str(package.__file__)).parent) for package in (torch, torchax, jax)]
-_OURS = str(Path(__file__).parents[1])
 
 for _path in _LIBRARIES:
     register_exclusion(_path)  # the line of an op is the user's, or that of the model's code
@@ -339,7 +339,7 @@ def _explained() -> Iterator[None]:
 
 def _line_of(traceback: TracebackType | None) -> str | None:
     """Returns `file:line (function)` of the innermost frame outside spmd, torch, torchax, jax."""
-    found, skipped = None, (*_LIBRARIES, _OURS, sysconfig.get_path("stdlib") + "/contextlib")
+    found, skipped = None, (*_LIBRARIES, *COMPILER, sysconfig.get_path("stdlib") + "/contextlib")
     while traceback is not None:
         code = traceback.tb_frame.f_code
         if not code.co_filename.startswith(skipped):

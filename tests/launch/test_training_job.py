@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts.jobs.local import with_device_count
+from spmd.scripts.jobs.local import with_device_count
 from tests.waiting import PATIENCE, wait_until
 from tools.resume_test import TEXT, compare, losses, write_text
 
@@ -38,7 +38,7 @@ def train(folder: Path, data: int) -> list[str]:
 def launched(processes: int, command: list[str], *flags: str) -> list[str]:
     """Four devices or two, in so many processes."""
     each = ["--processes", str(processes), "--devices_per_process", "1", "--platform", "cpu"]
-    return [sys.executable, "-m", "scripts.launch_job", "local", *each, *flags, "--", *command]
+    return [sys.executable, "-m", "spmd.scripts.launch_job", "local", *each, *flags, "--", *command]
 
 
 @pytest.fixture(scope="module")

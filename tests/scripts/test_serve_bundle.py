@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.serve_bundle import KEYS, LIMITS, http_options, make_parser, options
-from serving.http.limits import HttpOptions, ServerOptions
+from spmd.scripts.serve_bundle import KEYS, LIMITS, http_options, make_parser, options
+from spmd.serving.http.limits import HttpOptions, ServerOptions
 from tests.forked import Forked
 
 
@@ -53,7 +53,7 @@ def test_flags_say_how_the_server_is_reached() -> None:
 def test_what_a_user_can_mend_is_the_last_line(form: str, tmp_path: Path) -> None:
     """As text, or as an object of the log; not as a traceback."""
     arguments = [str(tmp_path / "none"), "--port", "0", "--log_format", form]
-    started = Forked("scripts.serve_bundle", arguments, tmp_path / "said.txt", {})
+    started = Forked("spmd.scripts.serve_bundle", arguments, tmp_path / "said.txt", {})
     assert started.wait() == 1
     last = started.said.splitlines()[-1]
     if form == "json":

@@ -10,12 +10,12 @@ import jax
 import pytest
 import tokenizers
 
-from models.llama import fresh
-from models.llama.named import CONFIGS
-from models.llama.weights import load as weights
-from models.training.data.tokenizer import load_tokenizer, same_ids
-from scripts import train_llama
-from scripts.flags.train import make_parser
+from spmd.models.llama import fresh
+from spmd.models.llama.named import CONFIGS
+from spmd.models.llama.weights import load as weights
+from spmd.models.training.data.tokenizer import load_tokenizer, same_ids
+from spmd.scripts import train_llama
+from spmd.scripts.flags.train import make_parser
 
 TINY = CONFIGS["tiny"]
 
@@ -97,7 +97,7 @@ def test_fine_tuning_exports_and_restarts(trained, tmp_path, capsys, monkeypatch
     assert (again.mesh, again.data) == ({"data": 2}, (str(trained / "text.jsonl"),))
 
     # A start that goes on writes its report as the first one did.
-    monkeypatch.setattr("models.training.trainer.Trainer.write_report", lambda *_, **__: None)
+    monkeypatch.setattr("spmd.models.training.trainer.Trainer.write_report", lambda *_, **__: None)
     other = f"--tokenizer={tmp_path / 'run/tokenizer'}"  # the same words under another path
     code, _ = run(trained, tmp_path, f"--export_hf={out}", "--resume", other)
     assert code == 0

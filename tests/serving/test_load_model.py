@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from serving import load
-from serving.bundle.function import BundleError
+from spmd.serving import load
+from spmd.serving.bundle.function import BundleError
 from tests.serving.engine.fake_backend import FakeBackend
 
 GOLDEN = {"prompt": [1, 2], "tokens": [5, 6, 7], "logprobs": [-1.0, -2.0, -0.5]}
@@ -60,20 +60,23 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("module", "strangers"),
     [
-        ("serving.engine.scheduler", {"jax", "starlette", "uvicorn", "asyncio", "threading"}),
-        ("serving.engine.engine", {"jax", "starlette", "uvicorn"}),
-        ("serving.http.server", {"jax", "spmd"}),
+        ("spmd.serving.engine.scheduler", {"jax", "starlette", "uvicorn", "asyncio", "threading"}),
+        ("spmd.serving.engine.engine", {"jax", "starlette", "uvicorn"}),
+        ("spmd.serving.http.server", {"jax", "spmd.api", "spmd.compiler"}),
     ],
 )
 def test_what_is_not_imported(module: str, strangers: set[str]) -> None:
-    # numpy itself brings threading along, so what came before is left out.
+    # numpy itself brings threading along, so what came before is left out. So is what spmd's public
+    # names are from, jax among it: the package is one whose __init__ is empty.
     program = (
-        f"import numpy, sys; before = set(sys.modules); import {module}; "
+        "import numpy, sys, types; spmd = sys.modules['spmd'] = types.ModuleType('spmd'); "
+        f"spmd.__path__ = ['spmd']; before = set(sys.modules); import {module}; "
         f"print(*(sys.modules.keys() - before))"
     )
     run = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    imported = {name.partition(".")[0] for name in run.stdout.split()}
-    assert "serving" in imported
+    names = [name.split(".") for name in run.stdout.split()]
+    imported = {".".join(parts[:length]) for parts in names for length in (1, 2)}
+    assert "spmd.serving" in imported
     assert not imported & strangers

@@ -1,11 +1,11 @@
-"""Llama with a KV cache, for the functions of `models.decode` that a server calls.
+"""Llama with a KV cache, for the functions of `spmd.models.decode` that a server calls.
 
 Modules, from the outside in:
 
-    rows      what `models.decode` asks of a model
+    rows      what `spmd.models.decode` asks of a model
     layers    the transformer's layers over rows of tokens
 """
 
-from models.llama.decode.rows import LlamaRows
+from spmd.models.llama.decode.rows import LlamaRows
 
 __all__ = ["LlamaRows"]

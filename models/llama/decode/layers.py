@@ -1,7 +1,7 @@
 """The transformer's layers over rows of tokens, with attention left to the caller.
 
 A row is a token: of a slot that decodes, or of a chunk of a prompt. Shapes are in the names, as in
-`models.llama.model`, and X is the number of rows, of all groups together.
+`spmd.models.llama.model`, and X is the number of rows, of all groups together.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 import spmd
-from models.decode.state import State
-from models.llama.config import LlamaConfig
-from models.llama.experts import mixture
-from models.llama.model import add_bias, normed_heads
-from models.llama.rope import apply_rope, rope_angles
+from spmd.models.decode.state import State
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.experts import mixture
+from spmd.models.llama.model import add_bias, normed_heads
+from spmd.models.llama.rope import apply_rope, rope_angles
 
 Weights = dict[str, Any]
 """As `parameters.Params` with layers unrolled; projections may be quantized, see `quantize.py`."""

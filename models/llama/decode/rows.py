@@ -1,4 +1,4 @@
-"""A Llama as the functions of `models.decode` want it."""
+"""A Llama as the functions of `spmd.models.decode` want it."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,12 +6,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from models.decode.attention import kv_leaves, write_and_attend
-from models.decode.model import Rows
-from models.decode.shape import ServingShape
-from models.decode.state import State
-from models.llama.config import LlamaConfig
-from models.llama.decode.layers import Weights, logits, run_layers
+from spmd.models.decode.attention import kv_leaves, write_and_attend
+from spmd.models.decode.model import Rows
+from spmd.models.decode.shape import ServingShape
+from spmd.models.decode.state import State
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.decode.layers import Weights, logits, run_layers
 
 SPECS: Mapping[str, tuple[Any, ...]] = {
     "weights/embed_tokens/": ("model", None),
@@ -43,7 +43,7 @@ key head over the rest.
 
 @dataclasses.dataclass(frozen=True)
 class LlamaRows:
-    """A `models.decode.RowsModel`: a Llama whose cache has the keys and values of each layer.
+    """A `spmd.models.decode.RowsModel`: a Llama whose cache has the keys and values of each layer.
 
     Its weights are a tree as `layers.Weights` says.
     """
@@ -66,13 +66,13 @@ class LlamaRows:
         return () if self.config.tie_word_embeddings else ("weights/embed_tokens/",)
 
     def cache_leaves(self, shape: ServingShape, pages: Any) -> Any:
-        """`I/values` and `I/scales` of layer I: see `models.decode.attention.kv_leaves`."""
+        """`I/values` and `I/scales` of layer I: see `spmd.models.decode.attention.kv_leaves`."""
         config = self.config
         layer = kv_leaves(shape, pages, config.kv_heads, config.head_width)
         return {str(i): dict(layer) for i in range(config.num_hidden_layers)}
 
     def run(self, weights: Weights, cache: State, rows: Rows) -> tuple[Any, State]:
-        """See `models.decode.RowsModel.run`."""
+        """See `spmd.models.decode.RowsModel.run`."""
         shape = rows["tokens"].shape
 
         def attend(
@@ -88,5 +88,5 @@ class LlamaRows:
         return x_XH.reshape(*shape, -1), cache
 
     def logits(self, weights: Weights, x_XH: Any) -> Any:
-        """See `models.decode.RowsModel.logits`."""
+        """See `spmd.models.decode.RowsModel.logits`."""
         return logits(weights, x_XH, self.config)

@@ -17,9 +17,9 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from models.training.data.corpus import CorpusPart
-from models.training.errors import DataError
-from models.training.paths import at_once
+from spmd.models.training.data.corpus import CorpusPart
+from spmd.models.training.errors import DataError
+from spmd.models.training.paths import at_once
 
 # Mixes several sources: which one a sample comes from, in constant time and evenly spread.
 #
@@ -156,7 +156,7 @@ class PackedTokens:
             seed is negative.
 
     Example:
-        >>> from models.training.data import corpus, tokenizer
+        >>> from spmd.models.training.data import corpus, tokenizer
         >>> text = corpus.from_documents([tokenizer.encode("to be or not to be")], 256)
         >>> batch = PackedTokens([corpus.whole(text)], seq_len=4, batch_size=2)(7)
         >>> batch["inputs"].shape, batch["targets"].shape

@@ -14,8 +14,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from models.training.data import documents as readers
-from models.training.data.corpus import (
+from spmd.installed import as_called
+from spmd.models.training.data import documents as readers
+from spmd.models.training.data.corpus import (
     HELD_OUT_EVERY,
     Corpus,
     CorpusPart,
@@ -23,12 +24,12 @@ from models.training.data.corpus import (
     split_held_out,
     whole,
 )
-from models.training.data.documents import COMPRESSED, Bad, DocumentSource, FilePiece
-from models.training.data.files import find_files
-from models.training.data.loader import place
-from models.training.data.samples import PackedTokens
-from models.training.data.token_folder import folder_tokenizer, is_token_folder, open_folder
-from models.training.data.tokenizer import (
+from spmd.models.training.data.documents import COMPRESSED, Bad, DocumentSource, FilePiece
+from spmd.models.training.data.files import find_files
+from spmd.models.training.data.loader import place
+from spmd.models.training.data.samples import PackedTokens
+from spmd.models.training.data.token_folder import folder_tokenizer, is_token_folder, open_folder
+from spmd.models.training.data.tokenizer import (
     BYTES,
     Tokenizer,
     decode,
@@ -37,8 +38,8 @@ from models.training.data.tokenizer import (
     load_tokenizer,
     same_ids,
 )
-from models.training.errors import DataError
-from models.training.paths import AnyPath, as_path
+from spmd.models.training.errors import DataError
+from spmd.models.training.paths import AnyPath, as_path
 
 __all__ = [  # what those who ask for `source` find in it, beside what is defined here
     "BYTES", "DataError", "PackedTokens", "Tokenizer", "decode", "encode", "find_files",
@@ -142,7 +143,7 @@ def open_sources(config: DataConfig) -> tuple[list[Corpus], list[float]]:
         text = next(path for path, _ in named if path not in folders)
         raise DataError(
             f"{text} is text and {folders[0]} a folder of tokens: tokenise the text too, with "
-            "scripts/tokenize_data"
+            + as_called("scripts/tokenize_data")
         )
     _check_same_tokenizer(folders)
     _check_tokenizer(folders[0], config.tokenizer)
@@ -182,8 +183,8 @@ def _check_tokenizer(folder: AnyPath, name: str) -> None:
         theirs = "the bytes of the text" if made.name == BYTES else "those of another tokenizer"
         raise DataError(
             f"the tokens of {folder} are {theirs}, not of {wanted.name}: make them anew with "
-            f"scripts/tokenize_data --out NEW --tokenizer {name} FILES, or say with --tokenizer "
-            f"{'bytes' if made.name == BYTES else folder} that they are meant"
+            f"{as_called('scripts/tokenize_data')} --out NEW --tokenizer {name} FILES, or say with "
+            f"--tokenizer {'bytes' if made.name == BYTES else folder} that they are meant"
         )
 
 
@@ -251,7 +252,8 @@ def load_corpus(
             if left < 0 and whole:
                 raise DataError(
                     f"{name}: more than {max_bytes:,} bytes of text, the most that is tokenised in "
-                    "memory; tokenise it once with scripts/tokenize_data, and give its folder"
+                    f"memory; tokenise it once with {as_called('scripts/tokenize_data')}, and give "
+                    "its folder"
                 )
             if left <= 0:
                 break
@@ -308,4 +310,4 @@ def _documents(path: AnyPath, tokenizer: Tokenizer) -> Iterator[bytes]:
 def _command(path: AnyPath, tokenizer: Tokenizer) -> str:
     """What prepares a file for training."""
     named = "" if tokenizer.name == BYTES else f" --tokenizer {tokenizer.name}"
-    return f"scripts/tokenize_data --out TOKENS{named} {path}"
+    return f"{as_called('scripts/tokenize_data')} --out TOKENS{named} {path}"

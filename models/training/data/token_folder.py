@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from models.training.data.corpus import Corpus, Int64s, RangedTokens, Shard
-from models.training.data.shard_writer import (
+from spmd.installed import as_called
+from spmd.models.training.data.corpus import Corpus, Int64s, RangedTokens, Shard
+from spmd.models.training.data.shard_writer import (
     MANIFEST,
     PLAN,
     SCHEMA_VERSION,
@@ -22,9 +23,9 @@ from models.training.data.shard_writer import (
     shard_paths,
     token_dtype,
 )
-from models.training.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer
-from models.training.errors import DataError
-from models.training.paths import AnyPath, StorePath, as_path, at_once, file_sizes
+from spmd.models.training.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer
+from spmd.models.training.errors import DataError
+from spmd.models.training.paths import AnyPath, StorePath, as_path, at_once, file_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +54,8 @@ def read_manifest(folder: AnyPath) -> TokenManifest:
     path = folder / MANIFEST
     if not path.is_file():
         raise DataError(
-            f"{folder}: there is no {MANIFEST}; scripts/tokenize_data was stopped before its end, "
-            "run it again and it goes on"
+            f"{folder}: there is no {MANIFEST}; {as_called('scripts/tokenize_data')} was stopped "
+            "before its end, run it again and it goes on"
         )
     try:
         about = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What undoes `parameters.unstack_layers` and `quantize.quantize_weight` of `models.llama`."""
+"""What undoes `parameters.unstack_layers` and `quantize.quantize_weight` of `spmd.models.llama`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.llama.parameters import Params
+from spmd.models.llama.parameters import Params
 
 Array = np.ndarray[Any, Any]
 

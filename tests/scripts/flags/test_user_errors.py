@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from scripts.flags.user_errors import INTERRUPTED_EXIT_CODE, ending_on_interrupt, one_message
+from spmd.scripts.flags.user_errors import INTERRUPTED_EXIT_CODE, ending_on_interrupt, one_message
 
 MAINS = (
     "tools.compare_quantized",
-    "scripts.export_llama",
-    "scripts.generate_text",
-    "scripts.convert_checkpoints",
+    "spmd.scripts.export_llama",
+    "spmd.scripts.generate_text",
+    "spmd.scripts.convert_checkpoints",
     "tools.resume_test",
-    "scripts.serve_bundle",
-    "scripts.tokenize_data",
-    "scripts.train_llama",
+    "spmd.scripts.serve_bundle",
+    "spmd.scripts.tokenize_data",
+    "spmd.scripts.train_llama",
 )
 
 

@@ -13,19 +13,19 @@ import pytest
 from jax import export
 
 import spmd
-from models.function import Role
-from scripts.flags import bundle as bundle_flags
-from serving.bundle import symbols
-from serving.bundle.function import BundleError, Function, StateLeaf
-from serving.bundle.manifest import MANIFEST, LeafEntry
-from serving.bundle.memory import compile_bundle
-from serving.bundle.placement import spec_for
-from serving.bundle.programs import plan_functions
-from serving.bundle.read import load_bundle
-from serving.bundle.write import write_bundle
 from spmd.cli.flags import Parser
 from spmd.errors import ArgumentError
 from spmd.mesh.topology import CHIPS
+from spmd.models.function import Role
+from spmd.scripts.flags import bundle as bundle_flags
+from spmd.serving.bundle import symbols
+from spmd.serving.bundle.function import BundleError, Function, StateLeaf
+from spmd.serving.bundle.manifest import MANIFEST, LeafEntry
+from spmd.serving.bundle.memory import compile_bundle
+from spmd.serving.bundle.placement import spec_for
+from spmd.serving.bundle.programs import plan_functions
+from spmd.serving.bundle.read import load_bundle
+from spmd.serving.bundle.write import write_bundle
 from tests.serving.conftest import struct
 from tests.two_processes import run_both
 
@@ -130,7 +130,7 @@ def test_the_next_start_plans_nothing_and_another_size_does(load, mesh_of, monke
     from_memory = {"options": on_devices_of(1 << 20), "memory_share": 0.5}
     load(mesh_of(2, 4), symbols={"n": 4})
     chosen = load(mesh_of(2, 4), **from_memory).symbols
-    monkeypatch.setattr("serving.bundle.programs.lower_stablehlo", None)
+    monkeypatch.setattr("spmd.serving.bundle.programs.lower_stablehlo", None)
     load(mesh_of(2, 4), symbols={"n": 4})
     assert load(mesh_of(2, 4), **from_memory).symbols == chosen
     with pytest.raises(TypeError):

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from serving.errors import ServingError
-from serving.http.limits import HttpOptions
-from serving.http.server import Server
-from serving.http.service import Service
+from spmd.serving.errors import ServingError
+from spmd.serving.http.limits import HttpOptions
+from spmd.serving.http.server import Server
+from spmd.serving.http.service import Service
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import MODEL, get, post, serving
 
@@ -157,7 +157,7 @@ def test_a_request_that_fails() -> None:
 
 def test_without_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    monkeypatch.delitem(sys.modules, "serving.http.tracing", raising=False)
+    monkeypatch.delitem(sys.modules, "spmd.serving.http.tracing", raising=False)
     for name in [name for name in sys.modules if name.startswith("opentelemetry.")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(
@@ -168,8 +168,8 @@ def test_without_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_flag_they_are_not_imported() -> None:
     program = (
-        "import sys; from serving.http.server import Server; from serving.http.language import *;"
-        "from serving.http.service import *;"
+        "import sys; from spmd.serving.http.server import Server;"
+        "from spmd.serving.http.language import *;from spmd.serving.http.service import *;"
         "Server(Service()); print([n for n in sys.modules if n.startswith('opentelemetry')])"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)

@@ -10,10 +10,10 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models.training.checkpoints.found import CheckpointError
-from models.training.checkpoints.manifest import write_manifest
-from models.training.checkpoints.store import Checkpoints
-from models.training.run.loop import TrainState
+from spmd.models.training.checkpoints.found import CheckpointError
+from spmd.models.training.checkpoints.manifest import write_manifest
+from spmd.models.training.checkpoints.store import Checkpoints
+from spmd.models.training.run.loop import TrainState
 from tests.forked import run_text
 
 LAYERS = 3
@@ -389,7 +389,7 @@ def test_a_full_disk_is_called_that(tmp_path, mesh42, monkeypatch):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(make_state(mesh42, 10))
         checkpoints.finish()
-        monkeypatch.setattr("models.training.checkpoints.store.write_manifest", full)
+        monkeypatch.setattr("spmd.models.training.checkpoints.store.write_manifest", full)
         checkpoints.save(make_state(mesh42, 20))
         with pytest.raises(
             CheckpointError,
@@ -410,7 +410,7 @@ def test_what_a_failed_save_still_writes_goes_after_the_next(tmp_path, mesh42, m
 
     with Checkpoints(tmp_path) as checkpoints:
         with monkeypatch.context() as patched:
-            patched.setattr("models.training.checkpoints.store.write_manifest", full)
+            patched.setattr("spmd.models.training.checkpoints.store.write_manifest", full)
             checkpoints.save(make_state(mesh42, 10))
             with pytest.raises(CheckpointError, match="no space is left"):
                 checkpoints.finish()

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.training.checkpoints.found import CheckpointError, find_saved
-from models.training.checkpoints.relayout import piece_shape, relayout
-from models.training.checkpoints.store import Checkpoints
-from models.training.run.loop import TrainState
+from spmd.models.training.checkpoints.found import CheckpointError, find_saved
+from spmd.models.training.checkpoints.relayout import piece_shape, relayout
+from spmd.models.training.checkpoints.store import Checkpoints
+from spmd.models.training.run.loop import TrainState
 
 SPECS = {
     "w": PartitionSpec("data", "model"),
@@ -89,7 +89,7 @@ def test_what_cannot_be_written(tmp_path, devices8, monkeypatch):
     def full(*arguments):
         raise ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device")
 
-    monkeypatch.setattr("models.training.checkpoints.relayout._copy_array", full)
+    monkeypatch.setattr("spmd.models.training.checkpoints.relayout._copy_array", full)
     with pytest.raises(CheckpointError, match="/7 cannot be written: no space is left on the disk"):
         relayout(tmp_path / "from", tmp_path / "to", {"data": 1})
     assert list((tmp_path / "to").iterdir()) == []

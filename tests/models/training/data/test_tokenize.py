@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.training.data import documents, token_folder
-from models.training.data.documents import Bad, DocumentSource, DocumentText
-from models.training.data.shard_jobs import TokenizeOptions
-from models.training.data.tokenize import tokenize
-from models.training.data.tokenizer import load_tokenizer
-from models.training.errors import DataError
-from scripts import tokenize_data
+from spmd.models.training.data import documents, token_folder
+from spmd.models.training.data.documents import Bad, DocumentSource, DocumentText
+from spmd.models.training.data.shard_jobs import TokenizeOptions
+from spmd.models.training.data.tokenize import tokenize
+from spmd.models.training.data.tokenizer import load_tokenizer
+from spmd.models.training.errors import DataError
+from spmd.scripts import tokenize_data
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[4]
@@ -212,7 +212,7 @@ def test_killed_and_resumed(tmp_path, bpe):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS * 60)
     arguments = ["--tokenizer", str(bpe), "--piece_mib", "1", str(path)]
     path.write_text(path.read_text() * 6)
-    run = [sys.executable, "-m", "scripts.tokenize_data", *arguments]
+    run = [sys.executable, "-m", "spmd.scripts.tokenize_data", *arguments]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     subprocess.run([*run, "--out", whole, "--workers", "1"], cwd=ROOT, check=True)
     again = [*run, "--out", killed, "--workers", "2"]

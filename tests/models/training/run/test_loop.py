@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.llama import fresh, objective
-from models.llama.named import CONFIGS
-from models.training.data import source as data
-from models.training.errors import TrainingError
-from models.training.run.loop import Schedule, TrainState, train
-from models.training.run.metrics import StepCost, peak_flops
-from models.training.run.optimizer import OptimizerConfig, make_optimizer
-from models.training.run.profile import Profiler, ProfileRange
-from models.training.run.step import make_train_step
+from spmd.models.llama import fresh, objective
+from spmd.models.llama.named import CONFIGS
+from spmd.models.training.data import source as data
+from spmd.models.training.errors import TrainingError
+from spmd.models.training.run.loop import Schedule, TrainState, train
+from spmd.models.training.run.metrics import StepCost, peak_flops
+from spmd.models.training.run.optimizer import OptimizerConfig, make_optimizer
+from spmd.models.training.run.profile import Profiler, ProfileRange
+from spmd.models.training.run.step import make_train_step
 
 TINY = CONFIGS["tiny"]
 COST = StepCost(tokens=100, devices=1)
@@ -150,7 +150,7 @@ def test_nothing_to_do():
 
 def test_the_first_step_does_not_count_as_typical(monkeypatch):
     times = iter([0.0, 0.0, 60.0, 61.0, 64.0, 66.0, 66.0])
-    monkeypatch.setattr("models.training.run.loop.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("spmd.models.training.run.loop.time.perf_counter", lambda: next(times))
     outcome, notes = run(steps=4)
     assert [record["seconds"] for record in notes] == [60.0, 1.0, 3.0, 2.0]
     assert outcome.typical_seconds == 2.0

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
-from models.training.run.background import Background
-from models.training.run.sinks import Forgiving, JsonLines, Sinks, TensorBoard, Terminal
+from spmd.models.training.run.background import Background
+from spmd.models.training.run.sinks import Forgiving, JsonLines, Sinks, TensorBoard, Terminal
 from tests.forked import run_text
 from tests.waiting import wait_until
 
@@ -119,7 +119,7 @@ def test_records_wait_for_a_full_disk(monkeypatch):
 
 
 def test_a_disk_that_hangs_delays_nothing(capfd, monkeypatch):
-    monkeypatch.setattr("models.training.run.background.CLOSE_S", 0.1)
+    monkeypatch.setattr("spmd.models.training.run.background.CLOSE_S", 0.1)
     disk = Disk()
     sink = Background("metrics", lambda: disk, kept=5)
     for step in range(100):
@@ -168,7 +168,7 @@ def test_of_a_record_that_does_not_fit_nothing_is_left(kind, tmp_path):
     """A file that may not grow is as good as a full disk: a process of its own has the limit."""
     program = (
         "import resource, signal, sys, pathlib\n"
-        f"from models.training.run.sinks import {kind.__name__} as Kind\n"
+        f"from spmd.models.training.run.sinks import {kind.__name__} as Kind\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "sink = Kind(pathlib.Path(sys.argv[1]))\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))\n"

@@ -1,1 +1,0 @@
-"""Models as ordinary single-device JAX functions, with their sharding tables beside them."""
