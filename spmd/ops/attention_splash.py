@@ -67,15 +67,18 @@ def _kernel(q_BSND: Any, k_BTKD: Any, spec: Spec, *, save_residuals: bool) -> An
         or (spec.causal and queries != spec.length)
     ):
         return None
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    # Pallas is not loaded before a TPU asks for it.
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import MultiHeadMask
 
-    mask: Any = masks.CausalMask(shape) if spec.causal else masks.FullMask(shape)
+    from spmd.ops import splash_masks as masks
+
+    mask: Any = masks.Causal(shape) if spec.causal else masks.Full(shape)
     if spec.window is not None:
-        mask = masks.LocalMask(shape, (spec.window - 1, 0), offset=0)
+        mask = masks.Window(shape, spec.window)
     rows, columns = (next(b for b in BLOCKS if size % b == 0) for size in shape)
     splash = _splash()
     return splash.make_splash_mha(
-        masks.MultiHeadMask([mask] * heads),
+        MultiHeadMask([mask] * heads),
         head_shards=1,
         q_seq_shards=1,
         save_residuals=save_residuals,
