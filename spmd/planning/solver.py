@@ -133,7 +133,7 @@ class Elimination:
         return not self.left
 
     def fits(self, limit: int) -> bool:
-        """Returns whether `run(limit)` is sure to eliminate all variables; changes nothing."""
+        """Returns whether `run(limit)` may well eliminate all variables; changes nothing."""
         near = [self._near(v) for v in range(len(self.sizes))]
 
         def width(v: int) -> int:
@@ -394,10 +394,13 @@ class Reduced:
     ) -> None:
         self._network, self._limit, self._is_asked_often = network, limit, bool(kept)
         self._alive = allowed or [np.arange(len(costs)) for costs in network.unary]
-        self._gone = Elimination(network.restricted(self._alive) if allowed else network)
+        restricted = network.restricted(self._alive) if allowed else network
+        self._gone = Elimination(restricted)
         self._gone.run(limit, neighbours=2, keep=kept)
         if not kept and self._gone.fits(limit):
-            self._gone.run(limit)
+            whole = Elimination(restricted)
+            if whole.run(limit):  # else factors of three variables are left, of which is no network
+                self._gone = whole
 
     @cached_property
     def _passing(self) -> Passing:
