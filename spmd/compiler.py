@@ -55,7 +55,6 @@ from spmd.options import Options
 from spmd.planning.exact import RUNS, plan_exactly
 from spmd.planning.greedy import plan_greedily
 from spmd.planning.legality import check_plan
-from spmd.planning.limit import bound_of
 from spmd.planning.plan import Plan, recorded, replayed
 from spmd.planning.problem import Problem, posed
 from spmd.planning.search import Candidate, Search
@@ -220,14 +219,6 @@ class Trial:
     def bytes(self) -> int:
         """Predicted memory of one device."""
         return self._memory.peak
-
-    def fits(self, limit: float) -> bool:
-        """Whether it takes at most `limit` bytes; the sum of all values is looked at first."""
-        return self._bound <= limit or self.bytes <= limit
-
-    @cached_property
-    def _bound(self) -> int:
-        return bound_of(self.plan)
 
     @property
     def largest(self) -> list[tuple[str, int]]:

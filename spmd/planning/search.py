@@ -25,9 +25,6 @@ class Judged(Protocol):
     def bytes(self) -> int:
         """Predicted memory of one device."""
 
-    def fits(self, limit: float) -> bool:
-        """Whether it needs at most so many bytes; told without a prediction where that is plain."""
-
 
 T = TypeVar("T", bound=Judged)
 
@@ -80,7 +77,7 @@ class Search(Generic[T]):
 
     def fits(self, trial: T) -> bool:
         """Whether a program keeps to the limit."""
-        return trial.fits(self.limit)
+        return trial.bytes <= self.limit
 
     def add(self, trial: T) -> T:
         """Adds a program to those tried."""
