@@ -55,7 +55,6 @@ from spmd.options import Options
 from spmd.planning.exact import RUNS, plan_exactly
 from spmd.planning.greedy import plan_greedily
 from spmd.planning.legality import check_plan
-from spmd.planning.limit import bound_of
 from spmd.planning.plan import Plan, recorded, replayed
 from spmd.planning.problem import Problem, posed
 from spmd.planning.search import Candidate, Search
@@ -220,14 +219,6 @@ class Trial:
     def bytes(self) -> int:
         """Returns the predicted peak memory of one device in bytes."""
         return self._memory.peak
-
-    def fits(self, limit: float) -> bool:
-        """Returns whether the program needs at most `limit` bytes of memory on each device."""
-        return self._bound <= limit or self.bytes <= limit
-
-    @cached_property
-    def _bound(self) -> int:
-        return bound_of(self.plan)
 
     @property
     def largest(self) -> list[tuple[str, int]]:

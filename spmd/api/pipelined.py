@@ -334,9 +334,6 @@ class _Tried(NamedTuple):
     def bytes(self) -> int:
         return self.lowered.predicted_memory.peak
 
-    def fits(self, limit: float) -> bool:
-        return self.bytes <= limit
-
 
 def in_fastest_schedule(
     trace: Callable[[bool], Interface],
@@ -374,7 +371,7 @@ def in_fastest_schedule(
 
     # To compute steps again takes longer, but where memory is short so does what else saves it.
     for is_lean in (False, True):
-        if is_lean and any(each.fits(SHORT * search.limit) for each in search.tried):
+        if is_lean and any(each.bytes <= SHORT * search.limit for each in search.tried):
             break
         for name in SCHEDULES:
             if SCHEDULES[name][1] == is_lean and name in names:

@@ -140,9 +140,16 @@ def _tpus(topology: Topology, slices: int) -> list[Any]:
 
 
 def _gpus(topology: Topology, chip: str) -> list[Any]:
+    hosts = -(-topology.count // topology.chip.per_host)
+    if topology.count % hosts:
+        raise MeshError(
+            f"{topology} cannot be described to XLA, whose hosts have equally many devices",
+            actual=f"{topology.count} devices on {hosts} hosts",
+            required=f"a multiple of {hosts} devices",
+            fix="change the topology, or plan without compiling: use .lower(..., topology=...)",
+        )
     if not any(importlib.util.find_spec(name) for name in CUDA_PLUGINS):
         raise _not_installed(topology, "jax's plugin for CUDA", "cuda")
-    hosts = -(-topology.count // topology.chip.per_host)
     try:
         described = topologies.get_topology_desc(
             topology.name,

@@ -169,7 +169,8 @@ class WithConstants:
         return self.compiled(*self.constants, *arguments)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.compiled, name)
+        # One that is being copied has nothing yet, and is asked for special methods.
+        return getattr(vars(self).get("compiled"), name)
 
 
 def on_own_mesh(

@@ -167,6 +167,8 @@ def _try_nearby(
         trial = try_out(plan)
         if trial.seconds < best * (1 - CLOSE):
             best, pins = search.add(trial).seconds, {**pins, variable: (state,)}
+        elif trial.seconds < search.seconds > best and search.fits(trial):
+            search.add(trial)  # the fastest does not fit
 
 
 def _suggested(costs: CostNetwork) -> Plan:

@@ -179,7 +179,8 @@ class _Greedy(Walk):
         partial = tuple(
             [i for i, (v, have) in ends if have and have[0].partial and self.can_stay_partial(v)]
         )
-        key = (op.kind, self.resharder.held(op.results[0]), copies, wanted, partial)
+        held, stored = self.resharder.held(op.results[0]), self.problem.stored(op)
+        key = (op.kind, held, stored, copies, wanted, partial)
         if (known := self.decided.get(key)) is not None:
             return known
         options = self.options.around(op, tuple([found[:1] for found in copies]), wanted)

@@ -19,7 +19,7 @@ from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem
 from spmd.planning.search import Judged, Search
 from spmd.predict.fusion import is_untouched
-from spmd.predict.memory import constant_bytes, fullest
+from spmd.predict.memory import fullest
 
 Prices = Mapping[Value, float]  # seconds for each byte that one device holds of a value
 
@@ -258,19 +258,6 @@ def _peak_inside(plan: Plan, region: Region, returned: Mapping[Value, Sharding])
     spans.sort(key=lambda span: span[0])
     alive = {held: size for start, end, size, held in spans if start <= at <= end}
     return Peak(most, alive | inner[at].alive if at in inner else alive)
-
-
-def bound_of(plan: Plan) -> int:
-    """Returns one device's bytes of a plan's values and operands' copies, as if none were freed."""
-    states, size = plan.states, plan.problem.size
-    held = [(value, state) for value, state in enumerate(states) if state is not None]
-    held += plan.copies.items()
-    for op in plan.program.walk():
-        if op.results and (choice := plan.choices.get(op.results[0])) is not None:
-            needs = zip(op.operands, choice.operands, strict=True)
-            held += [(v, s) for v, s in needs if states[v] != s]
-    # Constants are whole, however they are split.
-    return constant_bytes(plan.program) + sum(size(*each) for each in held)
 
 
 def least_held(problem: Problem) -> dict[str, int]:

@@ -25,9 +25,6 @@ class Judged(Protocol):
     def bytes(self) -> int:
         """Predicted bytes of memory of one device, at the peak."""
 
-    def fits(self, limit: float) -> bool:
-        """Returns whether the program needs at most `limit` bytes; a rough bound is tried first."""
-
 
 T = TypeVar("T", bound=Judged)
 
@@ -80,7 +77,7 @@ class Search(Generic[T]):
 
     def fits(self, trial: T) -> bool:
         """Returns whether a program needs at most the `limit` of the search, in bytes."""
-        return trial.fits(self.limit)
+        return trial.bytes <= self.limit
 
     def add(self, trial: T) -> T:
         """Adds a program that was tried, without a price, and returns it."""

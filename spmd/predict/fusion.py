@@ -301,7 +301,7 @@ class Kernel(NamedTuple):
 
 
 def combined(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """Returns kernels with like all-reduces over the same axes merged, where none needs another."""
+    """Merges all-reduces among the same devices that do not wait for each other into one kernel."""
     # Their depth, the number of all-reduces on the way to them, tells which those are:
     #   %2 = all_reduce %0   depth 0        before: [%2: %0] [%3: %2] [%4: %1]
     #   %3 = all_reduce %2   depth 1        after:  [%2 %4: %0 %1] [%3: %2]
@@ -312,7 +312,8 @@ def combined(kernels: Sequence[Kernel]) -> list[Kernel]:
         here = max((depth.get(v, 0) for v in (*kernel.reads, *kernel.handed)), default=0)
         if kernel.op.collective == "all_reduce" and not kernel.is_copy:
             attrs = kernel.op.kind.attrs
-            groups.setdefault((attrs.get("axes"), attrs.get("body"), here), []).append(i)
+            alike = attrs.get("axes"), attrs.get("groups"), attrs.get("body"), here
+            groups.setdefault(alike, []).append(i)
             here += 1
         depth.update(dict.fromkeys(kernel.makes, here))
     found: list[Kernel | None] = list(kernels)

@@ -116,6 +116,11 @@ def test_a_mesh_of_gpus_must_fit() -> None:
         devices_ahead(mesh, spmd.Topology("h200:16"))
 
 
+def test_hosts_of_gpus_have_equally_many() -> None:
+    with pytest.raises(MeshError, match=r"9 devices on 2 hosts\n.*a multiple of 2 devices"):
+        devices_ahead(spmd.Mesh(None, (9,), ("x",)), spmd.Topology("h100:9"))
+
+
 @needs_cuda_plugin
 @pytest.mark.parametrize("name", ["a100:8", "h100:8", "h200:8", "h200:16"])
 def test_the_gpu_compiler_reports_memory_and_a_schedule(name: str) -> None:

@@ -1,5 +1,7 @@
 """Emitted programs as plain data: compiled without the compiler's other results."""
 
+import copy
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,13 @@ import pytest
 import spmd
 from spmd.ir.types import numpy_dtype
 from spmd.lowering import execute
-from spmd.lowering.execute import compile_emitted, compile_within, x64_if
+from spmd.lowering.execute import (
+    Outside,
+    WithConstants,
+    compile_emitted,
+    compile_within,
+    x64_if,
+)
 
 SQUARE = """module {{
   func.func @main(%x: tensor<8x{dtype}>) -> tensor<8x{dtype}> {{
@@ -50,3 +58,9 @@ def test_a_program_is_compiled_again_where_it_exceeds_its_limit(
     assert len(asked) == (2 if limit == 1 else 1)
     assert asked[0] == {}
     np.testing.assert_array_equal(run(np.full(8, 3, np.float32))[0], np.full(8, 9))
+
+
+def test_a_program_with_constants_can_be_copied() -> None:
+    ahead: Any = Outside(None, devices=())  # type: ignore[arg-type]
+    program = WithConstants(SimpleNamespace(cost=1), None, ahead)  # type: ignore[arg-type]
+    assert copy.copy(program).cost == 1

@@ -1,7 +1,7 @@
 """The exact planner: its network says what its plan costs, and no plan it knows is cheaper."""
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,15 @@ import pytest
 import spmd
 from spmd.compiler import Request, Stages, plan_problem, timed
 from spmd.errors import PlanError
+from spmd.ir.program import Op
 from spmd.planning.choices import Choices
-from spmd.planning.greedy import plan_greedily
+from spmd.planning.exact import _try_nearby, weighed
+from spmd.planning.greedy import _Greedy, plan_greedily
 from spmd.planning.legality import check_plan
 from spmd.planning.network import CostNetwork
+from spmd.planning.plan import Choice, Plan
 from spmd.planning.problem import problem_of
+from spmd.planning.search import Search
 from spmd.planning.solver import solve
 from spmd.planning.units import domains_of, units_of
 from tests import programs
@@ -150,3 +154,35 @@ def test_what_is_shown_is_what_a_limit_is_held_against(limit: float) -> None:
         assert limit < 1
     else:
         assert found.predicted_memory.peak <= needed * limit
+
+
+def test_equal_ops_of_which_one_is_fused_take_their_own_time() -> None:
+    class Checked(_Greedy):
+        def choose(self, op: Op) -> tuple[Choice, float]:
+            found = super().choose(op)
+            assert found[1] == self.options.own_seconds(op, found[0].assignment), op
+            return found
+
+    def program(x: Any, y: Any) -> Any:
+        return jnp.exp(x) + 1, jnp.exp(y)
+
+    struct = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    mesh = spmd.Mesh(None, (4, 2), ("data", "model"))
+    step = spmd.jit(program, mesh=mesh, in_specs=(("data", None),) * 2)
+    problem = step.lower(struct, struct).stages.plan.problem
+    Checked(problem, Choices(problem)).run()
+
+
+def test_a_nearby_plan_that_fits_is_kept_where_the_fastest_does_not() -> None:
+    class Made(NamedTuple):
+        plan: Plan
+        seconds: float
+        bytes: int
+
+    _, stages = inputs(training("mlp"))
+    problem = problem_of(stages.propagated, stages.plan.topology)
+    greedy, costs = weighed(problem)
+    search = Search[Any](5, [Made(greedy, 1.0, 9)])
+    _try_nearby(costs, costs.solution, search, lambda plan: Made(plan, 2.0, 4), [])
+    assert search.best.bytes == 4
+    assert len(search.tried) == 2

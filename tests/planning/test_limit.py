@@ -11,8 +11,10 @@ from jax import lax
 
 import spmd
 from benchmarks.programs.catalog import program_named
+from spmd.compiler import plan_problem
 from spmd.lowering.recompute.again import AGAIN
 from spmd.planning.limit import least_held
+from spmd.planning.search import Search
 
 MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
 LAYERS, ROWS, WIDTH, HIDDEN = 6, 256, 64, 256
@@ -136,3 +138,13 @@ def test_a_limit_that_nothing_can_keep_to_is_refused_before_anything_is_planned(
     assert refused.value.least_bytes == needed
     with pytest.raises(AssertionError, match="it is planned"):
         lowered(needed)
+
+
+def test_results_that_are_returned_whole_count() -> None:
+    """A piece of `x` and one of `exp(x)` take 2 MiB; the whole result takes 4 on its own."""
+    step = spmd.jit(jnp.exp, mesh=MESH, in_specs=(("data", None),), out_specs=(None, None))
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    problem = step.lower(x).stages.plan.problem
+    trial = plan_problem(problem, spmd.Options())
+    assert not Search(3 << 20, [trial]).fits(trial)
+    assert Search(trial.bytes, [trial]).fits(trial)

@@ -14,9 +14,6 @@ class Made(NamedTuple):
     seconds: float
     bytes: int
 
-    def fits(self, limit: float) -> bool:
-        return self.bytes <= limit
-
 
 MADE = st.builds(Made, st.integers(1, 9).map(float), st.integers(1, 9))
 

@@ -3,10 +3,11 @@
 import pytest
 
 from spmd.ir.dialect.builder import Builder
+from spmd.ir.dialect.reducers import reducer_body
 from spmd.ir.program import Program, Value
 from spmd.ir.types import TensorType
 from spmd.predict.backends import XlaBackend, backend_of
-from spmd.predict.fusion import Fused, stored_values
+from spmd.predict.fusion import Fused, Kernel, combined, stored_values
 
 SQUARE = TensorType((64, 64), "f32")
 
@@ -56,3 +57,17 @@ def test_nothing_is_computed_across_a_barrier() -> None:
     program = make.program([make.call(make.b.unary("abs", held))])
     assert Fused(program, XlaBackend()).stored[flipped]
     assert not Fused(program, backend_of("cpu")).stored[flipped]  # XLA drops it there
+
+
+def test_all_reduces_are_one_only_among_the_same_devices() -> None:
+    def counted(*groups: tuple[tuple[int, ...], ...]) -> int:
+        b, type_ = Builder(), TensorType((8,), "f32")
+        b.begin()
+        x, body = b.value(type_), reducer_body("add", "f32")
+        for each in groups:
+            b.collective("all_reduce", x, type_, (0,), body=body, groups=each)
+        return len(combined([Kernel(op, op.operands, op.results) for op in b.end((), ()).ops]))
+
+    pairs, others = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+    assert counted(pairs, pairs) == 1
+    assert counted(pairs, others) == 2
