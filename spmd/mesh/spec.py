@@ -2,7 +2,7 @@
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -117,7 +117,7 @@ def first_match(name: str, patterns: Iterable[str]) -> str | None:
 
 
 def match_patterns(
-    patterns: Iterable[str], names: Sequence[str], *, what: str, source: str | None = None
+    patterns: Collection[str], names: Sequence[str], *, what: str, source: str | None = None
 ) -> list[str | None]:
     """For each name the first pattern (a name, or a glob whose `*` crosses `/`) that matches it.
 

@@ -135,3 +135,9 @@ def test_hybrid_meshes_put_the_network_major():
 
 def test_a_mesh_as_jax_makes_it(devices8: object) -> None:
     assert make_mesh((4, 2), ("data", "model")) == make_mesh(data=4, model=2)
+
+
+@pytest.mark.parametrize("dcn", [(2,), (2, 1, 1), (3, 1)])
+def test_slices_that_do_not_fit_the_axes(dcn: tuple[int, ...]) -> None:
+    with pytest.raises(MeshError, match="does not say how much of each axis crosses slices"):
+        Mesh(None, (4, 2), ("data", "model"), dcn)
