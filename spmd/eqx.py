@@ -1,4 +1,4 @@
-"""Equinox: `filter_jit` of functions of modules and anything else, as `eqx.filter_jit` has it.
+"""Equinox: `filter_jit` compiles functions of any pytrees for a mesh, as `eqx.filter_jit` does.
 
 Needs equinox (`pip install equinox`). Arrays are arguments of the program, all else is constant.
 """
@@ -56,7 +56,7 @@ def filter_jit(
 
 
 class FilterJit:
-    """What `filter_jit` returns: call it, or `compile` it for given arguments."""
+    """A function that `filter_jit` compiles: call it, or `compile` it for given arguments."""
 
     def __init__(self, fn: Callable[..., Any], donate: str, options: dict[str, Any]) -> None:
         functools.update_wrapper(self, fn, updated=())
@@ -91,12 +91,12 @@ class FilterJit:
         return self if instance is None else MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the program."""
+        """Runs the compiled function on the mesh and returns its result, as `fn` would."""
         results, others = self._run(Jitted.__call__, args, kwargs)
         return eqx.combine(results, others.tree)
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
-        """Compiles for arguments without running, to ask for `explain()` and reports."""
+        """Returns the `Compiled` program for these arguments, for its reports; nothing runs."""
         return self._run(Jitted.compile, args, kwargs)
 
     def _run(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -111,7 +111,10 @@ class FilterJit:
 
 
 def _on_arrays(constants: _Constants, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls the function with constants put back; returns its result's arrays, and other leaves."""
+    """Calls `function` with what is no array put back from `constants`, in it and its arguments.
+
+    Returns the arrays of its result, and the result's other leaves as `_Constants`.
+    """
     around, inside = constants.tree
     args, kwargs = eqx.combine((args, kwargs), inside)
     results = eqx.combine(function, around)(*args, **kwargs)
@@ -121,7 +124,7 @@ def _on_arrays(constants: _Constants, function: Any, *args: Any, **kwargs: Any) 
 
 @jax.tree_util.register_static
 class _Constants:
-    """Holds a pytree without arrays as a static value, hashed by its leaves and structure."""
+    """A pytree of values that are not arrays, hashable so that it can be a static argument."""
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree
