@@ -41,7 +41,7 @@ def filter_jit(
       **options: as for `spmd.jit`, but nothing is static or donated by number or name.
 
     Returns:
-      An object to call like `fn`; see `FilterJit`.
+      A `FilterJit`, which is called like `fn`.
 
     Raises:
       ArgumentError: static or donated arguments by number or name, or an unknown `donate`.

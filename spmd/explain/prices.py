@@ -48,21 +48,21 @@ from spmd.propagation.propagate import Conflict
 
 T = TypeVar("T")
 
-MOST_TRIES = 5  # marks without which a program is planned again for a report
-MOST_CONFLICTS = 24  # kinds of conflicts whose losing claims are priced, the largest values first
+MOST_TRIES = 5  # groups of marks that are priced for a report
+MOST_CONFLICTS = 24  # rows of conflicts for which a report says what other axes would cost
 MOST_OTHERS = 5  # other shardings of one argument for which a program is planned again
 # Ops of all programs that are timed for one part of a report: of large ones fewer are timed.
 MOST_OPS = 28_000
 # Programs that are timed while one is planned again; and those of a conflict's losing claims.
 TIMED_FOR_MARK, TIMED_FOR_CONFLICT = 6, 2
-LEAST_SHARE = 0.2  # the part of a run that a mark costs if it is spoken of
-OBVIOUS_SHARE = 0.5  # of the planner's sum around a mark, from which on nobody has to ask about it
+LEAST_SHARE = 0.2  # the share of a run's time from which on a report warns of a mark
+OBVIOUS_SHARE = 0.5  # the share of a plan's costs around a mark from which on it is priced unasked
 # Predicted time of a run from which on marks are looked at without being asked. To plan again what
 # takes less would take longer than a mark costs in a thousand runs.
 LEAST_SECONDS = 1e-4
 # How much larger a device's arguments may be without a mark: else it is there to save memory.
 MOST_MORE = 0.1
-MOST_SUSPECTS = 2  # marks without which a program is planned again if nobody asked
+MOST_SUSPECTS = 2  # groups of marks that are priced to find one to warn of
 WORTH = 0.01  # the part of the time of all reshards that a mark must cost to be mentioned
 
 NO_AXIS = "no axis"
@@ -73,7 +73,7 @@ class Price(NamedTuple):
     """Holds how much more a run costs with another decision; negative numbers are savings."""
 
     seconds: float  # predicted time of one run
-    bytes: int  # what each device sends, reshards only
+    bytes: int  # that each device sends in one run, in reshards alone
     argument_bytes: int = 0  # what each device holds of the arguments: open ones may be held whole
 
     @property
@@ -354,9 +354,9 @@ class MarkGroup(NamedTuple):
 
     name: str  # `mark_sharding at model.py:12 (f)`, `argument layers/*/w`
     values: tuple[Value, ...]
-    # what the first of them says; in a `Relief`, the first that would lie otherwise
+    # of the first mark; in a `Relief`, of the first whose value would have another one without it
     sharding: Sharding
-    seconds: float  # time of the reshards that are next to them
+    seconds: float  # predicted, of the reshards that `mark_groups` counts as next to them
 
     def text(self, mesh: Mesh) -> str:
         """Returns the group in words: `argument x ("data", None) and 2 more`."""
@@ -368,12 +368,12 @@ class Relief(NamedTuple):
     """Holds a group of marks, and how time, bytes and shardings would change without them."""
 
     marks: MarkGroup
-    price: Price
+    price: Price  # of the program without them, so negative seconds if that is faster
     seconds: float  # predicted time of one run with them
-    # how the marked value would lie; None if it would be made anew for every use
+    # the marked value's sharding without the marks; None if each use would make its own copy
     instead: Sharding | None
-    # where the marked values would lie as they are marked, the value that lies as `instead` says:
-    # `argument w`, `multiply at model.py:12 (f)`. Empty if it is a marked one
+    # if the marked values would keep their shardings, the value that would have `instead`:
+    # `argument w`, `multiply at model.py:12 (f)`; else empty
     elsewhere: str = ""
 
     @property
@@ -391,8 +391,8 @@ class MarkPrices(NamedTuple):
     """Holds the groups of marks that cost enough to mention, those that cost most first."""
 
     reliefs: tuple[Relief, ...]
-    tried: int  # how many groups of marks were left out, one after the other
-    groups: int  # of so many that are next to any reshard
+    tried: int  # without how many groups of marks, one at a time, the program was planned again
+    groups: int  # how many groups are next to a reshard
 
 
 def mark_prices(plan: Plan, tries: int, options: Options | None = None) -> MarkPrices:

@@ -18,7 +18,7 @@ from spmd.predict.timeline import COMPUTE
 MOST_SLOTS = 100_000
 """A run of more ops than this, all iterations counted, is written with first iterations alone."""
 
-PREDICTED, MEASURED = 1, 2  # numbers of the two processes
+PREDICTED, MEASURED = 1, 2  # numbers of the trace's two processes
 
 
 class Slice(NamedTuple):
@@ -26,7 +26,7 @@ class Slice(NamedTuple):
 
     lane: str
     name: str
-    start: float
+    start: float  # seconds
     end: float
     more: dict[str, Any]
 

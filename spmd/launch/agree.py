@@ -24,7 +24,7 @@ TIMEOUT_S = 600.0
 """Seconds to wait for the slowest process: compiling takes minutes, and hosts differ."""
 
 LONGEST = 200  # characters of a value that a message shows
-Found = Mapping[int, Mapping[str, str]]  # process -> what it says, by name
+Found = Mapping[int, Mapping[str, str]]  # process -> its `what`: name -> value
 
 _calls: Counter[tuple[int, ...]] = Counter()
 

@@ -168,7 +168,7 @@ def problem_of(
 def opened(problem: Problem, free: Sequence[bool]) -> Problem:
     """Returns the problem with `free` arguments allowed every sharding that keeps their marks.
 
-    Donated ones, which live on from call to call, lie in no larger pieces than the marks suggest.
+    Donated ones, which live on from call to call, are in no larger pieces than the marks suggest.
     """
     types, values = problem.program.types, problem.program.body.args
     arguments = list(problem.arguments)

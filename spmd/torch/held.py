@@ -23,7 +23,7 @@ from spmd.torch.tracing import RANDOM, split
 
 
 class ModuleProgram(NamedTuple):
-    """Holds a program of a module: the buffers that it changes, and whether it draws randomly.
+    """A module's compiled program, the buffers that it changes, whether it draws random numbers.
 
     `outputs` says of a forward pass how its result is put together, `written` of a training step
     which tensors of the optimizer's state it writes (`TorchOptimizer.written`).

@@ -35,7 +35,7 @@ def optimizer_of(given: Any, state: State) -> OptaxOptimizer | TorchOptimizer:
 
 
 class OptaxOptimizer:
-    """Runs an optimizer of optax over all parameters that require a gradient: `trained`.
+    """An optax optimizer of all parameters that require a gradient, whose names are `trained`."""
 
     `key` is what the program depends on; `written` and `filled` are of torch's optimizers.
     """
