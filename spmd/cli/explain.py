@@ -36,7 +36,8 @@ def make_parser() -> Parser:
     add = made.add_argument
     add("--topology", help="the machine to plan for, as v5e:4x4, v4:4x4x8 or h200:8 (CPUs)")
     add("--planner", choices=("exact", "greedy"), default="exact", help="which one plans")
-    add(
+    one = made.add_mutually_exclusive_group().add_argument
+    one(
         "--value",
         action="append",
         default=[],
@@ -44,7 +45,7 @@ def make_parser() -> Parser:
         help="explain one value instead: an argument's or result's name (or a pattern), a number "
         "as in %%12, or a source line as in model.py:12 (repeatable)",
     )
-    add("--stage", choices=STAGES, help="print the program after a stage instead")
+    one("--stage", choices=STAGES, help="print the program after a stage instead")
     add("--report", metavar="FILE", help="also write the report as an HTML page")
     add(
         "--prices",

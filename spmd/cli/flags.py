@@ -79,7 +79,11 @@ class Parser(argparse.ArgumentParser):
             read = [settings.read(file, self) for file in files]
         except settings.SettingsError as error:
             self.error(str(error))
-        return [word for file in read for flag in file.values() for word in flag]
+        # What is given later counts alone, also of a flag that may be repeated.
+        flags = self._option_string_actions
+        given = [flags.get(word.partition("=")[0]) for word in words]
+        found = {name: said for file in read for name, said in file.items() if said}
+        return [w for name, said in found.items() if flags[f"--{name}"] not in given for w in said]
 
     def settings_text(self, given: argparse.Namespace) -> str:
         """Returns parsed flags as YAML, in the form that `--settings` reads."""

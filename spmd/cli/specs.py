@@ -79,6 +79,12 @@ def parse_named_specs(flag: str, texts: Sequence[str], names: Sequence[str]) -> 
             name = names[int(name)]
         # `data+model,None,...` is (("data", "model"), None, ...).
         known = {"-": None, "None": None, "...": ...}
-        entries = [entry.strip() for entry in spec.split(",") if entry.strip()]
+        entries = [entry.strip() for entry in spec.strip().removesuffix(",").split(",")]
+        if entries == [""]:
+            entries = []
+        if "" in entries:
+            raise UsageError(f"--{flag}: {text!r} leaves a dim out: write None for one not split")
+        if name in specs:
+            raise UsageError(f"--{flag}: {name!r} has two specs")
         specs[name] = tuple(known.get(entry, tuple(entry.split("+"))) for entry in entries)
     return specs

@@ -418,7 +418,7 @@ def mark_rows(prices: Prices | None) -> tuple[str, list[tuple[str, str]]]:
     mesh = prices.plan.mesh
     rows = [(f"without {marks.text(mesh)}", price.text) for marks, price, *_ in reliefs]
     title = f"without {tries}, the program was planned again"
-    return title, rows or [("none of them costs 1% of the collectives' time or more", "")]
+    return title, rows or [(f"none of them costs {WORTH:.0%} of the collectives' time or more", "")]
 
 
 def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> Relief:

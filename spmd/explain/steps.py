@@ -176,8 +176,7 @@ class RingRow(NamedTuple):
         if self.goes_round:
             rows.append(("in a run", _travel_text(self.travel)))
         if self.other is not None:
-            more = "more" if self.other.seconds > 0 else "less"  # bytes on the links are the same
-            rows.append((other, f"{w.seconds_text(abs(self.other.seconds))} {more}"))
+            rows.append((other, self.other._replace(bytes=0).run_text))  # links carry the same
         return tuple(rows)
 
 

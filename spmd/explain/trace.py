@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from spmd.explain.costs import Nested, nested
 from spmd.explain.facts import Facts
 from spmd.explain.measured import Worked
-from spmd.explain.words import seconds_text
+from spmd.explain.words import plural, seconds_text
 from spmd.ir.control_flow import UNKNOWN_TRIPS
 from spmd.measure.labels import COLLECTIVES, Label, label_of
 from spmd.predict.timeline import COMPUTE
@@ -77,7 +77,7 @@ def _predicted(
             continue
         runs = UNKNOWN_TRIPS if slot.runs is None else slot.runs
         name = f"loop ×{runs}" if op.is_loop else "conditional"
-        lane = "loops" if slot.depth == 0 else f"loops in {slot.depth} loops"
+        lane = "loops" if slot.depth == 0 else f"loops in {plural(slot.depth, 'loop')}"
         yield Slice(lane, name, start, end, {"source": op.loc.trail})
         once = slot.seconds / max(runs, 1)
         for turn in range(runs if whole else min(runs, 1)):

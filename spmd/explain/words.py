@@ -37,10 +37,11 @@ def axes_text(axes: Axes, mesh: Mesh) -> str:
 
 def seconds_text(seconds: float) -> str:
     """Returns a time with three digits, in s, ms or us: `1.25 ms`."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        count = seconds / scale
+        if float(f"{count:.3g}") >= 1 or unit == "us":  # 999.9 us are 1 ms
+            break
+    return f"{count:.0f} {unit}" if count >= 100 else f"{count:.3g} {unit}"
 
 
 def share_text(part: float, whole: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -86,6 +87,13 @@ class Mesh(jax.sharding.Mesh):
             twice = next(i for i in ids if ids.count(i) > 1)
             raise MeshError(f"device {twice} appears twice in the mesh", fix="use each device once")
         dcn_sizes = tuple(dcn_shape) or (1,) * len(sizes)
+        if len(dcn_sizes) != len(sizes) or any(map(operator.mod, sizes, dcn_sizes)):
+            raise MeshError(
+                f"dcn_shape {dcn_sizes} does not say how much of each axis crosses slices",
+                actual=f"({_describe(names, sizes)})",
+                required="one number for each axis, which divides its size",
+                fix="write 1 for an axis within slices",
+            )
         told = {"device_ids": ids, "sizes": sizes, "axis_names": names, "dcn_sizes": dcn_sizes}
         vars(self).update(told, topology=topology)
 
@@ -233,7 +241,7 @@ class Mesh(jax.sharding.Mesh):
         for name, crossing in zip(self.axis_names, self.dcn_sizes, strict=True):
             atoms = [self.atoms[i] for i in self.axis_atoms[name]]
             sizes += [a.size for a in atoms] or [1]
-            dcn_sizes += [a.size if a.pre * a.size <= crossing else 1 for a in atoms] or [1]
+            dcn_sizes += [a.size if a.pre < crossing else 1 for a in atoms] or [1]
         names = [piece for name in self.axis_names for piece in pieces[name]]
         return Mesh(self.device_ids, sizes, names, dcn_sizes, self.topology)
 

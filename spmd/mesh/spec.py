@@ -2,7 +2,7 @@
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -117,7 +117,7 @@ def first_match(name: str, patterns: Iterable[str]) -> str | None:
 
 
 def match_patterns(
-    patterns: Iterable[str], names: Sequence[str], *, what: str, source: str | None = None
+    patterns: Collection[str], names: Sequence[str], *, what: str, source: str | None = None
 ) -> list[str | None]:
     """Returns, for each name, the first pattern that is or (as a glob) matches it; else None.
 

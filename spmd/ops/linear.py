@@ -92,7 +92,7 @@ def linears(x_BI: Any, weights: Sequence[Any]) -> tuple[jax.Array, ...]:
             )
     outputs = [part[0].shape[0] for part in parts]
     are_alike = all(n % max(1, min(outputs)) == 0 for n in outputs)
-    if len({part[0].ndim for part in parts}) > 1 or not are_alike:
+    if len({part[0].ndim for part in parts}) != 1 or not are_alike:
         return tuple(_composite(x_BI, [part])[0] for part in parts)
     return _composite(x_BI, parts)
 
@@ -157,12 +157,12 @@ def _eight_bits(x_BI: Any, parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
     scales_B1 = jnp.where(largest_B1 > 0, largest_B1 / float(jnp.finfo(FP8).max), 1.0)
     rounded_BI = (x32_BI / scales_B1).astype(FP8)
     products = [
-        jnp.einsum("bi,oi->bo", rounded_BI, values, preferred_element_type=x_BI.dtype)
-        for values, _ in parts
+        jnp.einsum("bi,oi->bo", rounded_BI, part[0], preferred_element_type=x_BI.dtype)
+        for part in parts
     ]
     return tuple(
-        _scaled(out_BO.astype(jnp.float32) * scales_B1, scales).astype(x_BI.dtype)
-        for out_BO, (_, scales) in zip(products, parts, strict=True)
+        _scaled(out_BO.astype(jnp.float32) * scales_B1, *scales).astype(x_BI.dtype)
+        for out_BO, (_, *scales) in zip(products, parts, strict=True)
     )
 
 
@@ -178,7 +178,7 @@ def _row(x: Any, values: Any, scales: Any = None) -> Any:
     return _scaled(out_O[None], scales).astype(x.dtype)
 
 
-def _scaled(out_BO: Any, scales_O: Any) -> Any:
+def _scaled(out_BO: Any, scales_O: Any = None) -> Any:
     return out_BO if scales_O is None else out_BO * scales_O.astype(jnp.float32)
 
 

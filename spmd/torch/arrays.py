@@ -200,7 +200,12 @@ class Inputs(NamedTuple):
     def key(self) -> Any:
         """What of a call its program depends on: shapes and dtypes, other values, structure."""
         types = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in self.leaves)
-        return types, self.rest, str(self.tree)
+        # Equal constants may differ, as 1, 1.0 and True, or 0.0 and -0.0, and NaN equals nothing.
+        rest = tuple(
+            (i, type(leaf), repr(leaf) if isinstance(leaf, float | complex | np.inexact) else leaf)
+            for i, leaf in self.rest
+        )
+        return types, rest, str(self.tree)
 
     def structs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shape and dtype of each tensor inside the program, by name."""

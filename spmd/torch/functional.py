@@ -130,16 +130,14 @@ def export(
       >>> program = spmd.compile_stablehlo(exported.module, mesh, arg_specs=rules)
       >>> (logits,) = program(*exported.arguments(input_ids=tokens.numpy()))
     """
+    is_named = isinstance(example_inputs, Mapping)
+    args, kwargs = ((), example_inputs) if is_named else (example_inputs, {})
     if isinstance(module, torch.export.ExportedProgram):
         if not len(example_inputs):
             args, kwargs = module.example_inputs
-            example_inputs = args or kwargs
         module = module.module()
     state = state_of(module)
-    if isinstance(example_inputs, Mapping):
-        inputs = take_apart(module.forward, (), example_inputs)
-    else:
-        inputs = take_apart(module.forward, example_inputs, {})
+    inputs = take_apart(module.forward, args, kwargs)
     weights, structs = arrays_of(state.tensors), inputs.structs()
     if both := sorted(weights.keys() & structs.keys()):
         raise ArgumentError(

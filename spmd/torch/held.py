@@ -25,13 +25,15 @@ from spmd.torch.tracing import RANDOM, split
 class ModuleProgram(NamedTuple):
     """A module's compiled program, the buffers that it changes, whether it draws random numbers.
 
-    `outputs`, of a forward pass, is a function from the program's tensors to the module's result.
+    `outputs` says of a forward pass how its result is put together, `written` of a training step
+    which tensors of the optimizer's state it writes (`TorchOptimizer.written`).
     """
 
     compiled: Compiled
     changed: tuple[str, ...]
     draws: bool
     outputs: Any = None
+    written: frozenset[str] = frozenset()
 
 
 class Held:
@@ -100,15 +102,18 @@ class Held:
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replaces all parameters and buffers by those of a state dict; they are split as before.
+        """Replaces parameters and buffers, all or none; they lie on the mesh as before.
+
+        What a part of the module adds by `get_extra_state` goes to its `set_extra_state`.
 
         Raises:
           ArgumentError: a name is missing or unknown, or a tensor has another shape.
         """
         state = self._state
-        known = [n for n in self.module.state_dict(keep_vars=True) if n in state.aliases]
-        unknown = [name for name in state_dict if name not in state.aliases]
-        missing = [name for name in known if name not in state_dict]
+        known = self.module.state_dict(keep_vars=True)
+        extra = [name for name in state_dict if name in known and name not in state.aliases]
+        unknown = [name for name in state_dict if name not in {*state.aliases, *extra}]
+        missing = [name for name in known if name in state.aliases and name not in state_dict]
         if unknown or missing:
             raise ArgumentError(
                 "the state dict has other names than the module",
@@ -119,8 +124,9 @@ class Held:
                 ),
                 fix="load it into the module first if it may differ, with strict=False",
             )
-        for name, tensor in state_dict.items():
-            first = state.aliases[name]
+        new = {}
+        for name in state_dict.keys() - extra:
+            first, tensor = state.aliases[name], state_dict[name]
             own = state.tensors[first]
             is_tensor = isinstance(tensor, torch.Tensor)
             if not is_tensor or tensor.shape != own.shape:
@@ -131,11 +137,15 @@ class Held:
                     required=f"{own.dtype} of shape {tuple(own.shape)}",
                     fix="load the state dict of the same module",
                 )
-            array = array_of(tensor.to(own.dtype), f"{name!r}")
+            new[first] = array_of(tensor.to(own.dtype), f"{name!r}")
+        for first, array in new.items():
             if first in self._placed:
                 self._placed[first] = jax.device_put(array, self._placed[first].sharding)
             else:
                 self._loaded[first] = array
+        for name in extra:
+            self.module.get_submodule(name.rpartition(".")[0]).set_extra_state(state_dict[name])
+            self._programs.clear()  # it may be a constant of them
 
     def _on_mesh(self, names: Iterable[str]) -> dict[str, jax.Array]:
         _ = self.compiled  # only a program says how they lie
@@ -374,6 +384,7 @@ class TrainStep(Held):
         )
         self._placed.update(params | buffers)
         self.steps += 1
+        self._optimizer.filled |= program.written
         if isinstance(self._optimizer, TorchOptimizer):
             # What torch's schedulers look at, to warn of a step that was forgotten.
             self._optimizer.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -417,7 +428,12 @@ class TrainStep(Held):
         ours = state_dict.get("spmd", {})
         self.seed, self.steps = ours.get("seed", self.seed), ours.get("steps", self.steps)
         if self._optimizer_state is not None:
-            self._optimizer_state = _filled(self._optimizer_state, self._initial)
+            self._optimizer_state = self._first_state(self.compiled, self._initial)
+
+    def _first_state(self, compiled: Compiled, known: Mapping[str, Any]) -> Any:
+        """Returns the optimizer's state before its first step, but for what is known by path."""
+        trained, _ = split(self._placed, self._optimizer.trained)
+        return _filled(compiled.init(1, self._optimizer.init, trained), known)
 
     def _more_key(self) -> Any:
         return self._optimizer.key
@@ -478,9 +494,11 @@ class TrainStep(Held):
             options=self._options,
         )
         params, rest = split(self._structs | self._placed, optimizer.trained)
-        opt_state = self._optimizer_state
-        if opt_state is None:
-            opt_state = jax.eval_shape(optimizer.init, params)
+        opt_state, known = jax.eval_shape(optimizer.init, params), self._initial
+        if (old := self._optimizer_state) is not None:
+            known = {path_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(old)}
+            if jax.tree.structure(old) == jax.tree.structure(opt_state):
+                opt_state = old
         compiled = jitted.compile(
             params,
             opt_state,
@@ -491,11 +509,9 @@ class TrainStep(Held):
         )
         params, _, buffers, state, *_ = compiled.in_shardings
         self._place(params | buffers | state)
-        if self._optimizer_state is None:
-            trained, _ = split(self._placed, optimizer.trained)
-            own = compiled.init(1, optimizer.init, trained)
-            self._optimizer_state = _filled(own, self._initial)
-        return ModuleProgram(compiled, changed, draws[0])
+        if opt_state is not old:  # there is none yet, or not of all that the groups ask for now
+            self._optimizer_state = self._first_state(compiled, known)
+        return ModuleProgram(compiled, changed, draws[0], written=frozenset(optimizer.written))
 
 
 def _filled(state: Any, new: Mapping[str, Any]) -> Any:

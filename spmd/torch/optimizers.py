@@ -37,7 +37,11 @@ def optimizer_of(given: Any, state: State) -> OptaxOptimizer | TorchOptimizer:
 class OptaxOptimizer:
     """An optax optimizer of all parameters that require a gradient, whose names are `trained`."""
 
-    key = ()  # what, of the optimizer, a program is compiled for
+    `key` is what the program depends on; `written` and `filled` are of torch's optimizers.
+    """
+
+    key = ()
+    written = filled = frozenset[str]()
 
     def __init__(self, optimizer: Any, state: State) -> None:
         self._optimizer = optimizer
@@ -90,8 +94,7 @@ def _sgd_scalars(group: Mapping[str, Any], step: int) -> dict[str, float]:
         "lr": float(group["lr"]),
         "weight_decay": group["weight_decay"],
         "momentum": group["momentum"],
-        # The first gradient fills the buffer whole.
-        "share": 1.0 if step == 1 else 1 - group["dampening"],
+        "share": 1.0,  # with dampening each parameter has its own
     }
 
 
@@ -141,7 +144,7 @@ _SGD = _Rule(
     lambda group: ("momentum_buffer",) if group["momentum"] else (),
     _sgd_scalars,
     _sgd,
-    ("momentum", "nesterov", "maximize"),
+    ("momentum", "nesterov", "maximize", "dampening"),
 )
 _ADAM = _Rule(
     lambda group: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2],
@@ -181,43 +184,62 @@ class TorchOptimizer:
                 self._group_of[names[id(parameter)]] = number
         self._parameters = state.parameters
         self.trained = tuple(n for n in self._group_of if state.parameters[n].requires_grad)
-        self._moved: set[str] = set()  # of these torch would have a state
+        # The slots of each group that its flags have asked for so far: torch keeps those, too.
+        self._slots: list[tuple[str, ...]] = [()] * len(optimizer.param_groups)
+        # "slot/parameter" of what the last trace of `update` wrote, and of all that has a value: a
+        # parameter that no gradient has reached yet has none.
+        self.written: set[str] = set()
+        self.filled: set[str] = set()
 
     @property
     def key(self) -> Any:
-        """For each group the flags (bools), such as `amsgrad`, that a program is compiled for."""
+        """The flags of its groups, such as `amsgrad`, and slots: what the program depends on."""
         groups = self.optimizer.param_groups
-        return tuple(tuple(bool(group[flag]) for flag in self._rule.flags) for group in groups)
+        for number, group in enumerate(groups):
+            self._slots[number] = max(self._slots[number], self._rule.slots(group), key=len)
+        flags = [tuple(bool(group[flag]) for flag in self._rule.flags) for group in groups]
+        return tuple(flags), tuple(self._slots)
 
     def init(self, params: dict[str, Any]) -> Any:
         """Returns the state before the first step: zeros for each slot and trained parameter."""
         state: dict[str, dict[str, Any]] = {}
         for name in self.trained:
-            for slot in self._rule.slots(self._group(name)):
+            for slot in self._slots[self._group_of[name]]:
                 state.setdefault(slot, {})[name] = jnp.zeros_like(params[name])
         return state
 
     def scalars(self, steps: int) -> Any:
-        """Returns for each group the numbers of step `steps` (from 0): `{"lr": 0.1, ...}`."""
+        """Returns the numbers of each group, such as the learning rate, after `steps` steps.
+
+        Beside them, with dampening, the share of its gradient that goes into each buffer: the first
+        one fills it whole.
+        """
+        shares = {
+            name: np.float32(1 - group["dampening"] * (f"momentum_buffer/{name}" in self.filled))
+            for name in self.trained
+            if (group := self._group(name)).get("dampening")
+        }
         return [
             {name: np.float32(x) for name, x in self._rule.scalars(group, steps + 1).items()}
             for group in self.optimizer.param_groups
-        ]
+        ], shares
 
     def update(self, grads: Any, state: Any, params: Any, scalars: Any) -> tuple[Any, Any]:
         """Returns (new parameters, new state); those whose gradient is None do not change."""
         params = dict(params)
         state = {slot: dict(tensors) for slot, tensors in state.items()}
+        (groups, shares), self.written = scalars, set()
         for name, grad in grads.items():
             if grad is None:
                 continue  # neither moved nor decayed
-            self._moved.add(name)
-            group, now = self._group(name), scalars[self._group_of[name]]
+            group, now = self._group(name), dict(groups[self._group_of[name]])
+            now["share"] = shares.get(name, now.get("share"))
             own = {slot: state[slot][name] for slot in self._rule.slots(group)}
             grad = -grad if group["maximize"] else grad
             param, new = self._rule.update(grad, own, params[name], group, now)
             params[name] = param.astype(params[name].dtype)
             for slot, array in new.items():
+                self.written.add(f"{slot}/{name}")
                 state[slot][name] = array.astype(own[slot].dtype)
         return params, state
 
@@ -230,9 +252,9 @@ class TorchOptimizer:
             tensors = {
                 slot: tensor_of(arrays[name], dtype=self._parameters[name].dtype)
                 for slot, arrays in state.items()
-                if name in arrays
+                if f"{slot}/{name}" in self.filled
             }
-            if steps and tensors and name in self._moved:
+            if steps and tensors:
                 step = {} if self._rule is _SGD else {"step": torch.tensor(float(steps))}
                 found["state"][number] = step | tensors
         return found
@@ -250,7 +272,6 @@ class TorchOptimizer:
                 if own.get(slot) is not None:
                     arrays[f"{slot}/{name}"] = array_of(own[slot], f"{slot} of {name!r}")
             if own:
-                self._moved.add(name)
                 steps.add(int(own.get("step", 1)))
         if len(steps) > 1:
             raise ArgumentError(
@@ -259,6 +280,7 @@ class TorchOptimizer:
                 required="one number of steps for all of them",
                 fix="make a new optimizer, without its state",
             )
+        self.filled = set(arrays)
         return arrays, max(steps, default=0)
 
     def _group(self, name: str) -> Mapping[str, Any]:

@@ -239,7 +239,7 @@ def run_pure(
 
 def as_arrays(tensors: Sequence[Any]) -> list[Any]:
     """Returns tensors as jax values; those that were not traced become constants."""
-    return [t.jax() if hasattr(t, "jax") else jnp.asarray(t.detach().numpy()) for t in tensors]
+    return [t.jax() if hasattr(t, "jax") else array_of(t, "a result") for t in tensors]
 
 
 @contextmanager

@@ -121,6 +121,12 @@ def test_flags_that_cannot_be_read_end_it(module: str, capsys: Any) -> None:
         assert error.endswith("; spmd-explain --help lists the flags\n")
 
 
+def test_a_stage_and_a_value_are_not_asked_for_together(module: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        explain.main([module, "--stage=local", "--value=x"])
+    assert "--value: not allowed with argument --stage" in capsys.readouterr().err
+
+
 @pytest.mark.thorough
 def test_it_needs_no_devices(module: str) -> None:
     """A process of its own, with one CPU device, plans for 256 chips."""

@@ -87,9 +87,18 @@ def test_the_command_line_and_later_files_go_first(read, tmp_path: Path, parser:
     more = tmp_path / "more.yaml"
     more.write_text("steps: 5\nkey: b")
     both = read("steps: 3\nkey: a\nrate: 2", f"--settings={more}", "--key=c", "file")
-    assert (both.steps, both.rate, both.key, both.files) == (5, 2.0, ["a", "b", "c"], ["file"])
+    assert (both.steps, both.rate, both.key, both.files) == (5, 2.0, ["c"], ["file"])
     before = parser.parse_args(["--steps=9", "--settings", str(more), "--out=o"])
     assert before.steps == 9  # wherever it stands
+
+
+def test_flags_that_may_be_repeated_are_overridden_whole(read, tmp_path: Path, parser: Parser):
+    assert read("key: [a, b]").key == ["a", "b"]
+    assert read("key: [a, b]", "--key=c", "--key", "d").key == ["c", "d"]
+    (tmp_path / "more.yaml").write_text("key: e")
+    (tmp_path / "none.yaml").write_text("key: null")
+    files = [f"--settings={tmp_path / name}" for name in ("run.yaml", "more.yaml", "none.yaml")]
+    assert parser.parse_args([*files, "--out=o"]).key == ["e"]
 
 
 def test_what_a_program_needs_may_be_in_the_file(parser: Parser, tmp_path: Path):

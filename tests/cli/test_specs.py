@@ -18,7 +18,7 @@ def test_specs_by_number_name_and_pattern():
     }
 
 
-@pytest.mark.parametrize("wrong", ["data", "=data", "2=data"])
+@pytest.mark.parametrize("wrong", ["data", "=data", "2=data", "0=,model", "0=data,,model"])
 def test_specs_that_cannot_be_read(wrong: str):
     with pytest.raises(UsageError, match="--arg_spec: "):
         parse_named_specs("arg_spec", [wrong], NAMES)
@@ -32,3 +32,15 @@ def test_meshes():
 def test_meshes_that_cannot_be_read(wrong: str):
     with pytest.raises(ArgumentTypeError):
         mesh_axes(wrong)
+
+
+def test_dims_keep_their_places():
+    assert parse_named_specs("arg_spec", ["0=", "x=data,"], NAMES) == {
+        "params/w": (),
+        "x": (("data",),),
+    }
+
+
+def test_one_spec_for_each_argument():
+    with pytest.raises(UsageError, match="--arg_spec: 'x' has two specs"):
+        parse_named_specs("arg_spec", ["1=data", "x=model"], NAMES)

@@ -13,6 +13,9 @@ def test_numbers_and_sources_as_text() -> None:
         "0 B", "1000 B", "1.5 KiB", "200 MiB", "3 TiB",
     ]  # fmt: skip
     assert [seconds_text(s) for s in (2, 0.0125, 3e-6)] == ["2 s", "12.5 ms", "3 us"]
+    assert [seconds_text(s) for s in (1234, 0.9996, 9.996e-4, 9.994e-4, 0, 2e-9)] == [
+        "1234 s", "1 s", "1 ms", "999 us", "0 us", "0.002 us",
+    ]  # fmt: skip
     assert source_text("/a/b/c/d.py:3 (f.<locals>.g)") == "c/d.py:3 (g)"
     assert source_text("mark at /a/b/c.py:3 (f)") == "mark at b/c.py:3 (f)"
     assert source_text("argument params/layers/0/w") == "argument params/layers/0/w"

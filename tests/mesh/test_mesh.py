@@ -210,3 +210,9 @@ def test_jax_says_what_a_mesh_without_devices_lacks():
     assert jax.eval_shape(lambda x: x.sum(0), struct).shape == (4,)
     with pytest.raises(MeshError, match=r"v5p:4x4x8, which is not visible here\n.*\n.*\n.*lower"):
         jax.jit(lambda x: x.sum(0)).lower(struct)
+
+
+@pytest.mark.parametrize("dcn", [(2,), (2, 1, 1), (3, 1)])
+def test_slices_that_do_not_fit_the_axes(dcn: tuple[int, ...]) -> None:
+    with pytest.raises(MeshError, match="does not say how much of each axis crosses slices"):
+        Mesh(None, (4, 2), ("data", "model"), dcn)

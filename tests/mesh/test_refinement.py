@@ -12,6 +12,7 @@ import spmd
 from spmd.errors import MeshError
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import part_atoms
+from spmd.mesh.topology import Topology
 
 MESH = Mesh(None, (4, 2), ("data", "model"))
 
@@ -85,3 +86,12 @@ def test_meshes_without_common_parts_are_both_named(mesh: Mesh, other: Mesh, mes
 def test_a_part_that_is_none() -> None:
     with pytest.raises(spmd.MeshError, match=r"'a' of the mesh \(a=8\) has no part :\(2\)8"):
         part_atoms(MESH, Mesh(None, (8,), ("a",)), "a", 2, 8)
+
+
+def test_parts_cross_slices_where_their_axis_does() -> None:
+    """Of data=6 over 3 slices both atoms do: neighbours along each are in two slices."""
+    mesh = Mesh(None, (6, 2), ("data", "model"), (3, 1))
+    topology = Topology("h200:12")
+    fine = mesh.refined()
+    assert topology.atom_links(fine) == topology.atom_links(mesh)
+    assert [link == topology.chip.dcn for link in topology.atom_links(mesh)] == [True, True, False]

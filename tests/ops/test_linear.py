@@ -153,3 +153,19 @@ def test_linears_shapes_are_checked() -> None:
     ):
         with pytest.raises(ArgumentError, match="linear cannot be computed"):
             linear(x, wrong)
+
+
+def test_linears_kernel_of_8_bit_floats_with_and_without_scales() -> None:
+    weight, _ = weights("fp8")
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((128, 512)), jnp.float32)
+    values, scales = weight["values"], weight["scales"]
+    for operands in ((values, scales, values), (values, values, scales)):
+        found = LINEAR._kernel(x, *operands)
+        wanted = LINEAR._decomposition(x, *operands)
+        for one, other in zip(found, wanted, strict=True):
+            scale = float(jnp.max(jnp.abs(other)))
+            np.testing.assert_allclose(one, other, rtol=0, atol=0.05 * scale)
+
+
+def test_linears_of_no_weights() -> None:
+    assert linears(jnp.ones((2, 8)), []) == ()

@@ -113,3 +113,13 @@ def test_what_has_no_export(module, message):
 def test_inputs_are_given_by_name(exported):
     with pytest.raises(spmd.ArgumentError, match="other names"):
         exported.arguments(pixels=images()[0].numpy())
+
+
+class Sum(nn.Module):
+    def forward(self, x, *, y):
+        return x - y
+
+
+def test_example_inputs_by_place_and_by_name():
+    given = torch.export.export(Sum(), (torch.ones(8),), {"y": torch.zeros(8)})
+    assert set(spmd.torch.export(given).arg_names) == {"x", "y"}

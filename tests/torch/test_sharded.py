@@ -283,3 +283,55 @@ def test_a_state_dict_that_does_not_fit(mesh):
         sharded.load_state_dict({**given, "count": torch.ones(5)})
     with pytest.raises(spmd.ArgumentError, match="nothing is compiled yet"):
         sharded.compiled.summary()
+
+
+class Constant(nn.Module):
+    """Adds a constant that it is called with; counts in extra state."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(16)), 1.0
+
+    def forward(self, x, constant):
+        return x * self.weight * self.scale + constant, torch.ones(2, dtype=torch.bfloat16)
+
+    def get_extra_state(self):
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state):
+        self.scale = state["scale"]
+
+
+def test_constants_of_other_types_are_others(mesh):
+    sharded = spmd.torch.shard(Constant(), mesh)
+    ints = torch.arange(16)
+    with torch.no_grad():
+        sharded.module.weight = nn.Parameter(torch.ones(16, dtype=torch.int64), requires_grad=False)
+    sharded.module.scale = 1
+    sharded = spmd.torch.shard(sharded.module, mesh)
+    for constant in (2, 2.0, 1, True, 0.0, -0.0):
+        found, wanted = sharded(ints, constant)[0], sharded.module(ints, constant)[0]
+        assert found.is_floating_point() == wanted.is_floating_point()
+        close(found.float(), wanted.float())
+    assert (
+        torch.signbit(sharded(torch.zeros(16), -0.0)[0]).all()
+        == torch.signbit(sharded.module(torch.zeros(16), -0.0)[0]).all()
+    )
+    sharded(ints, float("nan"))
+    first = sharded.compiled
+    sharded(ints, float("nan"))
+    assert sharded.compiled is first
+
+
+def test_extra_state_and_all_or_nothing(mesh):
+    sharded = spmd.torch.shard(Constant(), mesh)
+    result, half = sharded(x(), 1.0)
+    assert half.dtype == torch.bfloat16  # made of no input: no value of the trace
+    sharded.load_state_dict(sharded.state_dict())
+    sharded.load_state_dict({"weight": torch.ones(16), "_extra_state": {"scale": 3.0}})
+    close(sharded(x(), 1.0)[0], 3 * (result - 1) + 1)
+    both = spmd.torch.shard(nn.Linear(16, 8), mesh, {}, (x(),))
+    before = both.state_dict()
+    with pytest.raises(spmd.ArgumentError, match="cannot be loaded"):
+        both.load_state_dict({"weight": torch.zeros(8, 16), "bias": torch.zeros(3)})
+    torch.testing.assert_close(both.state_dict(), before)

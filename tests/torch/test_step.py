@@ -313,3 +313,46 @@ def test_planning_needs_no_step(mesh):
     text = step.compile(x()).explain(prices=False)
     assert "params/lin.weight" in text and "batch/x" in text
     assert step.steps == 0 and np.allclose(step.parameters["lin.bias"], module.lin.bias.detach())
+
+
+class Late(nn.Module):
+    """Uses its second parameter when told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.full((16,), n)) for n in (1.0, 2.0))
+
+    def forward(self, x, both):
+        return x * self.first * (self.second if both else 1.0)
+
+
+def late(model, x, both):
+    return (model(x, both) ** 2).mean()
+
+
+def test_a_buffer_begins_with_its_parameters_first_gradient(mesh):
+    """Whether the first steps did not reach the parameter, or had no momentum."""
+    ours, theirs = Late(), Late()
+    made = [
+        torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.0, dampening=0.5)
+        for module in (ours, theirs)
+    ]
+    step = spmd.torch.train_step(ours, late, made[0], mesh)
+    for momentum, both in ((0, 0), (0.9, 0), (0.9, 1), (0.9, 1), (0, 1), (0.9, 1)):
+        for optimizer in made:
+            optimizer.param_groups[0]["momentum"] = momentum
+        step(x(), both)
+        torch_steps(theirs, late, made[1], (x(), both), 1)
+        assert_same(step.state_dict(), theirs.state_dict(), 1e-6)
+    wanted = made[1].state_dict()["state"]
+    torch.testing.assert_close(step.optimizer_state_dict()["state"], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_state_without_moments_begins_anew(mesh):
+    ours = seeded(two_layers)
+    step = spmd.torch.train_step(ours, square, torch.optim.AdamW(ours.parameters()), mesh)
+    step(x())
+    fresh = torch.optim.AdamW(ours.parameters()).state_dict()
+    step.load_optimizer_state_dict(fresh)
+    assert step.steps == 0 and not step.optimizer_state_dict()["state"]
+    assert not any(np.any(leaf) for leaf in step.optimizer_state["exp_avg_sq"].values())

@@ -89,8 +89,9 @@ def bars_of(timeline: Timeline, mesh: Mesh) -> Bars:
         for slot, inside in slots:
             op, start, trail = slot.op, slot.start - begin, slot.op.loc.trail
             if op.regions:
-                once = slot.seconds / ((UNKNOWN_TRIPS if slot.runs is None else slot.runs) or 1)
-                trips = "loop, taken as ×16" if slot.runs is None else f"loop ×{slot.runs}"
+                runs = UNKNOWN_TRIPS if slot.runs is None else slot.runs
+                trips = f"loop{', taken as' * (slot.runs is None)} ×{runs}"
+                once = slot.seconds / (runs or 1)
                 title, place = trips if op.is_loop else "conditional", trail or "an unknown place"
                 body = region(inside, slot.start)
                 loops.append(Bars(*body, once, start, slot.seconds, title, place))
