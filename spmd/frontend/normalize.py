@@ -74,14 +74,14 @@ from spmd.ir.types import Dense, DotDims, TensorType
 
 
 class DimGroup(NamedTuple):
-    """A run of dims, and the run that a reshape makes of it; both have as many elements."""
+    """Holds adjacent dims of a reshape's operand, and the dims of its result that they become."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
 
 
 def unflatten(program: Program) -> Program:
-    """Rewrites sums over flattened tensors; a program without any is returned as it is."""
+    """Rewrites sums over flattened dims as sums over the dims that were flattened by a reshape."""
     producers = producers_of(program)
     flattened: dict[Value, list[DimGroup]] = {}  # of reshapes in which several dims become one
     for value, op in producers.items():
@@ -91,7 +91,7 @@ def unflatten(program: Program) -> Program:
                 flattened[value] = groups
 
     def is_sum(op: Op) -> bool:
-        """Whether an op sums over flattened dims, each of them whole."""
+        """Returns whether an op reduces whole flattened dims, or is a dot of flattened tensors."""
         if op.name == "stablehlo.reduce":
             groups = flattened.get(op.operands[0], [])
             is_single = len(op.operands) == 2
@@ -133,7 +133,10 @@ def unflatten(program: Program) -> Program:
 
 
 def _dims_in(groups: Sequence[DimGroup], after: Iterable[int]) -> tuple[int, ...] | None:
-    """Returns the dims that `after` was flattened of; None if none was, or one is not whole."""
+    """Returns the dims that a reshape, given by its groups, turns into its result's dims `after`.
+
+    None if no dims are flattened there, or if `after` has only some of the dims of a group.
+    """
     dims: list[int] = []
     taken, is_flattened = set(after), False
     for group in groups:
@@ -147,10 +150,9 @@ def _dims_in(groups: Sequence[DimGroup], after: Iterable[int]) -> tuple[int, ...
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[DimGroup]:
-    """Splits a reshape's dims into the shortest runs with as many elements; [] for empty tensors.
+    """Pairs the dims of a reshape in the shortest runs of equal size; [] for empty tensors.
 
-    Example:
-      8 16 4 -> 128 4: the groups (0, 1) -> (0) and (2) -> (1)
+    For 8x16x4 -> 128x4 the groups are (0, 1) -> (0) and (2) -> (1), since 8 * 16 = 128 and 4 = 4.
     """
     if not math.prod(before):
         return []
@@ -172,7 +174,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[DimGroup]:
 
 
 def accumulate(program: Program) -> Program:
-    """Scatters into the tensor to which a scatter's result is added, instead of into zeros."""
+    """Rewrites `x + scatter_add(zeros, i, u)`, with unique indices, as `scatter_add(x, i, u)`."""
     if not any(_adds_apart(op) for op in program.walk()):
         return program
     producers, users = producers_of(program), users_of(program)
@@ -200,14 +202,14 @@ def accumulate(program: Program) -> Program:
 
 
 def _adds_apart(op: Op) -> bool:
-    """Whether an op is a scatter that adds, at unique indices."""
+    """Returns whether an op is a scatter-add at unique indices, with one result."""
     attrs = op.kind.attrs
     is_alone = op.name == SCATTER and len(op.results) == 1
     return is_alone and attrs["reducer"] == "add" and bool(attrs.get("unique_indices"))
 
 
 def _sums_in(region: Region) -> Iterator[tuple[Op, Op]]:
-    """Yields each sum of a value and a scatter's result of the same region, with the scatter."""
+    """Yields (add, scatter): each `add`, nested too, of a value and a scatter-add of its region."""
     made: dict[Value, Op] = {}
     for op in region.ops:
         if _adds_apart(op):
@@ -223,10 +225,10 @@ def _sums_in(region: Region) -> Iterator[tuple[Op, Op]]:
 
 
 def separate(program: Program) -> Program:
-    """Splits barriers and reductions with independent results into one op for each result."""
+    """Splits barriers, and reductions with independent results, into one op for each result."""
 
     def bodies_of(op: Op) -> tuple[Body, ...]:
-        """Returns a body for each result of a reduction; () if these share anything."""
+        """Returns a body for each result of a reduction; () if results share operands."""
         # A sort has a body, too, but its body has one result: the order of all of its operands.
         body = op.kind.attrs.get("body")
         if not isinstance(body, Body) or len(body.region.results) != len(op.results):
@@ -298,12 +300,12 @@ def start_neutral(program: Program) -> Program:
 # Lift.
 
 LARGE = 64 << 10
-"""Bytes above which a constant is an argument. Below, an argument more at each call (some
-microseconds on eight devices) is worth more than the memory."""
+"""Bytes above which a constant becomes an argument. To pass an argument costs each call some
+microseconds on eight devices; to hold a smaller constant whole on each device costs less."""
 
 
 def lift_constants(imported: Imported) -> Imported:
-    """Makes large constants the last arguments of a program, equal ones one argument."""
+    """Makes large constants arguments behind the others; equal constants become one argument."""
     program = imported.program
     large = {op.results[0] for op in program.walk() if op.name == CONSTANT and _is_large(op)}
     large -= held_atoms(program).keys() if large else set()
