@@ -1,7 +1,7 @@
-"""Canonicalize: rewrites ops that other ops can express, so that later stages know fewer ops.
+"""Canonicalize: rewrites rare ops as common ones, so that later stages handle fewer kinds of ops.
 
-These are CHLO's broadcasts, older and dynamic ops, custom calls that stand for ops, norms, and FFTs
-of several dims.
+Rewritten are CHLO's broadcasts and scans, old and dynamic ops, custom calls that compute what an op
+does, batch norms, and FFTs of several dims.
 
 before: `%2 = stablehlo.batch_norm_inference %x, ...`
 after:  `%7 = stablehlo.subtract ...; %8 = stablehlo.multiply ...`

@@ -1,8 +1,8 @@
-"""Small rewrites of an imported program, after which devices can split more of it.
+"""Small rewrites of an imported program, after which more of its dims can be split over devices.
 
 Unflatten: a sum over a flattened tensor becomes a sum over the tensor's own dims. A flattened dim
-can be split as its major dim is, and no further: a tensor that is split over another dim would be
-gathered just to be added up.
+can be split only as the first of the dims that it is made of. A tensor that is split along another
+one would be all-gathered for the sum.
 
 before: `%1 = reshape %0 : 8x16x4 -> 128x4;  %2 = reduce[add, dims 0] %1 : 4`
 after:  `%2 = reduce[add, dims 0 1] %0 : 4`
@@ -11,17 +11,15 @@ before: `%2 = reshape %0 : 8x16 -> 128;  %3 = reshape %1 : 8x16 -> 128;  %4 = do
 after:  `%4 = dot_general[contract 0 1, 0 1] %0, %1`
 
 Accumulate: updates that are scattered into zeros and then added to a tensor are scattered into that
-tensor. Where each step of a loop reads a piece of a value, its gradient is made so: zeros around a
-step's piece, added to the sum of those before, reading and writing all of it.
+tensor, if no two hit one element (the order of a sum changes its rounding). Gradients of loops that
+read a value piece by piece have such sums: each step writes, reads and adds a tensor of zeros.
 
 before: `%3 = scatter[add] zeros, %i, %update;  %4 = add %sum, %3`
 after:  `%4 = scatter[add] %sum, %i, %update`
 
-Only where no two updates hit one element: a sum of few bits depends on its order.
-
-Separate: an op whose k-th result depends on its k-th operands alone becomes one op for each. An op
-is split in one way, and all of its operands with it. Operands that have nothing to do with each
-other would compete for a mesh axis that each of them may have for itself.
+Separate: an op whose k-th result depends on its k-th operands alone becomes one op for each result.
+One op has one assignment of mesh axes for all of its operands; independent operands can then be
+split in different ways.
 
 before: `%2, %3 = stablehlo.optimization_barrier %0, %1`
 after:  `%2 = stablehlo.optimization_barrier %0; %3 = stablehlo.optimization_barrier %1`
@@ -44,8 +42,8 @@ Lift: large constants become arguments of the program, behind the user's, to be 
 before: `main(%0: "x") { %1 = constant {value = dense<...>}; %2 = add %0, %1; return %2 }`
 after:  `main(%0: "x", %1: "constants/0") { %2 = add %0, %1; return %2 }`
 
-The plan shards them. They are placed once, when the program is compiled, and passed at each call
-(`spmd.lowering.execute`). Constants inside a manual region are of one device, and stay there.
+They are put on devices once, when the program is compiled, and passed at each call
+(`spmd.lowering.execute`). Constants inside a manual region stay: they are one device's own.
 """
 
 import math

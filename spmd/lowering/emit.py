@@ -56,25 +56,24 @@ class Emitted:
 
     name: str
     mesh: Mesh
-    # StableHLO text with a function `main`, to be run on every device. It takes pieces of the
-    # arguments, and behind them those of the constants
+    # StableHLO text; `main`, which every device runs, takes pieces of arguments, then of constants
     module: str
     # arguments, results: shardings of the global arguments and results
     arguments: tuple[Sharding, ...]
     results: tuple[Sharding, ...]
-    # argument_types, result_types: of the global arguments; of one device's pieces
+    # argument_types, result_types: of the global arguments; of one device's pieces of the results
     argument_types: tuple[TensorType, ...]
     result_types: tuple[TensorType, ...]
-    # argument_orders, result_orders: in which order their dims lie in memory
+    # argument_orders, result_orders: the dims in memory, outermost first; None for 0, 1, 2, ...
     argument_orders: tuple[Order | None, ...]
     result_orders: tuple[Order | None, ...]
     donated: tuple[int, ...]  # flat indices of donated arguments
     needs_x64: bool
     callbacks: tuple[Callback, ...] = ()  # the Python functions that it calls, by number
-    # peak_bytes, seconds: of one device and run, predicted where somebody asked for it
+    # peak_bytes, seconds: predicted for one device and one run; None if not predicted
     peak_bytes: int | None = None
     seconds: float | None = None
-    constants: tuple[Constant, ...] = ()  # what it takes behind its arguments
+    constants: tuple[Constant, ...] = ()  # passed to `main` behind the arguments
 
     @cached_property
     def boundary_mesh(self) -> Mesh:
@@ -279,7 +278,7 @@ class _Emitter:
         self.write(op._replace(kind=kind, operands=operands), attrs, [block])
 
     def crossings(self, ops: Sequence[Op]) -> str:
-        # How what crosses a manual region's boundary is split.
+        # Says how the values that enter or leave a manual region are split.
         dims = [[self.axis_names(axes, open_=True) for axes in op.kind.attrs["dims"]] for op in ops]
         shardings = ", ".join(f"<@{_MESH}, [{', '.join(value)}]>" for value in dims)
         return f"#sdy.sharding_per_value<[{shardings}]>"
