@@ -30,7 +30,7 @@ from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.importer.module import Imported, import_module, module_text
 from spmd.frontend.lanes import Stack, described, stacked
 from spmd.frontend.marks import Entries, collect_marks, result_mark
-from spmd.frontend.normalize import accumulate, lift_constants, separate, unflatten
+from spmd.frontend.normalize import accumulate, lift_constants, separate, start_neutral, unflatten
 from spmd.frontend.shift import shift_heads
 from spmd.frontend.unroll import unroll
 from spmd.ir.dialect.composites import PLATFORM, whole_composites
@@ -376,7 +376,7 @@ def _front(request: Request, clock: Stopwatch) -> Imported:
         named = imported.program._replace(result_names=request.result_names)
         imported = imported._replace(program=named)
     canonical = clock("canonicalize", lambda: accumulate(unflatten(canonicalize(imported.program))))
-    separated = clock("separate", separate, canonical)
+    separated = clock("separate", lambda: start_neutral(separate(canonical)))
     deduped = imported._replace(program=clock("dedupe", dedupe, separated))
     return clock("lift", lift_constants, deduped)
 

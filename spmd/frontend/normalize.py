@@ -27,8 +27,15 @@ after:  `%2 = stablehlo.optimization_barrier %0; %3 = stablehlo.optimization_bar
 before: `%4, %5 = stablehlo.reduce %0, %1, %2, %3 ({ (a, b, c, d): a + c, max(b, d) })`
 after:  `%4 = stablehlo.reduce %0, %2 ({ (a, c): a + c }); %5 = stablehlo.reduce %1, %3 (...)`
 
-Partitioning (`spmd.lowering.partition`) joins the parts of a barrier again, so that it orders the
-same ops as the user's barrier.
+Start: a reduction from anything but an identity starts from one, and its initial value joins the
+result once: devices that reduce pieces would each bring one. A body without a name gets an identity
+that is nothing at all, by a flag that says whether there is anything.
+
+before: `%3 = stablehlo.reduce %0, %1 ({ (a, b): sqrt(a a + b b) })`
+after:  `%4, %5 = stablehlo.reduce %0, true, %1, false (...)`, and `sqrt(%1 %1 + %4 %4)` where %5
+
+Barriers that were one are put together again when the program is partitioned
+(`spmd.lowering.partition`): what waits for what stays as the user wrote it.
 
 Lift: large constants become arguments of the program, behind the user's, to be split like these.
 
@@ -45,13 +52,20 @@ from typing import NamedTuple
 
 from spmd.frontend.importer.module import Imported
 from spmd.ir.control_flow import held_atoms, producers_of, users_of
-from spmd.ir.description import BARRIER, CONSTANT, RESHAPE, SCATTER
-from spmd.ir.dialect.bodies import separated
+from spmd.ir.description import BARRIER, CONSTANT, REDUCE, RESHAPE, SCATTER
+from spmd.ir.dialect.bodies import separated, with_identity
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.dialect.reducers import NEUTRAL, body_reducer, is_identity
+from spmd.ir.dialect.reducers import (
+    NEUTRAL,
+    REDUCER_OPS,
+    body_reducer,
+    identity_element,
+    is_identity,
+    is_neutral,
+)
 from spmd.ir.program import Body, Op, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops, rewrite_ops
-from spmd.ir.types import Dense, DotDims
+from spmd.ir.types import Dense, DotDims, TensorType
 
 # ---------------------------------------------------------------------------------------------
 # Unflatten.
@@ -233,15 +247,51 @@ def separate(program: Program) -> Program:
         made: list[Value] = []
         shared = operands[count : len(operands) - count]
         for k, body in enumerate(bodies_of(op) if count > 1 else ()):
-            reducer = body_reducer(body)
-            attrs = {**op.kind.attrs, "body": body, "reducer": reducer}
+            attrs = {**op.kind.attrs, "body": body, "reducer": body_reducer(body)}
             if NEUTRAL in attrs:
-                attrs[NEUTRAL] = is_identity(op.operands[k - count], producers, reducer)
+                attrs[NEUTRAL] = is_neutral([op.operands[k - count]], producers, body)
             own = (operands[k], *shared, operands[k - count])
             made += b.op(op.name, own, (types[k],), attrs)
         return made or None
 
     return rewrite_ops(program, rewrite)
+
+
+# ---------------------------------------------------------------------------------------------
+# Start.
+
+
+def start_neutral(program: Program) -> Program:
+    """Lets reductions start from an identity; other initial values join their results, once."""
+
+    def starts(op: Op) -> bool:
+        return (
+            op.name in (REDUCE, "stablehlo.reduce_window") and op.kind.attrs.get(NEUTRAL) is False
+        )
+
+    def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
+        if not starts(op):
+            return None
+        types, attrs = op.kind.results, {**op.kind.attrs, NEUTRAL: True}
+        xs, inits, shape = operands[: len(types)], operands[len(types) :], types[0].shape
+        if reducer := attrs["reducer"]:
+            identity = b.constant(identity_element(reducer, types[0].dtype), types[0].dtype)
+            made = b.op(op.name, (*xs, identity), types, attrs)
+            return b.op(REDUCER_OPS[reducer], (b.broadcast(inits[0], shape), *made), types)
+        attrs["body"] = body = with_identity(attrs["body"])
+        flag, ahead = TensorType((), "i1"), (1, *shape)
+        starts_from = (*inits, b.splat(False, flag))
+        given = (*xs, b.splat(True, flag.with_shape(b.types[xs[0]].shape)))
+        terms = b.op(op.name, (*given, *starts_from), (*types, flag.with_shape(shape)), attrs)
+        # In front of them come the initial values, reduced by the same body.
+        heads = [b.broadcast(init, ahead) for init in inits]
+        heads.append(b.splat(True, flag.with_shape(ahead)))
+        pairs = zip(heads, terms, strict=True)
+        rows = [b.concatenate([head, b.reshape(term, ahead)], 0) for head, term in pairs]
+        attrs = {"dimensions": (0,), "body": body, "reducer": "", NEUTRAL: True}
+        return b.op(REDUCE, (*rows, *starts_from), [b.types[v] for v in terms], attrs)[:-1]
+
+    return rewrite_ops(program, rewrite) if any(map(starts, program.walk())) else program
 
 
 # ---------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from spmd.frontend.importer.contents import (
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.callbacks import FLAG
 from spmd.ir.dialect.collectives import DEVICE_IDS
-from spmd.ir.dialect.reducers import NEUTRAL, body_reducer, is_identity
+from spmd.ir.dialect.reducers import NEUTRAL, body_reducer, is_identity, is_neutral
 from spmd.ir.dialect.registry import ALONE
 from spmd.ir.program import Body, Loc, Op, OpKind, Region, Value, has_effect
 from spmd.ir.types import Attribute, Dense, ShardingAttr, TensorType
@@ -249,9 +249,10 @@ class Importer:
             return kind
         # A reduction that starts from its identity (a sum from 0) is linear, so a partial value may
         # flow through it; from 1 every device's term would bring a 1 of its own.
-        count = 1 if name == "stablehlo.pad" else len(inputs) // 2
-        reducer = kind.attrs.get("reducer", "add")
-        neutral = all(is_identity(value, self._producers, reducer) for value in inputs[-count:])
+        if name == "stablehlo.pad":
+            neutral = is_identity(inputs[-1], self._producers, "add")
+        else:
+            neutral = is_neutral(inputs[len(inputs) // 2 :], self._producers, kind.attrs["body"])
         return OpKind(name, kind.operands, kind.results, {**kind.attrs, NEUTRAL: neutral})
 
     # Scalar bodies.

@@ -7,6 +7,8 @@ import numpy as np
 from spmd.ir.description import CONSTANT
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Body, Op, Region, Value
+from spmd.ir.rewrite import repeat_op
+from spmd.ir.types import TensorType
 
 _SCALAR_ATTRS = {
     "compare_type",
@@ -76,3 +78,22 @@ def separated(body: Body, count: int) -> tuple[Body, ...]:
         outs = (number[region.results[k]],)
         parts.append(Body(types, Region((0, 1), renumbered, outs)))
     return tuple(parts)
+
+
+def with_identity(body: Body) -> Body:
+    """Adds an operand to a reduction's body: a flag, false where its others are nothing at all.
+
+    `(a, b): f(a, b)` becomes `(a, p, b, q): (p & q ? f(a, b) : p ? a : b), p | q`.
+    """
+    b, count, flag = Builder(), len(body.region.results), TensorType((), "i1")
+    *left, p = [b.value(t) for t in (*(body.types[v] for v in body.region.args[:count]), flag)]
+    *right, q = [b.value(b.types[v]) for v in (*left, p)]
+    b.begin()
+    env = dict(zip(body.region.args, (*left, *right), strict=True))
+    for op in body.region.ops:
+        repeat_op(b, op, env)
+    both = b.binary("and", p, q)
+    one = [b.select(p, x, y) for x, y in zip(left, right, strict=True)]
+    made = [b.select(both, env[v], x) for v, x in zip(body.region.results, one, strict=True)]
+    region = b.end([*left, p, *right, q], [*made, b.binary("or", p, q)])
+    return Body(tuple(b.types), region)

@@ -1,6 +1,6 @@
 """Reductions by name (`add`, `max`, ...): the op that combines two terms, and its identity."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -52,6 +52,20 @@ def is_identity(value: Value, producers: Mapping[Value, Op], reducer: str) -> bo
         return False
     element = identity_element(reducer, op.kind.results[0].dtype)
     return bool((op.kind.attrs["value"].array() == element).all())
+
+
+def is_neutral(inits: Sequence[Value], producers: Mapping[Value, Op], body: Body) -> bool:
+    """Whether values that a reduction starts from change nothing, however often they join in.
+
+    Of a body without a name that is taken for so where the first is an end of its dtype's range, as
+    jax starts argmax, logaddexp and maxima of complex numbers.
+    """
+    if reducer := body_reducer(body):
+        return all(is_identity(value, producers, reducer) for value in inits)
+    dtype, ends = body.types[body.region.args[0]].dtype, ("max", "min")
+    # 0 is an end of unsigned numbers, which many bodies start from.
+    is_ended = dtype[0] != "u" and dtype != "i1" and len(body.region.ops) > 0
+    return is_ended and any(is_identity(inits[0], producers, end) for end in ends)
 
 
 def identity_element(kind: str, dtype: str) -> Any:

@@ -13,7 +13,7 @@ from spmd.ir.dialect.bodies import inline_elementwise
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.contract import RaggedDims
 from spmd.ir.dialect.halo import Need, rounds
-from spmd.ir.dialect.reducers import NEUTRAL, REDUCER_OPS, identity_element
+from spmd.ir.dialect.reducers import identity_element
 from spmd.ir.dialect.rule import MERGE
 from spmd.ir.program import Body, Value
 from spmd.ir.types import GatherDims, TensorType, is_float, numpy_dtype
@@ -35,26 +35,13 @@ def _dot_general(op: LocalOp) -> tuple[Value, ...]:
 
 @local("stablehlo.reduce")
 def _reduce(op: LocalOp) -> tuple[Value, ...]:
-    """Reduces the local piece to a term; after that, one device's term gets the initial value.
-
-    After, because XLA ignores the initial value of a reduction over dims of size 1, and a local
-    piece may have such dims where the global value has none.
-    """
+    """Reduces the local piece, from the identity, which becomes its padding, too."""
     if merged_dims(op):
         return reduce_merged(op)
-    axes = reduced_axes(op.rule, op.choice.assignment)
-    if not axes:
+    if not reduced_axes(op.rule, op.choice.assignment):
         return op.emit()
-    b, reducer = op.b, op.attrs["reducer"]
-    _, init = op.operands  # a body that is one known op has one operand
-    dtype = b.types[init].dtype
-    element = identity_element(reducer, dtype)
-    x = op.masked(0, element)
-    if op.attrs.get(NEUTRAL):
-        return op.emit([x, init])
-    (terms,) = op.emit([x, b.constant(element, dtype)])
-    spread = b.broadcast(op.once(init, axes, reducer), b.types[terms].shape)
-    return (b.binary(REDUCER_OPS[reducer].removeprefix("stablehlo."), terms, spread),)
+    x, init = op.operands  # a body that is one known op has one operand
+    return op.emit([op.masked(0, identity_element(op.attrs["reducer"], op.b.types[x].dtype)), init])
 
 
 # ---------------------------------------------------------------------------------------------
