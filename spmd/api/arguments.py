@@ -95,8 +95,8 @@ def _written(fn: Any) -> Any:
 class Argument(NamedTuple):
     """One argument of a call that is not static."""
 
-    key: int | str  # its number among the positional ones of the call, or its name if given by that
-    # the number of its parameter, or its name where the function does not have it in order
+    key: int | str  # its number among the call's positional ones, or its name if passed by name
+    # the number of its parameter, or its name if that cannot be passed by position
     place: int | str
     name: str
     value: Any  # its pytree

@@ -266,7 +266,7 @@ class Jitted(Generic[P, R]):
           **kwargs: the keyword arguments of `fn`.
 
         Returns:
-          The compiled program. Calling this object with such arguments runs it, too.
+          The compiled program. Calling this object with such arguments runs the same program.
 
         Raises:
           MeshError: no compiler for the machine is here; `lower` plans for it without one.

@@ -40,9 +40,8 @@ def mark_sharding(t: ArrayLike, mesh: AnyMesh, spec: Spec) -> jax.Array: ...
 def mark_sharding(t: Any, mesh: Any, spec: Any) -> Any:
     """Promises how a tensor lies on a mesh.
 
-    Inside traced code it is jax's own sharding constraint, so the same program runs under plain
-    `jax.jit`, and the tensor's gradient gets the same mark. A concrete array is placed. A
-    `jax.ShapeDtypeStruct` is annotated.
+    A tracer gets jax's own sharding constraint, so the same program runs under plain `jax.jit`, and
+    its gradient gets the same mark. An array is placed so. A `ShapeDtypeStruct` gets the sharding.
 
     Args:
       t: a tracer, an array or a `ShapeDtypeStruct`.

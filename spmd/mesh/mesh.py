@@ -38,7 +38,7 @@ class Mesh(jax.sharding.Mesh):
     devices are looked for when they are needed: to plan, they need not be here.
 
     Args:
-      device_ids: one id for each device, in row-major order of `shape`; `None` for `0, 1, 2, ...`.
+      device_ids: jax's id of each device, in row-major order of `shape`; `None` for 0, 1, 2, ...
       shape: size of each axis.
       axis_names: name of each axis, major first.
       dcn_shape: how much of each axis crosses slices of machines, as `HybridMesh` says; 1 for each

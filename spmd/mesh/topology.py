@@ -195,7 +195,7 @@ DEVICE_KINDS = (
 
 @dataclass(frozen=True, init=False)
 class Topology:
-    """Devices of one kind and how they are wired; predictions of time and memory start from it.
+    """A machine, for predictions of time and memory: devices of one kind, and how they are wired.
 
     Args:
       name: `chip:shape`, as `v5e:4x4`, `v4:4x4x8` or `h200:8`; or a slice of TPUs as clouds name
