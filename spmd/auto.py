@@ -154,8 +154,8 @@ def auto(
     options = Options(topology=topology, memory_limit=memory_limit)
     asked: list[tuple[Jitted[..., Any], Request]] = []
     for given in meshes:
-        numbers = {"donate_argnums": donate_argnums, "static_argnums": static_argnums}
-        jitted = jit(fn, mesh=given, **numbers, options=options)
+        numbers: Any = {"donate_argnums": donate_argnums, "static_argnums": static_argnums}
+        jitted: Jitted[..., Any] = jit(fn, mesh=given, **numbers, options=options)
         asked.append((jitted, jitted.request(*args)))
     search = Search[Trial](memory_for(asked[0][1].topology, memory_limit))
     with progress(f"specs of {asked[0][0].__name__}", options.shows_progress):

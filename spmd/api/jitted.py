@@ -8,11 +8,11 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MethodType
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax import jit as plain_jit  # users may put spmd.jit in its place
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from spmd.api.arguments import (
     arg_specs,
@@ -45,11 +45,33 @@ R = TypeVar("R")
 _IS_DELETED = ARRAY.is_deleted
 
 
+class JitOptions(TypedDict, total=False):
+    """What `jit` takes beside a function; specs are pytrees, of any class."""
+
+    mesh: jax.sharding.Mesh | AbstractMesh | None
+    in_specs: Any
+    out_specs: Any
+    in_shardings: Any
+    out_shardings: Any
+    static_argnums: int | Sequence[int] | None
+    static_argnames: str | Iterable[str] | None
+    donate_argnums: int | Sequence[int] | None
+    donate_argnames: str | Iterable[str] | None
+    keep_unused: bool
+    device: None
+    backend: None
+    inline: bool
+    compiler_options: Mapping[str, Any] | None
+    options: Options | None
+
+
 @overload
-def jit(fn: Callable[P, R], **options: Any) -> Jitted[P, R]: ...
+def jit(fn: Callable[P, R], **options: Unpack[JitOptions]) -> Jitted[P, R]: ...
 @overload
-def jit(fn: None = None, **options: Any) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
-def jit(  # type: ignore[misc]  # the overloads leave its options open
+def jit(
+    fn: None = None, **options: Unpack[JitOptions]
+) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
+def jit(
     fn: Any = None,
     *,
     mesh: Any = None,
@@ -112,7 +134,7 @@ def jit(  # type: ignore[misc]  # the overloads leave its options open
     if fn is None:
         given = {name: value for name, value in locals().items() if name != "fn"}
         return functools.partial(jit, **given)
-    if not callable(fn):
+    if not callable(fn) or isinstance(fn, jax.sharding.Mesh):  # which is a decorator, too
         raise ArgumentError(
             "spmd.jit needs the function first",
             source=caller(),

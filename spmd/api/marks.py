@@ -3,11 +3,12 @@
 import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, overload
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from spmd.errors import MeshError, SpecError, described
 from spmd.frontend.marks import Entries
@@ -25,10 +26,19 @@ from spmd.mesh.spec import (
 )
 
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
+AnyMesh = jax.sharding.Mesh | AbstractMesh  # of which a `spmd.Mesh` is the first
+Spec = PartitionSpec | Sequence[Any] | str | int | None
+Rules = Mapping[str, Spec]
 
 
-def mark_sharding(t: T, mesh: Any, spec: Any) -> T:
-    """Marks a tensor with the sharding that it is to have in the partitioned program.
+@overload
+def mark_sharding(t: jax.ShapeDtypeStruct, mesh: AnyMesh, spec: Spec) -> jax.ShapeDtypeStruct: ...
+@overload
+def mark_sharding(t: ArrayLike, mesh: AnyMesh, spec: Spec) -> jax.Array: ...
+def mark_sharding(t: Any, mesh: Any, spec: Any) -> Any:
+    """Promises how a tensor lies on a mesh.
 
     A tracer gets jax's own sharding constraint, so the same program runs under plain `jax.jit`, and
     its gradient gets the same mark. An array is placed so. A `ShapeDtypeStruct` gets the sharding.
@@ -51,7 +61,7 @@ def mark_sharding(t: T, mesh: Any, spec: Any) -> T:
     Example:
       >>> w = mark_sharding(w, mesh, ("data", "model"))
     """
-    source, given = caller(), cast(Any, t)
+    source = caller()
     if isinstance(t, Mesh | AbstractMesh | jax.sharding.Mesh):
         raise MeshError(
             "a mesh stands where the tensor belongs",
@@ -69,23 +79,34 @@ def mark_sharding(t: T, mesh: Any, spec: Any) -> T:
             fix=f"mark leaves by path: mark_tree(tree, mesh, {{{paths[0]!r}: {described(spec)}}})",
         )
     own = as_mesh(mesh)
-    shape = tuple(np.shape(given))
+    shape = tuple(np.shape(t))
     what = f"a tensor of shape {shape}"
     entries = spec_entries(spec, len(shape), own, what=what, source=source)
-    if isinstance(given, jax.core.Tracer):
-        return cast(T, _constrain(given, own, entries, what, source))
+    if isinstance(t, jax.core.Tracer):
+        return _constrain(t, own, entries, what, source)
     dims_of(entries, shape, own, what=what, source=source)
-    if isinstance(given, jax.ShapeDtypeStruct):
+    if isinstance(t, jax.ShapeDtypeStruct):
         sharding = _open_sharding(own, entries)
         if own.topology is not None:  # jax's `AbstractMesh` does not tell it
             sharding = NamedSharding(own, sharding.spec)
-        return cast(T, jax.ShapeDtypeStruct(given.shape, given.dtype, sharding=sharding))
+        return jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=sharding)
     closed = PartitionSpec(*(entry or () for entry in entries))
-    return cast(T, jax.device_put(given, NamedSharding(jax_mesh(own), closed)))
+    return jax.device_put(t, NamedSharding(jax_mesh(own), closed))
 
 
-def mark_tree(tree: T, mesh: Any, rules: Mapping[str, Any]) -> T:
-    """Returns a pytree with its leaves marked by path, as `mark_sharding` marks a tensor.
+# Arrays of numpy become jax's: of what such trees are is told where it can be said.
+@overload
+def mark_tree(tree: dict[K, jax.Array], mesh: AnyMesh, rules: Rules) -> dict[K, jax.Array]: ...
+@overload
+def mark_tree(
+    tree: dict[K, np.ndarray[Any, Any]], mesh: AnyMesh, rules: Rules
+) -> dict[K, jax.Array]: ...
+@overload
+def mark_tree(tree: dict[K, dict[str, V]], mesh: AnyMesh, rules: Rules) -> dict[K, Any]: ...
+@overload
+def mark_tree(tree: T, mesh: AnyMesh, rules: Rules) -> T: ...
+def mark_tree(tree: Any, mesh: Any, rules: Rules) -> Any:
+    """Marks the leaves of a pytree by path.
 
     Args:
       tree: a pytree of tensors.
@@ -106,8 +127,7 @@ def mark_tree(tree: T, mesh: Any, rules: Mapping[str, Any]) -> T:
         leaf if pattern is None else mark_sharding(leaf, mesh, rules[pattern])
         for pattern, (_, leaf) in zip(found, leaves, strict=True)
     ]
-    result: T = jax.tree_util.tree_unflatten(treedef, marked)
-    return result
+    return jax.tree_util.tree_unflatten(treedef, marked)
 
 
 def path_name(path: Sequence[Any]) -> str:

@@ -46,7 +46,7 @@ from spmd.mesh.spec import (
     numbered_as,
     platform_of,
 )
-from spmd.mesh.topology import Topology
+from spmd.mesh.topology import Topology, as_topology
 from spmd.options import Options
 
 
@@ -353,8 +353,6 @@ def axis_types_of(mesh: Mesh, givens: Sequence[Any]) -> tuple[Any, ...] | None:
 
 def topology_of(mesh: Mesh) -> Topology:
     """Returns a mesh's topology, else that of its devices, or of CPUs if they are not here."""
-    if mesh.topology is not None:
-        return mesh.topology
-    if mesh.is_here:
+    if mesh.is_here and mesh.topology is None:
         return Topology.for_devices(list(mesh.devices.flat))
-    return Topology(f"cpu:{mesh.size}")
+    return as_topology(mesh.topology or f"cpu:{mesh.size}")

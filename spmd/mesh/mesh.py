@@ -54,7 +54,7 @@ class Mesh(jax.sharding.Mesh):
       Mesh(device_ids=range(8), shape=(4, 2), axis_names=('data', 'model'))
     """
 
-    device_ids: tuple[int, ...]  # type: ignore[assignment]  # jax has an array
+    device_ids: tuple[int, ...]  # type: ignore[assignment]
     sizes: tuple[int, ...]
     axis_names: tuple[str, ...]
     dcn_sizes: tuple[int, ...] = field(default=(), repr=False)
@@ -90,17 +90,17 @@ class Mesh(jax.sharding.Mesh):
         if len(dcn_sizes) != len(sizes) or any(map(operator.mod, sizes, dcn_sizes)):
             raise MeshError(
                 f"dcn_shape {dcn_sizes} does not say how much of each axis crosses slices",
-                actual=f"({_describe(names, sizes)})",
+                actual=f"({describe_axes(names, sizes)})",
                 required="one number for each axis, which divides its size",
                 fix="write 1 for an axis within slices",
             )
-        told = {"device_ids": ids, "sizes": sizes, "axis_names": names, "dcn_sizes": dcn_sizes}
-        vars(self).update(told, topology=topology)
+        vars(self).update(device_ids=ids, sizes=sizes, axis_names=names, dcn_sizes=dcn_sizes)
+        pairs, types = tuple(zip(names, sizes, strict=True)), (AxisType.Auto,) * len(sizes)
+        vars(self).update(topology=topology, shape_tuple=pairs, axis_types=types)
 
     @cached_property
     def _hash(self) -> int:
-        told = self.device_ids, self.sizes, self.axis_names, self.dcn_sizes, self.topology
-        return hash(told)
+        return hash(self.__reduce__()[1])
 
     def __hash__(self) -> int:
         return self._hash  # made once: every cache asks for it, and there may be thousands of ids
@@ -117,13 +117,6 @@ class Mesh(jax.sharding.Mesh):
 
     def __str__(self) -> str:
         return describe_axes(self.axis_names, self.sizes)
-
-    # What jax asks of a mesh, besides its names and sizes.
-
-    @property
-    def axis_types(self) -> tuple[AxisType, ...]:  # type: ignore[override]
-        """The axes' types in jax: Auto, each."""
-        return (AxisType.Auto,) * len(self.sizes)
 
     @cached_property
     def is_here(self) -> bool:
@@ -161,32 +154,19 @@ class Mesh(jax.sharding.Mesh):
             )
         array = np.empty(self.size, dtype=object)
         array[:] = [known[i] for i in self.device_ids]
+        array.setflags(write=False)
         return array.reshape(self.sizes)
 
-    @property
-    def axis_sizes(self) -> tuple[int, ...]:
-        """Size of each axis."""
-        return self.sizes
+    # What else jax asks of a mesh; None for the list of devices of an `AbstractMesh`.
 
-    @property
-    def shape_tuple(self) -> tuple[tuple[str, int], ...]:  # type: ignore[override]
-        """Name and size of each axis."""
-        return tuple(self.shape.items())
-
-    @property
-    def abstract_mesh(self) -> AbstractMesh:  # type: ignore[override]
-        """The mesh of jax that has the axes alone."""
-        mesh: AbstractMesh = self.in_jax.abstract_mesh
-        return mesh
-
-    @property
-    def _internal_device_list(self) -> Any:
-        return self.in_jax._internal_device_list  # None, as of an `AbstractMesh`, if not here
+    axis_sizes = property(lambda self: self.sizes)
+    abstract_mesh = property(lambda self: self.in_jax.abstract_mesh)
+    _internal_device_list = property(lambda self: self.in_jax._internal_device_list)
 
     @cached_property
     def shape(self) -> Mapping[str, int]:  # type: ignore[override]
         """Maps the name of each axis to its size, major axis first."""
-        return MappingProxyType(dict(zip(self.axis_names, self.sizes, strict=True)))
+        return MappingProxyType(dict(self.shape_tuple))
 
     @cached_property
     def size(self) -> int:  # type: ignore[override]

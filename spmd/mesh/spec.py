@@ -82,7 +82,7 @@ def has_explicit_axes(mesh: Any) -> bool:
 def platform_of(mesh: Mesh | None) -> str:
     """Returns `cpu`, `cuda` or `tpu`: of a mesh's devices if visible, else of jax's default."""
     if mesh is not None and mesh.topology is not None and mesh.topology.platform:
-        return mesh.topology.platform
+        return str(mesh.topology.platform)
     if mesh is None or not mesh.is_here:
         return str(jax.default_backend()).replace("gpu", "cuda")
     return str(mesh.devices.flat[0].platform).replace("gpu", "cuda")

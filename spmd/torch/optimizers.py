@@ -37,10 +37,7 @@ def optimizer_of(given: Any, state: State) -> OptaxOptimizer | TorchOptimizer:
 class OptaxOptimizer:
     """An optax optimizer of all parameters that require a gradient, whose names are `trained`."""
 
-    `key` is what the program depends on; `written` and `filled` are of torch's optimizers.
-    """
-
-    key = ()
+    key = ()  # what the program depends on; `written` and `filled` are of torch's optimizers
     written = filled = frozenset[str]()
 
     def __init__(self, optimizer: Any, state: State) -> None:

@@ -66,13 +66,16 @@ def test_keys_are_not_exported(mesh: spmd.Mesh) -> None:
         lowered.export()
 
 
+saved: Any = serialize_executable.serialize  # it is typed for `jax.stages.Compiled` alone
+
+
 def scaled(params: Any, x: Any, scale: Any = 1.0) -> Any:
     return {"y": jnp.tanh(x @ params["w"]) * scale, "w": params["w"] * 2}
 
 
 def test_stages_have_what_those_of_jax_have(mesh: spmd.Mesh) -> None:
     x, params = np.ones((64, 32), np.float32), {"w": np.ones((32, 16), np.float32)}
-    theirs = jax.jit(scaled, donate_argnums=0).lower(params, x, scale=2.0)
+    theirs: Any = jax.jit(scaled, donate_argnums=0).lower(params, x, scale=2.0)
     ours = spmd.jit(scaled, mesh=mesh, donate_argnums=0).lower(params, x, scale=2.0)
     for own, their in ((ours, theirs), (ours.compile(), theirs.compile())):
         # `call` is `jax.stages.Compiled`'s own way of a call.
@@ -81,9 +84,8 @@ def test_stages_have_what_those_of_jax_have(mesh: spmd.Mesh) -> None:
         for name in ("in_tree", "out_tree", "donate_argnums"):
             assert getattr(own, name) == getattr(their, name), name
         for name in ("in_avals", "args_info", "out_info"):
-            assert jax.tree.structure(getattr(own, name)) == jax.tree.structure(
-                getattr(their, name)
-            ), name
+            trees: list[Any] = [jax.tree.structure(getattr(each, name)) for each in (own, their)]
+            assert trees[0] == trees[1], name
         assert str(own.in_avals) == str(their.in_avals)
         assert str(own.args_info) == str(their.args_info)
         assert repr(own.out_avals["y"]) == "ShapedArray(float32[64,16])"
@@ -94,17 +96,17 @@ def test_stages_have_what_those_of_jax_have(mesh: spmd.Mesh) -> None:
 
 
 def test_operations_are_counted_before_and_after_xla(mesh: spmd.Mesh) -> None:
-    x = spmd.mark_sharding(np.ones((64, 32), np.float32), mesh, ("data",))
+    x: Any = spmd.mark_sharding(np.ones((64, 32), np.float32), mesh, ("data",))
     w = np.random.default_rng(0).standard_normal((32, 1024), np.float32)  # a constant
     step = spmd.jit(lambda x: jnp.tanh(x @ w), mesh=mesh, out_specs=("data", "model"))
     lowered = step.lower(x)
     assert lowered.stages.emitted.constants
-    whole = jax.jit(lambda x: jnp.tanh(x @ w)).lower(x).cost_analysis()
+    whole: Any = jax.jit(lambda x: jnp.tanh(x @ w)).lower(x).cost_analysis()
     for planned in (lowered, lowered.compile()):
         assert planned.cost_analysis()["flops"] == pytest.approx(whole["flops"] / 8, rel=0.05)
     there = spmd.make_mesh(data=16, model=2, topology="h200:32")  # of which nothing is here
-    step = spmd.jit(scaled, mesh=there, out_specs={"y": ("data", "model"), "w": ()})
-    lowered = step.lower({"w": np.ones((32, 1024), np.float32)}, np.ones((64, 32), np.float32))
+    other = spmd.jit(scaled, mesh=there, out_specs={"y": ("data", "model"), "w": ()})
+    lowered = other.lower({"w": np.ones((32, 1024), np.float32)}, np.ones((64, 32), np.float32))
     assert 0 < lowered.cost_analysis()["flops"] < whole["flops"] / 8
 
 
@@ -113,7 +115,7 @@ def test_a_compiled_program_is_saved_as_jax_saves_it(mesh: spmd.Mesh) -> None:
     params = {"w": spmd.mark_sharding(np.ones((16, 4), np.float32), mesh, (None, "model"))}
     step = spmd.jit(scaled, mesh=mesh, donate_argnums=0)
     compiled = step.compile(params, x, scale=2.0)
-    again = serialize_executable.deserialize_and_load(*serialize_executable.serialize(compiled))
+    again = serialize_executable.deserialize_and_load(*saved(compiled))
     results, wanted = again(params, x, scale=2.0), scaled({"w": np.ones((16, 4))}, np.ones((8, 16)))
     np.testing.assert_allclose(results["y"], 2 * wanted["y"], rtol=1e-6)
     assert results["y"].sharding == compiled.out_shardings["y"]
@@ -127,11 +129,11 @@ def test_what_jax_would_not_save_is_refused(mesh: spmd.Mesh) -> None:
     x, key = np.ones((8, 16), np.float32), jax.random.key(0)
     constant = spmd.jit(lambda x: x @ w, mesh=mesh).compile(x)
     with pytest.raises(ArgumentError, match=r"without its large constants(.*\n)*.*as arguments"):
-        serialize_executable.serialize(constant)
+        saved(constant)
     drawn = spmd.jit(lambda key: jax.random.normal(key, (8,)), mesh=mesh).compile(key)
     with pytest.raises(ArgumentError, match=r"key arrays(.*\n)*.*jax.random.key_data"):
-        serialize_executable.serialize(drawn)
+        saved(drawn)
     # As it says.
     passed = spmd.jit(lambda x, w: x @ w, mesh=mesh).compile(x, w)
-    again = serialize_executable.deserialize_and_load(*serialize_executable.serialize(passed))
+    again = serialize_executable.deserialize_and_load(*saved(passed))
     np.testing.assert_allclose(again(x, w), constant(x), rtol=1e-6)
