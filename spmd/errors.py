@@ -98,6 +98,14 @@ def bytes_text(count: float) -> str:
     return f"{count:.3g} TiB"
 
 
+def seconds_text(seconds: float) -> str:
+    """Writes a time with three digits, in s, ms or us: `1.25 ms`."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
 def described(thing: Any) -> str:
     """Describes what a user passed: `a float32 array of shape (8, 16)`, else by its repr."""
     shape, dtype = getattr(thing, "shape", None), getattr(thing, "dtype", None)
