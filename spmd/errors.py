@@ -98,6 +98,15 @@ def bytes_text(count: float) -> str:
     return f"{count:.3g} TiB"
 
 
+def seconds_text(seconds: float) -> str:
+    """Writes a time with three digits, in s, ms or us: `1.25 ms`."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        count = seconds / scale
+        if float(f"{count:.3g}") >= 1 or unit == "us":  # 999.9 us are 1 ms
+            break
+    return f"{count:.0f} {unit}" if count >= 100 else f"{count:.3g} {unit}"
+
+
 def described(thing: Any) -> str:
     """Returns a value as text: `a float32 array of shape (8, 16)`; else its repr, shortened."""
     shape, dtype = getattr(thing, "shape", None), getattr(thing, "dtype", None)

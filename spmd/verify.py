@@ -26,7 +26,7 @@ from spmd.ir.types import TensorType, numpy_dtype
 from spmd.lowering.emit import Emitted, emit
 from spmd.lowering.execute import executable, executable_on, on_own_mesh, without_shardings
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Sharding, format_sharding
+from spmd.mesh.sharding import Sharding, spec_text
 from spmd.mesh.spec import jax_mesh
 from spmd.planning.choices import making_choice
 from spmd.planning.plan import Plan
@@ -286,12 +286,12 @@ class _Search(NamedTuple):
         choice = plan.choices.get(op.results[0])
         for i, value in enumerate(op.operands):
             state = plan.states[value]
-            have = format_sharding(state, plan.mesh) if state else "made for each use"
-            needed = f", needed {format_sharding(choice.operands[i], plan.mesh)}" if choice else ""
+            have = spec_text(state, plan.mesh) if state else "made for each use"
+            needed = f", needed {spec_text(choice.operands[i], plan.mesh)}" if choice else ""
             lines.append(f"  operand {i}: %{value} is {have}{needed}")
         for i, value in enumerate(op.results):
             state = plan.states[value] or probe_sharding(plan, value)
-            lines.append(f"  result {i}: %{value} is {format_sharding(state, plan.mesh)}")
+            lines.append(f"  result {i}: %{value} is {spec_text(state, plan.mesh)}")
         return Culprit(op, "\n".join(lines), self.inside + inside, wrong)
 
     def wrong_at(self, cut: int) -> tuple[Comparison, ...]:

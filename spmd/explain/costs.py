@@ -90,10 +90,10 @@ def collective_rows(collectives: Iterable[Collective]) -> tuple[Total, ...]:
     return _ordered(totals(collectives, lambda c: c._replace(layer="")).values())
 
 
-def traffic(collectives: Iterable[Collective], by_axes: bool = True) -> tuple[Total, ...]:
-    """Returns a total for each kind and axes, or each kind alone, those of most bytes first."""
+def traffic(collectives: Iterable[Collective]) -> tuple[Total, ...]:
+    """Sums up collectives by kind and axes; most bytes first, then most time."""
     ordered = sorted(collectives, key=lambda c: c.kind)
-    return _ordered(totals(ordered, lambda c: (c.kind, c.axes if by_axes else ())).values())
+    return _ordered(totals(ordered, lambda c: (c.kind, c.axes)).values())
 
 
 def totals(collectives: Iterable[Collective], look: Callable[[Collective], K]) -> dict[K, Total]:
@@ -117,35 +117,21 @@ def _ordered(found: Iterable[Total]) -> tuple[Total, ...]:
 def collective_section(collectives: Sequence[Collective]) -> w.Section:
     """Returns the report's table of collectives: equal ones in one row, with the reason below."""
     rows = [
-        (
-            row.like.kind,
-            ", ".join(row.like.axes),
-            row.like.bytes,
-            row.like.count,
-            row.ops,
-            row.bytes,
-            row.seconds,
-            (row.like.source, row.like.reason),
-        )
-        for row in collective_rows(collectives)
+        (like.kind, ", ".join(like.axes), ops, runs, like.bytes, *sums, (like.source, like.reason))
+        for like, ops, runs, *sums in collective_rows(collectives)
     ]
-    heads = ("kind", "axes", "bytes", "times", "ops", "total", "ms", "source")
+    heads = ("kind", "axes", "ops", "runs", "each", "bytes", "time", "source")
     table = w.Table(heads, rows, search="all_gather data mlp")
     sent = w.bytes_text(sum(c.bytes * c.count for c in collectives))
     said = f"{len(collectives)}, {sent} sent by each device in one run"
     return w.Section("collectives", said, table, "none")
 
 
-def traffic_section(collectives: Iterable[Collective], by_axes: bool = True) -> w.Section:
-    """Returns a table of totals in one run, a row for each kind of collective (and its axes)."""
-    rows = [
-        (row.like.kind, ", ".join(row.like.axes), row.ops, row.runs, row.bytes, row.seconds)
-        for row in traffic(collectives, by_axes)
-    ]
+def traffic_section(collectives: Iterable[Collective]) -> w.Section:
+    """Lists what collectives do in one run, those of one kind and axes together."""
+    rows = [(like.kind, ", ".join(like.axes), *sums) for like, *sums in traffic(collectives)]
     table = w.Table(("kind", "axes", "ops", "runs", "bytes", "time"), rows)
-    if by_axes:
-        return w.Section("totals by kind and axes", "", table)
-    return w.Section("totals by kind", "", table.without("axes"))
+    return w.Section("totals by kind and axes", "", table)
 
 
 class Nested(NamedTuple):
@@ -205,7 +191,7 @@ class Cost(NamedTuple):
     kind: str  # `compute`, or the collective's kind
     axes: str  # the mesh axes along which the collectives send, as `data, model`; empty for compute
     frames: tuple[Frame, ...]  # the user's source line and its caller's, innermost first
-    reason: str  # why the collective that takes longest is there; mostly empty for compute
+    reason: str  # why the largest of the collectives is there; empty of compute
     # ops, runs: how many ops it is, and how often they run together; loops multiply
     ops: int
     runs: int
@@ -223,7 +209,8 @@ class Cost(NamedTuple):
         """Its counts as text: `24 ops, 12 MiB sent, 0.1 ms more hidden behind compute`."""
         parts = [w.plural(self.ops, "op") + (f" in {self.runs} runs" * (self.runs > self.ops))]
         parts += [f"{w.bytes_text(self.bytes)} sent"] * (self.kind != COMPUTE)
-        parts += [f"{w.seconds_text(self.hidden)} more hidden behind compute"] * (self.hidden > 0)
+        is_hidden = self.hidden > self.seconds / 100
+        parts += [f"{w.seconds_text(self.hidden)} more hidden behind compute"] * is_hidden
         return ", ".join(parts)
 
 
@@ -247,7 +234,7 @@ def cost_of(parts: Sequence[Spent], mesh: Mesh, topology: Topology) -> Cost:
         slots[0].kind,
         "" if is_compute else slots[0].lane,
         slots[0].op.loc.user_frames[:2],
-        numberless(longest.op.loc.note),
+        "" if is_compute else numberless(longest.op.loc.note),  # kernels keep notes of exchanges
         len(slots),
         sum(slot.trips for slot in slots),
         sum(sent_bytes(slot.op, mesh, topology) * slot.trips for slot in exchanges),

@@ -28,6 +28,7 @@ from spmd.predict.memory import MemoryUse
 from spmd.predict.timeline import Timeline, least_seconds
 
 CLOSE = 5e-4  # relative difference of two times that a report does not show
+MOST_STAGES = 4  # stages of the compiler that a report names, those that took longest
 
 
 @dataclass(frozen=True)
@@ -150,8 +151,10 @@ class Facts:
         if bound:
             even = "arithmetic alone, split evenly over all devices"
             rows.append(("lower bound", f"{w.seconds_text(bound)}: {even}"))
-        took = [f"{stage} {w.seconds_text(own)}" for stage, own in stages.seconds.items()]
-        return [*rows, ("stages", ", ".join(took))] if took else rows
+        whole = sum(stages.seconds.values())
+        most = sorted(stages.seconds.items(), key=lambda took: -took[1])[:MOST_STAGES]
+        said = ", ".join(f"{stage} {w.seconds_text(own)}" for stage, own in most)
+        return [*rows, ("planned in", f"{w.seconds_text(whole)}: {said}")] if most else rows
 
     @property
     def memory(self) -> tuple[tuple[str, str], ...]:
@@ -238,7 +241,10 @@ def _origin(plan: Plan, value: Value, sharding: Sharding) -> str:
     places = [(dim, atom) for dim, axes in enumerate(sharding.dims) for atom in axes]
     chains = [plan.propagated.why(value, dim, atom) for dim, atom in places]
     causes = [
-        f"from {w.source_text(chain[-1])}" if chain else "the planner's choice" for chain in chains
+        f"from {w.source_text(chain[-1].removeprefix('like '))}"
+        if chain
+        else "the planner's choice"
+        for chain in chains
     ]
     return "; ".join(dict.fromkeys(causes)) or "no mark reaches it"
 

@@ -34,6 +34,7 @@ from spmd.explain.prices import (
 from spmd.explain.steps import PipelineRow, RingRow, pipeline_rows, ring_rows
 from spmd.ir.program import Op, Region, Value
 from spmd.ir.types import local_type
+from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
 from spmd.planning.plan import Plan
 from spmd.reshard.comm import wire_bytes
@@ -80,7 +81,6 @@ def explain_program(facts: Facts) -> str:
         *(part.lines() for part in facts.leaves),
         w.section("largest values inside", largest_table(plan, 12).without("local").lines()),
         costs.collective_section(found).lines(),
-        costs.traffic_section(found, by_axes=False).lines(),
         costs.traffic_section(found).lines(),
         w.section("marks that forbid something cheaper", marks),
         w.section(settled.heading, conflict_lines),
@@ -91,11 +91,13 @@ def explain_program(facts: Facts) -> str:
         w.section("notes", notes),
         w.section("memory per device", w.aligned(facts.memory)),
     )
-    return _joined(line for lines in sections for line in lines)
+    return _joined([line for lines in sections for line in lines], plan.mesh)
 
 
-def _joined(lines: Iterable[str]) -> str:
-    return "\n".join(lines).rstrip() + "\n"
+def _joined(lines: Sequence[str], *meshes: Mesh) -> str:
+    """Makes one text, with what its parts of axes are below it."""
+    parts = w.section("parts of axes", w.parts_of_axes("\n".join(lines), *meshes))
+    return "\n".join([*lines, *parts]).rstrip() + "\n"
 
 
 def summarize(facts: Facts, costly: Relief | None = None) -> str:
@@ -140,6 +142,7 @@ def summarize(facts: Facts, costly: Relief | None = None) -> str:
         lines.append(f"  note         {w.idle_text(plan.idle_axes)}")
     if costly is not None:
         lines.append(f"  note         {costly_text(costly, plan.mesh)}")
+    lines += [f"  note         {part}" for part in w.parts_of_axes("\n".join(lines), plan.mesh)]
     return "\n".join(lines) + "\n"
 
 
@@ -200,7 +203,7 @@ def explain_value(stages: Stages, name: str, prices: Prices | None = None) -> st
     ]
     if len(found) > MOST_VALUES:
         lines.append(f"{len(found) - MOST_VALUES} more {rest}")
-    return _joined(lines)
+    return _joined(lines, plan.mesh)
 
 
 def _found(plan: Plan, name: str) -> tuple[Found, str]:
@@ -394,7 +397,7 @@ def diff_text(a: Facts, b: Facts) -> str:
         _changed_collectives(a.collectives, b.collectives),
     )
     lines = [line for lines in changes for line in lines] or ["nothing changed"]
-    return _joined([*_changed_costs(a, b), *lines])
+    return _joined([*_changed_costs(a, b), *lines], a.plan.mesh, b.plan.mesh)
 
 
 def _changed_costs(a: Facts, b: Facts) -> w.Lines:

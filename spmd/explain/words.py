@@ -8,40 +8,31 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from spmd.errors import bytes_text as bytes_text
+from spmd.errors import seconds_text as seconds_text
 from spmd.ir.program import Program, Value
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, axis_refs
+from spmd.mesh.sharding import axes_text as axes_text
+from spmd.mesh.sharding import spec_text as spec_text
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
 
-def spec_text(sharding: Sharding, mesh: Mesh) -> str:
-    """Returns a sharding as a spec: `("data", None)`; if not split `replicated` or `scalar`."""
-    if not any(sharding.dims):
-        text = "replicated" if sharding.dims else "scalar"
-    else:
-        names = [[f'"{ref}"' for ref in axis_refs(axes, mesh)] for axes in sharding.dims]
-        joined = [n[0] if len(n) == 1 else f"({', '.join(n)})" if n else "None" for n in names]
-        text = f"({', '.join(joined)}{',' * (len(joined) == 1)})"
-    if sharding.partial:
-        text += f" partial {sharding.kind} over {axes_text(sharding.partial, mesh)}"
-    return text
-
-
-def axes_text(axes: Axes, mesh: Mesh) -> str:
-    """Returns the names of axes, or of parts of axes: `data, model`."""
-    return ", ".join(str(ref) for ref in axis_refs(axes, mesh))
-
-
-def seconds_text(seconds: float) -> str:
-    """Returns a time with three digits, in s, ms or us: `1.25 ms`."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        count = seconds / scale
-        if float(f"{count:.3g}") >= 1 or unit == "us":  # 999.9 us are 1 ms
-            break
-    return f"{count:.0f} {unit}" if count >= 100 else f"{count:.3g} {unit}"
+def parts_of_axes(text: str, *meshes: Mesh) -> list[str]:
+    """Says of each part of an axis that a text names, as `data:(2)4`, what it is."""
+    said = {}
+    for mesh in meshes:
+        for axis, whole in mesh.shape.items():
+            for match in re.finditer(rf"\b{re.escape(axis)}:\((\d+)\)(\d+)", text):
+                before, size = map(int, match.groups())
+                sizes = before, size, whole // (before * size)
+                which = "outer" if before == 1 else "middle" if sizes[2] > 1 else "inner"
+                product = " x ".join(str(n) for n in sizes if n > 1)
+                said[match[0]] = (
+                    f"{match[0]} is the {which} part of axis {axis}, {whole} = {product}"
+                )
+    return list(said.values())
 
 
 def share_text(part: float, whole: float) -> str:
@@ -107,13 +98,12 @@ def _source(trail: str, note: str = "") -> Cell:
 
 
 COLUMNS: dict[str, Callable[[Any], Cell]] = {
-    **dict.fromkeys(("n", "ops", "runs", "times"), lambda count: _number(str(count), count)),
-    **dict.fromkeys(("bytes", "total", "per device"), lambda size: _number(bytes_text(size), size)),
+    **dict.fromkeys(("n", "ops", "runs"), lambda count: _number(str(count), count)),
+    **dict.fromkeys(("bytes", "each", "per device"), lambda size: _number(bytes_text(size), size)),
     **dict.fromkeys(
         ("time", "compute", "collectives", "together"), lambda s: _number(seconds_text(s), s)
     ),
     **dict.fromkeys(("predicted", "measured"), lambda s: _number(seconds_text(s) if s else "-", s)),
-    "ms": lambda seconds: _number(f"{seconds * 1e3:.4f}", seconds),
     "share": lambda parts: _number(share_text(*parts), parts[0]),  # (part, whole)
     **dict.fromkeys(("type", "local", "local type", "sharding"), partial(Cell, look="code")),
     "kind": partial(Cell, look="kind"),

@@ -28,7 +28,7 @@ from spmd.lowering.local.dims import (
 )
 from spmd.lowering.local.table import LocalOp, lower_op
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Sharding, axis_refs, format_sharding, replicated
+from spmd.mesh.sharding import Sharding, axes_text, replicated, spec_text
 from spmd.planning.choices import making_choice
 from spmd.planning.plan import Choice, Plan
 from spmd.reshard.paths import WHOLE_TERMS, PathStep, permute_pairs
@@ -193,13 +193,16 @@ class _Partitioner:
                 use = f"carry {i} of the loop, before its first iteration,"
             elif op.name == CALLBACK:
                 use = f"the callback {op.label}"
-        needs = f"{use} needs {format_sharding(wanted, self.mesh)}"
+
+        def lies(sharding: Sharding) -> str:
+            return spec_text(sharding, self.mesh) if sharding.used else "whole"
+
+        needs = f"{use} needs {'' if any(wanted.dims) else 'it '}{lies(wanted)}"
         if summed is None:
-            return f"{needs}, {self.described(value)} is {format_sharding(have, self.mesh)}"
-        done = [a for a in have.partial if a not in wanted.partial]
-        axes = ", ".join(str(ref) for ref in axis_refs(tuple(done), self.mesh))
+            return f"{needs}, {self.described(value)} is {lies(have)}"
+        axes = axes_text(tuple([a for a in have.partial if a not in wanted.partial]), self.mesh)
         if have.dims != wanted.dims:
-            needs += f", it is {format_sharding(have.full(), self.mesh)}"
+            needs += f", it is {lies(have.full())}"
         return f"{_REDUCED.get(have.kind, have.kind)} of {summed.label} over {axes}: {needs}"
 
     def described(self, value: Value) -> str:

@@ -186,6 +186,24 @@ def axis_refs(axes: Axes, mesh: Mesh) -> tuple[AxisRef, ...]:
     return tuple(refs)
 
 
+def spec_text(sharding: Sharding, mesh: Mesh) -> str:
+    """Writes a sharding as `mark_sharding` takes it: `("data", None)`; `replicated`; `scalar`."""
+    if not any(sharding.dims):
+        text = "replicated" if sharding.dims else "scalar"
+    else:
+        names = [[f'"{ref}"' for ref in axis_refs(axes, mesh)] for axes in sharding.dims]
+        joined = [n[0] if len(n) == 1 else f"({', '.join(n)})" if n else "None" for n in names]
+        text = f"({', '.join(joined)}{',' * (len(joined) == 1)})"
+    if sharding.partial:
+        text += f" partial {sharding.kind} over {axes_text(sharding.partial, mesh)}"
+    return text
+
+
+def axes_text(axes: Axes, mesh: Mesh) -> str:
+    """Writes axes by name: `data, model`."""
+    return ", ".join(str(ref) for ref in axis_refs(axes, mesh))
+
+
 def format_axes(axes: Axes, mesh: Mesh) -> str:
     """Returns atoms as the text of whole axes and parts of axes: `{data, model:(2)2}`."""
     return "{" + ", ".join(str(ref) for ref in axis_refs(axes, mesh)) + "}"

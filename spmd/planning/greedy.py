@@ -14,7 +14,7 @@ from typing import Any
 from spmd.ir.control_flow import Tie, ties
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.program import Op, Region, Value
-from spmd.mesh.sharding import Sharding, format_axes, replicated
+from spmd.mesh.sharding import Sharding, axes_text, replicated
 from spmd.planning.choices import Choices
 from spmd.planning.plan import Choice, Move, Plan
 from spmd.planning.problem import Problem
@@ -236,7 +236,7 @@ def undivided_notes(problem: Problem) -> list[str]:
             kept = propagated.proposals[value][dim]
             notes.append(
                 f"dim {dim} of {labels[value]} has size {program.types[value].shape[dim]}, which "
-                f"{format_axes(axes, mesh)} does not divide: it is split over "
-                f"{format_axes(kept, mesh) if kept else 'nothing'}"
+                f"{axes_text(axes, mesh)} does not divide: it is split over "
+                f"{axes_text(kept, mesh) or 'nothing'}"
             )
     return notes

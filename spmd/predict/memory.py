@@ -17,6 +17,7 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
+from spmd.errors import bytes_text
 from spmd.ir.description import CONSTANT, Role
 from spmd.ir.dialect.composites import WORKSPACE
 from spmd.ir.program import Op, Program, Region, Value, reads
@@ -59,6 +60,11 @@ class MemoryUse(NamedTuple):
     buffers: tuple[Buffer, ...]  # of all other values, in order of `start`
     order: tuple[Op, ...]  # the op of each kernel, as they run
     constants: int = 0  # in pieces or whole, held throughout
+
+    def __repr__(self) -> str:
+        names = ("arguments", "results", "aliased", "temporary", "constants")
+        parts = [f"{name} {bytes_text(getattr(self, name))}" for name in names]
+        return f"<MemoryUse: peak {bytes_text(self.peak)} ({', '.join(parts)})>"
 
     @property
     def peak(self) -> int:

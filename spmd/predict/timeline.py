@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from spmd.errors import seconds_text
 from spmd.ir.control_flow import Index
 from spmd.ir.description import Role
 from spmd.ir.dialect.builder import Builder
@@ -61,6 +62,14 @@ class Timeline(NamedTuple):
     compute_seconds: float  # arithmetic alone
     comm_seconds: float  # collectives alone, one after another
     exposed_seconds: float  # how long arithmetic waits for communication
+
+    def __repr__(self) -> str:
+        waits = seconds_text(self.exposed_seconds)
+        return (
+            f"<Timeline: {seconds_text(self.seconds)}, {waits} of it waiting for collectives "
+            f"(compute {seconds_text(self.compute_seconds)}, collectives "
+            f"{seconds_text(self.comm_seconds)}, {len(self.slots)} slots)>"
+        )
 
     @property
     def scheduled_seconds(self) -> float:

@@ -134,13 +134,16 @@ def test_the_filter_leaves_what_has_all_words(page: Browser, lowered: Any) -> No
 
 def test_the_arrow_keys_go_along_the_timeline(page: Browser) -> None:
     page.run("document.querySelector('svg.timeline').focus()")
+    readout = "document.querySelector('.scroll:has(svg.timeline) + output').textContent"
     said = []
     for _ in range(3):
         page.press("ArrowRight")
-        said.append(page.run("document.querySelector('svg.timeline + output').textContent"))
+        said.append(
+            page.run("document.querySelector('.scroll:has(svg.timeline) + output').textContent")
+        )
     assert len(set(said)) == 3
     page.press("ArrowLeft")
-    back = page.run("document.querySelector('svg.timeline + output').textContent")
+    back = page.run(readout)
     assert back == said[1]
 
 
@@ -154,8 +157,93 @@ def test_loops_unfold(page: Browser) -> None:
     assert page.run(shown) is True
 
 
-def test_nothing_is_wider_than_the_page(page: Browser) -> None:
-    assert page.run("document.documentElement.scrollWidth <= innerWidth")
+CLIPPED = """(() => {
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node; (node = walker.nextNode());) {
+    const own = node.parentElement;
+    if (!node.data.trim() || own.closest("script,style,title") || !own.checkVisibility()) continue;
+    const range = document.createRange(), said = `${own.tagName} ${node.data}`;
+    range.selectNodeContents(node);
+    const text = range.getBoundingClientRect();
+    const cuts = box => text.left < box.left - 1 || text.right > box.right + 1
+      || text.top < box.top - 1 || text.bottom > box.bottom + 1;
+    const scrolls = own.closest(".scroll");
+    if (!own.ownerSVGElement && own.clientWidth && own.scrollWidth > own.clientWidth)
+      found.push(said);
+    if (own.ownerSVGElement && cuts(own.ownerSVGElement.getBoundingClientRect()))
+      found.push(said);
+    if (!scrolls && (text.left < 0 || text.right > innerWidth)) found.push(said);
+    for (let box = own; box && !(own instanceof SVGElement); box = box.parentElement)
+      if (getComputedStyle(box).overflowX === "hidden" && cuts(box.getBoundingClientRect()))
+        found.push(said);
+  }
+  return found;
+})()"""
+"""Texts that are shown in part: their box, their picture or the page ends before them."""
+
+BLANK = """(() => {
+  const found = [];
+  for (const table of document.querySelectorAll("table")) {
+    [...table.tHead.rows[0].cells].forEach((head, column) => {
+      let used = 0, whole = 0;
+      for (const row of table.tBodies[0].rows) {
+        const cell = row.cells[column], range = document.createRange();
+        range.selectNodeContents(cell);
+        used += Math.min(range.getBoundingClientRect().height, cell.clientHeight);
+        whole += cell.clientHeight;
+      }
+      if (used < whole / 2) found.push(`${head.textContent}: ${used} of ${whole}`);
+    });
+  }
+  return found;
+})()"""
+"""Columns of tables of whose height texts take less than half."""
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: Any) -> Iterator[Browser]:
+    """All parts of a report of tensors that are much wider than high, and of a long source line."""
+    mesh = spmd.make_mesh(data=4, model=2)
+
+    def loss(weights: Any, tall_and_wide: Any) -> Any:
+        return jnp.mean(jnp.tanh(jnp.tanh(tall_and_wide @ weights["in"]) @ weights["out"]) ** 2)
+
+    weights = {
+        "in": jax.ShapeDtypeStruct((8192, 64), jnp.float32),
+        "out": jax.ShapeDtypeStruct((64, 8192), jnp.float32),
+    }
+    x = jax.ShapeDtypeStruct((16, 8192), jnp.float32)
+    specs = ({"in": ("data", "model"), "out": ("model", "data")}, ("data", None))
+    step = spmd.jit(jax.grad(loss), mesh=mesh, in_specs=specs)
+    folder = tmp_path_factory.mktemp("narrow")
+    step.lower(weights, x, topology=spmd.Topology("h200:8")).report(str(folder / "report.html"))
+    assert PROGRAM is not None
+    with Browser(PROGRAM, folder / "profile") as browser:
+        browser.open(folder / "report.html")
+        browser.run("document.querySelectorAll('details').forEach(part => part.open = true)")
+        yield browser
+
+
+@pytest.mark.parametrize("width", [390, 768, 1280])
+def test_no_text_is_cut_off(narrow: Browser, width: int) -> None:
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    narrow.call("Emulation.setDeviceMetricsOverride", **size)
+    assert narrow.run("document.querySelector('.tiles').textContent.includes('16 over data')")
+    assert narrow.run(CLIPPED) == []
+    assert narrow.run("document.documentElement.scrollWidth <= innerWidth")
+    if width < 1000:
+        assert narrow.run(BLANK) == []
+
+
+def test_tables_sort_on_a_narrow_page(narrow: Browser) -> None:
+    size = {"width": 390, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    narrow.call("Emulation.setDeviceMetricsOverride", **size)
+    assert click_head(narrow, 5) == "descending"
+    total = [float(key) for key in keys(narrow, 5)]
+    assert len(total) > 1 and total == sorted(total, reverse=True)
+    label = "getComputedStyle(document.querySelector('#collectives').closest('section')"
+    assert "bytes" in narrow.run(f"{label}.querySelector('td:nth-child(6)'), '::before').content")
 
 
 @pytest.mark.thorough

@@ -5,6 +5,7 @@ from html import unescape
 from html.parser import HTMLParser
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -15,11 +16,12 @@ from spmd.explain.facts import proof_text
 from spmd.explain.page.page import render
 from spmd.explain.page.pictures import mesh_picture, tile_picture
 from spmd.explain.text import explain_program, explain_value, summarize
-from spmd.explain.words import bytes_text, source_text
+from spmd.explain.words import bytes_text, parts_of_axes, seconds_text, source_text
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 from tests.mesh.shardings import parse_sharding
+from tests.programs import mlp
 
 # Text.
 
@@ -55,6 +57,60 @@ def test_text_says_where_shardings_come_from(text: str) -> None:
     assert rows["params/w_in"].endswith("marked")
     assert rows["0/w_in"].endswith("from argument params/w_in")
     assert '("data", "model")' in rows["0/w_in"]
+
+
+def test_compute_has_no_exchange_for_its_reason(compiled: Any) -> None:
+    costs = compiled._facts().costs
+    assert {cost.reason for cost in costs if cost.kind == "compute"} == {""}
+    assert all(cost.reason for cost in costs if cost.kind != "compute")
+
+
+def test_origins_that_follow_another_argument_name_it(devices8: Any) -> None:
+    text = mlp(spmd.make_mesh(data=4, model=2)).lower().explain(prices=False)
+    assert "like argument params/w_in" in text
+    assert "from argument params/w_in" in text
+    assert "from like" not in text
+
+
+def test_parts_of_axes_are_explained_where_they_are_named() -> None:
+    """Half of an axis of four splits what the other half does not."""
+    mesh = spmd.Mesh(None, (4, 2), ("data", "model"))
+
+    def halves(x: Any) -> Any:
+        return jax.numpy.tanh(x.reshape(2, 2, 1 << 20)).reshape(4, 1 << 20)
+
+    struct = jax.ShapeDtypeStruct((4, 1 << 20), np.float32)
+    jitted = spmd.jit(halves, mesh=mesh, in_specs=(("data", None),))
+    lowered = jitted.lower(struct, topology=spmd.Topology("h200:8"))
+    said = "data:(1)2 is the outer part of axis data, 4 = 2 x 2"
+    assert said in lowered.explain(prices=False)
+    value = next(op.results[0] for op in lowered.stages.plan.program.walk())
+    assert said in lowered.explain(f"%{value}", prices=False)
+    assert f"{said}." in render(lowered._facts())
+    whole = spmd.jit(lambda x: x * 2, mesh=mesh, in_specs=(("data", None),)).lower(
+        np.zeros((4, 64), np.float32), topology=spmd.Topology("h200:8")
+    )
+    assert "part of axis" not in whole.explain(prices=False) + render(whole._facts())
+
+
+def test_parts_of_axes_by_where_they_are() -> None:
+    mesh = Mesh(None, (256, 8), ("data", "a.b"))
+    assert parts_of_axes('("data:(1)64", "data:(64)4", "a.b:(2)2") data:(1)64', mesh) == [
+        "data:(1)64 is the outer part of axis data, 256 = 64 x 4",
+        "data:(64)4 is the inner part of axis data, 256 = 64 x 4",
+        "a.b:(2)2 is the middle part of axis a.b, 8 = 2 x 2 x 2",
+    ]
+    assert parts_of_axes('("data", None) at model.py:12 (data)', mesh) == []
+
+
+def test_figures_print_in_a_line(compiled: Any) -> None:
+    use, timeline = compiled.predicted_memory, compiled.timeline
+    for thing in (use, timeline):
+        assert len(repr(thing)) < 200 and "\n" not in repr(thing)
+    given = bytes_text(use.arguments)
+    assert repr(use).startswith(f"<MemoryUse: peak {bytes_text(use.peak)} (arguments {given}, ")
+    assert repr(timeline).startswith(f"<Timeline: {seconds_text(timeline.seconds)}, ")
+    assert f"{len(timeline.slots)} slots" in repr(timeline)
 
 
 def test_text_says_how_sure_the_solver_is(compiled: Any, text: str) -> None:
@@ -215,21 +271,34 @@ def test_page_is_written(compiled: Any, page: str, tmp_path: Any) -> None:
 def test_pictures_show_every_tile() -> None:
     mesh = Mesh(None, (4, 2), ("data", "model"))
     type_ = TensorType((8, 3, 16), "f32")
-    svg = tile_picture(type_, parse_sharding("[{data}, {}, {model}]", mesh), mesh)
+    svg, down, across = tile_picture(type_, parse_sharding("[{data}, {}, {model}]", mesh), mesh)
     assert svg.count('class="edge"') == 8
     assert "hatch" not in svg
-    assert "8 over data" in svg
-    assert "16 over model" in svg
-    shared = tile_picture(type_, parse_sharding("[{data}, {}, {}]", mesh), mesh)
+    assert (down, across) == ("8 over data", "16 over model")
+    shared, down, across = tile_picture(type_, parse_sharding("[{data}, {}, {}]", mesh), mesh)
     assert shared.count('class="edge"') == 4
     assert shared.count("url(#hatch)") == 4
-    assert mesh_picture(mesh).count('class="edge"') == 8
+    assert (down, across) == ("8 over data", "16")
+    svg, down, across = mesh_picture(mesh)
+    assert svg.count('class="edge"') == 8
+    assert (down, across) == ("data", "model")
+
+
+def test_pictures_say_how_much_of_many_pieces_they_draw() -> None:
+    mesh = Mesh(None, (256, 2), ("data", "model"))
+    svg, down, _ = mesh_picture(mesh)
+    assert svg.count('class="edge"') == 64
+    assert down == "data (32 of 256 drawn)"
+    sharding = parse_sharding("[{data}, {}]", mesh)
+    assert tile_picture(TensorType((1024, 8), "f32"), sharding, mesh)[1:] == (
+        "1024 over data (32 of 256 drawn)", "8",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("sizes", [(), (1,), (8,), (2, 3, 5), (64, 128)])
 def test_pictures_of_any_mesh(sizes: tuple[int, ...]) -> None:
     mesh = Mesh(None, sizes, [f"a{i}" for i in range(len(sizes))])
-    assert 1 <= mesh_picture(mesh).count('class="edge"') <= 256
+    assert 1 <= mesh_picture(mesh)[0].count('class="edge"') <= 256
     for rank in range(3):
         dims = (tuple(range(len(mesh.atoms))),) + ((),) * (rank - 1) if rank else ()
         tile_picture(TensorType((1 << 13,) * rank, "f32"), Sharding(dims), mesh)

@@ -95,7 +95,7 @@ def table(given: Table) -> Html:
     ]
     box = tag("input", type="search", placeholder=given.search)
     found = tag("output", f"{len(rows)} rows")
-    body = tag("tbody", *(tag("tr", *map(_td, row)) for row in rows))
+    body = tag("tbody", *(tag("tr", *map(_td, given.heads, row)) for row in rows))
     return tag(
         "div.tabled",
         tag("label.filter", "filter ", box, found) if given.search else "",
@@ -103,9 +103,9 @@ def table(given: Table) -> Html:
     )
 
 
-def _td(cell: Cell) -> Html:
+def _td(head: str, cell: Cell) -> Html:
     style = "n" if cell.look == "number" else cell.style
-    shown = _LOOKS[cell.look](cell.text) if cell.look in _LOOKS else cell.text
+    shown = _LOOKS[cell.look](cell.text) if cell.text and cell.look in _LOOKS else cell.text
     if cell.parts:
         items = [
             tag("li", tag("code", breakable(name)), " ", breakable(remark))
@@ -114,7 +114,7 @@ def _td(cell: Cell) -> Html:
         shown = folded(shown, tag("ul", *items))
     note = tag("span.reason", source_text(cell.note)) if cell.note else ""
     key = cell.text if cell.key is None else cell.key
-    return tag(f"td.{style}", shown, note, data_v=str(key))
+    return tag(f"td.{style}", shown, note, data_v=str(key), data_head=head)
 
 
 def folded(title: str, body: Html) -> Html:

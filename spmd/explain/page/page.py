@@ -5,12 +5,13 @@ from importlib.resources import files
 
 from spmd.explain import costs
 from spmd.explain import words as w
-from spmd.explain.facts import Facts, largest_table, proof_text
+from spmd.explain.facts import CLOSE, Facts, largest_table, proof_text
 from spmd.explain.memory import KINDS, memory_curve, recomputed
 from spmd.explain.page import html as h
 from spmd.explain.page import pictures
 from spmd.explain.page.html import Html, joined, tag
 from spmd.explain.prices import conflicts, mark_rows
+from spmd.predict.backends import room_for
 from spmd.predict.timeline import COMPUTE
 
 Part = tuple[str, str, Html, bool]  # title, remark, body, whether it is unfolded at first
@@ -32,10 +33,12 @@ def render(facts: Facts) -> str:
     notes = [tag("li", w.source_text(text)) for text in texts]
     devices = w.plural(plan.mesh.size, "device")
     title = f"{facts.title} on {devices}"
-    lead = f"Mesh {plan.mesh} on {plan.topology}, planned by the solver, {proof_text(plan)}. "
+    lead = f"Mesh {plan.mesh} on {plan.topology}. The solver: {proof_text(plan)}. "
     if plan.topology.platform == "cpu":
         lead += f"Times are predicted for {devices} of their own. CPU devices are threads that "
         lead += "share one machine, and take longer."
+    first = _first_screen(facts)
+    lines = [lead, *(f"{part}." for part in w.parts_of_axes("".join([first, *parts]), plan.mesh))]
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -46,9 +49,9 @@ def render(facts: Facts) -> str:
     body = tag(
         "body.spmd",
         pictures.HATCH,
-        tag("header", tag("h1", title), tag("p.lead", lead)),
+        tag("header", tag("h1", title), *(tag("p.lead", line) for line in lines)),
         tag("ul.notes", *notes) if notes else "",
-        _first_screen(facts),
+        first,
         tag("nav", *links),
         tag("main", *parts),
         tag("script", _resource("report.js")),
@@ -90,7 +93,7 @@ def _parts(facts: Facts) -> list[Part]:
         ("Pipelines", "which stage works on what in which step", pictures.pipelines(facts), True),
         ("Rings", "operands that come in pieces, and that could", pictures.rings(facts), True),
         ("The plan", "beside the greedy one and the best", h.pairs(facts.header), True),
-        _tabled(collectives._replace(table=collectives.table.by("ms"))),
+        _tabled(collectives._replace(table=collectives.table.by("time"))),
         _tabled(costs.traffic_section(facts.collectives)),
         ("Prices of marks", "what would be cheaper without which mark", marks, False),
         _tabled(conflicts(facts.stages, facts.prices)),
@@ -109,9 +112,10 @@ def _first_screen(facts: Facts) -> Html:
     unpartitioned = w.bytes_text(sum(leaf.type.bytes for leaf in facts.arguments))
     held, remark = given, f"arguments, of {unpartitioned} unpartitioned"
     if use is not None:
-        held = w.bytes_text(use.peak)
+        held, topology = w.bytes_text(use.peak), facts.plan.topology
         more = f"; {facts.compiled_text}" if facts.compiled_text else ""
-        remark = f"predicted peak{more}; arguments {given} of {unpartitioned}"
+        remark = f"predicted peak of {w.bytes_text(topology.hbm_bytes)}: "
+        remark += f"{room_for(use.peak, topology)}{more}; arguments {given} of {unpartitioned}"
     waiting = f"{w.seconds_text(waits)} of it waiting for collectives" if waits else "all compute"
     if facts.measured is not None:
         waiting += f"; measured {w.seconds_text(facts.measured.seconds)}"
@@ -131,7 +135,9 @@ def _first_screen(facts: Facts) -> Html:
         colour = f"background:var(--{kind})"
         share = f"flex:{seconds / sum(totals.values()):.4f};{colour}"
         parts.append(tag("span", style=share, title=f"{kind}: {w.seconds_text(seconds)}"))
-        kinds.append(tag("span", tag("i", style=colour), f"{kind} {w.share_text(seconds, whole)}"))
+        kinds.append(tag("span", tag("i", style=colour), f"{kind} {w.seconds_text(seconds)}"))
+    if sum(totals.values()) > whole * (1 + CLOSE):
+        kinds.append(tag("span", "more than the run in sum: links of several axes work at once"))
     title, most = costs.largest(facts.costs, whole)
     rows = []
     for cost in most:

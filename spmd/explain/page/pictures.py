@@ -256,7 +256,7 @@ def memory_svg(curve: MemoryCurve, limit: int) -> Html:
 def _chart(look: str, height: float, parts: Sequence[Html], label: str) -> Html:
     """Returns a chart that can have the focus, and a line in which report.js shows one segment."""
     made = drawing(f"chart {look}", _RIGHT + 8, height, parts, label, tabindex=0)
-    return joined(made, tag("output.readout"))
+    return joined(tag("div.scroll", made), tag("output.readout"))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -432,11 +432,10 @@ def _square(x: float, y: float, square: Square | None) -> Html:
 
 PICTURES = 8  # how many arguments are drawn, and the mesh
 MAX_DEVICES = 256  # devices that a mesh's picture shows
-MAX_PIECES = 32  # pieces of one dim that a tensor's picture shows
+MAX_PIECES = 32  # pieces of one dim that a picture shows
 
 _MAX_BANDS = 8
 _TILE_WIDTH, _TILE_HEIGHT, _TILE_LEAST = 190, 150, 26
-_TILE_LEFT, _TILE_TOP = 24, 20
 
 HATCH = Html(
     '<svg width="0" height="0" style="position:absolute"><defs><pattern id="hatch" width="6" '
@@ -449,8 +448,7 @@ HATCH = Html(
 def tiles(facts: Facts) -> Html:
     """Draws the mesh and the largest arguments, to show which device holds which piece."""
     mesh = facts.plan.mesh
-    more = f", the first {MAX_DEVICES} of {mesh.size}" if mesh.size > MAX_DEVICES else ""
-    shown = [(mesh_picture(mesh), "the mesh", f"{mesh}{more}", "device ids")]
+    shown = [(mesh_picture(mesh), "the mesh", (f"{mesh}", "device ids"))]
     # The largest argument of every sharding first, then the next largest ones.
     groups = [group for group in group_leaves(facts.arguments) if group[0].type.rank]
     groups.sort(key=lambda group: -group[0].type.bytes)
@@ -460,33 +458,42 @@ def tiles(facts: Facts) -> Html:
         leaf, name = group[0], pattern(leaf.name for leaf in group)
         caption = f"{w.type_text(leaf.type)} {w.spec_text(leaf.sharding, mesh)}"
         picture = tile_picture(leaf.type, leaf.sharding, mesh)
-        shown.append((picture, name, caption, f"{w.type_text(leaf.local)} on each device"))
+        shown.append((picture, name, (caption, f"{w.type_text(leaf.local)} on each device")))
     figures = []
-    for svg, title, *captions in shown:
-        lines = [tag("span", tag("code", text)) for text in captions]
-        title = tag("b", h.breakable(title))
-        figures.append(tag("figure", svg, tag("figcaption", title, *lines)))
+    for (svg, down, across), title, captions in shown:
+        sides = [f"{arrow} {side}" for arrow, side in (("↓", down), ("→", across)) if side]
+        lines = [tag("span", tag("code", text)) for text in (*captions, *sides)]
+        figures.append(tag("figure", svg, tag("figcaption", tag("b", h.breakable(title)), *lines)))
     intro = tag(
         "p",
         "Every device has its colour. A tile shows the devices that hold it; hatched ones are "
-        "held by several. Of a tensor with more than two dims two are drawn, split ones first.",
+        "held by several. Of a tensor with more than two dims two are drawn, split ones first: ↓ "
+        "says what lies down the picture, → what lies across.",
     )
     return joined(intro, tag("div.tiles", *figures))
 
 
-def mesh_picture(mesh: Mesh) -> Html:
+Picture = tuple[Html, str, str]  # an SVG, and what lies down and across in it
+
+
+def mesh_picture(mesh: Mesh) -> Picture:
     """Draws a mesh's devices as a grid: the last axis from left to right, all others downwards."""
     whole = mesh.sizes[-1] if mesh.sizes else 1
-    columns = min(whole, MAX_PIECES)
-    rows = min(max(1, mesh.size // whole), MAX_DEVICES // columns)
+    columns, lines = min(whole, MAX_PIECES), max(1, mesh.size // whole)
+    rows = min(lines, MAX_PIECES, MAX_DEVICES // columns)
     cell = max(16, min(46, 560 // max(rows, columns)))
     holders = {(r, c): [r * whole + c] for r in range(rows) for c in range(columns)}
-    across = mesh.axis_names[-1] if mesh.sizes else ""
-    down = " x ".join(mesh.axis_names[:-1])
-    return _tiled(mesh, holders, columns * cell, rows * cell, down, across, f"the mesh {mesh}")
+    across = _side(mesh.axis_names[-1], whole, columns) if mesh.sizes else ""
+    down = _side(" x ".join(mesh.axis_names[:-1]), lines, rows)
+    return _tiled(mesh, holders, columns * cell, rows * cell, f"the mesh {mesh}"), down, across
 
 
-def tile_picture(type_: TensorType, sharding: Sharding, mesh: Mesh) -> Html:
+def _side(text: str, pieces: int, shown: int = MAX_PIECES) -> str:
+    """Says what lies along a side of a picture, and how much of it is drawn."""
+    return f"{text} ({shown} of {pieces} drawn)" if pieces > shown else text
+
+
+def tile_picture(type_: TensorType, sharding: Sharding, mesh: Mesh) -> Picture:
     """Draws a tensor as a rectangle of two of its dims, cut into the pieces that devices hold."""
     # Split dims first, then the last ones; a tensor of fewer dims is drawn one element high.
     order = sorted(range(sharding.rank), key=lambda d: (not sharding.dims[d], -d))[:2]
@@ -497,17 +504,16 @@ def tile_picture(type_: TensorType, sharding: Sharding, mesh: Mesh) -> Html:
         tile = mesh.coordinate(position, down), mesh.coordinate(position, across)
         if max(tile) < MAX_PIECES:
             holders.setdefault(tile, []).append(position)
-    texts = []
-    for size, axes in shown:
-        pieces = mesh.extent(axes)
-        more = f" ({MAX_PIECES} of {pieces})" if pieces > MAX_PIECES else ""
-        texts.append(f"{size} over {w.axes_text(axes, mesh)}{more}" if axes else str(size))
+    texts = [
+        _side(f"{size} over {w.axes_text(axes, mesh)}", mesh.extent(axes)) if axes else str(size)
+        for size, axes in shown
+    ]
     text_down, text_across = [""] * (2 - len(shown)) + texts
     # The dims' ratio, softened so that both can be seen.
     ratio = math.sqrt(max(size_down, 1) / max(size_across, 1))
     height = max(_TILE_LEAST, min(_TILE_HEIGHT, round(_TILE_WIDTH * ratio)))
     width = max(_TILE_LEAST * 2, min(_TILE_WIDTH, round(height / ratio)))
-    return _tiled(mesh, holders, width, height, text_down, text_across, "the tensor's tiles")
+    return _tiled(mesh, holders, width, height, "the tensor's tiles"), text_down, text_across
 
 
 def _tiled(
@@ -515,11 +521,9 @@ def _tiled(
     holders: Mapping[tuple[int, int], Sequence[int]],
     width: int,
     height: int,
-    down: str,
-    across: str,
     what: str,
 ) -> Html:
-    """Draws a box cut into tiles, with the texts `down` and `across` at its left and upper side.
+    """Draws tiles that fill a box.
 
     `holders` maps a tile's (row, column) to the positions in the mesh of the devices that hold it.
     Bands in a tile have their colours and ids; a hatch says that they are several.
@@ -530,7 +534,7 @@ def _tiled(
     rest = max(1, mesh.size // first)
     shapes: list[Html] = []
     for (row, column), held in holders.items():
-        x, y = _TILE_LEFT + column * wide, _TILE_TOP + row * high
+        x, y = 1 + column * wide, 1 + row * high
         drawn = held[:_MAX_BANDS]
         band = wide / len(drawn)
         for i, place in enumerate(drawn):
@@ -550,13 +554,5 @@ def _tiled(
                 words(x + (i + 0.5) * share, y + high / 2 + 4, label, "on", text_anchor="middle")
                 for i, label in enumerate(labels)
             ]
-    middle = _TILE_TOP + height / 2
-    turn = f"rotate(-90 14 {middle:.0f})"
-    shapes += [
-        rect("frame", (_TILE_LEFT, _TILE_TOP, width, height)),
-        words(_TILE_LEFT, 13, across, "soft"),
-        words(14, middle, down, "soft", text_anchor="middle", transform=turn),
-    ]
-    # Labels may be longer than the side that they are written beside.
-    whole = _TILE_LEFT + max(width, _TILE_WIDTH) + 2
-    return drawing("", whole, _TILE_TOP + height + 2, shapes, what)
+    shapes.append(rect("frame", (1, 1, width, height)))
+    return drawing("", width + 2, height + 2, shapes, what)

@@ -36,7 +36,7 @@ for (const box of document.querySelectorAll(".tabled")) {
   input?.addEventListener("input", filter);
 }
 for (const chart of document.querySelectorAll("svg.timeline")) {
-  const readout = chart.nextElementSibling;
+  const readout = chart.parentElement.nextElementSibling;
   const bars = [...chart.querySelectorAll(".seg")]
     .sort((a, b) => a.x.baseVal.value - b.x.baseVal.value);
   let at = -1;

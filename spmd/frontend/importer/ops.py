@@ -34,7 +34,7 @@ from spmd.ir.dialect.reducers import NEUTRAL, body_reducer, is_identity, is_neut
 from spmd.ir.dialect.registry import ALONE
 from spmd.ir.program import Body, Loc, Op, OpKind, Region, Value, has_effect
 from spmd.ir.types import Attribute, Dense, ShardingAttr, TensorType
-from spmd.mesh.sharding import format_axes
+from spmd.mesh.sharding import axes_text
 
 DEEPEST_REGIONS = 64  # how many loops and branches may be inside each other
 MOST_OPS = 250_000  # how many ops a program may have with its calls inlined
@@ -210,7 +210,7 @@ class Importer:
                 raise SpecError(
                     "a mark inside a jax.shard_map splits over an axis that is manual there",
                     source=loc.source,
-                    actual=f"{format_axes(tuple(sorted(held)), mesh)} of the mesh ({mesh})",
+                    actual=f"{axes_text(tuple(sorted(held)), mesh)} of the mesh ({mesh})",
                     fix="mark the other axes alone, or mark outside of shard_map",
                 )
         return self.add("spmd.mark", value, self.b.types[value], {"sharding": sharding}, loc)
