@@ -21,6 +21,7 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 from jaxlib.mlir.passmanager import PassManager
 
 from spmd.errors import FrontendError
+from spmd.frontend.dynamic_calls import announce, settle
 from spmd.frontend.importer.contents import (
     MARKS,
     Contents,
@@ -47,6 +48,8 @@ NO_SYMBOLS: Mapping[str, int] = MappingProxyType({})
 
 SYMBOL = "jax.global_constant"
 """How jax names an argument that is the value of a symbol: it is in front of the others."""
+
+PLATFORM = "_platform_index"  # jax's symbol for the number of the platform that is compiled for
 
 DIM = "spmd.dim: "  # begins an attribute of a composite that is a symbolic dim: `spmd.dim: 2*n`
 
@@ -101,6 +104,7 @@ def refine(
             )
         static = [_refined(i, *pair) for i, pair in enumerate(zip(types, shapes, strict=True))]
         taken = _take_apart(copy, main)
+        announce(main)
         try:
             PassManager.parse(_PASSES.format(types=",".join(static))).run(copy.operation)
         except ir.MLIRError as error:
@@ -113,6 +117,7 @@ def refine(
                 else text.strip().replace("\n", " ")[:400],
                 fix="correct the sizes of its symbolic dims",
             ) from error
+        settle(main, named_ops(copy, "func.func"))
         for region in main.regions if taken else ():
             _put_together(copy, region, taken)
         PassManager.parse("builtin.module(symbol-dce)").run(copy.operation)
@@ -245,6 +250,12 @@ def _symbols(function: Any) -> dict[int, str]:
 def _bind(module: ir.Module, own: Mapping[int, str], symbols: Mapping[str, int]) -> None:
     """Puts constants in place of the arguments that are values of symbols, in all functions."""
     missing = [name for name in own.values() if name not in symbols]
+    if PLATFORM in missing:
+        raise FrontendError(
+            "the module is for several platforms, and does not say which platform is which",
+            fix="give the number of yours among those that it was exported for: symbols="
+            f"{ {PLATFORM: 0} }",
+        )
     if missing:
         raise FrontendError(
             f"the module has the symbolic dim {missing[0]}, which has no size",
@@ -343,7 +354,7 @@ def _replace_results(op: Any, values: Sequence[Any]) -> None:
 
 
 def _take_apart(module: ir.Module, main: Any) -> dict[int, Taken]:
-    """Inlines the functions that `main` calls, then erases them unless a manual call remains.
+    """Inlines the functions that `main` calls, then erases those that nothing names any more.
 
     Numbered barriers take the place of Shardy ops with dynamic results, and surround what was
     inlined for a composite. Returns the op that each number stands for, which `_put_together`
@@ -372,10 +383,15 @@ def _take_apart(module: ir.Module, main: Any) -> dict[int, Taken]:
                 raise FrontendError(f"function @{callee} {problem}")
             inside = _written_out(op, functions[callee], taken)
             waiting += [(item, (*around, callee)) for made in inside for item in ops_in(made)]
-    if not any(_calls_in(main)):
-        for function in functions.values():
-            if function != main:
-                function.erase()
+    left = dict(functions)
+    reached = [left.pop(own)]
+    for function in reached:  # which grows: bodies of custom calls, and manual calls, stay
+        for op in ops_in(function):
+            named = [attr.value for attr in op.attributes.get("called_computations", ())]
+            named += [op.attributes[_CALLEES[op.name]].value] if op.name in _CALLEES else []
+            reached += [left.pop(name) for name in named if name in left]
+    for function in left.values():
+        function.erase()
     return taken
 
 
