@@ -147,13 +147,13 @@ op(
 
 @op("custom_call:cpu_csr_sparse_dense_ffi", is_same_locally=True)
 def _sparse_product(kind: OpKind) -> Rule:
-    """Columns `c` of the dense operand of `e, f, r, k c -> m c` may be split, and not the others.
+    """Columns `c` of the dense operand of `e, r, f, k c -> m c` may be split, and nothing else.
 
-    The sparse one is its elements, their columns, and where each row begins.
+    The sparse one is its elements, where each row begins among them, and the column of each.
     """
     column = " c" * (kind.operands[3].rank - 1)
     whole, linear = dict.fromkeys("efrkm", REPLICATE), ((0,), (3,))
-    text = f"e, f, r, k{column} -> m{column}"
+    text = f"e, r, f, k{column} -> m{column}"
     return parse_rule(text, kind.operands, kind.results, kinds=whole, linear=linear)
 
 
