@@ -355,9 +355,9 @@ def _replace_results(op: Any, values: Sequence[Any]) -> None:
 def _take_apart(module: ir.Module, main: Any) -> dict[int, Taken]:
     """Inlines the functions that `main` calls, then erases those that nothing names any more.
 
-    Numbered barriers take the place of Shardy ops with dynamic results, and surround what was
-    inlined for a composite. Returns the op that each number stands for, which `_put_together`
-    restores. FrontendError if a call has no body to inline, or calls never end.
+    Barriers replace Shardy ops with dynamic results, and enclose the ops inlined for a composite;
+    `_put_together` restores both. Functions are erased, unless a call of a `shard_map`'s body
+    remains. FrontendError: a function without a body, recursion, or too many ops.
     """
     functions, count = named_ops(module, "func.func"), 0
     taken: dict[int, Taken] = {}

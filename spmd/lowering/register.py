@@ -36,9 +36,10 @@ def register_rule(
       kinds: factor -> `pass` (split freely; the default), `reduce` (splitting it leaves the
         results partial) or `replicate` (must not be split).
       reduction: for `reduce` factors, how partial results combine: `add`, `max`, ...
-      linear: groups of operands in which the op is linear: a partial sum may flow through these.
-      lower: computes the local results; the op itself at local shapes when left out, with the
-        padding of reduced dims replaced by the reduction's identity.
+      linear: groups of operand numbers; partial sums may flow through the operands of a group
+        together: `[(0, 1)]` for `x + y`, `[(0,), (1,)]` for `x * y`.
+      lower: a function from a `LocalOp` to the local results; when left out, the op itself at local
+        shapes, with the padding of reduced dims replaced by the reduction's identity.
 
     Raises:
       SpmdError: the op has a rule already, or the text is not a rule.

@@ -231,7 +231,7 @@ axis has size 0: `("x", 1, 0)`. `("x", 2, 4)` is the minor part of an axis of si
 
 Refs = tuple[AxisRef, ...]  # axes and parts of axes, major to minor
 
-NO_AXES = Mesh(None, (), ())  # the mesh without axes: what is on it is not split
+NO_AXES = Mesh(None, (), ())  # the mesh without axes, for shardings that split nothing
 
 _PATH_PART = re.compile(r"""\[\s*['"]?(.*?)['"]?\s*\]|([^\[\].]+)""")
 

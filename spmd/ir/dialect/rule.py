@@ -46,10 +46,10 @@ class Exchange(NamedTuple):
     """Lets atoms of the factors `along` split another factor, too: the op then sends `bytes`."""
 
     along: tuple[int, ...]
-    bytes: float  # that all devices have for each other then, if only these others are split
+    bytes: float  # that all devices together put in then, if no other factors are split
 
 
-MOST_PIECES = 64  # pieces that go round are written out, one after another: no more than so many
+MOST_PIECES = 64  # as the steps of a ring are written out, one for each piece
 
 
 class Factor(NamedTuple):
@@ -68,8 +68,8 @@ class Factor(NamedTuple):
     kind: str = PASS
     axes: tuple[int, ...] = ()  # the atoms of a fixed factor
     ring: Ring | None = None  # of a ring factor, how it may be split
-    # of one that atoms of other factors may split evenly, too, what that takes; a result that these
-    # split owes nothing over them
+    # of a factor that atoms of other factors may split evenly, too; a result that these atoms
+    # split is not partial over them
     exchange: Exchange | None = None
 
 
