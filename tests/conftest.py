@@ -97,6 +97,25 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     return (yield)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, Any, Any]:
+    """Code in the `fix:` of an error that a test meets has to work (`tests/fixes.py`)."""
+    errors: Any = sys.modules.get("spmd.errors")
+    if errors is not None and not hasattr(errors, "is_checked"):
+        errors.is_checked, render = True, errors.SpmdError.render
+
+        def checked(error: Any) -> str:
+            if "(" in (error.fix or ""):
+                from tests.fixes import problems
+
+                found = problems(error.fix)
+                assert not found, f"the fix of an error does not work: {found}"
+            return str(render(error))
+
+        errors.SpmdError.render = checked
+    return (yield)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
     """Holds a test against the budget. `@pytest.mark.slow(reason)` says why one is excused."""

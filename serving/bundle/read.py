@@ -21,6 +21,7 @@ from rich.console import Console
 from spmd.errors import SpmdError
 from spmd.frontend.artifact import calls_of, is_artifact
 from spmd.frontend.bytecode import BytecodeError, bytecode_to_text, bytecodes_to_texts
+from spmd.frontend.canonicalize import CANONICAL
 from spmd.frontend.importer.module import parse_module, signature
 from spmd.ir.dialect.registry import is_known_call
 from spmd.ir.types import numpy_dtype
@@ -105,7 +106,9 @@ class Modules:
         try:
             module = static_module(parse_module(self.text(data)), entry, asked)
             _check_signature(module, entry, what)
-            unknown = [name for name in calls_of(module).custom_calls if not is_known_call(name)]
+            called = calls_of(module).custom_calls
+            known = {key.partition(":")[2] for key in CANONICAL}
+            unknown = [n for n in called if n not in known and not is_known_call(n)]
             if unknown:  # XLA might abort the process on it
                 raise BundleError(
                     f"{what} calls {', '.join(unknown[:5])[:200]}, which is unknown here; import "

@@ -18,7 +18,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.api.arguments import key_dtype, mesh_sharding
-from spmd.api.dispatch import NAN_FOUND
+from spmd.api.dispatch import NAN_FOUND, held, hold
 from spmd.api.marks import caller, some_of
 from spmd.api.planned import Planned
 from spmd.api.tracing import Interface, order_of
@@ -81,7 +81,7 @@ class Lowered(Planned):
         planned for. `jax.export.export(jitted)` gives the unpartitioned program with its marks.
 
         Raises:
-          ArgumentError: an argument or a result is a key array.
+          ArgumentError: an argument or a result is a key array or float0, or there are refs.
 
         Example:
           >>> saved = spmd.jit(step, mesh=mesh).lower(params, batch).export().serialize()
@@ -89,10 +89,11 @@ class Lowered(Planned):
         """
         emitted = self.stages.emitted.major_to_minor()
         boundary = Boundary(self.interface, emitted)
-        if boundary.has_keys:
+        if boundary.is_dressed or boundary.refs:
             raise ArgumentError(
-                "a program of key arrays cannot be exported: inside, they are their data",
-                fix="pass jax.random.key_data(key), and wrap it inside",
+                "a program of key arrays, float0 or refs cannot be exported: it has plain arrays",
+                fix="pass jax.random.key_data(key) and ref[...], and call "
+                "jax.random.wrap_key_data(data) and jax.new_ref(x) inside",
             )
         flat = execute.executable(emitted, boundary.outside)
         # Of what an exported function closes over, jax makes constants in its text: whole ones.
@@ -118,7 +119,7 @@ class Lowered(Planned):
             raise ArgumentError(
                 f"there is no module in the dialect {dialect!r} before XLA has seen the program",
                 required="stablehlo",
-                fix='compile it, and take as_text("hlo")',
+                fix='compile it, and ask for compiled.as_text("hlo")',
             )
         return self.request.module
 
@@ -177,7 +178,8 @@ class Compiled(Planned):
     def run(self, leaves: Sequence[Any]) -> list[Any]:
         """Runs the program on flat arguments, resharded if need be; returns flat results."""
         self._check_here()
-        leaves = self._with_values(leaves)
+        refs = self._refs(leaves)
+        leaves = self._with_values(self.arrays(leaves))
         taken = self.boundary.take(leaves)
         try:
             if self.request.platform == "cpu":  # whose runtime crashes; others raise
@@ -197,9 +199,28 @@ class Compiled(Planned):
             self._check_types(leaves)
             self.check(taken)
             raise  # it is none of these
-        for index, dtype in self.boundary.key_results.items():
-            results[index] = jax.random.wrap_key_data(results[index], impl=dtype)
-        return results
+        self.boundary.dress(results)
+        count = len(results) - len(refs)
+        for ref, array in zip(refs, results[count:], strict=True):
+            hold(ref, array)
+        return results[:count]
+
+    def arrays(self, leaves: Sequence[Any]) -> list[Any]:
+        """Returns the program's arguments: what refs hold, and those that it closes over, too."""
+        return list(map(held, (*leaves, *self.interface.closed_refs)))
+
+    def _refs(self, leaves: Sequence[Any]) -> list[Any]:
+        """Returns the refs that a call writes to; ArgumentError for one that is given twice."""
+        every, own = [*leaves, *self.interface.closed_refs], self.boundary.refs
+        if len({id(every[i]) for i in own}) < len(own):
+            raise ArgumentError(
+                f"{self.name} is given one jax.Ref twice",
+                source=caller(),
+                actual=f"refs: {some_of([self.request.arg_names[i] for i in own])}",
+                required="as for jax.jit: each once, and none that the function closes over",
+                fix="pass it once, or another one with the same value: jax.new_ref(ref[...])",
+            )
+        return [every[i] for i in own]
 
     def _laid_out(self, taken: Sequence[Any], which: Sequence[int]) -> Sequence[Any]:
         """Moves arguments `which` of `taken` to the program's layout; the second time it warns."""
@@ -256,7 +277,7 @@ class Compiled(Planned):
                     "donated",
                     source=caller(),
                     required="a donated array is given once: its memory is taken over",
-                    fix=f"pass a copy of one, as in {one}.copy(), or donate nothing",
+                    fix="pass a copy of one, array.copy(), or donate nothing",
                 )
 
     def _check_types(self, leaves: Sequence[Any]) -> None:
@@ -269,7 +290,7 @@ class Compiled(Planned):
                 actual=f"an argument is a {type(tracer).__name__}, which has no values yet",
                 required="values: what is compiled cannot be transformed",
                 fix="call the spmd.jit function itself, which can, or transform first, as in "
-                f"spmd.jit(jax.grad({self.name}), mesh=mesh)",
+                "spmd.jit(jax.grad(fn), mesh=mesh)",
             )
         program, data = self.stages.program, self.boundary.data(leaves)
         for name, value, leaf in zip(self.request.arg_names, program.body.args, data, strict=False):
@@ -351,7 +372,8 @@ class Compiled(Planned):
             return list(self.executable(*placed))
 
         self._check_here()
-        given, plan = self.boundary.data(self._flat(args, kwargs)), self.stages.plan
+        given = self.boundary.data(self.arrays(self._flat(args, kwargs)))
+        plan = self.stages.plan
         with execute.x64_if(needs_x64(plan.program.types)):
             lower = partial(emit_plan, options=self.options)
             return verify(plan, self.request.module, run, given, lower, rtol, atol)
@@ -386,7 +408,7 @@ class Compiled(Planned):
         self._check_here()
         if steps < 1:
             raise ArgumentError(f"{steps} steps cannot be timed", required="at least one")
-        given = self.boundary.take(self._flat(args, kwargs))
+        given = self.boundary.take(self.arrays(self._flat(args, kwargs)))
         given = self.boundary.laid_out(given, self.boundary.in_other_layouts(given))
         feed = Feed(self.executable, given, self.donated, self.request.links)
         self.measured = self.compared(run_steps(feed.run, feed.prepare, steps))
@@ -484,14 +506,15 @@ class Compiled(Planned):
 class Boundary:
     """The shardings and memory orders of a compiled program's flat arguments and results.
 
-    XLA's program takes and returns arrays on its own mesh alone; of key arrays, their data.
+    The program itself has only arrays on its own mesh; of a key array it takes the data, and for
+    one of float0, which has no elements, bools.
     """
 
     def __init__(
         self, interface: Interface, emitted: Emitted, devices: Sequence[Any] | None = None
     ) -> None:
         mesh = jax_mesh(interface.request.mesh, devices, interface.axis_types)
-        taken, given = jax.tree.leaves(interface.args), jax.tree.leaves(interface.out)
+        taken, given = interface.flat
         self._orders, self._needs_x64 = emitted.argument_orders, emitted.needs_x64
         self._dtypes = [numpy_dtype(type_.dtype) for type_ in emitted.argument_types]
         self.arguments = emitted.named(emitted.arguments, mesh)
@@ -503,21 +526,20 @@ class Boundary:
         # What jax is told; `devices` are descriptions of those that are not here.
         weak = tuple(struct.weak_type for struct in given)
         self.outside = execute.Outside(mesh, weak, devices, results)
-        self._key_dtypes = list(map(key_dtype, taken))
-        self.key_results = {i: s.dtype for i, s in enumerate(given) if key_dtype(s) is not None}
-        self.has_keys = bool(self.key_results) or any(d is not None for d in self._key_dtypes)
+        self._dressed, self._results = list(map(_is_dressed, taken)), given
+        self.is_dressed = any(map(_is_dressed, (*taken, *given)))
+        self.refs = [i for i, struct in enumerate(taken) if struct.is_ref]
         # As callers see them, who have key arrays.
-        self.seen_arguments = tuple(map(_seen, self.argument_formats, taken))
-        self.seen_results = tuple(map(_seen, results, given))
+        args, out = jax.tree.leaves(interface.args), jax.tree.leaves(interface.out)
+        self.seen_arguments = tuple(map(_seen, self.argument_formats, args))
+        self.seen_results = tuple(map(_seen, results, out))
         # As it came the last time: an argument with the very same object needs no look at it.
         self._known: list[Any] = [object()] * len(self.arguments)
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether arguments that lie on a mesh have the program's shardings, key arrays aside."""
         return all(
-            self._lies_right(index, leaf)
-            or mesh_sharding(leaf) is None
-            or self._key_dtypes[index] is not None
+            self._lies_right(index, leaf) or mesh_sharding(leaf) is None or self._dressed[index]
             for index, leaf in enumerate(leaves)
         )
 
@@ -559,22 +581,38 @@ class Boundary:
         return laid
 
     def data(self, leaves: Sequence[Any]) -> list[Any]:
-        """Returns the arguments with `jax.random.key_data` of each key array in its place."""
-        return [
-            leaf if dtype is None else jax.random.key_data(leaf)
-            for leaf, dtype in zip(leaves, self._key_dtypes, strict=True)
-        ]
+        """Returns the arguments with their data in place of key arrays and of float0."""
+
+        def plain(leaf: Any) -> Any:
+            is_key = key_dtype(leaf) is not None
+            return jax.random.key_data(leaf) if is_key else np.zeros(leaf.shape, bool)
+
+        pairs = zip(leaves, self._dressed, strict=True)
+        return [plain(leaf) if is_dressed else leaf for leaf, is_dressed in pairs]
+
+    def dress(self, results: list[Any]) -> None:
+        """Makes key arrays of results that are their data, and float0 of what stands for it."""
+        for i, struct in enumerate(self._results) if self.is_dressed else ():
+            if struct.dtype == jax.dtypes.float0:
+                results[i] = np.zeros(struct.shape, jax.dtypes.float0)
+            elif _is_dressed(struct):
+                results[i] = jax.random.wrap_key_data(results[i], impl=struct.dtype)
 
     def _lies_right(self, index: int, leaf: Any) -> bool:
         have = getattr(leaf, "sharding", None)
         if have is self._known[index]:
             return True
-        if self._key_dtypes[index] is not None or not isinstance(have, NamedSharding):
+        if self._dressed[index] or not isinstance(have, NamedSharding):
             return False
         if not have.is_equivalent_to(self.arguments[index], leaf.ndim):
             return False
         self._known[index] = have
         return True
+
+
+def _is_dressed(struct: jax.ShapeDtypeStruct) -> bool:
+    """Whether callers see another dtype than the program has: that of keys, or float0."""
+    return key_dtype(struct) is not None or struct.dtype == jax.dtypes.float0
 
 
 def _seen(placed: Placement, struct: jax.ShapeDtypeStruct) -> Format:

@@ -101,6 +101,16 @@ def known(executable: Any, results: Sequence[Any], out_tree: Any) -> Any:
         return None
 
 
+def held(leaf: Any) -> Any:
+    """Returns the array that a `jax.Ref` holds now, not a copy of it; anything else as it is."""
+    return leaf._refs._buf if isinstance(leaf, jax.Ref) else leaf
+
+
+def hold(ref: Any, array: Any) -> None:
+    """Makes a `jax.Ref` hold another array."""
+    ref._refs._buf = array
+
+
 def _is_set(name: str) -> bool:
     return bool(getattr(jax.config, f"jax_{name}"))
 

@@ -149,13 +149,14 @@ def jit(
             required="a spmd.Options",
             fix="write options=spmd.Options(memory_limit=16 << 30), or leave them out",
         )
-    for name, value in (("device", device), ("backend", backend)):
+    devices = f"jax.devices({backend!r})"
+    for name, value, own in (("device", device, "[device]"), ("backend", backend, devices)):
         if value is not None:
             raise ArgumentError(
                 f"spmd.jit has no {name}: a program runs on the devices of its mesh",
                 source=caller(),
                 actual=f"{name}={described(value)}",
-                fix="pass mesh=spmd.make_mesh(data=4, devices=jax.devices(...))",
+                fix=f"pass mesh=spmd.make_mesh(data=len({own}), devices={own})",
             )
     if mesh is not None:
         as_mesh(mesh)
@@ -310,7 +311,8 @@ class Jitted(Generic[P, R]):
         except ClosedOverTracer:  # it uses a value of another function, and is a part of that
             return self.inlined(*args, **kwargs), None
         boundary, out_tree = compiled.boundary, compiled.out_tree
-        runs_without_us = not (boundary.has_keys or boundary.in_other_layouts(call.leaves))
+        in_python = boundary.is_dressed or boundary.refs
+        runs_without_us = not (in_python or boundary.in_other_layouts(call.leaves))
         results = compiled.run(call.leaves)
         self._is_on_cpu = compiled.request.platform == "cpu"
         way = known(compiled.executable, results, out_tree) if runs_without_us else None
@@ -323,7 +325,8 @@ class Jitted(Generic[P, R]):
         donates = self.recipe.donate_argnums or self.recipe.donate_argnames
         if is_gone or (donates and len(set(map(id, arrays))) < len(arrays)):
             call = take_apart(self.recipe, args, kwargs)
-            self._compiled(call).check(call.leaves)
+            compiled = self._compiled(call)
+            compiled.check(compiled.arrays(call.leaves))
 
     def _cache_size(self) -> int:
         return sum(map(len, self._cache.values()))
@@ -420,7 +423,7 @@ def _with_marks(tree: Any, specs: Sequence[Any], mesh: Mesh) -> Any:
     """Marks each leaf of `tree` with its spec on `mesh`, or its `NamedSharding`; None: unmarked."""
 
     def mark(leaf: Any, spec: Any) -> Any:
-        if spec is None:
+        if spec is None or isinstance(leaf, jax.Ref):  # a ref lies as what was put into it
             return leaf
         if isinstance(spec, NamedSharding):
             check_memory(spec, "an argument or result")

@@ -83,7 +83,7 @@ def lower_stablehlo(
       >>> lower_stablehlo("model.mlirbc", mesh, symbols={"batch": 32})
     """
     options = options or Options()
-    module = static_module(module_or_path, symbols, arg_shapes)
+    module = static_module(module_or_path, symbols, arg_shapes, platform_of(as_mesh(mesh)))
     request = module_request(module, mesh, arg_specs, result_specs, options, updates)
     with progress("module", options.shows_progress):
         stages = compile_module(request, options)
@@ -143,15 +143,26 @@ def _check_updates(
         )
 
 
-def static_module(source: Any, symbols: Mapping[str, int] | None, shapes: Shapes = None) -> Any:
-    """Returns a module in memory with static shapes: symbolic and dynamic dims get their sizes.
+def static_module(
+    source: Any, symbols: Mapping[str, int] | None, shapes: Shapes = None, platform: str = ""
+) -> Any:
+    """Returns a module in memory with static shapes, its symbols replaced by their sizes.
 
-    Arguments are as for `lower_stablehlo`. FrontendError: it cannot be read, or cannot have these
-    shapes. ArgumentError: a dim whose size is not known, or sizes for what is not there.
+    `source` may be a `jax.export.Exported`, which may be for several platforms. FrontendError: it
+    cannot be read, or cannot have these shapes. ArgumentError: a dim whose size is not known, sizes
+    for what is not there, or it is for other platforms.
     """
     exported = source if hasattr(source, "mlir_module_serialized") else None
     module = parse_module(source if exported is None else exported.mlir_module_serialized)
-    symbols = dict(symbols or {})
+    symbols, platforms = dict(symbols or {}), getattr(exported, "platforms", ())
+    if platform and len(platforms) > 1:
+        if platform not in platforms:
+            raise ArgumentError(
+                f"the function was exported for {', '.join(platforms)}",
+                required=platform,
+                fix=f"export it for that: jax.export.export(fn, platforms=[{platform!r}])",
+            )
+        symbols[refine.PLATFORM] = platforms.index(platform)
     if not refine.is_dynamic(module):
         if symbols or shapes:
             raise ArgumentError(

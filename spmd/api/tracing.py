@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
+from jax.ref import AbstractRef
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.api.arguments import (
@@ -35,6 +37,7 @@ from spmd.api.dispatch import settings
 from spmd.api.marks import caller, path_name
 from spmd.compiler import Request
 from spmd.errors import ArgumentError, MeshError, described
+from spmd.frontend.sizes import symbols_in
 from spmd.frontend.trace import seen_meshes, trace
 from spmd.ir.types import Order
 from spmd.mesh.mesh import Mesh
@@ -103,9 +106,9 @@ class Recipe:
         return next((spec.mesh for spec in specs if isinstance(spec, NamedSharding)), None)
 
 
-LeafType = tuple[tuple[int, ...], Any, bool, NamedSharding | None]
-"""Shape, dtype, whether the dtype is weak (gives way to others), and the sharding if its mesh has
-Explicit axes, else None."""
+LeafType = tuple[tuple[int, ...], Any, bool, NamedSharding | None, bool]
+"""Shape, dtype, whether the dtype gives way to others, the sharding where jax has that in types (on
+a mesh with Explicit axes), and whether it is a `jax.Ref`."""
 
 
 def type_of(leaf: Any, sharding: NamedSharding | None = None) -> LeafType:
@@ -117,7 +120,8 @@ def type_of(leaf: Any, sharding: NamedSharding | None = None) -> LeafType:
     if sharding is not None and not has_explicit_axes(sharding.mesh):
         sharding = None
     is_weak = bool(getattr(aval, "weak_type", False))
-    return tuple(aval.shape), dtype, is_weak, sharding
+    is_ref = isinstance(aval, AbstractRef) or bool(getattr(aval, "is_ref", False))
+    return tuple(aval.shape), dtype, is_weak, sharding, is_ref
 
 
 def order_of(leaf: Any) -> Order | None:
@@ -161,6 +165,15 @@ class Interface(NamedTuple):
     # for each flat result its spec as the user or jax's types have it, or None; they may name axes
     # of size 1, which split nothing. None are known if empty
     out_specs: tuple[PartitionSpec | None, ...] = ()
+    # the `jax.Ref`s that the function closes over: arguments behind those of the caller
+    closed_refs: tuple[Any, ...] = ()
+
+    @property
+    def flat(self) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
+        """The program's arguments and results; the last results are what refs hold at the end."""
+        closed = [jax.ShapeDtypeStruct(*type_of(ref)[:2], is_ref=True) for ref in self.closed_refs]
+        taken = [*jax.tree.leaves(self.args), *closed]
+        return taken, [*jax.tree.leaves(self.out), *(struct for struct in taken if struct.is_ref)]
 
 
 def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -205,9 +218,19 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
     MeshError: there is no mesh, or two that differ; SpecError: a spec that does not fit.
     """
     leaves = [
-        jax.ShapeDtypeStruct(shape, dtype, weak_type=is_weak, sharding=sharding)
-        for shape, dtype, is_weak, sharding in call.types
+        jax.ShapeDtypeStruct(shape, dtype, weak_type=is_weak, sharding=sharding, is_ref=is_ref)
+        for shape, dtype, is_weak, sharding, is_ref in call.types
     ]
+    symbolic = [(i, d) for i, s in enumerate(leaves) for d in s.shape if is_symbolic_dim(d)]
+    for i, dim in symbolic[:1]:
+        symbols = {str(symbol): 8 for symbol in symbols_in([str(dim)])}
+        raise ArgumentError(
+            f"argument {i} of {function_name(recipe.fn)} has the symbolic dim {dim}",
+            source=caller(),
+            required="sizes that are known",
+            fix="export it for any size, exported = jax.export.export(fn)(struct), and compile it "
+            f"for one: spmd.compile_stablehlo(exported, mesh, symbols={symbols})",
+        )
     structs = jax.tree.unflatten(call.tree, leaves)
     placed = [sharding.mesh for sharding in map(mesh_sharding, call.leaves) if sharding]
     around = mesh_around()
@@ -237,7 +260,8 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
             f"spmd.jit of {function_name(recipe.fn)} has no mesh",
             source=caller(),
             actual="no mesh= was given, no argument is placed on a mesh, nothing is marked",
-            fix="pass mesh=spmd.make_mesh(data=4, model=2), or call it under jax.set_mesh(mesh)",
+            fix=f"pass mesh=spmd.make_mesh(data={jax.device_count()}), or call it under "
+            f"jax.set_mesh(jax.make_mesh(({jax.device_count()},), ('data',)))",
         )
     mesh = as_mesh(mesh_given)
     if mesh.topology and known is None:  # so it was traced for the devices that are here
@@ -252,15 +276,17 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
                 fix="pass the mesh of shard_map to spmd.jit(mesh=...)",
             )
     given = recipe.arguments(args, kwargs)
-    names = leaf_names(given)
-    specs = arg_specs(recipe.in_specs, given, recipe.parameters, count)
+    closed = traced.refs
+    taken, orders = (*call.leaves, *closed), (*call.orders, *(None for _ in closed))
+    names = (*leaf_names(given), *(f"closed_over_ref{i}" for i, _ in enumerate(closed)))
+    specs = arg_specs(recipe.in_specs, given, recipe.parameters, count) + [None] * len(closed)
     own_entries = [
         leaf_entries(
             placement(leaf, mesh) if spec is None else spec, leaf, f"argument {name}", mesh
         )
-        for leaf, spec, name in zip(call.leaves, specs, names, strict=True)
+        for leaf, spec, name in zip(taken, specs, names, strict=True)
     ]
-    entries, reasons = like_parameters(names, [s.shape for s in leaves], own_entries)
+    entries, reasons = like_parameters(names, [s.shape for s in taken], own_entries)
     results = jax.tree_util.tree_leaves_with_path(traced.out)
     result_names = tuple(path_name(path) or "result" for path, _ in results)
     whats = [f"result {path_name(path)}" if path else "the result" for path, _ in results]
@@ -274,18 +300,22 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
     stated = [getattr(spec, "spec", spec) for spec in found]
     for spec, what in zip(stated, whats, strict=True):
         check_reduced(getattr(spec, "unreduced", ()), what, caller())
+    # What a ref holds next takes the memory of what it held, and lies as that did.
+    refs = [i for i, leaf in enumerate(taken) if type_of(leaf)[-1]]
+    links = {r: a for r, a in updates_of(given, traced.out) if a not in refs}
+    links |= {len(results) + k: i for k, i in enumerate(refs)}
     request = Request(
         traced.module,
         mesh,
         topology or recipe.options.topology or topology_of(mesh),
         names,
-        result_names,
+        (*result_names, *(names[i] for i in refs)),
         entries,
-        out_entries,
+        (*out_entries, *(entries[i] for i in refs)),
         reasons,
-        updates_of(given, traced.out),
-        donated_leaves(given),
-        call.orders,
+        tuple(links.items()),
+        tuple(sorted({*donated_leaves(given), *refs})),
+        orders,
         platform,
         function_place(recipe.fn),
         traced.callbacks,
@@ -296,7 +326,8 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
         traced.out,
         axis_types_of(mesh, [mesh_given, *placed, around]),
         function_name(recipe.fn),
-        tuple(spec if isinstance(spec, PartitionSpec) else None for spec in stated),
+        tuple(spec if isinstance(spec, PartitionSpec) else None for spec in (*stated, *refs)),
+        closed,
     )
 
 

@@ -194,7 +194,7 @@ def explain_value(stages: Stages, name: str, prices: Prices | None = None) -> st
             f"values %0 to %{len(program.types) - 1}",
             required=f"close to it: {', '.join(close or known[:5])}",
             fix='name an argument or a result (patterns as in "params/*" work), a value as '
-            'as_text("program") prints it ("%12"), or a source line ("model.py:12")',
+            'compiled.as_text("program") prints it ("%12"), or a source line ("model.py:12")',
         )
     lines = [
         line

@@ -75,6 +75,7 @@ class Site(NamedTuple):
 Canonical = Callable[[Site], Sequence[Value]]
 
 CANONICAL: dict[str, Canonical] = {
+    "custom_call:AllocateBuffer": lambda s: (s.b.splat(0, s.result),),  # `jax.lax.empty`
     "chlo.constant": lambda s: s.b.op("stablehlo.constant", (), (s.result,), s.attrs),
     # Of dynamic ops the result's type says the shape, wherever the shape operand comes from.
     "stablehlo.dynamic_broadcast_in_dim": lambda s: (

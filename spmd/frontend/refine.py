@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func, sdy
 from jaxlib.mlir.dialects import stablehlo as hlo
@@ -46,6 +47,8 @@ NO_SYMBOLS: Mapping[str, int] = MappingProxyType({})
 
 SYMBOL = "jax.global_constant"
 """Attribute of arguments that are symbols' values; it names the symbol. They come first."""
+
+PLATFORM = "_platform_index"  # jax's symbol for the number of the platform that is compiled for
 
 DIM = "spmd.dim: "  # begins an attribute of a composite that is a symbolic dim: `spmd.dim: 2*n`
 
@@ -100,6 +103,7 @@ def refine(
             )
         static = [_refined(i, *pair) for i, pair in enumerate(zip(types, shapes, strict=True))]
         taken = _take_apart(copy, main)
+        _announce(main)
         try:
             PassManager.parse(_PASSES.format(types=",".join(static))).run(copy.operation)
         except ir.MLIRError as error:
@@ -112,6 +116,7 @@ def refine(
                 else text.strip().replace("\n", " ")[:400],
                 fix="correct the sizes of its symbolic dims",
             ) from error
+        _settle(main, named_ops(copy, "func.func"))
         for region in main.regions if taken else ():
             _put_together(copy, region, taken)
         PassManager.parse("builtin.module(symbol-dce)").run(copy.operation)
@@ -244,6 +249,12 @@ def _symbols(function: Any) -> dict[int, str]:
 def _bind(module: ir.Module, own: Mapping[int, str], symbols: Mapping[str, int]) -> None:
     """Replaces arguments that are symbols' values by constants, in all functions and calls."""
     missing = [name for name in own.values() if name not in symbols]
+    if PLATFORM in missing:
+        raise FrontendError(
+            "the module is for several platforms, and does not say which platform is which",
+            fix="give the number of yours among those that it was exported for: symbols="
+            f"{ {PLATFORM: 0} }",
+        )
     if missing:
         raise FrontendError(
             f"the module has the symbolic dim {missing[0]}, which has no size",
@@ -327,10 +338,10 @@ def _is_static(type_: Any) -> bool:
     return not isinstance(type_, ir.RankedTensorType) or bool(type_.has_static_shape)
 
 
-def _replace(op: Any, by: Taken, operands: Sequence[Any]) -> Any:
-    types, place = [value.type for value in op.results], ir.InsertionPoint(op)
-    attributes = dict(by.attributes)
-    made = ir.Operation.create(by.name, types, operands, attributes, loc=by.location, ip=place)
+def _replace(op: Any, by: Taken, operands: Sequence[Any], regions: int = 0) -> Any:
+    types, at = [value.type for value in op.results], {"loc": by.location}
+    at |= {"ip": ir.InsertionPoint(op), "regions": regions}
+    made = ir.Operation.create(by.name, types, operands, dict(by.attributes), **at)
     _replace_results(op, made.results)
     return made
 
@@ -342,7 +353,7 @@ def _replace_results(op: Any, values: Sequence[Any]) -> None:
 
 
 def _take_apart(module: ir.Module, main: Any) -> dict[int, Taken]:
-    """Inlines the functions that `main` calls; returns barrier's number -> op that it replaces.
+    """Inlines the functions that `main` calls, then erases those that nothing names any more.
 
     Barriers replace Shardy ops with dynamic results, and enclose the ops inlined for a composite;
     `_put_together` restores both. Functions are erased, unless a call of a `shard_map`'s body
@@ -371,10 +382,15 @@ def _take_apart(module: ir.Module, main: Any) -> dict[int, Taken]:
                 raise FrontendError(f"function @{callee} {problem}")
             inside = _written_out(op, functions[callee], taken)
             waiting += [(item, (*around, callee)) for made in inside for item in ops_in(made)]
-    if not any(_calls_in(main)):
-        for function in functions.values():
-            if function != main:
-                function.erase()
+    left = dict(functions)
+    reached = [left.pop(own)]
+    for function in reached:  # which grows: bodies of custom calls, and manual calls, stay
+        for op in ops_in(function):
+            named = [attr.value for attr in op.attributes.get("called_computations", ())]
+            named += [op.attributes[_CALLEES[op.name]].value] if op.name in _CALLEES else []
+            reached += [left.pop(name) for name in named if name in left]
+    for function in left.values():
+        function.erase()
     return taken
 
 
@@ -483,3 +499,103 @@ def _read(op: Any) -> set[Any]:
     own = {value for item in items for value in item.results}
     own |= {argument for block in blocks for argument in block.arguments}
     return {value for item in items for value in item.operands} - own
+
+
+# ---------------------------------------------------------------------------------------------
+# Calls by which jax writes ops whose attributes would be symbolic dims become these ops again.
+#
+#   for any n:   %3 = custom_call @stablehlo.dynamic_reduce_window(%x, %zero, %window, ...) : ?x4
+#   for n = 8:   %3 = reduce_window(%x, %zero) {window_dimensions = [8, 1], ...} : 8x4
+#
+# The passes do not know these calls. So the shapes of their results are added as operands, by which
+# the passes find the types of all values; then the ops are made.
+
+_APPROX_TOP_K, _TOP_K = "stablehlo.dynamic_approx_top_k", "stablehlo.dynamic_top_k"
+_RANDOM, _WINDOW = "stablehlo.dynamic_rng_bit_generator", "stablehlo.dynamic_reduce_window"
+_AMOUNTS = {_APPROX_TOP_K: 1, _RANDOM: 1, _TOP_K: 1, _WINDOW: 5}
+"""Call -> how many of its last operands are attributes of the op."""
+
+_ELEMENTS: Any = ir.DenseElementsAttr  # its stub does not know arrays
+
+
+def _announce(root: Any) -> None:
+    """Adds the shapes of their results to the dynamic calls inside an op, as operands."""
+    stated = "indices_of_shape_operands"
+    for op in ops_in(root):
+        if _target(op) in _AMOUNTS and stated not in op.attributes:
+            with ir.InsertionPoint(op), op.location:
+                operands = [*op.operands, *_call_shapes(op)]
+            numbers = _ELEMENTS.get(np.arange(len(op.operands), len(operands)))
+            _replace(
+                op, Taken(op.name, {**dict(entries_of(op)), stated: numbers}, op.location), operands
+            )
+
+
+def _settle(root: Any, functions: Mapping[str, Any]) -> None:
+    """Makes the ops that the dynamic calls inside an op stand for, once their dims are known."""
+    for op in ops_in(root):
+        count = _AMOUNTS.get(_target(op), 0)
+        makers = [defining_op(value) for value in list(op.operands)[-count:]] if count else []
+        if not makers or any(m is None or m.name != "stablehlo.constant" for m in makers):
+            continue
+        name, attributes = _settled(op, [np.asarray(m.attributes["value"]) for m in makers])
+        bodies = op.attributes["called_computations"] if name == "stablehlo.reduce_window" else ()
+        sources = [functions[body.value].regions[0].blocks[0] for body in bodies]
+        by = Taken(name, attributes, op.location)
+        made = _replace(op, by, list(op.operands)[:-count], len(sources))
+        for source, region in zip(sources, made.regions, strict=True):
+            block = region.blocks.append(*[argument.type for argument in source.arguments])
+            values = dict(zip(source.arguments, block.arguments, strict=True))
+            *ops, returns = source.operations
+            with ir.InsertionPoint(block):
+                for item in ops:
+                    cloned(item.operation, values)
+                hlo.ReturnOp([values[value] for value in returns.operands])
+
+
+def _target(op: Any) -> str:
+    is_call = op.name == "stablehlo.custom_call"
+    return str(op.attributes["call_target_name"].value) if is_call else ""
+
+
+def _call_shapes(op: Any) -> Sequence[Any]:
+    """Appends ops that compute the shapes of a call's results, which the passes fold."""
+    x, rank = op.operands[0], op.operands[0].type.rank
+    one = ir.RankedTensorType.get([1], ir.IntegerType.get_signless(32))
+    sizes = [hlo.reshape(one, hlo.get_dimension_size(x, dim)) for dim in range(rank)]
+    if _target(op) == _RANDOM:
+        return [hlo.concatenate(sizes, 0), op.operands[1]]
+    if _target(op) == _TOP_K:
+        k = hlo.convert(ir.RankedTensorType.get([], one.element_type), op.operands[1])
+        return [hlo.concatenate([*sizes[:-1], hlo.reshape(one, k)], 0)] * 2
+    window, strides, base, dilation, padding = list(op.operands)[-5:]
+    ends = (hlo.slice(padding, [0, i], [rank, i + 1], [1, 1]) for i in (0, 1))
+    low, high = (hlo.reshape(window.type, end) for end in ends)
+    ones = hlo.constant(_ELEMENTS.get(np.ones(rank, np.int32)))
+
+    def spread(size: Any, by: Any) -> Any:
+        return hlo.add(hlo.multiply(hlo.subtract(size, ones), by), ones)
+
+    padded = hlo.add(spread(hlo.concatenate(sizes, 0), base), hlo.add(low, high))
+    steps = hlo.divide(hlo.subtract(padded, spread(window, dilation)), strides)
+    return [hlo.add(steps, ones)] * len(op.results)
+
+
+def _settled(op: Any, amounts: list[Any]) -> tuple[str, dict[str, Any]]:
+    """Returns the name and the attributes of the op that a call stands for."""
+    if _target(op) == _RANDOM:
+        return "stablehlo.rng_bit_generator", {"rng_algorithm": op.attributes["rng_algorithm"]}
+    if _target(op) == _WINDOW:
+        names = ("window_dimensions", "window_strides", "base_dilations", "window_dilations")
+        arrays = [ir.DenseI64ArrayAttr.get(amount.tolist()) for amount in amounts[:-1]]
+        padding = _ELEMENTS.get(amounts[-1].astype(np.int64))
+        return "stablehlo.reduce_window", {
+            **dict(zip(names, arrays, strict=True)),
+            "padding": padding,
+        }
+    k = {"top_k": ir.IntegerAttr.get(ir.IntegerType.get_signless(64), int(amounts[0]))}
+    if _target(op) == _TOP_K:
+        return "chlo.top_k", {"k": k["top_k"]}
+    config = ir.DictAttr.get({**items_of(op.attributes["mhlo.backend_config"]), **k})
+    own = {"mhlo.backend_config": config, "call_target_name": ir.StringAttr.get("ApproxTopK")}
+    return op.name, {**dict(entries_of(op)), **own}

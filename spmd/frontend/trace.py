@@ -1,5 +1,6 @@
 """Traces JAX functions and lowers them to StableHLO modules; no device is needed."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from jax.export import is_symbolic_dim
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun, jaxprs_in_params
 from jax.extend.source_info_util import register_exclusion
 from jax.interpreters import ad, batching, mlir
+from jax.ref import AbstractRef
 from jax.sharding import Mesh as JaxMesh
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
@@ -81,6 +83,9 @@ class Trace(NamedTuple):
     manual: list[Any]  # the distinct meshes of its calls of `jax.shard_map`
     meshes: list[Any]  # those meshes and the ones of jax's sharding constraints that have devices
     callbacks: tuple[Callback, ...]  # the Python functions that it calls, by number
+    # `jax.Ref`s that the function closes over: they are arguments behind the others. The last
+    # results of the module are what refs hold at the end, those among the arguments first.
+    refs: tuple[Any, ...] = ()
 
 
 def trace(
@@ -124,6 +129,13 @@ def trace(
             "of other programs it is inlined",
         )
     out = jax.tree.unflatten(traced.out_tree, map(_struct, program.out_avals))
+    refs = tuple(const for const in program.consts if isinstance(const, jax.Ref))
+    flat: Any = None
+    if refs or any(isinstance(aval, AbstractRef) for aval in program.in_avals):
+        flat = _without_refs(program, traced.fun_name)
+        structs = map(_struct, (*program.in_avals, *map(jax.typeof, refs)))
+        traced = plain_jit(flat, keep_unused=True).trace(*structs)
+        program = traced.jaxpr
     calls = _OwnCallbacks(on_callbacks) if on_callbacks else None
     flat = calls and calls.without_jax(program, traced.fun_name)
     if flat:
@@ -155,7 +167,29 @@ def trace(
         module = refine(module, [aval.shape for aval in program.in_avals])
     _renumber(module, order, positions)
     manual = [other for is_manual, other in meshes if is_manual]
-    return Trace(module, out, manual, jax_meshes, tuple(calls.callbacks) if calls else ())
+    return Trace(module, out, manual, jax_meshes, tuple(calls.callbacks) if calls else (), refs)
+
+
+def _without_refs(program: ClosedJaxpr, name: str) -> Callable[..., Any]:
+    """Returns a program that reads and writes `jax.Ref`s as a flat function of what they hold.
+
+    before: `r, x -> y`, which writes to `r` and to `q`, a ref that it closes over
+    after:  `r's array, x, q's array -> y, r's new array, q's new array`
+    """
+
+    def flat(*values: Any) -> Any:
+        behind = iter(values[len(program.in_avals) :])
+        kept = zip(program.in_avals, values, strict=False)
+        args = [jax.new_ref(x) if isinstance(a, AbstractRef) else x for a, x in kept]
+        consts = [
+            jax.new_ref(next(behind)) if isinstance(c, jax.Ref) else c for c in program.consts
+        ]
+        results = jaxpr_as_fun(program.replace(consts=consts))(*args)
+        refs = [value for value in (*args, *consts) if isinstance(value, jax.Ref)]
+        return (*results, *map(jax.freeze, refs))
+
+    flat.__name__ = flat.__qualname__ = name
+    return flat
 
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:
@@ -389,6 +423,10 @@ class _OwnCallbacks:
     def _eqn(self, eqn: Any) -> Sequence[Any]:
         """Returns an equation with callbacks replaced, as a tuple; () for a dropped callback."""
         effects = _own_effects(eqn.effects)
+        if eqn.primitive.name == "call_exported" and eqn.params["exported"].nr_devices > 1:
+            # jax lowers for one device here; which mesh it is for, the module says.
+            exported = dataclasses.replace(eqn.params["exported"], nr_devices=1)
+            return (eqn.replace(params={**eqn.params, "exported": exported}),)
         if eqn.primitive in _of_jax().labels:
             own = self._called(eqn.primitive, eqn.params)
             if own is None:

@@ -102,7 +102,7 @@ def initialize(
         if devices_are_open():
             raise LaunchError(
                 "spmd.initialize comes too late: jax has opened its devices already",
-                fix="call it before jax.devices(), jax.random.key() or any array is made",
+                fix="call it before jax.devices(), jax.random.key(0) or any array is made",
             )
         meet(*seat, versions(), timeout_s)
         if getattr(jax.config, "jax_cpu_collectives_implementation", None) != "mpi":

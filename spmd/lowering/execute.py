@@ -230,8 +230,8 @@ def check_no_callbacks(emitted: Emitted) -> None:
         raise MeshError(
             "a program that calls Python cannot be compiled for a machine that is not here",
             actual=f"it calls {', '.join(called)}",
-            fix="plan it alone (`lower(topology=...)`), or leave the calls out: "
-            "Options(callbacks='drop') does so with jax.debug.print and jax.debug.callback",
+            fix="plan it alone, .lower(..., topology=...), or leave the calls out: "
+            "spmd.Options(callbacks='drop') does so with jax.debug.print and jax.debug.callback",
         )
 
 

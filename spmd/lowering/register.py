@@ -8,7 +8,7 @@ from spmd.errors import SpmdError
 from spmd.ir.dialect import registry
 from spmd.ir.dialect.composites import Composite, Function, add_composite
 from spmd.ir.dialect.reducers import identity_element
-from spmd.ir.dialect.rule import Rule, parse_rule
+from spmd.ir.dialect.rule import Rule, parse_rule, whole
 from spmd.ir.program import OpKind, Value
 from spmd.lowering.local.composite import lower_composite
 from spmd.lowering.local.table import LocalOp, local
@@ -31,7 +31,8 @@ def register_rule(
       op: the target name of a custom call (`jax.ffi.ffi_call("my_norm", ...)`), or the full name
         of an op (`stablehlo.…`, `custom_call:…`).
       rule: its factors as text, `"b s h, h -> b s h"`: a term for each operand, an arrow, a term
-        for each result; or a function from the op's kind to a `Rule`.
+        for each result; or `"whole"`: every device computes all of it, of any operands; or a
+        function from the op's kind to a `Rule`.
       kinds: factor -> `pass` (split freely; the default), `reduce` (splitting it leaves the
         results partial) or `replicate` (must not be split).
       reduction: for `reduce` factors, how partial results combine: `add`, `max`, ...
@@ -152,6 +153,8 @@ def _rule_function(
         )
     if not isinstance(rule, str):
         return rule
+    if rule == "whole":
+        return whole
     groups = tuple(tuple(group) for group in linear)
 
     def from_text(kind: OpKind) -> Rule:

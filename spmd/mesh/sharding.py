@@ -261,7 +261,8 @@ def part_atoms(mesh: Mesh, other: Mesh, name: str, pre: int = 1, size: int = 0) 
             "two different meshes in one program: they are not over the same devices",
             actual=f"the mesh {_described(other)}",
             required=f"the devices of the mesh {_described(mesh)}",
-            fix="make all meshes of a program of the devices that it is compiled for",
+            fix="make all meshes of a program of the devices that it is compiled for; export a "
+            "function that it calls for as many, or for one device, without shardings",
         )
     whole = other.shape[name]
     size = size or whole

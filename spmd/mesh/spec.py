@@ -34,7 +34,7 @@ def as_mesh(mesh: Any) -> Mesh:
     raise MeshError(
         f"{described(mesh)} is not a mesh",
         required="a spmd.Mesh, jax.sharding.Mesh or jax.sharding.AbstractMesh",
-        fix="make one with spmd.make_mesh(data=4, model=2)",
+        fix=f"make one with spmd.make_mesh(data={jax.device_count()})",
     )
 
 

@@ -229,8 +229,8 @@ class Topology:
                 f"unknown chip {kind!r}",
                 required=f"one of {', '.join(CHIPS)}, as in v5e:4x4 or h200:8; or a slice, as "
                 "v5p-256",
-                fix="use one of these, or pass the figures of another: spmd.Topology(name, "
-                "chip=spmd.mesh.topology.Chip(...))",
+                fix="use one of these, or write the figures of another chip into a file that "
+                "spmd.Topology('v5e:4x4').save(path) has made, and pass spmd.Topology.load(path)",
             )
         chip = chip or CHIPS[kind]
         fits = re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) is not None
@@ -388,8 +388,8 @@ class Topology:
             raise MeshError(
                 f"no figures are known for devices of kind {kind!r}",
                 required=f"one of {', '.join(CHIPS)}",
-                fix="pass a topology: spmd.Topology(name, chip=spmd.mesh.topology.Chip(...)), or "
-                "spmd.Topology.load(path)",
+                fix="write its figures into a file that spmd.Topology('v5e:4x4').save(path) has "
+                "made, and pass topology=spmd.Topology.load(path)",
             )
         dims = CHIPS[name].torus_dims
         if not dims:

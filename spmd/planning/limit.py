@@ -133,7 +133,7 @@ def _refusal(what: str, limit: int, least: int, actual: str, recompute: bool = T
         actual=actual,
         required=bytes_text(limit),
         fix="split arguments over more axes, use more devices, or split the batch into "
-        "microbatches" + ("" if recompute else ", or allow `Options(recompute=True)`"),
+        "microbatches" + ("" if recompute else ", or allow spmd.Options(recompute=True)"),
     )
     error.least_bytes = least
     return error

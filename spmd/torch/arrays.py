@@ -29,7 +29,7 @@ def array_of(tensor: torch.Tensor, what: str) -> Any:
     if wide.is_meta:
         raise ArgumentError(
             f"{what} is on the meta device and has no values",
-            fix="give it values by load_state_dict(), here or of the module",
+            fix="give it values by .load_state_dict(state), here or of the module",
         )
     tensor = wide.to(dtype)
     if dtype != wide.dtype and not torch.equal(tensor.to(wide.dtype), wide):

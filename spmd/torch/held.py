@@ -63,7 +63,7 @@ class Held:
         """
         if self._last is None:
             raise ArgumentError(
-                "nothing is compiled yet", fix="call it, or its compile(), with inputs first"
+                "nothing is compiled yet", fix="call it with inputs first, or .compile(...)"
             )
         return self._last.compiled
 
@@ -422,7 +422,7 @@ class TrainStep(Held):
             raise ArgumentError(
                 "the optimizer's state dict does not fit",
                 actual=str(error),
-                fix="load what optimizer_state_dict() gave for the same module and optimizer",
+                fix="load what .optimizer_state_dict() gave for the same module and optimizer",
             ) from error
         self._initial, self.steps = self._optimizer.loaded()
         ours = state_dict.get("spmd", {})

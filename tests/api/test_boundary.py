@@ -97,3 +97,28 @@ def test_tensors_of_other_frameworks_are_shared_through_dlpack(mesh: spmd.Mesh) 
     double = spmd.jit(lambda x: x * 2, mesh=mesh, in_specs=(("data", "model"),))
     for _ in range(2):
         np.testing.assert_array_equal(double(OfAnotherFramework(x)), x * 2)
+
+
+def test_results_and_arguments_without_elements(mesh: spmd.Mesh) -> None:
+    """float0, the gradient of integers, is what it is under `jax.jit`: numpy's, and an argument."""
+
+    def fn(i: Any, x: Any) -> Any:
+        wanted = jax.grad(lambda i, x: (x * i[:, None]).sum(), argnums=(0, 1), allow_int=True)
+        return wanted(i, x)
+
+    def vjp(params: Any, x: Any) -> Any:
+        y, back = jax.vjp(lambda p: p["w"] * x + p["n"], params)
+        return back(y)[0]
+
+    i, x = np.arange(16), np.ones((16, 8), np.float32)
+    for function, args in ((fn, (i, x)), (vjp, ({"w": np.float32(2), "n": np.int32(3)}, x))):
+        step = spmd.jit(function, mesh=mesh)
+        for _ in range(2):
+            ours, theirs = step(*args), jax.jit(function)(*args)
+            kinds = jax.tree.map(lambda a: (a.dtype, a.shape), (ours, theirs))
+            assert kinds[0] == kinds[1]
+        assert step.compile(*args).verify(*args)
+    zeros, gradients = fn(i, x)
+    passed = spmd.jit(lambda zeros, x: (zeros, x * 2), mesh=mesh)(zeros, gradients)
+    assert passed[0].dtype == jax.dtypes.float0 == zeros.dtype
+    np.testing.assert_array_equal(passed[1], gradients * 2)

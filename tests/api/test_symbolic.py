@@ -131,3 +131,65 @@ def test_jit_of_what_was_exported_for_any_size() -> None:
     ours = spmd.jit(jax.value_and_grad(called_loss := loss), mesh=mesh)(x, w)
     theirs = jax.value_and_grad(called_loss)(x, w)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), ours, theirs)
+
+
+def running(x: Any) -> Any:
+    """What jax writes as calls that no pass of StableHLO knows, one behind the other."""
+    totals = [fn(x, 0) for fn in (jnp.cumsum, jax.lax.cummax, jax.lax.cummin, jax.lax.cumlogsumexp)]
+    totals += [jax.lax.cumprod(jnp.tanh(x), 0, reverse=True), jnp.cumsum(jnp.cumsum(x > 0, 0), 1)]
+    return totals, jax.lax.fori_loop(0, 3, lambda _, y: jnp.cumsum(y, 0) / 8 + x, x)
+
+
+def windows(x: Any) -> Any:
+    """Windows as large as a symbolic dim, with strides, padding and dilation, of two tensors."""
+    rows, add = x.shape[0], jax.lax.add
+    padding, dilated = ((1, 0), (1, 2)), {"base_dilation": (2, 1), "window_dilation": (1, 3)}
+    starts = np.float32(0), np.float32(-np.inf)
+    both = (x, x * 2), starts, lambda a, b: (a[0] + b[0], jnp.maximum(a[1], b[1]))
+    return (
+        jax.lax.reduce_window(x, 0.0, add, (rows - 2, 2), (1, 1), "VALID"),
+        jax.lax.reduce_window(x, 0.0, add, (rows - 2, 2), (2, 1), padding, **dilated),
+        jax.lax.reduce_window(*both, (rows, 2), (1, 1), "SAME"),
+    )
+
+
+def chosen(x: Any) -> Any:
+    first = jax.lax.approx_max_k(x, 3, reduction_dimension=0)
+    return first, jax.lax.approx_min_k(x.T, x.shape[0] - 2), jax.lax.top_k(x.T, x.shape[0] - 2)
+
+
+def drawn(x: Any) -> Any:
+    key = jax.random.key(0, impl="rbg")
+    bits = jax.random.bits(jax.random.key(3, impl="unsafe_rbg"), x.shape[:1], jnp.uint8)
+    return x + jax.random.normal(key, x.shape), bits
+
+
+@pytest.mark.parametrize("fn", [running, windows, chosen, drawn])
+@pytest.mark.parametrize("x64", [False, True])
+def test_calls_that_stand_for_ops(fn: Any, x64: bool) -> None:
+    """By itself, and called inside of another program."""
+    mesh, (b,) = spmd.make_mesh(data=8), export.symbolic_shape("b", constraints=["b >= 6"])
+    x = np.random.default_rng(0).standard_normal((16, 8), np.float32)
+    with jax.enable_x64(x64):
+        saved = export.export(jax.jit(fn))(jax.ShapeDtypeStruct((b, 8), x.dtype))
+        wanted = jax.tree.leaves(jax.jit(fn)(x))
+        ours = spmd.compile_stablehlo(saved, mesh, [("data", None)], symbols={"b": 16})(x)
+        called = [] if x64 else jax.tree.leaves(spmd.jit(lambda x: saved.call(x), mesh=mesh)(x))
+    for got in filter(None, (ours, called)):
+        for a, b in zip(got, wanted, strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_symbolic_dims_of_a_function() -> None:
+    """A function is compiled for sizes that are known; what is exported is for any."""
+    mesh, (b,) = spmd.make_mesh(data=8), export.symbolic_shape("b")
+    struct = jax.ShapeDtypeStruct((b, 8), np.float32)
+    step: Any = spmd.jit(jnp.tanh, mesh=mesh, in_specs=(("data", None),))
+    with pytest.raises(SpmdError, match="argument 0 of tanh has the symbolic dim b") as caught:
+        step.lower(struct)
+    assert "spmd.compile_stablehlo(exported, mesh, symbols={'b': 8})" in str(caught.value.fix)
+    saved = export.export(step)(struct)
+    compiled = spmd.compile_stablehlo(saved, mesh, symbols={"b": 8})
+    x = np.ones((8, 8), np.float32)
+    np.testing.assert_allclose(compiled(x)[0], np.tanh(x), rtol=1e-5)

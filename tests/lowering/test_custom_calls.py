@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.experimental import sparse
 from jax.sharding import PartitionSpec as P
 
 import spmd
@@ -92,3 +93,32 @@ def test_in_a_manual_region_no_rule_is_needed(built: Path) -> None:
     part = manual(jax_mesh(mesh), body, P("x"), P("x"))
     with pytest.raises(spmd.UnsupportedOpError, match=r"no sharding rule for op .*rms_norm_alone"):
         spmd.jit(part, mesh=mesh).lower(x)
+
+
+def test_products_of_sparse_rows(mesh: spmd.Mesh) -> None:
+    """jax's own kernel of BCSR: columns of the dense operand are split, and terms of it flow on."""
+    random = np.random.default_rng(0)
+    dense = np.where(random.random((24, 32)) < 0.2, random.standard_normal((24, 32)), 0)
+    matrix = sparse.BCSR.fromdense(dense.astype(np.float32))
+    x = random.standard_normal((32, 16), np.float32)
+
+    def fn(matrix: Any, x: Any, w: Any) -> Any:
+        return matrix @ x, matrix @ x[:, 0], matrix @ (x @ w)
+
+    step = spmd.jit(fn, mesh=mesh, in_specs=(None, (None, "data"), ("data", None)))
+    compiled = step.compile(matrix, x, x[:16])
+    assert "tensor<32x4xf32>) -> tensor<24x4xf32>" in compiled.as_text("local")
+    for ours, theirs in zip(step(matrix, x, x[:16]), jax.jit(fn)(matrix, x, x[:16]), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_memory_that_nobody_wrote_to() -> None:
+    """`jax.lax.empty` is a call on TPUs."""
+
+    def fn(x: Any) -> Any:
+        return jax.lax.empty(x.shape, x.dtype).at[:].set(x)
+
+    step = spmd.jit(fn, mesh=spmd.make_mesh(data=8), in_specs=(("data",),))
+    there = step.lower(np.ones(16, np.float32), topology=spmd.Topology("v5e:2x4"))
+    assert "AllocateBuffer" in there.as_text("stablehlo")
+    assert "AllocateBuffer" not in there.as_text("program")

@@ -86,7 +86,7 @@ def test_what_is_made_again_has_the_values_that_were_held() -> None:
 def test_recomputation_can_be_turned_off() -> None:
     plain = lowered(recompute=False)
     assert not plain.stages.plan.recomputed
-    with pytest.raises(spmd.PlanError, match=r"allow `Options\(recompute=True\)`"):
+    with pytest.raises(spmd.PlanError, match=r"allow spmd\.Options\(recompute=True\)"):
         lowered(int(0.5 * plain.predicted_memory.peak), recompute=False)
 
 

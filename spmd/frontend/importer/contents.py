@@ -54,8 +54,8 @@ def tensor_type(type_: Any) -> TensorType:
         raise FrontendError(
             f"the module has a dynamic shape: {text}",
             required="static shapes",
-            fix="give the sizes of symbolic dims, as in compile_stablehlo(..., symbols={'n': 8}), "
-            "or export it with static shapes",
+            fix="give the sizes of symbolic dims, as in spmd.compile_stablehlo(module, mesh, "
+            "symbols={'n': 8}), or export it with static shapes",
         )
     return TensorType(tuple(int(n) for n in match[1].split("x")[:-1]), match[2])
 

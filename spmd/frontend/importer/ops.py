@@ -410,7 +410,7 @@ _REFUSALS: Mapping[Refusal, tuple[str, ...]] = {
     Refusal(
         "tokens order side effects, which every device would repeat",
         "compile the jax function itself with spmd.jit, which keeps its callbacks in order; or "
-        "export it without (jax.debug.print(ordered=True), io_callback(ordered=True), ...)",
+        "export it without ordered=True in jax.debug.print, io_callback, ...",
     ): ("stablehlo.after_all", "stablehlo.create_token"),
     Refusal(
         "asynchronous ops hold their operands across others",

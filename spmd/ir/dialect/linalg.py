@@ -11,7 +11,7 @@ from typing import Any
 from spmd.ir.dialect.batched import Batched, in_front
 from spmd.ir.dialect.elementwise import elementwise_rule
 from spmd.ir.dialect.registry import BATCHED_CALL, LONE_CALL, batch_rank, op
-from spmd.ir.dialect.rule import REPLICATE, DimFactors, Rule, RuleBuilder
+from spmd.ir.dialect.rule import REPLICATE, DimFactors, Rule, RuleBuilder, parse_rule, whole
 from spmd.ir.program import OpKind
 from spmd.ir.types import Opaque, TensorType
 
@@ -144,14 +144,24 @@ op(
 )(elementwise_rule)
 
 
-@op(LONE_CALL, "stablehlo.rng_bit_generator", is_same_locally=True)
-def _whole(kind: OpKind) -> Rule:
-    """Returns the rule by which no dim may be split.
+@op("custom_call:cpu_csr_sparse_dense_ffi", is_same_locally=True)
+def _sparse_product(kind: OpKind) -> Rule:
+    """Columns `c` of the dense operand of `e, r, f, k c -> m c` may be split, and nothing else.
 
-    A backend's random numbers depend on the whole shape, so every device makes all of them; a piece
-    made with a state of its own would hold others. A custom call in a region where all axes are
-    manual is already written for one device.
+    The sparse one is its elements, where each row begins among them, and the column of each.
     """
-    build = RuleBuilder()
-    operands = [build.dims(t.shape, REPLICATE) for t in kind.operands]
-    return build.build(operands, [build.dims(t.shape, REPLICATE) for t in kind.results])
+    column = " c" * (kind.operands[3].rank - 1)
+    whole, linear = dict.fromkeys("efrkm", REPLICATE), ((0,), (3,))
+    text = f"e, r, f, k{column} -> m{column}"
+    return parse_rule(text, kind.operands, kind.results, kinds=whole, linear=linear)
+
+
+# A backend's random numbers depend on the whole shape, so every device makes all of them; a piece
+# made with a state of its own would hold others. A custom call in a region where all axes are
+# manual is already written for one device. Calls of cuDNN state their sizes as text.
+op(
+    LONE_CALL,
+    "stablehlo.rng_bit_generator",
+    *(f"custom_call:{lib}dnn_rnn{way}_ffi" for lib in ("cu", "hip") for way in ("", "_bwd")),
+    is_same_locally=True,
+)(whole)

@@ -13,7 +13,7 @@ from spmd.ir.description import (
     Description,
     key_of,
 )
-from spmd.ir.dialect.rule import Rule
+from spmd.ir.dialect.rule import Rule, whole
 from spmd.ir.program import Loc, OpKind
 from spmd.ir.types import is_integer
 
@@ -44,7 +44,9 @@ TAUGHT: set[str] = set()
 
 def _add(name: str, description: Description) -> None:
     if name in DESCRIPTIONS:
-        raise SpmdError(f"op {name} already has a rule", fix="keep one of them")
+        raise SpmdError(
+            f"op {name} already has a rule", fix="leave the second one out, or name it otherwise"
+        )
     DESCRIPTIONS[name] = description
 
 
@@ -100,6 +102,19 @@ def batch_rank(kind: OpKind) -> int | None:
     return None
 
 
+def _registration(name: str, kind: OpKind) -> str:
+    """Returns how to register a rule for an op: for all its uses, and by its dims in this one."""
+    text, *_ = str(whole(kind)).partition(" {")
+    dims = "".join(re.findall(r"\w", text))
+    fix = f"to run it whole on every device: spmd.register_rule({name!r}, 'whole')"
+    if len(dims) == sum(t.rank for t in (*kind.operands, *kind.results)):  # a letter for each
+        fix += (
+            f"; or say what may be split, beginning with this rule, by which nothing may: "
+            f"spmd.register_rule({name!r}, {text!r}, kinds=dict.fromkeys({dims!r}, 'replicate'))"
+        )
+    return fix
+
+
 def rule_of(kind: OpKind, loc: Loc | None = None) -> Rule:
     """Returns an op's sharding rule, made once for each kind; UnsupportedOpError without one."""
     found: Rule | None = kind._cache.get("rule")
@@ -112,7 +127,7 @@ def rule_of(kind: OpKind, loc: Loc | None = None) -> Rule:
                 f"no sharding rule for op {name}",
                 op=f"{name}({types}) -> {', '.join(map(str, kind.results))}",
                 source=loc.source if loc else None,
-                fix=f'register one: spmd.register_rule("{name}", "i j -> i j")',
+                fix=_registration(name, kind),
             )
         found = function(kind)
         # A sum of narrow integers wraps around where the sum of what becomes of its terms does not.

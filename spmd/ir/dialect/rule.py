@@ -178,9 +178,9 @@ def parse_rule(
     terms, outs = (
         [
             [(group or name).split() for group, name in re.findall(_DIM, term)]
-            for term in (side.split(",") if side.strip() else ())
+            for term in (side.split(",") if side.strip() or len(types) == 1 else ())
         ]
-        for side in (left, right)
+        for side, types in ((left, operands), (right, results))
     )
     if not arrow or len(terms) != len(operands) or len(outs) != len(results):
         raise ValueError(f"rule {text!r} needs {len(operands)} operands, {len(results)} results")
@@ -261,3 +261,12 @@ class RuleBuilder:
         """Returns the rule over the factors made so far; `more` are other fields of `Rule`."""
         before, after = (tuple(map(tuple, side)) for side in (operands, results))
         return Rule(before, after, tuple(self.factors), reads=tuple(self.reads), **more)
+
+
+def whole(kind: Any) -> Rule:
+    """The rule of an op of which no dim may be split: every device computes all of it."""
+    build = RuleBuilder()
+    sides = (
+        [build.dims(t.shape, REPLICATE) for t in side] for side in (kind.operands, kind.results)
+    )
+    return build.build(*sides)
