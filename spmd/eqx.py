@@ -21,9 +21,7 @@ from spmd.errors import InstallError
 try:
     import equinox as eqx
 except ImportError as error:
-    raise InstallError(
-        f"spmd.eqx needs equinox: {error}", fix="pip install --upgrade equinox"
-    ) from error
+    raise InstallError(f"spmd.eqx needs equinox: {error}", fix="pip install -U equinox") from error
 
 _BY_PLACE = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 _FILTERED = "what is no array is static; donate='all' or 'all-except-first' donates"
