@@ -133,7 +133,7 @@ class ModuleJit:
 class _Graph:
     """The structure of the modules in a call's arguments, and which arguments those are."""
 
-    definition: Any
+    definition: Any  # nnx's `GraphDef` of the list of these arguments
     places: tuple[Place, ...]
 
     def __hash__(self) -> int:

@@ -76,7 +76,7 @@ class ClosedOverTracer(FrontendError):
 class Trace(NamedTuple):
     """Holds a traced function's StableHLO module, and the meshes and callbacks that it uses."""
 
-    module: Any
+    module: Any  # in memory, lowered and not partitioned
     out: Any  # the result's pytree of `ShapeDtypeStruct`s
     manual: list[Any]  # the distinct meshes of its calls of `jax.shard_map`
     meshes: list[Any]  # those meshes and the ones of jax's sharding constraints that have devices

@@ -118,7 +118,6 @@ def _batch_norm(
     """Returns torch's (batch norm, mean, 1 / deviation); training updates running statistics."""
 
     def move(running: Any, new: Any) -> None:
-        """Moves a running statistic towards a new one, in place as PyTorch does."""
         if running is not None:
             old = running._elem
             moved = (1 - momentum) * old + momentum * jax.lax.stop_gradient(new)
