@@ -4,11 +4,12 @@
 #   setup_env train                 # the extra of pyproject.toml to install
 #   exec "$VENV_PYTHON" ...
 #
-# $PYTHON chooses the interpreter that .venv is made from (3.11 or newer).
+# $PYTHON chooses the interpreter that .venv is made from (3.11 or newer), $SPMD_VENV another folder for it. What is
+# installed is the checkout, or the wheel that $SPMD_WHEEL names.
 # shellcheck shell=bash
 
 REPO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-VENV="$REPO_ROOT/.venv"
+VENV="${SPMD_VENV:-$REPO_ROOT/.venv}"
 VENV_PYTHON="$VENV/bin/python"
 
 say() { printf '%s\n' "$*" >&2; }
@@ -50,6 +51,15 @@ find_python() {
 Install Python 3.11 or newer, or name one: PYTHON=/path/to/python3.12 $0"
 }
 
+# Prints the interpreter of a version, as in 3.12: by its name on PATH, or one of pyenv's that is not switched on.
+python_of() {
+  local candidate
+  for candidate in "python$1" "$(pyenv root 2>/dev/null || true)"/versions/"$1".*/bin/python; do
+    case "$(probe_python "$candidate")" in ok*) printf '%s\n' "$candidate"; return ;; esac
+  done
+  die "found no Python $1: install it, so that python$1 is on PATH, or pyenv install $1"
+}
+
 # Everything that decides what an installation contains: the requirements, the pins, the interpreter.
 # Called with the extra's name; prints a hash.
 wanted_stamp() {
@@ -72,12 +82,13 @@ is_current() {
 make_venv() {
   local python
   python="$(find_python)" || exit 1
-  say "Making .venv with $("$python" --version 2>&1)."
+  say "Making ${VENV##*/} with $("$python" --version 2>&1)."
   "$python" -m venv "$VENV" || die "could not make $VENV with $python."
 }
 
 install_extra() {
-  local extra="$1" log
+  local extra="$1" log what=(--editable ".[$1]")
+  if [ -n "${SPMD_WHEEL:-}" ]; then what=("$SPMD_WHEEL[$extra]"); fi
   if is_current "$extra"; then return; fi # another script was faster
   # A dangling link (its Python was removed) is not executable either, and is remade in place.
   [ -x "$VENV_PYTHON" ] || make_venv
@@ -88,10 +99,10 @@ install_extra() {
   "$VENV_PYTHON" -m pip --version >/dev/null 2>&1 ||
     "$VENV_PYTHON" -m ensurepip >/dev/null 2>&1 ||
     die "$VENV has no pip: delete that folder and run again."
-  say "Installing spmd[$extra] into .venv (a few minutes the first time)."
+  say "Installing spmd[$extra] into ${VENV##*/} (a few minutes the first time)."
   log="$(mktemp)"
   if ! (cd "$REPO_ROOT" && "$VENV_PYTHON" -m pip install --quiet --no-input --disable-pip-version-check \
-      --editable ".[$extra]" --constraint constraints.txt) >"$log" 2>&1 </dev/null; then
+      "${what[@]}" --constraint constraints.txt) >"$log" 2>&1 </dev/null; then
     cat "$log" >&2
     rm -f "$log"
     die "pip could not install spmd[$extra]: its messages are above."
@@ -139,6 +150,15 @@ setup_browser() {
     say "Chromium could not be installed: the tests that need it are skipped."
 }
 
+# Becomes a module, with an extra installed: given EXTRA MODULE [flags].
+exec_module() {
+  local extra="$1"
+  shift
+  setup_env "$extra"
+  export PATH="$VENV/bin:$PATH" PYTHONPATH="$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}"
+  exec "$VENV_PYTHON" -m "$@"
+}
+
 # Runs the module NAME of a folder with an extra installed: given FOLDER EXTRA NAME [flags]. Without a name it lists those
 # that there are, each with the first line of its docstring.
 run_module_of() {
@@ -154,7 +174,5 @@ run_module_of() {
   fi
   [ -f "$REPO_ROOT/$folder/$name.py" ] || die "there is no $folder/$name.py; $folder/run lists what there is"
   shift 3
-  setup_env "$extra"
-  export PYTHONPATH="$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}"
-  exec "$VENV_PYTHON" -m "$folder.$name" "$@"
+  exec_module "$extra" "$folder.$name" "$@"
 }

@@ -23,9 +23,7 @@ from spmd.mesh.topology import Topology
 try:
     import equinox as eqx
 except ImportError as error:
-    raise InstallError(
-        f"spmd.eqx needs equinox: {error}", fix="pip install --upgrade equinox"
-    ) from error
+    raise InstallError(f"spmd.eqx needs equinox: {error}", fix="pip install -U equinox") from error
 
 _BY_PLACE = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 _FIRST_DONATED = {"none": None, "all": 0, "all-except-first": 1, "warn": 0, "warn-except-first": 1}

@@ -15,11 +15,7 @@ PACKAGE = Path(__file__).parent
 USERS_OF_IT = ("models", "serving", "scripts")
 """Folders of programs that use the compiler, as a user's own do."""
 
-COMPILER = tuple(
-    f"{path}{os.sep}" if path.is_dir() else str(path)
-    for path in PACKAGE.iterdir()
-    if path.name not in USERS_OF_IT
-)
+COMPILER = tuple(str(path) for path in PACKAGE.iterdir() if path.name not in USERS_OF_IT)
 """How the paths of the compiler's own files begin: their frames are not a program's."""
 
 

@@ -23,7 +23,7 @@ from spmd.mesh.topology import Topology
 try:
     from flax import nnx
 except ImportError as error:
-    raise InstallError(f"spmd.nnx needs flax: {error}", fix="pip install --upgrade flax") from error
+    raise InstallError(f"spmd.nnx needs flax: {error}", fix="pip install -U flax") from error
 
 Place = int | str  # an argument's number, or its name if it was passed by name
 

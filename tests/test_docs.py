@@ -214,7 +214,7 @@ def module_of(words: list[str]) -> tuple[str, list[str]]:
     text = (ROOT / program).read_text(encoding="utf-8")
     if "run_module_of" in text:  # tools/run NAME, benchmarks/run NAME
         return f"{Path(program).parent}.{rest[0]}", rest[1:]
-    found = re.findall(r"-m (spmd\.[\w.]+)", text)
+    found = re.findall(r"exec_module \w+ (spmd\.[\w.]+)", text)
     assert len(found) == 1, f"{program} runs {found}"
     return found[0], rest
 

@@ -204,7 +204,7 @@ def test_commands_help(installed: Environment, tmp_path: Path):
 def test_each_program_has_its_command():
     """`scripts/serve` and `spmd-serve` run the same module."""
     for path in filter(is_shell, (ROOT / "scripts").iterdir()):
-        if modules := re.findall(r"(?m)^exec.* -m spmd\.scripts\.(\w+) \"", path.read_text()):
+        if modules := re.findall(r"(?m)^exec_module \w+ spmd\.scripts\.(\w+) ", path.read_text()):
             assert getattr(commands, path.name).args[0] == modules[0]
     made = {
         f"spmd-{name.replace('_', '-')}": f"{commands.__name__}:{name}"
@@ -230,7 +230,7 @@ def test_modules_for_a_package_that_is_missing(
     monkeypatch.delitem(sys.modules, f"spmd.{module}", raising=False)
     with pytest.raises(spmd.InstallError, match=f"spmd.{module} needs {package}") as caught:
         importlib.import_module(f"spmd.{module}")
-    assert f"fix: pip install --upgrade {package}" in str(caught.value)
+    assert f"fix: pip install -U {package}" in str(caught.value)
 
 
 # An editable install
@@ -288,3 +288,12 @@ def test_ci_runs_what_contributors_run():
     classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
     for version in job["strategy"]["matrix"]["python"]:
         assert f"Programming Language :: Python :: {version}" in classifiers
+    run = re.findall(r"(?m)^run (\S+)(.*)", (ROOT / ".ci/run").read_text(encoding="utf-8"))
+    assert [words[0] for words in run] == [
+        "scripts/check",
+        "scripts/test",
+        ".ci/wheel",
+        "scripts/test",
+    ]
+    assert all((ROOT / folder).is_dir() for folder in run[-1][1].split())
+    assert run[-1][1] in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -8,12 +8,9 @@ Files go through fsspec, arrays through tensorstore's own drivers; both take the
 where the store's own tools do.
 """
 
-import contextlib
 import os
 import re
 import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,28 +92,6 @@ def move_tree(folder: AnyPath, target: AnyPath, last: str = "") -> None:
     for name in names:
         (folder / name).copy_to(target / name)
     remove_tree(folder, last)
-
-
-@contextlib.contextmanager
-def local_copy(path: AnyPath) -> Iterator[Path]:
-    """A local path with the content of a file or of a small folder, as long as the context."""
-    if isinstance(path, Path):
-        yield path
-        return
-    with tempfile.TemporaryDirectory() as made:
-        copy = Path(made) / path.name
-        if path.is_file():
-            copy.write_bytes(path.read_bytes())
-        else:
-            download(path, copy)
-        yield copy
-
-
-def download(folder: StorePath, target: Path) -> None:
-    """Copies all files below a folder into a local one."""
-    for name in file_sizes(folder):
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        (target / name).write_bytes((folder / name).read_bytes())
 
 
 # tensorstore

@@ -30,9 +30,7 @@ LOADING_S = 3600.0
 def add_flags(parser: Parser) -> None:
     """Adds them."""
     add = parser.add_argument
-    add(
-        "bundle", type=Path, help="folder made by scripts/export_llama or spmd.serving.bundle.write"
-    )
+    add("bundle", type=Path, help="folder of scripts/export_llama or spmd.serving.bundle.write")
     add(
         "--mesh",
         type=mesh_axes,

@@ -31,9 +31,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(
         self, prog: str, about: str | None, *, settings: bool = False, **more: Any
     ) -> None:
-        super().__init__(
-            as_called(prog), description=about, formatter_class=_Help, allow_abbrev=False, **more
-        )
+        prog = as_called(prog)
+        super().__init__(prog, description=about, formatter_class=_Help, allow_abbrev=False, **more)
         if settings:
             self.add_argument(
                 "--settings",

@@ -13,7 +13,7 @@ from tests.waiting import PATIENCE
 ROOT = Path(__file__).parents[2]
 WRAPPERS = [path for path in (ROOT / "scripts").iterdir() if path.is_file() and not path.suffix]
 SHELL_SCRIPTS = [*(f"scripts/{path.name}" for path in sorted(WRAPPERS)), "benchmarks/run"]
-SHELL_SCRIPTS += ["tools/run", ".ci/run"]
+SHELL_SCRIPTS += ["tools/run", ".ci/run", ".ci/wheel"]
 
 # Stands for the environment's Python: writes down what pip was asked, and does the rest for real.
 FAKE_PYTHON = f"""#!/bin/sh
@@ -81,7 +81,7 @@ def test_scripts_are_what_a_person_runs():
     assert len([path for path in (ROOT / "scripts").iterdir() if path.is_file()]) <= 20
 
 
-ASKED = [script for script in SHELL_SCRIPTS if script != ".ci/run"]
+ASKED = [script for script in SHELL_SCRIPTS if not script.startswith(".ci/")]
 ASKED += ["benchmarks/run bytes", "benchmarks/run plan_llama", "tools/run packages"]
 
 
@@ -162,6 +162,15 @@ def test_installs_once_and_again_after_a_change(project: Path):
     assert len(installs(project)) == 2
 
 
+def test_another_folder_and_a_wheel(project: Path, tmp_path: Path):
+    venv = tmp_path / "venv of its own"
+    write_program(venv / "bin/python", FAKE_PYTHON)
+    made = set_up(project, SPMD_VENV=str(venv), SPMD_WHEEL="/w/spmd.whl")
+    assert made.returncode == 0, made.stderr
+    assert installs(project)[0].endswith(" /w/spmd.whl[train] --constraint constraints.txt")
+    assert (venv / ".stamp-train").exists() and not (project / ".venv/.stamp-train").exists()
+
+
 def test_two_at_once_install_once(project: Path):
     if shutil.which("flock") is None:
         pytest.skip("flock is not on this machine")
@@ -205,3 +214,18 @@ def test_a_chosen_interpreter_is_used_or_refused(project: Path, tmp_path: Path):
     result = bash(find, PYTHON=str(old))
     assert result.returncode == 1
     assert f"{old} is Python 3.8.1: 3.11 or newer is needed" in result.stderr
+
+
+def test_the_interpreter_of_a_version(project: Path, tmp_path: Path):
+    """One that pyenv has and did not switch on is found behind its shim, which fails."""
+    write_program(tmp_path / "shims/python3.98", "#!/bin/sh\nexit 127\n")
+    write_program(tmp_path / "shims/pyenv", f"#!/bin/sh\necho {tmp_path}\n")
+    here = write_program(
+        tmp_path / "versions/3.98.1/bin/python", f'#!/bin/sh\nexec {sys.executable} "$@"\n'
+    )
+    path = f"{tmp_path}/shims:{os.environ['PATH']}"
+    assert (
+        bash(f"source {project}/scripts/_env.sh; python_of 3.98", PATH=path).stdout == f"{here}\n"
+    )
+    none = bash(f"source {project}/scripts/_env.sh; python_of 3.99", PATH=path)
+    assert none.returncode == 1 and "found no Python 3.99" in none.stderr

@@ -10,14 +10,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from spmd.models.llama.config import ROPE_TYPES, ConfigError, LlamaConfig, RopeScaling
-from spmd.models.llama.weights.families import (
-    SIZES,
-    Family,
-    family_of,
-    read_parts,
-    typed,
-    write_parts,
-)
+from spmd.models.llama.weights import families
+from spmd.models.llama.weights.families import SIZES, Family, typed
 from spmd.models.training.paths import AnyPath, as_path
 
 CONFIG_FILE = "config.json"
@@ -101,7 +95,7 @@ def _read_object(file: AnyPath) -> Mapping[str, Any]:
 
 def parse_config(values: Mapping[str, Any], ignore_keys: Collection[str] = ()) -> LlamaConfig:
     """Like `read_config`, for the content of a file."""
-    family = family_of(values)
+    family = families.family_of(values)
     _check_supported(values, family)
     _check_known(values, family, ignore_keys)
     given = {**SIZES, **_TOKENS, **family.defaults, **values}
@@ -115,7 +109,7 @@ def parse_config(values: Mapping[str, Any], ignore_keys: Collection[str] = ()) -
         eos = _token_id("eos_token_id", eos)
     return LlamaConfig(
         **sizes,
-        **read_parts(values, family, sizes["num_hidden_layers"]),
+        **families.read_parts(values, family, sizes["num_hidden_layers"]),
         rope_theta=theta,
         rope_scaling=scaling,
         bos_token_id=_token_id("bos_token_id", given["bos_token_id"]),
@@ -175,7 +169,7 @@ def to_hf(config: LlamaConfig, dtype: str) -> dict[str, Any]:
     own = {key: getattr(config, key) for key in SIZES}
     eos = config.eos_token_id
     return {
-        **write_parts(config),
+        **families.write_parts(config),
         **own,
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_width,

@@ -252,8 +252,7 @@ def load_corpus(
             if left < 0 and whole:
                 raise DataError(
                     f"{name}: more than {max_bytes:,} bytes of text, the most that is tokenised in "
-                    f"memory; tokenise it once with {as_called('scripts/tokenize_data')}, and give "
-                    "its folder"
+                    f"memory; run {as_called('scripts/tokenize_data')} on it, and give the folder"
                 )
             if left <= 0:
                 break

@@ -161,7 +161,7 @@ def test_without_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("opentelemetry.")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(
-        ServingError, match=r"need OpenTelemetry's libraries \(pip install '\.\[otlp"
+        ServingError, match=r'need OpenTelemetry\'s libraries \(pip install "spmd\[otlp'
     ):
         Server(Service(), http=HttpOptions(otlp_endpoint="http://localhost:4318"))
 
