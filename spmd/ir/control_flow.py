@@ -20,9 +20,9 @@ UNKNOWN_TRIPS = 16  # assumed trip count of a loop whose condition doesn't tell 
 class Tie(NamedTuple):
     """One result of a loop, branch or manual region, and the values to be sharded like it."""
 
-    source: Value | None  # from outside the op: the initial value of a carry
+    source: Value | None  # the initial value of a loop's carry; None for other ops
     inside: tuple[Value, ...]  # region arguments and results
-    result: Value  # the op's
+    result: Value  # of the op
 
 
 def ties(op: Op) -> tuple[Tie, ...]:

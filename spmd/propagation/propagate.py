@@ -74,10 +74,10 @@ class Propagated:
     mesh: Mesh
     proposals: tuple[Proposal, ...]
     marks: Mapping[Value, Mark]
-    cheap: frozenset[Value]  # values without a sharding of their own
+    cheap: frozenset[Value]  # values that each use recomputes, without a proposal
     origins: Mapping[tuple[Value, int], tuple[Origin, ...]]  # of a dim's atoms, oldest first
-    conflicts: tuple[Conflict, ...]  # left to the planner
-    undivided: Mapping[tuple[Value, int], Axes]  # what was wanted and does not divide the dim
+    conflicts: tuple[Conflict, ...]  # factors that marks split differently, for the planner
+    undivided: Mapping[tuple[Value, int], Axes]  # axes wanted that do not divide the dim
 
     @cached_property
     def index(self) -> Index:

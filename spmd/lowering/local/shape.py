@@ -330,7 +330,7 @@ class _VectorDim(NamedTuple):
 
     b: Builder
     type: TensorType  # of the indices
-    dim: int
+    dim: int  # the rank of `type` if it is implicit: each element is an index
 
     def of(self, numbers: Sequence[int]) -> Value:
         """Broadcasts constants, one for each component of an index, to the type of the indices."""
