@@ -141,7 +141,7 @@ class Index:
         step = integer_of(self.producers, others[0]) if len(others) == 1 else None
         if start is None or end is None or not step:
             return None
-        if "LT" in direction:
+        if "LT" in direction and (step > 0 or start >= end):
             trips = -((start - end) // step) if start < end else 0  # rounded up: 0, 3, 6 for i < 7
         elif "NE" in direction and (end - start) % step == 0:
             trips = (end - start) // step

@@ -133,7 +133,7 @@ def propagate(
         for tie in ties(op) if op.regions else ():
             source = () if tie.source is None else (tie.source,)
             state.add_tie((*source, *tie.inside, tie.result), op.loc, op.kind.name)
-        if not (op.regions or (cheap and cheap.issuperset(op.results))):
+        if not (op.regions or (op.results and cheap.issuperset(op.results))):
             state.add(rule_of(op.kind, op.loc), op)
     for a, b in links:
         state.add_tie((a, b), Loc(), "the donated argument and its update")

@@ -166,6 +166,17 @@ def test_quantized_types() -> None:
         parse_module(module(line))
 
 
+def test_calls_without_results() -> None:
+    call = "stablehlo.custom_call @no_results(%x) {has_side_effect = true}"
+    text = f"""func.func @main(%x: tensor<8xf32>) -> tensor<8xf32> {{
+      {call} : (tensor<8xf32>) -> ()
+      return %x : tensor<8xf32>
+    }}"""
+    with pytest.raises(spmd.UnsupportedOpError, match="no_results") as caught:
+        spmd.lower_stablehlo(text, spmd.Mesh(None, (2,), ("x",)), [("x",)])
+    assert "let it return a value" in str(caught.value)
+
+
 def test_callbacks_of_a_module_that_jax_lowered() -> None:
     """They point to Python objects of that lowering."""
 

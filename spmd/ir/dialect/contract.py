@@ -212,7 +212,8 @@ def _gather(kind: OpKind) -> Rule:
     dims: GatherDims = kind.attrs["dimension_numbers"]
     sizes = kind.attrs["slice_sizes"]
     table, indices_type = kind.operands
-    indices = _index_dims(build, indices_type.shape, dims.index_vector_dim)
+    kinds = [PASS] * indices_type.rank
+    indices = _index_dims(build, indices_type.shape, dims.index_vector_dim, kinds)
     result = _around(dims.offset_dims, indices, dims.index_vector_dim, kind.results[0].rank)
     batched = dict(zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True))
     operand: list[DimFactors] = []
@@ -240,9 +241,9 @@ def _scatter(kind: OpKind) -> Rule:
     count = (len(kind.operands) - 1) // 2
     table, indices_type, update_type = kind.operands[0], kind.operands[count], kind.operands[-1]
     batch_kind = REDUCE if reducer else REPLICATE
-    indices = _index_dims(build, indices_type.shape, dims.index_vector_dim, batch_kind)
-    for d in dims.scatter_indices_batching_dims:
-        indices[d] = build.factor(indices_type.shape[d])
+    batching = dims.scatter_indices_batching_dims
+    kinds = [PASS if d in batching else batch_kind for d in range(indices_type.rank)]
+    indices = _index_dims(build, indices_type.shape, dims.index_vector_dim, kinds)
     update = _around(dims.update_window_dims, indices, dims.index_vector_dim, update_type.rank)
     batched = dict(zip(dims.input_batching_dims, dims.scatter_indices_batching_dims, strict=True))
     operand: list[DimFactors] = []
@@ -275,12 +276,11 @@ def _around(
 
 
 def _index_dims(
-    build: RuleBuilder, shape: tuple[int, ...], vector_dim: int, kind: str = PASS
+    build: RuleBuilder, shape: tuple[int, ...], vector_dim: int, kinds: Sequence[str]
 ) -> list[DimFactors]:
     """Returns a factor, of `kind`, for each dim of an index tensor; `vector_dim` stays whole."""
-    return [
-        build.factor(size, REPLICATE if d == vector_dim else kind) for d, size in enumerate(shape)
-    ]
+    pairs = enumerate(zip(shape, kinds, strict=True))
+    return [build.factor(n, REPLICATE if d == vector_dim else kind) for d, (n, kind) in pairs]
 
 
 GATHERED_SORT_BYTES = 1 << 18

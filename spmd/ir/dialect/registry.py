@@ -121,20 +121,23 @@ def rule_of(kind: OpKind, loc: Loc | None = None) -> Rule:
     if found is None:
         name = rule_name(kind)
         function = DESCRIPTIONS.get(name, UNKNOWN).rule
-        if function is None:
+        if function is None or not kind.results:
+            fix = f'register one: spmd.register_rule("{name}", "i j -> i j")'
             types = ", ".join(map(str, kind.operands))
             raise UnsupportedOpError(
                 f"no sharding rule for op {name}",
                 op=f"{name}({types}) -> {', '.join(map(str, kind.results))}",
                 source=loc.source if loc else None,
-                fix=_registration(name, kind),
+                fix=_registration(name, kind)
+                if kind.results
+                else "let it return a value: plans are about results",
             )
         found = function(kind)
         # A sum of narrow integers wraps around where the sum of what becomes of its terms does not.
         wraps = {
             i
             for i, t in enumerate(kind.operands)
-            if is_integer(t.dtype) and kind.results and t.dtype != kind.results[0].dtype
+            if is_integer(t.dtype) and t.dtype != kind.results[0].dtype
         }
         linear = tuple(group for group in found.linear if wraps.isdisjoint(group))
         found = kind._cache["rule"] = found._replace(linear=linear)

@@ -319,8 +319,10 @@ def _indexed(op: LocalOp, dims: Sequence[int], picked: Container[int]) -> list[S
 
 
 def _as_signed(b: Builder, indices: Value) -> Value:
-    dtype = b.types[indices].dtype
-    return indices if dtype in ("i32", "i64") else b.convert(indices, "i32")
+    type_ = b.types[indices]
+    if type_.dtype in ("ui32", "ui64"):  # one past all tables stays there
+        indices = b.binary("minimum", indices, b.splat(np.iinfo(np.int32).max, type_))
+    return indices if type_.dtype in ("i32", "i64") else b.convert(indices, "i32")
 
 
 class _VectorDim(NamedTuple):

@@ -10,8 +10,9 @@ import spmd  # noqa: F401 (describes all ops)
 from spmd.errors import SpmdError
 from spmd.ir.description import DESCRIPTIONS, UNKNOWN, UNKNOWN_CALL, Description, Role
 from spmd.ir.dialect.elementwise import elementwise_rule
-from spmd.ir.dialect.registry import describe, op
+from spmd.ir.dialect.registry import describe, op, rule_of
 from spmd.ir.program import OpKind
+from spmd.ir.types import ScatterDims, TensorType
 
 ROOT = Path(__file__).parents[3]
 OP_NAME = re.compile(r"(stablehlo|chlo|sdy|mhlo|func)\.\w+|custom_call:\w+")
@@ -86,3 +87,15 @@ def test_an_op_described_late_is_known_from_then_on():
             op("test.late")(elementwise_rule)
     finally:
         del DESCRIPTIONS["test.late"]
+
+
+def test_every_factor_of_a_scatter_along_a_batch_is_in_some_dim():
+    types = (
+        TensorType((4, 64, 8), "f32"),
+        TensorType((4, 32, 1), "i32"),
+        TensorType((4, 32, 8), "f32"),
+    )
+    numbers = ScatterDims((2,), (1,), (0,), (0,), (1,), 2)
+    attrs = {"scatter_dimension_numbers": numbers, "reducer": "add"}
+    rule = rule_of(OpKind("stablehlo.scatter", types, types[:1], attrs))
+    assert str(rule) == "i l m, i j k, i j m -> i l m {j: reduce add, k: replicate}"
