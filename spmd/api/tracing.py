@@ -286,7 +286,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
         )
         for leaf, spec, name in zip(taken, specs, names, strict=True)
     ]
-    entries, reasons = like_parameters(names, [s.shape for s in taken], own_entries)
+    entries, reasons = like_parameters(names, list(map(np.shape, taken)), own_entries)
     results = jax.tree_util.tree_leaves_with_path(traced.out)
     result_names = tuple(path_name(path) or "result" for path, _ in results)
     whats = [f"result {path_name(path)}" if path else "the result" for path, _ in results]

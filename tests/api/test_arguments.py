@@ -57,8 +57,9 @@ def test_state_lies_like_the_parameter_at_the_end_of_its_path() -> None:
 
 def test_types_of_leaves() -> None:
     key = jax.random.key(0)
-    assert type_of(1.0) == ((), jnp.float32, True, None)
-    assert type_of(jnp.ones((2, 3), jnp.bfloat16)) == ((2, 3), jnp.bfloat16, False, None)
-    assert type_of(jnp.asarray(1) * 2) == ((), jnp.int32, True, None)
-    assert type_of(jax.ShapeDtypeStruct((2,), jnp.int8)) == ((2,), jnp.int8, False, None)
-    assert type_of(key) == ((), key.dtype, False, None)
+    assert type_of(1.0) == ((), jnp.float32, True, None, False)
+    assert type_of(jnp.ones((2, 3), jnp.bfloat16)) == ((2, 3), jnp.bfloat16, False, None, False)
+    assert type_of(jnp.asarray(1) * 2) == ((), jnp.int32, True, None, False)
+    assert type_of(jax.ShapeDtypeStruct((2,), jnp.int8)) == ((2,), jnp.int8, False, None, False)
+    assert type_of(key) == ((), key.dtype, False, None, False)
+    assert type_of(jax.new_ref(jnp.ones(2))) == ((2,), jnp.float32, False, None, True)

@@ -19,8 +19,7 @@ X, W = np.random.default_rng(0).standard_normal((2, 8, 8), np.float32)
 def exported(of: spmd.Mesh, fn: Any, *specs: P) -> export.Exported:
     shardings = tuple(NamedSharding(jax_mesh(of), spec) for spec in specs)
     struct = jax.ShapeDtypeStruct(X.shape, X.dtype)
-    made = export.export(jax.jit(fn, in_shardings=shardings))(struct, struct)
-    return export.deserialize(made.serialize())
+    return export.export(jax.jit(fn, in_shardings=shardings))(struct, struct)
 
 
 def layer(x: Any, w: Any) -> Any:
@@ -65,7 +64,7 @@ def test_for_several_platforms() -> None:
     (b,) = export.symbolic_shape("b")
 
     def fn(x: Any) -> Any:
-        ways = {"cpu": lambda x: x * 2, "tpu": lambda x: x * 3}
+        ways = {"cpu": lambda x: x * 2, "tpu": lambda x: x * 3, "cuda": lambda x: x * 4}
         return jnp.cumsum(x, 0) + jax.lax.platform_dependent(x, **ways)
 
     mesh = spmd.make_mesh(data=8)

@@ -66,14 +66,13 @@ def both(jit: Jit, place: Any) -> Any:
 
 
 def keys(jit: Jit, place: Any) -> Any:
-    state = jax.new_ref(jax.random.key_data(jax.random.key(0)))
+    state = jax.new_ref(jax.random.key(0))
 
     def fn(state: Any, x: Any) -> Any:
-        key, used = jax.random.split(jax.random.wrap_key_data(state[...]))
-        state[...] = jax.random.key_data(key)
+        state[...], used = jax.random.split(state[...])
         return x + jax.random.normal(used, x.shape)
 
-    return jit(fn)(state, place(X)), state[...]
+    return jit(fn)(state, place(X)), jax.random.key_data(state[...])
 
 
 @pytest.mark.parametrize("program", [passed, closed_over, both, keys])
