@@ -59,7 +59,7 @@ def text_of(node: Any) -> str:
 
 
 def test_texts_of_the_sources() -> None:
-    texts = {}
+    texts: dict[str, str] = {}
     for folder in ("spmd", "models", "serving", "scripts"):
         for path in Path(ROOT, folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -89,7 +89,7 @@ def test_what_is_wrong_is_found(text: str) -> None:
 # ---------------------------------------------------------------------------------------------
 # Kernels that nobody registered.
 
-CALLS = {
+CALLS: dict[str, list[tuple[int, ...]]] = {
     "one operand": [(64, 16)],
     "four, of three ranks": [(5,), (5,), (9,), (8, 4)],
     "a scalar": [()],
@@ -162,16 +162,17 @@ def test_a_call_after_its_options_are_mended(options: dict[str, Any], name: str)
 
 
 def test_ways_to_write_what_was_meant(mesh: spmd.Mesh) -> None:
+    marked: Any = spmd.mark_sharding
     own: dict[str, Any] = {"fn": layer, "mesh": mesh}
     for code in fix_of(lambda: spmd.jit(mesh)):
         step = run(code, **own)
         step = step if code.count("fn") else step(layer)
         np.testing.assert_allclose(step(X, W), layer(X, W), rtol=1e-5)
 
-    (mark,) = fix_of(lambda: spmd.mark_sharding(mesh, X, ("data", None)))
+    (mark,) = fix_of(lambda: marked(mesh, X, ("data", None)))
     assert run(mark, tensor=X, spec=("data", None), **own).shape == X.shape
     tree = {"w": W, "b": W[0]}
-    (mark,) = fix_of(lambda: spmd.mark_sharding(tree, mesh, ("data",)))
+    (mark,) = fix_of(lambda: marked(tree, mesh, ("data",)))
     marked = run(mark, tree=tree, **own)
     assert not marked["b"].sharding.is_fully_replicated
     step = spmd.jit(lambda xw, y: layer(*xw) + y, mesh=mesh, in_specs=(("data", "model"), None))

@@ -14,6 +14,10 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd.mesh.spec import jax_mesh
 
+# Without their types, which would refuse much of this.
+jit: Any = spmd.jit
+mark_sharding: Any = spmd.mark_sharding
+
 W, X = jnp.ones((16, 32)), jnp.ones((8, 16))
 STRUCT = jax.ShapeDtypeStruct((8, 16), jnp.float32)
 
@@ -49,7 +53,7 @@ class Wrong(NamedTuple):
 
 
 def marked(t: Any, *spec: Any) -> Callable[[spmd.Mesh], Any]:
-    return lambda mesh: spmd.mark_sharding(t, mesh, spec)
+    return lambda mesh: mark_sharding(t, mesh, spec)
 
 
 def called(fn: Any, *args: Any, **given: Any) -> Callable[[spmd.Mesh], Any]:
@@ -110,12 +114,12 @@ MARKS = [
           ("this dict holds 2", "leaves: a, b", "mark_tree(tree, mesh, {'a': ('data',)})")),
     Wrong("nothing marked", spmd.SpecError, marked(None, "data"), ("None is not a tensor",)),
     Wrong("a text marked", spmd.SpecError, marked("w", "data"), ("'w' is not a tensor",)),
-    Wrong("the mesh first", spmd.MeshError, lambda mesh: spmd.mark_sharding(mesh, W, ("data",)),
+    Wrong("the mesh first", spmd.MeshError, lambda mesh: mark_sharding(mesh, W, ("data",)),
           ("a mesh stands where the tensor belongs", "mark_sharding(tensor, mesh, spec)")),
-    Wrong("an array as the mesh", spmd.MeshError, lambda mesh: spmd.mark_sharding(W, X, ("data",)),
+    Wrong("an array as the mesh", spmd.MeshError, lambda mesh: mark_sharding(W, X, ("data",)),
           ("a float32 array of shape (8, 16) is not a mesh",), is_placed=False),
     Wrong("a sharding as the spec", spmd.SpecError,
-          lambda mesh: spmd.mark_sharding(W, mesh, named_sharding(mesh)),
+          lambda mesh: mark_sharding(W, mesh, named_sharding(mesh)),
           ("a NamedSharding stands where the spec", "pass its spec: P('data',)")),
     Wrong("a pattern that matches nothing", spmd.SpecError,
           lambda mesh: spmd.mark_tree({"a": X}, mesh, {"b*": ("data",)}),
@@ -131,7 +135,7 @@ MESHES = [
           ("one keyword for each axis", "make_mesh((4, 2), ('data', 'model'))"), is_placed=False),
     Wrong("no mesh", spmd.MeshError, lambda _: spmd.jit(double)(X),
           ("spmd.jit of double has no mesh", "mesh=spmd.make_mesh(")),
-    Wrong("a dict as the mesh", spmd.MeshError, lambda _: spmd.jit(double, mesh={"data": 4}),
+    Wrong("a dict as the mesh", spmd.MeshError, lambda _: jit(double, mesh={"data": 4}),
           ("{'data': 4} is not a mesh", "spmd.make_mesh("), is_placed=False),
     Wrong("a mark for another mesh", spmd.MeshError, marked_for_another_mesh,
           ("two different meshes", "(data=2, model=4)", "(data=4, model=2)")),
@@ -175,7 +179,7 @@ CALLS = [
     Wrong("a mesh for a function", spmd.ArgumentError, lambda mesh: called(mesh)(mesh),
           ("needs the function first", "@spmd.jit(mesh=mesh)")),
     Wrong("a device", spmd.ArgumentError,
-          lambda mesh: spmd.jit(double, mesh=mesh, backend="cpu"),
+          lambda mesh: jit(double, mesh=mesh, backend="cpu"),
           ("spmd.jit has no backend", "devices=")),
     Wrong("one array donated twice", spmd.ArgumentError, one_array_donated_twice,
           ("given as argument x and as argument y", "x.copy()")),

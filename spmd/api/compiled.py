@@ -460,8 +460,8 @@ class Compiled(Planned):
     @property
     def _executable(self) -> Any:
         has_constants = bool(self.stages.emitted.constants)
-        if has_constants or self.boundary.has_keys:
-            what = "large constants" if has_constants else "key arrays"
+        if has_constants or self.boundary.is_dressed:
+            what = "large constants" if has_constants else "key arrays and float0"
             raise ArgumentError(
                 f"{self.name} cannot be serialized: jax would save it without its {what}",
                 source=caller(),

@@ -81,8 +81,10 @@ class Pipeline(NamedTuple):
 
 def pipelines_in(text: str) -> tuple[Pipeline, ...]:
     """Reads the pipelines that name scopes in a text speak of, each once."""
-    found = [(axis, *map(int, counts)) for axis, *counts in dict.fromkeys(_SCOPE.findall(text))]
-    return tuple(Pipeline(*given, bool(lean), open_) for *given, lean, open_ in found)
+    return tuple(
+        Pipeline(axis, int(stages), int(microbatches), int(chunks), lean == "1", int(opened))
+        for axis, stages, microbatches, chunks, lean, opened in dict.fromkeys(_SCOPE.findall(text))
+    )
 
 
 def pipeline_of(scope: str) -> Pipeline | None:

@@ -80,7 +80,8 @@ def initialize(
     # `meet` compares versions before jax connects the processes. Where the caller connected them by
     # jax's own call it is too late for that: then they are compared through the store.
     is_joined = jax.distributed.is_initialized()  # by the caller: then this adds what jax lacks
-    there = Place(connected_to(), *reversed(this_process())) if is_joined else None
+    process, processes = this_process()
+    there = Place(connected_to(), processes, process) if is_joined else None
     if (have := _joined or there) is not None:
         for name in ("coordinator", "processes", "process"):
             asked, was = getattr(given, name), getattr(have, name)

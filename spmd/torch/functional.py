@@ -131,7 +131,8 @@ def export(
       >>> (logits,) = program(*exported.arguments(input_ids=tokens.numpy()))
     """
     is_named = isinstance(example_inputs, Mapping)
-    args, kwargs = ((), example_inputs) if is_named else (example_inputs, {})
+    args: Any = () if is_named else example_inputs
+    kwargs: Any = example_inputs if is_named else {}
     if isinstance(module, torch.export.ExportedProgram):
         if not len(example_inputs):
             args, kwargs = module.example_inputs

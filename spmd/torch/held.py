@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import call
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -497,7 +497,7 @@ class TrainStep(Held):
         opt_state, known = jax.eval_shape(optimizer.init, params), self._initial
         if (old := self._optimizer_state) is not None:
             known = {path_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(old)}
-            if jax.tree.structure(old) == jax.tree.structure(opt_state):
+            if jax.tree.structure(old) == cast(Any, jax.tree.structure(opt_state)):
                 opt_state = old
         compiled = jitted.compile(
             params,

@@ -38,7 +38,7 @@ def test_key_arrays_without_keys(mesh: spmd.Mesh, in_specs: Any) -> None:
     keys = spmd.jit(lambda keys: keys, mesh=mesh, in_specs=in_specs)(
         jax.random.split(jax.random.key(0), 0)
     )
-    assert keys.shape == (0,) and jax.dtypes.issubdtype(keys.dtype, jax.dtypes.prng_key)
+    assert keys.shape == (0,) and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)
 
 
 def test_shardings_and_formats_are_those_of_key_arrays(mesh: spmd.Mesh) -> None:

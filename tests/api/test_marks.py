@@ -71,7 +71,7 @@ def test_a_mark_of_a_typed_value_changes_its_type(
 @pytest.mark.parametrize("name", ["spmd_train", "jax_llama", "jaxed.model", "spmdish"])
 def test_errors_name_lines_of_modules_called_like_libraries(name: str, mesh: spmd.Mesh) -> None:
     source = "def mark(x): return mark_sharding(x, mesh, ('data', 'data'))"
-    module = {"__name__": name, "mark_sharding": spmd.mark_sharding, "mesh": mesh}
+    module: dict[str, Any] = {"__name__": name, "mark_sharding": spmd.mark_sharding, "mesh": mesh}
     exec(compile(source, f"{name}.py", "exec"), module)
     with pytest.raises(spmd.SpecError) as error:
         module["mark"](jnp.ones((8, 8)))

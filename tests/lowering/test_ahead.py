@@ -87,8 +87,8 @@ def test_arguments_on_the_mesh_that_jax_describes(given: tuple[str, ...]) -> Non
     theirs = jax.sharding.Mesh(places, ("data", "model"))
     struct = jax.ShapeDtypeStruct((512, 512), np.float32, sharding=NamedSharding(theirs, P("data")))
     mesh = spmd.Mesh(None, (16, 1), ("data", "model"))
-    options = {"mesh": mesh} if "mesh" in given else {}
-    ahead = {"topology": "v5e-16"} if given else {}
+    options: Any = {"mesh": mesh} if "mesh" in given else {}
+    ahead: Any = {"topology": "v5e-16"} if given else {}
     lowered = spmd.jit(step, **options).lower(struct, struct, **ahead)
     assert lowered.memory.arguments == 2 * 512 * 512 * 4 // 16
     assert lowered.target == spmd.Topology("v5e:4x4") and lowered.request.platform == "tpu"

@@ -122,7 +122,6 @@ def rule_of(kind: OpKind, loc: Loc | None = None) -> Rule:
         name = rule_name(kind)
         function = DESCRIPTIONS.get(name, UNKNOWN).rule
         if function is None or not kind.results:
-            fix = f'register one: spmd.register_rule("{name}", "i j -> i j")'
             types = ", ".join(map(str, kind.operands))
             raise UnsupportedOpError(
                 f"no sharding rule for op {name}",
