@@ -21,17 +21,18 @@ from spmd.api.arguments import key_dtype, mesh_sharding
 from spmd.api.dispatch import NAN_FOUND
 from spmd.api.marks import caller, some_of
 from spmd.api.planned import Planned
-from spmd.api.tracing import Interface, order_of
+from spmd.api.tracing import Interface, kind_text, order_of
 from spmd.compiler import emit_plan
 from spmd.errors import ArgumentError, described
 from spmd.explain.memory import Memory
 from spmd.ir.control_flow import Index
 from spmd.ir.types import needs_x64, numpy_dtype
+from spmd.launch.doing import RUNS
 from spmd.lowering import execute
 from spmd.lowering.ahead import devices_ahead, is_here
 from spmd.lowering.emit import Emitted, Placement, formats
 from spmd.lowering.xla_options import xla_options
-from spmd.mesh.spec import jax_mesh
+from spmd.mesh.spec import jax_mesh, processes_of
 from spmd.options import Options
 from spmd.predict.memory import lifted
 from spmd.progress import doing, progress
@@ -70,7 +71,7 @@ class Lowered(Planned):
         `Jitted.compile`.
         """
         given = {**self.options.compiler_options, **(compiler_options or {})}
-        with progress(self.name, self.options.shows_progress):
+        with progress(self.name, self.options.shows_progress, kind=f"compiling {_kind(self)}"):
             return Compiled(self, replace(self.options, compiler_options=given))
 
     def export(self) -> jax.export.Exported:
@@ -440,6 +441,20 @@ class Compiled(Planned):
                 actual=f"it is for {self.mesh.size} devices that are not here",
                 fix="compile without topology= to run it on the mesh's devices",
             )
+
+
+def _kind(planned: Planned) -> str:
+    leaves = jax.tree.leaves(planned.interface.args)
+    return kind_text(planned.name, planned.request.arg_names, leaves)
+
+
+def _running(local: Mapping[str, Any]) -> str | None:
+    """Says which program `Compiled.run` runs, if other processes have to run it, too."""
+    compiled = local["self"]
+    return _kind(compiled) if len(processes_of(compiled.mesh)) > 1 else None
+
+
+RUNS[Compiled.run.__code__] = _running
 
 
 class Boundary:

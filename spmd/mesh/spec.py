@@ -59,6 +59,13 @@ def jax_mesh(
     return jax.sharding.Mesh(array, mesh.axis_names, types)
 
 
+def processes_of(mesh: Mesh) -> list[int]:
+    """Returns the numbers of the processes whose devices a mesh has; 0 where it has no devices."""
+    if mesh.size == 1 or not has_devices(mesh) or jax.process_count() == 1:
+        return [0]
+    return sorted({device.process_index for device in jax_mesh(mesh).devices.flat})
+
+
 def has_devices(mesh: Mesh) -> bool:
     """Whether every device of the mesh is visible to this process."""
     return all(i in _devices_by_id() for i in mesh.device_ids)

@@ -127,9 +127,9 @@ def parse_module(source: Any) -> ir.Module:
         ) from error
 
 
-def module_text(module: ir.Module) -> str:
-    """Returns a module as text without locations."""
-    return str(module.operation.get_asm(enable_debug_info=False, assume_verified=True))
+def module_text(module: ir.Module, locations: bool = False) -> str:
+    """Returns a module as text, without locations if they are not asked for."""
+    return str(module.operation.get_asm(enable_debug_info=locations, assume_verified=True))
 
 
 def signature(module: ir.Module) -> tuple[tuple[TensorType, ...], tuple[TensorType, ...]]:
