@@ -181,8 +181,8 @@ def _source_digest() -> str:
     return digest.hexdigest()
 
 
-def _write(path: Path, emitted: Emitted) -> None:
-    """Whole or not at all, also with several processes at once."""
+def as_text(emitted: Emitted) -> str:
+    """A program as JSON, without its mesh."""
     content = dataclasses.asdict(emitted)
     content["mesh"] = None  # it is in the key
     for ends in ("arguments", "results"):
@@ -191,7 +191,12 @@ def _write(path: Path, emitted: Emitted) -> None:
         (value.type, base64.b64encode(value.data).decode(), sharding.dims)
         for value, sharding in emitted.constants
     ]
-    payload = json.dumps(content)
+    return json.dumps(content)
+
+
+def _write(path: Path, emitted: Emitted) -> None:
+    """Whole or not at all, also with several processes at once."""
+    payload = as_text(emitted)
     digest = hashlib.sha256(payload.encode()).hexdigest()
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
@@ -212,7 +217,12 @@ def _read(path: Path, mesh: Mesh) -> Emitted | None:
         return None
     if hashlib.sha256(payload.encode()).hexdigest() != digest:
         return None
-    content = json.loads(payload)
+    return from_text(payload, mesh)
+
+
+def from_text(text: str, mesh: Mesh) -> Emitted:
+    """The program that `as_text` wrote."""
+    content = json.loads(text)
     return Emitted(
         name=content["name"],
         mesh=mesh,

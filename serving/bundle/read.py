@@ -20,7 +20,7 @@ from rich.console import Console
 
 from models.gpu_graphs import with_gpu_graphs
 from serving.bundle.bundle import Bundle
-from serving.bundle.cache import Cache
+from serving.bundle.cache import Cache, as_text, from_text
 from serving.bundle.folder import check_hashes, read_manifest
 from serving.bundle.function import BundleError, one_line
 from serving.bundle.manifest import AUTO, PLATFORMS, WEIGHTS, Entrypoint, Manifest, Sizes
@@ -36,6 +36,7 @@ from serving.bundle.programs import (
 )
 from serving.bundle.symbols import plan_sized, planner, too_much
 from serving.bundle.tensors import check_stored, read_weights
+from spmd import launch
 from spmd.errors import SpmdError
 from spmd.frontend.artifact import calls_of, is_artifact
 from spmd.frontend.bytecode import BytecodeError, bytecode_to_text, bytecodes_to_texts
@@ -86,7 +87,7 @@ class Modules:
         return entry.modules[self.platform]
 
     def lower(self, entry: Entrypoint, asked: FunctionKey) -> Emitted:
-        """A function, lowered or taken from the cache.
+        """A function, lowered or taken from the cache; in a job by process 0, for all.
 
         Raises:
           BundleError: a module that cannot be read or lowered, or is not what the manifest says.
@@ -96,9 +97,15 @@ class Modules:
         def make() -> Emitted:
             return self._lower(self.files[file], entry, asked)
 
-        if self.cache is None:
-            return make()
-        return self.cache.emitted(self.files[file], self.mesh, self.options, asked, make)
+        def found() -> Emitted:
+            if self.cache is None:
+                return make()
+            return self.cache.emitted(self.files[file], self.mesh, self.options, asked, make)
+
+        if jax.process_count() == 1:
+            return found()
+        text = launch.made_by_first(lambda: as_text(found()), label=f"planning {entry.name}")
+        return from_text(text, self.mesh)
 
     def _lower(self, data: bytes, entry: Entrypoint, asked: FunctionKey) -> Emitted:
         what = f"{self.folder / self.file(entry)} (function {entry.name})"

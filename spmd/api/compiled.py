@@ -28,6 +28,7 @@ from spmd.explain.memory import Memory
 from spmd.ir.control_flow import Index
 from spmd.ir.types import needs_x64, numpy_dtype
 from spmd.launch.doing import RUNS
+from spmd.launch.restart import begun
 from spmd.lowering import execute
 from spmd.lowering.ahead import devices_ahead, is_here
 from spmd.lowering.emit import Emitted, Placement, formats
@@ -178,6 +179,7 @@ class Compiled(Planned):
             self._check_types(leaves)
             self.check(taken)
             raise  # it is none of these
+        begun()
         for index, dtype in self.boundary.key_results.items():
             results[index] = jax.random.wrap_key_data(results[index], impl=dtype)
         return results

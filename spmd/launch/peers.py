@@ -32,6 +32,7 @@ import jax
 from spmd.errors import SpmdError
 from spmd.launch.agree import ASK_S, AWAITED, excuse, is_open, who_has_what
 from spmd.launch.doing import Doing, doing_now, is_users
+from spmd.launch.restart import exit_code, hear_news
 from spmd.launch.store import JobStore, connected_to, this_process
 
 EXIT_PREEMPTED = 75
@@ -213,6 +214,7 @@ class Peers:
         self.timeout_s = timeout_s
         self.interval_s = min(5.0, max(0.2, timeout_s / 10))
         self.failed: int | None = None
+        self.is_told = False  # whether the others need not hear from this process why they end
         self.tell: Callable[[str], None] | None = None
         self.form: Callable[[str], str] = str
         self.vote = StopVote(store, self.process, self.processes)
@@ -295,6 +297,14 @@ class Peers:
             return True
         return time.monotonic() - self._contact > self.timeout_s
 
+    def hear(self, news: str) -> NoReturn:
+        """Stops this process, since the launcher says that another one was lost; all hear that."""
+        verdict = None
+        with contextlib.suppress(Exception):  # with process 0 the store is gone
+            verdict = self.store.get(VERDICT)
+        self.is_told = True
+        self.stop(verdict or news)
+
     def stop(self, verdict: str) -> NoReturn:
         """Prints the verdict and ends this process at once, whatever its other threads do."""
         with self._stopping:
@@ -314,7 +324,7 @@ class Peers:
         with contextlib.suppress(Exception):
             if self.process:
                 self.store.put(f"{HEARD}/{self.process}", "")
-            elif self.tell is None:  # the others read the verdict from us
+            elif self.tell is None and not self.is_told:  # the others read the verdict from us
                 ctypes.CDLL(None).signal(signal.SIGTERM, signal.SIG_IGN)
                 end = time.monotonic() + 2 * self.interval_s + 0.5
                 while time.monotonic() < end and len(self.store.all(HEARD)) < self.processes - 1:
@@ -374,6 +384,7 @@ def watch_peers(store: JobStore, timeout_s: float) -> None:
     peers._thread.start()
     if peers.process:
         peers._clock.start()
+    hear_news(peers.hear)
     atexit.register(peers.leave)
     show = sys.excepthook
 
@@ -388,7 +399,7 @@ def watch_peers(store: JobStore, timeout_s: float) -> None:
         if isinstance(error, SpmdError):
             error.__traceback__ = trace = users_calls(trace) or trace
         show(kind, error, trace)
-        peers.fail(why, 130 if issubclass(kind, KeyboardInterrupt) else 1)
+        peers.fail(why, 130 if issubclass(kind, KeyboardInterrupt) else exit_code(error))
 
     sys.excepthook = report
     libc = ctypes.CDLL(None)

@@ -22,6 +22,7 @@ from models.training.program import TrainingProgram
 from models.training.run.description import RunFolder
 from models.training.run.loop import TrainState
 from spmd import launch
+from spmd.launch.restart import is_first_start, max_restarts
 
 
 @contextlib.contextmanager
@@ -60,6 +61,17 @@ def agree(options: TrainerOptions, data: Dataset) -> None:
     launch.check_same(values, label="options of the trainer")
     launch.check_same({"data (hash)": fingerprint(data)}, label="data")
     launch.check_same_sources()
+
+
+def restart_note(options: TrainerOptions) -> str:
+    """Says what a launcher's next start of this run would do, where it would not go on; else ""."""
+    if not max_restarts() or not is_first_start() or (options.run_dir and options.resume):
+        return ""
+    then = "find this run in run_dir, and end" if options.run_dir else "begin anew"
+    return (
+        f"note: --max_restarts starts this run again if it fails, which would {then}; to go on, "
+        "give --run_dir, --save_every and --resume (TrainerOptions.resume)"
+    )
 
 
 @contextlib.contextmanager

@@ -42,7 +42,9 @@ def message(run) -> str:
 
 def planning(mesh: spmd.Mesh) -> dict[str, list[str]]:
     """What each process says of plans: how many it made, and what it raised where one cannot be."""
-    plan, planned, failing = spmd.compiler.plan_problem, [], []
+    plan = spmd.compiler.plan_problem
+    planned: list[int] = []
+    failing: list[int] = []
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 
     def counted(*given, **more):
@@ -52,8 +54,8 @@ def planning(mesh: spmd.Mesh) -> dict[str, list[str]]:
         return plan(*given, **more)
 
     def compile_with(fn, **options):
-        options = spmd.Options(unroll=0, **options)
-        return spmd.jit(fn, mesh=mesh, in_specs=[("data",)], options=options).compile(x)
+        given = spmd.Options(unroll=0, **options)
+        return spmd.jit(fn, mesh=mesh, in_specs=[("data",)], options=given).compile(x)
 
     def raised(run) -> str:
         try:
