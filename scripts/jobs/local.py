@@ -310,7 +310,7 @@ def _start(command: Sequence[str], env: Mapping[str, str], heard: int) -> subpro
 def _start_guard(groups: Sequence[int], grace_s: float) -> subprocess.Popen[bytes]:
     """Starts a process that ends the others when this one is killed: its input ends then."""
     targets = " ".join(f"-{group}" for group in groups)
-    script = f"cat; kill -TERM -- {targets}; sleep {grace_s:g}; kill -KILL -- {targets}"
+    script = f"cat; kill -s TERM -- {targets}; sleep {grace_s:g}; kill -s KILL -- {targets}"
     return subprocess.Popen(
         ["sh", "-c", script],
         stdin=subprocess.PIPE,

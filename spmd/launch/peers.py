@@ -265,6 +265,8 @@ class Peers:
         self.vote.look()
         verdict = self.store.get(VERDICT)
         self._contact = time.monotonic()
+        if verdict is not None:
+            self.store.put(f"{HEARD}/{self.process}", "")
         return verdict
 
     def coordinator_lost(self, how: str) -> str:
@@ -299,11 +301,8 @@ class Peers:
 
     def hear(self, news: str) -> NoReturn:
         """Stops this process, since the launcher says that another one was lost; all hear that."""
-        verdict = None
-        with contextlib.suppress(Exception):  # with process 0 the store is gone
-            verdict = self.store.get(VERDICT)
         self.is_told = True
-        self.stop(verdict or news)
+        self.stop(news)
 
     def stop(self, verdict: str) -> NoReturn:
         """Prints the verdict and ends this process at once, whatever its other threads do."""
@@ -321,13 +320,12 @@ class Peers:
                 self.tell(verdict)
 
     def _exit(self, code: int) -> NoReturn:
-        with contextlib.suppress(Exception):
-            if self.process:
-                self.store.put(f"{HEARD}/{self.process}", "")
-            elif self.tell is None and not self.is_told:  # the others read the verdict from us
+        if self.process == 0 and self.tell is None and not self.is_told:
+            with contextlib.suppress(Exception):  # the others read the verdict from us
                 ctypes.CDLL(None).signal(signal.SIGTERM, signal.SIG_IGN)
                 end = time.monotonic() + 2 * self.interval_s + 0.5
-                while time.monotonic() < end and len(self.store.all(HEARD)) < self.processes - 1:
+                others = {str(process) for process in range(1, self.processes)}
+                while time.monotonic() < end and others - self.store.all(HEARD).keys():
                     time.sleep(0.1)
         _flush()
         os._exit(code)
