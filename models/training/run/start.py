@@ -106,6 +106,7 @@ def opened(
         return
     folder.make()
     with (
+        folder.held(),
         folder.kept_up(),
         keeping_compiled(folder.compiled),
         Checkpoints(
