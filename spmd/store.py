@@ -73,9 +73,9 @@ class Store:
             os.utime(path)
         return content
 
-    def put(self, key: str, content: bytes) -> None:
-        """Writes an entry; if it cannot be written, none is left behind."""
-        with contextlib.suppress(OSError):
+    def put(self, key: str, content: bytes) -> str:
+        """Writes an entry; if that fails, returns why, and none is left behind."""
+        try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor, unfinished = tempfile.mkstemp(dir=self.folder)
             try:
@@ -86,6 +86,9 @@ class Store:
                 os.unlink(unfinished)
                 raise
             self._drop()
+        except OSError as error:
+            return str(error.strerror or error)
+        return ""
 
     def _drop(self) -> None:
         """Deletes the least recently used files beyond `most_bytes`, unfinished ones included."""
