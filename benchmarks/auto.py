@@ -17,11 +17,11 @@ import numpy as np
 import optax
 
 import spmd
-from models.llama import fresh, sharding
-from models.llama.config import LlamaConfig
-from models.llama.named import named_config
-from models.llama.step import argument_types, train_step
 from spmd.cli.flags import Parser, Switch, positive, words
+from spmd.models.llama import fresh, sharding
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.named import named_config
+from spmd.models.llama.step import argument_types, train_step
 
 
 def parse_mesh(text: str) -> spmd.Mesh:

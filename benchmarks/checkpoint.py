@@ -26,9 +26,9 @@ import jax.numpy as jnp
 from absl import logging as absl_logging
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models.training.checkpoints.store import Checkpoints
-from models.training.run.loop import TrainState
 from spmd.cli.flags import Parser, positive
+from spmd.models.training.checkpoints.store import Checkpoints
+from spmd.models.training.run.loop import TrainState
 
 ARRAYS = 16
 WIDTH = 4096

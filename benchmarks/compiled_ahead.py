@@ -15,11 +15,11 @@ import optax
 import spmd
 from benchmarks.hlo.modelled import modelled
 from benchmarks.tpu import placed
-from models.llama import sharding
-from models.llama.config import LlamaConfig
-from models.llama.step import Step, argument_types, train_step
 from spmd.errors import SpmdError
 from spmd.explain.memory import Memory
+from spmd.models.llama import sharding
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.step import Step, argument_types, train_step
 
 
 class Built(NamedTuple):

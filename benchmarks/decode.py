@@ -26,19 +26,19 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
-from models import decode
-from models.function import Function
-from models.llama.config import LlamaConfig
-from models.llama.decode import LlamaRows
-from models.llama.named import named_config
-from models.llama.quantize import QUANTIZATIONS, quantized_types
-from serving.bundle.bundle import Bundle
-from serving.bundle.memory import compile_bundle
-from serving.engine.backend import Limits, SlotPart
-from serving.engine.model_backend import ModelBackend
-from serving.language_backend import info
-from serving.language_bundle import contract
 from spmd.cli.flags import Parser, Switch, positive, words
+from spmd.models import decode
+from spmd.models.function import Function
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.decode import LlamaRows
+from spmd.models.llama.named import named_config
+from spmd.models.llama.quantize import QUANTIZATIONS, quantized_types
+from spmd.serving.bundle.bundle import Bundle
+from spmd.serving.bundle.memory import compile_bundle
+from spmd.serving.engine.backend import Limits, SlotPart
+from spmd.serving.engine.model_backend import ModelBackend
+from spmd.serving.language_backend import info
+from spmd.serving.language_bundle import contract
 
 WARM_UP = 2
 """Calls that are not timed."""

@@ -43,11 +43,11 @@ from benchmarks.compiled_ahead import (
 from benchmarks.hlo.modelled import Modelled, Seconds, modelled
 from benchmarks.hlo.read import arrays
 from benchmarks.tpu import mesh_ahead
-from models.llama import sharding
-from models.llama.config import LlamaConfig
-from models.llama.named import named_config
 from spmd.cli.flags import Parser, Switch, words
 from spmd.measure.hlo import Instruction
+from spmd.models.llama import sharding
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.named import named_config
 from spmd.planning import choices
 
 

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models.llama.sharding import BATCH, PARAMETER_SPECS, WEIGHTS
-from models.placement import present
+from spmd.models.llama.sharding import BATCH, PARAMETER_SPECS, WEIGHTS
+from spmd.models.placement import present
 from spmd.ops import experts_local as local
 
 Experts = Callable[..., Any]

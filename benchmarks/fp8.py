@@ -19,15 +19,15 @@ import jax
 import numpy as np
 
 import spmd
-from models.llama.config import DTYPES, MATMULS, LlamaConfig
-from models.llama.named import named_config
-from models.llama.program import LlamaProgram
-from models.training.data import source as data
-from models.training.options import TrainerOptions
-from models.training.run.description import RunConfig
-from models.training.run.optimizer import OptimizerConfig, default_learning_rate
 from spmd.cli.flags import Parser, Switch, positive, words
 from spmd.cli.specs import mesh_axes
+from spmd.models.llama.config import DTYPES, MATMULS, LlamaConfig
+from spmd.models.llama.named import named_config
+from spmd.models.llama.program import LlamaProgram
+from spmd.models.training.data import source as data
+from spmd.models.training.options import TrainerOptions
+from spmd.models.training.run.description import RunConfig
+from spmd.models.training.run.optimizer import OptimizerConfig, default_learning_rate
 
 HEAD = """\
 | step | {} | fp8 | difference |

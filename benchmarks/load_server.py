@@ -30,26 +30,26 @@ import tokenizers
 import spmd
 from benchmarks.decode import random_weights
 from benchmarks.load_client import WORDS
-from models import decode
-from models.llama.config import ConfigError, LlamaConfig
-from models.llama.decode import LlamaRows
-from models.llama.named import named_config
-from models.llama.quantize import quantized_types
-from models.llama.weights.tensors import Source
-from scripts.export_llama import make_shape
-from scripts.flags.user_errors import ending_on_interrupt, one_message
-from scripts.serve_bundle import USER_ERRORS
-from serving.bundle.bundle import Bundle
-from serving.bundle.memory import compile_bundle
-from serving.bundle.write import TOKENIZER
-from serving.http.language import Loaded
-from serving.http.limits import ServerOptions
-from serving.http.server import serve
-from serving.language_backend import info
-from serving.language_bundle import SMALL, check_shape, contract
-from serving.load import load_model
 from spmd.measure.profile import STEP
 from spmd.mesh.topology import Topology
+from spmd.models import decode
+from spmd.models.llama.config import ConfigError, LlamaConfig
+from spmd.models.llama.decode import LlamaRows
+from spmd.models.llama.named import named_config
+from spmd.models.llama.quantize import quantized_types
+from spmd.models.llama.weights.tensors import Source
+from spmd.scripts.export_llama import make_shape
+from spmd.scripts.flags.user_errors import ending_on_interrupt, one_message
+from spmd.scripts.serve_bundle import USER_ERRORS
+from spmd.serving.bundle.bundle import Bundle
+from spmd.serving.bundle.memory import compile_bundle
+from spmd.serving.bundle.write import TOKENIZER
+from spmd.serving.http.language import Loaded
+from spmd.serving.http.limits import ServerOptions
+from spmd.serving.http.server import serve
+from spmd.serving.language_backend import info
+from spmd.serving.language_bundle import SMALL, check_shape, contract
+from spmd.serving.load import load_model
 
 MLIR_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 

@@ -37,12 +37,12 @@ from benchmarks.load_client import BenchError, Load
 from benchmarks.load_processes import Asked, Clients
 from benchmarks.serve import PERCENTILES, Result, check, summarize
 from benchmarks.workloads import WORKLOADS, Costs, Workload, floor_seconds
-from models.llama.config import DTYPES
-from models.llama.quantize import QUANTIZATIONS
-from scripts.export_llama import numbers
-from serving.http.limits import ServerOptions
 from spmd.cli.flags import Parser, positive, words
 from spmd.cli.specs import symbol_values
+from spmd.models.llama.config import DTYPES
+from spmd.models.llama.quantize import QUANTIZATIONS
+from spmd.scripts.export_llama import numbers
+from spmd.serving.http.limits import ServerOptions
 
 ROOT = Path(__file__).parents[1]
 WARM_UP = Workload((Load(16, 16, words=(8, 8), tokens=(4, 4), ignore_eos=True, seed=99),))

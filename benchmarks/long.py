@@ -35,11 +35,11 @@ from benchmarks.compiled_ahead import (
     print_head,
     print_line,
 )
-from models.llama import sharding
-from models.llama.config import LlamaConfig
-from models.llama.named import named_config
 from spmd.cli.flags import Parser, Switch, words
 from spmd.ir.dialect import rule
+from spmd.models.llama import sharding
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.named import named_config
 
 
 class Setup(NamedTuple):

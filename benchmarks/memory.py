@@ -32,11 +32,11 @@ import optax
 import spmd
 from benchmarks.programs import catalog
 from benchmarks.programs.program import Program as CatalogProgram
-from models.llama import fresh, objective, sharding
-from models.llama.config import LlamaConfig
-from models.llama.named import named_config
 from spmd.cli.flags import Parser, positive
 from spmd.explain.memory import Memory
+from spmd.models.llama import fresh, objective, sharding
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.named import named_config
 
 LLAMA = LlamaConfig(
     vocab_size=2048,

@@ -31,12 +31,12 @@ import optax
 import spmd
 from benchmarks.hlo.modelled import modelled
 from benchmarks.hlo.schedule import read_schedule
-from models.llama import fresh, objective, sharding
-from models.llama.config import LlamaConfig
-from models.llama.flops import flops_per_token
-from models.llama.named import named_config
 from spmd.cli.flags import Parser, Switch, words
 from spmd.explain.memory import Memory
+from spmd.models.llama import fresh, objective, sharding
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.flops import flops_per_token
+from spmd.models.llama.named import named_config
 from spmd.predict.backends import room_for
 
 

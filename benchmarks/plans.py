@@ -25,13 +25,13 @@ import numpy as np
 import optax
 
 import spmd
-from models.llama import fresh, sharding
-from models.llama.config import ATTENTIONS, LlamaConfig
-from models.llama.marks import Mark, no_marks
-from models.llama.named import named_config
-from models.llama.step import train_step
 from spmd.cli.flags import Parser, Switch, positive, words
 from spmd.mesh.topology import Topology
+from spmd.models.llama import fresh, sharding
+from spmd.models.llama.config import ATTENTIONS, LlamaConfig
+from spmd.models.llama.marks import Mark, no_marks
+from spmd.models.llama.named import named_config
+from spmd.models.llama.step import train_step
 
 
 class Way(NamedTuple):

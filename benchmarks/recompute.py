@@ -22,11 +22,11 @@ import optax
 
 import spmd
 from benchmarks.train import parse_axes, parse_mesh, time_steps
-from models.llama import fresh, sharding
-from models.llama.config import LlamaConfig
-from models.llama.named import named_config
-from models.llama.step import argument_types, train_step
 from spmd.cli.flags import Parser, Switch, positive, words
+from spmd.models.llama import fresh, sharding
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.named import named_config
+from spmd.models.llama.step import argument_types, train_step
 
 POLICIES = "none,full,dots,dots_no_batch,save_attention"
 

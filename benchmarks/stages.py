@@ -35,11 +35,11 @@ from benchmarks.compiled_ahead import (
     print_head,
     print_line,
 )
-from models.llama.named import named_config
 from spmd.cli.flags import Parser, Switch, words
 from spmd.explain.steps import pipeline_rows
 from spmd.explain.words import share_text
 from spmd.ir.pipelines import Pipeline
+from spmd.models.llama.named import named_config
 
 
 class Setup(NamedTuple):

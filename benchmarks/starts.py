@@ -26,11 +26,11 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from models.decode import ServingShape
-from models.llama.config import LlamaConfig
-from models.llama.weights.sources import fresh_source
-from serving.llama_bundle import write_llama_bundle
 from spmd.cli.flags import Parser
+from spmd.models.decode import ServingShape
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.weights.sources import fresh_source
+from spmd.serving.llama_bundle import write_llama_bundle
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 1800.0

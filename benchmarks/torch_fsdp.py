@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.energy import SECONDS, joules
 from benchmarks.kernels import Kernel, Kinds, kinds_of
-from models.llama.config import LlamaConfig
-from models.llama.named import named_config
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.named import named_config
 
 WARM, PROFILED = 3, 2
 

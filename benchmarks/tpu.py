@@ -27,14 +27,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import spmd
 from benchmarks.hlo.modelled import modelled
-from models.llama import sharding
-from models.llama.config import LlamaConfig
-from models.llama.named import named_config
-from models.llama.step import argument_types, train_step
 from spmd.cli.flags import Parser, Switch, words
 from spmd.explain.memory import Memory
 from spmd.lowering.ahead import devices_ahead
 from spmd.mesh.spec import jax_mesh
+from spmd.models.llama import sharding
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.named import named_config
+from spmd.models.llama.step import argument_types, train_step
 
 
 class Setup(NamedTuple):

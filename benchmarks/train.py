@@ -34,18 +34,18 @@ import spmd
 from benchmarks import kernels, torch_fsdp
 from benchmarks.energy import SECONDS, joules
 from benchmarks.kernels import Kernel, Kinds, kinds_of
-from models.llama import sharding
-from models.llama.config import ATTENTIONS, MATMULS, LlamaConfig
-from models.llama.flops import flops_per_token
-from models.llama.fresh import init
-from models.llama.named import named_config
-from models.llama.step import Step, argument_types, train_step
-from models.training.run.metrics import peak_flops
-from models.training.run.optimizer import initial_state
 from spmd.cli.flags import Parser, Switch, positive, words
 from spmd.explain.measured import Part
 from spmd.measure.profile import PROFILED, Run, run_steps
 from spmd.measure.profile import Step as ProfiledStep
+from spmd.models.llama import sharding
+from spmd.models.llama.config import ATTENTIONS, MATMULS, LlamaConfig
+from spmd.models.llama.flops import flops_per_token
+from spmd.models.llama.fresh import init
+from spmd.models.llama.named import named_config
+from spmd.models.llama.step import Step, argument_types, train_step
+from spmd.models.training.run.metrics import peak_flops
+from spmd.models.training.run.optimizer import initial_state
 
 
 def parse_axes(text: str) -> dict[str, int]:

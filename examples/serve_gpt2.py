@@ -15,9 +15,9 @@ from flax import nnx
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import spmd
-from models.decode import ServingShape
-from models.decode.attention import kv_leaves, write_and_attend
-from serving.language_bundle import continue_prompts, write_language_bundle
+from spmd.models.decode import ServingShape
+from spmd.models.decode.attention import kv_leaves, write_and_attend
+from spmd.serving.language_bundle import continue_prompts, write_language_bundle
 
 
 class Block(nnx.Module):  # parts have transformers' names

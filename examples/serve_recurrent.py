@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 import spmd
-from models.decode import ServingShape
-from models.decode.recurrence import linear_recurrence
-from models.function import StateLeaf
-from serving.language_bundle import continue_prompts, write_language_bundle
+from spmd.models.decode import ServingShape
+from spmd.models.decode.recurrence import linear_recurrence
+from spmd.models.function import StateLeaf
+from spmd.serving.language_bundle import continue_prompts, write_language_bundle
 
 VOCABULARY, WIDTH, STATE, DEPTH = 256, 32, 64, 2
 

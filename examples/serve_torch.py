@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 import spmd
 import spmd.torch
-from models.decode import ServingShape
-from models.decode.attention import kv_leaves, write_and_attend
-from serving.language_bundle import continue_prompts, write_language_bundle
+from spmd.models.decode import ServingShape
+from spmd.models.decode.attention import kv_leaves, write_and_attend
+from spmd.serving.language_bundle import continue_prompts, write_language_bundle
 
 VOCABULARY, LENGTH, WIDTH, HEADS, DEPTH = 256, 64, 32, 4, 2
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 import spmd
-from models.training.trainer import Stateful, Trainer, TrainerOptions
+from spmd.models.training.trainer import Stateful, Trainer, TrainerOptions
 
 LENGTH, WIDTH = 16, 64
 TEXT = np.frombuffer(" ".join(str(n * n) for n in range(5000)).encode(), np.uint8)

@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 
 import spmd
-from models.training.trainer import Stateful, Trainer, TrainerOptions
+from spmd.models.training.trainer import Stateful, Trainer, TrainerOptions
 
 TEACHER = np.random.default_rng(0).standard_normal((2, 32, 8), np.float32)  # inputs, classes
 

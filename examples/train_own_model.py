@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 import spmd
-from models.training.trainer import Trainer, TrainerOptions
+from spmd.models.training.trainer import Trainer, TrainerOptions
 
 WINDOW, WIDTH, ROWS = 16, 64, 256
 TEXT = np.frombuffer(" ".join(str(n * n) for n in range(5000)).encode(), np.uint8)

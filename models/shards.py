@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from models.progress import Advance
+from spmd.models.progress import Advance
 
 Bounds = tuple[tuple[int, int], ...]
 """(start, stop) of every dim."""

@@ -27,21 +27,21 @@ import jax
 from absl import logging
 from rich.console import Console
 
-from models.llama.config import DTYPES, ConfigError
-from models.llama.sharding import TABLES
-from models.llama.weights.convert import write_hf, write_ranks
-from models.llama.weights.files import WeightsError
-from models.llama.weights.first_checkpoint import write_run
-from models.llama.weights.ranks import SHARDING_FILE, ranks_source
-from models.llama.weights.sources import checkpoint_source, hf_source
-from models.llama.weights.tensors import Source
-from models.training.checkpoints.found import AUTO, CheckpointError
-from models.training.checkpoints.relayout import relayout
-from models.training.run.description import RunFolder
-from scripts.flags.on_disk import on_disk
-from scripts.flags.user_errors import one_message
 from spmd.cli.flags import Parser, Switch
 from spmd.cli.specs import mesh_axes
+from spmd.models.llama.config import DTYPES, ConfigError
+from spmd.models.llama.sharding import TABLES
+from spmd.models.llama.weights.convert import write_hf, write_ranks
+from spmd.models.llama.weights.files import WeightsError
+from spmd.models.llama.weights.first_checkpoint import write_run
+from spmd.models.llama.weights.ranks import SHARDING_FILE, ranks_source
+from spmd.models.llama.weights.sources import checkpoint_source, hf_source
+from spmd.models.llama.weights.tensors import Source
+from spmd.models.training.checkpoints.found import AUTO, CheckpointError
+from spmd.models.training.checkpoints.relayout import relayout
+from spmd.models.training.run.description import RunFolder
+from spmd.scripts.flags.on_disk import on_disk
+from spmd.scripts.flags.user_errors import one_message
 
 USER_ERRORS = (CheckpointError, ConfigError, WeightsError, OSError)
 """What a user can mend: one message instead of a traceback."""

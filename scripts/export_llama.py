@@ -17,24 +17,24 @@ from pathlib import Path
 
 from rich.console import Console
 
-from models.decode import ServingShape
-from models.llama.config import DTYPES, ConfigError
-from models.llama.named import named_config
-from models.llama.quantize import QUANTIZATIONS
-from models.llama.weights.files import WeightsError
-from models.llama.weights.sources import checkpoint_source, fresh_source, hf_source
-from models.llama.weights.tensors import Source
-from models.training.checkpoints.found import AUTO, CheckpointError
-from models.training.data.beginnings import as_trained, prompt_ids
-from models.training.data.tokenizer import BYTES, load_tokenizer
-from models.training.errors import DataError
-from scripts.flags.on_disk import on_disk
-from scripts.flags.user_errors import ending_on_interrupt, one_message
-from serving.bundle.function import BundleError
-from serving.bundle.manifest import PLATFORMS
-from serving.llama_bundle import write_llama_bundle
 from spmd.cli.flags import Parser, positive, words
 from spmd.errors import SpmdError
+from spmd.models.decode import ServingShape
+from spmd.models.llama.config import DTYPES, ConfigError
+from spmd.models.llama.named import named_config
+from spmd.models.llama.quantize import QUANTIZATIONS
+from spmd.models.llama.weights.files import WeightsError
+from spmd.models.llama.weights.sources import checkpoint_source, fresh_source, hf_source
+from spmd.models.llama.weights.tensors import Source
+from spmd.models.training.checkpoints.found import AUTO, CheckpointError
+from spmd.models.training.data.beginnings import as_trained, prompt_ids
+from spmd.models.training.data.tokenizer import BYTES, load_tokenizer
+from spmd.models.training.errors import DataError
+from spmd.scripts.flags.on_disk import on_disk
+from spmd.scripts.flags.user_errors import ending_on_interrupt, one_message
+from spmd.serving.bundle.function import BundleError
+from spmd.serving.bundle.manifest import PLATFORMS
+from spmd.serving.llama_bundle import write_llama_bundle
 
 USER_ERRORS = (
     BundleError, CheckpointError, ConfigError, DataError, SpmdError, WeightsError, OSError

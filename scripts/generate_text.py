@@ -16,17 +16,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from models.training.data.beginnings import prompt_ids
-from models.training.data.tokenizer import Tokenizer
-from scripts.flags import bundle as bundle_flags
-from scripts.flags.user_errors import ending_on_interrupt, one_message
-from serving.bundle.function import BundleError
-from serving.engine.backend import Backend, Sampling
-from serving.engine.model_backend import generate
-from serving.errors import ServingError
-from serving.load import load_model
 from spmd.cli.flags import Parser, Switch
 from spmd.errors import SpmdError
+from spmd.models.training.data.beginnings import prompt_ids
+from spmd.models.training.data.tokenizer import Tokenizer
+from spmd.scripts.flags import bundle as bundle_flags
+from spmd.scripts.flags.user_errors import ending_on_interrupt, one_message
+from spmd.serving.bundle.function import BundleError
+from spmd.serving.engine.backend import Backend, Sampling
+from spmd.serving.engine.model_backend import generate
+from spmd.serving.errors import ServingError
+from spmd.serving.load import load_model
 
 USER_ERRORS = (BundleError, ServingError, SpmdError, OSError, UnicodeDecodeError)
 """What a user can mend: one message instead of a traceback."""

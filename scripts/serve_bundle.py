@@ -23,23 +23,23 @@ from collections.abc import Sequence
 from rich.console import Console
 
 import spmd
-from scripts.flags import bundle as bundle_flags
-from scripts.flags.user_errors import ending_on_interrupt, one_message
-from serving.bundle import group
-from serving.bundle.function import BundleError
-from serving.errors import ServingError
-from serving.http import logs
-from serving.http.language import Loaded
-from serving.http.limits import HttpOptions, ServerOptions
-from serving.http.logs import FORMATS
-from serving.http.server import serve
-from serving.http.tools.formats import BY_NAME
-from serving.load import load_model
 from spmd import launch
 from spmd.cli.flags import Parser, words
 from spmd.errors import SpmdError
 from spmd.launch.peers import form_last_line
 from spmd.launch.restart import begun, exit_code
+from spmd.scripts.flags import bundle as bundle_flags
+from spmd.scripts.flags.user_errors import ending_on_interrupt, one_message
+from spmd.serving.bundle import group
+from spmd.serving.bundle.function import BundleError
+from spmd.serving.errors import ServingError
+from spmd.serving.http import logs
+from spmd.serving.http.language import Loaded
+from spmd.serving.http.limits import HttpOptions, ServerOptions
+from spmd.serving.http.logs import FORMATS
+from spmd.serving.http.server import serve
+from spmd.serving.http.tools.formats import BY_NAME
+from spmd.serving.load import load_model
 
 _LOG = logging.getLogger("serving")
 

@@ -20,16 +20,16 @@ from typing import Any, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from models.training.data import token_folder
-from models.training.data.documents import FORMATS, DocumentSource, Format
-from models.training.data.files import find_files
-from models.training.data.shard_jobs import ON_ERROR, PIECE_BYTES, OnError, TokenizeOptions
-from models.training.data.tokenize import tokenize
-from models.training.data.tokenizer import BYTES
-from models.training.errors import DataError
-from models.training.paths import AnyPath, as_path
-from scripts.flags.user_errors import one_message
 from spmd.cli.flags import Parser, Switch, positive
+from spmd.models.training.data import token_folder
+from spmd.models.training.data.documents import FORMATS, DocumentSource, Format
+from spmd.models.training.data.files import find_files
+from spmd.models.training.data.shard_jobs import ON_ERROR, PIECE_BYTES, OnError, TokenizeOptions
+from spmd.models.training.data.tokenize import tokenize
+from spmd.models.training.data.tokenizer import BYTES
+from spmd.models.training.errors import DataError
+from spmd.models.training.paths import AnyPath, as_path
+from spmd.scripts.flags.user_errors import one_message
 
 
 def make_parser() -> Parser:

@@ -33,23 +33,23 @@ from absl import logging as absl_logging
 from rich.console import Console
 
 import spmd
-from models.llama import sharding
-from models.llama.config import ConfigError
-from models.llama.parameters import without_states
-from models.llama.program import LlamaProgram, sample_text
-from models.llama.weights.load import WeightsError
-from models.training.checkpoints.found import Found
-from models.training.data import source as data
-from models.training.errors import RunError
-from models.training.program import TrainingProgram
-from models.training.run.description import RunConfig, RunFolder, check_same_model
-from models.training.run.loop import Outcome
-from models.training.trainer import USER_ERRORS, Hooks, Trainer, exit_code
-from scripts.flags import weights as weight_flags
-from scripts.flags.run import format_axes, heartbeat_timeout, make_mesh, make_run
-from scripts.flags.train import make_parser
-from scripts.flags.user_errors import one_message
 from spmd import launch
+from spmd.models.llama import sharding
+from spmd.models.llama.config import ConfigError
+from spmd.models.llama.parameters import without_states
+from spmd.models.llama.program import LlamaProgram, sample_text
+from spmd.models.llama.weights.load import WeightsError
+from spmd.models.training.checkpoints.found import Found
+from spmd.models.training.data import source as data
+from spmd.models.training.errors import RunError
+from spmd.models.training.program import TrainingProgram
+from spmd.models.training.run.description import RunConfig, RunFolder, check_same_model
+from spmd.models.training.run.loop import Outcome
+from spmd.models.training.trainer import USER_ERRORS, Hooks, Trainer, exit_code
+from spmd.scripts.flags import weights as weight_flags
+from spmd.scripts.flags.run import format_axes, heartbeat_timeout, make_mesh, make_run
+from spmd.scripts.flags.train import make_parser
+from spmd.scripts.flags.user_errors import one_message
 
 PROMPT = "def "
 

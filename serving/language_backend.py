@@ -7,14 +7,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from models.decode import PAGES
-from models.decode.packing import row_shapes, width
-from serving.bundle.bundle import Bundle
-from serving.bundle.function import BundleError, one_line
-from serving.bundle.manifest import Manifest
-from serving.engine.backend import Limits
-from serving.engine.model_backend import ModelBackend
 from spmd.mesh.topology import Topology
+from spmd.models.decode import PAGES
+from spmd.models.decode.packing import row_shapes, width
+from spmd.serving.bundle.bundle import Bundle
+from spmd.serving.bundle.function import BundleError, one_line
+from spmd.serving.bundle.manifest import Manifest
+from spmd.serving.engine.backend import Limits
+from spmd.serving.engine.model_backend import ModelBackend
 
 KIND = "language_model"
 """Of a contract."""

@@ -14,14 +14,14 @@ import jax
 from rich.console import Console
 
 import spmd
-from models import sampling
-from models.decode import PAGES, RowsModel, ServingShape, functions, step_name
-from serving.bundle.function import BundleError
-from serving.bundle.manifest import PLATFORMS
-from serving.bundle.read import load_bundle
-from serving.bundle.write import write_bundle
-from serving.engine.model_backend import generate
-from serving.language_backend import KIND, model_backend
+from spmd.models import sampling
+from spmd.models.decode import PAGES, RowsModel, ServingShape, functions, step_name
+from spmd.serving.bundle.function import BundleError
+from spmd.serving.bundle.manifest import PLATFORMS
+from spmd.serving.bundle.read import load_bundle
+from spmd.serving.bundle.write import write_bundle
+from spmd.serving.engine.model_backend import generate
+from spmd.serving.language_backend import KIND, model_backend
 
 GOLDEN_TOKENS = 8
 

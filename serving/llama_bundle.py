@@ -11,13 +11,13 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from models.decode import ServingShape
-from models.llama import quantize
-from models.llama.decode import LlamaRows
-from models.llama.weights.files import Array, Index
-from models.llama.weights.tensors import Source, Tensor
-from serving.bundle.manifest import PLATFORMS
-from serving.language_bundle import write_language_bundle
+from spmd.models.decode import ServingShape
+from spmd.models.llama import quantize
+from spmd.models.llama.decode import LlamaRows
+from spmd.models.llama.weights.files import Array, Index
+from spmd.models.llama.weights.tensors import Source, Tensor
+from spmd.serving.bundle.manifest import PLATFORMS
+from spmd.serving.language_bundle import write_language_bundle
 
 
 def write_llama_bundle(

@@ -7,16 +7,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from models.training.data.tokenizer import BYTE_VOCABULARY, BYTES, Tokenizer, load_tokenizer
-from models.training.errors import DataError
-from serving.bundle.bundle import Bundle
-from serving.bundle.function import BundleError
-from serving.bundle.write import TOKENIZER
-from serving.engine.backend import Backend
-from serving.engine.model_backend import ModelBackend, generate
-from serving.http.language import Loaded
-from serving.language_backend import is_language_model, model_backend
-from serving.tensor_backend import BundleInfer
+from spmd.models.training.data.tokenizer import BYTE_VOCABULARY, BYTES, Tokenizer, load_tokenizer
+from spmd.models.training.errors import DataError
+from spmd.serving.bundle.bundle import Bundle
+from spmd.serving.bundle.function import BundleError
+from spmd.serving.bundle.write import TOKENIZER
+from spmd.serving.engine.backend import Backend
+from spmd.serving.engine.model_backend import ModelBackend, generate
+from spmd.serving.http.language import Loaded
+from spmd.serving.language_backend import is_language_model, model_backend
+from spmd.serving.tensor_backend import BundleInfer
 
 _LOG = logging.getLogger("serving")
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 
-from serving.bundle.batch import why_not_joined
-from serving.bundle.bundle import Bundle
-from serving.bundle.function import BundleError
-from serving.bundle.manifest import Entrypoint, LeafEntry, Variant
-from serving.engine.infer import Array, TensorSpec
 from spmd.frontend.sizes import symbols_in
 from spmd.mesh.spec import jax_mesh
+from spmd.serving.bundle.batch import why_not_joined
+from spmd.serving.bundle.bundle import Bundle
+from spmd.serving.bundle.function import BundleError
+from spmd.serving.bundle.manifest import Entrypoint, LeafEntry, Variant
+from spmd.serving.engine.infer import Array, TensorSpec
 
 _LOG = logging.getLogger("serving")
 

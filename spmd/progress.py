@@ -92,7 +92,7 @@ def under_way() -> str:
 
 
 class Stopwatch:
-    """Times stages, each without those that run inside it; prints them when verbose."""
+    """Measures the seconds of stages, each without stages inside it; prints them if verbose."""
 
     def __init__(self, verbose: bool = False) -> None:
         self.verbose = verbose
@@ -100,7 +100,7 @@ class Stopwatch:
         self._inside = 0.0
 
     def __call__(self, stage: str, run: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs a stage, adds its time to `seconds`, and returns its result."""
+        """Returns `run(*args, **kwargs)`, and adds its seconds to `seconds[stage]`."""
         doing(stage)
         self.seconds.setdefault(stage, 0.0)
         start, outside, self._inside = time.perf_counter(), self._inside, 0.0
@@ -121,7 +121,7 @@ class _Work:
 
 
 class _Line(threading.Thread):
-    """Writes the line from a thread of its own, as neither stages nor XLA report back meanwhile."""
+    """A thread that writes the line of a `progress` and keeps its seconds up to date."""
 
     def __init__(self, work: _Work, stream: TextIO) -> None:
         super().__init__(name="spmd progress", daemon=True)

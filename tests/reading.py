@@ -10,8 +10,8 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
-from serving.bundle import read as bundles
 from spmd.frontend.importer import module as importer
+from spmd.serving.bundle import read as bundles
 
 
 @functools.cache

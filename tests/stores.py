@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from models.training import store_path
-from models.training.paths import StorePath
+from spmd.models.training import store_path
+from spmd.models.training.paths import StorePath
 
 BUCKET = "tests"
 

@@ -12,16 +12,16 @@ import pytest
 import yaml
 from prometheus_client import generate_latest
 
-from scripts.serve_bundle import KEYS, make_parser, options
-from serving.engine.actions import Counts
-from serving.engine.engine import Engine
-from serving.engine.records import EngineState
-from serving.http import app, logs
-from serving.http.limits import HttpOptions, ServerOptions
-from serving.http.logs import HttpExchange
-from serving.http.metrics import Metrics
-from serving.http.server import CLOSING_SECONDS, IDLE_SECONDS
-from serving.http.traffic import RequestMetrics
+from spmd.scripts.serve_bundle import KEYS, make_parser, options
+from spmd.serving.engine.actions import Counts
+from spmd.serving.engine.engine import Engine
+from spmd.serving.engine.records import EngineState
+from spmd.serving.http import app, logs
+from spmd.serving.http.limits import HttpOptions, ServerOptions
+from spmd.serving.http.logs import HttpExchange
+from spmd.serving.http.metrics import Metrics
+from spmd.serving.http.server import CLOSING_SECONDS, IDLE_SECONDS
+from spmd.serving.http.traffic import RequestMetrics
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.test_docker import of_kind
 

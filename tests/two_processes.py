@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from models.llama.weights import files
-from scripts.jobs.local import free_port, with_device_count
+from spmd.models.llama.weights import files
+from spmd.scripts.jobs.local import free_port, with_device_count
 from tests.forked import Forked
 
 

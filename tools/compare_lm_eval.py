@@ -24,10 +24,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from models.decode import ServingShape
-from models.llama.weights.sources import hf_source
-from serving.llama_bundle import write_llama_bundle
 from spmd.cli.flags import Parser, positive
+from spmd.models.decode import ServingShape
+from spmd.models.llama.weights.sources import hf_source
+from spmd.serving.llama_bundle import write_llama_bundle
 from tools.soak import Server
 
 TOLERANCE = 1e-3

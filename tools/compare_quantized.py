@@ -24,21 +24,21 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from models import decode
-from models.llama import quantize
-from models.llama.config import ConfigError, LlamaConfig
-from models.llama.decode import LlamaRows
-from models.llama.weights.files import WeightsError
-from models.llama.weights.tensors import Source
-from models.training.checkpoints.found import CheckpointError
-from models.training.data import source as data
-from models.training.data.tokenizer import BYTES, load_tokenizer
-from models.training.errors import DataError
-from scripts.export_llama import open_source
-from scripts.flags.user_errors import ending_on_interrupt, one_message
-from serving.bundle.function import BundleError
-from serving.llama_bundle import serving_weights
 from spmd.cli.flags import Parser
+from spmd.models import decode
+from spmd.models.llama import quantize
+from spmd.models.llama.config import ConfigError, LlamaConfig
+from spmd.models.llama.decode import LlamaRows
+from spmd.models.llama.weights.files import WeightsError
+from spmd.models.llama.weights.tensors import Source
+from spmd.models.training.checkpoints.found import CheckpointError
+from spmd.models.training.data import source as data
+from spmd.models.training.data.tokenizer import BYTES, load_tokenizer
+from spmd.models.training.errors import DataError
+from spmd.scripts.export_llama import open_source
+from spmd.scripts.flags.user_errors import ending_on_interrupt, one_message
+from spmd.serving.bundle.function import BundleError
+from spmd.serving.llama_bundle import serving_weights
 
 USER_ERRORS = (
     BundleError, CheckpointError, ConfigError, DataError, WeightsError, OSError

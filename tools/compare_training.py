@@ -14,9 +14,9 @@ import os
 from collections.abc import Sequence
 
 import spmd
-from models.llama.named import CONFIGS, named_config
-from models.training.data import source as data
 from spmd.cli.flags import Parser, positive
+from spmd.models.llama.named import CONFIGS, named_config
+from spmd.models.training.data import source as data
 from tools.training_peers import apart, losses
 
 

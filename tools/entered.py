@@ -103,7 +103,7 @@ def chat_request() -> Ready:
 
 def trainer_run() -> Ready:
     """Three steps of `Trainer` with a checkpoint at the end."""
-    from models.training import trainer
+    from spmd.models.training import trainer
 
     # `Options` is its earlier name
     options_of = getattr(trainer, "TrainerOptions", None) or trainer.Options  # type: ignore[attr-defined]

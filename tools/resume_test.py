@@ -35,11 +35,11 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from models.training.checkpoints.manifest import find_damage
-from models.training.run.stop import STOPPED_EXIT_CODE
-from scripts.flags.user_errors import one_message
-from scripts.jobs.local import free_port, with_device_count
 from spmd.cli.flags import Parser, Switch, positive
+from spmd.models.training.checkpoints.manifest import find_damage
+from spmd.models.training.run.stop import STOPPED_EXIT_CODE
+from spmd.scripts.flags.user_errors import one_message
+from spmd.scripts.jobs.local import free_port, with_device_count
 
 # Faults for tools/resume_test.py: a disk that fills up, and processes that share no folder.
 
@@ -242,7 +242,7 @@ def _train(words: Sequence[str], env: Mapping[str, str], cache: Path, log: Path)
     """In the run's own process: the script's main."""
     import jax
 
-    from scripts import train_llama
+    from spmd.scripts import train_llama
 
     file = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
@@ -308,7 +308,7 @@ def arrays(folder: Path, step: int) -> dict[str, Any]:
     import jax
     import orbax.checkpoint as ocp
 
-    from models.training.checkpoints import tables
+    from spmd.models.training.checkpoints import tables
 
     checkpoint = folder / "checkpoints" / str(step)
     damage = find_damage(checkpoint)

@@ -28,8 +28,8 @@ from typing import NamedTuple
 
 import httpx
 
-from scripts.jobs.local import free_port
 from spmd.cli.flags import Parser, words
+from spmd.scripts.jobs.local import free_port
 from tools.soak import ROOT, write_bundle
 
 PHASES = ("loading", "idle", "streams", "draining")

@@ -87,10 +87,10 @@ class Server:
 
 def write_bundle(folder: Path) -> None:
     """A bundle of a tiny model with random weights: 8 slots of 256 tokens."""
-    from models.decode import ServingShape
-    from models.llama.named import named_config
-    from models.llama.weights.sources import fresh_source
-    from serving.llama_bundle import write_llama_bundle
+    from spmd.models.decode import ServingShape
+    from spmd.models.llama.named import named_config
+    from spmd.models.llama.weights.sources import fresh_source
+    from spmd.serving.llama_bundle import write_llama_bundle
 
     shape = ServingShape(8, 256, (8, 64), (256,), 16, 1, 5, "float32")
     with fresh_source(named_config("tiny"), 0) as source:

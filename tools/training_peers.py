@@ -11,10 +11,10 @@ import numpy as np
 import optax
 
 import spmd
-from models.llama import fresh, sharding
-from models.llama.config import LlamaConfig
-from models.llama.step import train_step
-from models.llama.weights.save import save
+from spmd.models.llama import fresh, sharding
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.step import train_step
+from spmd.models.llama.weights.save import save
 
 LEARNING_RATE, DECAY, BETAS, EPSILON = 1e-3, 0.1, (0.9, 0.95), 1e-8
 

@@ -14,8 +14,8 @@ import numpy as np
 import spmd
 from benchmarks.programs.llama_training import CONFIG
 from benchmarks.programs.program import Built, Program, marked, on_meshes, structs_of
-from models.llama import fresh, marks, model, rope, sharding
-from models.llama.config import LlamaConfig
+from spmd.models.llama import fresh, marks, model, rope, sharding
+from spmd.models.llama.config import LlamaConfig
 
 CONFIG_SERVING = dataclasses.replace(CONFIG, scan_layers=False, num_key_value_heads=8)
 BATCH, PROMPT, CACHE = 16, 128, 256

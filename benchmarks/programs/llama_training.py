@@ -11,9 +11,9 @@ import optax
 
 import spmd
 from benchmarks.programs.program import Built, Program, marked, on_meshes, structs_of
-from models.llama import fresh, objective, sharding
-from models.llama.config import LlamaConfig
-from models.llama.marks import Mark
+from spmd.models.llama import fresh, objective, sharding
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.marks import Mark
 
 CONFIG = LlamaConfig(
     vocab_size=1024,

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import optax
 
 import spmd
-from models.llama import sharding
-from models.llama.named import named_config
-from models.llama.step import argument_types, train_step
+from spmd.models.llama import sharding
+from spmd.models.llama.named import named_config
+from spmd.models.llama.step import argument_types, train_step
 
 UNLIMITED = 1 << 50
 """Bytes of memory that no program needs."""

@@ -14,11 +14,11 @@ Modules, from the outside in:
     shape      the sizes
 """
 
-from models.decode.exports import functions, step_name
-from models.decode.model import RowsModel
-from models.decode.shape import PAGES, ServingShape
-from models.decode.state import state_leaves
-from models.decode.steps import row_logits
+from spmd.models.decode.exports import functions, step_name
+from spmd.models.decode.model import RowsModel
+from spmd.models.decode.shape import PAGES, ServingShape
+from spmd.models.decode.state import state_leaves
+from spmd.models.decode.steps import row_logits
 
 __all__ = [
     "PAGES", "RowsModel", "ServingShape", "functions", "row_logits", "state_leaves", "step_name",

@@ -14,10 +14,10 @@ from typing import Any
 import jax.numpy as jnp
 
 import spmd
-from models.decode.model import Rows
-from models.decode.shape import ServingShape
-from models.decode.state import State
-from models.function import StateLeaf
+from spmd.models.decode.model import Rows
+from spmd.models.decode.shape import ServingShape
+from spmd.models.decode.state import State
+from spmd.models.function import StateLeaf
 
 INT8_MAX = 127.0
 

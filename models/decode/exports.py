@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from models import sampling
-from models.decode.model import RowsModel
-from models.decode.packing import Shapes, row_shapes, width
-from models.decode.shape import ServingShape, symbolic_pages
-from models.decode.state import state_leaves
-from models.decode.steps import allow, begin, step
-from models.function import Function
+from spmd.models import sampling
+from spmd.models.decode.model import RowsModel
+from spmd.models.decode.packing import Shapes, row_shapes, width
+from spmd.models.decode.shape import ServingShape, symbolic_pages
+from spmd.models.decode.state import state_leaves
+from spmd.models.decode.steps import allow, begin, step
+from spmd.models.function import Function
 
 SPECS: Mapping[str, tuple[Any, ...]] = {
     "state/tokens": ("data", None),

@@ -9,7 +9,7 @@ Shapes are in the names:
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from models.decode.shape import ServingShape
+from spmd.models.decode.shape import ServingShape
 
 Rows = Mapping[str, Any]
 """The tokens that a step runs; they are sorted by slots, and by positions within one.

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.sampling import Report
+from spmd.models.sampling import Report
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Name -> shape of what a group has of it, in the order in which they lie."""

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.decode.model import Rows
 from spmd.errors import ArgumentError
+from spmd.models.decode.model import Rows
 
 
 def read_states(pool_ANx: Any, rows: Rows) -> Any:

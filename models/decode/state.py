@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from models import sampling
-from models.decode.model import RowsModel
-from models.decode.shape import ServingShape
-from models.function import StateLeaf
+from spmd.models import sampling
+from spmd.models.decode.model import RowsModel
+from spmd.models.decode.shape import ServingShape
+from spmd.models.function import StateLeaf
 
 State = dict[str, Any]
 """A tree of arrays as `state_leaves` describes it, or a part of one."""

@@ -21,10 +21,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models import sampling
-from models.decode import packing
-from models.decode.model import Rows, RowsModel
-from models.decode.state import State
+from spmd.models import sampling
+from spmd.models.decode import packing
+from spmd.models.decode.model import Rows, RowsModel
+from spmd.models.decode.state import State
 
 NONE = -1
 """No position, no row; as a token the latest one of its slot."""

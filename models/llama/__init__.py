@@ -4,11 +4,11 @@ A Llama is, in what follows, a model of any `config.MODEL_TYPES`: Mistral, Qwen 
 experts are Llamas with a difference, and each difference is a field of `LlamaConfig`.
 """
 
-from models.llama.config import ConfigError, LlamaConfig, RopeScaling
-from models.llama.fresh import init
-from models.llama.model import forward
-from models.llama.named import CONFIGS, named_config
-from models.llama.objective import loss
+from spmd.models.llama.config import ConfigError, LlamaConfig, RopeScaling
+from spmd.models.llama.fresh import init
+from spmd.models.llama.model import forward
+from spmd.models.llama.named import CONFIGS, named_config
+from spmd.models.llama.objective import loss
 
 __all__ = [
     "CONFIGS",

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 import spmd
-from models.llama.config import LlamaConfig
+from spmd.models.llama.config import LlamaConfig
 
 Loads = jax.Array
 """(2, E) of some tokens: how often each expert was taken and its probability, in the mean."""

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from models.llama.config import LlamaConfig
+from spmd.models.llama.config import LlamaConfig
 
 FlopConvention = Literal["causal", "palm"]
 """How an MFU counts; see `flops_per_token`."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from models.llama.config import LlamaConfig
-from models.llama.parameters import Params, layer_with_states
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.parameters import Params, layer_with_states
 
 LAYERS = "layers/"
 """What the paths of a layer's parameters begin with, in `LlamaConfig.parameter_shapes`."""

@@ -25,12 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
-from models.llama.config import LlamaConfig
-from models.llama.experts import Loads, mixture
-from models.llama.marks import MARK_POINTS, Mark, no_marks
-from models.llama.parameters import DOWN, FP8, GATE_AND_UP, OUTPUT, QUERY_KEY_VALUE, Params
-from models.llama.remat import Policy, checkpoint_policy, named_mark
-from models.llama.rope import apply_rope, rope_angles
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.experts import Loads, mixture
+from spmd.models.llama.marks import MARK_POINTS, Mark, no_marks
+from spmd.models.llama.parameters import DOWN, FP8, GATE_AND_UP, OUTPUT, QUERY_KEY_VALUE, Params
+from spmd.models.llama.remat import Policy, checkpoint_policy, named_mark
+from spmd.models.llama.rope import apply_rope, rope_angles
 
 
 def einsum_attention(

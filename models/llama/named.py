@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from models.llama.config import ConfigError, LlamaConfig
+from spmd.models.llama.config import ConfigError, LlamaConfig
 
 Fields = Mapping[str, Any]
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 import spmd
-from models.llama.config import LlamaConfig
-from models.llama.experts import balance
-from models.llama.marks import Mark, no_marks
-from models.llama.model import logits_and_loads
-from models.llama.parameters import Params
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.experts import balance
+from spmd.models.llama.marks import Mark, no_marks
+from spmd.models.llama.model import logits_and_loads
+from spmd.models.llama.parameters import Params
 
 
 def loss(

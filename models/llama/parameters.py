@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 import spmd
-from models.llama.config import LlamaConfig
+from spmd.models.llama.config import LlamaConfig
 
 Params = dict[str, Any]
 """Nested dicts of arrays, under Hugging Face's names."""

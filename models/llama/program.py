@@ -14,18 +14,18 @@ import numpy as np
 import numpy.typing as npt
 
 import spmd
-from models.llama import sharding
-from models.llama.config import LlamaConfig
-from models.llama.flops import FLOP_CONVENTIONS, flops_per_token
-from models.llama.fresh import init, init_keys, init_layer, init_outer
-from models.llama.model import forward
-from models.llama.parameters import Params, with_states
-from models.llama.step import batch_loss
-from models.training.data import source as data
-from models.training.program import TrainingProgram
-from models.training.run.description import RunConfig
-from models.training.run.loop import TrainState
-from models.training.run.metrics import StepCost, peak_flops
+from spmd.models.llama import sharding
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.flops import FLOP_CONVENTIONS, flops_per_token
+from spmd.models.llama.fresh import init, init_keys, init_layer, init_outer
+from spmd.models.llama.model import forward
+from spmd.models.llama.parameters import Params, with_states
+from spmd.models.llama.step import batch_loss
+from spmd.models.training.data import source as data
+from spmd.models.training.program import TrainingProgram
+from spmd.models.training.run.description import RunConfig
+from spmd.models.training.run.loop import TrainState
+from spmd.models.training.run.metrics import StepCost, peak_flops
 
 NextLogits = Callable[[Any, Any, Any], Any]
 """(params, tokens (1, W), position) -> logits (V,) of the token after `position`."""

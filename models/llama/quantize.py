@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from models.llama.config import ConfigError, LlamaConfig
+from spmd.models.llama.config import ConfigError, LlamaConfig
 
 Array = npt.NDArray[Any]
 
@@ -108,7 +108,7 @@ def quantize(weights: Any, kind: str, of: Callable[[Any, str], Any] = quantize_w
 
 def quantized_types(config: LlamaConfig, kind: str) -> Any:
     """The result of `quantize` as `jax.ShapeDtypeStruct`s."""
-    from models.llama.fresh import init
+    from spmd.models.llama.fresh import init
 
     types = jax.eval_shape(lambda key: init(key, config), jax.random.key(0))
     return quantize(types, kind, lambda leaf, kind: weight_types(leaf.shape, kind))

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from models.llama.config import ConfigError
+from spmd.models.llama.config import ConfigError
 
 Policy = Callable[..., Any]
 """What `jax.checkpoint` takes."""

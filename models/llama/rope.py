@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from models.llama.config import LlamaConfig, RopeScaling
+from spmd.models.llama.config import LlamaConfig, RopeScaling
 
 
 def rope_frequencies(config: LlamaConfig) -> npt.NDArray[np.float32]:

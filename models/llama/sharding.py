@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import jax
 
 import spmd
-from models.llama.config import ConfigError, LlamaConfig
-from models.llama.marks import Mark
-from models.placement import Entry, Fitted, Spec, fitted, present
+from spmd.models.llama.config import ConfigError, LlamaConfig
+from spmd.models.llama.marks import Mark
+from spmd.models.placement import Entry, Fitted, Spec, fitted, present
 
 MESH_AXES = ("replica", "data", "expert", "seq", "model", "stage")
 

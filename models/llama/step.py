@@ -9,10 +9,10 @@ import numpy as np
 import optax
 
 import spmd
-from models.llama import fresh, objective, sharding
-from models.llama.config import LlamaConfig
-from models.llama.marks import Mark, no_marks
-from models.training.run.optimizer import initial_state, updated
+from spmd.models.llama import fresh, objective, sharding
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.marks import Mark, no_marks
+from spmd.models.training.run.optimizer import initial_state, updated
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any, jax.Array]]
 """(params, opt_state, batch) -> (params, opt_state, loss)."""

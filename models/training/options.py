@@ -6,12 +6,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from models.training.checkpoints.found import AUTO
-from models.training.errors import RunError
-from models.training.run.profile import ProfileRange
-from models.training.run.step import ON_NONFINITE, OnNonfinite
 from spmd.cli.fields import from_yaml, read_by
 from spmd.cli.flags import words
+from spmd.models.training.checkpoints.found import AUTO
+from spmd.models.training.errors import RunError
+from spmd.models.training.run.profile import ProfileRange
+from spmd.models.training.run.step import ON_NONFINITE, OnNonfinite
 
 METRICS = ("jsonl", "tensorboard")
 """The files of metrics that a run can write."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from models.training.store_path import StoreError, StorePath, at_once
+from spmd.models.training.store_path import StoreError, StorePath, at_once
 
 __all__ = ["AnyPath", "StoreError", "StorePath", "as_path", "at_once", "is_url"]
 

@@ -9,19 +9,19 @@ import numpy as np
 import optax
 
 import spmd
-from models.training.data.batches import Dataset
-from models.training.data.loader import place
-from models.training.run.loop import TrainState
-from models.training.run.metrics import StepCost
-from models.training.run.optimizer import (
+from spmd.launch import Watch
+from spmd.models.training.data.batches import Dataset
+from spmd.models.training.data.loader import place
+from spmd.models.training.run.loop import TrainState
+from spmd.models.training.run.metrics import StepCost
+from spmd.models.training.run.optimizer import (
     OptimizerConfig,
     initial_state,
     make_optimizer,
     make_schedule,
 )
-from models.training.run.stateful import check_trained, loss_alone
-from models.training.run.step import LossFn, OnNonfinite, batch_weight, make_train_step
-from spmd.launch import Watch
+from spmd.models.training.run.stateful import check_trained, loss_alone
+from spmd.models.training.run.step import LossFn, OnNonfinite, batch_weight, make_train_step
 
 Marks = Mapping[str, Any] | Callable[[Any], Any]
 """Glob patterns over the paths of leaves -> specs, as `spmd.mark_tree` takes them; or a function:

@@ -21,19 +21,20 @@ import jax
 import optax
 
 import spmd
-from models.training.checkpoints.found import CheckpointError, Found
-from models.training.checkpoints.store import Checkpoints
-from models.training.data.batches import Dataset, open_batches, structs_of
-from models.training.errors import DataError, RunError, TrainingError
-from models.training.options import TrainerOptions
-from models.training.program import Marks, TrainingProgram
-from models.training.run import output
-from models.training.run.description import RunFolder
-from models.training.run.loop import Outcome, Schedule, TrainState, train
-from models.training.run.optimizer import OptimizerConfig, OptimizerError
-from models.training.run.profile import ProfileError, Profiler
-from models.training.run.sinks import Sinks
-from models.training.run.start import (
+from spmd import launch
+from spmd.models.training.checkpoints.found import CheckpointError, Found
+from spmd.models.training.checkpoints.store import Checkpoints
+from spmd.models.training.data.batches import Dataset, open_batches, structs_of
+from spmd.models.training.errors import DataError, RunError, TrainingError
+from spmd.models.training.options import TrainerOptions
+from spmd.models.training.program import Marks, TrainingProgram
+from spmd.models.training.run import output
+from spmd.models.training.run.description import RunFolder
+from spmd.models.training.run.loop import Outcome, Schedule, TrainState, train
+from spmd.models.training.run.optimizer import OptimizerConfig, OptimizerError
+from spmd.models.training.run.profile import ProfileError, Profiler
+from spmd.models.training.run.sinks import Sinks
+from spmd.models.training.run.start import (
     agree,
     find_checkpoint,
     first_state,
@@ -41,10 +42,9 @@ from models.training.run.start import (
     restart_note,
     watched,
 )
-from models.training.run.stateful import Stateful
-from models.training.run.step import LossFn
-from models.training.run.stop import STOPPED_EXIT_CODE, StopSignals
-from spmd import launch
+from spmd.models.training.run.stateful import Stateful
+from spmd.models.training.run.step import LossFn
+from spmd.models.training.run.stop import STOPPED_EXIT_CODE, StopSignals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,19 +7,19 @@ import jax
 from rich.console import Console
 
 import spmd
-from serving.bundle.batch import batch_sizes, batch_symbol
-from serving.bundle.bundle import Bundle
-from serving.bundle.cache import default_cache_dir
-from serving.bundle.folder import read_manifest
-from serving.bundle.function import BundleError
-from serving.bundle.manifest import MANIFEST, Sizes
-from serving.bundle.read import load_bundle
-from serving.bundle.symbols import MEMORY_SHARE, MEMORY_SHARE_ON_CPU
-from serving.language_backend import first_functions
 from spmd import launch
 from spmd.cli.flags import Parser, Switch
 from spmd.cli.specs import mesh_axes, symbol_values
 from spmd.launch.agree import digest
+from spmd.serving.bundle.batch import batch_sizes, batch_symbol
+from spmd.serving.bundle.bundle import Bundle
+from spmd.serving.bundle.cache import default_cache_dir
+from spmd.serving.bundle.folder import read_manifest
+from spmd.serving.bundle.function import BundleError
+from spmd.serving.bundle.manifest import MANIFEST, Sizes
+from spmd.serving.bundle.read import load_bundle
+from spmd.serving.bundle.symbols import MEMORY_SHARE, MEMORY_SHARE_ON_CPU
+from spmd.serving.language_backend import first_functions
 
 NO_CACHE = "none"
 

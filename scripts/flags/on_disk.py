@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from models.training.paths import is_url
+from spmd.models.training.paths import is_url
 
 
 def on_disk(text: str) -> Path:

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import spmd
-from models.llama import sharding
-from models.llama.config import LlamaConfig
-from models.llama.marks import MARK_POINTS
-from models.llama.remat import check_can_offload, checkpoint_policy
-from models.training.errors import RunError
-from models.training.options import TrainerOptions
-from models.training.run.description import RunConfig
-from models.training.run.optimizer import OptimizerConfig, default_learning_rate
-from scripts.flags import weights
 from spmd.cli.fields import taken
+from spmd.models.llama import sharding
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.marks import MARK_POINTS
+from spmd.models.llama.remat import check_can_offload, checkpoint_policy
+from spmd.models.training.errors import RunError
+from spmd.models.training.options import TrainerOptions
+from spmd.models.training.run.description import RunConfig
+from spmd.models.training.run.optimizer import OptimizerConfig, default_learning_rate
+from spmd.scripts.flags import weights
 
 
 def make_run(given: argparse.Namespace, platform: str) -> RunConfig:

@@ -2,17 +2,17 @@
 
 from collections.abc import Callable, Mapping
 
-from models.llama import sharding
-from models.llama.config import ATTENTIONS, DTYPES, MATMULS, STAGE_SCHEDULES, LlamaConfig
-from models.llama.marks import MARK_POINTS
-from models.training.checkpoints.found import AUTO
-from models.training.options import METRICS, TrainerOptions
-from models.training.run.description import RunConfig
-from models.training.run.optimizer import OPTIMIZERS, SCHEDULES, OptimizerConfig
-from scripts.flags import weights
 from spmd.cli.fields import of_fields
 from spmd.cli.flags import Add, Parser, Switch, positive
 from spmd.cli.specs import mesh_axes
+from spmd.models.llama import sharding
+from spmd.models.llama.config import ATTENTIONS, DTYPES, MATMULS, STAGE_SCHEDULES, LlamaConfig
+from spmd.models.llama.marks import MARK_POINTS
+from spmd.models.training.checkpoints.found import AUTO
+from spmd.models.training.options import METRICS, TrainerOptions
+from spmd.models.training.run.description import RunConfig
+from spmd.models.training.run.optimizer import OPTIMIZERS, SCHEDULES, OptimizerConfig
+from spmd.scripts.flags import weights
 
 
 def make_parser(about: str | None) -> Parser:

@@ -10,14 +10,15 @@ from typing import Any
 
 from rich.console import Console
 
-from models.llama.config import DTYPES, ConfigError, LlamaConfig
-from models.llama.named import CONFIGS, named_config
-from models.llama.weights import load as weights
-from models.llama.weights.config import read_config
-from models.llama.weights.load import WeightsError
-from models.llama.weights.save import local_tokenizer
-from models.training.data.beginnings import as_trained
-from models.training.data.tokenizer import (
+from spmd.cli.flags import Add, words
+from spmd.models.llama.config import DTYPES, ConfigError, LlamaConfig
+from spmd.models.llama.named import CONFIGS, named_config
+from spmd.models.llama.weights import load as weights
+from spmd.models.llama.weights.config import read_config
+from spmd.models.llama.weights.load import WeightsError
+from spmd.models.llama.weights.save import local_tokenizer
+from spmd.models.training.data.beginnings import as_trained
+from spmd.models.training.data.tokenizer import (
     BYTE_VOCABULARY,
     BYTES,
     FileTokenizer,
@@ -25,8 +26,7 @@ from models.training.data.tokenizer import (
     load_tokenizer,
     same_ids,
 )
-from models.training.paths import as_path
-from spmd.cli.flags import Add, words
+from spmd.models.training.paths import as_path
 
 DEFAULT_MODEL = "quickstart"
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import yaml
 
-from scripts.jobs.job import Job, check_dns_label
-from scripts.jobs.tpu import TpuSlice
-from scripts.jobs.volumes import BUCKET_ANNOTATIONS, Volume, mounted
 from spmd.errors import LaunchError
 from spmd.launch import EXIT_PREEMPTED
 from spmd.launch.initialize import ENV_COORDINATOR, ENV_DEVICES, ENV_PROCESS, ENV_PROCESSES
+from spmd.scripts.jobs.job import Job, check_dns_label
+from spmd.scripts.jobs.tpu import TpuSlice
+from spmd.scripts.jobs.volumes import BUCKET_ANNOTATIONS, Volume, mounted
 
 # What Kubernetes has to know of a program that serves HTTP from process 0: probes and a Service.
 #

@@ -19,11 +19,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, NamedTuple
 
-from scripts.jobs.job import NOT_AGAIN
 from spmd.errors import LaunchError
 from spmd.launch import EXIT_PEER_LOST
 from spmd.launch.initialize import ENV_COORDINATOR, ENV_PROCESS, ENV_PROCESSES
 from spmd.launch.restart import ENV_MAX_RESTARTS, ENV_NEWS, ENV_RESTART, pipe_name
+from spmd.scripts.jobs.job import NOT_AGAIN
 
 LAST_LINES = 20
 """How many of the culprit's last lines are shown again at the end."""

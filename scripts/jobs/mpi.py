@@ -2,9 +2,9 @@
 
 import re
 
-from scripts.jobs.job import Job
 from spmd.errors import LaunchError
 from spmd.launch.initialize import ENV_COORDINATOR, ENV_DEVICES
+from spmd.scripts.jobs.job import Job
 
 _HOST = re.compile(r"[A-Za-z0-9]([-.A-Za-z0-9]*[A-Za-z0-9])?|\[[0-9a-fA-F:]+\]")
 

@@ -4,9 +4,9 @@ import re
 import shlex
 from dataclasses import dataclass
 
-from scripts.jobs.job import Job, exports, restarted
 from spmd.errors import LaunchError
 from spmd.launch import EXIT_PREEMPTED
+from spmd.scripts.jobs.job import Job, exports, restarted
 
 _TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}")
 PATIENCE_S = 300

@@ -5,8 +5,8 @@ import shlex
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from scripts.jobs.job import Job, exports, restarted
 from spmd.errors import LaunchError
+from spmd.scripts.jobs.job import Job, exports, restarted
 
 
 @dataclass(frozen=True)

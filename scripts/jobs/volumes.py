@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from scripts.jobs.job import check_dns_label
 from spmd.errors import LaunchError
+from spmd.scripts.jobs.job import check_dns_label
 
 Kind = Literal["volume", "claim", "bucket", "secret"]
 KINDS: dict[Kind, str] = {

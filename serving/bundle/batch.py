@@ -1,8 +1,8 @@
 """The batch of a function: the symbol that is the first dim of all that it takes and gives."""
 
-from serving.bundle.function import BundleError
-from serving.bundle.manifest import Entrypoint, LeafEntry, Manifest
 from spmd.frontend.sizes import symbols_in
+from spmd.serving.bundle.function import BundleError
+from spmd.serving.bundle.manifest import Entrypoint, LeafEntry, Manifest
 
 
 def batch_symbol(manifest: Manifest) -> str:

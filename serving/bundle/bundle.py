@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from serving.bundle.function import BundleError, one_line
-from serving.bundle.manifest import Entrypoint, LeafEntry, Manifest
-from serving.bundle.programs import CompiledFunction, Parts, threads
-from serving.bundle.trees import fill
 from spmd.frontend.refine import NO_SYMBOLS
 from spmd.lowering.execute import x64_if
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import jax_mesh
+from spmd.serving.bundle.function import BundleError, one_line
+from spmd.serving.bundle.manifest import Entrypoint, LeafEntry, Manifest
+from spmd.serving.bundle.programs import CompiledFunction, Parts, threads
+from spmd.serving.bundle.trees import fill
 
 
 class Behind:

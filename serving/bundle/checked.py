@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from serving.bundle.function import BundleError
+from spmd.serving.bundle.function import BundleError
 
 LARGEST = 1 << 28
 """Bytes of the largest file of JSON that is read."""

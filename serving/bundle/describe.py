@@ -9,9 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 
-from models.placement import OPEN, Entry
-from serving.bundle.function import ROLES, BundleError, Function, StateLeaf
-from serving.bundle.manifest import (
+from spmd.api import path_name
+from spmd.frontend.artifact import CustomCalls
+from spmd.frontend.refine import constraints_of
+from spmd.frontend.sizes import symbols_in
+from spmd.models.placement import OPEN, Entry
+from spmd.serving.bundle.function import ROLES, BundleError, Function, StateLeaf
+from spmd.serving.bundle.manifest import (
     STORED_AS,
     ArgumentEntry,
     Entrypoint,
@@ -21,13 +25,9 @@ from serving.bundle.manifest import (
     StoredFile,
     Symbol,
 )
-from serving.bundle.manifest_json import check, check_fill, check_name
-from serving.bundle.placement import check_specs
-from serving.bundle.trees import template_of
-from spmd.api import path_name
-from spmd.frontend.artifact import CustomCalls
-from spmd.frontend.refine import constraints_of
-from spmd.frontend.sizes import symbols_in
+from spmd.serving.bundle.manifest_json import check, check_fill, check_name
+from spmd.serving.bundle.placement import check_specs
+from spmd.serving.bundle.trees import template_of
 
 
 def check_manifest(manifest: Manifest) -> None:

@@ -13,13 +13,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 from rich.console import Console
 
-from models.llama.weights.files import WeightsError
-from models.llama.weights.save import appearing
-from models.progress import Advance, bytes_bar
-from serving.bundle.checked import LARGEST, read_json
-from serving.bundle.function import BundleError
-from serving.bundle.manifest import MANIFEST, Manifest, StoredFile
-from serving.bundle.manifest_json import from_json
+from spmd.models.llama.weights.files import WeightsError
+from spmd.models.llama.weights.save import appearing
+from spmd.models.progress import Advance, bytes_bar
+from spmd.serving.bundle.checked import LARGEST, read_json
+from spmd.serving.bundle.function import BundleError
+from spmd.serving.bundle.manifest import MANIFEST, Manifest, StoredFile
+from spmd.serving.bundle.manifest_json import from_json
 
 HASHING_THREADS = 8
 DEEPEST = 8

@@ -4,8 +4,8 @@ from typing import Any, Protocol, get_args
 
 import numpy.typing as npt
 
-from models.function import Function, Role, StateLeaf
 from spmd.errors import SpmdError
+from spmd.models.function import Function, Role, StateLeaf
 
 __all__ = ["ROLES", "BundleError", "Function", "Role", "StateLeaf", "Weight", "one_line"]
 

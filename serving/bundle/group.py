@@ -41,12 +41,12 @@ from typing import IO, Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
-from serving.bundle.bundle import Bundle
 from spmd.errors import LaunchError
 from spmd.launch import EXIT_PREEMPTED
 from spmd.launch.meet import listen
 from spmd.launch.peers import at_stop, first_line, peer_lost, stop_now
 from spmd.launch.store import JobStore, connected_to, job_store, this_process
+from spmd.serving.bundle.bundle import Bundle
 
 _SIZES = struct.Struct("!IQ")
 

@@ -10,11 +10,11 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from models.placement import Entry
-from serving.bundle.function import BundleError, Role, one_line
-from serving.bundle.trees import Template
 from spmd.errors import FrontendError
 from spmd.frontend.sizes import sizes_of, symbols_in
+from spmd.models.placement import Entry
+from spmd.serving.bundle.function import BundleError, Role, one_line
+from spmd.serving.bundle.trees import Template
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights"

@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from models.placement import Entry
-from serving.bundle.checked import Checked
-from serving.bundle.function import ROLES, BundleError, one_line
-from serving.bundle.manifest import (
+from spmd.errors import FrontendError
+from spmd.frontend.sizes import symbols_in
+from spmd.models.placement import Entry
+from spmd.serving.bundle.checked import Checked
+from spmd.serving.bundle.function import ROLES, BundleError, one_line
+from spmd.serving.bundle.manifest import (
     PLATFORMS,
     STORED_AS,
     ArgumentEntry,
@@ -27,9 +29,7 @@ from serving.bundle.manifest import (
     StoredFile,
     Symbol,
 )
-from serving.bundle.trees import check_template
-from spmd.errors import FrontendError
-from spmd.frontend.sizes import symbols_in
+from spmd.serving.bundle.trees import check_template
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 """What may be a part of a path."""

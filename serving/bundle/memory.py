@@ -5,9 +5,14 @@ from typing import Any
 
 import jax
 
-from models.gpu_graphs import with_gpu_graphs
-from serving.bundle.bundle import Bundle
-from serving.bundle.describe import (
+from spmd.frontend.artifact import calls_of
+from spmd.frontend.trace import trace
+from spmd.lowering.emit import Emitted
+from spmd.mesh.spec import as_mesh, platform_of
+from spmd.models.gpu_graphs import with_gpu_graphs
+from spmd.options import Options
+from spmd.serving.bundle.bundle import Bundle
+from spmd.serving.bundle.describe import (
     arguments_of,
     check_manifest,
     entrypoint,
@@ -16,21 +21,16 @@ from serving.bundle.describe import (
     state_leaves,
     symbols_of,
 )
-from serving.bundle.function import Function
-from serving.bundle.manifest import WEIGHTS, Entrypoint, Manifest, Sizes, Variant
-from serving.bundle.programs import (
+from spmd.serving.bundle.function import Function
+from spmd.serving.bundle.manifest import WEIGHTS, Entrypoint, Manifest, Sizes, Variant
+from spmd.serving.bundle.programs import (
     FunctionKey,
     Placed,
     compile_functions,
     emitted_of,
     static_module,
 )
-from serving.bundle.symbols import plan_sized, planner, too_much
-from spmd.frontend.artifact import calls_of
-from spmd.frontend.trace import trace
-from spmd.lowering.emit import Emitted
-from spmd.mesh.spec import as_mesh, platform_of
-from spmd.options import Options
+from spmd.serving.bundle.symbols import plan_sized, planner, too_much
 
 
 def compile_bundle(

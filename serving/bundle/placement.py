@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from models.placement import Entry, Fitted, axes_of, fitted
-from serving.bundle.function import BundleError, one_line
-from serving.bundle.manifest import LeafEntry
 from spmd.errors import SpecError
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import first_match, match_patterns
+from spmd.models.placement import Entry, Fitted, axes_of, fitted
+from spmd.serving.bundle.function import BundleError, one_line
+from spmd.serving.bundle.manifest import LeafEntry
 
 Specs = Mapping[str, Sequence[Entry]]
 

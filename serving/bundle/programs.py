@@ -17,9 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from serving.bundle.function import BundleError, one_line
-from serving.bundle.manifest import AUTO, Entrypoint, Filled, LeafEntry, Manifest, Sizes, Variant
-from serving.bundle.placement import spec_for
 from spmd.api import lower_stablehlo
 from spmd.auto import auto_specs
 from spmd.errors import SpmdError
@@ -29,6 +26,17 @@ from spmd.lowering.execute import compile_emitted, x64_if
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import jax_mesh
 from spmd.options import Options
+from spmd.serving.bundle.function import BundleError, one_line
+from spmd.serving.bundle.manifest import (
+    AUTO,
+    Entrypoint,
+    Filled,
+    LeafEntry,
+    Manifest,
+    Sizes,
+    Variant,
+)
+from spmd.serving.bundle.placement import spec_for
 from spmd.store import NOWHERE
 
 Spec = Sequence[Any] | None

@@ -18,24 +18,6 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from models.gpu_graphs import with_gpu_graphs
-from serving.bundle.bundle import Bundle
-from serving.bundle.cache import Cache, as_text, from_text
-from serving.bundle.folder import check_hashes, read_manifest
-from serving.bundle.function import BundleError, one_line
-from serving.bundle.manifest import AUTO, PLATFORMS, WEIGHTS, Entrypoint, Manifest, Sizes
-from serving.bundle.programs import (
-    FunctionKey,
-    Placed,
-    Say,
-    compile_functions,
-    emitted_of,
-    nothing_split,
-    static_module,
-    with_primary,
-)
-from serving.bundle.symbols import plan_sized, planner, too_much
-from serving.bundle.tensors import check_stored, read_weights
 from spmd import launch
 from spmd.errors import SpmdError
 from spmd.frontend.artifact import calls_of, is_artifact
@@ -46,7 +28,25 @@ from spmd.ir.types import numpy_dtype
 from spmd.lowering.emit import Emitted
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import as_mesh, platform_of
+from spmd.models.gpu_graphs import with_gpu_graphs
 from spmd.options import Options
+from spmd.serving.bundle.bundle import Bundle
+from spmd.serving.bundle.cache import Cache, as_text, from_text
+from spmd.serving.bundle.folder import check_hashes, read_manifest
+from spmd.serving.bundle.function import BundleError, one_line
+from spmd.serving.bundle.manifest import AUTO, PLATFORMS, WEIGHTS, Entrypoint, Manifest, Sizes
+from spmd.serving.bundle.programs import (
+    FunctionKey,
+    Placed,
+    Say,
+    compile_functions,
+    emitted_of,
+    nothing_split,
+    static_module,
+    with_primary,
+)
+from spmd.serving.bundle.symbols import plan_sized, planner, too_much
+from spmd.serving.bundle.tensors import check_stored, read_weights
 
 
 class Modules:

@@ -15,10 +15,17 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from models.placement import axes_of, present
-from serving.bundle.function import BundleError
-from serving.bundle.manifest import LeafEntry, Manifest, Sizes, Symbol
-from serving.bundle.programs import (
+from spmd.errors import ArgumentError, bytes_text
+from spmd.frontend.sizes import sizes_of, symbols_in
+from spmd.lowering.emit import Emitted
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.spec import first_match, jax_mesh
+from spmd.mesh.topology import Topology
+from spmd.models.placement import axes_of, present
+from spmd.options import Options
+from spmd.serving.bundle.function import BundleError
+from spmd.serving.bundle.manifest import LeafEntry, Manifest, Sizes, Symbol
+from spmd.serving.bundle.programs import (
     CompiledFunction,
     Lower,
     Placed,
@@ -28,13 +35,6 @@ from serving.bundle.programs import (
     plan_functions,
     with_primary,
 )
-from spmd.errors import ArgumentError, bytes_text
-from spmd.frontend.sizes import sizes_of, symbols_in
-from spmd.lowering.emit import Emitted
-from spmd.mesh.mesh import Mesh
-from spmd.mesh.spec import first_match, jax_mesh
-from spmd.mesh.topology import Topology
-from spmd.options import Options
 
 MEMORY_SHARE = 0.9
 """Of a device's memory that a bundle takes, if nobody says otherwise."""

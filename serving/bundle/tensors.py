@@ -15,7 +15,7 @@ from jax.sharding import Sharding
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
 
-from models.llama.weights.files import (
+from spmd.models.llama.weights.files import (
     DTYPE_NAMES,
     Array,
     Folder,
@@ -27,10 +27,10 @@ from models.llama.weights.files import (
     shortened,
     write_files,
 )
-from models.progress import Advance, bytes_bar
-from models.shards import local_bytes, put_shards
-from serving.bundle.function import BundleError
-from serving.bundle.manifest import STORED_AS, LeafEntry
+from spmd.models.progress import Advance, bytes_bar
+from spmd.models.shards import local_bytes, put_shards
+from spmd.serving.bundle.function import BundleError
+from spmd.serving.bundle.manifest import STORED_AS, LeafEntry
 
 MAX_FILE_BYTES = 4 * 10**9
 READING_THREADS = 4

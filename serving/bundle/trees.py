@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from serving.bundle.function import BundleError
+from spmd.serving.bundle.function import BundleError
 
 DEEPEST = 100
 

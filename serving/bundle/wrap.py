@@ -15,10 +15,19 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from serving.bundle.describe import check_manifest, leaves_of, plain_specs
-from serving.bundle.folder import new_folder
-from serving.bundle.function import BundleError, one_line
-from serving.bundle.manifest import (
+from spmd.api import static_module
+from spmd.cli.flags import Parser, Switch
+from spmd.cli.specs import symbol_values
+from spmd.errors import SpmdError
+from spmd.frontend.artifact import calls_of, module_artifact
+from spmd.frontend.importer.module import boundary_names, parse_module, signature
+from spmd.frontend.refine import exported_dims, is_dynamic, stated_dims
+from spmd.frontend.sizes import Dim, size_of, symbols_in
+from spmd.ir.types import numpy_dtype
+from spmd.serving.bundle.describe import check_manifest, leaves_of, plain_specs
+from spmd.serving.bundle.folder import new_folder
+from spmd.serving.bundle.function import BundleError, one_line
+from spmd.serving.bundle.manifest import (
     AUTO,
     PLATFORMS,
     STORED_AS,
@@ -29,17 +38,8 @@ from serving.bundle.manifest import (
     Manifest,
     Symbol,
 )
-from serving.bundle.tensors import lazy_tensors, write_weights
-from serving.bundle.write import finish, producer
-from spmd.api import static_module
-from spmd.cli.flags import Parser, Switch
-from spmd.cli.specs import symbol_values
-from spmd.errors import SpmdError
-from spmd.frontend.artifact import calls_of, module_artifact
-from spmd.frontend.importer.module import boundary_names, parse_module, signature
-from spmd.frontend.refine import exported_dims, is_dynamic, stated_dims
-from spmd.frontend.sizes import Dim, size_of, symbols_in
-from spmd.ir.types import numpy_dtype
+from spmd.serving.bundle.tensors import lazy_tensors, write_weights
+from spmd.serving.bundle.write import finish, producer
 
 FIRST, STEP, LAST = 16, 16, 64
 """Sizes that are tried: multiples of what kernels and constraints like to have."""

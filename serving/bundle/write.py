@@ -12,9 +12,11 @@ import jax
 from jax.errors import InconclusiveDimensionOperation
 from rich.console import Console
 
-from models.llama.weights.files import write_json
-from models.llama.weights.save import TOKENIZER_FILES
-from serving.bundle.describe import (
+from spmd.errors import SpmdError
+from spmd.frontend.artifact import CustomCalls, artifact_version, function_artifact
+from spmd.models.llama.weights.files import write_json
+from spmd.models.llama.weights.save import TOKENIZER_FILES
+from spmd.serving.bundle.describe import (
     arguments_of,
     check_manifest,
     entrypoint,
@@ -23,19 +25,17 @@ from serving.bundle.describe import (
     state_leaves,
     symbols_of,
 )
-from serving.bundle.folder import hash_files, new_folder
-from serving.bundle.function import BundleError, Function, one_line
-from serving.bundle.manifest import (
+from spmd.serving.bundle.folder import hash_files, new_folder
+from spmd.serving.bundle.function import BundleError, Function, one_line
+from spmd.serving.bundle.manifest import (
     MANIFEST,
     PLATFORMS,
     WEIGHTS,
     Entrypoint,
     Manifest,
 )
-from serving.bundle.manifest_json import check, to_json
-from serving.bundle.tensors import MAX_FILE_BYTES, write_weights
-from spmd.errors import SpmdError
-from spmd.frontend.artifact import CustomCalls, artifact_version, function_artifact
+from spmd.serving.bundle.manifest_json import check, to_json
+from spmd.serving.bundle.tensors import MAX_FILE_BYTES, write_weights
 
 TOKENIZER = "tokenizer"
 GENERATION_FILES = (*TOKENIZER_FILES, "generation_config.json", "config.json")

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from serving.engine.backend import Sampling, SlotPart, Words
+from spmd.serving.engine.backend import Sampling, SlotPart, Words
 
 if TYPE_CHECKING:  # the scheduler starts no threads, and imports nothing that does
-    from serving.engine.guide import Guide, Masks
+    from spmd.serving.engine.guide import Guide, Masks
 
 GREEDY = Sampling(temperature=0)
 

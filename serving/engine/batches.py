@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from serving.engine.infer import Array, Infer
-from serving.engine.statistics import Statistics
-from serving.engine.workers import JointCall
+from spmd.serving.engine.infer import Array, Infer
+from spmd.serving.engine.statistics import Statistics
+from spmd.serving.engine.workers import JointCall
 
 Tensors = Mapping[str, Array]
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from serving.engine.actions import Finish, Job
-from serving.engine.backend import Tokens
-from serving.engine.text import Decode, Detokenizer, StopMatcher, TokenTexts
+from spmd.serving.engine.actions import Finish, Job
+from spmd.serving.engine.backend import Tokens
+from spmd.serving.engine.text import Decode, Detokenizer, StopMatcher, TokenTexts
 
 
 class Token(NamedTuple):

@@ -22,15 +22,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from serving.engine.actions import Counts, EngineStep, Job, Progress
-from serving.engine.backend import Backend, Stepped, Tokens, Words
-from serving.engine.choice import CompletionText, Delta, NotFinite, Token, read_scores
-from serving.engine.guide import GuideError, Guides
-from serving.engine.records import EngineState, Finished, Observer
-from serving.engine.scheduler import Scheduler
-from serving.engine.stream import Failed, Misguided, Stopped, Stream, deliver, shutting_down
-from serving.engine.text import Decode, TokenTexts
-from serving.engine.workers import have_ended, join_all
+from spmd.serving.engine.actions import Counts, EngineStep, Job, Progress
+from spmd.serving.engine.backend import Backend, Stepped, Tokens, Words
+from spmd.serving.engine.choice import CompletionText, Delta, NotFinite, Token, read_scores
+from spmd.serving.engine.guide import GuideError, Guides
+from spmd.serving.engine.records import EngineState, Finished, Observer
+from spmd.serving.engine.scheduler import Scheduler
+from spmd.serving.engine.stream import Failed, Misguided, Stopped, Stream, deliver, shutting_down
+from spmd.serving.engine.text import Decode, TokenTexts
+from spmd.serving.engine.workers import have_ended, join_all
 
 
 class _Call(NamedTuple):

@@ -10,8 +10,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-from serving.engine.actions import Job
-from serving.engine.backend import Limits, Words
+from spmd.serving.engine.actions import Job
+from spmd.serving.engine.backend import Limits, Words
 
 ROOT = -1
 """Stands for the page before a sequence's first one."""

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from serving.engine.backend import Words
+from spmd.serving.engine.backend import Words
 
 WORD = 32
 """Tokens of a word, as in `models.sampling`, which the devices run."""

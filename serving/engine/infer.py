@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from serving.errors import ServingError
+from spmd.serving.errors import ServingError
 
 Array = npt.NDArray[Any]
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from models.decode.packing import pack_rows, row_shapes, unpack_report
-from models.sampling import ALL, FIELDS, words
-from serving.engine.actions import GREEDY
-from serving.engine.backend import Backend, Limits, Sampling, SlotPart, Stepped, Tokens, Words
+from spmd.models.decode.packing import pack_rows, row_shapes, unpack_report
+from spmd.models.sampling import ALL, FIELDS, words
+from spmd.serving.engine.actions import GREEDY
+from spmd.serving.engine.backend import Backend, Limits, Sampling, SlotPart, Stepped, Tokens, Words
 
 NONE = -1
 """No position, no row; as a token the latest one of its slot."""

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple, Protocol
 
-from serving.engine.actions import Counts, EngineStep
+from spmd.serving.engine.actions import Counts, EngineStep
 
 
 class Finished(NamedTuple):

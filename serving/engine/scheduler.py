@@ -40,10 +40,10 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 
-from serving.engine.actions import Begin, Counts, EngineStep, Finish, Job, Progress
-from serving.engine.backend import Limits, SlotPart, Words
-from serving.engine.fairness import FairQueue
-from serving.engine.groups import Group, Ongoing
+from spmd.serving.engine.actions import Begin, Counts, EngineStep, Finish, Job, Progress
+from spmd.serving.engine.backend import Limits, SlotPart, Words
+from spmd.serving.engine.fairness import FairQueue
+from spmd.serving.engine.groups import Group, Ongoing
 
 
 class _Draft:

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from serving.engine.records import Finished
+from spmd.serving.engine.records import Finished
 
 
 class Tally:

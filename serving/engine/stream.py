@@ -5,8 +5,8 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from serving.engine.choice import Delta
-from serving.engine.records import Finished
+from spmd.serving.engine.choice import Delta
+from spmd.serving.engine.records import Finished
 
 
 class Failed(RuntimeError):

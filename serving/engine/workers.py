@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar, cast
 
-from serving.engine.fairness import FairQueue
-from serving.engine.records import Finished
-from serving.engine.stream import Stopped, shutting_down
+from spmd.serving.engine.fairness import FairQueue
+from spmd.serving.engine.records import Finished
+from spmd.serving.engine.stream import Stopped, shutting_down
 
 _LOG = logging.getLogger("serving")
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import llguidance
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from models.training.data.tokenizer import BYTE_VOCABULARY, Tokenizer
-from serving.engine.backend import Words
-from serving.engine.guide import words_of
-from serving.grammar.guide import GrammarError, GrammarGuide, TooHard
-from serving.grammar.trial import GrammarTrial, byte_tokenizer, matcher_of
+from spmd.models.training.data.tokenizer import BYTE_VOCABULARY, Tokenizer
+from spmd.serving.engine.backend import Words
+from spmd.serving.engine.guide import words_of
+from spmd.serving.grammar.guide import GrammarError, GrammarGuide, TooHard
+from spmd.serving.grammar.trial import GrammarTrial, byte_tokenizer, matcher_of
 
 SPACE = r"( |\n[ \t]{0,40})"
 """What may be between the parts of JSON: a blank, or a line break and what indents the next line.

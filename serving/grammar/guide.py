@@ -3,8 +3,8 @@
 import llguidance
 import numpy as np
 
-from serving.engine.backend import Words
-from serving.engine.guide import GuideError
+from spmd.serving.engine.backend import Words
+from spmd.serving.engine.guide import GuideError
 
 
 class GrammarError(GuideError):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from serving.grammar.guide import TooHard
+from spmd.serving.grammar.guide import TooHard
 
 MAPS = ("$defs", "definitions", "properties", "patternProperties")
 LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")

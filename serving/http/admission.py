@@ -11,7 +11,7 @@ import ipaddress
 from collections import Counter
 from collections.abc import Callable
 
-from serving.errors import ApiError
+from spmd.serving.errors import ApiError
 
 RETRY_SECONDS = 1
 """What `Retry-After` says to those who are refused."""

@@ -24,18 +24,18 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving.errors import ApiError
-from serving.http import kserve, openai_routes
-from serving.http.connections import Refusing
-from serving.http.limits import HttpOptions
-from serving.http.logs import FIELDS, REQUEST_ID, HttpExchange
-from serving.http.metrics import CONTENT_TYPE
-from serving.http.requests import error_response, route_path, service_of
-from serving.http.service import Service
-from serving.http.traffic import Traffic
+from spmd.serving.errors import ApiError
+from spmd.serving.http import kserve, openai_routes
+from spmd.serving.http.connections import Refusing
+from spmd.serving.http.limits import HttpOptions
+from spmd.serving.http.logs import FIELDS, REQUEST_ID, HttpExchange
+from spmd.serving.http.metrics import CONTENT_TYPE
+from spmd.serving.http.requests import error_response, route_path, service_of
+from spmd.serving.http.service import Service
+from spmd.serving.http.traffic import Traffic
 
 if TYPE_CHECKING:
-    from serving.http.tracing import Tracing
+    from spmd.serving.http.tracing import Tracing
 
 
 async def live(request: Request) -> Response:

@@ -17,9 +17,9 @@ import jinja2.meta
 import jinja2.sandbox
 from jinja2 import nodes
 
-from serving.errors import ServingError, invalid
-from serving.http.messages import Message
-from serving.http.tools.formats import BY_NAME, PLAIN, Format, format_of
+from spmd.serving.errors import ServingError, invalid
+from spmd.serving.http.messages import Message
+from spmd.serving.http.tools.formats import BY_NAME, PLAIN, Format, format_of
 
 SYSTEM = """\
 You can call functions. Each line describes one, with a JSON schema of its arguments:

@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from serving.errors import ApiError
-from serving.http.admission import RETRY_SECONDS, address_of
-from serving.http.limits import ANY, ServerOptions
-from serving.http.requests import error_response
-from serving.http.traffic import Traffic
+from spmd.serving.errors import ApiError
+from spmd.serving.http.admission import RETRY_SECONDS, address_of
+from spmd.serving.http.limits import ANY, ServerOptions
+from spmd.serving.http.requests import error_response
+from spmd.serving.http.traffic import Traffic
 
 TOLD = 16
 """So many connections of an address beyond its limit are told why they end; others just end."""

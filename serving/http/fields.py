@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from serving.errors import invalid
+from spmd.serving.errors import invalid
 
 SHORT = 2**16
 """In bytes: bodies up to here are parsed and tokenized beside longer ones, not behind them."""

@@ -9,16 +9,16 @@ import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from models.training.data.beginnings import prompt_ids
-from serving.engine.actions import Job
-from serving.engine.guide import BadWords, GuideError, WithoutBadWords, counted_masks
-from serving.errors import ApiError, invalid
-from serving.grammar.compiler import Grammar
-from serving.grammar.guide import GrammarError
-from serving.http.language import Language
-from serving.http.protocol import Ask, ChatAsk, CompletionAsk, seeds
-from serving.http.structure import refusal
-from serving.http.tools.formats import Format
+from spmd.models.training.data.beginnings import prompt_ids
+from spmd.serving.engine.actions import Job
+from spmd.serving.engine.guide import BadWords, GuideError, WithoutBadWords, counted_masks
+from spmd.serving.errors import ApiError, invalid
+from spmd.serving.grammar.compiler import Grammar
+from spmd.serving.grammar.guide import GrammarError
+from spmd.serving.http.language import Language
+from spmd.serving.http.protocol import Ask, ChatAsk, CompletionAsk, seeds
+from spmd.serving.http.structure import refusal
+from spmd.serving.http.tools.formats import Format
 
 
 def bad_words(ask: Ask, language: Language) -> BadWords | None:

@@ -4,16 +4,16 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Mapping
 
-from models.training.data.tokenizer import Tokenizer
-from serving.engine.backend import Backend
-from serving.engine.engine import Engine
-from serving.engine.infer import Infer
-from serving.errors import ServingError
-from serving.grammar.compiler import Grammars
-from serving.http.chat_template import ChatTemplate
-from serving.http.limits import Bounds, ServerOptions
-from serving.http.metrics import Metrics
-from serving.http.traffic import RequestMetrics
+from spmd.models.training.data.tokenizer import Tokenizer
+from spmd.serving.engine.backend import Backend
+from spmd.serving.engine.engine import Engine
+from spmd.serving.engine.infer import Infer
+from spmd.serving.errors import ServingError
+from spmd.serving.grammar.compiler import Grammars
+from spmd.serving.http.chat_template import ChatTemplate
+from spmd.serving.http.limits import Bounds, ServerOptions
+from spmd.serving.http.metrics import Metrics
+from spmd.serving.http.traffic import RequestMetrics
 
 Heed = Callable[[Exception], None]
 """Is told what the model raised, before clients are."""

@@ -8,8 +8,8 @@ import ipaddress
 import re
 from urllib.parse import urlsplit
 
-from serving.errors import ServingError
-from serving.http.tools.formats import BY_NAME
+from spmd.serving.errors import ServingError
+from spmd.serving.http.tools.formats import BY_NAME
 
 ANY = "*"
 

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from serving.errors import invalid
-from serving.http.fields import check_text, show
+from spmd.serving.errors import invalid
+from spmd.serving.http.fields import check_text, show
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from serving.engine.actions import EngineStep
-from serving.engine.backend import Backend
-from serving.engine.records import EngineState, Finished
-from serving.http.traffic import REQUEST_SECONDS, Now, RequestMetrics
+from spmd.serving.engine.actions import EngineStep
+from spmd.serving.engine.backend import Backend
+from spmd.serving.engine.records import EngineState, Finished
+from spmd.serving.http.traffic import REQUEST_SECONDS, Now, RequestMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -12,20 +12,20 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from serving.engine.actions import Finish, Job
-from serving.engine.backend import Tokens
-from serving.engine.choice import Delta, Token
-from serving.engine.stream import Failed, Stream
-from serving.grammar.compiler import Grammar, Grammars
-from serving.grammar.guide import GrammarError, TooHard
-from serving.grammar.place import find_problem
-from serving.http.admission import Visit
-from serving.http.fields import parse_object
-from serving.http.jobs import Work, chat_work, completion_work
-from serving.http.language import Language, Loaded
-from serving.http.limits import Bounds
-from serving.http.protocol import Ask, ChatAsk, CompletionAsk, parse_chat, parse_completion
-from serving.http.requests import (
+from spmd.serving.engine.actions import Finish, Job
+from spmd.serving.engine.backend import Tokens
+from spmd.serving.engine.choice import Delta, Token
+from spmd.serving.engine.stream import Failed, Stream
+from spmd.serving.grammar.compiler import Grammar, Grammars
+from spmd.serving.grammar.guide import GrammarError, TooHard
+from spmd.serving.grammar.place import find_problem
+from spmd.serving.http.admission import Visit
+from spmd.serving.http.fields import parse_object
+from spmd.serving.http.jobs import Work, chat_work, completion_work
+from spmd.serving.http.language import Language, Loaded
+from spmd.serving.http.limits import Bounds
+from spmd.serving.http.protocol import Ask, ChatAsk, CompletionAsk, parse_chat, parse_completion
+from spmd.serving.http.requests import (
     EventStream,
     check_key,
     dump,
@@ -33,11 +33,11 @@ from serving.http.requests import (
     service_of,
     visiting,
 )
-from serving.http.service import Service
-from serving.http.structure import compile_structure, refusal
-from serving.http.tools.ask import Tools
-from serving.http.tools.grammar import calls_grammar
-from serving.http.tools.reader import MessageReader
+from spmd.serving.http.service import Service
+from spmd.serving.http.structure import compile_structure, refusal
+from spmd.serving.http.tools.ask import Tools
+from spmd.serving.http.tools.grammar import calls_grammar
+from spmd.serving.http.tools.reader import MessageReader
 
 # Turns deltas into the JSON of OpenAI's answers: one object, or the chunks of a stream.
 #

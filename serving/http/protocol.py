@@ -8,13 +8,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from serving.engine.backend import Sampling
-from serving.errors import invalid
-from serving.http.fields import Fields, check_text, is_integer, show
-from serving.http.limits import Bounds
-from serving.http.messages import Message, parse_messages
-from serving.http.structure import Structure, parse_structure
-from serving.http.tools.ask import Tools, parse_tools
+from spmd.serving.engine.backend import Sampling
+from spmd.serving.errors import invalid
+from spmd.serving.http.fields import Fields, check_text, is_integer, show
+from spmd.serving.http.limits import Bounds
+from spmd.serving.http.messages import Message, parse_messages
+from spmd.serving.http.structure import Structure, parse_structure
+from spmd.serving.http.tools.ask import Tools, parse_tools
 
 
 def parse_prompts(value: Any, bounds: Bounds) -> tuple[str | tuple[int, ...], ...]:

@@ -11,11 +11,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from serving.engine.stream import Failed, Lost, Misguided, Stopped
-from serving.errors import ApiError, invalid
-from serving.http.admission import Visit, address_of
-from serving.http.limits import ServerOptions
-from serving.http.service import PROCESS_LOST, Service
+from spmd.serving.engine.stream import Failed, Lost, Misguided, Stopped
+from spmd.serving.errors import ApiError, invalid
+from spmd.serving.http.admission import Visit, address_of
+from spmd.serving.http.limits import ServerOptions
+from spmd.serving.http.service import PROCESS_LOST, Service
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 

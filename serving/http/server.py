@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvicorn
 
-from serving.errors import ServingError
-from serving.http import logs
-from serving.http.app import make_app
-from serving.http.connections import Addresses, Protocol
-from serving.http.language import Loaded
-from serving.http.limits import HttpOptions, ServerOptions
-from serving.http.service import Service
+from spmd.serving.errors import ServingError
+from spmd.serving.http import logs
+from spmd.serving.http.app import make_app
+from spmd.serving.http.connections import Addresses, Protocol
+from spmd.serving.http.language import Loaded
+from spmd.serving.http.limits import HttpOptions, ServerOptions
+from spmd.serving.http.service import Service
 
 
 class Others(typing.Protocol):
@@ -54,7 +54,7 @@ class Others(typing.Protocol):
 
 
 if TYPE_CHECKING:
-    from serving.http.tracing import Tracing
+    from spmd.serving.http.tracing import Tracing
 
 _LOG = logging.getLogger("serving")
 
@@ -186,7 +186,7 @@ def _settings(service: Service, http: HttpOptions) -> dict[str, Any]:
 def _tracing(endpoint: str | None) -> Tracing | None:
     if endpoint is None:
         return None
-    from serving.http.tracing import Tracing  # it needs libraries that need not be there
+    from spmd.serving.http.tracing import Tracing  # it needs libraries that need not be there
 
     return Tracing(endpoint)
 

@@ -4,18 +4,18 @@ import functools
 import time
 from typing import Literal
 
-from serving.engine.batches import Batches
-from serving.engine.engine import Engine
-from serving.engine.infer import check_datatypes
-from serving.engine.statistics import Statistics
-from serving.engine.stream import SHUTTING_DOWN, Lost
-from serving.engine.workers import Workers
-from serving.errors import ApiError, ServingError
-from serving.http.admission import Admission
-from serving.http.fields import SHORT
-from serving.http.language import Heed, Language, Loaded
-from serving.http.limits import ServerOptions
-from serving.http.traffic import RequestMetrics, Traffic
+from spmd.serving.engine.batches import Batches
+from spmd.serving.engine.engine import Engine
+from spmd.serving.engine.infer import check_datatypes
+from spmd.serving.engine.statistics import Statistics
+from spmd.serving.engine.stream import SHUTTING_DOWN, Lost
+from spmd.serving.engine.workers import Workers
+from spmd.serving.errors import ApiError, ServingError
+from spmd.serving.http.admission import Admission
+from spmd.serving.http.fields import SHORT
+from spmd.serving.http.language import Heed, Language, Loaded
+from spmd.serving.http.limits import ServerOptions
+from spmd.serving.http.traffic import RequestMetrics, Traffic
 
 STOP_SECONDS = 10.0
 """So long calls that are under way are waited for, when their requests have failed already."""

@@ -4,11 +4,11 @@ import dataclasses
 import json
 from typing import Any, Literal
 
-from serving.errors import ApiError, invalid
-from serving.grammar.compiler import Grammar, Grammars
-from serving.grammar.guide import GrammarError, TooHard
-from serving.grammar.place import find_problem
-from serving.http.fields import Fields, check_text, show
+from spmd.serving.errors import ApiError, invalid
+from spmd.serving.grammar.compiler import Grammar, Grammars
+from spmd.serving.grammar.guide import GrammarError, TooHard
+from spmd.serving.grammar.place import find_problem
+from spmd.serving.http.fields import Fields, check_text, show
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 KINDS: tuple[Kind, ...] = ("json", "regex", "choice", "grammar")

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from serving.engine.records import Finished
-from serving.errors import ServingError
-from serving.http.logs import HttpExchange
+from spmd.serving.engine.records import Finished
+from spmd.serving.errors import ServingError
+from spmd.serving.http.logs import HttpExchange
 
 try:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

@@ -6,10 +6,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from serving.engine.records import Finished
-from serving.engine.statistics import Statistics
-from serving.errors import ApiError
-from serving.http.admission import Admission
+from spmd.serving.engine.records import Finished
+from spmd.serving.engine.statistics import Statistics
+from spmd.serving.errors import ApiError
+from spmd.serving.http.admission import Admission
 
 REQUEST_SECONDS = (
     0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import spmd
-from models.llama.quantize import quantize_weight
+from spmd.models.llama.quantize import quantize_weight
 from spmd.ops import linear, linears
 from tests.accelerators.devices import COUNT, DEVICES
 

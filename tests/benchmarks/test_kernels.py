@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import torch_fsdp
 from benchmarks.kernels import Kernel, kinds_of
-from models.llama import fresh, model
-from models.llama.named import named_config
+from spmd.models.llama import fresh, model
+from spmd.models.llama.named import named_config
 
 
 def test_a_step_by_kind() -> None:

@@ -23,7 +23,7 @@ from benchmarks.load_client import (
     parse_bounds,
     run_load,
 )
-from serving.http.limits import ServerOptions
+from spmd.serving.http.limits import ServerOptions
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import MODEL, Live, serving
 from tests.waiting import PATIENCE

@@ -12,9 +12,9 @@ from benchmarks.load_client import Answer, Ask, Load
 from benchmarks.load_server import write_tokenizer
 from benchmarks.load_trace import GAP_SECONDS, Busy, busy, main, together
 from benchmarks.workloads import WORKLOADS, Costs, Workload, floor_seconds
-from models.training.data.tokenizer import load_tokenizer
-from serving.engine.text import Detokenizer
 from spmd.measure.profile import STEP
+from spmd.models.training.data.tokenizer import load_tokenizer
+from spmd.serving.engine.text import Detokenizer
 
 COSTS = Costs(slots=2, weight_bytes=1000, token_bytes=10, bandwidth=100, token_seconds=0.5)
 LOAD = Load(2, concurrency=8)

@@ -15,13 +15,13 @@ import httpx
 import pytest
 
 import spmd
-from models.decode import ServingShape
-from serving.bundle.read import load_bundle
-from serving.engine.actions import Job
-from serving.engine.backend import Sampling
-from serving.engine.engine import Engine
-from serving.engine.model_backend import ModelBackend
-from serving.language_backend import model_backend
+from spmd.models.decode import ServingShape
+from spmd.serving.bundle.read import load_bundle
+from spmd.serving.engine.actions import Job
+from spmd.serving.engine.backend import Sampling
+from spmd.serving.engine.engine import Engine
+from spmd.serving.engine.model_backend import ModelBackend
+from spmd.serving.language_backend import model_backend
 from tests.serving.http.live import TEXT, serving
 from tests.waiting import PATIENCE
 

@@ -9,11 +9,11 @@ import jax
 import pytest
 
 import spmd
-from scripts.jobs.local import free_port
 from spmd.errors import LaunchError
 from spmd.launch.initialize import RANKS, find_place, initialize, versions
 from spmd.launch.meet import meet
 from spmd.launch.store import Place
+from spmd.scripts.jobs.local import free_port
 from tests.waiting import PATIENCE, wait_until
 
 

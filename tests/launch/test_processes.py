@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import spmd
-from scripts.jobs.local import free_port, with_device_count
 from spmd.launch import EXIT_HUNG, EXIT_PEER_LOST, EXIT_PREEMPTED
+from spmd.scripts.jobs.local import free_port, with_device_count
 from tests.forked import Forked
 from tests.launch.programs import train
 from tests.waiting import PATIENCE

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts.jobs.local import with_device_count
+from spmd.scripts.jobs.local import with_device_count
 from tests.waiting import PATIENCE, wait_until
 from tools.resume_test import TEXT, compare, losses, write_text
 

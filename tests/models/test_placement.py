@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from models.placement import OPEN, fitted
-from models.progress import bytes_bar
+from spmd.models.placement import OPEN, fitted
+from spmd.models.progress import bytes_bar
 
 SHAPE = {"data": 2, "model": 4}
 

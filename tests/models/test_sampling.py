@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import sampling
-from models.sampling import SamplingParams
+from spmd.models import sampling
+from spmd.models.sampling import SamplingParams
 
 SAMPLE = jax.jit(sampling.sample)
 LOGITS_BV = np.random.default_rng(0).standard_normal((6, 50)).astype(np.float32) * 3

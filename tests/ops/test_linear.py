@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import spmd
-from models.llama.quantize import quantize_weight
 from spmd.errors import ArgumentError
+from spmd.models.llama.quantize import quantize_weight
 from spmd.ops import linear, linears, products_triton
 from tests.models.llama.inverse import dequantize
 

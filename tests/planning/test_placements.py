@@ -13,9 +13,9 @@ from jax import lax
 
 import spmd
 from benchmarks.programs import muon
-from models.llama import sharding
-from models.llama.named import named_config
-from models.llama.step import argument_types, train_step
+from spmd.models.llama import sharding
+from spmd.models.llama.named import named_config
+from spmd.models.llama.step import argument_types, train_step
 from tools.drawn import H200, MESH, QUIET, Spec, explored, specs_of
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32

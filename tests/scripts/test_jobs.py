@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts import launch_job
-from scripts.jobs.tpu import KINDS, parse_tpu
 from spmd.errors import LaunchError
+from spmd.scripts import launch_job
+from spmd.scripts.jobs.tpu import KINDS, parse_tpu
 
 HARD = ["prog", "a b", "it's", 'say "hi"', "$HOME", "`x`", "$(y)", "back\\slash", "*", "", "é;&|"]
 """Arguments that a shell would take apart."""

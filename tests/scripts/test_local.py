@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from scripts import launch_job
-from scripts.jobs.job import NOT_AGAIN
-from scripts.jobs.local import (
+from spmd.errors import LaunchError
+from spmd.launch import EXIT_PEER_LOST
+from spmd.scripts import launch_job
+from spmd.scripts.jobs.job import NOT_AGAIN
+from spmd.scripts.jobs.local import (
     LocalJob,
     describe_code,
     environment_of_devices,
     run_local,
     with_device_count,
 )
-from spmd.errors import LaunchError
-from spmd.launch import EXIT_PEER_LOST
 from tests.waiting import PATIENCE, wait_until
 
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.serve_bundle import KEYS, LIMITS, http_options, make_parser, options
-from serving.http.limits import HttpOptions, ServerOptions
+from spmd.scripts.serve_bundle import KEYS, LIMITS, http_options, make_parser, options
+from spmd.serving.http.limits import HttpOptions, ServerOptions
 from tests.forked import Forked
 
 

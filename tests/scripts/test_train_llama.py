@@ -10,12 +10,12 @@ import jax
 import pytest
 import tokenizers
 
-from models.llama import fresh
-from models.llama.named import CONFIGS
-from models.llama.weights import load as weights
-from models.training.data.tokenizer import load_tokenizer, same_ids
-from scripts import train_llama
-from scripts.flags.train import make_parser
+from spmd.models.llama import fresh
+from spmd.models.llama.named import CONFIGS
+from spmd.models.llama.weights import load as weights
+from spmd.models.training.data.tokenizer import load_tokenizer, same_ids
+from spmd.scripts import train_llama
+from spmd.scripts.flags.train import make_parser
 
 TINY = CONFIGS["tiny"]
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import spmd
-from serving.bundle.function import Function, StateLeaf
-from serving.bundle.write import write_bundle
+from spmd.serving.bundle.function import Function, StateLeaf
+from spmd.serving.bundle.write import write_bundle
 from tests.reading import modules_are_read_here as modules_are_read_here
 
 

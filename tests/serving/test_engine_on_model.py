@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 
 import spmd
-from models.decode import ServingShape
-from models.llama.named import named_config
-from models.llama.weights.sources import fresh_source
-from models.training.data.tokenizer import ByteTokenizer
-from serving.bundle.bundle import Bundle
-from serving.bundle.folder import read_manifest
-from serving.bundle.read import load_bundle
-from serving.engine.actions import Counts, Job
-from serving.engine.backend import Sampling
-from serving.engine.choice import Delta
-from serving.engine.engine import Engine
-from serving.engine.model_backend import ModelBackend, generate
-from serving.grammar.compiler import Grammars
-from serving.language_backend import first_functions, model_backend
-from serving.llama_bundle import write_llama_bundle
+from spmd.models.decode import ServingShape
+from spmd.models.llama.named import named_config
+from spmd.models.llama.weights.sources import fresh_source
+from spmd.models.training.data.tokenizer import ByteTokenizer
+from spmd.serving.bundle.bundle import Bundle
+from spmd.serving.bundle.folder import read_manifest
+from spmd.serving.bundle.read import load_bundle
+from spmd.serving.engine.actions import Counts, Job
+from spmd.serving.engine.backend import Sampling
+from spmd.serving.engine.choice import Delta
+from spmd.serving.engine.engine import Engine
+from spmd.serving.engine.model_backend import ModelBackend, generate
+from spmd.serving.grammar.compiler import Grammars
+from spmd.serving.language_backend import first_functions, model_backend
+from spmd.serving.llama_bundle import write_llama_bundle
 
 SHAPE = ServingShape(4, 64, (16,), (32, 64), 8, 2, 2, "float32")
 

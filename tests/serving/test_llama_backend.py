@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 
 import spmd
-from models.decode import ServingShape
-from models.decode.packing import row_shapes, width
-from models.llama import quantize
-from models.llama.weights.sources import hf_source
-from models.training.data.tokenizer import load_tokenizer
-from scripts import export_llama as script
-from serving import language_backend as language
-from serving import llama_bundle
-from serving.bundle.function import BundleError
-from serving.bundle.manifest import LeafEntry
-from serving.bundle.read import load_bundle
-from serving.bundle.write import tokenizer_files
-from serving.engine.backend import Limits, Sampling, SlotPart
-from serving.engine.model_backend import generate
+from spmd.models.decode import ServingShape
+from spmd.models.decode.packing import row_shapes, width
+from spmd.models.llama import quantize
+from spmd.models.llama.weights.sources import hf_source
+from spmd.models.training.data.tokenizer import load_tokenizer
+from spmd.scripts import export_llama as script
+from spmd.serving import language_backend as language
+from spmd.serving import llama_bundle
+from spmd.serving.bundle.function import BundleError
+from spmd.serving.bundle.manifest import LeafEntry
+from spmd.serving.bundle.read import load_bundle
+from spmd.serving.bundle.write import tokenizer_files
+from spmd.serving.engine.backend import Limits, Sampling, SlotPart
+from spmd.serving.engine.model_backend import generate
 from tests.models.llama.inverse import dequantize
 from tests.models.llama.weights import checkpoints
 from tests.models.training.data.test_beginnings import byte_level, saved

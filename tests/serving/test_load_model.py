@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from serving import load
-from serving.bundle.function import BundleError
+from spmd.serving import load
+from spmd.serving.bundle.function import BundleError
 from tests.serving.engine.fake_backend import FakeBackend
 
 GOLDEN = {"prompt": [1, 2], "tokens": [5, 6, 7], "logprobs": [-1.0, -2.0, -0.5]}

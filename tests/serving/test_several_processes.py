@@ -20,16 +20,16 @@ import numpy as np
 import pytest
 from jax import export
 
-from models.decode import ServingShape
-from models.llama.named import named_config
-from models.llama.weights.sources import fresh_source
-from models.training.data.tokenizer import ByteTokenizer
-from scripts.jobs.local import free_port, with_device_count
-from serving.bundle.function import Function
-from serving.bundle.write import write_bundle
-from serving.llama_bundle import write_llama_bundle
 from spmd.launch import EXIT_PEER_LOST, EXIT_PREEMPTED
 from spmd.launch.initialize import ENV_COORDINATOR, ENV_PROCESS, ENV_PROCESSES
+from spmd.models.decode import ServingShape
+from spmd.models.llama.named import named_config
+from spmd.models.llama.weights.sources import fresh_source
+from spmd.models.training.data.tokenizer import ByteTokenizer
+from spmd.scripts.jobs.local import free_port, with_device_count
+from spmd.serving.bundle.function import Function
+from spmd.serving.bundle.write import write_bundle
+from spmd.serving.llama_bundle import write_llama_bundle
 from tests.forked import Forked
 from tests.serving.http.live import get, post
 from tests.waiting import wait_until

@@ -12,8 +12,8 @@ from torch import nn
 
 import spmd
 import spmd.torch
-from serving.bundle.read import load_bundle
-from serving.bundle.wrap import wrap_stablehlo
+from spmd.serving.bundle.read import load_bundle
+from spmd.serving.bundle.wrap import wrap_stablehlo
 from tests.torch.modules import CNN_RULES, Fn, Tied, cnn, images, seeded, tokens, x
 
 

@@ -6,6 +6,6 @@ Modules, from the outside in:
     layers    the transformer's layers over rows of tokens
 """
 
-from models.llama.decode.rows import LlamaRows
+from spmd.models.llama.decode.rows import LlamaRows
 
 __all__ = ["LlamaRows"]

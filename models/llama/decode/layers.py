@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 import spmd
-from models.decode.state import State
-from models.llama.config import LlamaConfig
-from models.llama.experts import mixture
-from models.llama.model import add_bias, normed_heads
-from models.llama.rope import apply_rope, rope_angles
+from spmd.models.decode.state import State
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.experts import mixture
+from spmd.models.llama.model import add_bias, normed_heads
+from spmd.models.llama.rope import apply_rope, rope_angles
 
 Weights = dict[str, Any]
 """As `parameters.Params` with layers unrolled; projections may be quantized, see `quantize.py`."""

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from models.decode.attention import kv_leaves, write_and_attend
-from models.decode.model import Rows
-from models.decode.shape import ServingShape
-from models.decode.state import State
-from models.llama.config import LlamaConfig
-from models.llama.decode.layers import Weights, logits, run_layers
+from spmd.models.decode.attention import kv_leaves, write_and_attend
+from spmd.models.decode.model import Rows
+from spmd.models.decode.shape import ServingShape
+from spmd.models.decode.state import State
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.decode.layers import Weights, logits, run_layers
 
 SPECS: Mapping[str, tuple[Any, ...]] = {
     "weights/embed_tokens/": ("model", None),

@@ -9,9 +9,16 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from models.llama.config import ROPE_TYPES, ConfigError, LlamaConfig, RopeScaling
-from models.llama.weights.families import SIZES, Family, family_of, read_parts, typed, write_parts
-from models.training.paths import AnyPath, as_path
+from spmd.models.llama.config import ROPE_TYPES, ConfigError, LlamaConfig, RopeScaling
+from spmd.models.llama.weights.families import (
+    SIZES,
+    Family,
+    family_of,
+    read_parts,
+    typed,
+    write_parts,
+)
+from spmd.models.training.paths import AnyPath, as_path
 
 CONFIG_FILE = "config.json"
 

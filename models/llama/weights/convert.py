@@ -16,8 +16,8 @@ from typing import Any
 
 from rich.console import Console
 
-from models.llama.weights.config import CONFIG_FILE, to_hf
-from models.llama.weights.files import (
+from spmd.models.llama.weights.config import CONFIG_FILE, to_hf
+from spmd.models.llama.weights.files import (
     INDEX_FILE,
     Array,
     TensorEntry,
@@ -27,15 +27,15 @@ from models.llama.weights.files import (
     write_files,
     write_json,
 )
-from models.llama.weights.ranks import SHARDING_FILE, cuts, describe, rank_file, shard
-from models.llama.weights.save import (
+from spmd.models.llama.weights.ranks import SHARDING_FILE, cuts, describe, rank_file, shard
+from spmd.models.llama.weights.save import (
     GENERATION_CONFIG_FILE,
     MAX_SHARD_BYTES,
     TOKENIZER_FILES,
     check_can_save,
 )
-from models.llama.weights.tensors import Source, Tensor
-from models.progress import Advance, bytes_bar
+from spmd.models.llama.weights.tensors import Source, Tensor
+from spmd.models.progress import Advance, bytes_bar
 
 PROGRESS_FILE = "progress.json"
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from models.llama.config import ConfigError, LlamaConfig
+from spmd.models.llama.config import ConfigError, LlamaConfig
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 32_000,

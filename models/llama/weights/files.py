@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from models.llama.weights.ranged import RangedFile
-from models.training.paths import AnyPath, StorePath, as_path
+from spmd.models.llama.weights.ranged import RangedFile
+from spmd.models.training.paths import AnyPath, StorePath, as_path
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

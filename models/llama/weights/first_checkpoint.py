@@ -16,19 +16,19 @@ import numpy as np
 from rich.console import Console
 
 import spmd
-from models.llama import fresh, sharding
-from models.llama.config import LlamaConfig
-from models.llama.weights.files import Array, Index, WeightsError
-from models.llama.weights.names import Parameter, parameters
-from models.llama.weights.save import appearing, check_can_save
-from models.llama.weights.tensors import Source, Tensor
-from models.progress import Advance, bytes_bar
-from models.training.checkpoints.found import CheckpointError
-from models.training.checkpoints.pieces import Pieces
-from models.training.checkpoints.store import Checkpoints
-from models.training.paths import AnyPath
-from models.training.run.description import RunFolder
-from models.training.run.loop import TrainState
+from spmd.models.llama import fresh, sharding
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.weights.files import Array, Index, WeightsError
+from spmd.models.llama.weights.names import Parameter, parameters
+from spmd.models.llama.weights.save import appearing, check_can_save
+from spmd.models.llama.weights.tensors import Source, Tensor
+from spmd.models.progress import Advance, bytes_bar
+from spmd.models.training.checkpoints.found import CheckpointError
+from spmd.models.training.checkpoints.pieces import Pieces
+from spmd.models.training.checkpoints.store import Checkpoints
+from spmd.models.training.paths import AnyPath
+from spmd.models.training.run.description import RunFolder
+from spmd.models.training.run.loop import TrainState
 
 FIRST_STEP = 0
 

@@ -13,10 +13,10 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 
-from models.llama.config import LlamaConfig
-from models.llama.parameters import Params
-from models.llama.weights.config import CONFIG_FILE
-from models.llama.weights.files import (
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.parameters import Params
+from spmd.models.llama.weights.config import CONFIG_FILE
+from spmd.models.llama.weights.files import (
     FLOAT_NAMES,
     Array,
     Folder,
@@ -25,11 +25,11 @@ from models.llama.weights.files import (
     open_folder,
     shortened,
 )
-from models.llama.weights.names import EMBEDDING, HEAD, Parameter, parameters
-from models.llama.weights.save import check_can_save, save
-from models.progress import bytes_bar
-from models.shards import local_bytes, put_shards
-from models.training.paths import AnyPath
+from spmd.models.llama.weights.names import EMBEDDING, HEAD, Parameter, parameters
+from spmd.models.llama.weights.save import check_can_save, save
+from spmd.models.progress import bytes_bar
+from spmd.models.shards import local_bytes, put_shards
+from spmd.models.training.paths import AnyPath
 
 __all__ = ["WeightsError", "check_can_load", "check_can_save", "load", "save"]
 

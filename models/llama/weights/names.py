@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.llama.config import LlamaConfig
-from models.llama.fresh import init
-from models.llama.parameters import without_states
-from models.llama.weights.files import Index
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.fresh import init
+from spmd.models.llama.parameters import without_states
+from spmd.models.llama.weights.files import Index
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"

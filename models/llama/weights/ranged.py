@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError
 
-from models.training.paths import StorePath, at_once
+from spmd.models.training.paths import StorePath, at_once
 
 REQUEST_BYTES = 2**23
 """How much a request asks for; several are under way at a time."""

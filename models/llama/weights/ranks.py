@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from models.llama.config import LlamaConfig
-from models.llama.weights.config import read_config
-from models.llama.weights.files import Array, Index, WeightsError, read_slice
-from models.llama.weights.names import EMBEDDING, HEAD
-from models.llama.weights.sources import NUMPY_NAMES
-from models.llama.weights.tensors import Source, Tensor, stamps, tensor_shapes, unrolled
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.weights.config import read_config
+from spmd.models.llama.weights.files import Array, Index, WeightsError, read_slice
+from spmd.models.llama.weights.names import EMBEDDING, HEAD
+from spmd.models.llama.weights.sources import NUMPY_NAMES
+from spmd.models.llama.weights.tensors import Source, Tensor, stamps, tensor_shapes, unrolled
 
 SHARDING_FILE = "sharding.json"
 FORMAT = "spmd-ranks"

@@ -14,10 +14,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from rich.console import Console
 
-from models.llama.config import DTYPES, LlamaConfig
-from models.llama.parameters import Params, without_states
-from models.llama.weights.config import CONFIG_FILE, to_hf
-from models.llama.weights.files import (
+from spmd.models.llama.config import DTYPES, LlamaConfig
+from spmd.models.llama.parameters import Params, without_states
+from spmd.models.llama.weights.config import CONFIG_FILE, to_hf
+from spmd.models.llama.weights.files import (
     Array,
     TensorEntry,
     WeightsError,
@@ -25,9 +25,9 @@ from models.llama.weights.files import (
     write_files,
     write_json,
 )
-from models.llama.weights.names import order, parameters
-from models.progress import Advance, bytes_bar
-from models.training.paths import AnyPath, StorePath, as_path, file_sizes, remove_tree
+from spmd.models.llama.weights.names import order, parameters
+from spmd.models.progress import Advance, bytes_bar
+from spmd.models.training.paths import AnyPath, StorePath, as_path, file_sizes, remove_tree
 
 MAX_SHARD_BYTES = 5 * 10**9
 GENERATION_CONFIG_FILE = "generation_config.json"

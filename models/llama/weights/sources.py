@@ -9,18 +9,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.llama import fresh
-from models.llama.config import ConfigError, LlamaConfig
-from models.llama.weights.config import read_config
-from models.llama.weights.files import Array, Index, WeightsError, open_folder
-from models.llama.weights.load import check_can_load
-from models.llama.weights.names import HEAD, Parameter, parameters
-from models.llama.weights.save import local_tokenizer
-from models.llama.weights.tensors import Source, Tensor, stamps, tensor_shapes, unrolled
-from models.training.checkpoints.found import AUTO, find_saved
-from models.training.checkpoints.pieces import chunk_shape
-from models.training.paths import AnyPath, array_spec, as_path
-from models.training.run.description import RunFolder
+from spmd.models.llama import fresh
+from spmd.models.llama.config import ConfigError, LlamaConfig
+from spmd.models.llama.weights.config import read_config
+from spmd.models.llama.weights.files import Array, Index, WeightsError, open_folder
+from spmd.models.llama.weights.load import check_can_load
+from spmd.models.llama.weights.names import HEAD, Parameter, parameters
+from spmd.models.llama.weights.save import local_tokenizer
+from spmd.models.llama.weights.tensors import Source, Tensor, stamps, tensor_shapes, unrolled
+from spmd.models.training.checkpoints.found import AUTO, find_saved
+from spmd.models.training.checkpoints.pieces import chunk_shape
+from spmd.models.training.paths import AnyPath, array_spec, as_path
+from spmd.models.training.run.description import RunFolder
 
 # Hugging Face's files
 

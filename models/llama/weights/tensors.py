@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.llama.config import LlamaConfig
-from models.llama.weights.files import Array, Index
-from models.llama.weights.names import Parameter, parameters
-from models.training.paths import AnyPath
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.weights.files import Array, Index
+from spmd.models.llama.weights.names import Parameter, parameters
+from spmd.models.training.paths import AnyPath
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from models.training.checkpoints.manifest import MANIFEST, find_damage
-from models.training.paths import AnyPath, StorePath
+from spmd.models.training.checkpoints.manifest import MANIFEST, find_damage
+from spmd.models.training.paths import AnyPath, StorePath
 
 SCHEMA = 1
 META = "meta.json"

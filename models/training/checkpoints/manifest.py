@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from models.training.paths import AnyPath, file_sizes, name_within
+from spmd.models.training.paths import AnyPath, file_sizes, name_within
 
 MANIFEST = "manifest.json"
 SCHEMA = 1

@@ -14,8 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
-from models.progress import bytes_bar
-from models.training.checkpoints.found import (
+from spmd.models.progress import bytes_bar
+from spmd.models.training.checkpoints.found import (
     AUTO,
     META,
     CheckpointError,
@@ -23,9 +23,9 @@ from models.training.checkpoints.found import (
     first_line,
     saved_steps,
 )
-from models.training.checkpoints.manifest import MANIFEST, write_manifest
-from models.training.checkpoints.pieces import chunks
-from models.training.paths import array_spec
+from spmd.models.training.checkpoints.manifest import MANIFEST, write_manifest
+from spmd.models.training.checkpoints.pieces import chunks
+from spmd.models.training.paths import array_spec
 
 STATE = "state"
 TREE = "_METADATA"

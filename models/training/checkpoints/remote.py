@@ -24,12 +24,12 @@ import numpy as np
 import numpy.typing as npt
 import orbax.checkpoint as ocp
 
-from models.shards import put_shards
-from models.training.checkpoints.found import saved_steps
-from models.training.checkpoints.manifest import MANIFEST, write_part
-from models.training.checkpoints.saving import OWN_FOLDER, TIMEOUT_S
-from models.training.checkpoints.together import Together
-from models.training.paths import AnyPath, StorePath, array_spec, kvstore, remove_tree
+from spmd.models.shards import put_shards
+from spmd.models.training.checkpoints.found import saved_steps
+from spmd.models.training.checkpoints.manifest import MANIFEST, write_part
+from spmd.models.training.checkpoints.saving import OWN_FOLDER, TIMEOUT_S
+from spmd.models.training.checkpoints.together import Together
+from spmd.models.training.paths import AnyPath, StorePath, array_spec, kvstore, remove_tree
 
 Part = tuple[tuple[slice, ...], npt.NDArray[Any]]
 """Where a shard lies in its array, and the shard."""

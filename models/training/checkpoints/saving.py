@@ -10,11 +10,11 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
-from models.training.checkpoints import tables
-from models.training.checkpoints.found import first_line
-from models.training.checkpoints.manifest import write_part
-from models.training.checkpoints.pieces import Pieces, PiecesHandler
-from models.training.checkpoints.together import Together
+from spmd.models.training.checkpoints import tables
+from spmd.models.training.checkpoints.found import first_line
+from spmd.models.training.checkpoints.manifest import write_part
+from spmd.models.training.checkpoints.pieces import Pieces, PiecesHandler
+from spmd.models.training.checkpoints.together import Together
 
 OWN_FOLDER = "ocdbt.process_"
 """How the folder of a process begins in which orbax keeps what that process writes."""

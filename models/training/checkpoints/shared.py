@@ -5,9 +5,9 @@ import secrets
 import socket
 import time
 
-from models.training.checkpoints.found import CheckpointError
-from models.training.paths import AnyPath
 from spmd import launch
+from spmd.models.training.checkpoints.found import CheckpointError
+from spmd.models.training.paths import AnyPath
 
 PROBE = ".seen-by-all"
 PATIENCE_S = 10.0

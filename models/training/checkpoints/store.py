@@ -23,8 +23,9 @@ from typing import Any
 
 import jax
 
-from models.training.checkpoints import tables
-from models.training.checkpoints.found import (
+from spmd import launch
+from spmd.models.training.checkpoints import tables
+from spmd.models.training.checkpoints.found import (
     AUTO,
     META,
     SCHEMA,
@@ -36,15 +37,14 @@ from models.training.checkpoints.found import (
     unfinished,
     wanted_steps,
 )
-from models.training.checkpoints.manifest import MANIFEST, find_damage, write_manifest
-from models.training.checkpoints.remote import StoreManager
-from models.training.checkpoints.saving import Manager, Saving, open_manager
-from models.training.checkpoints.shared import check_shared
-from models.training.checkpoints.together import Together
-from models.training.paths import AnyPath, StorePath, move_tree, remove_tree
-from models.training.run.loop import TrainState
-from models.training.run.sinks import Record
-from spmd import launch
+from spmd.models.training.checkpoints.manifest import MANIFEST, find_damage, write_manifest
+from spmd.models.training.checkpoints.remote import StoreManager
+from spmd.models.training.checkpoints.saving import Manager, Saving, open_manager
+from spmd.models.training.checkpoints.shared import check_shared
+from spmd.models.training.checkpoints.together import Together
+from spmd.models.training.paths import AnyPath, StorePath, move_tree, remove_tree
+from spmd.models.training.run.loop import TrainState
+from spmd.models.training.run.sinks import Record
 
 HASHING_S = 4 * 3600.0
 """So many seconds later than the fastest process the slowest may have hashed its share."""

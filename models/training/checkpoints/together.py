@@ -3,8 +3,8 @@
 import itertools
 import time
 
-from models.training.checkpoints.found import CheckpointError
 from spmd.launch.store import JobStore, job_store, this_process
+from spmd.models.training.checkpoints.found import CheckpointError
 
 LOOK_S = 1.0
 """Seconds between two looks for a failure."""

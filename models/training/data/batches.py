@@ -6,8 +6,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from models.training.data.loader import Loader, Placed
-from models.training.data.samples import PackedTokens
+from spmd.models.training.data.loader import Loader, Placed
+from spmd.models.training.data.samples import PackedTokens
 
 
 class Dataset(Protocol):

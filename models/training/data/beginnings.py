@@ -5,8 +5,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from models.training.data.tokenizer import FileTokenizer, Tokenizer
-from models.training.errors import DataError
+from spmd.models.training.data.tokenizer import FileTokenizer, Tokenizer
+from spmd.models.training.errors import DataError
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str, special: bool = True) -> tuple[list[int], int]:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from models.training.errors import DataError
-from models.training.paths import StorePath
+from spmd.models.training.errors import DataError
+from spmd.models.training.paths import StorePath
 
 # Tokens that stay on an object store: each window is read by a request of its own.
 

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
-from models.training.errors import DataError
-from models.training.paths import AnyPath
+from spmd.models.training.errors import DataError
+from spmd.models.training.paths import AnyPath
 
 Format = Literal["auto", "text", "jsonl", "parquet"]
 FORMATS: tuple[Format, ...] = ("auto", "text", "jsonl", "parquet")

@@ -4,8 +4,8 @@ import glob
 from collections.abc import Sequence
 from pathlib import Path
 
-from models.training.errors import DataError
-from models.training.paths import AnyPath, StorePath, as_path
+from spmd.models.training.errors import DataError
+from spmd.models.training.paths import AnyPath, StorePath, as_path
 
 
 def find_files(patterns: Sequence[str]) -> list[AnyPath]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from absl import flags
 from jax.sharding import Sharding
 
-from models.training.data.samples import Batch, PackedTokens
+from spmd.models.training.data.samples import Batch, PackedTokens
 
 LAST_STEP = 2**48
 """Larger than any step: grain wants sequences to have an end."""

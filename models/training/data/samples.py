@@ -17,9 +17,9 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from models.training.data.corpus import CorpusPart
-from models.training.errors import DataError
-from models.training.paths import at_once
+from spmd.models.training.data.corpus import CorpusPart
+from spmd.models.training.errors import DataError
+from spmd.models.training.paths import at_once
 
 # Mixes several sources: which one a sample comes from, in constant time and evenly spread.
 #

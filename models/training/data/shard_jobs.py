@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from models.training.data import documents, shard_writer
-from models.training.data.documents import Bad, DocumentSource, DocumentText, FilePiece
-from models.training.data.shard_writer import Record
-from models.training.data.tokenizer import BYTES, Tokenizer, load_tokenizer
-from models.training.errors import DataError
-from models.training.paths import AnyPath
+from spmd.models.training.data import documents, shard_writer
+from spmd.models.training.data.documents import Bad, DocumentSource, DocumentText, FilePiece
+from spmd.models.training.data.shard_writer import Record
+from spmd.models.training.data.tokenizer import BYTES, Tokenizer, load_tokenizer
+from spmd.models.training.errors import DataError
+from spmd.models.training.paths import AnyPath
 
 OnError = Literal["stop", "skip"]
 ON_ERROR: tuple[OnError, ...] = ("stop", "skip")

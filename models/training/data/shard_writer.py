@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from models.training.paths import AnyPath, StorePath
+from spmd.models.training.paths import AnyPath, StorePath
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"

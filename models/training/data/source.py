@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from models.training.data import documents as readers
-from models.training.data.corpus import (
+from spmd.models.training.data import documents as readers
+from spmd.models.training.data.corpus import (
     HELD_OUT_EVERY,
     Corpus,
     CorpusPart,
@@ -23,12 +23,12 @@ from models.training.data.corpus import (
     split_held_out,
     whole,
 )
-from models.training.data.documents import COMPRESSED, Bad, DocumentSource, FilePiece
-from models.training.data.files import find_files
-from models.training.data.loader import place
-from models.training.data.samples import PackedTokens
-from models.training.data.token_folder import folder_tokenizer, is_token_folder, open_folder
-from models.training.data.tokenizer import (
+from spmd.models.training.data.documents import COMPRESSED, Bad, DocumentSource, FilePiece
+from spmd.models.training.data.files import find_files
+from spmd.models.training.data.loader import place
+from spmd.models.training.data.samples import PackedTokens
+from spmd.models.training.data.token_folder import folder_tokenizer, is_token_folder, open_folder
+from spmd.models.training.data.tokenizer import (
     BYTES,
     Tokenizer,
     decode,
@@ -37,8 +37,8 @@ from models.training.data.tokenizer import (
     load_tokenizer,
     same_ids,
 )
-from models.training.errors import DataError
-from models.training.paths import AnyPath, as_path
+from spmd.models.training.errors import DataError
+from spmd.models.training.paths import AnyPath, as_path
 
 __all__ = [  # what those who ask for `source` find in it, beside what is defined here
     "BYTES", "DataError", "PackedTokens", "Tokenizer", "decode", "encode", "find_files",

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from models.training.data.corpus import Corpus, Int64s, RangedTokens, Shard
-from models.training.data.shard_writer import (
+from spmd.models.training.data.corpus import Corpus, Int64s, RangedTokens, Shard
+from spmd.models.training.data.shard_writer import (
     MANIFEST,
     PLAN,
     SCHEMA_VERSION,
@@ -22,9 +22,9 @@ from models.training.data.shard_writer import (
     shard_paths,
     token_dtype,
 )
-from models.training.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer
-from models.training.errors import DataError
-from models.training.paths import AnyPath, StorePath, as_path, at_once, file_sizes
+from spmd.models.training.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer
+from spmd.models.training.errors import DataError
+from spmd.models.training.paths import AnyPath, StorePath, as_path, at_once, file_sizes
 
 
 @dataclasses.dataclass(frozen=True)

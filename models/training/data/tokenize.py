@@ -16,8 +16,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from models.training.data import documents, shard_writer
-from models.training.data.shard_jobs import (
+from spmd.models.training.data import documents, shard_writer
+from spmd.models.training.data.shard_jobs import (
     Report,
     ShardJob,
     TokenizeOptions,
@@ -25,10 +25,10 @@ from models.training.data.shard_jobs import (
     record_path,
     run_jobs,
 )
-from models.training.data.shard_writer import MANIFEST, PLAN, UNFINISHED, Record
-from models.training.data.tokenizer import BYTES, Tokenizer
-from models.training.errors import DataError
-from models.training.paths import AnyPath, as_path, remove_tree
+from spmd.models.training.data.shard_writer import MANIFEST, PLAN, UNFINISHED, Record
+from spmd.models.training.data.tokenizer import BYTES, Tokenizer
+from spmd.models.training.errors import DataError
+from spmd.models.training.paths import AnyPath, as_path, remove_tree
 
 
 def tokenize(

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from models.training.data.token_length import longest_token
-from models.training.errors import DataError
-from models.training.paths import AnyPath, as_path
+from spmd.models.training.data.token_length import longest_token
+from spmd.models.training.errors import DataError
+from spmd.models.training.paths import AnyPath, as_path
 
 BYTES = "bytes"
 """The name of the built-in tokenizer."""

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from models.training.run.sinks import Record, Sink
+from spmd.models.training.run.sinks import Record, Sink
 
 KEPT = 10_000
 """So many records wait for a disk that takes none; of more the oldest are lost."""

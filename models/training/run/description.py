@@ -16,13 +16,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from models.training.data.source import BYTES, Packing
-from models.training.errors import RunError
-from models.training.options import TrainerOptions
-from models.training.paths import AnyPath, StorePath, as_path
-from models.training.run.mirror import Mirror
-from models.training.run.optimizer import OptimizerConfig
 from spmd import launch
+from spmd.models.training.data.source import BYTES, Packing
+from spmd.models.training.errors import RunError
+from spmd.models.training.options import TrainerOptions
+from spmd.models.training.paths import AnyPath, StorePath, as_path
+from spmd.models.training.run.mirror import Mirror
+from spmd.models.training.run.optimizer import OptimizerConfig
 
 FREE_TO_CHANGE = frozenset(
     f"model.{name}"

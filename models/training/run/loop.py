@@ -17,12 +17,12 @@ from typing import Any, Protocol
 
 import jax
 
-from models.training.errors import TrainingError
-from models.training.run.metrics import StepCost, memory_in_use
-from models.training.run.profile import Profiler
-from models.training.run.sinks import Record, Sink
-from models.training.run.step import StepMetrics, TrainStep
 from spmd.launch import Unwatched, Watch
+from spmd.models.training.errors import TrainingError
+from spmd.models.training.run.metrics import StepCost, memory_in_use
+from spmd.models.training.run.profile import Profiler
+from spmd.models.training.run.sinks import Record, Sink
+from spmd.models.training.run.step import StepMetrics, TrainStep
 
 # Reads what steps computed, one step late, so that the devices do not wait for the host.
 

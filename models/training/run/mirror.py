@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from models.training.paths import StorePath
+from spmd.models.training.paths import StorePath
 
 INTERVAL_S = 10.0
 """The least seconds between two copies."""

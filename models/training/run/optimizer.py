@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from models.training.run.stateful import joined, parted
+from spmd.models.training.run.stateful import joined, parted
 from spmd.ops import fp8
 
 OPTIMIZERS = ("adamw", "adafactor")

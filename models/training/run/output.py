@@ -8,13 +8,13 @@ from typing import IO, cast
 from rich.console import Console
 
 import spmd
-from models.training.options import TrainerOptions
-from models.training.run.background import Background
-from models.training.run.description import RunFolder
-from models.training.run.loop import Outcome
-from models.training.run.metrics import StepCost
-from models.training.run.sinks import Forgiving, JsonLines, Sinks, TensorBoard, Terminal
 from spmd import launch
+from spmd.models.training.options import TrainerOptions
+from spmd.models.training.run.background import Background
+from spmd.models.training.run.description import RunFolder
+from spmd.models.training.run.loop import Outcome
+from spmd.models.training.run.metrics import StepCost
+from spmd.models.training.run.sinks import Forgiving, JsonLines, Sinks, TensorBoard, Terminal
 
 
 def make_console() -> Console:

@@ -13,16 +13,16 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
-from models.training.checkpoints.found import Found
-from models.training.checkpoints.store import Checkpoints
-from models.training.data.batches import Dataset, fingerprint
-from models.training.errors import RunError
-from models.training.options import TrainerOptions
-from models.training.program import TrainingProgram
-from models.training.run.description import RunFolder
-from models.training.run.loop import TrainState
 from spmd import launch
 from spmd.launch.restart import is_first_start, max_restarts
+from spmd.models.training.checkpoints.found import Found
+from spmd.models.training.checkpoints.store import Checkpoints
+from spmd.models.training.data.batches import Dataset, fingerprint
+from spmd.models.training.errors import RunError
+from spmd.models.training.options import TrainerOptions
+from spmd.models.training.program import TrainingProgram
+from spmd.models.training.run.description import RunFolder
+from spmd.models.training.run.loop import TrainState
 
 
 @contextlib.contextmanager

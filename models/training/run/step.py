@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from models.training.run.optimizer import updated, updates_taken
-from models.training.run.stateful import joined, loss_and_state, parted
+from spmd.models.training.run.optimizer import updated, updates_taken
+from spmd.models.training.run.stateful import joined, loss_and_state, parted
 from spmd.ops import fp8
 
 LossFn = Callable[[Any, Any], Any]

@@ -4,6 +4,6 @@ POST /v2/models/NAME/infer
 {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 2], "data": [1, 2, 3, 4]}]}
 """
 
-from serving.http.kserve.routes import ROUTES
+from spmd.serving.http.kserve.routes import ROUTES
 
 __all__ = ["ROUTES"]

@@ -9,14 +9,14 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serving.engine.batches import Tensors
-from serving.engine.infer import DATATYPES, NAMES, Array, Infer, TensorSpec
-from serving.engine.stream import Stopped
-from serving.errors import ApiError, invalid
-from serving.http.fields import Fields, is_integer, parse_object, show
-from serving.http.kserve.models import VERSION, asked_model
-from serving.http.requests import dump, failure, service_of, visiting
-from serving.http.service import Service
+from spmd.serving.engine.batches import Tensors
+from spmd.serving.engine.infer import DATATYPES, NAMES, Array, Infer, TensorSpec
+from spmd.serving.engine.stream import Stopped
+from spmd.serving.errors import ApiError, invalid
+from spmd.serving.http.fields import Fields, is_integer, parse_object, show
+from spmd.serving.http.kserve.models import VERSION, asked_model
+from spmd.serving.http.requests import dump, failure, service_of, visiting
+from spmd.serving.http.service import Service
 
 # Tensors of requests and answers: as JSON, or as bytes behind the JSON.
 

@@ -4,12 +4,12 @@ from typing import Any
 
 from starlette.requests import Request
 
-from serving.engine.batches import sizes_of, why_not_joined
-from serving.engine.infer import NAMES, TensorSpec
-from serving.engine.statistics import Statistics, Tally
-from serving.errors import ApiError
-from serving.http.language import Loaded
-from serving.http.requests import service_of
+from spmd.serving.engine.batches import sizes_of, why_not_joined
+from spmd.serving.engine.infer import NAMES, TensorSpec
+from spmd.serving.engine.statistics import Statistics, Tally
+from spmd.serving.errors import ApiError
+from spmd.serving.http.language import Loaded
+from spmd.serving.http.requests import service_of
 
 VERSION = "1"
 """Of the model: there is one."""

@@ -7,16 +7,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from serving.errors import ApiError
-from serving.http.kserve.inference import infer
-from serving.http.kserve.models import (
+from spmd.serving.errors import ApiError
+from spmd.serving.http.kserve.inference import infer
+from spmd.serving.http.kserve.models import (
     VERSION,
     asked_model,
     config_of,
     metadata_of,
     statistics_of,
 )
-from serving.http.requests import check_key, service_of
+from spmd.serving.http.requests import check_key, service_of
 
 EXTENSIONS = ("binary_tensor_data", "model_configuration", "statistics")
 

@@ -4,8 +4,8 @@ import dataclasses
 import re
 from typing import Any
 
-from serving.errors import invalid
-from serving.http.fields import Fields, show
+from spmd.serving.errors import invalid
+from spmd.serving.http.fields import Fields, show
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 

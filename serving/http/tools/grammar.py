@@ -4,9 +4,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from serving.grammar.compiler import Grammar, Grammars, inline
-from serving.http.tools.ask import Tools
-from serving.http.tools.formats import Format
+from spmd.serving.grammar.compiler import Grammar, Grammars, inline
+from spmd.serving.http.tools.ask import Tools
+from spmd.serving.http.tools.formats import Format
 
 
 def calls_grammar(grammars: Grammars, format: Format, tools: Tools, content: Any = None) -> Grammar:

@@ -10,10 +10,10 @@ import json
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
-from serving.engine.actions import Finish
-from serving.engine.text import StopMatcher
-from serving.http.tools.ask import Tools
-from serving.http.tools.formats import Format
+from spmd.serving.engine.actions import Finish
+from spmd.serving.engine.text import StopMatcher
+from spmd.serving.http.tools.ask import Tools
+from spmd.serving.http.tools.formats import Format
 
 # Reads one call letter by letter: its name, and its arguments as they come.
 

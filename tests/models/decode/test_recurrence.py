@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import spmd
-from models.decode.recurrence import linear_recurrence
+from spmd.models.decode.recurrence import linear_recurrence
 
 A, B, R, N, W = 2, 3, 7, 4, 5
 RECUR = jax.jit(linear_recurrence)

@@ -3,8 +3,8 @@ import functools
 import jax
 import pytest
 
-from models.llama import fresh
-from models.llama.named import CONFIGS
+from spmd.models.llama import fresh
+from spmd.models.llama.named import CONFIGS
 from tests.models.llama.weights import checkpoints
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.llama.parameters import Params
+from spmd.models.llama.parameters import Params
 
 Array = np.ndarray[Any, Any]
 

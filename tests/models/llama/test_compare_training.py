@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import spmd
-from models.llama.named import CONFIGS
-from models.training.data.source import PackedTokens, from_documents, whole
+from spmd.models.llama.named import CONFIGS
+from spmd.models.training.data.source import PackedTokens, from_documents, whole
 from tools.training_peers import apart, losses
 
 STEPS = 20

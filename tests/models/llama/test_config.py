@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.llama import fresh, parameters
-from models.llama.config import ConfigError, LlamaConfig
-from models.llama.flops import flops_per_token
-from models.llama.named import CONFIGS, named_config
+from spmd.models.llama import fresh, parameters
+from spmd.models.llama.config import ConfigError, LlamaConfig
+from spmd.models.llama.flops import flops_per_token
+from spmd.models.llama.named import CONFIGS, named_config
 from tests.models.llama.inverse import stack_layers
 
 TINY = CONFIGS["tiny"]

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 
 import spmd
-from models import decode
-from models.llama import fresh, model, quantize
-from models.llama.config import LlamaConfig
-from models.llama.decode import LlamaRows
-from models.llama.weights import load as weights
-from models.llama.weights.config import read_config
-from serving.bundle.bundle import Bundle
-from serving.bundle.memory import compile_bundle
-from serving.engine.backend import Limits, Sampling, SlotPart
-from serving.engine.model_backend import ModelBackend, generate
+from spmd.models import decode
+from spmd.models.llama import fresh, model, quantize
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.decode import LlamaRows
+from spmd.models.llama.weights import load as weights
+from spmd.models.llama.weights.config import read_config
+from spmd.serving.bundle.bundle import Bundle
+from spmd.serving.bundle.memory import compile_bundle
+from spmd.serving.engine.backend import Limits, Sampling, SlotPart
+from spmd.serving.engine.model_backend import ModelBackend, generate
 from tests.models.llama.inverse import dequantize
 from tests.models.llama.weights import checkpoints
 from tests.models.llama.weights.checkpoints import with_random_biases

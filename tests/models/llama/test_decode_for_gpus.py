@@ -7,11 +7,11 @@ import jax
 import pytest
 
 import spmd
-from models import decode
-from models.gpu_graphs import with_gpu_graphs
-from models.llama import fresh
-from models.llama.config import LlamaConfig
-from models.llama.decode import LlamaRows
+from spmd.models import decode
+from spmd.models.gpu_graphs import with_gpu_graphs
+from spmd.models.llama import fresh
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.decode import LlamaRows
 from tests.compilers import needs_cuda_plugin
 
 SHAPE = decode.ServingShape(16, 256, (64,), (256,), top_logprobs=5)

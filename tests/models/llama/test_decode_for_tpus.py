@@ -4,10 +4,10 @@ import jax
 import pytest
 
 import spmd
-from models import decode
-from models.llama import fresh
-from models.llama.config import LlamaConfig
-from models.llama.decode import LlamaRows
+from spmd.models import decode
+from spmd.models.llama import fresh
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.decode import LlamaRows
 
 CONFIG = LlamaConfig(
     vocab_size=32000, hidden_size=2048, intermediate_size=5504, num_hidden_layers=1,

@@ -11,13 +11,13 @@ import pytest
 from safetensors.numpy import load_file
 
 import spmd
-from models.llama import fresh, parameters, sharding
-from models.llama.config import LlamaConfig
-from models.llama.named import CONFIGS
-from models.llama.step import batch_loss, train_step
-from models.llama.weights import load as weights
-from models.llama.weights.config import read_config
-from models.training.run.optimizer import initial_state
+from spmd.models.llama import fresh, parameters, sharding
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.named import CONFIGS
+from spmd.models.llama.step import batch_loss, train_step
+from spmd.models.llama.weights import load as weights
+from spmd.models.llama.weights.config import read_config
+from spmd.models.training.run.optimizer import initial_state
 from spmd.ops import fp8
 from tests.models.llama.inverse import stack_layers
 from tests.models.llama.test_packing import batch as packed_batch

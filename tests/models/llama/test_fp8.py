@@ -10,14 +10,14 @@ import numpy as np
 import optax
 import pytest
 
-from models.llama import parameters
-from models.llama.fresh import init
-from models.llama.named import CONFIGS
-from models.llama.step import train_step
-from models.llama.weights.save import _sources
-from models.training.checkpoints.store import Checkpoints
-from models.training.run.optimizer import initial_state
-from models.training.run.step import loss_and_grads
+from spmd.models.llama import parameters
+from spmd.models.llama.fresh import init
+from spmd.models.llama.named import CONFIGS
+from spmd.models.llama.step import train_step
+from spmd.models.llama.weights.save import _sources
+from spmd.models.training.checkpoints.store import Checkpoints
+from spmd.models.training.run.optimizer import initial_state
+from spmd.models.training.run.step import loss_and_grads
 from spmd.ops import Fp8State, fp8
 from tests.models.llama.test_program import HALF, STEPS, go_on, make_trainer, take
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import spmd
-from models.llama import fresh, model, sharding
-from models.llama.config import ConfigError
-from models.llama.named import CONFIGS
-from models.llama.step import batch_loss
+from spmd.models.llama import fresh, model, sharding
+from spmd.models.llama.config import ConfigError
+from spmd.models.llama.named import CONFIGS
+from spmd.models.llama.step import batch_loss
 
 TINY = CONFIGS["tiny"]
 ROWS, LENGTH = 4, 32

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.llama import marks, model, objective, parameters
-from models.llama.named import CONFIGS
-from models.llama.program import generate, make_next_logits, sample
+from spmd.models.llama import marks, model, objective, parameters
+from spmd.models.llama.named import CONFIGS
+from spmd.models.llama.program import generate, make_next_logits, sample
 
 TINY = CONFIGS["tiny"]
 UNROLLED = dataclasses.replace(TINY, scan_layers=False)

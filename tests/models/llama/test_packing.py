@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import spmd
-from models.llama import sharding
-from models.llama.named import CONFIGS
-from models.llama.step import batch_loss
-from models.training.data import source as data
+from spmd.models.llama import sharding
+from spmd.models.llama.named import CONFIGS
+from spmd.models.llama.step import batch_loss
+from spmd.models.training.data import source as data
 
 TINY = CONFIGS["tiny"]
 SEQ_LEN = 16
@@ -65,7 +65,7 @@ def loss_apart():
 
 @functools.cache
 def params():
-    from models.llama import fresh
+    from spmd.models.llama import fresh
 
     return jax.jit(functools.partial(fresh.init, config=TINY))(jax.random.key(1))
 

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 import spmd
-from models.llama import objective, sharding
-from models.llama.fresh import init
-from models.llama.named import CONFIGS
-from models.llama.program import LlamaProgram, init_params
-from models.training.checkpoints.store import Checkpoints
-from models.training.data import source as data
-from models.training.options import TrainerOptions
-from models.training.run.description import RunConfig
-from models.training.run.loop import Schedule, train
-from models.training.run.optimizer import OptimizerConfig
+from spmd.models.llama import objective, sharding
+from spmd.models.llama.fresh import init
+from spmd.models.llama.named import CONFIGS
+from spmd.models.llama.program import LlamaProgram, init_params
+from spmd.models.training.checkpoints.store import Checkpoints
+from spmd.models.training.data import source as data
+from spmd.models.training.options import TrainerOptions
+from spmd.models.training.run.description import RunConfig
+from spmd.models.training.run.loop import Schedule, train
+from spmd.models.training.run.optimizer import OptimizerConfig
 from tests.models.llama.inverse import stack_layers
 
 SMALL = dataclasses.replace(CONFIGS["tiny"], hidden_size=16, intermediate_size=32, vocab_size=256)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import spmd
-from models.llama import fresh, objective, parameters
-from models.llama.config import ConfigError
-from models.llama.marks import MARK_POINTS
-from models.llama.named import CONFIGS
-from models.llama.remat import check_can_offload, checkpoint_policy
+from spmd.models.llama import fresh, objective, parameters
+from spmd.models.llama.config import ConfigError
+from spmd.models.llama.marks import MARK_POINTS
+from spmd.models.llama.named import CONFIGS
+from spmd.models.llama.remat import check_can_offload, checkpoint_policy
 from tests.models.llama.inverse import stack_layers
 
 TINY = dataclasses.replace(CONFIGS["tiny"], num_hidden_layers=4)

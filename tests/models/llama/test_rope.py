@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.llama.config import ConfigError, RopeScaling
-from models.llama.named import CONFIGS
-from models.llama.rope import apply_rope, rope_angles, rope_frequencies
+from spmd.models.llama.config import ConfigError, RopeScaling
+from spmd.models.llama.named import CONFIGS
+from spmd.models.llama.rope import apply_rope, rope_angles, rope_frequencies
 
 TINY = CONFIGS["tiny"]
 LLAMA31 = CONFIGS["llama3.1-8b"]
@@ -42,7 +42,7 @@ def test_llama3_scaling_by_wavelength():
 def test_frequencies_are_transformers(name):
     transformers = pytest.importorskip("transformers")
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
-    from models.llama.weights.config import to_hf
+    from spmd.models.llama.weights.config import to_hf
 
     config = transformers.LlamaConfig(**to_hf(CONFIGS[name], "float32"))
     theirs = modeling.LlamaRotaryEmbedding(config).inv_freq.numpy()

@@ -9,11 +9,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from models.llama import fresh, marks, sharding
-from models.llama.config import ConfigError
-from models.llama.named import CONFIGS
-from models.llama.step import train_step
-from models.placement import axes_of, present
+from spmd.models.llama import fresh, marks, sharding
+from spmd.models.llama.config import ConfigError
+from spmd.models.llama.named import CONFIGS
+from spmd.models.llama.step import train_step
+from spmd.models.placement import axes_of, present
 
 TINY = CONFIGS["tiny"]
 UNROLLED = dataclasses.replace(TINY, scan_layers=False)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import spmd
-from models.llama import fresh, marks, objective, sharding
-from models.llama.config import ConfigError
-from models.llama.named import CONFIGS
-from models.llama.program import make_next_logits
+from spmd.models.llama import fresh, marks, objective, sharding
+from spmd.models.llama.config import ConfigError
+from spmd.models.llama.named import CONFIGS
+from spmd.models.llama.program import make_next_logits
 
 SCANNED = dataclasses.replace(CONFIGS["tiny"], num_hidden_layers=4, remat="full")
 STAGES = dataclasses.replace(SCANNED, stages=2, stage_microbatches=4, stage_schedule="gpipe")

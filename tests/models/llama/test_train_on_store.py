@@ -8,13 +8,13 @@ import jax
 import pytest
 import tokenizers
 
-from models.llama import fresh
-from models.llama.named import CONFIGS
-from models.llama.weights import load as weights
-from models.llama.weights.sources import checkpoint_source, hf_source
-from models.training.data.tokenizer import load_tokenizer, same_ids
-from models.training.paths import file_sizes
-from scripts import convert_checkpoints, export_llama, train_llama
+from spmd.models.llama import fresh
+from spmd.models.llama.named import CONFIGS
+from spmd.models.llama.weights import load as weights
+from spmd.models.llama.weights.sources import checkpoint_source, hf_source
+from spmd.models.training.data.tokenizer import load_tokenizer, same_ids
+from spmd.models.training.paths import file_sizes
+from spmd.scripts import convert_checkpoints, export_llama, train_llama
 
 TINY = CONFIGS["tiny"]
 

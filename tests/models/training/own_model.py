@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import spmd
-from models.training.trainer import Trainer, TrainerOptions
+from spmd.models.training.trainer import Trainer, TrainerOptions
 
 ROWS, WIDTH = 16, 8
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import spmd
-from models.training.checkpoints import remote
-from models.training.checkpoints.found import find_saved
-from models.training.checkpoints.manifest import MANIFEST
-from models.training.paths import StorePath
-from models.training.run.mirror import Mirror
+from spmd.models.training.checkpoints import remote
+from spmd.models.training.checkpoints.found import find_saved
+from spmd.models.training.checkpoints.manifest import MANIFEST
+from spmd.models.training.paths import StorePath
+from spmd.models.training.run.mirror import Mirror
 from tests.forked import Forked
 from tests.models.training.own_model import make_trainer
 from tests.two_processes import run_both

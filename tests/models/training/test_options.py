@@ -8,10 +8,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.training.errors import RunError
-from models.training.options import METRICS, TrainerOptions
-from models.training.run.profile import ProfileRange
 from spmd.cli.settings import SettingsError
+from spmd.models.training.errors import RunError
+from spmd.models.training.options import METRICS, TrainerOptions
+from spmd.models.training.run.profile import ProfileRange
 
 COUNT = st.integers(0, 10**6)
 OPTIONS = st.builds(

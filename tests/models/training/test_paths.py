@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from models.training import paths, store_path
-from models.training.paths import StoreError, as_path, file_sizes, local_copy, move_tree
+from spmd.models.training import paths, store_path
+from spmd.models.training.paths import StoreError, as_path, file_sizes, local_copy, move_tree
 
 
 def names(found):

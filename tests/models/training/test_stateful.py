@@ -12,8 +12,8 @@ import optax
 import pytest
 
 import spmd
-from models.training.run.step import make_train_step
-from models.training.trainer import Stateful, Trainer, TrainerOptions
+from spmd.models.training.run.step import make_train_step
+from spmd.models.training.trainer import Stateful, Trainer, TrainerOptions
 from tests.two_processes import run_both
 
 ROWS, WIDTH, STEPS = 16, 8, 4

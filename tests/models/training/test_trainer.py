@@ -10,9 +10,9 @@ import optax
 import pytest
 
 import spmd
-from models.training.errors import RunError
-from models.training.run.optimizer import OptimizerConfig
-from models.training.trainer import exit_code
+from spmd.models.training.errors import RunError
+from spmd.models.training.run.optimizer import OptimizerConfig
+from spmd.models.training.trainer import exit_code
 from tests.models.training.own_model import data, init, loss, make_trainer
 from tests.two_processes import run_both
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.llama.config import DTYPES
-from models.llama.named import CONFIGS
-from models.training.run.optimizer import OPTIMIZERS, SCHEDULES
-from scripts import export_llama, serve_bundle, train_llama
-from scripts.flags.run import make_run
-from scripts.flags.train import make_parser
+from spmd.models.llama.config import DTYPES
+from spmd.models.llama.named import CONFIGS
+from spmd.models.training.run.optimizer import OPTIMIZERS, SCHEDULES
+from spmd.scripts import export_llama, serve_bundle, train_llama
+from spmd.scripts.flags.run import make_run
+from spmd.scripts.flags.train import make_parser
 from tests.markdown import ROOT, blocks_of
 
 BAD_FLAGS = {

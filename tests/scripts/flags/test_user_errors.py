@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.flags.user_errors import INTERRUPTED_EXIT_CODE, ending_on_interrupt, one_message
+from spmd.scripts.flags.user_errors import INTERRUPTED_EXIT_CODE, ending_on_interrupt, one_message
 
 MAINS = (
     "tools.compare_quantized",

@@ -13,14 +13,14 @@ import pytest
 import tokenizers
 from rich.console import Console
 
-from models.llama import fresh
-from models.llama.config import ConfigError
-from models.llama.named import CONFIGS
-from models.llama.weights import load as weights
-from models.llama.weights.config import read_config
-from models.training.data.tokenizer import ByteTokenizer, load_tokenizer, same_ids
-from scripts.flags import weights as weights_flags
-from scripts.flags.train import make_parser
+from spmd.models.llama import fresh
+from spmd.models.llama.config import ConfigError
+from spmd.models.llama.named import CONFIGS
+from spmd.models.llama.weights import load as weights
+from spmd.models.llama.weights.config import read_config
+from spmd.models.training.data.tokenizer import ByteTokenizer, load_tokenizer, same_ids
+from spmd.scripts.flags import weights as weights_flags
+from spmd.scripts.flags.train import make_parser
 from tests.models.training.data.test_beginnings import byte_level, saved
 
 TINY = CONFIGS["tiny"]

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from jax import export
 
-from scripts.flags import bundle as bundle_flags
-from serving.bundle.function import BundleError, Function, Role, StateLeaf
-from serving.bundle.memory import compile_bundle
-from serving.bundle.read import load_bundle
-from serving.bundle.write import write_bundle
-from serving.engine.batches import Batches
-from serving.engine.statistics import Statistics
-from serving.engine.workers import JointCall
-from serving.tensor_backend import BundleInfer
 from spmd.cli.flags import Parser
+from spmd.scripts.flags import bundle as bundle_flags
+from spmd.serving.bundle.function import BundleError, Function, Role, StateLeaf
+from spmd.serving.bundle.memory import compile_bundle
+from spmd.serving.bundle.read import load_bundle
+from spmd.serving.bundle.write import write_bundle
+from spmd.serving.engine.batches import Batches
+from spmd.serving.engine.statistics import Statistics
+from spmd.serving.engine.workers import JointCall
+from spmd.serving.tensor_backend import BundleInfer
 from tests.serving.conftest import struct
 
 (B,) = export.symbolic_shape("b")

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 import spmd
-from serving.bundle.cache import Cache
-from serving.bundle.folder import new_folder
-from serving.bundle.function import BundleError, Function, StateLeaf
-from serving.bundle.memory import compile_bundle
-from serving.bundle.read import load_bundle
-from serving.bundle.write import write_bundle
-from serving.tensor_backend import BundleInfer
 from spmd.lowering.emit import Emitted
 from spmd.lowering.execute import compile_emitted
+from spmd.serving.bundle.cache import Cache
+from spmd.serving.bundle.folder import new_folder
+from spmd.serving.bundle.function import BundleError, Function, StateLeaf
+from spmd.serving.bundle.memory import compile_bundle
+from spmd.serving.bundle.read import load_bundle
+from spmd.serving.bundle.write import write_bundle
+from spmd.serving.tensor_backend import BundleInfer
 from tests.serving.conftest import (
     SPECS,
     STATE,

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_st
 
-from serving.bundle import group
-from serving.bundle.bundle import Behind
-from serving.bundle.function import BundleError
-from serving.bundle.group import Leader, Message, encode, read, repeat
-from serving.bundle.read import load_bundle
 from spmd.errors import LaunchError
+from spmd.serving.bundle import group
+from spmd.serving.bundle.bundle import Behind
+from spmd.serving.bundle.function import BundleError
+from spmd.serving.bundle.group import Leader, Message, encode, read, repeat
+from spmd.serving.bundle.read import load_bundle
 from tests.waiting import PATIENCE, wait_until
 
 ARRAYS = numpy_st.arrays(

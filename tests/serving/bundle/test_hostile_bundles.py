@@ -9,14 +9,14 @@ import shutil
 import numpy as np
 import pytest
 
-from serving.bundle import read as reading
-from serving.bundle.function import BundleError, Function
-from serving.bundle.manifest import MANIFEST
-from serving.bundle.read import load_bundle
-from serving.bundle.write import write_bundle
 from spmd.frontend import bytecode
 from spmd.frontend.artifact import module_artifact
 from spmd.frontend.importer.module import parse_module
+from spmd.serving.bundle import read as reading
+from spmd.serving.bundle.function import BundleError, Function
+from spmd.serving.bundle.manifest import MANIFEST
+from spmd.serving.bundle.read import load_bundle
+from spmd.serving.bundle.write import write_bundle
 from tests.serving.conftest import struct
 
 MODULE = "functions/f.mlirbc"

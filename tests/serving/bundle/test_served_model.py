@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import pytest
 
 import spmd
-from models.decode import ServingShape
-from models.llama.named import named_config
-from models.llama.weights.sources import fresh_source
-from scripts import generate_text
-from serving.bundle.read import load_bundle
-from serving.engine.model_backend import generate
-from serving.language_backend import model_backend
-from serving.llama_bundle import write_llama_bundle
+from spmd.models.decode import ServingShape
+from spmd.models.llama.named import named_config
+from spmd.models.llama.weights.sources import fresh_source
+from spmd.scripts import generate_text
+from spmd.serving.bundle.read import load_bundle
+from spmd.serving.engine.model_backend import generate
+from spmd.serving.language_backend import model_backend
+from spmd.serving.llama_bundle import write_llama_bundle
 from tests.forked import Forked
 from tests.waiting import PATIENCE, wait_until
 from tools import compare_quantized

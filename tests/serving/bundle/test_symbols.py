@@ -13,19 +13,19 @@ import pytest
 from jax import export
 
 import spmd
-from models.function import Role
-from scripts.flags import bundle as bundle_flags
-from serving.bundle import symbols
-from serving.bundle.function import BundleError, Function, StateLeaf
-from serving.bundle.manifest import MANIFEST, LeafEntry
-from serving.bundle.memory import compile_bundle
-from serving.bundle.placement import spec_for
-from serving.bundle.programs import plan_functions
-from serving.bundle.read import load_bundle
-from serving.bundle.write import write_bundle
 from spmd.cli.flags import Parser
 from spmd.errors import ArgumentError
 from spmd.mesh.topology import CHIPS
+from spmd.models.function import Role
+from spmd.scripts.flags import bundle as bundle_flags
+from spmd.serving.bundle import symbols
+from spmd.serving.bundle.function import BundleError, Function, StateLeaf
+from spmd.serving.bundle.manifest import MANIFEST, LeafEntry
+from spmd.serving.bundle.memory import compile_bundle
+from spmd.serving.bundle.placement import spec_for
+from spmd.serving.bundle.programs import plan_functions
+from spmd.serving.bundle.read import load_bundle
+from spmd.serving.bundle.write import write_bundle
 from tests.serving.conftest import struct
 from tests.two_processes import run_both
 

@@ -11,13 +11,13 @@ import pytest
 from safetensors.numpy import save_file
 
 import spmd
-from serving.bundle import wrap
-from serving.bundle.function import BundleError
-from serving.bundle.manifest import Variant
-from serving.bundle.read import load_bundle
-from serving.bundle.wrap import matched, wrap_stablehlo
-from serving.tensor_backend import BundleInfer
 from spmd.mesh.topology import CHIPS
+from spmd.serving.bundle import wrap
+from spmd.serving.bundle.function import BundleError
+from spmd.serving.bundle.manifest import Variant
+from spmd.serving.bundle.read import load_bundle
+from spmd.serving.bundle.wrap import matched, wrap_stablehlo
+from spmd.serving.tensor_backend import BundleInfer
 
 TEXT = """
 module @foreign {

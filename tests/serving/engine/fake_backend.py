@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from serving.engine.backend import Limits, Sampling, SlotPart, Stepped, Tokens, Words
+from spmd.serving.engine.backend import Limits, Sampling, SlotPart, Stepped, Tokens, Words
 from tests.waiting import PATIENCE
 
 LIMITS = Limits(

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.training.data.tokenizer import ByteTokenizer
-from serving.engine.actions import Counts, EngineStep, Job
-from serving.engine.backend import Sampling, Stepped
-from serving.engine.choice import Delta
-from serving.engine.engine import LAG, Engine
-from serving.engine.records import Finished
-from serving.engine.stream import Failed
+from spmd.models.training.data.tokenizer import ByteTokenizer
+from spmd.serving.engine.actions import Counts, EngineStep, Job
+from spmd.serving.engine.backend import Sampling, Stepped
+from spmd.serving.engine.choice import Delta
+from spmd.serving.engine.engine import LAG, Engine
+from spmd.serving.engine.records import Finished
+from spmd.serving.engine.stream import Failed
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
 from tests.waiting import PATIENCE, wait_until
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.engine.actions import Job
-from serving.engine.backend import Words
-from serving.engine.engine import Engine
-from serving.engine.guide import (
+from spmd.serving.engine.actions import Job
+from spmd.serving.engine.backend import Words
+from spmd.serving.engine.engine import Engine
+from spmd.serving.engine.guide import (
     BadWords,
     GuideError,
     WithoutBadWords,
@@ -20,7 +20,7 @@ from serving.engine.guide import (
     counted_masks,
     words_of,
 )
-from serving.engine.stream import Failed, Misguided
+from spmd.serving.engine.stream import Failed, Misguided
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.engine.test_engine import DECODE, alone, ask, job, read, running, text_of
 from tests.serving.engine.test_scheduler import SMALL_POOL

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from models.decode.packing import pack_report, row_shapes, unpack_rows
-from models.sampling import Report
-from serving.engine.backend import Limits, Sampling, SlotPart
-from serving.engine.model_backend import ModelBackend, generate
+from spmd.models.decode.packing import pack_report, row_shapes, unpack_rows
+from spmd.models.sampling import Report
+from spmd.serving.engine.backend import Limits, Sampling, SlotPart
+from spmd.serving.engine.model_backend import ModelBackend, generate
 
 LIMITS = Limits(
     slots=6, max_length=32, rows=(4, 9), groups=2, page=4, pages=20, top_logprobs=1, vocab_size=9

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from serving.engine.groups import ROOT, Pages
+from spmd.serving.engine.groups import ROOT, Pages
 
 COUNT = 12
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from serving.engine.actions import EngineStep, Job
-from serving.engine.backend import Limits, Sampling, SlotPart, Stepped
-from serving.engine.guide import Guide, counted_masks, words_of
-from serving.engine.scheduler import Scheduler
+from spmd.serving.engine.actions import EngineStep, Job
+from spmd.serving.engine.backend import Limits, Sampling, SlotPart, Stepped
+from spmd.serving.engine.guide import Guide, counted_masks, words_of
+from spmd.serving.engine.scheduler import Scheduler
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
 
 SMALL_POOL = dataclasses.replace(LIMITS, pages=20)

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from serving.http.limits import ServerOptions
+from spmd.serving.http.limits import ServerOptions
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import MODEL, Live, get, serving
 from tests.waiting import PATIENCE, wait_until

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.training.data.tokenizer import ByteTokenizer
-from serving.engine.text import Detokenizer, StopMatcher, TokenTexts
+from spmd.models.training.data.tokenizer import ByteTokenizer
+from spmd.serving.engine.text import Detokenizer, StopMatcher, TokenTexts
 
 DECODE = ByteTokenizer().decode
 
@@ -81,7 +81,7 @@ def test_the_space_before_a_word_depends_on_the_prompt() -> None:
 def test_a_tokenizer_file(tmp_path: Any) -> None:
     """A byte-level BPE whose tokens cut characters in two."""
     tokenizers = pytest.importorskip("tokenizers")
-    from models.training.data.tokenizer import load_tokenizer
+    from spmd.models.training.data.tokenizer import load_tokenizer
 
     made = tokenizers.ByteLevelBPETokenizer()
     made.train_from_iterator(["the quick brown fox"] * 9, vocab_size=300, special_tokens=["</s>"])

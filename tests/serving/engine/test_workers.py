@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.engine.records import Finished
-from serving.engine.stream import Stopped
-from serving.engine.workers import JointCall, Workers
+from spmd.serving.engine.records import Finished
+from spmd.serving.engine.stream import Stopped
+from spmd.serving.engine.workers import JointCall, Workers
 from tests.waiting import wait_until
 
 

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.training.data.tokenizer import ByteTokenizer, load_tokenizer
-from serving.engine.backend import Words
-from serving.grammar.compiler import Grammars
-from serving.grammar.guide import GrammarError, GrammarGuide, TooHard
-from serving.grammar.place import find_problem
-from serving.http.fields import Fields
-from serving.http.tools.ask import parse_tools
-from serving.http.tools.formats import FORMATS
-from serving.http.tools.grammar import calls_grammar
+from spmd.models.training.data.tokenizer import ByteTokenizer, load_tokenizer
+from spmd.serving.engine.backend import Words
+from spmd.serving.grammar.compiler import Grammars
+from spmd.serving.grammar.guide import GrammarError, GrammarGuide, TooHard
+from spmd.serving.grammar.place import find_problem
+from spmd.serving.http.fields import Fields
+from spmd.serving.http.tools.ask import parse_tools
+from spmd.serving.http.tools.formats import FORMATS
+from spmd.serving.http.tools.grammar import calls_grammar
 
 MOST = 64 * 2**10
 

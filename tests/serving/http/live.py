@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from models.training.data.tokenizer import ByteTokenizer
-from serving.http.language import Loaded
-from serving.http.limits import HttpOptions, ServerOptions
-from serving.http.server import Server, listen
-from serving.http.service import Service
+from spmd.models.training.data.tokenizer import ByteTokenizer
+from spmd.serving.http.language import Loaded
+from spmd.serving.http.limits import HttpOptions, ServerOptions
+from spmd.serving.http.server import Server, listen
+from spmd.serving.http.service import Service
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.waiting import PATIENCE, wait_until
 

@@ -17,11 +17,11 @@ ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import sys
 from pathlib import Path
-from models.training.data.tokenizer import ByteTokenizer
-import serving.http.service
-from serving.http.server import serve
-from serving.http.language import Loaded
-from serving.http.limits import ServerOptions
+from spmd.models.training.data.tokenizer import ByteTokenizer
+import spmd.serving.http.service
+from spmd.serving.http.server import serve
+from spmd.serving.http.language import Loaded
+from spmd.serving.http.limits import ServerOptions
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.waiting import PATIENCE, wait_until
 

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from starlette.requests import Request
 
-from models.training.data.tokenizer import ByteTokenizer
-from serving.engine.infer import Array, TensorSpec
-from serving.errors import ServingError
-from serving.http import connections
-from serving.http.admission import SPARE, Budget
-from serving.http.connections import Addresses
-from serving.http.fields import SHORT
-from serving.http.language import Loaded
-from serving.http.limits import HttpOptions, ServerOptions
-from serving.http.requests import client_of
+from spmd.models.training.data.tokenizer import ByteTokenizer
+from spmd.serving.engine.infer import Array, TensorSpec
+from spmd.serving.errors import ServingError
+from spmd.serving.http import connections
+from spmd.serving.http.admission import SPARE, Budget
+from spmd.serving.http.connections import Addresses
+from spmd.serving.http.fields import SHORT
+from spmd.serving.http.language import Loaded
+from spmd.serving.http.limits import HttpOptions, ServerOptions
+from spmd.serving.http.requests import client_of
 from tests.serving.engine.fake_backend import LIMITS
 from tests.serving.http.live import Live, get, post, serving
 from tests.waiting import PATIENCE, wait_until

@@ -10,10 +10,10 @@ import httpx
 import pytest
 from prometheus_client import generate_latest
 
-from serving.engine.actions import Counts, EngineStep
-from serving.engine.records import EngineState
-from serving.http.metrics import Metrics
-from serving.http.traffic import RequestMetrics
+from spmd.serving.engine.actions import Counts, EngineStep
+from spmd.serving.engine.records import EngineState
+from spmd.serving.http.metrics import Metrics
+from spmd.serving.http.traffic import RequestMetrics
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import MODEL, Live, serving
 from tests.waiting import PATIENCE

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from serving.engine.backend import SlotPart
-from serving.http.limits import ServerOptions
+from spmd.serving.engine.backend import SlotPart
+from spmd.serving.http.limits import ServerOptions
 from tests.explain.browser import Browser, find_browser
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
 from tests.serving.http.live import MODEL, Live, get, serving

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from serving.errors import ApiError, ServingError
-from serving.http.chat_template import ChatTemplate
+from spmd.serving.errors import ApiError, ServingError
+from spmd.serving.http.chat_template import ChatTemplate
 
 MESSAGES = [
     {"role": "system", "content": "Be  kind."},

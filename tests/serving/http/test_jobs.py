@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.training.data.tokenizer import ByteTokenizer
-from serving.errors import ApiError, ServingError
-from serving.http.jobs import Work, bad_words, chat_work, completion_work
-from serving.http.language import Language, Loaded
-from serving.http.limits import Bounds, ServerOptions
-from serving.http.protocol import parse_chat, parse_completion
-from serving.http.service import Service
-from serving.http.traffic import RequestMetrics
+from spmd.models.training.data.tokenizer import ByteTokenizer
+from spmd.serving.errors import ApiError, ServingError
+from spmd.serving.http.jobs import Work, bad_words, chat_work, completion_work
+from spmd.serving.http.language import Language, Loaded
+from spmd.serving.http.limits import Bounds, ServerOptions
+from spmd.serving.http.protocol import parse_chat, parse_completion
+from spmd.serving.http.service import Service
+from spmd.serving.http.traffic import RequestMetrics
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
 from tests.serving.http.live import post, serving
 

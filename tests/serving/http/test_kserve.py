@@ -11,11 +11,11 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from serving.engine.infer import DATATYPES, Array, TensorSpec
-from serving.errors import ServingError
-from serving.http.language import Loaded
-from serving.http.limits import ServerOptions
-from serving.http.service import Service
+from spmd.serving.engine.infer import DATATYPES, Array, TensorSpec
+from spmd.serving.errors import ServingError
+from spmd.serving.http.language import Loaded
+from spmd.serving.http.limits import ServerOptions
+from spmd.serving.http.service import Service
 from tests.serving.http.live import Live, get, post, serving
 from tests.waiting import PATIENCE
 

@@ -13,10 +13,10 @@ import tritonclient.http as triton
 from jax import export
 from tritonclient.utils import InferenceServerException
 
-from serving.bundle.function import Function
-from serving.bundle.read import load_bundle
-from serving.bundle.write import write_bundle
-from serving.load import load_model
+from spmd.serving.bundle.function import Function
+from spmd.serving.bundle.read import load_bundle
+from spmd.serving.bundle.write import write_bundle
+from spmd.serving.load import load_model
 from tests.serving.conftest import struct
 from tests.serving.http.live import Live, serving
 from tests.waiting import PATIENCE, wait_until

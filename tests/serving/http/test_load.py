@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.http.limits import ServerOptions
+from spmd.serving.http.limits import ServerOptions
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
 from tests.serving.http.live import Live, get, serving
 from tests.waiting import PATIENCE

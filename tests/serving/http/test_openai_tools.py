@@ -12,7 +12,7 @@ import httpx
 import pytest
 from pydantic import BaseModel, Field
 
-from serving.http.limits import ServerOptions
+from spmd.serving.http.limits import ServerOptions
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import MODEL, Live, serving
 from tests.serving.http.scripted import LARGE, Scripted

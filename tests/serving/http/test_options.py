@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.errors import ServingError
-from serving.http.limits import HttpOptions, ServerOptions
-from serving.http.server import Server
-from serving.http.service import Service
+from spmd.serving.errors import ServingError
+from spmd.serving.http.limits import HttpOptions, ServerOptions
+from spmd.serving.http.server import Server
+from spmd.serving.http.service import Service
 from tests.serving.http.live import Live, get, post, serving
 from tests.waiting import wait_until
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from serving.engine.guide import words_of
-from serving.grammar import compiler
+from spmd.serving.engine.guide import words_of
+from spmd.serving.grammar import compiler
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.engine.test_guides import brute_force
 from tests.serving.http.live import MODEL, TEXT, Live, get, post, serving

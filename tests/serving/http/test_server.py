@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.errors import ServingError
-from serving.http.server import listen
+from spmd.serving.errors import ServingError
+from spmd.serving.http.server import listen
 from tests.serving.http.live import get, post
 from tests.serving.http.process import Start, starting
 from tests.waiting import wait_until

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from serving.errors import ServingError
-from serving.http.limits import HttpOptions
-from serving.http.server import Server
-from serving.http.service import Service
+from spmd.serving.errors import ServingError
+from spmd.serving.http.limits import HttpOptions
+from spmd.serving.http.server import Server
+from spmd.serving.http.service import Service
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import MODEL, get, post, serving
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from models.llama.config import ConfigError, RopeScaling
-from models.llama.named import CONFIGS
-from models.llama.weights.config import parse_config, read_config, to_hf
+from spmd.models.llama.config import ConfigError, RopeScaling
+from spmd.models.llama.named import CONFIGS
+from spmd.models.llama.weights.config import parse_config, read_config, to_hf
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     path.stem: json.loads(path.read_text())

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models.llama import fresh, marks, model, parameters
-from models.llama.named import CONFIGS
-from models.llama.rope import rope_angles
-from models.llama.weights import load as weights
-from models.llama.weights.convert import write_hf, write_ranks
-from models.llama.weights.files import WeightsError
-from models.llama.weights.ranks import cuts, rank_file, ranks_source
-from models.llama.weights.sources import checkpoint_source, fresh_source, hf_source
-from models.training.checkpoints.found import CheckpointError
-from models.training.checkpoints.store import Checkpoints
-from models.training.run.loop import TrainState
-from scripts import convert_checkpoints as script
+from spmd.models.llama import fresh, marks, model, parameters
+from spmd.models.llama.named import CONFIGS
+from spmd.models.llama.rope import rope_angles
+from spmd.models.llama.weights import load as weights
+from spmd.models.llama.weights.convert import write_hf, write_ranks
+from spmd.models.llama.weights.files import WeightsError
+from spmd.models.llama.weights.ranks import cuts, rank_file, ranks_source
+from spmd.models.llama.weights.sources import checkpoint_source, fresh_source, hf_source
+from spmd.models.training.checkpoints.found import CheckpointError
+from spmd.models.training.checkpoints.store import Checkpoints
+from spmd.models.training.run.loop import TrainState
+from spmd.scripts import convert_checkpoints as script
 from tests.forked import run_text
 from tests.models.llama.weights.checkpoints import with_random_biases
 
@@ -320,7 +320,7 @@ def test_another_run_starts_anew(whole, cut, tmp_path):
 LIMITED = """
 import resource, sys
 import jax
-from scripts import convert_checkpoints
+from spmd.scripts import convert_checkpoints
 jax.random.key(0)  # what jax itself needs is not counted
 held = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmData"))
 limit = held * 1024 + int(sys.argv[1])

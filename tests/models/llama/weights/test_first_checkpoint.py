@@ -16,28 +16,28 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import spmd
-from models.llama import sharding
-from models.llama.named import CONFIGS
-from models.llama.program import LlamaProgram
-from models.llama.weights import load as weights
-from models.llama.weights.config import read_config
-from models.llama.weights.convert import write_hf, write_ranks
-from models.llama.weights.files import WeightsError
-from models.llama.weights.first_checkpoint import write_run
-from models.llama.weights.ranks import ranks_source
-from models.llama.weights.sources import fresh_source, hf_source
-from models.training.checkpoints import pieces
-from models.training.checkpoints.found import CheckpointError, find_saved
-from models.training.checkpoints.pieces import chunk_shape, chunks
-from models.training.checkpoints.relayout import relayout
-from models.training.checkpoints.store import Checkpoints
-from models.training.errors import RunError
-from models.training.options import TrainerOptions
-from models.training.run.description import RunConfig, check_same_model
-from models.training.run.loop import TrainState
-from models.training.run.optimizer import OptimizerConfig
-from scripts import convert_checkpoints as script
-from scripts import train_llama
+from spmd.models.llama import sharding
+from spmd.models.llama.named import CONFIGS
+from spmd.models.llama.program import LlamaProgram
+from spmd.models.llama.weights import load as weights
+from spmd.models.llama.weights.config import read_config
+from spmd.models.llama.weights.convert import write_hf, write_ranks
+from spmd.models.llama.weights.files import WeightsError
+from spmd.models.llama.weights.first_checkpoint import write_run
+from spmd.models.llama.weights.ranks import ranks_source
+from spmd.models.llama.weights.sources import fresh_source, hf_source
+from spmd.models.training.checkpoints import pieces
+from spmd.models.training.checkpoints.found import CheckpointError, find_saved
+from spmd.models.training.checkpoints.pieces import chunk_shape, chunks
+from spmd.models.training.checkpoints.relayout import relayout
+from spmd.models.training.checkpoints.store import Checkpoints
+from spmd.models.training.errors import RunError
+from spmd.models.training.options import TrainerOptions
+from spmd.models.training.run.description import RunConfig, check_same_model
+from spmd.models.training.run.loop import TrainState
+from spmd.models.training.run.optimizer import OptimizerConfig
+from spmd.scripts import convert_checkpoints as script
+from spmd.scripts import train_llama
 from tests.forked import Forked, run_text
 from tests.models.llama.weights.test_convert import failure
 from tests.waiting import wait_until
@@ -257,7 +257,7 @@ def test_of_writes_that_fail_none_goes_on():
 
 PEAK = """
 import sys, threading, time
-from scripts import convert_checkpoints
+from spmd.scripts import convert_checkpoints
 import jax
 jax.random.key(0)  # what jax itself needs is not counted
 def held():
@@ -354,9 +354,9 @@ def test_what_is_half_written_is_removed(error, expected, whole, tmp_path):
 
 SLOW = """
 import sys, time
-from scripts import convert_checkpoints
+from spmd.scripts import convert_checkpoints
 print("ready", flush=True)
-from models.training.checkpoints import pieces
+from spmd.models.training.checkpoints import pieces
 write = pieces._write
 def slow(*arguments):
     write(*arguments)
@@ -385,7 +385,7 @@ def test_killed_it_is_no_checkpoint(whole, tmp_path):
 
 NO_SPACE = """
 import resource, signal, sys
-from scripts import convert_checkpoints
+from spmd.scripts import convert_checkpoints
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, resource.RLIM_INFINITY))
 convert_checkpoints.main(sys.argv[1:])

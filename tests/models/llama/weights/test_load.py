@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import spmd
-from models import shards
-from models.llama import fresh, model, sharding
-from models.llama.program import generate, make_next_logits
-from models.llama.weights import files as hf_files
-from models.llama.weights import load as weights
-from models.llama.weights.config import read_config
-from models.llama.weights.files import WeightsError
+from spmd.models import shards
+from spmd.models.llama import fresh, model, sharding
+from spmd.models.llama.program import generate, make_next_logits
+from spmd.models.llama.weights import files as hf_files
+from spmd.models.llama.weights import load as weights
+from spmd.models.llama.weights.config import read_config
+from spmd.models.llama.weights.files import WeightsError
 from tests.models.llama.weights import checkpoints
 from tests.models.llama.weights.checkpoints import TOKENS_BS, VARIANTS
 from tests.two_processes import record_reads

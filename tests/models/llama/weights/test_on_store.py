@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import pytest
 
-from models.llama.named import CONFIGS
-from models.llama.weights import load as weights
-from models.llama.weights.config import read_config
-from models.llama.weights.files import WeightsError, open_folder
-from models.llama.weights.sources import hf_source
-from models.training.paths import StorePath, file_sizes
+from spmd.models.llama.named import CONFIGS
+from spmd.models.llama.weights import load as weights
+from spmd.models.llama.weights.config import read_config
+from spmd.models.llama.weights.files import WeightsError, open_folder
+from spmd.models.llama.weights.sources import hf_source
+from spmd.models.training.paths import StorePath, file_sizes
 
 TINY = CONFIGS["tiny"]
 
@@ -74,7 +74,7 @@ def test_broken_files_are_one_line(tiny_params, s3):
 def test_of_an_export_that_fails_nothing_is_left_and_a_killed_one_is_replaced(
     tiny_params, s3, monkeypatch
 ):
-    from models.llama.weights import save
+    from spmd.models.llama.weights import save
 
     def fail(*_):
         raise OSError("the bucket is full")

@@ -15,16 +15,16 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from models.llama import model, parameters, sharding
-from models.llama.config import RopeScaling
-from models.llama.fresh import init
-from models.llama.named import CONFIGS
-from models.llama.sharding import parameter_rules
-from models.llama.weights import load as weights
-from models.llama.weights import save
-from models.llama.weights.config import read_config
-from models.llama.weights.files import WeightsError
-from models.llama.weights.names import parameters as parameters_of
+from spmd.models.llama import model, parameters, sharding
+from spmd.models.llama.config import RopeScaling
+from spmd.models.llama.fresh import init
+from spmd.models.llama.named import CONFIGS
+from spmd.models.llama.sharding import parameter_rules
+from spmd.models.llama.weights import load as weights
+from spmd.models.llama.weights import save
+from spmd.models.llama.weights.config import read_config
+from spmd.models.llama.weights.files import WeightsError
+from spmd.models.llama.weights.names import parameters as parameters_of
 from tests.two_processes import record_reads, run_both
 
 TINY = CONFIGS["tiny"]

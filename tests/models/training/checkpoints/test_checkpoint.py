@@ -10,10 +10,10 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models.training.checkpoints.found import CheckpointError
-from models.training.checkpoints.manifest import write_manifest
-from models.training.checkpoints.store import Checkpoints
-from models.training.run.loop import TrainState
+from spmd.models.training.checkpoints.found import CheckpointError
+from spmd.models.training.checkpoints.manifest import write_manifest
+from spmd.models.training.checkpoints.store import Checkpoints
+from spmd.models.training.run.loop import TrainState
 from tests.forked import run_text
 
 LAYERS = 3

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.training.checkpoints.found import CheckpointError, find_saved
-from models.training.checkpoints.relayout import piece_shape, relayout
-from models.training.checkpoints.store import Checkpoints
-from models.training.run.loop import TrainState
+from spmd.models.training.checkpoints.found import CheckpointError, find_saved
+from spmd.models.training.checkpoints.relayout import piece_shape, relayout
+from spmd.models.training.checkpoints.store import Checkpoints
+from spmd.models.training.run.loop import TrainState
 
 SPECS = {
     "w": PartitionSpec("data", "model"),

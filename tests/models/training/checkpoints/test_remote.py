@@ -9,15 +9,15 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models.training.checkpoints import tables
-from models.training.checkpoints.found import AUTO, CheckpointError, find_saved
-from models.training.checkpoints.manifest import MANIFEST
-from models.training.checkpoints.remote import StoreManager
-from models.training.checkpoints.saving import open_manager
-from models.training.checkpoints.store import Checkpoints
-from models.training.checkpoints.together import Together
-from models.training.paths import download, file_sizes
-from models.training.run.loop import TrainState
+from spmd.models.training.checkpoints import tables
+from spmd.models.training.checkpoints.found import AUTO, CheckpointError, find_saved
+from spmd.models.training.checkpoints.manifest import MANIFEST
+from spmd.models.training.checkpoints.remote import StoreManager
+from spmd.models.training.checkpoints.saving import open_manager
+from spmd.models.training.checkpoints.store import Checkpoints
+from spmd.models.training.checkpoints.together import Together
+from spmd.models.training.paths import download, file_sizes
+from spmd.models.training.run.loop import TrainState
 
 
 def state(step, spec=("data", "model"), shape=(4, 2)):
@@ -157,7 +157,7 @@ def test_damage_is_noticed(s3):
 
 
 def test_a_save_that_fails_is_told_and_the_next_one_is_whole(s3, monkeypatch):
-    from models.training.checkpoints import remote
+    from spmd.models.training.checkpoints import remote
 
     def fail(*_):
         raise OSError("the bucket is gone")

@@ -11,11 +11,11 @@ import jax
 import numpy as np
 
 import spmd
-from models.training.checkpoints import saving, shared
-from models.training.checkpoints.found import CheckpointError
-from models.training.checkpoints.manifest import find_damage
-from models.training.checkpoints.shared import check_shared
-from models.training.run.loop import TrainState
+from spmd.models.training.checkpoints import saving, shared
+from spmd.models.training.checkpoints.found import CheckpointError
+from spmd.models.training.checkpoints.manifest import find_damage
+from spmd.models.training.checkpoints.shared import check_shared
+from spmd.models.training.run.loop import TrainState
 from tests.two_processes import run_both
 
 

@@ -5,11 +5,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from models.training.data import source as data
-from models.training.data.documents import DocumentSource
-from models.training.data.shard_jobs import TokenizeOptions
-from models.training.data.tokenize import tokenize
-from models.training.paths import name_within
+from spmd.models.training.data import source as data
+from spmd.models.training.data.documents import DocumentSource
+from spmd.models.training.data.shard_jobs import TokenizeOptions
+from spmd.models.training.data.tokenize import tokenize
+from spmd.models.training.paths import name_within
 
 
 def text_of(corpus):

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from models.training.data import corpus
-from models.training.data.loader import Loader, _HostRows, place, rows_of_host
-from models.training.data.samples import PackedTokens
-from models.training.data.shard_jobs import TokenizeOptions
-from models.training.data.tokenize import tokenize
+from spmd.models.training.data import corpus
+from spmd.models.training.data.loader import Loader, _HostRows, place, rows_of_host
+from spmd.models.training.data.samples import PackedTokens
+from spmd.models.training.data.shard_jobs import TokenizeOptions
+from spmd.models.training.data.tokenize import tokenize
 from tests.waiting import wait_until
 
 SPEC = P("data", None)
@@ -87,7 +87,7 @@ def test_reads_in_processes(devices8, tmp_path):
 
 
 def token_folder_of(tmp_path):
-    from models.training.data.token_folder import open_folder
+    from spmd.models.training.data.token_folder import open_folder
 
     return open_folder(tmp_path / "tokens")
 

@@ -8,14 +8,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from models.training.data import source as data
-from models.training.data.files import find_files
-from models.training.data.shard_jobs import TokenizeOptions
-from models.training.data.token_folder import damages, open_folder
-from models.training.data.tokenize import tokenize
-from models.training.errors import DataError
-from models.training.paths import StorePath, file_sizes
-from scripts import tokenize_data
+from spmd.models.training.data import source as data
+from spmd.models.training.data.files import find_files
+from spmd.models.training.data.shard_jobs import TokenizeOptions
+from spmd.models.training.data.token_folder import damages, open_folder
+from spmd.models.training.data.tokenize import tokenize
+from spmd.models.training.errors import DataError
+from spmd.models.training.paths import StorePath, file_sizes
+from spmd.scripts import tokenize_data
 
 TEXTS = [f"{number} to be or not to be, that is the question. " * 40 for number in range(30)]
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.training.data import corpus, samples
-from models.training.data.samples import PackedTokens
-from models.training.errors import DataError
+from spmd.models.training.data import corpus, samples
+from spmd.models.training.data.samples import PackedTokens
+from spmd.models.training.errors import DataError
 
 
 def numbers(count, first=0, documents=1):

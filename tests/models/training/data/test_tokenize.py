@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.training.data import documents, token_folder
-from models.training.data.documents import Bad, DocumentSource, DocumentText
-from models.training.data.shard_jobs import TokenizeOptions
-from models.training.data.tokenize import tokenize
-from models.training.data.tokenizer import load_tokenizer
-from models.training.errors import DataError
-from scripts import tokenize_data
+from spmd.models.training.data import documents, token_folder
+from spmd.models.training.data.documents import Bad, DocumentSource, DocumentText
+from spmd.models.training.data.shard_jobs import TokenizeOptions
+from spmd.models.training.data.tokenize import tokenize
+from spmd.models.training.data.tokenizer import load_tokenizer
+from spmd.models.training.errors import DataError
+from spmd.scripts import tokenize_data
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[4]

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.llama import fresh, objective
-from models.llama.named import CONFIGS
-from models.training.data import source as data
-from models.training.errors import TrainingError
-from models.training.run.loop import Schedule, TrainState, train
-from models.training.run.metrics import StepCost, peak_flops
-from models.training.run.optimizer import OptimizerConfig, make_optimizer
-from models.training.run.profile import Profiler, ProfileRange
-from models.training.run.step import make_train_step
+from spmd.models.llama import fresh, objective
+from spmd.models.llama.named import CONFIGS
+from spmd.models.training.data import source as data
+from spmd.models.training.errors import TrainingError
+from spmd.models.training.run.loop import Schedule, TrainState, train
+from spmd.models.training.run.metrics import StepCost, peak_flops
+from spmd.models.training.run.optimizer import OptimizerConfig, make_optimizer
+from spmd.models.training.run.profile import Profiler, ProfileRange
+from spmd.models.training.run.step import make_train_step
 
 TINY = CONFIGS["tiny"]
 COST = StepCost(tokens=100, devices=1)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
-from models.training.run.optimizer import (
+from spmd.models.training.run.optimizer import (
     OPTIMIZERS,
     SCHEDULES,
     OptimizerConfig,

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from models.llama.named import CONFIGS
-from models.training.errors import RunError
-from models.training.options import TrainerOptions
-from models.training.run.description import RunConfig, RunFolder, check_same_model
-from models.training.run.optimizer import OptimizerConfig, OptimizerError
-from models.training.run.profile import ProfileRange
-from models.training.run.start import restart_note
-from models.training.run.stop import StopSignals
+from spmd.models.llama.named import CONFIGS
+from spmd.models.training.errors import RunError
+from spmd.models.training.options import TrainerOptions
+from spmd.models.training.run.description import RunConfig, RunFolder, check_same_model
+from spmd.models.training.run.optimizer import OptimizerConfig, OptimizerError
+from spmd.models.training.run.profile import ProfileRange
+from spmd.models.training.run.start import restart_note
+from spmd.models.training.run.stop import StopSignals
 from tests.waiting import wait_until
 
 RUN = RunConfig(

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
-from models.training.run.background import Background
-from models.training.run.sinks import Forgiving, JsonLines, Sinks, TensorBoard, Terminal
+from spmd.models.training.run.background import Background
+from spmd.models.training.run.sinks import Forgiving, JsonLines, Sinks, TensorBoard, Terminal
 from tests.forked import run_text
 from tests.waiting import wait_until
 

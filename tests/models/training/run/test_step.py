@@ -7,13 +7,13 @@ import optax
 import pytest
 
 import spmd
-from models.training.run.optimizer import (
+from spmd.models.training.run.optimizer import (
     OptimizerConfig,
     make_optimizer,
     make_schedule,
     updates_taken,
 )
-from models.training.run.step import loss_and_grads, make_train_step, split_batch
+from spmd.models.training.run.step import loss_and_grads, make_train_step, split_batch
 
 ROWS, WIDTH = 16, 8
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.http.tools.ask import Tool, Tools
-from serving.http.tools.formats import BY_NAME, FORMATS, Format
-from serving.http.tools.reader import MessageReader
+from spmd.serving.http.tools.ask import Tool, Tools
+from spmd.serving.http.tools.formats import BY_NAME, FORMATS, Format
+from spmd.serving.http.tools.reader import MessageReader
 
 NAMES = ("add", "get_weather")
 ARGUMENTS = st.dictionaries(

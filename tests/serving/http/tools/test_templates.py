@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from serving.errors import ApiError, ServingError
-from serving.http.chat_template import ChatTemplate
-from serving.http.limits import ServerOptions
-from serving.http.messages import parse_messages
+from spmd.serving.errors import ApiError, ServingError
+from spmd.serving.http.chat_template import ChatTemplate
+from spmd.serving.http.limits import ServerOptions
+from spmd.serving.http.messages import parse_messages
 from tests.serving.http.tools.templates import (
     LLAMA,
     MISTRAL,
