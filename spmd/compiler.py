@@ -73,7 +73,7 @@ from spmd.store import key_of, store_in
 
 T = TypeVar("T")
 
-PLANNED = "planned"  # the kind of what is kept of a compilation: the form, and the plan
+PLANNED = "planned"  # the store's name for the records of compilations: form and plan
 
 MOST_TRIPS = 64  # loops that run more often stay loops, if nobody says otherwise
 

@@ -1,4 +1,4 @@
-"""One line that says what a long compilation is doing: on terminals and in notebooks alone.
+"""`progress`: one line on the terminal that says what a long compilation is doing.
 
     with progress("train_step", wanted=True):
         doing("plan")

@@ -36,7 +36,7 @@ TIMEOUT_S = 600.0
 
 ASK_S = 4.0  # so long a process waits before it asks what keeps the others
 LONGEST = 200  # characters of a value that a message shows
-Found = Mapping[int, Mapping[str, str]]  # process -> what it says, by name
+Found = Mapping[int, Mapping[str, str]]  # process -> its `what`: name -> value
 
 AWAITED = "awaited"
 """The occasion at which a process waits that does nothing else meanwhile."""

@@ -42,7 +42,7 @@ EXIT_PREEMPTED = 75
 EXIT_PEER_LOST = 76
 """Exit code of a process that stopped because another one of its job was lost or failed."""
 
-EXIT_HUNG = 77  # stopped by its watchdog: no progress within the limit
+EXIT_HUNG = 77  # exit code of a process that its watchdog stopped: no progress within the limit
 
 VERDICT = "verdict"
 HEARD = "heard"  # folder of the processes that know the verdict, and end

@@ -89,12 +89,12 @@ mlir.register_lowering(_program, _lower)
 class Outside:
     """What jax needs to know of arguments and results besides what `Emitted` has."""
 
-    mesh: jax.sharding.Mesh  # the mesh that they lie on: the program's, with the user's axis types
-    weak: tuple[bool, ...] = ()  # whether the type of each result is weak; none is if empty
-    # descriptions of devices that are not here, in the mesh's order; the process's own by id if
-    # None
+    mesh: jax.sharding.Mesh  # the mesh of their shardings, with the user's axis types
+    weak: tuple[bool, ...] = ()  # whether each result is weakly typed; none is if empty
+    # descriptions of devices to compile for that are not here, in the mesh's order; None: the
+    # program runs on the mesh's own devices
     devices: Sequence[Any] | None = None
-    # how the results lie, in the user's words; as the program says if empty
+    # shardings or formats of the results, written as the user's specs; those of `Emitted` if empty
     results: tuple[Placement, ...] = ()
 
 
